@@ -1,0 +1,101 @@
+"""The tiled backward pass shared by every algorithm (Dao 2023; Qiu & Yao, Algorithm 3): key blocks outside, query blocks inside."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from halfulp.algorithms.matmul import matmul
+from halfulp.algorithms.problem import Problem, Saved, divisor_of, read_input, shift_of
+from halfulp.recipes import Step
+
+
+def backward(problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ `[B, H, N_q, D]`, dK `[B, H_k, N_k, D]`, dV `[B, H_k, N_k, D_v]`, rounded, in the compute dtype.
+
+    `grad_lse [B, H, N_q, 1]` is the gradient of the natural lse: δ ← δ − dLSE. Gradients of fully masked rows are 0.
+    """
+    recipe = problem.recipe
+    do = read_input("grad_out", grad_out, step)
+    rows_of = _Rows(problem, saved, step)
+    delta = step("delta", _delta(problem, saved, rows_of, do, step))
+    if grad_lse is not None:
+        delta = delta - grad_lse.to(delta.dtype)
+    dq = torch.zeros_like(problem.query)
+    dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
+    for cols in problem.col_tiles():
+        for rows in problem.row_tiles():
+            if problem.mask.hides(rows, cols):
+                continue
+            p = rows_of.probabilities(rows, cols)
+            do_i = do[:, :, rows]
+            operand = step("probabilities_operand", p)
+            _add(dv[:, :, cols], matmul(operand.mT, do_i, recipe.matmul), step)
+            dp = step("grad_probabilities", matmul(do_i, problem.value[:, :, cols].mT, recipe.matmul))
+            if recipe.gradient_scale_at == "probabilities":
+                p = step("scaled_probabilities", p * problem.alpha)
+            ds = step("grad_scores", p * step("grad_centered", dp - delta[:, :, rows]))
+            if recipe.gradient_scale_at == "scores":
+                ds = step("scaled_grad_scores", ds * problem.alpha)
+            _add(dq[:, :, rows], matmul(ds, problem.key[:, :, cols], recipe.matmul), step)
+            _add(dk[:, :, cols], matmul(ds.mT, problem.query[:, :, rows], recipe.matmul), step)
+    if recipe.gradient_scale_at == "products":
+        dq, dk = dq * problem.alpha, dk * problem.alpha
+    return step("grad_query", dq), step("grad_key", _sum_groups(dk, problem.groups)), step("grad_value", _sum_groups(dv, problem.groups))
+
+
+class _Rows:
+    """The forward pass's weights, recomputed tile by tile as the recipe says."""
+
+    def __init__(self, problem: Problem, saved: Saved, step: Step) -> None:
+        self.problem, self.step = problem, step
+        how = problem.recipe.backward_weights
+        if how == "lse":
+            self.shift, self.divisor = shift_of(saved.lse), None
+        elif how == "maximum":
+            self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum)
+        elif problem.recipe.shift.kind == "integer":
+            # lse alone tells the weights: any integer shift gives the same rounded ones (FACTS: the halfulp recipe).
+            self.shift = shift_of(saved.lse.ceil())
+            self.divisor = torch.where(saved.lse == -math.inf, 1.0, torch.exp2(saved.lse - self.shift))
+        else:
+            self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum)
+
+    def probabilities(self, rows: slice, cols: slice) -> Tensor:
+        """P of one tile `[B, H, rows, cols]`."""
+        problem, step = self.problem, self.step
+        p = problem.exp(problem.scores(rows, cols, step) - self.shift[:, :, rows])
+        if problem.recipe.backward_weights == "rounded":
+            p = problem.weights_operand(p, step)
+        if self.divisor is not None:
+            p = p / self.divisor[:, :, rows]
+        return step("probabilities", p)
+
+
+def _delta(problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor, step: Step) -> Tensor:
+    """δ `[B, H, N_q, 1]`: rowsum(dO ∘ O), or rowsum(dP ∘ P) at the cost of one more pass."""
+    if problem.recipe.delta_from != "probabilities":
+        return step("delta_products", do * saved.out_for_delta).sum(-1, keepdim=True)
+    delta = torch.zeros_like(saved.lse)
+    for rows in problem.row_tiles():
+        for cols in problem.col_tiles():
+            if not problem.mask.hides(rows, cols):
+                dp = step("grad_probabilities", matmul(do[:, :, rows], problem.value[:, :, cols].mT, problem.recipe.matmul))
+                terms = step("delta_products", dp * rows_of.probabilities(rows, cols))
+                delta[:, :, rows] += terms.sum(-1, keepdim=True)
+    return delta
+
+
+def _add(total: Tensor, block: Tensor, step: Step) -> None:
+    """Add one tile's contribution to a running gradient, in place."""
+    block = step("grad_block", block)
+    if step.rounds("grad_accumulator") or step.observers:
+        total.copy_(step("grad_accumulator", total + block))
+    else:
+        total.add_(block)
+
+
+def _sum_groups(grad: Tensor, groups: int) -> Tensor:
+    return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)

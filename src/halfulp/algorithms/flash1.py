@@ -1,0 +1,50 @@
+"""FlashAttention-1 (Dao et al. 2022, Algorithm 1): key blocks outside, query blocks inside, O renormalized in every step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from halfulp.algorithms.matmul import matmul
+from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
+from halfulp.algorithms.stabilize import row_shift
+from halfulp.recipes import Step
+
+
+def forward(problem: Problem, step: Step) -> Saved:
+    """O ← diag(l_new)⁻¹ (diag(l) e^{m − m_new} O + e^{m̃ − m_new} P̃V) for every tile, statistics kept in memory between tiles."""
+    rows_shape = (*problem.query.shape[:3], 1)
+    m = problem.query.new_full(rows_shape, -math.inf)
+    l, l_exact = problem.query.new_zeros(rows_shape), problem.query.new_zeros(rows_shape)
+    out = problem.query.new_zeros(*rows_shape[:3], problem.value.shape[3])
+    for cols in problem.col_tiles():
+        for rows in problem.row_tiles():
+            if not problem.mask.hides(rows, cols):
+                state = (out[:, :, rows], m[:, :, rows], l[:, :, rows], l_exact[:, :, rows])
+                new = _tile(problem, rows, cols, state, step)
+                for old, value in zip(state, new, strict=True):
+                    old.copy_(value)
+    return finish(problem, out, m, l, l_exact, step)
+
+
+def _tile(problem: Problem, rows: slice, cols: slice, state: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
+    out, m, l, l_exact = state
+    recipe = problem.recipe
+    scores = problem.scores(rows, cols, step)
+    m_tile = step("row_max", row_shift(scores, recipe.shift))
+    weights = step("weights", problem.exp(step("shifted_scores", scores - shift_of(m_tile))))
+    operand = problem.weights_operand(weights, step)
+    exact_sum = weights.sum(-1, keepdim=True)
+    l_tile = operand.sum(-1, keepdim=True) if recipe.row_sum_from == "rounded" else exact_sum
+    l_tile = step("block_sum", l_tile).clamp_min(recipe.row_sum_floor)
+    m_new = torch.maximum(m, m_tile)
+    shift = shift_of(m_new)
+    old_scale, tile_scale = (step("rescale", problem.exp(x - shift)) for x in (m, m_tile))
+    l_old = step("rescaled", l * old_scale)
+    l_new = step("row_sum", l_old + step("rescaled", l_tile * tile_scale))
+    block_out = step("block_out", matmul(operand, problem.value[:, :, cols], recipe.matmul))
+    summed = step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out)
+    new_out = step("accumulator", summed / divisor_of(l_new))
+    return new_out, m_new, l_new, l_exact * old_scale + exact_sum * tile_scale

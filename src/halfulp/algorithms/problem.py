@@ -1,0 +1,178 @@
+"""One attention problem as the algorithms see it: rounded operands with heads expanded, tiles of masked scores, and what is kept for backward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfulp.algorithms.matmul import matmul
+from halfulp.formats import Format
+from halfulp.recipes import Recipe, Step
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which key each query may see. `is_causal` aligns at the top left, as in PyTorch: query i sees keys 0..i."""
+
+    is_causal: bool = False
+    attn_mask: Tensor | None = None  # broadcastable to [B, H, N_query, N_key]; bool (True: may see) or float (added to the scores)
+
+    def hides(self, rows: slice, cols: slice) -> bool:
+        """Whether the whole tile lies above the diagonal."""
+        return self.is_causal and cols.start > rows.stop - 1
+
+    def apply(self, scores: Tensor, rows: slice, cols: slice, unit: float) -> Tensor:
+        """`scores [B, H, rows, cols]` with hidden pairs at −inf; additive masks are multiplied by `unit` (log2 e in base 2)."""
+        if self.attn_mask is not None:
+            tile = _tile(self.attn_mask, rows, cols)
+            scores = scores.masked_fill(~tile, -math.inf) if tile.dtype == torch.bool else scores + tile.to(scores.dtype) * unit
+        if self.is_causal and cols.stop - 1 > rows.start:
+            i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+            j = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
+            scores = scores.masked_fill(j > i, -math.inf)
+        return scores
+
+
+def _tile(mask: Tensor, rows: slice, cols: slice) -> Tensor:
+    if mask.shape[-2] != 1:
+        mask = mask[..., rows, :]
+    return mask if mask.shape[-1] == 1 else mask[..., cols]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands `[B, H, N, D]` in the compute dtype, rounded as the recipe reads them, key and value heads repeated to the query's."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask
+    alpha: float  # the softmax scale
+    groups: int  # query heads per key head
+    recipe: Recipe
+
+    @classmethod
+    def read(cls, query: Tensor, key: Tensor, value: Tensor, mask: Mask, alpha: float, step: Step) -> Problem:
+        """Round the inputs `[B, H, N, D]` (any float dtype; H a multiple of the key's heads) as the recipe reads them."""
+        groups = query.shape[1] // max(key.shape[1], 1)
+        q, k, v = (read_input(name, x, step) for name, x in (("query", query), ("key", key), ("value", value)))
+        if groups != 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return cls(q, k, v, mask, alpha, groups, step.recipe)
+
+    @property
+    def unit(self) -> float:
+        """Scores of the recipe's base per natural score."""
+        return LOG2_E if self.recipe.base == "2" else 1.0
+
+    def row_tiles(self) -> list[slice]:
+        """Query blocks."""
+        return _tiles(self.query.shape[2], self.recipe.block_query)
+
+    def col_tiles(self) -> list[slice]:
+        """Key blocks."""
+        return _tiles(self.key.shape[2], self.recipe.block_key)
+
+    def scores(self, rows: slice, cols: slice, step: Step) -> Tensor:
+        """Masked scores of one tile `[B, H, rows, cols]`, in the recipe's base."""
+        product = step("product", matmul(self.query[:, :, rows], self.key[:, :, cols].mT, self.recipe.matmul))
+        return self.mask.apply(step("scores", product * (self.alpha * self.unit)), rows, cols, self.unit)
+
+    def exp(self, x: Tensor) -> Tensor:
+        """The exponential of the recipe's base."""
+        return torch.exp2(x) if self.recipe.base == "2" else torch.exp(x)
+
+    def log(self, x: Tensor) -> Tensor:
+        """The logarithm of the recipe's base."""
+        return torch.log2(x) if self.recipe.base == "2" else torch.log(x)
+
+    def weights_operand(self, weights: Tensor, step: Step) -> Tensor:
+        """The weights as they enter a product: pre-scaled, rounded, scaled back."""
+        c = self.recipe.weights_scale
+        return step("weights_operand", weights) if c == 1 else step("weights_operand", weights * c) / c
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward pass keeps, `[B, H, N, ...]` in the compute dtype; row statistics have a last dimension of 1."""
+
+    out: Tensor  # [B, H, N, D_v], rounded
+    out_for_delta: Tensor  # what δ is computed from: O, O plus its residual, or O before rounding
+    lse: Tensor  # in the recipe's base; −inf for a fully masked row
+    row_max: Tensor
+    row_sum: Tensor
+
+
+def finish(problem: Problem, exact_out: Tensor, row_max: Tensor, row_sum: Tensor, exact_row_sum: Tensor, step: Step) -> Saved:
+    """Round O, keep its residual if the recipe asks, and form lse = m + log l; `exact_out` is 0 and l is 0 for a fully masked row."""
+    recipe = problem.recipe
+    out = step("out", exact_out)
+    for_delta = out
+    if recipe.delta_from == "exact_out":
+        for_delta = exact_out
+    elif recipe.delta_from == "residual":
+        for_delta = out + step("residual", _fixed_point(exact_out - out, out, recipe))
+    summed = exact_row_sum if recipe.lse_from == "exact" else row_sum
+    lse = step("lse", row_max + problem.log(summed))
+    return Saved(out, for_delta, lse, row_max, row_sum)
+
+
+def _fixed_point(residual: Tensor, out: Tensor, recipe: Recipe) -> Tensor:
+    """The residual in `residual_bits` bits, scaled by half an ulp of O."""
+    if recipe.residual_bits is None:
+        return residual
+    if not isinstance(recipe.out, Format):
+        raise ValueError(f"residual_bits={recipe.residual_bits}: O is stored in {recipe.out.name}; accepted is a scalar format")
+    # The spacing of O's binade by its exponent alone: a full ulp() costs more than the whole step.
+    _, exponent = torch.frexp(out)
+    spacing = (exponent.clamp_min(max(recipe.out.min_exponent + 1, -100)) - 1 - recipe.out.mantissa_bits)
+    steps = 2.0 ** (recipe.residual_bits - 1)
+    q = torch.ldexp(residual, -spacing + recipe.residual_bits).round_().clamp_(-steps, steps - 1)
+    return torch.ldexp(q, spacing - recipe.residual_bits)
+
+
+def read_input(name: str, x: Tensor, step: Step) -> Tensor:
+    """One input in the compute dtype, rounded; with per-tensor scaling, scaled to the format's maximum around the rounding."""
+    x = x.to(step.recipe.dtype)
+    fmt = getattr(step.recipe, name)
+    if step.recipe.input_scaling == "none" or not isinstance(fmt, Format) or fmt.exponent_bits >= 8 or x.numel() == 0:
+        return step(name, x)
+    largest = x.abs().amax()
+    scale = torch.where((largest > 0) & largest.isfinite(), largest / fmt.max, torch.ones_like(largest))
+    return step(name, x / scale) * scale
+
+
+def shift_of(row_max: Tensor) -> Tensor:
+    """The row maximum as subtracted: 0 for a row with nothing to attend to, so that its weights are exp(−inf) = 0."""
+    return torch.where(row_max == -math.inf, torch.zeros_like(row_max), row_max)
+
+
+def divisor_of(row_sum: Tensor) -> Tensor:
+    """The row sum as divided by: 1 where no key is attended to."""
+    return torch.where(row_sum == 0, torch.ones_like(row_sum), row_sum)
+
+
+def blocks_for_memory(memory: int, head_dim: int, *, exchanged: bool = False, square: bool = False) -> dict[str, int]:
+    """Block sizes for `memory` on-chip elements: B_c = ⌈M/4d⌉ key columns, B_r = min(⌈M/4d⌉, d) query rows (FlashAttention-1, Algorithm 1).
+
+    `exchanged` swaps the two; `square` uses min of both for each. Returns the recipe fields: `recipe.with_(**blocks_for_memory(...))`.
+    """
+    if memory < 1 or head_dim < 1:
+        raise ValueError(f"memory={memory}, head_dim={head_dim}: accepted are integers of at least 1")
+    block_key = -(-memory // (4 * head_dim))
+    block_query = min(block_key, head_dim)
+    if square:
+        block_key = block_query
+    if exchanged:
+        block_key, block_query = block_query, block_key
+    return {"block_query": block_query, "block_key": block_key}
+
+
+def _tiles(n: int, block: int | None) -> list[slice]:
+    block = max(n, 1) if block is None else block
+    return [slice(i, min(i + block, n)) for i in range(0, n, block)]
