@@ -1,0 +1,121 @@
+"""Block-scaled formats: small numbers that share a scale.
+
+A four-bit number has a range of twelve to one; what makes it usable is a scale per block of neighbors along the last
+dimension. The OCP microscaling formats take a power of two from the largest exponent in the block; NVFP4 takes an 8-bit
+float from the largest magnitude and a float32 scale for the tensor.
+
+Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6; NVIDIA, "Pretraining Large Language Models
+with NVFP4" (2025), appendix on quantization.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfulp.formats.format import E2M1, E2M3, E3M2, OCP_E4M3, OCP_E5M2, Format, Rounding
+from halfulp.formats.general import power_of_two_below, round_general
+
+# The scale of the MX formats: an exponent without sign or fraction. Its code 0 is 2**-127 and not zero, which `Format`
+# does not say; the exponent is clamped here instead of being rounded to this format.
+E8M0: Final = Format("e8m0", 8, 0, specials="nan_only", overflow="saturate")
+_E8M0_EXPONENT: Final = 127
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format whose elements share a scale per block along the last dimension; a last block may be short.
+
+    The value of an element is element * block scale (* tensor scale), exactly, brought to the container's dtype.
+    A block that holds a NaN or an infinity becomes NaN as a whole, for its scale does; with a tensor scale, the tensor.
+    """
+
+    name: str  # how it is printed and parsed
+    element: Format  # what each number is rounded to after the scale is taken out; it saturates
+    block_size: int  # neighbors along the last dimension that share a scale
+    scale: Format  # format of the scale of a block: E8M0 (powers of two) or a float
+    tensor_scale: bool = False  # a float32 scale for the whole tensor, so that the block scales use their range
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size} is not accepted; accepted: a positive integer")
+        if self.element.overflow != "saturate":
+            raise ValueError(f"element={self.element} must saturate; accepted: a format with overflow='saturate'")
+
+    @property
+    def bits(self) -> int:
+        """Width of an element, its share of the scales left out."""
+        return self.element.bits
+
+    def holds(self, dtype: torch.dtype) -> bool:  # noqa: ARG002 (the question asked of every format)
+        """Return False: no dtype passes unchanged, since the values depend on the neighbors."""
+        return False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MXFP8_E4M3: Final = BlockFormat("mxfp8_e4m3", OCP_E4M3, 32, E8M0)
+MXFP8_E5M2: Final = BlockFormat("mxfp8_e5m2", OCP_E5M2.with_(overflow="saturate"), 32, E8M0)
+MXFP6_E3M2: Final = BlockFormat("mxfp6_e3m2", E3M2, 32, E8M0)
+MXFP6_E2M3: Final = BlockFormat("mxfp6_e2m3", E2M3, 32, E8M0)
+MXFP4: Final = BlockFormat("mxfp4", E2M1, 32, E8M0)
+NVFP4: Final = BlockFormat("nvfp4", E2M1, 16, OCP_E4M3, tensor_scale=True)
+
+BLOCK_FORMATS: Final = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, NVFP4)
+
+
+def round_blocks(x: Tensor, fmt: BlockFormat, rounding: Rounding, seed: int, offset: int) -> Tensor:
+    """Return x [..., N] (float32 or float64, detached) rounded to fmt, a new tensor of the same shape and dtype.
+
+    The work is done in float64, where every product of an element and its scales is exact.
+    """
+    if x.numel() == 0:
+        return x.clone()
+    length = x.shape[-1] if x.dim() else 1
+    rows = x.reshape(-1, length).double()
+    padded = functional.pad(rows, (0, -length % fmt.block_size))
+    blocks = padded.view(rows.shape[0], -1, fmt.block_size)
+    scale = _scales(blocks, fmt).unsqueeze(-1)
+    # Rounding one row of blocks after the other would number the padding too; position i must mean element i of x.
+    quotient = _quotient(blocks, scale, once=x.dtype is torch.float64)
+    scaled = quotient.flatten(1)[:, :length].contiguous()
+    element = round_general(scaled, fmt.element, rounding, seed, offset)
+    spread = scale.expand_as(blocks).flatten(1)[:, :length]
+    # Where the scale is zero the elements are too, and the product keeps their sign.
+    return (element * spread).to(x.dtype).reshape(x.shape)
+
+
+def _scales(blocks: Tensor, fmt: BlockFormat) -> Tensor:
+    """Return the scale of every block [rows, blocks] in float64, the tensor's included."""
+    largest = blocks.abs().amax(-1)
+    finite = largest.isfinite()
+    if fmt.scale.mantissa_bits == 0:
+        below = power_of_two_below(largest) * 2.0**-fmt.element.max_exponent
+        return below.clamp(2.0**-_E8M0_EXPONENT, 2.0**_E8M0_EXPONENT).masked_fill(~finite, torch.nan)
+    if not fmt.tensor_scale:
+        return round_general(largest / fmt.element.max, fmt.scale, "nearest_even", 0, 0)
+    whole = (largest.amax().float() / (fmt.scale.max * fmt.element.max)).double()
+    whole = torch.where(whole.isfinite(), whole, torch.nan)
+    ratio = _quotient(largest, fmt.element.max * whole, once=True)
+    return round_general(ratio, fmt.scale, "nearest_even", 0, 0) * whole
+
+
+def _quotient(numbers: Tensor, scale: Tensor, *, once: bool) -> Tensor:
+    """Return float64 numbers / scale, a zero where the scale is zero, fit to be rounded to a few bits.
+
+    A quotient that is itself rounded can land on a number of the element format or on a midpoint without being one, and
+    rounding it again would go wrong. Numbers that came from float32 cannot come so near (the scale has 28 bits). For
+    others (`once`), a quotient of at most 24 bits is multiplied back, exactly, and moved off its place if it was rounded.
+    """
+    safe = torch.where(scale == 0, torch.inf, scale)
+    quotient = numbers / safe
+    if not once:
+        return quotient
+    rest = torch.where(scale == 0, 0.0, numbers - quotient * scale)
+    moved = torch.nextafter(quotient, torch.copysign(torch.full_like(rest, torch.inf), rest))
+    return torch.where((rest != 0) & (quotient.float() == quotient), moved, quotient)

@@ -1,0 +1,46 @@
+"""Random numbers that depend on a seed and a position and on nothing else.
+
+Stochastic rounding needs one random number per element. A generator with a state would make the result depend on the
+order in which a tensor is worked through; here element i gets a hash of (seed, i), so a tensor rounded whole, in pieces
+or in another order has the same bits.
+
+Source: the finalizer of SplitMix64 (Steele, Lea, Flood 2014; "Mix13" of Stafford), applied to a Weyl sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_WEYL: Final = 0x9E37_79B9_7F4A_7C15
+_FIRST: Final = 0xBF58_476D_1CE4_E5B9
+_SECOND: Final = 0x94D0_49BB_1331_11EB
+_WORD: Final = 2**64 - 1
+
+
+def uniform(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
+    """Return float64 [count], uniform on the multiples of 2**-53 in [0, 1), for positions offset to offset + count."""
+    # The seed is hashed first: two seeds that differ by one would otherwise walk the same sequence one step apart.
+    start = (_mix(_mix(seed & _WORD) ^ _WORD) + offset * _WEYL) & _WORD
+    z = torch.arange(count, dtype=torch.int64, device=device)
+    z.mul_(_signed(_WEYL)).add_(_signed(start))
+    z.bitwise_xor_(_shift_right(z, 30)).mul_(_signed(_FIRST))
+    z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(_SECOND))
+    z.bitwise_xor_(_shift_right(z, 31))
+    return _shift_right(z, 11).double().mul_(2.0**-53)
+
+
+def _shift_right(z: Tensor, places: int) -> Tensor:
+    return (z >> places).bitwise_and_((1 << (64 - places)) - 1)
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _FIRST) & _WORD
+    z = ((z ^ (z >> 27)) * _SECOND) & _WORD
+    return z ^ (z >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
