@@ -1,0 +1,70 @@
+# `make demo` runs the main job, `make test` every check. Both set up $(VENV) first, once: a stamp in it says that the
+# set-up is as new as the files it was made from. A fresh machine needs Python 3.11+, a C compiler and make.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+OUT     ?= halfulp-demo
+WORKERS ?= 2
+
+BIN     := $(VENV)/bin
+# Every install goes through the constraints, and builds use the pinned back end in $(VENV) rather than an isolated
+# environment, which would not see them.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+SOURCES := pyproject.toml constraints.txt Makefile src/halfulp/__init__.py
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint format hooks clean
+
+help:
+	@echo 'make demo    run the main job on this machine and write $(OUT)/report.html'
+	@echo 'make test    lint, types and tests'
+	@echo 'make lint    lint and types alone'
+	@echo 'make format  rewrite the tree in the format that lint expects'
+	@echo 'make hooks   run the quick checks at every git commit'
+	@echo 'make clean   remove the virtual environment and what tools left behind'
+	@echo 'Variables: PYTHON=$(PYTHON) VENV=$(VENV) OUT=$(OUT) WORKERS=$(WORKERS)'
+
+demo: $(VENV)/.stamp-run
+	@$(BIN)/halfulp demo --out $(OUT)
+
+# pytest comes last, so that its closing line ends the output.
+test: lint
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: $(VENV)/.stamp-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.stamp-dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+hooks: $(VENV)/.stamp-dev
+	@$(BIN)/pre-commit install
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+FOUND = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+RECENT = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo yes)
+PIP = $(shell $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null && echo yes)
+
+$(VENV)/pyvenv.cfg:
+	$(if $(RECENT),,$(error halfulp needs Python 3.11 or newer, but PYTHON=$(PYTHON) is $(or $(FOUND),not there); try: make PYTHON=python3.12 $(MAKECMDGOALS)))
+	$(if $(PIP),,$(error PYTHON=$(PYTHON) lacks its venv or ensurepip module; on Debian and Ubuntu: apt-get install python3-venv))
+	@$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
+
+$(VENV)/.stamp-backend: $(VENV)/pyvenv.cfg constraints.txt
+	@echo 'Setting up $(VENV) (a minute or two, once) ...'
+	@$(INSTALL) hatchling editables
+	@touch $@
+
+$(VENV)/.stamp-run: $(VENV)/.stamp-backend $(SOURCES)
+	@$(INSTALL) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-backend $(SOURCES)
+	@$(INSTALL) --no-build-isolation -e '.[dev,targets]'
+	@touch $@ $(VENV)/.stamp-run

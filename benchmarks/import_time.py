@@ -1,0 +1,70 @@
+"""Time `import halfulp` beside `import torch`, which it contains: the target is a ratio under 1.3.
+
+Fresh processes, taken in turn so that a busy spell of the machine falls on both, and the pair in a random order; the
+time is the import statement's own, without the start of the interpreter. Printed are medians, quartiles, the ratio of
+the medians, and the ratio of each pair, whose spread says how far the first is to be trusted.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+
+MODULES = ("torch", "halfulp")
+TARGET = 1.3
+
+
+def import_seconds(module: str) -> float:
+    """Return the seconds `import module` takes in a fresh process."""
+    code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Return median, quartiles, smallest and largest."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return {"median": median, "quartile_1": low, "quartile_3": high, "min": min(values), "max": max(values)}
+
+
+def measure(pairs: int) -> dict[str, dict[str, float] | float]:
+    """Time both imports `pairs` times each, after one untimed round that fills the file cache."""
+    for module in MODULES:
+        import_seconds(module)
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {module: [] for module in MODULES}
+    for _ in range(pairs):
+        for module in order.sample(MODULES, len(MODULES)):
+            seconds[module].append(import_seconds(module))
+    paired = [ours / torch for torch, ours in zip(seconds["torch"], seconds["halfulp"], strict=True)]
+    medians = {module: statistics.median(values) for module, values in seconds.items()}
+    ratio = medians["halfulp"] / medians["torch"]
+    return {module: summary(values) for module, values in seconds.items()} | {"paired": summary(paired), "ratio": ratio}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pairs", type=int, default=11, help="timed imports of each module (default: 11)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error(f"--pairs {options.pairs}: a spread needs 2 or more")
+    result = measure(options.pairs)
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"{'':>8}  {'median':>8}  {'quartiles':>17}  {'range':>17}")
+    for name, unit in (("torch", "s"), ("halfulp", "s"), ("paired", "×")):
+        row = result[name]
+        assert isinstance(row, dict)
+        quartiles = f"{row['quartile_1']:.3f} to {row['quartile_3']:.3f}"
+        span = f"{row['min']:.3f} to {row['max']:.3f}"
+        print(f"{name:>8}  {row['median']:>6.3f} {unit}  {quartiles:>17}  {span:>17}")
+    print(f"halfulp / torch: {result['ratio']:.3f} (target: under {TARGET})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What every test needs: one torch thread a process, the same hypothesis examples, and imports seen from outside."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# The same examples every time, on a slow machine too, and nothing kept between runs: a failure is the code's.
+settings.register_profile("halfulp", derandomize=True, deadline=None, database=None)
+settings.load_profile("halfulp")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One torch thread a process: the same bits under any number of workers, and no two workers on one core."""
+    distributes = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not distributes:  # the process that only hands out tests needs no torch
+        import torch
+
+        torch.set_num_threads(1)
+
+
+@functools.cache
+def _added_modules(package: str, folder: Path | None) -> frozenset[str]:
+    code = (
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        f"import {package}\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    environment = os.environ | ({"PYTHONPATH": str(folder)} if folder else {})
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return frozenset(json.loads(done.stdout))
+
+
+@pytest.fixture
+def added_modules() -> Callable[..., frozenset[str]]:
+    """Tell which modules `import package` adds to those of `import torch`, in a fresh process."""
+
+    def added(package: str, folder: Path | None = None) -> frozenset[str]:
+        return _added_modules(package, folder)
+
+    return added

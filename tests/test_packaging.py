@@ -1,0 +1,176 @@
+"""Holds what is shipped: one version, a console script, the types, all files, and pins for every dependency."""
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import halfulp
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TESTED_TORCH = Version("2.13.0")
+
+# Modules, standard library apart, that `import halfulp` may add to those of `import torch`: a small library fits, a
+# plotting library does not. The time itself is measured by benchmarks/import_time.py.
+MAX_ADDED_MODULES = 40
+
+
+def requirements() -> dict[str, Requirement]:
+    """Every dependency of halfulp and of its extras, by name."""
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
+
+
+def pins(text: str) -> dict[str, Version]:
+    """Constraints as {name: version}; anything but `name==version` is an error."""
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    pairs = [line.split("==") for line in lines]
+    assert all(len(pair) == 2 for pair in pairs), [line for line in lines if line.count("==") != 1]
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+CONSTRAINTS = pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+
+
+def installed_needs(name: str, extras: frozenset[str]) -> list[Requirement]:
+    """Return what an installed distribution asks for here; exact versions it pins by itself are left out."""
+    found = map(Requirement, importlib.metadata.requires(name) or [])
+    chosen = extras or {""}
+    wanted = [need for need in found if not need.marker or any(need.marker.evaluate({"extra": e}) for e in chosen)]
+    return [need for need in wanted if not any(part.operator == "==" for part in need.specifier)]
+
+
+def bounds(specifier: SpecifierSet) -> tuple[list[Version], list[Version]]:
+    lower = [Version(part.version) for part in specifier if part.operator in {">=", ">"}]
+    upper = [Version(part.version) for part in specifier if part.operator in {"<=", "<"}]
+    return lower, upper
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution, built without a network."""
+    folder = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(next(built.glob("*.whl")))
+
+
+def test_version_is_the_same_everywhere(wheel):
+    assert importlib.metadata.version("halfulp") == halfulp.__version__
+    metadata = wheel.read(f"halfulp-{halfulp.__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {halfulp.__version__}\n" in metadata
+
+
+def test_wheel_ships_every_source_file(wheel):
+    shipped = set(wheel.namelist())
+    assert "halfulp/py.typed" in shipped
+    source = ROOT / "src"
+    files = {file.relative_to(source).as_posix() for file in source.glob("halfulp/**/*") if file.is_file()}
+    files = {file for file in files if "__pycache__" not in file}
+    assert files
+    assert files <= shipped
+    assert {name.split("/")[0] for name in shipped} == {"halfulp", f"halfulp-{halfulp.__version__}.dist-info"}
+
+
+def test_wheel_ships_the_license_and_the_script(wheel):
+    info = f"halfulp-{halfulp.__version__}.dist-info"
+    assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
+    assert "halfulp = halfulp.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+
+
+def test_source_distribution_can_be_tested(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "tests/conftest.py"}
+    assert wanted | {"src/halfulp/__init__.py", "src/halfulp/py.typed"} <= names
+
+
+def test_console_script_runs():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="halfulp")
+    assert script.value == "halfulp.cli:main"
+    command = [Path(sys.executable).parent / "halfulp", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "audit" in done.stdout
+
+
+def test_torch_is_a_range_around_the_tested_version():
+    torch_range = requirements()["torch"].specifier
+    lower, upper = bounds(torch_range)
+    assert len(lower) == len(upper) == 1
+    assert lower[0] <= TESTED_TORCH < upper[0]
+    assert CONSTRAINTS["torch"] == TESTED_TORCH
+
+
+def test_runtime_dependencies_are_not_pinned():
+    pinned = [line for line in PROJECT["dependencies"] if re.search("===?|~=", line)]
+    assert not pinned, "a library's users must be able to move; constraints.txt holds the exact versions"
+
+
+@pytest.mark.parametrize("name", sorted(requirements()))
+def test_constraint_satisfies_the_requirement(name):
+    assert requirements()[name].specifier.contains(CONSTRAINTS[name])
+
+
+def test_constraints_are_complete():
+    """Everything reachable from what is installed is pinned, so a set-up next year is the set-up of today."""
+    open_needs = [Requirement("halfulp[dev,targets]")]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while open_needs:
+        need = open_needs.pop()
+        name, extras = canonicalize_name(need.name), frozenset(need.extras)
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        try:
+            open_needs += installed_needs(name, extras)
+        except importlib.metadata.PackageNotFoundError:
+            assert name in CONSTRAINTS, f"{name} is neither installed nor pinned"
+    names = {name for name, _ in seen} - {"halfulp"}
+    assert len(names) > 30
+    assert names <= set(CONSTRAINTS), sorted(names - set(CONSTRAINTS))
+
+
+@pytest.mark.parametrize("text", ["torch>=2.13\n", "torch\n", "torch==2.13.0,<3\n"])
+def test_a_loose_constraint_is_refused(text):
+    with pytest.raises((AssertionError, ValueError)):
+        pins(text)
+
+
+def test_every_install_is_constrained():
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    installs = [line for line in lines if re.search(r"\bpip install\b", line)]
+    assert installs
+    assert all("-c constraints.txt" in line for line in installs)
+    assert "pip install" not in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_import_adds_little_to_torch(added_modules):
+    added = added_modules("halfulp")
+    foreign = {name for name in added if name.split(".")[0] not in sys.stdlib_module_names | {"halfulp"}}
+    assert len(foreign) <= MAX_ADDED_MODULES, sorted(foreign)
+    slow = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension")
+    assert not [name for name in foreign if name.startswith(slow)]
+
+
+@pytest.mark.parametrize("name", ["matplotlib.pyplot", "scipy.stats", "tyro", "rich.progress", "transformers"])
+def test_third_parties_import_without_a_warning(name):
+    pytest.importorskip(name)
+    subprocess.run([sys.executable, "-W", "error", "-c", f"import {name}"], check=True)
