@@ -248,7 +248,8 @@ def _accumulate(
     symbol = "·" if operation == "product" else "+"
     first = 0 if operation == "dot" else 1
     label, running = ("0", Fraction(0)) if operation == "dot" else terms[0]
-    exact, steps = running, []
+    exact = running
+    steps: list[RunningStep] = []
     for name, term in terms[first:]:
         exact = combine(exact, term)
         label = f"{label} {symbol} {name}" if not steps else f"({len(steps)}) {symbol} {name}"

@@ -10,6 +10,7 @@ more against their own best; that factor is the rule by which a run is called fa
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import queue
@@ -20,8 +21,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.attention import emulate
@@ -37,8 +38,8 @@ LOSS_FACTOR = 3.0
 SCORE_DRIFT = 2.0
 RULE = (
     f"failed: a number is not finite, or the loss (median of the last tenth of the run) is over {LOSS_FACTOR:g} times "
-    f"its lowest (smallest median of any earlier tenth) and at least 1e-5; drifting: not failed, but the mean score has "
-    f"moved by more than {SCORE_DRIFT:g} over the second half; survived: otherwise"
+    f"its lowest (smallest median of any earlier tenth) and at least 1e-5; drifting: not failed, but the mean score "
+    f"has moved by more than {SCORE_DRIFT:g} over the second half; survived: otherwise"
 )
 _LEAST_LOSS = 1e-5  # below it a loss that rises is fp32's own noise
 
@@ -187,7 +188,7 @@ def run_failures(
 
 
 def curves(runs: Sequence[FailureRun], command: str) -> list[Figure]:
-    """Return the figures of a set of runs: loss, mean score, σ(W_Q), σ(W_K), a line per attention, the range over seeds."""
+    """Return figures of loss, mean score, σ(W_Q) and σ(W_K): a line per attention, the range over seeds."""
     shown: tuple[tuple[str, str, str, bool], ...] = (
         ("loss", "Training loss", "mean squared error", True),
         ("mean_score", "Mean score", "mean of S, natural units", False),
@@ -214,7 +215,7 @@ def attention_function(attention: AttentionChoice) -> AttentionFunction:
     if callable(attention):
         return attention
     if attention == "torch:fp32":
-        return lambda query, key, value: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return lambda query, key, value: functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     if attention in TORCH_CHOICES:
         backend = SDPBackend.FLASH_ATTENTION if attention == "torch:flash" else SDPBackend.MATH
         return lambda query, key, value: _torch_bf16(backend, query, key, value)
@@ -235,7 +236,7 @@ def attention_name(attention: AttentionChoice) -> str:
 def _torch_bf16(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     q, k, v = (x.bfloat16() for x in (query, key, value))
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).float()
 
 
 class _Training:
@@ -263,10 +264,10 @@ class _Training:
         out = self.attend(query[:, None], key[:, None], value[:, None])[:, 0]
         loss = (out @ self.student[3].mT - self.target).square().mean()
         self.adam.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.adam.step()
         self.scores_from = (query.detach(), key.detach())
-        return loss.item()
+        return float(loss)
 
     def figures(self) -> tuple[float, float, float, float]:
         """Mean and largest score of the last forward pass, σ(W_Q) and σ(W_K) now."""
@@ -285,7 +286,7 @@ def _tenths(values: Sequence[float]) -> list[Sequence[float]]:
     """Up to ten consecutive parts of about equal length."""
     parts = min(10, len(values))
     edges = [round(i * len(values) / parts) for i in range(parts + 1)]
-    return [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [values[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def _median(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """What an experiment hands to whoever draws or prints it: plain data that turns into JSON and nothing else.
 
-Experiments compute and reports render; between them go figures and tables in the dictionary form of this file, so that a
-picture can be drawn again from a file years later, without the code that measured it.
+Experiments compute and reports render; between them go figures and tables in the dictionary form of this file, so that
+a picture can be drawn again from a file years later, without the code that measured it.
 """
 
 from __future__ import annotations
