@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from halfulp import algorithms
 from halfulp.algorithms import AttentionResult, Mask, Problem, Saved
@@ -16,14 +17,32 @@ from halfulp.recipes import BF16_FLASH2, Observer, Recipe, Step, recipe_named
 
 @overload
 def emulate(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., *, is_causal: bool = ..., scale: float | None = ...,
-    enable_gqa: bool = ..., recipe: Recipe | str = ..., observers: Sequence[Observer] = ..., return_lse: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    recipe: Recipe | str = ...,
+    observers: Sequence[Observer] = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
 @overload
 def emulate(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., *, is_causal: bool = ..., scale: float | None = ...,
-    enable_gqa: bool = ..., recipe: Recipe | str = ..., observers: Sequence[Observer] = ..., return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    recipe: Recipe | str = ...,
+    observers: Sequence[Observer] = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def emulate(
     query: Tensor,
     key: Tensor,
@@ -52,14 +71,15 @@ def emulate(
         return_lse: also return lse `[B, H, N_q]` (natural logarithm, the recipe's compute dtype), differentiable.
 
     Returns:
-        out `[B, H, N_q, D_v]` in query's dtype, holding values of the recipe's `out` format; a fully masked row is 0 and its lse −inf.
+        out `[B, H, N_q, D_v]` in query's dtype, holding values of the recipe's `out` format; a fully masked row is 0
+        and its lse −inf.
 
     Raises:
         ValueError: for shapes, dtypes or a recipe that do not fit, in one line.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     q, k, v, mask, alpha = _checked(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    out, lse = _Emulated.apply(q, k, v, mask, alpha, recipe, tuple(observers))
+    out, lse = _Emulated.apply(q, k, v, mask, alpha, recipe, tuple(observers))  # type: ignore[no-untyped-call]
     out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
     return (out, lse) if return_lse else out
 
@@ -75,15 +95,18 @@ def golden(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionResult:
-    """The fp64 value of attention and, with `grad_out`, of its gradients; arguments as `emulate`, tensors `[B, H, N, D]`, memory O(N).
+    """The fp64 value of attention and, with `grad_out [B, H, N_q, D_v]`, of its gradients, in O(N) memory.
 
-    Raises ValueError for shapes or dtypes that do not fit.
+    Arguments as `emulate`, with all four dimensions `[B, H, N, D]`; results are float64. It runs outside anybody's
+    autocast and records no gradients. Raises ValueError for shapes or dtypes that do not fit.
     """
     if query.ndim != 4:
         raise ValueError(f"query of shape {tuple(query.shape)}: accepted are 4 dimensions [B, H, N, D]")
     q, k, v, mask, alpha = _checked(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if grad_out is not None and grad_out.shape != (*q.shape[:3], v.shape[3]):
-        raise ValueError(f"grad_out of shape {tuple(grad_out.shape)}: accepted is out's shape {(*q.shape[:3], v.shape[3])}")
+        raise ValueError(
+            f"grad_out of shape {tuple(grad_out.shape)}: accepted is out's shape {(*q.shape[:3], v.shape[3])}"
+        )
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         return algorithms.golden(q, k, v, grad_out, mask.attn_mask, is_causal=is_causal, scale=alpha)
 
@@ -92,7 +115,9 @@ class _Emulated(torch.autograd.Function):
     """Ties the recipe's forward pass to its own backward pass; runs outside anybody's autocast."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, alpha: float, recipe: Recipe, observers: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, alpha: float, recipe: Recipe, observers: Any
+    ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
             step = Step(recipe, observers)
             problem = Problem.read(q, k, v, mask, alpha, step)
@@ -104,6 +129,7 @@ class _Emulated(torch.autograd.Function):
         return saved.out.to(q.dtype), (saved.lse / problem.unit).squeeze(-1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_out, grad_lse = grads
         q, k, v, *rest = ctx.saved_tensors
@@ -123,35 +149,56 @@ def _tensors(saved: Saved) -> tuple[Tensor, ...]:
 
 
 def _checked(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Mask, float]:
     """Inputs with four dimensions, the mask and the scale; one clear line for what does not fit."""
     for name, x in (("query", query), ("key", key), ("value", value)):
+        shape = tuple(x.shape)
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name} of dtype {x.dtype}: accepted are float64, float32, bfloat16 and float16")
         if not 2 <= x.ndim <= 4 or x.ndim != query.ndim:
-            raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 2 to 4 dimensions [B, H, N, D], as many as query has")
-        if x.shape[-1] == 0 or x.shape[-2] == 0:
-            raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are N ≥ 1 and D ≥ 1")
+            raise ValueError(
+                f"{name} of shape {shape}: accepted are 2 to 4 dimensions [B, H, N, D], as many as query's"
+            )
+        if 0 in shape:
+            raise ValueError(f"{name} of shape {shape}: accepted are dimensions of at least 1")
+        if x.device != query.device:
+            raise ValueError(f"{name} on {x.device}: accepted is query's device, {query.device}")
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key of head dimension {key.shape[-1]}: accepted is query's, {query.shape[-1]}")
     if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(f"value of shape {tuple(value.shape)}: accepted are key's leading dimensions {tuple(key.shape[:-1])}")
+        leading = f"accepted are key's leading dimensions {tuple(key.shape[:-1])}"
+        raise ValueError(f"value of shape {tuple(value.shape)}: {leading}")
     q, k, v = (x.reshape((1,) * (4 - x.ndim) + tuple(x.shape)) for x in (query, key, value))
-    heads = (q.shape[1], k.shape[1])
-    if q.shape[0] != k.shape[0] or (heads[0] != heads[1] and (not enable_gqa or heads[1] == 0 or heads[0] % heads[1])):
-        needs = "the same number, or a divisor of it with enable_gqa=True"
-        raise ValueError(f"key of batch {k.shape[0]} and {heads[1]} heads: accepted are batch {q.shape[0]} and, for {heads[0]} query heads, {needs}")
-    if attn_mask is not None:
-        if is_causal:
-            raise ValueError("is_causal=True: accepted is False where attn_mask is given")
-        if not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
-            raise ValueError(f"attn_mask of dtype {attn_mask.dtype}: accepted are bool and floating point")
-        full = (*q.shape[:3], k.shape[2])
-        if attn_mask.ndim > 4 or any(m not in (1, n) for m, n in zip(attn_mask.shape[::-1], full[::-1], strict=False)):
-            raise ValueError(f"attn_mask of shape {tuple(attn_mask.shape)}: accepted is what broadcasts to {full}")
-        while attn_mask.ndim < 2:
-            attn_mask = attn_mask.unsqueeze(0)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"key of batch {k.shape[0]}: accepted is query's, {q.shape[0]}")
+    heads, key_heads = q.shape[1], k.shape[1]
+    if heads != key_heads and (not enable_gqa or heads % key_heads):
+        accepted = f"accepted are query's {heads}, or a divisor of it with enable_gqa=True"
+        raise ValueError(f"key of {key_heads} heads: {accepted}")
     if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: accepted is a finite number")
-    return q, k, v, Mask(is_causal, attn_mask), 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        raise ValueError(f"scale={scale}: accepted is a finite number, or None for 1/√D")
+    mask = _checked_mask(attn_mask, is_causal, (*q.shape[:3], k.shape[2]))
+    return q, k, v, mask, 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+
+
+def _checked_mask(attn_mask: Tensor | None, is_causal: bool, full: tuple[int, ...]) -> Mask:
+    """The mask with at least two dimensions, if it broadcasts to `full`."""
+    if attn_mask is None:
+        return Mask(is_causal)
+    if is_causal:
+        raise ValueError("is_causal=True: accepted is False where attn_mask is given")
+    if not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise ValueError(f"attn_mask of dtype {attn_mask.dtype}: accepted are bool and floating point")
+    if attn_mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("attn_mask.requires_grad=True: accepted is False, since no gradient of the mask is computed")
+    shape = tuple(attn_mask.shape)
+    if len(shape) > 4 or any(m not in (1, n) for m, n in zip(shape[::-1], full[::-1], strict=False)):
+        raise ValueError(f"attn_mask of shape {shape}: accepted is what broadcasts to {full}")
+    return Mask(is_causal, attn_mask.reshape((1,) * (2 - len(shape)) + shape))

@@ -4,4 +4,14 @@ from halfulp.algorithms.dispatch import ALGORITHMS, attend, attend_backward
 from halfulp.algorithms.golden import AttentionResult, golden
 from halfulp.algorithms.problem import Mask, Problem, Saved, blocks_for_memory
 
-__all__ = ["ALGORITHMS", "AttentionResult", "Mask", "Problem", "Saved", "attend", "attend_backward", "blocks_for_memory", "golden"]
+__all__ = [
+    "ALGORITHMS",
+    "AttentionResult",
+    "Mask",
+    "Problem",
+    "Saved",
+    "attend",
+    "attend_backward",
+    "blocks_for_memory",
+    "golden",
+]

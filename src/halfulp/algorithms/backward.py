@@ -1,4 +1,7 @@
-"""The tiled backward pass shared by every algorithm (Dao 2023; Qiu & Yao, Algorithm 3): key blocks outside, query blocks inside."""
+"""The tiled backward pass that every algorithm shares: key blocks outside, query blocks inside.
+
+Sources: Dao 2023, Algorithm 2; Qiu & Yao, Algorithm 3.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +10,51 @@ import math
 import torch
 from torch import Tensor
 
-from halfulp.algorithms.matmul import matmul
+from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, read_input, shift_of
 from halfulp.recipes import Step
 
 
-def backward(problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ `[B, H, N_q, D]`, dK `[B, H_k, N_k, D]`, dV `[B, H_k, N_k, D_v]`, rounded, in the compute dtype.
 
     `grad_lse [B, H, N_q, 1]` is the gradient of the natural lse: δ ← δ − dLSE. Gradients of fully masked rows are 0.
     """
-    recipe = problem.recipe
     do = read_input("grad_out", grad_out, step)
     rows_of = _Rows(problem, saved, step)
     delta = step("delta", _delta(problem, saved, rows_of, do, step))
     if grad_lse is not None:
-        delta = delta - grad_lse.to(delta.dtype)
+        # A fully masked row's lse is constant, and the gradient that reaches it may be infinite or NaN.
+        delta = delta - torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(delta.dtype))
     dq = torch.zeros_like(problem.query)
     dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
     for cols in problem.col_tiles():
         for rows in problem.row_tiles():
             if problem.mask.hides(rows, cols):
                 continue
-            p = rows_of.probabilities(rows, cols)
-            do_i = do[:, :, rows]
+            p, do_i = rows_of.probabilities(rows, cols), do[:, :, rows]
             operand = step("probabilities_operand", p)
-            _add(dv[:, :, cols], matmul(operand.mT, do_i, recipe.matmul), step)
-            dp = step("grad_probabilities", matmul(do_i, problem.value[:, :, cols].mT, recipe.matmul))
-            if recipe.gradient_scale_at == "probabilities":
-                p = step("scaled_probabilities", p * problem.alpha)
-            ds = step("grad_scores", p * step("grad_centered", dp - delta[:, :, rows]))
-            if recipe.gradient_scale_at == "scores":
-                ds = step("scaled_grad_scores", ds * problem.alpha)
-            _add(dq[:, :, rows], matmul(ds, problem.key[:, :, cols], recipe.matmul), step)
-            _add(dk[:, :, cols], matmul(ds.mT, problem.query[:, :, rows], recipe.matmul), step)
-    if recipe.gradient_scale_at == "products":
+            _add(dv[:, :, cols], product(operand.mT, do_i, step), step)
+            ds = _grad_scores(problem, p, do_i, delta[:, :, rows], cols, step)
+            _add(dq[:, :, rows], product(ds, problem.key[:, :, cols], step), step)
+            _add(dk[:, :, cols], product(ds.mT, problem.query[:, :, rows], step), step)
+    if problem.recipe.gradient_scale_at == "products":
         dq, dk = dq * problem.alpha, dk * problem.alpha
-    return step("grad_query", dq), step("grad_key", _sum_groups(dk, problem.groups)), step("grad_value", _sum_groups(dv, problem.groups))
+    dk, dv = _sum_groups(dk, problem.groups), _sum_groups(dv, problem.groups)
+    return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
+
+
+def _grad_scores(problem: Problem, p: Tensor, do_i: Tensor, delta_i: Tensor, cols: slice, step: Step) -> Tensor:
+    """dS of one tile `[B, H, rows, cols]` as it enters dQ and dK, with α where the recipe puts it."""
+    where, scratch = problem.recipe.gradient_scale_at, step.scratch
+    dp = step("grad_probabilities", product(do_i, problem.value[:, :, cols].mT, step))
+    if where == "probabilities":
+        p = step("scaled_probabilities", p * problem.alpha)
+    centered = step("grad_centered", torch.sub(dp, delta_i, out=scratch(dp)))
+    ds = step("grad_scores", torch.mul(centered, p, out=scratch(centered)))
+    return step("scaled_grad_scores", ds * problem.alpha) if where == "scores" else ds
 
 
 class _Rows:
@@ -54,23 +65,21 @@ class _Rows:
         how = problem.recipe.backward_weights
         if how == "lse":
             self.shift, self.divisor = shift_of(saved.lse), None
-        elif how == "maximum":
-            self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum)
-        elif problem.recipe.shift.kind == "integer":
-            # lse alone tells the weights: any integer shift gives the same rounded ones (FACTS: the halfulp recipe).
+        elif how == "rounded" and problem.recipe.shift.kind == "integer":
+            # lse alone tells the weights: whatever the integer shift, they are the same up to an exact power of two.
             self.shift = shift_of(saved.lse.ceil())
             self.divisor = torch.where(saved.lse == -math.inf, 1.0, torch.exp2(saved.lse - self.shift))
         else:
-            self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum)
+            self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum, saved.row_max)
 
     def probabilities(self, rows: slice, cols: slice) -> Tensor:
         """P of one tile `[B, H, rows, cols]`."""
         problem, step = self.problem, self.step
-        p = problem.exp(problem.scores(rows, cols, step) - self.shift[:, :, rows])
+        p = problem.weights(problem.scores(rows, cols, step), self.shift[:, :, rows], step)
         if problem.recipe.backward_weights == "rounded":
             p = problem.weights_operand(p, step)
         if self.divisor is not None:
-            p = p / self.divisor[:, :, rows]
+            p = torch.div(p, self.divisor[:, :, rows], out=step.scratch(p))
         return step("probabilities", p)
 
 
@@ -82,7 +91,7 @@ def _delta(problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor, step: Ste
     for rows in problem.row_tiles():
         for cols in problem.col_tiles():
             if not problem.mask.hides(rows, cols):
-                dp = step("grad_probabilities", matmul(do[:, :, rows], problem.value[:, :, cols].mT, problem.recipe.matmul))
+                dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
                 terms = step("delta_products", dp * rows_of.probabilities(rows, cols))
                 delta[:, :, rows] += terms.sum(-1, keepdim=True)
     return delta
@@ -98,4 +107,5 @@ def _add(total: Tensor, block: Tensor, step: Step) -> None:
 
 
 def _sum_groups(grad: Tensor, groups: int) -> Tensor:
-    return grad if groups == 1 else grad.unflatten(1, (-1, groups)).sum(2)
+    batch, heads, *rest = grad.shape
+    return grad if groups == 1 else grad.reshape(batch, heads // groups, groups, *rest).sum(2)

@@ -24,7 +24,9 @@ def attend(problem: Problem, step: Step) -> Saved:
     return ALGORITHMS[problem.recipe.algorithm](problem, step)
 
 
-def attend_backward(problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(
+    problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV of the recipe's algorithm; see `backward.backward`."""
     if problem.recipe.algorithm == "torch_cpu":
         return torch_cpu.backward(problem, saved, grad_out, grad_lse, step)

@@ -1,4 +1,7 @@
-"""FlashAttention-1 (Dao et al. 2022, Algorithm 1): key blocks outside, query blocks inside, O renormalized in every step."""
+"""FlashAttention-1's forward pass: key blocks outside, query blocks inside, O renormalized in every step.
+
+Source: Dao et al. 2022, Algorithm 1. It differs from FlashAttention-2 in its roundings alone.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-from halfulp.algorithms.matmul import matmul
+from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
 from halfulp.algorithms.stabilize import row_shift
 from halfulp.recipes import Step
 
 
 def forward(problem: Problem, step: Step) -> Saved:
-    """O ← diag(l_new)⁻¹ (diag(l) e^{m − m_new} O + e^{m̃ − m_new} P̃V) for every tile, statistics kept in memory between tiles."""
+    """O ← diag(l_new)⁻¹ (diag(l) e^{m − m_new} O + e^{m̃ − m_new} P̃V) tile by tile, m and l kept between tiles."""
     rows_shape = (*problem.query.shape[:3], 1)
     m = problem.query.new_full(rows_shape, -math.inf)
     l, l_exact = problem.query.new_zeros(rows_shape), problem.query.new_zeros(rows_shape)
@@ -31,20 +34,17 @@ def forward(problem: Problem, step: Step) -> Saved:
 
 def _tile(problem: Problem, rows: slice, cols: slice, state: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
     out, m, l, l_exact = state
-    recipe = problem.recipe
     scores = problem.scores(rows, cols, step)
-    m_tile = step("row_max", row_shift(scores, recipe.shift))
-    weights = step("weights", problem.exp(step("shifted_scores", scores - shift_of(m_tile))))
+    m_tile = step("row_max", row_shift(scores, problem.recipe.shift))
+    weights = step("weights", problem.weights(scores, shift_of(m_tile), step))
     operand = problem.weights_operand(weights, step)
-    exact_sum = weights.sum(-1, keepdim=True)
-    l_tile = operand.sum(-1, keepdim=True) if recipe.row_sum_from == "rounded" else exact_sum
-    l_tile = step("block_sum", l_tile).clamp_min(recipe.row_sum_floor)
+    l_tile, exact_sum = problem.row_sums(weights, operand, step)
     m_new = torch.maximum(m, m_tile)
     shift = shift_of(m_new)
-    old_scale, tile_scale = (step("rescale", problem.exp(x - shift)) for x in (m, m_tile))
+    old_scale, tile_scale = (problem.rescale(x, shift, step) for x in (m, m_tile))
     l_old = step("rescaled", l * old_scale)
     l_new = step("row_sum", l_old + step("rescaled", l_tile * tile_scale))
-    block_out = step("block_out", matmul(operand, problem.value[:, :, cols], recipe.matmul))
+    block_out = step("block_out", product(operand, problem.value[:, :, cols], step))
     summed = step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out)
-    new_out = step("accumulator", summed / divisor_of(l_new))
+    new_out = step("accumulator", summed / divisor_of(l_new, m_new))
     return new_out, m_new, l_new, l_exact * old_scale + exact_sum * tile_scale

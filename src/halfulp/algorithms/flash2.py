@@ -1,11 +1,14 @@
-"""FlashAttention-2's forward pass (Dao 2023; Qiu & Yao, Algorithms 1 and 2): query blocks outside, key blocks inside, one division at the end."""
+"""FlashAttention-2's forward pass: query blocks outside, key blocks inside, one division at the end.
+
+Sources: Dao 2023, Algorithm 1; Qiu & Yao, Algorithms 1 and 2.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from halfulp.algorithms.matmul import matmul
+from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
 from halfulp.algorithms.stabilize import row_shift
 from halfulp.recipes import Step
@@ -19,28 +22,26 @@ def forward(problem: Problem, step: Step) -> Saved:
 
 
 def _rows(problem: Problem, rows: slice, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    recipe = problem.recipe
-    m = l = l_exact = accumulator = None
+    """O before rounding, m, l, and l from the exact weights of one block of query rows."""
+    state: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     for cols in problem.col_tiles():
         if problem.mask.hides(rows, cols):
             continue
         scores = problem.scores(rows, cols, step)
-        top = row_shift(scores, recipe.shift)
-        m_new = step("row_max", top if m is None else torch.maximum(m, top))
+        top = row_shift(scores, problem.recipe.shift)
+        m_new = step("row_max", top if state is None else torch.maximum(state[1], top))
         shift = shift_of(m_new)
-        weights = step("weights", problem.exp(step("shifted_scores", scores - shift)))
+        weights = step("weights", problem.weights(scores, shift, step))
         operand = problem.weights_operand(weights, step)
-        exact_sum = (operand if recipe.row_sum_from == "rounded" and recipe.lse_from == "row_sum" else weights).sum(-1, keepdim=True)
-        tile_sum = operand.sum(-1, keepdim=True) if recipe.row_sum_from == "rounded" else exact_sum
-        tile_sum = step("block_sum", tile_sum).clamp_min(recipe.row_sum_floor)
-        tile_out = step("block_out", matmul(operand, problem.value[:, :, cols], recipe.matmul))
-        if m is None or l is None or l_exact is None or accumulator is None:
-            l, l_exact, accumulator = step("row_sum", tile_sum), exact_sum, step("accumulator", tile_out)
+        tile_sum, exact_sum = problem.row_sums(weights, operand, step)
+        tile_out = step("block_out", product(operand, problem.value[:, :, cols], step))
+        if state is None:
+            state = (step("accumulator", tile_out), m_new, step("row_sum", tile_sum), exact_sum)
         else:
-            rescale = step("rescale", problem.exp(m - shift))
+            accumulator, m, l, l_exact = state
+            rescale = problem.rescale(m, shift, step)
             l = step("row_sum", step("rescaled", l * rescale) + tile_sum)
-            l_exact = l_exact * rescale + exact_sum
             accumulator = step("accumulator", step("rescaled", accumulator * rescale) + tile_out)
-        m = m_new
-    assert m is not None and l is not None and l_exact is not None and accumulator is not None
-    return accumulator / divisor_of(l), m, l, l_exact
+            state = (accumulator, m_new, l, l_exact * rescale + exact_sum)
+    assert state is not None  # the first key block is never hidden
+    return state[0] / divisor_of(state[2], state[1]), *state[1:]

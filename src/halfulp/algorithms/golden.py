@@ -15,7 +15,10 @@ CHUNK_ELEMENTS = 2**22  # fp64 scores held at once, over all heads: 32 MiB a mat
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """What one attention call gives: out `[B, H, N_q, D_v]`, lse `[B, H, N_q]`, gradients shaped as their inputs; None where not offered."""
+    """What one attention call gives; None where a kernel does not offer it.
+
+    out `[B, H, N_q, D_v]`, lse `[B, H, N_q]` (natural logarithm), gradients shaped as their inputs.
+    """
 
     out: Tensor
     lse: Tensor | None = None
@@ -34,10 +37,10 @@ def golden(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> AttentionResult:
-    """Attention of `[B, H, N, D]` tensors (key and value may have fewer heads) in fp64; with `grad_out`, its gradients too.
+    """Attention of `[B, H, N, D]` tensors (key and value may have fewer heads); with `grad_out`, its gradients too.
 
-    δ is rowsum(dP ∘ P), free of O's rounding. Fully masked rows: out 0, lse −inf, gradients 0. Inputs are taken as they are (any float dtype)
-    and results are float64. Peak memory beside inputs and results is a few blocks of 2²² scores.
+    δ is rowsum(dP ∘ P), free of O's rounding. Fully masked rows: out 0, lse −inf, gradients 0. Inputs are taken as they
+    are (any float dtype) and results are float64. Memory beside inputs and results: a few blocks of 2²² scores.
     """
     alpha = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     groups = query.shape[1] // max(key.shape[1], 1)
@@ -54,12 +57,14 @@ def golden(
             head_mask = Mask(is_causal, None if mask.attn_mask is None else _head_mask(mask.attn_mask, b, h))
             for start in range(0, q.shape[2], rows_at_once):
                 rows = slice(start, min(start + rows_at_once, q.shape[2]))
-                chunk = _chunk(q[b, h, rows], k[head], v[head], None if do is None else do[b, h, rows], head_mask, rows, alpha)
+                cols = slice(0, min(rows.stop, k.shape[2]) if is_causal else k.shape[2])
+                seen = (q[b, h, rows], k[head][cols], v[head][cols], None if do is None else do[b, h, rows])
+                chunk = _chunk(*seen, head_mask, rows, alpha)
                 out[b, h, rows], lse[b, h, rows] = chunk[0], chunk[1]
                 if do is not None:
                     dq[b, h, rows] = chunk[2]
-                    dk[head] += chunk[3]
-                    dv[head] += chunk[4]
+                    dk[head][cols] += chunk[3]
+                    dv[head][cols] += chunk[4]
     return AttentionResult(out, lse) if do is None else AttentionResult(out, lse, dq, dk, dv)
 
 
@@ -70,15 +75,17 @@ def _head_mask(mask: Tensor, b: int, h: int) -> Tensor:
     return mask[min(b, mask.shape[0] - 1), min(h, mask.shape[1] - 1)]
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, mask: Mask, rows: slice, alpha: float) -> tuple[Tensor, ...]:
-    """A block of query rows of one head, all keys at once."""
+def _chunk(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, mask: Mask, rows: slice, alpha: float
+) -> tuple[Tensor, ...]:
+    """A block of query rows of one head and all the keys that it sees; out, lse and, with `do`, dQ, dK and dV."""
     cols = slice(0, k.shape[0])
     p = mask.apply((q @ k.mT).mul_(alpha), rows, cols, 1.0)
-    m = shift_of(p.amax(-1, keepdim=True))
-    p = p.sub_(m).exp_()
+    m = p.amax(-1, keepdim=True)
+    p = p.sub_(shift_of(m)).exp_()
     l = p.sum(-1, keepdim=True)
     lse = (m + l.log()).squeeze(-1)
-    p /= divisor_of(l)
+    p /= divisor_of(l, m)
     out = p @ v
     if do is None:
         return out, lse

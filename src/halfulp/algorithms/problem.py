@@ -1,4 +1,8 @@
-"""One attention problem as the algorithms see it: rounded operands with heads expanded, tiles of masked scores, and what is kept for backward."""
+"""One attention problem as the algorithms see it.
+
+Operands rounded as the recipe reads them, tiles of masked scores, weights, and what the forward pass keeps for the
+backward pass: whatever two algorithms would otherwise both have to say.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfulp.algorithms.matmul import matmul
+from halfulp.algorithms.matmul import product
 from halfulp.formats import Format
 from halfulp.recipes import Recipe, Step
 
 LOG2_E = math.log2(math.e)
+LARGEST_SHIFT = 2.0**100  # stands for −inf where a difference must not be NaN
 
 
 @dataclass(frozen=True)
@@ -20,17 +25,20 @@ class Mask:
     """Which key each query may see. `is_causal` aligns at the top left, as in PyTorch: query i sees keys 0..i."""
 
     is_causal: bool = False
-    attn_mask: Tensor | None = None  # broadcastable to [B, H, N_query, N_key]; bool (True: may see) or float (added to the scores)
+    attn_mask: Tensor | None = None  # broadcastable to [B, H, N_q, N_k]; bool (True: may see) or float (added)
 
     def hides(self, rows: slice, cols: slice) -> bool:
         """Whether the whole tile lies above the diagonal."""
         return self.is_causal and cols.start > rows.stop - 1
 
     def apply(self, scores: Tensor, rows: slice, cols: slice, unit: float) -> Tensor:
-        """`scores [B, H, rows, cols]` with hidden pairs at −inf; additive masks are multiplied by `unit` (log2 e in base 2)."""
+        """`scores [B, H, rows, cols]`, hidden pairs at −inf; an additive mask is first multiplied by `unit`."""
         if self.attn_mask is not None:
             tile = _tile(self.attn_mask, rows, cols)
-            scores = scores.masked_fill(~tile, -math.inf) if tile.dtype == torch.bool else scores + tile.to(scores.dtype) * unit
+            if tile.dtype == torch.bool:
+                scores = scores.masked_fill(~tile, -math.inf)
+            else:
+                scores = scores + tile.to(scores.dtype) * unit
         if self.is_causal and cols.stop - 1 > rows.start:
             i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
             j = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
@@ -46,7 +54,7 @@ def _tile(mask: Tensor, rows: slice, cols: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands `[B, H, N, D]` in the compute dtype, rounded as the recipe reads them, key and value heads repeated to the query's."""
+    """Operands `[B, H, N, D]` in the compute dtype, rounded as read, key and value heads repeated to the query's."""
 
     query: Tensor
     key: Tensor
@@ -58,7 +66,7 @@ class Problem:
 
     @classmethod
     def read(cls, query: Tensor, key: Tensor, value: Tensor, mask: Mask, alpha: float, step: Step) -> Problem:
-        """Round the inputs `[B, H, N, D]` (any float dtype; H a multiple of the key's heads) as the recipe reads them."""
+        """Round the inputs `[B, H, N, D]` (any float dtype, H a multiple of the key's) as the recipe reads them."""
         groups = query.shape[1] // max(key.shape[1], 1)
         q, k, v = (read_input(name, x, step) for name, x in (("query", query), ("key", key), ("value", value)))
         if groups != 1:
@@ -80,16 +88,37 @@ class Problem:
 
     def scores(self, rows: slice, cols: slice, step: Step) -> Tensor:
         """Masked scores of one tile `[B, H, rows, cols]`, in the recipe's base."""
-        product = step("product", matmul(self.query[:, :, rows], self.key[:, :, cols].mT, self.recipe.matmul))
-        return self.mask.apply(step("scores", product * (self.alpha * self.unit)), rows, cols, self.unit)
+        s = step("product", product(self.query[:, :, rows], self.key[:, :, cols].mT, step))
+        s = step("scores", torch.mul(s, self.alpha * self.unit, out=step.scratch(s)))
+        return self.mask.apply(s, rows, cols, self.unit)
 
-    def exp(self, x: Tensor) -> Tensor:
+    def weights(self, scores: Tensor, shift: Tensor, step: Step) -> Tensor:
+        """exp(S − shift) of one tile, not yet rounded; `scores` may be overwritten."""
+        if self.recipe.exponential == "split":
+            # S − rint S is exact and the power of two too: the bits before the last factor do not know the shift.
+            whole = scores.round().clamp_min(-LARGEST_SHIFT)
+            return torch.exp2(step("shifted_scores", scores - whole)) * torch.exp2(whole - shift)
+        shifted = step("shifted_scores", torch.sub(scores, shift, out=step.scratch(scores)))
+        return self.exp(shifted, out=step.scratch(shifted))
+
+    def exp(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The exponential of the recipe's base."""
-        return torch.exp2(x) if self.recipe.base == "2" else torch.exp(x)
+        return torch.exp2(x, out=out) if self.recipe.base == "2" else torch.exp(x, out=out)
+
+    def rescale(self, m: Tensor, shift: Tensor, step: Step) -> Tensor:
+        """exp(m − shift): what a sum shifted by m is multiplied by to be shifted by `shift`."""
+        return step("rescale", self.exp(step("max_change", m - shift)))
 
     def log(self, x: Tensor) -> Tensor:
         """The logarithm of the recipe's base."""
         return torch.log2(x) if self.recipe.base == "2" else torch.log(x)
+
+    def row_sums(self, weights: Tensor, operand: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """l of one tile as the recipe sums it, and as lse needs it."""
+        rounded = self.recipe.row_sum_from == "rounded"
+        l = (operand if rounded else weights).sum(-1, keepdim=True)
+        exact = weights.sum(-1, keepdim=True) if rounded and self.recipe.lse_from == "exact" else l
+        return step("block_sum", l).clamp_min(self.recipe.row_sum_floor), exact
 
     def weights_operand(self, weights: Tensor, step: Step) -> Tensor:
         """The weights as they enter a product: pre-scaled, rounded, scaled back."""
@@ -108,8 +137,10 @@ class Saved:
     row_sum: Tensor
 
 
-def finish(problem: Problem, exact_out: Tensor, row_max: Tensor, row_sum: Tensor, exact_row_sum: Tensor, step: Step) -> Saved:
-    """Round O, keep its residual if the recipe asks, and form lse = m + log l; `exact_out` is 0 and l is 0 for a fully masked row."""
+def finish(
+    problem: Problem, exact_out: Tensor, row_max: Tensor, row_sum: Tensor, exact_row_sum: Tensor, step: Step
+) -> Saved:
+    """Round O, keep its residual if the recipe asks, form lse = m + log l; O and l of a fully masked row are 0."""
     recipe = problem.recipe
     out = step("out", exact_out)
     for_delta = out
@@ -118,26 +149,24 @@ def finish(problem: Problem, exact_out: Tensor, row_max: Tensor, row_sum: Tensor
     elif recipe.delta_from == "residual":
         for_delta = out + step("residual", _fixed_point(exact_out - out, out, recipe))
     summed = exact_row_sum if recipe.lse_from == "exact" else row_sum
-    lse = step("lse", row_max + problem.log(summed))
+    lse = step("lse", row_max + step("log_row_sum", problem.log(summed)))
     return Saved(out, for_delta, lse, row_max, row_sum)
 
 
 def _fixed_point(residual: Tensor, out: Tensor, recipe: Recipe) -> Tensor:
     """The residual in `residual_bits` bits, scaled by half an ulp of O."""
-    if recipe.residual_bits is None:
+    if recipe.residual_bits is None or not isinstance(recipe.out, Format):
         return residual
-    if not isinstance(recipe.out, Format):
-        raise ValueError(f"residual_bits={recipe.residual_bits}: O is stored in {recipe.out.name}; accepted is a scalar format")
     # The spacing of O's binade by its exponent alone: a full ulp() costs more than the whole step.
     _, exponent = torch.frexp(out)
-    spacing = (exponent.clamp_min(max(recipe.out.min_exponent + 1, -100)) - 1 - recipe.out.mantissa_bits)
+    spacing = exponent.clamp_min(max(recipe.out.min_exponent + 1, -100)) - 1 - recipe.out.mantissa_bits
     steps = 2.0 ** (recipe.residual_bits - 1)
     q = torch.ldexp(residual, -spacing + recipe.residual_bits).round_().clamp_(-steps, steps - 1)
     return torch.ldexp(q, spacing - recipe.residual_bits)
 
 
 def read_input(name: str, x: Tensor, step: Step) -> Tensor:
-    """One input in the compute dtype, rounded; with per-tensor scaling, scaled to the format's maximum around the rounding."""
+    """One input in the compute dtype, rounded, with per-tensor scaling around the rounding if the recipe has it."""
     x = x.to(step.recipe.dtype)
     fmt = getattr(step.recipe, name)
     if step.recipe.input_scaling == "none" or not isinstance(fmt, Format) or fmt.exponent_bits >= 8 or x.numel() == 0:
@@ -152,18 +181,20 @@ def shift_of(row_max: Tensor) -> Tensor:
     return torch.where(row_max == -math.inf, torch.zeros_like(row_max), row_max)
 
 
-def divisor_of(row_sum: Tensor) -> Tensor:
-    """The row sum as divided by: 1 where no key is attended to."""
-    return torch.where(row_sum == 0, torch.ones_like(row_sum), row_sum)
+def divisor_of(row_sum: Tensor, row_max: Tensor) -> Tensor:
+    """The row sum as divided by: 1 where no key is attended to. A sum that underflowed stays 0: NaN, as in a kernel."""
+    return torch.where(row_max == -math.inf, torch.ones_like(row_sum), row_sum)
 
 
 def blocks_for_memory(memory: int, head_dim: int, *, exchanged: bool = False, square: bool = False) -> dict[str, int]:
-    """Block sizes for `memory` on-chip elements: B_c = ⌈M/4d⌉ key columns, B_r = min(⌈M/4d⌉, d) query rows (FlashAttention-1, Algorithm 1).
+    """Block sizes for `memory` on-chip elements: B_c = ⌈M/4d⌉ key columns, B_r = min(⌈M/4d⌉, d) query rows.
 
-    `exchanged` swaps the two; `square` uses min of both for each. Returns the recipe fields: `recipe.with_(**blocks_for_memory(...))`.
+    `exchanged` swaps the two; `square` uses the smaller for both. Returns recipe fields, as in
+    `recipe.with_(**blocks_for_memory(...))`. Source: Dao et al. 2022, Algorithm 1. Raises ValueError below 1.
     """
-    if memory < 1 or head_dim < 1:
-        raise ValueError(f"memory={memory}, head_dim={head_dim}: accepted are integers of at least 1")
+    for name, value in (("memory", memory), ("head_dim", head_dim)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: accepted is an integer of at least 1")
     block_key = -(-memory // (4 * head_dim))
     block_query = min(block_key, head_dim)
     if square:

@@ -1,4 +1,8 @@
-"""How a row is shifted before the exponential: the maximum, its integer ceiling, an offset, or the published stabilized softmax."""
+"""How a row is shifted before the exponential.
+
+In exact arithmetic the shift cancels; in low precision it decides which weights are exactly 1 and whether rescaling a
+running sum rounds.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ from halfulp.recipes import Shift
 def row_shift(scores: Tensor, shift: Shift) -> Tensor:
     """What one tile's rows are shifted by, `[..., rows, 1]`, from masked scores `[..., rows, cols]`.
 
-    `stabilized` is Qiu & Yao, Algorithm 1, lines 7 to 9; repeated maxima are counted inside the tile, as printed. Line 10 of the printed
-    algorithm takes max(m, r_m), which would discard lines 8 and 9; the running maximum here takes the shifted value, as the official code does.
+    `stabilized` is Qiu & Yao, Algorithm 1, lines 7 to 9; repeated maxima are counted inside the tile, as printed. Line
+    10 of the printed algorithm takes max(m, r_m), which would discard lines 8 and 9; the running maximum here takes the
+    shifted value, as the official code does.
     """
     r_m = scores.amax(dim=-1, keepdim=True)
     if shift.kind == "integer":
@@ -24,5 +29,7 @@ def row_shift(scores: Tensor, shift: Shift) -> Tensor:
         if not shift.unconditional:
             repeated = (scores >= r_m - shift.tie_tolerance).sum(dim=-1, keepdim=True) > 1
         repeated = repeated & r_m.isfinite()
-        return torch.where(repeated & (r_m > 0), shift.beta * r_m, torch.where(repeated & (r_m < 0), shift.gamma * r_m, r_m))
+        return torch.where(
+            repeated & (r_m > 0), shift.beta * r_m, torch.where(repeated & (r_m < 0), shift.gamma * r_m, r_m)
+        )
     return r_m
