@@ -25,6 +25,9 @@ from halfulp.formats.general import power_of_two_below, round_general
 E8M0: Final = Format("e8m0", 8, 0, specials="nan_only", overflow="saturate")
 _E8M0_EXPONENT: Final = 127
 
+# Numbers worked on together on the CPU: a few float64 copies of them fit into the second-level cache.
+_CHUNK: Final = 2**14
+
 
 @dataclass(frozen=True)
 class BlockFormat:
@@ -70,39 +73,55 @@ BLOCK_FORMATS: Final = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, N
 
 
 def round_blocks(x: Tensor, fmt: BlockFormat, rounding: Rounding, seed: int, offset: int) -> Tensor:
-    """Return x [..., N] (float32 or float64, detached) rounded to fmt, a new tensor of the same shape and dtype.
-
-    The work is done in float64, where every product of an element and its scales is exact.
-    """
+    """Return x [..., N] (float32 or float64, detached) rounded to fmt, a new tensor of the same shape and dtype."""
     if x.numel() == 0:
         return x.clone()
     length = x.shape[-1] if x.dim() else 1
-    rows = x.reshape(-1, length).double()
-    padded = functional.pad(rows, (0, -length % fmt.block_size))
-    blocks = padded.view(rows.shape[0], -1, fmt.block_size)
-    scale = _scales(blocks, fmt).unsqueeze(-1)
-    # Rounding one row of blocks after the other would number the padding too; position i must mean element i of x.
-    quotient = _quotient(blocks, scale, once=x.dtype is torch.float64)
-    scaled = quotient.flatten(1)[:, :length].contiguous()
-    element = round_general(scaled, fmt.element, rounding, seed, offset)
-    spread = scale.expand_as(blocks).flatten(1)[:, :length]
-    # Where the scale is zero the elements are too, and the product keeps their sign.
-    return (element * spread).to(x.dtype).reshape(x.shape)
+    if length % fmt.block_size == 0:
+        length = fmt.block_size  # no row ends inside a block, so any number of blocks can be worked on together
+    rows = x.reshape(-1, length)
+    tensor_scale = _tensor_scale(x, fmt) if fmt.tensor_scale else None
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    count = max(_CHUNK // length, 1) if x.device.type == "cpu" else len(rows)
+    for part, y in zip(torch.split(rows, count), torch.split(out, count), strict=True):
+        y.copy_(_round_rows(part.double(), fmt, tensor_scale, rounding, seed, offset, once=x.dtype is torch.float64))
+        offset += part.numel()
+    return out.view(x.shape)
 
 
-def _scales(blocks: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the scale of every block [rows, blocks] in float64, the tensor's included."""
-    largest = blocks.abs().amax(-1)
-    finite = largest.isfinite()
+def _round_rows(
+    x: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None, rounding: Rounding, seed: int, offset: int, *, once: bool
+) -> Tensor:
+    """Return float64 x [rows, N] rounded; in float64 the product of an element and its scales is exact."""
+    length = x.shape[-1]
+    missing = -length % fmt.block_size
+    blocks = (functional.pad(x, (0, missing)) if missing else x).view(len(x), -1, fmt.block_size)
+    scale = _block_scale(blocks.abs().amax(-1, keepdim=True), fmt, tensor_scale)
+    scaled = _quotient(blocks, scale, once=once).flatten(1)
+    if not missing:
+        element = round_general(scaled, fmt.element, rounding, seed, offset)
+        return element.view(blocks.shape).mul_(scale).view(x.shape)
+    # The padding is cut off before rounding, so that position i means element i of x.
+    element = round_general(scaled[:, :length].contiguous(), fmt.element, rounding, seed, offset)
+    return element.mul_(scale.expand(blocks.shape).flatten(1)[:, :length])
+
+
+def _tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """Return the tensor's scale as float64: the float32 that brings the largest block scale to its format's max."""
+    scale = x.abs().amax().float() / (fmt.scale.max * fmt.element.max)
+    return torch.where(scale.isfinite(), scale, torch.nan).double()
+
+
+def _block_scale(largest: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None) -> Tensor:
+    """Return the scale of every block, the tensor's included, from the largest magnitude in each; both float64."""
     if fmt.scale.mantissa_bits == 0:
         below = power_of_two_below(largest) * 2.0**-fmt.element.max_exponent
-        return below.clamp(2.0**-_E8M0_EXPONENT, 2.0**_E8M0_EXPONENT).masked_fill(~finite, torch.nan)
-    if not fmt.tensor_scale:
-        return round_general(largest / fmt.element.max, fmt.scale, "nearest_even", 0, 0)
-    whole = (largest.amax().float() / (fmt.scale.max * fmt.element.max)).double()
-    whole = torch.where(whole.isfinite(), whole, torch.nan)
-    ratio = _quotient(largest, fmt.element.max * whole, once=True)
-    return round_general(ratio, fmt.scale, "nearest_even", 0, 0) * whole
+        scale = below.clamp(2.0**-_E8M0_EXPONENT, 2.0**_E8M0_EXPONENT)
+        return scale.masked_fill(~largest.isfinite(), torch.nan)
+    if tensor_scale is None:
+        tensor_scale = torch.ones((), dtype=largest.dtype, device=largest.device)
+    ratio = _quotient(largest.masked_fill(largest.isinf(), torch.nan), fmt.element.max * tensor_scale, once=True)
+    return round_general(ratio, fmt.scale, "nearest_even", 0, 0) * tensor_scale
 
 
 def _quotient(numbers: Tensor, scale: Tensor, *, once: bool) -> Tensor:
@@ -110,10 +129,10 @@ def _quotient(numbers: Tensor, scale: Tensor, *, once: bool) -> Tensor:
 
     A quotient that is itself rounded can land on a number of the element format or on a midpoint without being one, and
     rounding it again would go wrong. Numbers that came from float32 cannot come so near (the scale has 28 bits). For
-    others (`once`), a quotient of at most 24 bits is multiplied back, exactly, and moved off its place if it was rounded.
+    others (`once`), a quotient of at most 24 bits is multiplied back, exactly, and moved off it if it is not exact.
     """
-    safe = torch.where(scale == 0, torch.inf, scale)
-    quotient = numbers / safe
+    divisor = torch.where(scale == 0, torch.inf, scale)
+    quotient = numbers / divisor
     if not once:
         return quotient
     rest = torch.where(scale == 0, 0.0, numbers - quotient * scale)
