@@ -9,7 +9,7 @@ WORKERS ?= 2
 BIN     := $(VENV)/bin
 # Every install goes through the constraints, and builds use the pinned back end in $(VENV) rather than an isolated
 # environment, which would not see them.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
 SOURCES := pyproject.toml constraints.txt Makefile src/halfulp/__init__.py
 
 .DEFAULT_GOAL := help

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # The same examples every time, on a slow machine too, and nothing kept between runs: a failure is the code's.
@@ -16,13 +17,13 @@ settings.register_profile("halfulp", derandomize=True, deadline=None, database=N
 settings.load_profile("halfulp")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """One torch thread a process: the same bits under any number of workers, and no two workers on one core."""
-    distributes = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if not distributes:  # the process that only hands out tests needs no torch
-        import torch
+# One torch thread a process: the same bits under any number of workers, and no two workers on one core. A test that
+# needs more sets them itself; the next one starts from one again.
+torch.set_num_threads(1)
 
-        torch.set_num_threads(1)
+
+def pytest_runtest_setup() -> None:
+    torch.set_num_threads(1)
 
 
 @functools.cache
