@@ -1,0 +1,276 @@
+"""One call of an attention kernel that we did not write, on one case.
+
+The kernel may refuse the arguments, raise, return the wrong shape, write into its inputs, leave torch's switches turned or warn; whatever
+it does, the caller gets an `Outcome`, and the caller's tensors, random numbers and torch settings are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from halfulp.algorithms import AttentionResult
+
+OPTIONAL = ("attn_mask", "enable_gqa")
+MODIFIES = "modifies its inputs"
+FORWARD_ONLY = "not differentiable"
+
+
+class UnsupportedError(NotImplementedError):
+    """A target cannot take these arguments, which is no fault of its arithmetic."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A real attention implementation under audit."""
+
+    name: str  # "sdpa:flash", "flex", "recipe:BF16_HALFULP", "pkg.mod:fn", "path/file.py:fn"
+    call: Callable[
+        ..., Any
+    ]  # call(query, key, value, *, is_causal, scale, [attn_mask], [enable_gqa]) -> out or (out, lse)
+    accepts: frozenset[str]  # which of {"attn_mask", "enable_gqa"} it takes
+    description: str  # one line for `halfulp ls targets`
+    missing: str | None = None  # why it cannot run here (None: it can), e.g. "flash_attn is not installed"
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str | None = None) -> Target:
+        """The target of a function `f(query, key, value, *, is_causal, scale, ...)` on `[B, H, N, D]` tensors.
+
+        Arguments the function does not take are never passed: asked for anyway (is_causal=True, a scale other than 1/√D, a mask, GQA),
+        the case is unsupported. Raises ValueError for what is no such function.
+        """
+        name = _name_of(function) if name is None else name
+        taken = _keywords(function, name)
+        optional = frozenset(OPTIONAL) if taken is None else taken & frozenset(OPTIONAL)
+        documented = (inspect.getdoc(function) or "").strip().split("\n")[0]
+        return cls(name, _only_what_it_takes(function, taken), optional, documented or f"the function {name}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call on one case gave."""
+
+    result: AttentionResult | None  # tensors in the target's dtype; gradients None where not offered
+    refusal: str | None  # unsupported / raised / wrong shape / wrong dtype: one line, no traceback
+    kind: Literal["ok", "unsupported", "error"]
+    notes: tuple[
+        str, ...
+    ] = ()  # what a reader should know of a call that went through: "modifies its inputs", "not differentiable", warnings
+
+
+def run_target(
+    target: Target,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+) -> Outcome:
+    """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its gradients by autograd.
+
+    NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the forward pass are the target's way to refuse
+    arguments (kind "unsupported"); any other exception, wrong shape, dtype or device is kind "error". No exception escapes but
+    KeyboardInterrupt and SystemExit. Runs outside anybody's autocast, without gradients where `grad_out` is None.
+    """
+    if target.missing is not None:
+        return Outcome(None, target.missing, "unsupported")
+    options: dict[str, Any] = {"attn_mask": attn_mask} if attn_mask is not None else {}
+    options |= {"enable_gqa": True} if enable_gqa else {}
+    for name in options:
+        if name not in target.accepts:
+            return Outcome(None, f"does not take {name}", "unsupported")
+    given = {"query": query, "key": key, "value": value} | ({} if attn_mask is None else {"attn_mask": attn_mask})
+    lent = {name: x.detach().clone() for name, x in given.items()}
+    if grad_out is not None:
+        given["grad_out"], lent["grad_out"] = grad_out, grad_out.detach().clone()
+        lent |= {name: lent[name].requires_grad_() for name in ("query", "key", "value")}
+    with _as_before(query.device), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        outcome = _call(target, lent, {"is_causal": is_causal, "scale": scale} | options)
+    notes = outcome.notes + _warned(warned)
+    if any(
+        not _same_bits(lent[name + "/read"] if name + "/read" in lent else lent[name], given[name]) for name in given
+    ):
+        notes = (MODIFIES, *notes)
+    return replace(outcome, notes=tuple(dict.fromkeys(notes)))
+
+
+def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> Outcome:
+    """Forward and backward; adds to `lent` what the kernel reads, which is a copy so that it may be written to under autograd."""
+    differentiate = "grad_out" in lent
+    leaves = [lent[name] for name in ("query", "key", "value")]
+    with torch.set_grad_enabled(differentiate):
+        read = [x.clone() for x in leaves]
+    lent |= {f"{name}/read": x for name, x in zip(("query", "key", "value"), read, strict=True)}
+    if "attn_mask" in options:
+        options = options | {"attn_mask": lent["attn_mask"]}
+    try:
+        with torch.set_grad_enabled(differentiate):
+            returned = target.call(*read, **options)
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        return Outcome(None, f"refuses: {one_line(error)}", "unsupported")
+    except Exception as error:
+        return Outcome(None, f"raises {one_line(error)}", "error")
+    out, lse, notes = _unpacked(returned, leaves)
+    if isinstance(out, str):
+        return Outcome(None, out, "error")
+    kept = AttentionResult(out.detach().clone(), None if lse is None else lse.detach().clone())
+    if not differentiate:
+        return Outcome(kept, None, "ok", notes)
+    if not out.requires_grad:
+        return Outcome(kept, None, "ok", (FORWARD_ONLY, *notes))
+    try:
+        grads = torch.autograd.grad(out, leaves, lent["grad_out"], allow_unused=True)
+    except NotImplementedError as error:
+        return Outcome(kept, None, "ok", (FORWARD_ONLY, f"backward pass refuses: {one_line(error)}", *notes))
+    except Exception as error:
+        return Outcome(None, f"backward pass raises {one_line(error)}", "error", notes)
+    names = ("query", "key", "value")
+    notes += tuple(f"no gradient for {name}" for name, g in zip(names, grads, strict=True) if g is None)
+    kept_grads = {f"grad_{name}": None if g is None else g.clone() for name, g in zip(names, grads, strict=True)}
+    return Outcome(replace(kept, **kept_grads), None, "ok", notes)
+
+
+def _unpacked(returned: Any, leaves: list[Tensor]) -> tuple[Tensor | str, Tensor | None, tuple[str, ...]]:
+    """(out or what is wrong with it, lse, notes) of whatever the target returned."""
+    query, _, value = leaves
+    rest: list[Any] = []
+    if isinstance(returned, tuple | list):
+        if not returned:
+            return "returns an empty tuple: expected out or (out, lse)", None, ()
+        returned, *rest = returned
+    if not isinstance(returned, Tensor):
+        return f"returns {type(returned).__name__}: expected a tensor or (out, lse)", None, ()
+    expected = (*query.shape[:3], value.shape[3])
+    if tuple(returned.shape) != expected:
+        return f"returns out of shape {tuple(returned.shape)}: expected {expected}", None, ()
+    if returned.dtype != query.dtype:
+        return f"returns out of dtype {_dtype(returned)}: expected {_dtype(query)}", None, ()
+    if returned.device != query.device:
+        return f"returns out on {returned.device}: expected {query.device}", None, ()
+    if not rest or rest[0] is None:
+        return returned, None, ()
+    lse = _lse(rest[0], (query.shape[0], query.shape[1], query.shape[2]))
+    notes = () if lse is not None else (f"a second result that is no lse of shape {expected[:3]} was ignored",)
+    return returned, lse, notes
+
+
+def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
+    """`x` as lse `[B, H, N]`: also from `[B, N, H]` and from a trailing 1; None where it is none of these."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return None
+    if x.ndim == 4 and x.shape[-1] == 1:
+        x = x.squeeze(-1)
+    b, h, n = expected
+    if tuple(x.shape) == expected:
+        return x
+    return x.transpose(1, 2) if tuple(x.shape) == (b, n, h) else None
+
+
+@contextlib.contextmanager
+def _as_before(device: torch.device) -> Iterator[None]:
+    """Put back what a kernel may turn in torch: gradients, threads, dtypes, precision, determinism, random numbers, autocast."""
+    threads, dtype, precision = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    deterministic, only_warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    grad, default_device = torch.is_grad_enabled(), torch.get_default_device()
+    devices = [device] if device.type == "cuda" else []
+    # Autocast is switched off for the kernel: an audit is of the dtype that it was asked for.
+    with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
+        try:
+            yield
+        finally:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            if torch.get_default_device() != default_device:
+                torch.set_default_device(default_device)
+            torch.set_default_dtype(dtype)
+            torch.set_float32_matmul_precision(precision)
+            torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
+            torch.set_grad_enabled(grad)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bit equality, so that NaN equals itself and −0 differs from 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
+
+
+def _warned(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
+    """The kernel's own warnings; those about deprecations concern its author's code, not its numbers."""
+    silent = (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ImportWarning, ResourceWarning)
+    return tuple(f"warns: {_short(str(w.message))}" for w in caught if not issubclass(w.category, silent))
+
+
+def _keywords(function: Callable[..., Any], name: str) -> frozenset[str] | None:
+    """The keyword arguments a function takes besides its three tensors; None for any (**kwargs, or a builtin without a signature)."""
+    if isinstance(function, type) or not callable(function):
+        raise ValueError(
+            f"target={name!r}: is no function but {type(function).__name__}; accepted is f(query, key, value, *, is_causal, scale)"
+        )
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        shown = ", ".join(p.name for p in parameters)
+        raise ValueError(f"target={name!r}: takes ({shown}); accepted is f(query, key, value, *, is_causal, scale)")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[3:])
+
+
+def _only_what_it_takes(function: Callable[..., Any], taken: frozenset[str] | None) -> Callable[..., Any]:
+    def call(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **options: Any) -> Any:
+        if taken is None or "is_causal" in taken:
+            options["is_causal"] = is_causal
+        elif is_causal:
+            raise UnsupportedError("does not take is_causal")
+        if taken is None or "scale" in taken:
+            options["scale"] = scale
+        elif scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5):
+            raise UnsupportedError("does not take scale, and this one is not 1/√D")
+        return function(query, key, value, **options)
+
+    return call
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """ "module:function", or "file.py:function" for a function of the script that runs."""
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    module = getattr(kind, "__module__", None) or "function"
+    if module == "__main__":
+        with contextlib.suppress(TypeError):
+            module = inspect.getfile(kind)
+    return f"{module}:{kind.__qualname__}"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as "Type: first line of its message"."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {_short(text)}" if text else type(error).__name__
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.strip().split("\n")[0].split())
+    return line if len(line) <= 200 else line[:199] + "…"
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,95 @@
+"""The user's own kernels: "package.module:function" and "path/file.py:function", with every failure one line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from halfulp.audit.calling import Target, one_line
+
+
+def load(name: str) -> Target:
+    """The target of "module:function" or "file.py:function" (function may be dotted: "module:Class.method").
+
+    Runs the module or file as an import does, with its folder (file) or the working folder (module) on the path meanwhile. Raises
+    ValueError, one line, for a file, module or function that is not there, or whose import fails.
+    """
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise ValueError(f"target={name!r}: accepted are 'module:function' and 'file.py:function'")
+    module = _from_file(name, Path(where)) if _is_file(where) else _from_module(name, where)
+    found: Any = module
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ValueError(f"target={name!r}: {where} has no {attribute!r}{_callables(module)}") from None
+    return Target.of(found, name)
+
+
+def _is_file(where: str) -> bool:
+    return where.endswith(".py") or "/" in where
+
+
+def _from_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"target={name!r}: there is no file {path}")
+    # A module under a name of its own, known to sys.modules: dataclasses and Triton look their source up there.
+    module_name = f"halfulp_target_{path.stem}_{abs(hash(path.resolve())):x}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"target={name!r}: {path} is no Python file; accepted is a name ending in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        with _on_path(path.resolve().parent):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise ValueError(f"target={name!r}: {path} does not load: {_at(error, path)}{one_line(error)}") from error
+    return module
+
+
+def _from_module(name: str, module: str) -> ModuleType:
+    try:
+        with _on_path(Path.cwd()):
+            return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"target={name!r}: module {module} does not load: {one_line(error)}") from error
+
+
+def _at(error: BaseException, path: Path) -> str:
+    """ "line N: " of the user's file, where the failure passed through it."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    trace = error.__traceback__
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename) == path:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return "" if line is None else f"line {line}: "
+
+
+def _callables(module: ModuleType) -> str:
+    own = [
+        n
+        for n, x in vars(module).items()
+        if not n.startswith("_") and getattr(x, "__module__", None) == module.__name__ and callable(x)
+    ]
+    return f"; it has {', '.join(own[:8])}" if own else ""
+
+
+@contextlib.contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(entry)
