@@ -298,6 +298,8 @@ def uniform(fmt: Format, algorithm: Algorithm = "flash2", **changes: Any) -> Rec
     accumulate = formats.FP64 if compute == "float64" else formats.FP32
     every: dict[str, Any] = dict.fromkeys(STEPS, fmt)
     structure: dict[str, Any] = {"algorithm": algorithm, "compute": compute, "matmul": Matmul(accumulate)}
+    if algorithm == "standard":  # autograd keeps P itself
+        structure |= {"backward_weights": "maximum", "delta_from": "probabilities", "gradient_scale_at": "scores"}
     named = {"name": f"{fmt.name.upper()}_UNIFORM_{algorithm.upper()}"}
     return Recipe(**(named | every | structure | changes))
 

@@ -76,9 +76,10 @@ class _Rows:
         """P of one tile `[B, H, rows, cols]`."""
         problem, step = self.problem, self.step
         p = problem.weights(problem.scores(rows, cols, step), self.shift[:, :, rows], step)
-        if problem.recipe.backward_weights == "rounded":
-            p = problem.weights_operand(p, step)
         if self.divisor is not None:
+            p = step("weights", p)
+            if problem.recipe.backward_weights == "rounded":
+                p = problem.weights_operand(p, step)
             p = torch.div(p, self.divisor[:, :, rows], out=step.scratch(p))
         return step("probabilities", p)
 
