@@ -38,7 +38,7 @@ lint: $(VENV)/.stamp-dev
 	@$(BIN)/mypy
 
 format: $(VENV)/.stamp-dev
-	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff check --fix --exit-zero --quiet .
 	@$(BIN)/ruff format .
 
 hooks: $(VENV)/.stamp-dev
