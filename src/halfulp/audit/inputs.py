@@ -1,0 +1,126 @@
+"""The inputs of one attention call under audit: a probe at one size, seed and dtype, or tensors captured from a real model.
+
+A case is named by its probe, shape, seed and dtype, and those four repeat it bit for bit on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.audit.probes import Probe, Shape, probe_named
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One attention call: query `[B, H, N_q, D]`, key, value, grad_out in the audited dtype, and the call's options."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    is_causal: bool
+    scale: float
+    attn_mask: Tensor | None = None
+    enable_gqa: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        return {
+            "attn_mask": self.attn_mask,
+            "is_causal": self.is_causal,
+            "scale": self.scale,
+            "enable_gqa": self.enable_gqa,
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One probe at one size, seed and dtype; or, with `file`, the tensors captured there, cut to the size."""
+
+    probe: str
+    shape: Shape = Shape()
+    seed: int = 0
+    dtype: str = "bfloat16"
+    file: str | None = None
+
+    def inputs(self, device: str | torch.device = "cpu") -> Inputs:
+        """The tensors, the same bits on every machine; raises ValueError for an unknown probe or dtype or an unreadable file."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: accepted are {', '.join(DTYPES)}")
+        if self.file is not None:
+            return _cut(read_captured(self.file), self.shape, DTYPES[self.dtype], device)
+        probe = probe_named(self.probe)
+        generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
+        drawn = probe.draw(self.shape, generator)
+        mask = drawn.pop("attn_mask", None)
+        scale = 1 / math.sqrt(self.shape.head_dim) if probe.scale is None else probe.scale
+        q, k, v, do = (drawn[name].to(DTYPES[self.dtype]).to(device) for name in ("query", "key", "value", "grad_out"))
+        mask = None if mask is None else mask.to(device)
+        return Inputs(q, k, v, do, probe.is_causal, scale, mask, self.shape.key_heads != self.shape.heads)
+
+
+CAPTURED = "captured"
+_SPELLINGS = {"query": "q", "key": "k", "value": "v", "grad_out": "do"}
+
+
+@lru_cache(maxsize=16)
+def read_captured(file: str) -> Inputs:
+    """Tensors of a safetensors file: query, key, value, grad_out (or q, k, v, do) as `[B, H, N, D]`; metadata is_causal and scale.
+
+    Raises ValueError, in one line, for a file that cannot be read or lacks a tensor.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata, names = opened.metadata() or {}, set(opened.keys())
+            tensors = {}
+            for name, short in _SPELLINGS.items():
+                found = name if name in names else short
+                if found not in names:
+                    raise ValueError(
+                        f"captured={file!r}: no tensor {name!r} or {short!r}; accepted are files that hold {', '.join(_SPELLINGS)}"
+                    )
+                tensors[name] = opened.get_tensor(found)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"captured={file!r}: {error}; accepted is a safetensors file") from None
+    for name, x in tensors.items():
+        if x.ndim != 4:
+            raise ValueError(
+                f"captured={file!r}: {name} has shape {tuple(x.shape)}; accepted are 4 dimensions [B, H, N, D]"
+            )
+    q, k = tensors["query"], tensors["key"]
+    scale = float(metadata.get("scale", 1 / math.sqrt(q.shape[-1])))
+    causal = metadata.get("is_causal", "true").lower() in ("true", "1")
+    return Inputs(q, k, tensors["value"], tensors["grad_out"], causal, scale, None, q.shape[1] != k.shape[1])
+
+
+def shape_of(inputs: Inputs) -> Shape:
+    """The size of given tensors."""
+    (b, h, n, d), (_, hk, nk, _), dv = inputs.query.shape, inputs.key.shape, inputs.value.shape[3]
+    return Shape(b, h, n, nk, d, None if h == hk else hk, None if d == dv else dv)
+
+
+def _cut(x: Inputs, shape: Shape, dtype: torch.dtype, device: str | torch.device) -> Inputs:
+    """The first batches, heads and tokens of captured tensors; the head dimension stays."""
+    q, do = (t[: shape.batch, : shape.heads, : shape.n_query].to(dtype).to(device) for t in (x.query, x.grad_out))
+    k, v = (t[: shape.batch, : shape.key_heads, : shape.n_key].to(dtype).to(device) for t in (x.key, x.value))
+    return replace(x, query=q, key=k, value=v, grad_out=do)
+
+
+def _seed(name: str, seed: int) -> int:
+    named = sum(ord(c) * 257**i for i, c in enumerate(name))
+    return int((named * 1000003 + seed) % 2**63)
+
+
+def case_of(probe: Probe, shape: Shape, seed: int, dtype: str) -> Case:
+    """The case of a probe at about `shape`, with the changes that the probe makes to it."""
+    return Case(probe.name, shape if probe.change_shape is None else probe.change_shape(shape), seed, dtype)

@@ -1,0 +1,114 @@
+"""What an audit found, as data: the verdict, every case's figures, the relations, the fingerprint and the smallest failing input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from halfulp.audit.diagnosis import Cause
+from halfulp.audit.figures import SHORT
+from halfulp.audit.fingerprint import Fingerprint
+from halfulp.audit.inputs import CAPTURED, Case
+from halfulp.audit.invariants import Relation
+from halfulp.audit.probes import probe_named
+from halfulp.audit.verdict import Finding, Row
+
+Verdict = Literal["sound", "stock", "defect", "error"]
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """One case: its rows, or why there are none."""
+
+    case: Case
+    status: Literal["ok", "unsupported", "error"]
+    reason: str | None = None
+    rows: tuple[Row, ...] = ()
+    leans: dict[str, float] = field(default_factory=dict)  # tensor → mean lean in unit roundoffs
+    ulps: dict[str, tuple[float, float, float]] = field(
+        default_factory=dict
+    )  # tensor → mean |·|, largest |·|, mean signed error, in ulps
+    nonfinite: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        probe = None if self.case.probe == CAPTURED else probe_named(self.case.probe)
+        return {
+            "probe": self.case.probe, "shape": str(self.case.shape), "seed": self.case.seed, "file": self.case.file,
+            "exposes": "real activations" if probe is None else probe.exposes, "source": "captured" if probe is None else probe.source,
+            "status": self.status, "reason": self.reason, "rows": [row.as_dict() for row in self.rows],
+            "leans": self.leans, "ulps": {k: list(v) for k, v in self.ulps.items()}, "nonfinite": self.nonfinite,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The result of `halfulp.audit`."""
+
+    target: str
+    dtype: str
+    device: str
+    depth: str
+    verdict: Verdict
+    reason: str  # one line: the failing property, or what holds
+    findings: tuple[Finding, ...]  # worst first
+    causes: tuple[Cause, ...]  # the likeliest, first the worst finding's
+    cases: tuple[CaseReport, ...]
+    relations: tuple[Relation, ...]
+    fingerprint: Fingerprint | None
+    growth: dict[str, float]  # tensor → exponent by which its error outgrows the stock recipe's with N
+    drift: float | None  # exponent of the summed error of O over tokens: 0.5 random walk, 1 drift
+    tests: int
+    family_level: float  # chance of any false alarm over all tests
+    smallest: Case | None
+    smallest_finding: Finding | None
+    script: str | None  # a runnable Python file that shows the defect
+    notes: tuple[str, ...]  # what calls showed beside figures: "not differentiable", "modifies its inputs", warnings
+    seconds: float
+    versions: dict[str, str]
+
+    @property
+    def cause(self) -> Cause | None:
+        """The likeliest cause of the worst finding."""
+        return self.causes[0] if self.causes else None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether any case gave gradients."""
+        return any(row.property.startswith("d") for case in self.cases for row in case.rows)
+
+    @property
+    def exit_code(self) -> int:
+        """0 sound or stock, 1 defect, 2 the target could not be audited."""
+        return {"sound": 0, "stock": 0, "defect": 1, "error": 2}[self.verdict]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; NaN and infinities become None."""
+        causes = [{"name": c.name, "resembles": c.resembles, "effect": c.effect} for c in self.causes]
+        smallest = (
+            None
+            if self.smallest is None
+            else {"probe": self.smallest.probe, "shape": str(self.smallest.shape), "seed": self.smallest.seed}
+        )
+        plain = {
+            "target": self.target, "dtype": self.dtype, "device": self.device, "depth": self.depth, "verdict": self.verdict, "reason": self.reason,
+            "findings": [f.as_dict() for f in self.findings], "causes": causes, "cause": causes[0] if causes else None, "cases": [c.as_dict() for c in self.cases],
+            "relations": [{"invariant": r.invariant, "tensor": r.tensor, "identical": r.identical, "confined": r.confined} for r in self.relations],
+            "fingerprint": None if self.fingerprint is None else self.fingerprint.as_dict(),
+            "growth": {SHORT[k]: v for k, v in self.growth.items()}, "drift": self.drift, "tests": self.tests, "family_level": self.family_level,
+            "smallest": smallest, "script": self.script, "notes": list(self.notes), "differentiable": self.differentiable, "seconds": self.seconds, "versions": self.versions,
+        }  # fmt: skip
+        finite: dict[str, Any] = _plain(plain)
+        return finite
+
+    def __str__(self) -> str:
+        return f"{self.target}: {self.verdict}. {self.reason}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinities."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,268 @@
+"""`audit`: call a target on every probe, measure, test, and say what it is."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from halfulp.algorithms import AttentionResult
+from halfulp.audit import invariants
+from halfulp.audit.diagnosis import Cause, diagnose
+from halfulp.audit.figures import GRADIENTS, Measured, measure
+from halfulp.audit.fingerprint import Fingerprint, fingerprint
+from halfulp.audit.inputs import CAPTURED, DTYPES, Case, Inputs, case_of, read_captured, shape_of
+from halfulp.audit.invariants import Relation
+from halfulp.audit.probes import PROBES, Shape
+from halfulp.audit.references import References, references
+from halfulp.audit.report import AuditReport, CaseReport, Verdict
+from halfulp.audit.shrink import script, shrink
+from halfulp.audit.statistics import drift_exponent, growth_exponent
+from halfulp.audit.targets import Outcome, Target, resolve, run_target
+from halfulp.audit.verdict import FAMILY_LEVEL, Finding, Row, judge_case, judge_relation, tests_in, verdict_of
+
+Depth = Literal["quick", "full"]
+Progress = Callable[[float, str], None]
+GROWTH_PROBE = "gaussian"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which cases an audit runs; the last cases are the growing lengths."""
+
+    cases: tuple[Case, ...]
+    lengths: tuple[Case, ...]
+    relations: tuple[Case, Case]  # plain, causal
+
+    @property
+    def all_cases(self) -> tuple[Case, ...]:
+        """Every case that is measured against golden."""
+        return self.cases + self.lengths
+
+
+def plan(depth: Depth, dtype: str, seed: int = 0, shapes: Sequence[Shape] = (), captured: Sequence[str] = ()) -> Plan:
+    """The cases of a depth: every probe at (4, 4, 256, 64) (quick), or at two sizes and two seeds (full), and lengths up to 2k or 8k."""
+    if depth not in ("quick", "full"):
+        raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    main = tuple(shapes) or (
+        (Shape(),) if depth == "quick" else (Shape(4, 4, 384, 384, 64), Shape(4, 3, 320, 320, 128))
+    )
+    seeds = (seed,) if depth == "quick" else (seed, seed + 1)
+    cases = [case_of(p, shape, s, dtype) for shape in main for s in seeds for p in PROBES]
+    for file in captured:
+        size = shape_of(read_captured(file))
+        cases.append(Case(CAPTURED, size, 0, dtype, file))
+    sizes = (512, 1024, 2048) if depth == "quick" else (512, 1024, 2048, 4096, 8192)
+    lengths = [Case(GROWTH_PROBE, Shape(1, 4 if n <= 4096 else 2, n, n, 64), seed, dtype) for n in sizes]
+    small = Shape(2, 4, 192, 192, 64)
+    relations = (Case("free_feature", small, seed, dtype), Case("free_feature_causal", small, seed, dtype))
+    return Plan(tuple(cases), tuple(lengths), relations)
+
+
+def runner(target: Target, device: str = "cpu") -> Callable[[Inputs], AttentionResult | None]:
+    """A function that calls the target on given inputs; None where it refuses or fails."""
+    return lambda x: _call(target, x, device).result
+
+
+def _call(target: Target, x: Inputs, device: str) -> Outcome:
+    def there(t: Any) -> Any:
+        return None if t is None else t.to(device)
+
+    options = x.options() | {"attn_mask": there(x.attn_mask)}
+    outcome = run_target(target, there(x.query), there(x.key), there(x.value), there(x.grad_out), **options)
+    if outcome.result is None or device == "cpu":
+        return outcome
+    there_is: dict[str, Any] = vars(outcome.result)
+    return replace(outcome, result=AttentionResult(**{k: None if t is None else t.cpu() for k, t in there_is.items()}))
+
+
+@dataclass
+class _Gathered:
+    """What the calls gave, before any test."""
+
+    measured: dict[Case, tuple[Measured, References]]
+    outcomes: dict[Case, Outcome]
+    relations: list[tuple[Relation, Case]]
+    drift: float | None = None
+
+
+def audit(
+    target: str | Target | Callable[..., Any],
+    *,
+    dtype: str = "bfloat16",
+    depth: Depth = "quick",
+    shapes: Sequence[Shape] = (),
+    captured: Sequence[str] = (),
+    seed: int = 0,
+    device: str = "cpu",
+    explain: bool = True,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """Is this attention kernel numerically sound? A black box: only calls, outputs and gradients are used.
+
+    Args:
+        target: a built-in name (`halfulp ls targets`), "module:function", "file.py:function", or a function
+            `f(query, key, value, *, is_causal, scale)` on `[B, H, N, D]` tensors that returns out or (out, lse).
+        dtype: "bfloat16", "float16" or "float32".
+        depth: "quick" (under a minute on two cores) or "full" (under ten).
+        shapes: sizes to use instead of the depth's own.
+        captured: safetensors files with query, key, value, grad_out (or q, k, v, do) to audit on as well.
+        seed: of the probe inputs.
+        device: where the target runs; references are computed on the CPU.
+        explain: also take the fingerprint and shrink the smallest failing input.
+        progress: called with (fraction done, what is being done).
+
+    Returns:
+        An `AuditReport`. A target that refuses or fails a case is reported for that case; one that fails on plain Gaussian input has
+        verdict "error".
+
+    Raises:
+        ValueError: for an unknown or missing target, dtype, depth or file, in one line.
+    """
+    start = time.perf_counter()
+    chosen = _target(target)
+    todo = plan(depth, dtype, seed, shapes, captured)
+    tell = progress or (lambda fraction, text: None)
+    gathered = _gather(chosen, todo, device, tell)
+    level = FAMILY_LEVEL / max(1, tests := _count(gathered))
+    findings, rows = _judge(gathered, level)
+    growth = _growth(todo, gathered)
+    tell(0.9, "fingerprint")
+    run = runner(chosen, device)
+    print_of = fingerprint(run, dtype) if explain and gathered.measured else None
+    causes = diagnose(findings, growth, print_of is not None and print_of.accumulates)
+    smallest, shown = _shrink(run, findings, explain, tell)
+    verdict, reason = _verdict(gathered, findings, tests, causes)
+    text = None if smallest is None or shown is None else script(chosen.name, shown, smallest)
+    reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
+    notes = tuple(dict.fromkeys(note for outcome in gathered.outcomes.values() for note in outcome.notes))
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    tell(1.0, verdict)
+    return AuditReport(
+        chosen.name, dtype, device, depth, verdict, reason, tuple(findings), causes, reports, tuple(r for r, _ in gathered.relations), print_of,
+        growth, gathered.drift, tests, FAMILY_LEVEL, smallest, shown, text, notes, time.perf_counter() - start, versions,
+    )  # fmt: skip
+
+
+def _target(target: str | Target | Callable[..., Any]) -> Target:
+    if isinstance(target, Target):
+        chosen = target
+    elif isinstance(target, str):
+        chosen = resolve(target)
+    else:
+        chosen = Target.of(target)
+    if chosen.missing is not None:
+        raise ValueError(f"target={chosen.name!r}: {chosen.missing}")
+    return chosen
+
+
+def _gather(target: Target, todo: Plan, device: str, tell: Progress) -> _Gathered:
+    """Call the target on every case and relation. Work is estimated by the number of scores."""
+    gathered = _Gathered({}, {}, [])
+    work = {c: c.shape.batch * c.shape.heads * c.shape.n_query * c.shape.n_key for c in todo.all_cases}
+    total, done = sum(work.values()) * 1.1, 0.0
+    for case in todo.all_cases:
+        tell(0.9 * done / total, f"{case.probe} {case.shape}")
+        reference = references(case)
+        outcome = gathered.outcomes[case] = _call(target, reference.inputs, device)
+        if outcome.result is not None:
+            measured = measure(outcome.result, reference.truth, reference.noise, reference.inputs, reference.probe)
+            gathered.measured[case] = (measured, reference)
+            if case.probe == GROWTH_PROBE and gathered.drift is None and "out" not in measured.nonfinite:
+                difference = outcome.result.out.double() - reference.truth.out
+                gathered.drift = drift_exponent(
+                    (difference * reference.truth.out.sign()).flatten(0, 1).mT.flatten(0, 1)
+                )
+        done += work[case]
+    run = runner(target, device)
+    for case, relations in zip(todo.relations, (invariants.PLAIN, invariants.CAUSAL), strict=True):
+        tell(0.9 * done / total, f"relations, {case.probe}")
+        x = references(case).inputs
+        base = run(x)
+        if base is not None:
+            gathered.relations += [(found, case) for relation in relations for found in relation(run, x, base)]
+    return gathered
+
+
+def _count(gathered: _Gathered) -> int:
+    return sum(tests_in(*pair) for pair in gathered.measured.values()) + len(gathered.relations)
+
+
+def _judge(gathered: _Gathered, level: float) -> tuple[list[Finding], dict[Case, list[Row]]]:
+    findings: list[Finding] = []
+    rows: dict[Case, list[Row]] = {}
+    for case, (measured, reference) in gathered.measured.items():
+        rows[case], found = judge_case(case, measured, reference, level)
+        findings += found
+    for relation, case in gathered.relations:
+        stock = {f.tensor: f for f in references(case).stock.figures if f.name.endswith("error")}
+        broken = judge_relation(relation, stock.get(relation.tensor), level)
+        if broken is not None:
+            findings.append(replace(broken, case=case))
+    order = {"non-finite": 0, "error": 1, "lean": 1, "relation": 2}
+    findings.sort(key=lambda f: (f.grade != "defect", order[f.kind], -f.ratio))
+    return findings, rows
+
+
+def _growth(todo: Plan, gathered: _Gathered) -> dict[str, float]:
+    """By which exponent of N each tensor's error outgrows the stock recipe's."""
+    growth = {}
+    for tensor in ("out", *GRADIENTS):
+        points = []
+        for case in todo.lengths:
+            if case in gathered.measured:
+                measured, reference = gathered.measured[case]
+                got, stock = (
+                    {f.tensor: f for f in m.figures if f.name.endswith(" error")} for m in (measured, reference.stock)
+                )
+                if tensor in got:
+                    points.append((case.shape.n_key, got[tensor].relative / max(stock[tensor].relative, 1e-300)))
+        if len(points) > 1:
+            growth[tensor] = growth_exponent([n for n, _ in points], [e for _, e in points])
+    return growth
+
+
+def _shrink(
+    run: Callable[[Inputs], AttentionResult | None], findings: list[Finding], wanted: bool, tell: Progress
+) -> tuple[Case | None, Finding | None]:
+    worst = next((f for f in findings if f.grade == "defect"), None)
+    if worst is None or not wanted:
+        return None, None
+    tell(0.95, "shrinking the input")
+    return shrink(run, worst), worst
+
+
+def _verdict(
+    gathered: _Gathered, findings: list[Finding], tests: int, causes: tuple[Cause, ...]
+) -> tuple[Verdict, str]:
+    first = next(iter(gathered.outcomes.values()))
+    if not gathered.measured or first.kind == "error":
+        return "error", first.refusal or "no case could be run"
+    verdict = verdict_of(findings)
+    if verdict == "sound":
+        return verdict, f"no property fails in {tests} tests"
+    worst = next(f for f in findings if f.grade == verdict)
+    where = "" if worst.case is None else f" on {worst.case.probe} {worst.case.shape}"
+    return verdict, f"{causes[0].name}; {worst.property}{where}: {worst.figure}"
+
+
+def _case_report(case: Case, gathered: _Gathered, rows: dict[Case, list[Row]]) -> CaseReport:
+    outcome = gathered.outcomes[case]
+    if case not in gathered.measured:
+        return CaseReport(case, "unsupported" if outcome.kind == "unsupported" else "error", outcome.refusal)
+    measured, _ = gathered.measured[case]
+    leans = {lean.tensor: float(lean.lean.mean()) for lean in measured.leans}
+    return CaseReport(case, "ok", outcome.refusal, tuple(rows[case]), leans, measured.ulps, measured.nonfinite)
+
+
+def fingerprint_of(
+    target: str | Target | Callable[..., Any], dtype: str = "bfloat16", device: str = "cpu"
+) -> Fingerprint | None:
+    """Which recipe explains the target's bits best; None where it fails on the inputs used."""
+    return fingerprint(runner(_target(target), device), dtype)

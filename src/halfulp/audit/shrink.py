@@ -1,0 +1,140 @@
+"""The smallest input that shows a defect, and a Python file that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from halfulp.algorithms import AttentionResult
+from halfulp.audit.figures import Measured, measure
+from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.probes import Shape
+from halfulp.audit.references import References, references
+from halfulp.audit.verdict import LEAN_LIMIT, STOCK_LIMIT, Finding
+
+Run = Callable[[Inputs], AttentionResult | None]
+MOST_CALLS = 40
+
+
+def severity(run: Run, case: Case, finding: Finding) -> float:
+    """How bad a finding is on one case, 1 being the limit of a defect; 0 where the target refuses the case."""
+    reference = references(case)
+    result = run(reference.inputs)
+    if result is None:
+        return 0.0
+    return _severity(
+        measure(result, reference.truth, reference.noise, reference.inputs, reference.probe), reference, finding
+    )
+
+
+def _severity(measured: Measured, reference: References, finding: Finding) -> float:
+    if finding.kind == "non-finite":
+        return float(measured.nonfinite.get(finding.tensor, 0) > 0) * 2
+    if finding.kind == "lean":
+        stock = {f.tensor: f for f in reference.stock.leans}
+        for lean in measured.leans:
+            if lean.tensor == finding.tensor:
+                return abs(float((lean.lean - stock[lean.tensor].lean).mean())) / LEAN_LIMIT
+        return 0.0
+    by_name = {f.name: f for f in reference.stock.figures}
+    for got in measured.figures:
+        if got.name == finding.property:
+            stock_error = float((by_name[got.name].error + got.slack).square().sum().sqrt())
+            return float((got.error + got.slack).square().sum().sqrt()) / stock_error / STOCK_LIMIT
+    return 0.0
+
+
+def shrink(run: Run, finding: Finding) -> Case | None:
+    """Fewest heads, shortest N and smallest d on which a defect still shows clearly, at the finding's own seed.
+
+    "Clearly" keeps half of the excess over the limit, so that the smallest case is not a matter of chance. None for a finding without a case.
+    """
+    if finding.case is None or finding.kind == "relation":
+        return finding.case
+    case, calls = finding.case, 0
+    start = severity(run, case, finding)
+    needed = 1 + (start - 1) / 2 if start > 1 else 1.0
+
+    def shows(trial: Case) -> bool:
+        nonlocal calls
+        calls += 1
+        return calls <= MOST_CALLS and severity(run, trial, finding) >= needed
+
+    for attempt in (_one_head, _half_length, _fewer_queries, _half_width):
+        while (smaller := attempt(case)) is not None and shows(smaller):
+            case = smaller
+    return _refine(case, shows)
+
+
+def _with(case: Case, **changes: int) -> Case:
+    return replace(case, shape=replace(case.shape, **changes))
+
+
+def _one_head(case: Case) -> Case | None:
+    s = case.shape
+    if s.batch > 1:
+        return _with(case, batch=1)
+    if s.kv_heads is not None:
+        return _with(case, heads=2, kv_heads=1) if s.heads > 2 else None
+    return _with(case, heads=1) if s.heads > 1 else None
+
+
+def _half_length(case: Case) -> Case | None:
+    s = case.shape
+    return None if min(s.n_query, s.n_key) < 4 else _with(case, n_query=s.n_query // 2, n_key=s.n_key // 2)
+
+
+def _fewer_queries(case: Case) -> Case | None:
+    return None if case.shape.n_query < 2 else _with(case, n_query=case.shape.n_query // 2)
+
+
+def _half_width(case: Case) -> Case | None:
+    s = case.shape
+    if s.head_dim < 16 or case.file is not None:
+        return None
+    value = {} if s.value_dim is None else {"value_dim": s.value_dim // 2}
+    return _with(case, head_dim=s.head_dim // 2, **value)
+
+
+def _refine(case: Case, shows: Callable[[Case], bool]) -> Case:
+    """Between the last length that shows it and the half that does not: bisect."""
+    low, high = case.shape.n_key // 2, case.shape.n_key
+    while high - low > max(1, high // 16):
+        middle = (low + high) // 2
+        trial = _with(case, n_key=middle, n_query=min(case.shape.n_query, middle))
+        if shows(trial):
+            case, high = trial, middle
+        else:
+            low = middle
+    return case
+
+
+def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) -> int:
+    """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not: what the written file calls."""
+    from halfulp.audit.run import runner
+    from halfulp.audit.targets import resolve
+
+    finding = Finding("defect", kind, property, tensor, case, "", 0.0)  # type: ignore[arg-type]
+    bad = severity(runner(resolve(target)), case, finding)
+    print(f"{target}: {property} on {case.probe} {case.shape}, seed {case.seed}: {bad:.3g} × the limit of a defect")
+    return int(bad > 1)
+
+
+def script(target: str, finding: Finding, case: Case) -> str:
+    """A Python file that shows the defect: `python FILE` prints the figure and exits 1 while it is there."""
+    shape, default = case.shape, Shape()
+    fields = {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
+    arguments = ", ".join(f"{k}={v}" for k, v in fields.items() if v is not None or getattr(default, k) is not None)
+    file = "" if case.file is None else f", file={case.file!r}"
+    return (
+        f'"""{target}: {finding.property} on {case.probe}. Found by halfulp audit: {finding.figure}."""\n\n'
+        "from halfulp.audit import Case, Shape, reproduce\n\n"
+        f"case = Case({case.probe!r}, Shape({arguments}), seed={case.seed}, dtype={case.dtype!r}{file})\n"
+        f"raise SystemExit(reproduce({target!r}, case, {finding.kind!r}, {finding.property!r}, {finding.tensor!r}))\n"
+    )
+
+
+def write_script(path: Path, target: str, finding: Finding, case: Case) -> None:
+    """Write `script` to a file."""
+    path.write_text(script(target, finding, case), encoding="utf-8")

@@ -1,0 +1,178 @@
+"""From figures to a verdict: sound, stock or defect, with the failing property, its figure and what it does to training.
+
+`defect`: some error is worse than the stock recipe's by more than a quarter, or leans, or is not finite, or a relation between calls breaks.
+`stock`: nothing is worse than the stock recipe, but some error lies above one and a half times the floor of the format (δ's known bias).
+`sound`: neither. All comparisons are tests at a level that is divided by their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from halfulp.audit.figures import SHORT, Figure, Lean, Measured
+from halfulp.audit.inputs import Case
+from halfulp.audit.invariants import Relation
+from halfulp.audit.references import References
+from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean
+
+Grade = Literal["defect", "stock"]
+STOCK_LIMIT = 1.25  # times the stock recipe's error on the same inputs
+FLOOR_LIMIT = 1.5  # times the floor's error on the same inputs
+LEAN_LIMIT = 0.1  # unit roundoffs beyond the reference's lean
+FAMILY_LEVEL = 0.01  # chance of any false alarm over all tests of one audit
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One property that a target fails."""
+
+    grade: Grade
+    kind: Literal["error", "lean", "non-finite", "relation"]
+    property: str
+    tensor: str
+    case: Case | None
+    figure: str  # the measured figure in words
+    ratio: float  # times the limit's reference; how bad it is, for sorting
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        case = (
+            None
+            if self.case is None
+            else {
+                "probe": self.case.probe,
+                "shape": str(self.case.shape),
+                "seed": self.case.seed,
+                "file": self.case.file,
+            }
+        )
+        return {"grade": self.grade, "kind": self.kind, "property": self.property, "tensor": self.tensor, "case": case,
+                "figure": self.figure, "ratio": self.ratio}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one case beside the stock recipe's and the floor's."""
+
+    property: str
+    relative: float
+    stock: float
+    floor: float
+    times_stock: Estimate
+    times_floor: Estimate
+    samples: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"property": self.property, "relative": self.relative, "stock": self.stock, "floor": self.floor,
+                "times_stock": self.times_stock.mean, "times_stock_lower": self.times_stock.lower, "times_stock_upper": self.times_stock.upper,
+                "times_floor": self.times_floor.mean, "times_floor_lower": self.times_floor.lower, "times_floor_upper": self.times_floor.upper,
+                "samples": self.samples}  # fmt: skip
+
+
+def tests_in(measured: Measured, reference: References) -> int:
+    """How many tests one case makes: every figure against the stock recipe and the floor, every lean against 0 and the stock recipe."""
+    return 2 * (
+        len(pairs(measured.figures, reference.stock.figures)) + len(lean_pairs(measured.leans, reference.stock.leans))
+    )
+
+
+def pairs(target: tuple[Figure, ...], reference: tuple[Figure, ...]) -> list[tuple[Figure, Figure]]:
+    """Figures of the same name on both sides, with two or more samples."""
+    by_name = {f.name: f for f in reference}
+    return [(f, by_name[f.name]) for f in target if f.name in by_name and f.error.numel() > 1]
+
+
+def lean_pairs(target: tuple[Lean, ...], reference: tuple[Lean, ...]) -> list[tuple[Lean, Lean]]:
+    """Leans of the same tensor on both sides, with two or more samples."""
+    by_name = {f.tensor: f for f in reference}
+    return [(f, by_name[f.tensor]) for f in target if f.tensor in by_name and f.lean.numel() > 1]
+
+
+def judge_case(case: Case, measured: Measured, reference: References, level: float) -> tuple[list[Row], list[Finding]]:
+    """All rows and findings of one case, each test at `level`."""
+    findings = [_nonfinite(case, tensor, count) for tensor, count in measured.nonfinite.items()]
+    rows = []
+    floor = {f.name: f for f in reference.floor.figures}
+    for got, stock in pairs(measured.figures, reference.stock.figures):
+        times_stock = error_ratio(got, stock, level)
+        times_floor = error_ratio(got, floor[got.name], level)
+        row = Row(
+            got.name,
+            got.relative,
+            stock.relative,
+            floor[got.name].relative,
+            times_stock,
+            times_floor,
+            times_stock.samples,
+        )
+        rows.append(row)
+        if times_stock.lower > STOCK_LIMIT and times_floor.lower > STOCK_LIMIT:
+            findings.append(Finding("defect", "error", got.name, got.tensor, case, _error_text(row), times_stock.mean))
+        elif times_floor.lower > FLOOR_LIMIT:
+            findings.append(Finding("stock", "error", got.name, got.tensor, case, _error_text(row), times_floor.mean))
+    findings += _leans(case, measured, reference, level)
+    return rows, findings
+
+
+def _error_text(row: Row) -> str:
+    return (
+        f"{row.relative:.1e} relative, {row.times_stock.mean:.3g} × the stock recipe (at least {row.times_stock.lower:.3g}), "
+        f"{row.times_floor.mean:.3g} × the floor; {row.samples} heads"
+    )
+
+
+def _nonfinite(case: Case, tensor: str, count: int) -> Finding:
+    text = f"{count} elements NaN or Inf where the golden value is finite"
+    return Finding("defect", "non-finite", f"{SHORT[tensor]} not finite", tensor, case, text, float("inf"))
+
+
+def _leans(case: Case, measured: Measured, reference: References, level: float) -> list[Finding]:
+    findings = []
+    for got, stock in lean_pairs(measured.leans, reference.stock.leans):
+        # A lean counts if it is there, is more than the stock recipe's on the same inputs, and is larger than the stock recipe's own.
+        itself, excess = estimate(got.lean, level / 2), excess_lean(got, stock, level)
+        stock_mean = float(stock.lean.mean())
+        if min(itself.reach, excess.reach) <= LEAN_LIMIT or abs(itself.mean) <= abs(stock_mean):
+            continue
+        text = (
+            f"leans by {itself.mean:+.3g} unit roundoffs of its own size (stock {stock_mean:+.3g}, "
+            f"difference {excess.mean:+.3g} ± {excess.standard_error:.2g}); {excess.samples} heads"
+        )
+        findings.append(
+            Finding("defect", "lean", f"{SHORT[got.tensor]} leans", got.tensor, case, text, 1 + abs(excess.mean))
+        )
+    return findings
+
+
+def judge_relation(relation: Relation, stock: Figure | None, level: float) -> Finding | None:
+    """A defect if two calls differ by more than the rounding of two independent calls, or if NaN escapes its row."""
+    if not relation.confined:
+        text = "NaN or Inf outside the poisoned rows and heads"
+        return Finding(
+            "defect",
+            "relation",
+            f"{relation.invariant}: {SHORT[relation.tensor]}",
+            relation.tensor,
+            None,
+            text,
+            float("inf"),
+        )
+    if stock is None or relation.difference.numel() != stock.error.numel() or relation.difference.numel() < 2:
+        return None
+    ratio = error_ratio(
+        Figure(relation.invariant, relation.tensor, relation.difference, stock.slack, stock.size), stock, level
+    )
+    if ratio.lower <= STOCK_LIMIT:
+        return None
+    text = f"two calls differ by {ratio.mean:.3g} × the rounding of the stock recipe (at least {ratio.lower:.3g}); {ratio.samples} heads"
+    return Finding(
+        "defect", "relation", f"{relation.invariant}: {SHORT[relation.tensor]}", relation.tensor, None, text, ratio.mean
+    )
+
+
+def verdict_of(findings: list[Finding]) -> Literal["sound", "stock", "defect"]:
+    """The worst grade found."""
+    grades = {f.grade for f in findings}
+    return "defect" if "defect" in grades else "stock" if "stock" in grades else "sound"
