@@ -1,0 +1,169 @@
+"""What a reader of an audit wants to know, picked from its plain data: a row a probe and a row a relation.
+
+Terminal and page show the same rows, so they are chosen here once. An audit's plain data is `AuditReport.as_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halfulp.report.text import duration_text, percent_text
+
+Report = Mapping[str, Any]
+
+SIGNS = {"sound": "✓", "stock": "●", "defect": "✗", "error": "!"}
+MEANING = {
+    "sound": "free of bias, within the budget of the format",
+    "stock": "as good as FlashAttention-2's recipe, with its known bias",
+    "defect": "worse than the stock recipe",
+    "error": "could not be audited",
+}
+_GRADES = {"defect": 2, "stock": 1}
+_SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+
+
+@dataclass(frozen=True)
+class ProbeRow:
+    """The worst figure of one case: the failing one where one fails, else the farthest above the floor."""
+
+    grade: str  # sound, stock or defect, for this case alone
+    probe: str
+    shape: str
+    exposes: str
+    figure: str
+    relative: float | None
+    times_stock: float | None
+    stock_at_least: float | None  # lower bound of times_stock
+    times_floor: float | None
+    floor_at_least: float | None
+    note: str  # what the numbers do not say: NaN, a lean
+
+
+@dataclass(frozen=True)
+class RelationRow:
+    """What became of one relation between calls."""
+
+    relation: str
+    outcome: str  # bitwise, to rounding or broken
+    detail: str
+
+
+def probe_rows(report: Report) -> list[ProbeRow]:
+    """Return one row for every case that was measured: the failing ones first, the worst of them first."""
+    rows = [_probe_row(case, _findings_of(report, case)) for case in report["cases"] if case["status"] == "ok"]
+    return sorted(rows, key=_severity)
+
+
+def _severity(row: ProbeRow) -> tuple[int, float]:
+    ratio = row.times_stock if row.grade == "defect" else row.times_floor
+    worst = float("inf") if ratio is None else ratio
+    return -_GRADES.get(row.grade, 0), 0.0 if row.grade == "sound" else -worst
+
+
+def _findings_of(report: Report, case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    keys = ("probe", "shape", "seed", "file")
+    named = [f for f in report["findings"] if f["case"] and f["kind"] != "relation"]
+    return [f for f in named if all(f["case"].get(key) == case.get(key) for key in keys)]
+
+
+def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> ProbeRow:
+    grade = max((f["grade"] for f in findings), key=lambda g: _GRADES.get(g, 0), default="sound")
+    failing = [f for f in findings if f["grade"] == grade]
+    names = {f["property"] for f in failing}
+    rows = [row for row in case["rows"] if row["property"] in names] or case["rows"]
+    reference = "times_stock" if grade == "defect" else "times_floor"
+    worst = max(rows, key=lambda row: row[reference] or 0.0, default=None)
+    other = [f for f in failing if f["kind"] in ("non-finite", "lean")]
+    note = "; ".join(dict.fromkeys(f["property"] for f in other))
+    if worst is None or (other and not any(f["kind"] == "error" for f in failing)):
+        return ProbeRow(
+            grade, case["probe"], case["shape"], case["exposes"], note or "–", None, None, None, None, None, ""
+        )
+    names_of = ("relative", "times_stock", "times_stock_lower", "times_floor", "times_floor_lower")
+    figures = [worst[name] for name in names_of]
+    return ProbeRow(grade, case["probe"], case["shape"], case["exposes"], worst["property"], *figures, note)
+
+
+def relation_rows(report: Report) -> list[RelationRow]:
+    """Return one row a relation: broken if any tensor breaks it, bitwise if all tensors hold it bit for bit."""
+    broken = {f["property"]: f["figure"] for f in report["findings"] if f["kind"] == "relation"}
+    rows = []
+    for name in dict.fromkeys(r["invariant"] for r in report["relations"]):
+        same = [r for r in report["relations"] if r["invariant"] == name]
+        bad = [f"{_short(r)}: {broken[key]}" for r in same if (key := f"{name}: {_short(r)}") in broken]
+        differ = [r for r in same if r["identical"] < 1]
+        if bad:
+            rows.append(RelationRow(name, "broken", "; ".join(bad)))
+        elif differ:
+            rows.append(RelationRow(name, "to rounding", "same bits in " + _shares(differ)))
+        else:
+            rows.append(RelationRow(name, "bitwise", ", ".join(_short(r) for r in same)))
+    return sorted(rows, key=lambda row: ("broken", "to rounding", "bitwise").index(row.outcome))
+
+
+def _short(relation: Mapping[str, Any]) -> str:
+    tensor = str(relation["tensor"])
+    return _SHORT.get(tensor, tensor)
+
+
+def _shares(relations: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{_short(r)} {percent_text(r['identical'])}" for r in relations)
+
+
+def not_run(report: Report) -> list[tuple[str, str]]:
+    """Return reason and probes of the cases without a result, one entry a reason."""
+    reasons: dict[str, list[str]] = {}
+    for case in report["cases"]:
+        if case["status"] != "ok":
+            reasons.setdefault(case["reason"] or case["status"], []).append(case["probe"])
+    return [(reason, ", ".join(dict.fromkeys(probes))) for reason, probes in reasons.items()]
+
+
+def facts(report: Report, script: str | None = None) -> list[tuple[str, str]]:
+    """Return what is known beyond the tables, as (name, value); `script` says where the failing input was written."""
+    cause, print_of, found = report["cause"], report["fingerprint"], []
+    if cause:
+        found += [("resembles", cause["resembles"]), ("in training", cause["effect"])]
+    if print_of:
+        found.append(("fingerprint", print_of["text"]))
+    if grown := {name: p for name, p in report["growth"].items() if abs(p) >= 0.1}:
+        text = ", ".join(f"{name} as N^{p:.2f}" for name, p in grown.items())
+        found.append(("growth", f"error relative to the stock recipe's over N: {text}"))
+    if report["drift"] is not None:
+        found.append(("drift", f"summed error of O grows as n^{report['drift']:.2f} (0.5 random walk, 1 drift)"))
+    if not report["differentiable"] and report["verdict"] != "error":
+        found.append(("gradients", "none: the target is not differentiable, so only its output was audited"))
+    if report["smallest"]:
+        small = report["smallest"]
+        where = f"; run {script}" if script else ""
+        found.append(("smallest input", f"{small['probe']} {small['shape']}, seed {small['seed']}{where}"))
+    return found
+
+
+def worst_ratios(report: Report) -> tuple[float | None, float | None]:
+    """Return the largest error of any case as a multiple of the stock recipe's and of the floor's."""
+    rows = [row for case in report["cases"] for row in case["rows"]]
+    stock = max((row["times_stock"] for row in rows if row["times_stock"] is not None), default=None)
+    floor = max((row["times_floor"] for row in rows if row["times_floor"] is not None), default=None)
+    return stock, floor
+
+
+def why(report: Report) -> str:
+    """Return the cause of a verdict in a few words; empty where a target is sound."""
+    if report["cause"]:
+        return str(report["cause"]["name"])
+    return "" if report["verdict"] == "sound" else str(report["reason"])
+
+
+def false_alarms(report: Report) -> str:
+    """Return how many tests were made, and how likely a false alarm is over all of them."""
+    level = 100 * report["family_level"]
+    return f"{report['tests']} tests; chance of any false alarm over all of them: at most {level:g} %"
+
+
+def headline(report: Report) -> str:
+    """Return what was audited and how, in one line."""
+    parts = [report["dtype"], report["depth"], report["device"], f"{report['tests']} tests"]
+    return ", ".join([*parts, duration_text(report["seconds"])])

@@ -1,0 +1,50 @@
+"""Numbers as people read them, the same on the terminal and on a page."""
+
+from __future__ import annotations
+
+import math
+
+
+def cell_text(value: object) -> str:
+    """Return a table's cell: three digits of a number, a dash where there is none."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number_text(value)
+    return str(value)
+
+
+def number_text(value: float) -> str:
+    """Return three significant digits; very large and very small numbers with a power of ten."""
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "−∞" if value < 0 else "NaN"
+    if value == 0:
+        return "0"
+    if 1e-2 <= abs(value) < 1e5:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return power_text(value)
+
+
+def power_text(value: float | None) -> str:
+    """Return two digits and a power of ten, for columns of small errors."""
+    if value is None:
+        return "–"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def times_text(ratio: float | None) -> str:
+    """Return a ratio with two decimals, or three digits where it is large."""
+    return "–" if ratio is None else f"{ratio:.2f}" if abs(ratio) < 99.5 else number_text(ratio)
+
+
+def percent_text(fraction: float) -> str:
+    """Return a share in percent; never 100 where it is less."""
+    return "> 99.9 %" if 0.999 < fraction < 1 else f"{100 * fraction:.3g} %"
+
+
+def duration_text(seconds: float) -> str:
+    """Return seconds below two minutes, minutes and seconds above."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
