@@ -81,9 +81,19 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
         return ProbeRow(
             grade, case["probe"], case["shape"], case["exposes"], note or "–", None, None, None, None, None, ""
         )
-    names_of = ("relative", "times_stock", "times_stock_lower", "times_floor", "times_floor_lower")
-    figures = [worst[name] for name in names_of]
-    return ProbeRow(grade, case["probe"], case["shape"], case["exposes"], worst["property"], *figures, note)
+    return ProbeRow(
+        grade,
+        case["probe"],
+        case["shape"],
+        case["exposes"],
+        worst["property"],
+        worst["relative"],
+        worst["times_stock"],
+        worst["times_stock_lower"],
+        worst["times_floor"],
+        worst["times_floor_lower"],
+        note,
+    )
 
 
 def relation_rows(report: Report) -> list[RelationRow]:

@@ -5,7 +5,7 @@ Every verdict carries a sign and a word besides its color, so that it reads in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from halfulp.report.audit_summary import (
@@ -125,7 +125,7 @@ def _plain(text: str, style: str = "") -> Text:
     return Text(text, style=style)
 
 
-def _print_pairs(pairs: Sequence[tuple[str, str]] | Mapping[str, str], console: Console) -> None:
+def _print_pairs(pairs: Sequence[tuple[str, str]], console: Console) -> None:
     from rich.padding import Padding
     from rich.table import Table
 

@@ -36,6 +36,9 @@ BADGES: dict[str, tuple[str, str]] = {
     "error": ("bad", "!"),
     "survived": ("good", "✓"),
     "drifting": ("warn", "●"),
+    "bitwise": ("good", "✓"),
+    "to rounding": ("good", "✓"),
+    "broken": ("bad", "✗"),
     "failed": ("bad", "✗"),
     "reproduced": ("good", "✓"),
     "reproduced at reduced scale": ("good", "✓"),
@@ -182,27 +185,31 @@ def _figure(figure: Mapping[str, Any], *, with_caption: bool) -> str:
 
 def _table(block: Block) -> str:
     columns, rows = [str(column) for column in block["columns"]], block["rows"]
-    numeric = [_is_numeric([row[i] for row in rows]) for i in range(len(columns))]
-    wide = [max((len(str(row[i])) for row in rows), default=0) > 38 for i in range(len(columns))]
+    classes = [_column_class([row[i] for row in rows]) for i in range(len(columns))]
     head = "".join(
-        f"<th scope='col'{_class('number') if number else ''}>{_e(column)}</th>"
-        for column, number in zip(columns, numeric, strict=True)
+        f"<th scope='col'{_class(name if name == 'number' else '')}>{_e(column)}</th>"
+        for column, name in zip(columns, classes, strict=True)
     )
     body = []
     for row in rows:
-        cells = [f"<th scope='row'>{_cell(row[0], columns[0])}</th>"] + [
-            f"<td{_class('number' if numeric[i] else 'wide' if wide[i] else '')}>{_cell(row[i], columns[i])}</td>"
-            for i in range(1, len(columns))
-        ]
+        cells = [f"<th scope='row'>{_cell(row[0], columns[0])}</th>"]
+        cells += [f"<td{_class(classes[i])}>{_cell(row[i], columns[i])}</td>" for i in range(1, len(columns))]
         body.append(f"<tr>{''.join(cells)}</tr>")
     title, caption = block.get("title") or "", block.get("caption") or ""
-    named = f"<strong>{_e(title)}</strong>" if title else ""
-    said = f"<caption>{named}{_e(caption)}</caption>" if title or caption else ""
-    label = _e(title or "table")
+    named = f"<h3>{_e(title)}</h3>" if title else ""
+    said = f"<p class='note'>{_e(caption)}</p>" if caption else ""
     return (
-        f"<div class='scroll' role='region' aria-label='{label}' tabindex='0'><table>{said}"
+        f"{named}{said}<div class='scroll' role='region' aria-label='{_e(title or 'table')}' tabindex='0'><table>"
         f"<thead><tr>{head}</tr></thead>\n<tbody>{chr(10).join(body)}</tbody></table></div>{_command(block)}"
     )
+
+
+def _column_class(cells: Sequence[object]) -> str:
+    """Numbers stand flush right, short texts stay on one line, long ones get room."""
+    if _is_numeric(cells):
+        return "number"
+    longest = max((len(cell_text(cell)) for cell in cells), default=0)
+    return "short" if longest <= 20 else "wide" if longest > 38 else ""
 
 
 def _class(name: str) -> str:

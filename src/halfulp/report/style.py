@@ -19,7 +19,8 @@ p, ul, ol { max-width: 44rem; margin: 0.6rem 0; }
 ul, ol { padding-left: 1.3rem; } li { margin: 0.3rem 0; }
 a { color: var(--link); }
 .lead { font-size: 1.15rem; max-width: 46rem; }
-.meta, figcaption, caption, .note { color: var(--soft); font-size: 0.86rem; }
+h3 + .note { margin-top: 0; }
+.meta, figcaption, .note { color: var(--soft); font-size: 0.86rem; }
 .meta { margin-top: 1rem; }
 .finding { font-size: 1.1rem; font-weight: 550; max-width: 46rem;
   padding-left: 0.9rem; border-left: 4px solid var(--ink); }
@@ -31,15 +32,14 @@ nav a { font-weight: 650; text-decoration: none; margin-right: 0.5rem; white-spa
 figure { margin: 0; max-width: 33rem; } figure svg { display: block; width: 100%; height: auto; }
 figure h3 { margin: 0 0 0.3rem; }
 figcaption { margin-top: 0.3rem; }
-.scroll { overflow-x: auto; margin: 1.2rem 0 0.8rem; }
+.scroll { overflow-x: auto; margin: 0.6rem 0 0.8rem; }
 .scroll:focus-visible { outline: 2px solid var(--link); }
 table { border-collapse: collapse; font-size: 0.9rem; line-height: 1.4; min-width: 100%; }
-caption { text-align: left; caption-side: top; padding-bottom: 0.45rem; }
-caption strong { color: var(--ink); font-size: 1rem; display: block; }
 th, td { text-align: left; vertical-align: top; padding: 0.4rem 0.9rem 0.4rem 0; border-bottom: 1px solid var(--line); }
 thead th { font-weight: 650; border-bottom: 1.5px solid var(--soft); vertical-align: bottom; }
 tbody th { font-weight: 600; white-space: nowrap; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.short { white-space: nowrap; }
 td.wide { min-width: 15rem; }
 .badge { display: inline-block; padding: 0.02rem 0.5rem; border-radius: 0.7rem; font-weight: 650; white-space: nowrap; }
 .good { color: var(--good); background: var(--good-ground); }
@@ -64,7 +64,7 @@ footer { border-top: 1px solid var(--line); padding-top: 0.8rem; margin-bottom: 
   :root { --ink: #000; --soft: #444; --ground: #fff; --panel: #f4f4f4; --line: #bbb; --grid: #ccc; --link: #000;
     --good: #00634a; --warn: #7a5000; --bad: #a83c00; color-scheme: light; }
   body { max-width: none; padding: 0; font-size: 10pt; } .scroll { overflow: visible; } a { text-decoration: none; }
-  figure, tr, pre, .finding { break-inside: avoid; } h2, h3, caption { break-after: avoid; }
+  figure, tr, pre, .finding { break-inside: avoid; } h2, h3, .note { break-after: avoid; }
   .figures { grid-template-columns: 1fr 1fr; } pre { white-space: pre-wrap; } .badge { border: 1px solid currentColor; }
   table { font-size: 8.5pt; } td.wide { min-width: 0; } @page { margin: 16mm; }
 }
