@@ -84,20 +84,23 @@ def round_blocks(x: Tensor, fmt: BlockFormat, rounding: Rounding, seed: int, off
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     count = max(_CHUNK // length, 1) if x.device.type == "cpu" else len(rows)
     for part, y in zip(torch.split(rows, count), torch.split(out, count), strict=True):
-        y.copy_(_round_rows(part.double(), fmt, tensor_scale, rounding, seed, offset, once=x.dtype is torch.float64))
+        y.copy_(_round_rows(part.double(), fmt, tensor_scale, rounding, seed, offset))
         offset += part.numel()
     return out.view(x.shape)
 
 
 def _round_rows(
-    x: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None, rounding: Rounding, seed: int, offset: int, *, once: bool
+    x: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None, rounding: Rounding, seed: int, offset: int
 ) -> Tensor:
     """Return float64 x [rows, N] rounded; in float64 the product of an element and its scales is exact."""
     length = x.shape[-1]
     missing = -length % fmt.block_size
     blocks = (functional.pad(x, (0, missing)) if missing else x).view(len(x), -1, fmt.block_size)
     scale = _block_scale(blocks.abs().amax(-1, keepdim=True), fmt, tensor_scale)
-    scaled = _quotient(blocks, scale, once=once).flatten(1)
+    scaled = _quotient(blocks, scale)
+    if rounding in ("up", "down"):  # which see the sign of a number whose quotient underflows
+        scaled = torch.where(scaled == 0, blocks, scaled)
+    scaled = scaled.flatten(1)
     if not missing:
         element = round_general(scaled, fmt.element, rounding, seed, offset)
         return element.view(blocks.shape).mul_(scale).view(x.shape)
@@ -120,21 +123,14 @@ def _block_scale(largest: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None)
         return scale.masked_fill(~largest.isfinite(), torch.nan)
     if tensor_scale is None:
         tensor_scale = torch.ones((), dtype=largest.dtype, device=largest.device)
-    ratio = _quotient(largest.masked_fill(largest.isinf(), torch.nan), fmt.element.max * tensor_scale, once=True)
+    ratio = _quotient(largest.masked_fill(largest.isinf(), torch.nan), fmt.element.max * tensor_scale)
     return round_general(ratio, fmt.scale, "nearest_even", 0, 0) * tensor_scale
 
 
-def _quotient(numbers: Tensor, scale: Tensor, *, once: bool) -> Tensor:
-    """Return float64 numbers / scale, a zero where the scale is zero, fit to be rounded to a few bits.
+def _quotient(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Return numbers / scale, both float64, a zero where the scale is zero.
 
-    A quotient that is itself rounded can land on a number of the element format or on a midpoint without being one, and
-    rounding it again would go wrong. Numbers that came from float32 cannot come so near (the scale has 28 bits). For
-    others (`once`), a quotient of at most 24 bits is multiplied back, exactly, and moved off it if it is not exact.
+    Rounding the quotient, which is rounded itself, is safe: with a scale of at most 28 bits, scale times any number or
+    midpoint of the element format is a float64, and a float64 beside it has a quotient that stays beside.
     """
-    divisor = torch.where(scale == 0, torch.inf, scale)
-    quotient = numbers / divisor
-    if not once:
-        return quotient
-    rest = torch.where(scale == 0, 0.0, numbers - quotient * scale)
-    moved = torch.nextafter(quotient, torch.copysign(torch.full_like(rest, torch.inf), rest))
-    return torch.where((rest != 0) & (quotient.float() == quotient), moved, quotient)
+    return numbers / torch.where(scale == 0, torch.inf, scale)

@@ -70,8 +70,13 @@ class Format:
                 f"exponent_bits={self.exponent_bits} leaves no normal number where specials is {self.specials}; "
                 f"accepted: more exponent bits or specials='none'"
             )
-        if self.min_exponent < -1022 or self.max_exponent > 1023:
-            lowest, highest = self.bias + self.max_exponent - 1023, 1023
+        lowest, highest = self.bias + self.max_exponent - 1023, 1023
+        if lowest > highest:
+            raise ValueError(
+                f"exponent_bits={self.exponent_bits} has more range than float64 where specials is {self.specials}; "
+                f"accepted: at most 10"
+            )
+        if not lowest <= self.bias <= highest:
             raise ValueError(f"bias={self.bias} leaves the range of float64; accepted: {lowest} to {highest}")
 
     @property

@@ -133,14 +133,14 @@ def _round_to_even(x: Tensor, binade: Tensor, y: Tensor, plan: _Plan) -> None:
 def _round_directed(x: Tensor, binade: Tensor, y: Tensor, plan: _Plan, rounding: Rounding) -> None:
     """Write x rounded up or down into y; a zero may have the wrong sign, and an infinity becomes a large number."""
     spacing = binade.mul_(plan.spacing)
-    torch.div(x, spacing, out=y).clamp_(-plan.far, plan.far)
-    rest = y.frac()
-    y.sub_(rest)
+    rest = torch.div(x, spacing, out=y).clamp_(-plan.far, plan.far).frac()
+    y.sub_(rest).mul_(spacing)
+    # Seen from x itself: where the spacing exceeds one, the quotient of a tiny number may have underflowed.
+    torch.sub(x, y, out=rest)
     if rounding == "up":
-        y.add_(torch.gt(rest, 0.0, out=rest))
+        y.addcmul_(torch.gt(rest, 0.0, out=rest), spacing)
     else:
-        y.sub_(torch.lt(rest, 0.0, out=rest))
-    y.mul_(spacing)
+        y.addcmul_(torch.lt(rest, 0.0, out=rest), spacing, value=-1.0)
 
 
 def _round_magnitude(
