@@ -1,6 +1,7 @@
-"""The attention kernels that a machine already has: PyTorch's, FlashAttention's, transformers', and every recipe of our own.
+"""The attention kernels that a machine already has: PyTorch's, FlashAttention's, transformers', and our own recipes.
 
-A target that cannot run here says why instead of falling back to another kernel: an audit of the wrong kernel is worse than none.
+A target that cannot run here says why instead of falling back to another kernel: an audit of the wrong kernel is worse
+than none.
 """
 
 from __future__ import annotations
@@ -82,26 +83,24 @@ def recipe_target(recipe: Recipe) -> Target:
 
 
 def transformers_target(name: str) -> Target:
-    """A function of transformers' AttentionInterface, by the name that a model config's `attn_implementation` takes, or "eager"."""
+    """A function of transformers' AttentionInterface, by its name in a config's `attn_implementation`, or "eager"."""
     missing = None if _installed("transformers") else "transformers is not installed"
     if missing is None and name.startswith("flash_attention"):
         missing = _no_flash_attn()
+    # flex_attention: its compiled kernel with a tensor as the mask crashes the process on a CPU (transformers 5.23).
+    masks = not name.startswith("flash_attention") and name != "flex_attention"
 
     def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         return _transformers(name, query, key, value, **options)
 
-    return Target(
-        f"transformers:{name}",
-        call,
-        BOTH,
-        _TRANSFORMERS.get(name, f"transformers' attention function {name!r}"),
-        missing,
-    )
+    description = _TRANSFORMERS.get(name, f"transformers' attention function {name!r}")
+    return Target(f"transformers:{name}", call, BOTH if masks else frozenset({"enable_gqa"}), description, missing)
 
 
 def _sdpa_backends() -> list[tuple[str, SDPBackend, str, str | None]]:
     cuda = torch.cuda.is_available()
-    cudnn = None if cuda and torch.backends.cudnn.is_available() else f"{_NO_CUDA} with cuDNN"
+    has_cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    cudnn = None if cuda and has_cudnn else f"{_NO_CUDA} with cuDNN"
     prefix = "scaled_dot_product_attention, "
     return [
         ("math", SDPBackend.MATH, prefix + "the math backend: every step a torch operation", None),
@@ -146,7 +145,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 def _flex_compiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: past its limit of recompilations torch would otherwise run the uncompiled function and say so only in a log.
+    # fullgraph: past its limit of recompilations torch would else run the uncompiled function and say so only in a log.
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return _flex_with(compiled, query.device.type != "cpu", query, key, value, **options)
 
@@ -155,16 +154,11 @@ def _flex_with(
     function: Callable[..., Any], offers_lse: bool, query: Tensor, key: Tensor, value: Tensor,
     *, is_causal: bool, scale: float | None, attn_mask: Tensor | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """FlexAttention's form of the arguments; on a CPU it refuses tensors that require gradients, so there it gets none."""
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+    """FlexAttention's form of the arguments."""
+    from torch.nn.attention.flex_attention import AuxRequest
 
-    if query.device.type == "cpu":
-        query, key, value = query.detach(), key.detach(), value.detach()
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if is_causal:
-        options["block_mask"] = create_block_mask(
-            _causal, None, None, query.shape[2], key.shape[2], device=query.device.type
-        )
+    query, key, value, block_mask = _for_flex(query, key, value, is_causal)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "block_mask": block_mask}
     if attn_mask is not None:
         options["score_mod"] = _score_mod(attn_mask.expand(*query.shape[:3], key.shape[2]))
     if offers_lse:
@@ -215,9 +209,7 @@ def _eager(
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
 
-def _flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, enable_gqa: bool = False
-) -> Any:  # noqa: ARG001
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **_: Any) -> Any:
     """flash_attn has `[B, N, H, D]`, groups heads by itself, and aligns a causal mask at the bottom right."""
     import flash_attn
 
@@ -231,36 +223,27 @@ def _transformers(
     name: str, query: Tensor, key: Tensor, value: Tensor,
     *, is_causal: bool, scale: float | None, attn_mask: Tensor | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """An attention function as a transformers layer calls it: a stand-in module, an additive or boolean mask `[B, 1, N_q, N_k]`, out `[B, N, H, D]`."""
+    """An attention function as a transformers layer calls it: with a module that names it, masks `[B, 1, N_q, N_k]`."""
     function = _transformers_function(name)
     _same_lengths(query, key, is_causal)
-    if attn_mask is not None and name.startswith("flash_attention"):
-        raise UnsupportedError("does not take attn_mask")
-    mask = attn_mask
-    if is_causal and name in ("eager", "flex_attention"):  # their models always make the mask
+    mask: Any = attn_mask
+    if is_causal and name == "eager":  # its models always make the mask
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        mask = (
-            mask.expand(query.shape[0], *mask.shape[1:])
-            if mask.ndim == 4
-            else mask.expand(query.shape[0], 1, *mask.shape[-2:])
-        )
-        if name == "flex_attention" and mask.shape[1] != 1:
-            raise UnsupportedError("takes one mask for all heads")
-        if mask.dtype == torch.bool and name != "sdpa":
+        mask = mask.expand(query.shape[0], mask.shape[1] if mask.ndim == 4 else 1, query.shape[2], key.shape[2])
+        if mask.dtype == torch.bool and name == "eager":
             # As transformers writes a mask: the dtype's lowest number, not −inf.
             lowest = torch.finfo(query.dtype).min
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)
-    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    if name == "flex_attention":
+        query, key, value, mask = _for_flex(query, key, value, is_causal)
     module = SimpleNamespace(
-        num_key_value_groups=groups,
+        num_key_value_groups=query.shape[1] // key.shape[1] if enable_gqa else 1,
         is_causal=is_causal,
         training=False,
         config=SimpleNamespace(_attn_implementation=name),
         layer_idx=0,
     )
-    if name == "flex_attention" and query.device.type == "cpu":
-        query, key, value = query.detach(), key.detach(), value.detach()
     scaling = query.shape[-1] ** -0.5 if scale is None else scale
     with _many_graphs():
         returned = function(module, query, key, value, mask, scaling=scaling, dropout=0.0, is_causal=is_causal)
@@ -268,17 +251,28 @@ def _transformers(
     return out.transpose(1, 2)
 
 
+def _for_flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """What FlexAttention takes: on a CPU no tensors that require gradients, and a causal mask as a BlockMask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if query.device.type == "cpu":
+        query, key, value = query.detach(), key.detach(), value.detach()
+    if not is_causal:
+        return query, key, value, None
+    lengths = query.shape[2], key.shape[2]
+    return query, key, value, create_block_mask(_causal, None, None, *lengths, device=query.device.type)
+
+
 def _transformers_function(name: str) -> Callable[..., Any]:
     if name == "eager":
         from transformers.models.llama.modeling_llama import eager_attention_forward
 
-        return eager_attention_forward  # type: ignore[no-any-return]
+        return eager_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name not in ALL_ATTENTION_FUNCTIONS:
-        raise UnsupportedError(
-            f"transformers has no attention function {name!r}: it has eager, {', '.join(ALL_ATTENTION_FUNCTIONS.keys())}"
-        )
+        known = ", ".join(ALL_ATTENTION_FUNCTIONS.keys())
+        raise UnsupportedError(f"transformers has no attention function {name!r}: it has eager, {known}")
     return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,8 @@
 """One call of an attention kernel that we did not write, on one case.
 
-The kernel may refuse the arguments, raise, return the wrong shape, write into its inputs, leave torch's switches turned or warn; whatever
-it does, the caller gets an `Outcome`, and the caller's tensors, random numbers and torch settings are as before.
+The kernel may refuse the arguments, raise, return the wrong shape, write into its inputs, leave torch's switches turned
+or warn; whatever it does, the caller gets an `Outcome`, and the caller's tensors, random numbers and torch settings are
+as before.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from halfulp.algorithms import AttentionResult
 OPTIONAL = ("attn_mask", "enable_gqa")
 MODIFIES = "modifies its inputs"
 FORWARD_ONLY = "not differentiable"
+SIGNATURE = "f(query, key, value, *, is_causal, scale)"
 
 
 class UnsupportedError(NotImplementedError):
@@ -44,8 +46,8 @@ class Target:
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Target:
         """The target of a function `f(query, key, value, *, is_causal, scale, ...)` on `[B, H, N, D]` tensors.
 
-        Arguments the function does not take are never passed: asked for anyway (is_causal=True, a scale other than 1/√D, a mask, GQA),
-        the case is unsupported. Raises ValueError for what is no such function.
+        Arguments the function does not take are never passed: asked for anyway (is_causal=True, a scale other than
+        1/√D, a mask, GQA), the case is unsupported. Raises ValueError for what is no such function.
         """
         name = _name_of(function) if name is None else name
         taken = _keywords(function, name)
@@ -61,9 +63,7 @@ class Outcome:
     result: AttentionResult | None  # tensors in the target's dtype; gradients None where not offered
     refusal: str | None  # unsupported / raised / wrong shape / wrong dtype: one line, no traceback
     kind: Literal["ok", "unsupported", "error"]
-    notes: tuple[
-        str, ...
-    ] = ()  # what a reader should know of a call that went through: "modifies its inputs", "not differentiable", warnings
+    notes: tuple[str, ...] = ()  # of a call that went through: "modifies its inputs", "not differentiable", warnings
 
 
 def run_target(
@@ -80,9 +80,10 @@ def run_target(
 ) -> Outcome:
     """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its gradients by autograd.
 
-    NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the forward pass are the target's way to refuse
-    arguments (kind "unsupported"); any other exception, wrong shape, dtype or device is kind "error". No exception escapes but
-    KeyboardInterrupt and SystemExit. Runs outside anybody's autocast, without gradients where `grad_out` is None.
+    NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the forward pass are the
+    target's way to refuse arguments (kind "unsupported"); any other exception, wrong shape, dtype or device is kind
+    "error". No exception escapes but KeyboardInterrupt and SystemExit. Runs outside anybody's autocast, without
+    gradients where `grad_out` is None.
     """
     if target.missing is not None:
         return Outcome(None, target.missing, "unsupported")
@@ -100,15 +101,13 @@ def run_target(
         warnings.simplefilter("always")
         outcome = _call(target, lent, {"is_causal": is_causal, "scale": scale} | options)
     notes = outcome.notes + _warned(warned)
-    if any(
-        not _same_bits(lent[name + "/read"] if name + "/read" in lent else lent[name], given[name]) for name in given
-    ):
+    if not all(_same_bits(lent.get(f"{name}/read", lent[name]), x) for name, x in given.items()):
         notes = (MODIFIES, *notes)
     return replace(outcome, notes=tuple(dict.fromkeys(notes)))
 
 
 def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> Outcome:
-    """Forward and backward; adds to `lent` what the kernel reads, which is a copy so that it may be written to under autograd."""
+    """Forward and backward; adds to `lent` what the kernel reads: a copy, so that autograd lets it be written to."""
     differentiate = "grad_out" in lent
     leaves = [lent[name] for name in ("query", "key", "value")]
     with torch.set_grad_enabled(differentiate):
@@ -119,6 +118,8 @@ def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> O
     try:
         with torch.set_grad_enabled(differentiate):
             returned = target.call(*read, **options)
+    except UnsupportedError as error:
+        return Outcome(None, str(error), "unsupported")
     except (NotImplementedError, ValueError, AssertionError) as error:
         return Outcome(None, f"refuses: {one_line(error)}", "unsupported")
     except Exception as error:
@@ -171,17 +172,16 @@ def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
     """`x` as lse `[B, H, N]`: also from `[B, N, H]` and from a trailing 1; None where it is none of these."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
-    if x.ndim == 4 and x.shape[-1] == 1:
-        x = x.squeeze(-1)
     b, h, n = expected
-    if tuple(x.shape) == expected:
-        return x
-    return x.transpose(1, 2) if tuple(x.shape) == (b, n, h) else None
+    column: Tensor = x.squeeze(-1) if x.ndim == 4 and x.shape[-1] == 1 else x
+    if tuple(column.shape) == expected:
+        return column
+    return column.mT if tuple(column.shape) == (b, n, h) else None
 
 
 @contextlib.contextmanager
 def _as_before(device: torch.device) -> Iterator[None]:
-    """Put back what a kernel may turn in torch: gradients, threads, dtypes, precision, determinism, random numbers, autocast."""
+    """Put back what a kernel may turn in torch: gradients, threads, dtypes, precision, determinism, random numbers."""
     threads, dtype, precision = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
     deterministic, only_warn = (
         torch.are_deterministic_algorithms_enabled(),
@@ -218,11 +218,9 @@ def _warned(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
 
 
 def _keywords(function: Callable[..., Any], name: str) -> frozenset[str] | None:
-    """The keyword arguments a function takes besides its three tensors; None for any (**kwargs, or a builtin without a signature)."""
+    """The keyword arguments a function takes besides its three tensors; None for any (**kwargs, or no signature)."""
     if isinstance(function, type) or not callable(function):
-        raise ValueError(
-            f"target={name!r}: is no function but {type(function).__name__}; accepted is f(query, key, value, *, is_causal, scale)"
-        )
+        raise ValueError(f"target={name!r}: is no function but {type(function).__name__}; accepted is {SIGNATURE}")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -230,7 +228,7 @@ def _keywords(function: Callable[..., Any], name: str) -> frozenset[str] | None:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         shown = ", ".join(p.name for p in parameters)
-        raise ValueError(f"target={name!r}: takes ({shown}); accepted is f(query, key, value, *, is_causal, scale)")
+        raise ValueError(f"target={name!r}: takes ({shown}); accepted is {SIGNATURE}")
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[3:])

@@ -17,8 +17,8 @@ from halfulp.audit.calling import Target, one_line
 def load(name: str) -> Target:
     """The target of "module:function" or "file.py:function" (function may be dotted: "module:Class.method").
 
-    Runs the module or file as an import does, with its folder (file) or the working folder (module) on the path meanwhile. Raises
-    ValueError, one line, for a file, module or function that is not there, or whose import fails.
+    Runs the module or file as an import does, with its folder (file) or the working folder (module) on the path
+    meanwhile. Raises ValueError, one line, for a file, module or function that is not there, or whose import fails.
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
@@ -66,10 +66,14 @@ def _from_module(name: str, module: str) -> ModuleType:
 
 def _at(error: BaseException, path: Path) -> str:
     """ "line N: " of the user's file, where the failure passed through it."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
+    path = path.resolve()
+    own_syntax = (
+        isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).resolve() == path
+    )
+    line = error.lineno if isinstance(error, SyntaxError) and own_syntax else None
     trace = error.__traceback__
     while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename) == path:
+        if Path(trace.tb_frame.f_code.co_filename).resolve() == path:
             line = trace.tb_lineno
         trace = trace.tb_next
     return "" if line is None else f"line {line}: "

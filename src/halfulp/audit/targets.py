@@ -24,9 +24,10 @@ _ACCEPTED = "a built-in name (`halfulp ls targets`), 'recipe:NAME', 'module:func
 
 
 def resolve(name: str) -> Target:
-    """The target of a built-in name, "recipe:NAME", a bare recipe or algorithm name, "transformers:NAME", "module:function" or "file.py:function".
+    """The target of that name.
 
-    Raises ValueError, one line, with what is accepted and the closest name.
+    Accepted are built-in names, "recipe:NAME", a recipe or algorithm name alone, "transformers:NAME", "module:function"
+    and "file.py:function". Raises ValueError, one line, with what is accepted and the closest name.
     """
     builtin = {target.name: target for target in builtin_targets()}
     if name in builtin:
