@@ -31,6 +31,7 @@ BackwardWeights = Literal["lse", "maximum", "rounded"]
 DeltaFrom = Literal["out", "residual", "exact_out", "probabilities"]
 InputScaling = Literal["none", "tensor"]
 LseFrom = Literal["row_sum", "exact"]
+GradValueFrom = Literal["probabilities", "lse"]
 GradientScaleAt = Literal["products", "scores", "probabilities"]
 Observer = Callable[[str, Tensor, Tensor], None]
 AnyFormat = Format | BlockFormat
@@ -126,6 +127,7 @@ class Recipe:
     weights_scale: float = 1.0  # factor on the weights before they are rounded (fp8 pre-scale)
     row_sum_floor: float = 0.0  # lower bound on one tile's row sum (the paper's official code uses 1e-10)
     lse_from: LseFrom = "row_sum"  # exact: from the weights before rounding even where l is not
+    grad_value_from: GradValueFrom = "probabilities"  # lse: dV takes exp(S − lse), whatever dS takes
     gradient_scale_at: GradientScaleAt = "products"  # where α enters the backward pass
     seed: int = 0  # of stochastic rounding; a call repeats its draws, so give every call of a run another seed
 
@@ -222,6 +224,7 @@ _CHOICES: dict[str, Any] = {
     "delta_from": DeltaFrom,
     "input_scaling": InputScaling,
     "lse_from": LseFrom,
+    "grad_value_from": GradValueFrom,
     "gradient_scale_at": GradientScaleAt,
 }
 
@@ -355,7 +358,16 @@ BF16_AUTHORS_STABILIZED = BF16_AUTHORS.with_(
 BF16_PAPER_STABILIZED = BF16_AUTHORS.with_(
     name="BF16_PAPER_STABILIZED", shift=Shift("stabilized", beta=7.0), row_sum_floor=0.0
 )
-BF16_HALFULP = flash2(formats.BF16, name="BF16_HALFULP", delta_from="residual", residual_bits=8, **_INTEGER_SHIFT)
+# lse and dV come from the weights before rounding: bf16(bf16(w) / l) would round twice, alike in all of a diffuse row.
+BF16_HALFULP = flash2(
+    formats.BF16,
+    name="BF16_HALFULP",
+    delta_from="residual",
+    residual_bits=8,
+    lse_from="exact",
+    grad_value_from="lse",
+    **_INTEGER_SHIFT,
+)
 FP16_FLASH2 = flash2(formats.FP16)
 # The forward pass in fp8 as FlashAttention-3 has it, plus a pre-scale of the weights; the backward pass in bf16.
 FP8_FLASH = flash2(

@@ -34,8 +34,8 @@ def backward(
         for rows in problem.row_tiles():
             if problem.mask.hides(rows, cols):
                 continue
-            p, do_i = rows_of.probabilities(rows, cols), do[:, :, rows]
-            operand = step("probabilities_operand", p)
+            p, p_for_value = rows_of.probabilities(rows, cols)
+            operand, do_i = step("probabilities_operand", p_for_value), do[:, :, rows]
             _add(dv[:, :, cols], product(operand.mT, do_i, step), step)
             ds = _grad_scores(problem, p, do_i, delta[:, :, rows], cols, step)
             _add(dq[:, :, rows], product(ds, problem.key[:, :, cols], step), step)
@@ -62,26 +62,38 @@ class _Rows:
 
     def __init__(self, problem: Problem, saved: Saved, step: Step) -> None:
         self.problem, self.step = problem, step
-        how = problem.recipe.backward_weights
-        if how == "lse":
+        recipe = problem.recipe
+        self.divisor: Tensor | None
+        if recipe.backward_weights == "lse":
             self.shift, self.divisor = shift_of(saved.lse), None
-        elif how == "rounded" and problem.recipe.shift.kind == "integer":
+        elif recipe.backward_weights == "rounded" and recipe.shift.kind == "integer" and recipe.lse_from == "row_sum":
             # lse alone tells the weights: whatever the integer shift, they are the same up to an exact power of two.
             self.shift = shift_of(saved.lse.ceil())
-            self.divisor = torch.where(saved.lse == -math.inf, 1.0, torch.exp2(saved.lse - self.shift))
+            self.divisor = self._row_sum(saved.lse)
         else:
             self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum, saved.row_max)
+        self.separate = recipe.grad_value_from == "lse" and self.divisor is not None
+        self.value_divisor = self._row_sum(saved.lse) if self.separate else None
 
-    def probabilities(self, rows: slice, cols: slice) -> Tensor:
-        """P of one tile `[B, H, rows, cols]`."""
+    def probabilities(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+        """P of one tile `[B, H, rows, cols]` as dS takes it, and as dV does before its rounding."""
         problem, step = self.problem, self.step
-        p = problem.weights(problem.scores(rows, cols, step), self.shift[:, :, rows], step)
+        weights = problem.weights(problem.scores(rows, cols, step), self.shift[:, :, rows], step)
+        rounded = weights
+        if problem.recipe.backward_weights == "rounded":
+            rounded = problem.weights_operand(weights, step)
+        keep = self.separate and rounded is weights
+        p = rounded
         if self.divisor is not None:
-            p = step("weights", p)
-            if problem.recipe.backward_weights == "rounded":
-                p = problem.weights_operand(p, step)
-            p = torch.div(p, self.divisor[:, :, rows], out=step.scratch(p))
-        return step("probabilities", p)
+            p = torch.div(p, self.divisor[:, :, rows], out=None if keep else step.scratch(p))
+        p = step("probabilities", p)
+        if self.value_divisor is None:
+            return p, p
+        return p, torch.div(weights, self.value_divisor[:, :, rows], out=step.scratch(weights))
+
+    def _row_sum(self, lse: Tensor) -> Tensor:
+        """l under this shift, from lse; 1 where no key is attended to."""
+        return torch.where(lse == -math.inf, 1.0, self.problem.exp(lse - self.shift))
 
 
 def _delta(problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor, step: Step) -> Tensor:
@@ -93,7 +105,7 @@ def _delta(problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor, step: Ste
         for cols in problem.col_tiles():
             if not problem.mask.hides(rows, cols):
                 dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
-                terms = step("delta_products", dp * rows_of.probabilities(rows, cols))
+                terms = step("delta_products", dp * rows_of.probabilities(rows, cols)[0])
                 delta[:, :, rows] += terms.sum(-1, keepdim=True)
     return delta
 

@@ -1,0 +1,136 @@
+"""The verdict on kernels whose arithmetic is known: our own recipes, and PyTorch's kernels where they run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from halfulp.attention import emulate
+from halfulp.audit import Case, Shape, Target, audit
+from halfulp.audit.probes import PROBES
+from halfulp.recipes import BF16_HALFULP, Recipe, recipe_named
+
+SMALL = (Shape(4, 4, 128, 128, 32),)
+
+
+def target(recipe: Recipe, name: str) -> Target:
+    def call(query, key, value, **options):
+        return emulate(query, key, value, recipe=recipe, return_lse=True, **options)
+
+    return Target(name, call, frozenset({"attn_mask", "enable_gqa"}), name)
+
+
+def quick(recipe: Recipe | str, **options):
+    chosen = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    return audit(target(chosen, chosen.name), shapes=SMALL, explain=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "verdict"),
+    [
+        ("BF16_FLOOR", "sound"),
+        ("BF16_HALFULP", "sound"),
+        ("BF16_FLASH2", "stock"),
+        ("BF16_FLASH1", "stock"),
+        ("BF16_STANDARD", "defect"),
+        ("BF16_AUTHORS", "defect"),
+        ("BF16_PAPER_STABILIZED", "defect"),
+        ("FP8_FLASH", "defect"),
+    ],
+)
+def test_verdicts_on_recipes(recipe, verdict):
+    report = quick(recipe)
+    assert report.verdict == verdict, report.reason
+    assert report.exit_code == (verdict == "defect")
+
+
+@pytest.mark.parametrize("changes", [{"delta_from": "out"}, {"row_sum_from": "exact"}, {"residual_bits": 2}])
+def test_one_ingredient_of_the_halfulp_recipe_less_is_no_longer_sound(changes):
+    assert quick(BF16_HALFULP.with_(**changes)).verdict != "sound"
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), [("float16", "FP16_FLOOR"), ("float32", "FP32")])
+def test_other_dtypes(dtype, recipe):
+    assert quick(recipe, dtype=dtype).verdict == "sound"
+
+
+def flash(query, key, value, *, is_causal, scale):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+
+
+def test_pytorchs_cpu_flash_kernel_accumulates_in_bf16_and_the_audit_says_so():
+    report = audit(flash, shapes=SMALL)
+    assert report.verdict == "defect"
+    assert "accumulated in low precision" in report.causes[0].name
+    assert report.fingerprint is not None
+    assert report.fingerprint.accumulates
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert report.fingerprint.recipe.name == "TORCH_CPU_FLASH"
+        assert min(report.fingerprint.identical.values()) == 1.0
+
+
+def test_every_case_is_reported_and_refusals_are_no_alarm():
+    def causal_only(query, key, value, *, is_causal, scale):
+        if not is_causal:
+            raise NotImplementedError("causal only")
+        return emulate(query, key, value, is_causal=True, scale=scale, recipe="BF16_HALFULP")
+
+    report = audit(causal_only, shapes=SMALL, explain=False)
+    assert len(report.cases) == len(PROBES) + 3
+    refused = [case for case in report.cases if case.status == "unsupported"]
+    assert refused
+    assert all(case.reason for case in refused)
+    assert any(case.status == "ok" for case in report.cases)
+
+
+def test_a_target_that_always_raises_is_an_error_not_a_traceback():
+    def broken(query, key, value, *, is_causal, scale):
+        raise RuntimeError("no such kernel image")
+
+    report = audit(broken, shapes=SMALL)
+    assert (report.verdict, report.exit_code) == ("error", 2)
+    assert "no such kernel image" in report.reason
+
+
+def test_forward_only_kernels_are_audited_on_their_output():
+    def forward_only(query, key, value, *, is_causal, scale):
+        with torch.no_grad():
+            return emulate(query, key, value, is_causal=is_causal, scale=scale, recipe="BF16_HALFULP")
+
+    report = audit(forward_only, shapes=SMALL)
+    assert report.verdict == "sound"
+    assert not report.differentiable
+    assert set(report.fingerprint.identical) == {"out"}
+
+
+def test_missing_and_unknown_targets_are_refused_in_one_line():
+    with pytest.raises(ValueError, match="target='sdpaa': accepted is") as error:
+        audit("sdpaa")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="depth='slow': accepted are 'quick' and 'full'"):
+        audit("sdpa:math", depth="slow")
+
+
+def test_the_report_is_json_and_repeats_bit_for_bit():
+    first, second = (audit("recipe:BF16_AUTHORS", shapes=SMALL).as_dict() for _ in range(2))
+    first["seconds"] = second["seconds"] = 0
+    assert json.dumps(first, allow_nan=False) == json.dumps(second, allow_nan=False)
+
+
+def test_the_smallest_input_is_small_and_its_script_runs(tmp_path):
+    report = audit("recipe:BF16_AUTHORS", shapes=SMALL)
+    assert isinstance(report.smallest, Case)
+    assert report.smallest.shape.batch * report.smallest.shape.heads == 1
+    assert report.smallest.shape.n_key < 128
+    file = tmp_path / "smallest.py"
+    file.write_text(report.script)
+    ran = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert "× the limit of a defect" in ran.stdout
+    file.write_text(report.script.replace("'recipe:BF16_AUTHORS'", "'recipe:BF16_HALFULP'"))
+    assert subprocess.run([sys.executable, str(file)], capture_output=True, check=False).returncode == 0
