@@ -136,6 +136,7 @@ class Recipe:
     value: AnyFormat = _rounded("value as read")
     product: AnyFormat = _rounded("QKᵀ before scaling")
     scores: AnyFormat = _rounded("S = α QKᵀ")
+    tie_threshold: AnyFormat = _rounded("r_m − tolerance: scores from there on count as repeated maxima")
     row_max: AnyFormat = _rounded("m")
     shifted_scores: AnyFormat = _rounded("S − m")
     weights: AnyFormat = _rounded("P̄ = exp(S − m)")
@@ -332,7 +333,8 @@ _INTEGER_SHIFT: dict[str, Any] = {
 
 FP64 = Recipe("FP64", compute="float64", matmul=Matmul(formats.FP64))
 FP32 = Recipe("FP32")
-# What autocast makes of softmax(q @ k.mT * scale) @ v: the softmax in fp32, everything else bf16.
+# What autocast makes of softmax(q @ k.mT * scale) @ v. On a GPU the softmax is in fp32 and everything else bf16; on a
+# CPU the softmax gives bf16, so that autograd keeps P rounded.
 BF16_STANDARD = flash2(
     formats.BF16,
     name="BF16_STANDARD",
@@ -347,6 +349,7 @@ BF16_STANDARD = flash2(
     gradient_scale_at="scores",
     scaled_grad_scores=formats.BF16,
 )
+BF16_STANDARD_CPU = BF16_STANDARD.with_(name="BF16_STANDARD_CPU", probabilities=formats.BF16)
 BF16_FLASH1 = flash2(formats.BF16, name="BF16_FLASH1", algorithm="flash1", backward_weights="maximum")
 BF16_FLASH2 = flash2(formats.BF16)
 # The official code of Qiu & Yao: every tensor bf16. Its stabilized variant also counts tiles above the diagonal, which
@@ -377,15 +380,22 @@ FP8_FLASH = flash2(
     input_scaling="tensor",
     weights_scale=256.0,
 )
-TORCH_CPU_FLASH = flash2(formats.BF16, name="TORCH_CPU_FLASH", algorithm="torch_cpu", grad_accumulator=formats.BF16)
+TORCH_CPU_FLASH = flash2(  # query blocks of 256, or of 64 below 768 and 32 below 192 queries
+    formats.BF16,
+    name="TORCH_CPU_FLASH",
+    algorithm="torch_cpu",
+    block_query=256,
+    block_key=512,
+    grad_accumulator=formats.BF16,
+)
 BF16_FLOOR = floor(formats.BF16)
 FP16_FLOOR = floor(formats.FP16)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        FP64, FP32, BF16_STANDARD, BF16_FLASH1, BF16_FLASH2, BF16_AUTHORS, BF16_AUTHORS_STABILIZED,
-        BF16_PAPER_STABILIZED, BF16_HALFULP, FP16_FLASH2, FP8_FLASH, TORCH_CPU_FLASH, BF16_FLOOR, FP16_FLOOR,
+        FP64, FP32, BF16_STANDARD, BF16_STANDARD_CPU, BF16_FLASH1, BF16_FLASH2, BF16_AUTHORS,
+        BF16_AUTHORS_STABILIZED, BF16_PAPER_STABILIZED, BF16_HALFULP, FP16_FLASH2, FP8_FLASH, TORCH_CPU_FLASH, BF16_FLOOR, FP16_FLOOR,
     )
 }  # fmt: skip
 

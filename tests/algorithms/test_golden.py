@@ -113,7 +113,9 @@ def test_chunks_of_rows_are_one_problem(causal: bool, monkeypatch: pytest.Monkey
     mask = None if causal else torch.rand(2, 1, 50, 37, generator=torch.Generator().manual_seed(0)) > 0.4
     whole = golden(*inputs, mask, is_causal=causal, enable_gqa=True)
     monkeypatch.setitem(golden_module_function.__globals__, "CHUNK_ELEMENTS", 37 * 3)
-    for a, b in zip(vars(golden(*inputs, mask, is_causal=causal, enable_gqa=True)).values(), vars(whole).values(), strict=True):
+    for a, b in zip(
+        vars(golden(*inputs, mask, is_causal=causal, enable_gqa=True)).values(), vars(whole).values(), strict=True
+    ):
         assert torch.allclose(a, b, rtol=0, atol=1e-13)
 
 

@@ -77,7 +77,9 @@ def scaled_weights(recipe: Recipe, inputs: Inputs) -> Tensor:
     """The rounded weights `[B, H, N_q, N_k]` of every tile times 2^m in fp64: what no tiling may change."""
     n_q, n_k = inputs.query.shape[2], inputs.key.shape[2]
     weights = torch.zeros(*inputs.query.shape[:2], n_q, n_k, dtype=torch.float64)
-    tiles = iter([(r, c) for r in range(0, n_q, recipe.block_query or n_q) for c in range(0, n_k, recipe.block_key or n_k)])
+    tiles = iter(
+        [(r, c) for r in range(0, n_q, recipe.block_query or n_q) for c in range(0, n_k, recipe.block_key or n_k)]
+    )
     m = torch.zeros(())
 
     def watch(name: str, _: Tensor, rounded: Tensor) -> None:
@@ -107,7 +109,8 @@ def test_d11_weights_do_not_depend_on_the_tiling() -> None:
     inputs = exact_scores(0)
     strict, loose = BF16_HALFULP.with_(exponential="split"), BF16_HALFULP
     of_strict, of_loose, of_stock = (
-        scaled_weights(r.with_(block_query=None, block_key=None), inputs) for r in (strict, loose, BF16_FLASH2.with_(base="2"))
+        scaled_weights(r.with_(block_query=None, block_key=None), inputs)
+        for r in (strict, loose, BF16_FLASH2.with_(base="2"))
     )
     differing = 0
     for rows, cols in BLOCKS:
@@ -206,7 +209,9 @@ def test_d7_either_change_alone_is_not_enough(name: str) -> None:
 def test_integer_shifts_rescale_exactly() -> None:
     """2^(m_old − m_new) is a power of two, down to the smallest subnormal."""
     exponents = torch.arange(-149, 128).float()
-    assert torch.equal(torch.exp2(exponents).double(), torch.tensor([2.0**int(e) for e in exponents], dtype=torch.float64))
+    assert torch.equal(
+        torch.exp2(exponents).double(), torch.tensor([2.0 ** int(e) for e in exponents], dtype=torch.float64)
+    )
     rescales: list[Tensor] = []
     inputs = gaussian(7, length=64)
     watch = [lambda n, e, _: rescales.append(e) if n == "rescale" else None]

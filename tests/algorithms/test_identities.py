@@ -29,7 +29,9 @@ def run(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
 def test_a7_and_a8(fmt: Format) -> None:
     """dQ_hp − dQ_lp = α diag(δ_lp − δ_hp) (P K), and dW_Q likewise through X; only O differs between the two runs."""
     g = torch.Generator().manual_seed(0)
-    x, w_q, w_k = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((LENGTH, WIDTH), (DIM, WIDTH), (DIM, WIDTH)))
+    x, w_q, w_k = (
+        torch.randn(s, generator=g, dtype=torch.float64) for s in ((LENGTH, WIDTH), (DIM, WIDTH), (DIM, WIDTH))
+    )
     v, do = (torch.randn(1, 1, LENGTH, DIM, generator=g, dtype=torch.float64) for _ in range(2))
     q, k = (x @ w_q.T)[None, None] / 3, (x @ w_k.T)[None, None] / 3
     dq_lp, delta_lp = run(FP64.with_(out=fmt), q, k, v, do)

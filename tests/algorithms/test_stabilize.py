@@ -17,13 +17,20 @@ from halfulp.recipes import (
     BF16_HALFULP,
     BF16_PAPER_STABILIZED,
     BF16_STANDARD,
+    FP32,
     FP64,
     Recipe,
     Shift,
+    Step,
 )
 from halfulp.testing import Inputs, from_scores
 
 PAPER = Shift("stabilized", beta=7.0)
+
+
+def shifted(scores: Tensor, shift: Shift) -> Tensor:
+    """What fp32 scores are shifted by."""
+    return row_shift(scores, Step(FP32.with_(shift=shift, base="2" if shift.kind == "integer" else "e")))
 
 
 def row(*scores: float) -> Inputs:
@@ -58,20 +65,20 @@ def test_a15_the_same_function_with_every_weight_below_one(top: float, beta: flo
 
 def test_rows_are_shifted_as_printed() -> None:
     scores = torch.tensor([[3.0, 3.0, 1.0], [3.0, 2.9995, 1.0], [-2.0, -2.0, -4.0], [0.0, 0.0, -1.0], [5.0, 1.0, 1.0]])
-    exact = row_shift(scores, PAPER)[:, 0]
+    exact = shifted(scores, PAPER)[:, 0]
     assert exact.tolist() == [21.0, 3.0, 0.0, 0.0, 5.0]
-    tolerant = row_shift(scores, Shift("stabilized", beta=2.0, gamma=0.5, tie_tolerance=1e-3))[:, 0]
+    tolerant = shifted(scores, Shift("stabilized", beta=2.0, gamma=0.5, tie_tolerance=1e-3))[:, 0]
     assert tolerant.tolist() == [6.0, 6.0, -1.0, 0.0, 5.0]
-    assert row_shift(scores, Shift("offset", offset=0.5))[:, 0].tolist() == [3.5, 3.5, -1.5, 0.5, 5.5]
-    assert row_shift(scores - 0.5, Shift("integer"))[:, 0].tolist() == [3.0, 3.0, -2.0, 0.0, 5.0]
-    everywhere = row_shift(scores, Shift("stabilized", beta=2.0, unconditional=True))[:, 0]
+    assert shifted(scores, Shift("offset", offset=0.5))[:, 0].tolist() == [3.5, 3.5, -1.5, 0.5, 5.5]
+    assert shifted(scores - 0.5, Shift("integer"))[:, 0].tolist() == [3.0, 3.0, -2.0, 0.0, 5.0]
+    everywhere = shifted(scores, Shift("stabilized", beta=2.0, unconditional=True))[:, 0]
     assert everywhere.tolist() == [6.0, 6.0, 0.0, 0.0, 10.0]
 
 
 def test_rows_without_a_visible_key_are_not_shifted() -> None:
     scores = torch.full((1, 4), -math.inf)
     for shift in (Shift(), PAPER, Shift("integer"), Shift("offset", offset=2.0)):
-        assert row_shift(scores, shift).item() == -math.inf
+        assert shifted(scores, shift).item() == -math.inf
 
 
 def tied_rows(seed: int, gap: float = 9.5) -> Inputs:
@@ -176,8 +183,8 @@ def test_d4_equal_maxima_in_two_tiles_are_not_seen() -> None:
 def test_d5_ties_are_as_common_as_the_scores_are_coarse() -> None:
     """Rows of 256 Gaussian scores: bf16 scores tie in a few percent of the rows, fp32 scores almost never."""
     scores = torch.randn(4000, 256, generator=torch.Generator().manual_seed(0))
-    inert = row_shift(scores, PAPER) == scores.amax(-1, keepdim=True)
+    inert = shifted(scores, PAPER) == scores.amax(-1, keepdim=True)
     coarse = scores.bfloat16().float()
-    active = row_shift(coarse, PAPER) != coarse.amax(-1, keepdim=True)
+    active = shifted(coarse, PAPER) != coarse.amax(-1, keepdim=True)
     assert inert.all()
     assert 0.01 < active.float().mean() < 0.2

@@ -35,7 +35,7 @@ def forward(problem: Problem, step: Step) -> Saved:
 def _tile(problem: Problem, rows: slice, cols: slice, state: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
     out, m, l, l_exact = state
     scores = problem.scores(rows, cols, step)
-    m_tile = step("row_max", row_shift(scores, problem.recipe.shift))
+    m_tile = step("row_max", row_shift(scores, step))
     weights = step("weights", problem.weights(scores, shift_of(m_tile), step))
     operand = problem.weights_operand(weights, step)
     l_tile, exact_sum = problem.row_sums(weights, operand, step)

@@ -28,7 +28,7 @@ def _rows(problem: Problem, rows: slice, step: Step) -> tuple[Tensor, Tensor, Te
         if problem.mask.hides(rows, cols):
             continue
         scores = problem.scores(rows, cols, step)
-        top = row_shift(scores, problem.recipe.shift)
+        top = row_shift(scores, step)
         m_new = step("row_max", top if state is None else torch.maximum(state[1], top))
         shift = shift_of(m_new)
         weights = step("weights", problem.weights(scores, shift, step))

@@ -157,7 +157,8 @@ def _fixed_point(residual: Tensor, out: Tensor, recipe: Recipe) -> Tensor:
     """The residual in `residual_bits` bits, scaled by half an ulp of O."""
     if recipe.residual_bits is None or not isinstance(recipe.out, Format):
         return residual
-    # The spacing of O's binade by its exponent alone: a full ulp() costs more than the whole step. Below 2⁻¹⁰⁰ the scale
+    # The spacing of O's binade by its exponent alone: a full ulp() costs more than the whole step. Below 2⁻¹⁰⁰ the
+    # scale
     # would leave fp32, so smaller O share that binade's.
     _, exponent = torch.frexp(out)
     spacing = exponent.clamp_min(max(recipe.out.min_exponent + 1, -100)) - 1 - recipe.out.mantissa_bits

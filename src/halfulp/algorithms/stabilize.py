@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfulp.recipes import Shift
+from halfulp.recipes import Step
 
 
-def row_shift(scores: Tensor, shift: Shift) -> Tensor:
+def row_shift(scores: Tensor, step: Step) -> Tensor:
     """What one tile's rows are shifted by, `[..., rows, 1]`, from masked scores `[..., rows, cols]`.
 
     `stabilized` is Qiu & Yao, Algorithm 1, lines 7 to 9; repeated maxima are counted inside the tile, as printed. Line
     10 of the printed algorithm takes max(m, r_m), which would discard lines 8 and 9; the running maximum here takes the
     shifted value, as the official code does.
     """
-    r_m = scores.amax(dim=-1, keepdim=True)
+    shift, r_m = step.recipe.shift, scores.amax(dim=-1, keepdim=True)
     if shift.kind == "integer":
         return r_m.ceil()
     if shift.kind == "offset":
@@ -27,9 +27,7 @@ def row_shift(scores: Tensor, shift: Shift) -> Tensor:
     if shift.kind == "stabilized":
         repeated = torch.ones_like(r_m, dtype=torch.bool)
         if not shift.unconditional:
-            repeated = (scores >= r_m - shift.tie_tolerance).sum(dim=-1, keepdim=True) > 1
-        repeated = repeated & r_m.isfinite()
-        return torch.where(
-            repeated & (r_m > 0), shift.beta * r_m, torch.where(repeated & (r_m < 0), shift.gamma * r_m, r_m)
-        )
+            repeated = (scores >= step("tie_threshold", r_m - shift.tie_tolerance)).sum(dim=-1, keepdim=True) > 1
+        factor = torch.where(r_m > 0, shift.beta, shift.gamma)
+        return torch.where(repeated & r_m.isfinite(), factor * r_m, r_m)
     return r_m

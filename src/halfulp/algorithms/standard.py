@@ -17,7 +17,7 @@ def forward(problem: Problem, step: Step) -> Saved:
     cols = slice(0, problem.key.shape[2])
     for rows in problem.row_tiles():
         scores = problem.scores(rows, cols, step)
-        m = step("row_max", row_shift(scores, problem.recipe.shift))
+        m = step("row_max", row_shift(scores, step))
         weights = step("weights", problem.weights(scores, shift_of(m), step))
         l = step("row_sum", step("block_sum", weights.sum(-1, keepdim=True)).clamp_min(problem.recipe.row_sum_floor))
         operand = problem.weights_operand(weights / divisor_of(l, m), step)
