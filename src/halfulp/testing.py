@@ -103,8 +103,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖ in fp64, over the elements where `expected` is finite; 0 where both are 0."""
     finite = expected.isfinite()
     exact = expected[finite].double()
-    error = (actual[finite].double() - exact).norm().item()
-    return error / size if (size := exact.norm().item()) else error
+    size, error = float(exact.norm()), float((actual[finite].double() - exact).norm())
+    return error / size if size else error
 
 
 def errors(actual: AttentionResult, expected: AttentionResult) -> dict[str, float]:

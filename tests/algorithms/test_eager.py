@@ -138,7 +138,9 @@ def test_authors_stabilized_bit_by_bit(length: int, dim: int) -> None:
 def test_one_rounding_left_out_is_seen(step: str) -> None:
     """A planted fault per rounding that is easy to forget."""
     inputs = gaussian(1, length=300, dim=32)
-    inputs = inputs._replace(query=4 * inputs.query)  # maxima in several binades
+    # Maxima that start near 0, in a fine binade, and grow from tile to tile.
+    inputs.query.mul_(0.125)[..., 0] = 5.65625
+    inputs.key[..., 0] = torch.arange(300) // 32 * 0.5 - 0.5
     expected = AuthorsInEagerBf16(inputs, False, fp32_product, None, block=32).all()
     right = BF16_AUTHORS.with_(block_query=32, block_key=32)
     assert min(identical(right, inputs, expected, False).values()) == 1.0

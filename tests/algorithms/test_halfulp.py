@@ -1,4 +1,4 @@
-"""The halfulp recipe: consistent weights, a δ that sees O's residual, an integer maximum; each property and its absence."""
+"""The halfulp recipe: consistent weights, O's residual in δ, an integer maximum; each property and its absence."""
 
 from __future__ import annotations
 

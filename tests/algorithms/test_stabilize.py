@@ -1,4 +1,4 @@
-"""The published stabilized softmax on constructed rows: what it promises (A15 to A18) and where it breaks (D1 to D4, D6)."""
+"""The published stabilized softmax on constructed rows: what it promises (A15-A18) and where it breaks (D1-D6)."""
 
 from __future__ import annotations
 
