@@ -1,4 +1,6 @@
-"""The tests behind the verdict: their false-alarm rate under the null, their power, and the two growth exponents on known sequences."""
+"""The tests behind the verdict: their false-alarm rate under the null, their power, and the two growth exponents on
+known sequences.
+"""
 
 import math
 

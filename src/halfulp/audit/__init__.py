@@ -1,4 +1,6 @@
-"""Is this attention kernel numerically sound? Probe inputs, invariants, statistics, a verdict, and the smallest input that shows a defect."""
+"""Is this attention kernel numerically sound? Probe inputs, invariants, statistics, a verdict, and the smallest
+input that shows a defect.
+"""
 
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import PROBES, Probe, Shape

@@ -1,6 +1,7 @@
-"""What a set of findings most likely means: the public bug it resembles, and what it does to training, in one sentence each.
+"""What findings most likely mean: the public bug they resemble, and what they do to training, in one sentence each.
 
-The rules read findings only. They are tried in order, from the telling to the general; the first that fits names the cause.
+The rules read findings only, never the target. They are tried in order, from the telling to the general, and the first
+that fits names the cause; the last ones fit anything.
 """
 
 from __future__ import annotations
@@ -11,6 +12,21 @@ from dataclasses import dataclass
 from halfulp.audit.verdict import Finding
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
+LEVELS = {"all_negative", "deep_negative", "lse_below_88", "very_large", "ties_negative"}  # scores far from 0
+SCORES = LEVELS | {"sharp", "odd_scale", "rising"}  # where the rounding of scores counts
+RAGGED = {"odd_lengths", "odd_lengths_causal", "cross", "wider_values"}
+CAUSAL = {"gaussian_causal", "sink", "lse_below_88", "gqa", "odd_lengths_causal"}
+PLAIN = {"gaussian", "gaussian_causal", "diffuse", "odd_lengths", "odd_lengths_causal", "cross"}
+OUTGROWS = 0.15  # exponent of N by which an error outgrows the stock recipe's
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A likely cause, the public case it resembles, and its effect on training."""
+
+    name: str
+    resembles: str
+    effect: str
 
 
 @dataclass(frozen=True)
@@ -22,11 +38,12 @@ class Evidence:
     accumulates: bool  # the fingerprint found rounded gradient accumulators
 
     def probes(self, kind: str | None = None, tensor: str | None = None) -> set[str]:
-        """Probes with a finding of that kind and tensor."""
-        chosen = (
-            f for f in self.findings if f.case is not None and kind in (None, f.kind) and tensor in (None, f.tensor)
-        )
-        return {f.case.probe for f in chosen if f.case is not None}
+        """Probes with a finding of that kind and tensor; relations between calls have none."""
+        return {
+            f.case.probe
+            for f in self.findings
+            if f.case is not None and f.kind != "relation" and kind in (None, f.kind) and tensor in (None, f.tensor)
+        }
 
     @property
     def tensors(self) -> set[str]:
@@ -34,96 +51,215 @@ class Evidence:
         return {f.tensor for f in self.findings}
 
     @property
-    def properties(self) -> set[str]:
-        """Failing properties."""
-        return {f.property for f in self.findings}
+    def forward_clean(self) -> bool:
+        """Only gradients fail."""
+        return bool(self.tensors & BACKWARD) and not self.tensors & {"out", "lse"}
+
+    def only(self, allowed: set[str]) -> bool:
+        """Some probe fails, and none outside `allowed`."""
+        return bool(self.probes()) and self.probes() <= allowed
+
+    def property_starts(self, text: str) -> bool:
+        """Whether a failing property's name starts so."""
+        return any(f.property.startswith(text) for f in self.findings)
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A likely cause, the public case it resembles, and its effect on training."""
-
-    name: str
-    resembles: str
-    effect: str
-    fits: Callable[[Evidence], bool]
-
-
-_NAN = "one such row turns every weight of the model into NaN within a step."
-_DELTA = "the gradient of W_Q carries an error along the direction that all keys share; it adds up step after step until the scores run away."
-_GRADIENT = "the gradient is noisier than the format requires, and the error does not average out where inputs repeat."
-_FORWARD = "activations carry an error that the next layers and the gradient inherit in every step."
+NAN = "one such row turns every weight of the model into NaN within a step"
+DELTA = (
+    "the gradient of W_Q carries an error along the direction that all keys share; it adds up step after step until "
+    "the scores run away"
+)
+GRADIENT = "the gradient is noisier than the format requires, and where inputs repeat the error does not average out"
+FORWARD = "activations carry an error that the next layers and the gradient inherit in every step"
 
 
-def _only(e: Evidence, *allowed: str) -> bool:
-    return bool(e.findings) and e.probes() <= set(allowed) and any(f.case is not None for f in e.findings)
+def _underflows(e: Evidence) -> bool:
+    broken = e.probes("non-finite", "out")
+    return bool(broken) and all(name.startswith("ties") for name in broken)
 
 
-def _forward_clean(e: Evidence) -> bool:
-    return bool(e.tensors & BACKWARD) and not e.tensors & {"out", "lse"}
+def _exp_of_lse(e: Evidence) -> bool:
+    return bool(e.probes("non-finite") & {"lse_below_88", "deep_negative"}) and not e.probes("non-finite", "out")
 
 
-_LEVELS = {"all_negative", "deep_negative", "lse_below_88", "very_large", "ties_negative"}
-_RAGGED = ("odd_lengths", "odd_lengths_causal", "cross", "wider_values")
+def _maximum_untracked(e: Evidence) -> bool:
+    return bool(e.probes("non-finite") & LEVELS) and bool(e.probes(tensor="out") & LEVELS)
 
-CAUSES: tuple[Cause, ...] = (
-    Cause("underflow of a shifted row: l = 0 where the maximum is repeated", "the published stabilized softmax (claims D1, D2)", _NAN,
-          lambda e: bool(e.probes("non-finite", "out")) and all(p.startswith("ties") for p in e.probes("non-finite", "out"))),
-    Cause("exp(−lse) overflows or underflows in the backward pass", "pytorch issue 196678 (NaN dQ where LSE < −88.7)", _NAN,
-          lambda e: bool(e.probes("non-finite") & {"lse_below_88", "deep_negative"}) and not e.probes("non-finite", "out")),
-    Cause("rows that may attend to nothing become NaN", "pytorch, fully masked rows", _NAN,
-          lambda e: e.probes("non-finite") == {"masked_rows"}),
-    Cause("the row maximum is not tracked: weights overflow or vanish", "flash-attention issue 2082 (row max stuck at 0)", _NAN,
-          lambda e: bool(e.probes(tensor="out") & _LEVELS) and bool(e.probes("non-finite") & _LEVELS)),
-    Cause("NaN or Inf escapes from its row or head", "flashinfer PR 4267 (finite −inf)", _NAN,
-          lambda e: any(f.property.startswith("NaN confined") for f in e.findings)),
-    Cause("results differ from call to call by more than rounding", "a race between thread blocks",
-          "two runs of the same job part ways, and no failure can be replayed.",
-          lambda e: any(f.property.startswith("same call twice") for f in e.findings)),
-    Cause("gradients are accumulated in low precision across blocks", "PyTorch's CPU flash kernel (dQ, dK, dV summed in bf16)",
-          "the longer the context, the larger the gradient's error; long sequences train on noise that short ones do not show.",
-          lambda e: e.accumulates or (_forward_clean(e) and max((e.growth.get(t, 0.0) for t in BACKWARD), default=0.0) > 0.15)),
-    Cause("query heads are paired with the wrong key heads", "grouped-query attention", _FORWARD, lambda e: _only(e, "gqa")),
-    Cause("the last, ragged tile is wrong", "kernels tested at multiples of the block only", _FORWARD, lambda e: _only(e, *_RAGGED)),
-    Cause("the causal mask is wrong", "off by one on the diagonal",
-          "tokens see the future or miss the present: the loss looks too good or learning stalls.",
-          lambda e: bool(e.probes()) and e.probes() <= {"gaussian_causal", "sink", "lse_below_88", "gqa", "odd_lengths_causal"}),
-    Cause("masks are applied wrongly", "pytorch, fully masked rows", _FORWARD, lambda e: _only(e, "masked_rows", "additive_mask")),
-    Cause("rounding by truncation, or a factor that is off", "aiter PR 5151 (truncation for nearest-even: within 1 ulp, always the same sign)",
-          "every layer shrinks its signal by the same factor; the loss of 36 layers adds up to several percent.",
-          lambda e: len({p for p in e.probes("lean") if p.startswith(("gaussian", "diffuse", "odd", "cross"))}) >= 2),
-    Cause("small weights are lost from the numerator only", "flashinfer PR 5020 (fp8 weights without pre-scale)",
-          "diffuse attention fades: heads that average over many tokens go silent.",
-          lambda e: "diffuse" in e.probes(tensor="out") and "hot_token" not in e.probes(tensor="out")),
-    Cause("scores are recomputed more coarsely in the backward pass", "cudnn-frontend 744 (scores recomputed in fp16), FastVideo PR 1730", _GRADIENT,
-          lambda e: _forward_clean(e) and bool(e.probes() & (_LEVELS | {"sharp", "odd_scale"})) and "diffuse" not in e.probes()),
-    Cause("scores are rounded to the input's format", "eager attention in bf16; Qiu & Yao's official code", _FORWARD,
-          lambda e: bool(e.probes(tensor="out") & {"deep_negative", "very_large"}) and "diffuse" not in e.probes(tensor="out")),
-    Cause("weights and row sum disagree", "flash-attention PR 2721 (l and P̄ disagree)", _FORWARD,
-          lambda e: bool(e.probes(tensor="out") & {"value_constant", "value_offset"})),
-    Cause("δ, or the difference dP − δ, is too coarse", "flash-attention PR 2893 (dS product in bf16), jax PR 40128", _DELTA,
-          lambda e: any(p.startswith("row sums") for p in e.properties) or "Σ dK = 0" in e.properties or e.tensors <= {"grad_query", "grad_key"}),
-    Cause("P's rows do not sum to 1 in the backward pass", "triton PR 3408 (row sums too coarse for reuse in backward)", _GRADIENT,
-          lambda e: "Σ dV = Σ dO" in e.properties or e.tensors == {"grad_value"}),
-    Cause("the gradient is less exact than the stock recipe's", "no public case known", _GRADIENT, _forward_clean),
-    Cause("the output is less exact than the stock recipe's", "no public case known", _FORWARD, lambda e: bool(e.findings)),
-)  # fmt: skip
 
-STOCK_CAUSE = Cause("δ = rowsum(dO ∘ O) from the rounded O, or l from the weights before rounding", "FlashAttention-2 as everyone ships it (Qiu & Yao)",
-                    _DELTA, lambda e: bool(e.findings))  # fmt: skip
+def _accumulates(e: Evidence) -> bool:
+    outgrows = max((e.growth.get(tensor, 0.0) for tensor in BACKWARD), default=0.0) > OUTGROWS
+    return e.forward_clean and (e.accumulates or outgrows)
+
+
+def _truncates(e: Evidence) -> bool:
+    return len(e.probes("lean", "out") & PLAIN) >= 2 or len(e.probes("lean") & PLAIN) >= 3
+
+
+def _loses_small_weights(e: Evidence) -> bool:
+    failing = e.probes(tensor="out")
+    return "diffuse" in failing and not failing & {"hot_token", "ties_two", "sink"}
+
+
+def _coarse_scores_backward(e: Evidence) -> bool:
+    return e.forward_clean and bool(e.probes() & SCORES) and "diffuse" not in e.probes()
+
+
+def _coarse_scores(e: Evidence) -> bool:
+    failing = e.probes(tensor="out")
+    return bool(failing & {"deep_negative", "very_large"}) and "diffuse" not in failing
+
+
+def _delta(e: Evidence) -> bool:
+    sums = e.property_starts("row sums") or e.property_starts("Σ dK")
+    return e.forward_clean and "grad_value" not in e.tensors and (sums or e.tensors <= {"grad_query", "grad_key"})
+
+
+def _rows_do_not_sum(e: Evidence) -> bool:
+    return e.forward_clean and (e.property_starts("Σ dV") or e.tensors == {"grad_value"})
+
+
+Rule = tuple[Callable[[Evidence], bool], Cause]
+
+RULES: tuple[Rule, ...] = (
+    (
+        _underflows,
+        Cause("a shifted row underflows where its maximum is repeated: l = 0", "the published stabilized softmax", NAN),
+    ),
+    (
+        _exp_of_lse,
+        Cause("exp(−lse) overflows in the backward pass", "pytorch issue 196678 (NaN dQ where LSE < −88.7)", NAN),
+    ),
+    (
+        lambda e: e.probes("non-finite") == {"masked_rows"},
+        Cause("rows that may attend to nothing become NaN", "softmax of a row of −inf", NAN),
+    ),
+    (
+        _maximum_untracked,
+        Cause("the row maximum is not tracked: weights overflow or vanish", "flash-attention issue 2082", NAN),
+    ),
+    (
+        lambda e: e.property_starts("NaN confined"),
+        Cause("NaN or Inf escapes from its row or head", "flashinfer PR 4267 (finite −inf)", NAN),
+    ),
+    (
+        lambda e: e.property_starts("same call twice"),
+        Cause(
+            "results differ from call to call by more than rounding",
+            "a race between thread blocks",
+            "two runs of the same job part ways, and no failure can be replayed",
+        ),
+    ),
+    (
+        _accumulates,
+        Cause(
+            "gradients are accumulated in low precision across blocks",
+            "PyTorch's CPU flash kernel (dQ, dK, dV summed in bf16)",
+            "the longer the context, the larger the gradient's error: long sequences train on noise that short ones "
+            "do not show",
+        ),
+    ),
+    (
+        lambda e: e.only({"gqa"}),
+        Cause("query heads are paired with the wrong key heads", "grouped-query attention", FORWARD),
+    ),
+    (
+        lambda e: e.only(RAGGED),
+        Cause("the last, ragged tile is wrong", "kernels tested at multiples of the block only", FORWARD),
+    ),
+    (
+        lambda e: e.only(CAUSAL),
+        Cause(
+            "the causal mask is wrong",
+            "off by one on the diagonal",
+            "tokens see the future or miss the present: the loss looks too good, or learning stalls",
+        ),
+    ),
+    (
+        lambda e: e.only({"masked_rows", "additive_mask"}),
+        Cause("masks are applied wrongly", "pytorch, fully masked rows", FORWARD),
+    ),
+    (
+        _truncates,
+        Cause(
+            "rounding by truncation, or a factor that is off",
+            "aiter PR 5151 (truncation for nearest-even: within 1 ulp, always the same sign)",
+            "every layer shrinks its signal in the same direction, and over a deep model that adds up to percents",
+        ),
+    ),
+    (
+        _loses_small_weights,
+        Cause(
+            "small weights are lost from the numerator only",
+            "flashinfer PR 5020 (fp8 weights without pre-scale)",
+            "diffuse attention fades: heads that average over many tokens go silent",
+        ),
+    ),
+    (
+        _coarse_scores_backward,
+        Cause(
+            "scores are recomputed more coarsely in the backward pass",
+            "cudnn-frontend 744 (scores recomputed in fp16), FastVideo PR 1730 (key pre-scaled in bf16)",
+            GRADIENT,
+        ),
+    ),
+    (
+        _coarse_scores,
+        Cause(
+            "scores are rounded to the input's format", "eager attention in bf16; Qiu & Yao's official code", FORWARD
+        ),
+    ),
+    (
+        lambda e: bool(e.probes(tensor="out") & {"value_constant", "value_offset"}),
+        Cause("weights and row sum disagree", "flash-attention PR 2721 (l and P̄ disagree)", FORWARD),
+    ),
+    (
+        _delta,
+        Cause(
+            "δ, or the difference dP − δ, is too coarse",
+            "flash-attention PR 2893 (dS product in bf16), jax PR 40128 (rounded before a cancelling sum)",
+            DELTA,
+        ),
+    ),
+    (
+        _rows_do_not_sum,
+        Cause(
+            "P's rows do not sum to 1 in the backward pass",
+            "triton PR 3408 (row sums too coarse for reuse in backward)",
+            GRADIENT,
+        ),
+    ),
+    (
+        lambda e: e.forward_clean,
+        Cause("the gradient is less exact than the stock recipe's", "no public case known", GRADIENT),
+    ),
+    (
+        lambda e: bool(e.findings),
+        Cause("the output is less exact than the stock recipe's", "no public case known", FORWARD),
+    ),
+)
+
+STOCK = Cause(
+    "δ = rowsum(dO ∘ O) from the rounded O, or l from the weights before rounding",
+    "FlashAttention-2 as everyone ships it (Qiu & Yao, arXiv 2510.04212)",
+    DELTA,
+)
 
 
 def diagnose(findings: Sequence[Finding], growth: dict[str, float], accumulates: bool) -> tuple[Cause, ...]:
-    """The likeliest causes of the defects: of what is not finite, and of the rest; of the stock findings where there is no defect."""
+    """The likeliest causes: of what is not finite, then of the other defects; of stock findings where nothing is worse.
+
+    `growth` and `accumulates` are the audit's exponents and its fingerprint's word on the gradient accumulators.
+    """
     defects = tuple(f for f in findings if f.grade == "defect")
     if not defects:
-        return (STOCK_CAUSE,) if findings else ()
+        return (STOCK,) if findings else ()
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
+    rest = tuple(f for f in defects if f not in broken and not _same_place(f, broken))
     causes = []
-    for group in (broken, tuple(f for f in defects if f not in broken and not _same_place(f, broken))):
+    for group in (broken, rest):
         if group:
             evidence = Evidence(group, growth, accumulates)
-            causes.append(next(cause for cause in CAUSES if cause.fits(evidence)))
+            causes.append(next(cause for fits, cause in RULES if fits(evidence)))
     return tuple(dict.fromkeys(causes))
 
 

@@ -1,7 +1,9 @@
-"""Figures: what is measured of one result on one case, an error per head beside the rounding noise that is natural there.
+"""Figures: what is measured of one result on one case, an error per head beside the rounding noise that is natural
+there.
 
-A figure is a Euclidean norm over one head's elements of (result − golden). The slack added to both sides of every comparison is a 1/128 of the
-unit roundoff times the root sum of squares of the terms that make the tensor up, so that fp32 dust is never compared with zero.
+A figure is a Euclidean norm over one head's elements of (result − golden). The slack added to both sides of every
+comparison is a 1/128 of the unit roundoff times the root sum of squares of the terms that make the tensor up, so that
+fp32 dust is never compared with zero.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _TINY = FP32.min_normal
 
 @dataclass(frozen=True)
 class Noise:
-    """Per head `[S]`, the root sum of squares of the terms of each tensor: the error of rounding every term by 1 is about this."""
+    """Per head `[S]`, the root sum of squares of the terms of each tensor: the error of rounding every term by 1 is
+    about this.
+    """
 
     out: Tensor
     grad_query: Tensor
@@ -35,7 +39,9 @@ class Noise:
 
 
 def natural_noise(x: Inputs) -> Noise:
-    """The noise scales of one case in fp64: Σ P²v², and with w = P(|dP| + |δ|): Σ w²k², Σ w²q², Σ P²dO², Σ w² over all pairs."""
+    """The noise scales of one case in fp64: Σ P²v², and with w = P(|dP| + |δ|): Σ w²k², Σ w²q², Σ P²dO², Σ w² over
+    all pairs.
+    """
     groups = x.query.shape[1] // x.key.shape[1]
     q, do = x.query.double(), x.grad_out.double()
     k, v = (t.double().repeat_interleave(groups, dim=1) for t in (x.key, x.value))
@@ -69,7 +75,9 @@ def _per_sample(x: Tensor, name: str, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured error per head, `[S]` each: the error's norm, the slack, and the norm of the golden value (0 where it vanishes)."""
+    """One measured error per head, `[S]` each: the error's norm, the slack, and the norm of the golden value (0
+    where it vanishes).
+    """
 
     name: str  # e.g. "dQ error"
     tensor: str  # which result it was read from: out, lse, grad_query, ...
@@ -79,13 +87,17 @@ class Figure:
 
     @property
     def relative(self) -> float:
-        """Relative L2 error, pooled over heads; against the size of the terms where the golden value vanishes by cancellation."""
+        """Relative L2 error, pooled over heads; against the size of the terms where the golden value vanishes by
+        cancellation.
+        """
         return float(self.error.square().sum().sqrt() / self.size.square().sum().sqrt().clamp_min(1e-300))
 
 
 @dataclass(frozen=True)
 class Lean:
-    """How far a result leans, per head `[S]`, in unit roundoffs: its projection on the golden value, (result − golden)·golden / golden²."""
+    """How far a result leans, per head `[S]`, in unit roundoffs: its projection on the golden value, (result −
+    golden)·golden / golden².
+    """
 
     tensor: str
     lean: Tensor
@@ -106,7 +118,9 @@ class Measured:
 
 
 def measure(result: AttentionResult, truth: AttentionResult, noise: Noise, x: Inputs, probe: Probe | None) -> Measured:
-    """Measure one result `[B, H, N, D]` against golden. Tensors that hold NaN or Inf where golden is finite are counted, not measured."""
+    """Measure one result `[B, H, N, D]` against golden. Tensors that hold NaN or Inf where golden is finite are
+    counted, not measured.
+    """
     fmt = FORMAT_OF[x.query.dtype]
     figures: list[Figure] = []
     leans: list[Lean] = []
@@ -146,7 +160,9 @@ def _figure(name: str, tensor: str, difference: Tensor, exact: Tensor, noise: Te
 
 
 def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
-    """The error of lse, whose slack is four unit roundoffs (absolute): as much relative error in every weight as their own rounding may make."""
+    """The error of lse, whose slack is four unit roundoffs (absolute): as much relative error in every weight as
+    their own rounding may make.
+    """
     finite = exact.isfinite()
     difference = torch.where(finite, got - exact, 0.0).unsqueeze(-1)
     slack = torch.full(
@@ -167,7 +183,9 @@ def _lean(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tens
 
 
 def _in_ulps(difference: Tensor, exact: Tensor, fmt: Format) -> tuple[float, float, float]:
-    """Mean |error|, largest |error| and mean error along the golden value's sign, in ulps of it; of 1/16 of the tensor's RMS where it is smaller."""
+    """Mean |error|, largest |error| and mean error along the golden value's sign, in ulps of it; of 1/16 of the
+    tensor's RMS where it is smaller.
+    """
     rms = exact.square().mean().sqrt()
     steps = difference / ulp(exact.abs().clamp_min(rms / 16), fmt).double()
     return float(steps.abs().mean()), float(steps.abs().max()), float((steps * exact.sign()).mean())
@@ -182,7 +200,9 @@ def _sums(
     probe: Probe | None,
     bad: dict[str, int],
 ) -> list[Figure]:
-    """The invariants that one call shows: Σ_j dV_j = Σ_i dO_i, Σ_j dK_j = 0, and Σ_j dS_ij = 0 row by row where keys share a feature."""
+    """The invariants that one call shows: Σ_j dV_j = Σ_i dO_i, Σ_j dK_j = 0, and Σ_j dS_ij = 0 row by row where
+    keys share a feature.
+    """
     found: list[Figure] = []
     for name, label in (("grad_value", "Σ dV = Σ dO"), ("grad_key", "Σ dK = 0")):
         got, exact = getattr(result, name), getattr(truth, name)

@@ -1,7 +1,8 @@
 """Which recipe explains a kernel's bits best: rounded results are compared element by element with emulated recipes.
 
-The search walks one recipe choice at a time (forward choices by the bits of out, backward choices by the bits of the gradients) and keeps a
-choice only if it explains more bits. Equal bits on nearly all elements are strong evidence; the fraction is the figure.
+The search walks one recipe choice at a time (forward choices by the bits of out, backward choices by the bits of the
+gradients) and keeps a choice only if it explains more bits. Equal bits on nearly all elements are strong evidence;
+the fraction is the figure.
 """
 
 from __future__ import annotations
@@ -92,18 +93,39 @@ def _choices(fmt: formats.Format) -> tuple[tuple[Choice, ...], tuple[Choice, ...
         ),
         Choice("block_key", tuple((f"key blocks of {b or 'N'}", {"block_key": b}) for b in blocks)),
     )
+    deltas: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("δ from the rounded O", {"delta_from": "out"}),
+        ("δ from O plus its residual", {"delta_from": "residual", "residual_bits": 8}),
+        ("δ from O before rounding", {"delta_from": "exact_out"}),
+        ("δ = rowsum(dP ∘ P)", {"delta_from": "probabilities"}),
+    )
+    accumulated = tuple(
+        (f"gradients accumulated in {fmt.name} over query blocks of {b}", {"grad_accumulator": fmt, "block_query": b})
+        for b in (256, 128, 64, 32)
+    )
     backward = (
-        Choice("delta", (("δ from the rounded O", {"delta_from": "out"}), ("δ from O plus its residual", {"delta_from": "residual", "residual_bits": 8}),
-                         ("δ from O before rounding", {"delta_from": "exact_out"}), ("δ = rowsum(dP ∘ P)", {"delta_from": "probabilities"}))),
-        Choice("accumulators", (("gradients accumulated in fp32", {"grad_accumulator": none}),
-                                *((f"gradients accumulated in {fmt.name} over query blocks of {b}", {"grad_accumulator": fmt, "block_query": b})
-                                  for b in (256, 128, 64, 32)))),
-        Choice("grad_scores", (("dS rounded", {"grad_scores": fmt}), ("dS not rounded", {"grad_scores": none}))),
-        Choice("probabilities", (("P rounded for dV", {"probabilities_operand": fmt}), ("P not rounded for dV", {"probabilities_operand": none}))),
-        Choice("grad_probabilities", (("dP in fp32", {"grad_probabilities": none}), (f"dP in {fmt.name}", {"grad_probabilities": fmt}))),
-        Choice("backward_weights", (("P from lse", {"backward_weights": "lse"}), ("P from the forward's rounded weights", {"backward_weights": "rounded"}))),
-    )  # fmt: skip
+        Choice("delta", deltas),
+        Choice("accumulators", (("gradients accumulated in fp32", {"grad_accumulator": none}), *accumulated)),
+        _rounding("grad_scores", "dS rounded", "dS not rounded", fmt),
+        _rounding("probabilities_operand", "P rounded for dV", "P not rounded for dV", fmt),
+        _rounding("grad_probabilities", "dP in fp32", f"dP in {fmt.name}", fmt, stock_rounds=False),
+        Choice(
+            "backward_weights",
+            (
+                ("P from lse", {"backward_weights": "lse"}),
+                ("P from the forward's rounded weights", {"backward_weights": "rounded"}),
+            ),
+        ),
+    )
     return forward, backward
+
+
+def _rounding(step: str, rounded: str, kept: str, fmt: formats.Format, *, stock_rounds: bool = True) -> Choice:
+    """Whether one step is rounded, the stock recipe's answer first."""
+    options: list[tuple[str, dict[str, Any]]] = [(rounded, {step: fmt}), (kept, {step: formats.FP64})]
+    if not stock_rounds:
+        options = [(rounded, {step: formats.FP64}), (kept, {step: fmt})]
+    return Choice(step, tuple(options))
 
 
 def fingerprint(run: Callable[[Inputs], AttentionResult | None], dtype: str) -> Fingerprint | None:
@@ -158,7 +180,9 @@ def _whole_recipes(dtype: str) -> list[Recipe]:
 def _walk(
     recipe: Recipe, choices: tuple[Choice, ...], score: Callable[[Recipe], float]
 ) -> tuple[Recipe, dict[str, str]]:
-    """Coordinate search, twice over the choices; the first option of each is the stock one and stays unless another explains more."""
+    """Coordinate search, twice over the choices; the first option of each is the stock one and stays unless another
+    explains more.
+    """
     labels: dict[str, str] = {choice.name: choice.options[0][0] for choice in choices}
     for choice in choices:
         recipe = recipe.with_(**choice.options[0][1])

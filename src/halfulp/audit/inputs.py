@@ -1,4 +1,5 @@
-"""The inputs of one attention call under audit: a probe at one size, seed and dtype, or tensors captured from a real model.
+"""The inputs of one attention call under audit: a probe at one size, seed and dtype, or tensors captured from a real
+model.
 
 A case is named by its probe, shape, seed and dtype, and those four repeat it bit for bit on any machine.
 """
@@ -6,7 +7,7 @@ A case is named by its probe, shape, seed and dtype, and those four repeat it bi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -46,13 +47,15 @@ class Case:
     """One probe at one size, seed and dtype; or, with `file`, the tensors captured there, cut to the size."""
 
     probe: str
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
     seed: int = 0
     dtype: str = "bfloat16"
     file: str | None = None
 
     def inputs(self, device: str | torch.device = "cpu") -> Inputs:
-        """The tensors, the same bits on every machine; raises ValueError for an unknown probe or dtype or an unreadable file."""
+        """The tensors, the same bits on every machine; raises ValueError for an unknown probe or dtype or an
+        unreadable file.
+        """
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: accepted are {', '.join(DTYPES)}")
         if self.file is not None:
@@ -73,7 +76,8 @@ _SPELLINGS = {"query": "q", "key": "k", "value": "v", "grad_out": "do"}
 
 @lru_cache(maxsize=16)
 def read_captured(file: str) -> Inputs:
-    """Tensors of a safetensors file: query, key, value, grad_out (or q, k, v, do) as `[B, H, N, D]`; metadata is_causal and scale.
+    """Tensors of a safetensors file: query, key, value, grad_out (or q, k, v, do) as `[B, H, N, D]`; metadata
+    is_causal and scale.
 
     Raises ValueError, in one line, for a file that cannot be read or lacks a tensor.
     """
@@ -87,7 +91,8 @@ def read_captured(file: str) -> Inputs:
                 found = name if name in names else short
                 if found not in names:
                     raise ValueError(
-                        f"captured={file!r}: no tensor {name!r} or {short!r}; accepted are files that hold {', '.join(_SPELLINGS)}"
+                        f"captured={file!r}: no tensor {name!r} or {short!r}; "
+                        f"accepted are files that hold {', '.join(_SPELLINGS)}"
                     )
                 tensors[name] = opened.get_tensor(found)
     except (OSError, SafetensorError) as error:

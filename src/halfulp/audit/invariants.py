@@ -1,7 +1,8 @@
-"""Relations that exact arithmetic guarantees between two calls of one kernel: what must agree, bit for bit or to rounding.
+"""Relations that exact arithmetic guarantees between two calls of one kernel: what must agree, bit for bit or to
+rounding.
 
-Each relation calls the target on changed inputs and undoes the change. A difference as large as the rounding of two independent calls is
-allowed and reported as "to rounding"; a larger one is a defect whatever the golden value says.
+Each relation calls the target on changed inputs and undoes the change. A difference as large as the rounding of two
+independent calls is allowed and reported as "to rounding"; a larger one is a defect whatever the golden value says.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def permuted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
 
 
 def duplicated_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
-    """Every key and value twice (not causal): out and dQ as before, the two gradients of a key add up to the one before."""
+    """Every key and value twice (not causal): out and dQ as before, the two gradients of a key add up to the one
+    before.
+    """
     other = run(replace(x, key=torch.cat([x.key, x.key], 2), value=torch.cat([x.value, x.value], 2)))
     if other is None:
         return []
@@ -118,8 +121,10 @@ def shifted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     )
 
 
-def causal_prefix(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
-    """The first two thirds of a causal sequence alone, and the whole with no gradient from the tail, agree (also: padding at the end)."""
+def causal_prefix(run: Run, x: Inputs, _: AttentionResult) -> list[Relation]:
+    """The first two thirds of a causal sequence alone, and the whole with no gradient from the tail, agree (also:
+    padding at the end).
+    """
     n = x.query.shape[2] * 2 // 3
     tail_silent = x.grad_out.clone()
     tail_silent[:, :, n:] = 0

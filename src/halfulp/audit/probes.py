@@ -1,4 +1,5 @@
-"""Probe inputs: each family of inputs is built to expose one failure that tolerance tests on Gaussian inputs do not see.
+"""Probe inputs: each family of inputs is built to expose one failure that tolerance tests on Gaussian inputs do not
+see.
 
 Every (batch, head) pair is drawn independently, so that a figure taken per head has a standard error.
 """
@@ -89,7 +90,9 @@ def _aim(x: dict[str, Tensor], positions: list[int], score: float) -> dict[str, 
 
 
 def _ties(count: int, score: float, *, apart: bool = False) -> Draw:
-    """`count` keys with equal bits hold every row's maximum, of about `score`; all other scores lie below; V is negative throughout."""
+    """`count` keys with equal bits hold every row's maximum, of about `score`; all other scores lie below; V is
+    negative throughout.
+    """
 
     def draw(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
         x = _gaussian(shape, g, q=0.5)
@@ -124,7 +127,9 @@ def _values(change: Callable[[Tensor], Tensor]) -> Draw:
 
 
 def _constant_values(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
-    """Every token has the same value, another number in each feature; few keys carry each row, so that their rounding does not average out."""
+    """Every token has the same value, another number in each feature; few keys carry each row, so that their
+    rounding does not average out.
+    """
     x = _gaussian(shape, g, q=3.0, k=2.0)
     x["value"][:] = x["value"][:, :, :1] + 2.0
     return x

@@ -1,4 +1,6 @@
-"""What a target is held against on a case: the golden value, the stock recipe emulated, and the floor of the format, each measured once."""
+"""What a target is held against on a case: the golden value, the stock recipe emulated, and the floor of the
+format, each measured once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What an audit found, as data: the verdict, every case's figures, the relations, the fingerprint and the smallest failing input."""
+"""What an audit found, as data: the verdict, every case's figures, the relations, the fingerprint and the smallest
+failing input.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class CaseReport:
         probe = None if self.case.probe == CAPTURED else probe_named(self.case.probe)
         return {
             "probe": self.case.probe, "shape": str(self.case.shape), "seed": self.case.seed, "file": self.case.file,
-            "exposes": "real activations" if probe is None else probe.exposes, "source": "captured" if probe is None else probe.source,
+            "exposes": "real activations" if probe is None else probe.exposes,
+            "source": "captured" if probe is None else probe.source,
             "status": self.status, "reason": self.reason, "rows": [row.as_dict() for row in self.rows],
             "leans": self.leans, "ulps": {k: list(v) for k, v in self.ulps.items()}, "nonfinite": self.nonfinite,
         }  # fmt: skip
@@ -90,14 +93,34 @@ class AuditReport:
             if self.smallest is None
             else {"probe": self.smallest.probe, "shape": str(self.smallest.shape), "seed": self.smallest.seed}
         )
+        relations = [
+            {"invariant": r.invariant, "tensor": r.tensor, "identical": r.identical, "confined": r.confined}
+            for r in self.relations
+        ]
         plain = {
-            "target": self.target, "dtype": self.dtype, "device": self.device, "depth": self.depth, "verdict": self.verdict, "reason": self.reason,
-            "findings": [f.as_dict() for f in self.findings], "causes": causes, "cause": causes[0] if causes else None, "cases": [c.as_dict() for c in self.cases],
-            "relations": [{"invariant": r.invariant, "tensor": r.tensor, "identical": r.identical, "confined": r.confined} for r in self.relations],
+            "target": self.target,
+            "dtype": self.dtype,
+            "device": self.device,
+            "depth": self.depth,
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "findings": [f.as_dict() for f in self.findings],
+            "causes": causes,
+            "cause": causes[0] if causes else None,
+            "cases": [c.as_dict() for c in self.cases],
+            "relations": relations,
             "fingerprint": None if self.fingerprint is None else self.fingerprint.as_dict(),
-            "growth": {SHORT[k]: v for k, v in self.growth.items()}, "drift": self.drift, "tests": self.tests, "family_level": self.family_level,
-            "smallest": smallest, "script": self.script, "notes": list(self.notes), "differentiable": self.differentiable, "seconds": self.seconds, "versions": self.versions,
-        }  # fmt: skip
+            "growth": {SHORT[k]: v for k, v in self.growth.items()},
+            "drift": self.drift,
+            "tests": self.tests,
+            "family_level": self.family_level,
+            "smallest": smallest,
+            "script": self.script,
+            "notes": list(self.notes),
+            "differentiable": self.differentiable,
+            "seconds": self.seconds,
+            "versions": self.versions,
+        }
         finite: dict[str, Any] = _plain(plain)
         return finite
 

@@ -45,7 +45,9 @@ class Plan:
 
 
 def plan(depth: Depth, dtype: str, seed: int = 0, shapes: Sequence[Shape] = (), captured: Sequence[str] = ()) -> Plan:
-    """The cases of a depth: every probe at (4, 4, 256, 64) (quick), or at two sizes and two seeds (full), and lengths up to 2k or 8k."""
+    """The cases of a depth: every probe at (4, 4, 256, 64) (quick), or at two sizes and two seeds (full), and
+    lengths up to 2k or 8k.
+    """
     if depth not in ("quick", "full"):
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
     if dtype not in DTYPES:
@@ -78,8 +80,8 @@ def _call(target: Target, x: Inputs, device: str) -> Outcome:
     outcome = run_target(target, there(x.query), there(x.key), there(x.value), there(x.grad_out), **options)
     if outcome.result is None or device == "cpu":
         return outcome
-    there_is: dict[str, Any] = vars(outcome.result)
-    return replace(outcome, result=AttentionResult(**{k: None if t is None else t.cpu() for k, t in there_is.items()}))
+    moved = {name: t.cpu() for name, t in vars(outcome.result).items() if t is not None}
+    return replace(outcome, result=replace(outcome.result, **moved))
 
 
 @dataclass
@@ -119,8 +121,8 @@ def audit(
         progress: called with (fraction done, what is being done).
 
     Returns:
-        An `AuditReport`. A target that refuses or fails a case is reported for that case; one that fails on plain Gaussian input has
-        verdict "error".
+        An `AuditReport`. A target that refuses or fails a case is reported for that case; one that fails on plain
+        Gaussian input has verdict "error".
 
     Raises:
         ValueError: for an unknown or missing target, dtype, depth or file, in one line.
@@ -128,7 +130,7 @@ def audit(
     start = time.perf_counter()
     chosen = _target(target)
     todo = plan(depth, dtype, seed, shapes, captured)
-    tell = progress or (lambda fraction, text: None)
+    tell = progress or _silent
     gathered = _gather(chosen, todo, device, tell)
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))
     findings, rows = _judge(gathered, level)
@@ -145,9 +147,32 @@ def audit(
     versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     tell(1.0, verdict)
     return AuditReport(
-        chosen.name, dtype, device, depth, verdict, reason, tuple(findings), causes, reports, tuple(r for r, _ in gathered.relations), print_of,
-        growth, gathered.drift, tests, FAMILY_LEVEL, smallest, shown, text, notes, time.perf_counter() - start, versions,
-    )  # fmt: skip
+        target=chosen.name,
+        dtype=dtype,
+        device=device,
+        depth=depth,
+        verdict=verdict,
+        reason=reason,
+        findings=tuple(findings),
+        causes=causes,
+        cases=reports,
+        relations=tuple(r for r, _ in gathered.relations),
+        fingerprint=print_of,
+        growth=growth,
+        drift=gathered.drift,
+        tests=tests,
+        family_level=FAMILY_LEVEL,
+        smallest=smallest,
+        smallest_finding=shown,
+        script=text,
+        notes=notes,
+        seconds=time.perf_counter() - start,
+        versions=versions,
+    )
+
+
+def _silent(_: float, __: str) -> None:
+    """Progress that nobody looks at."""
 
 
 def _target(target: str | Target | Callable[..., Any]) -> Target:

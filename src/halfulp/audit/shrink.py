@@ -48,7 +48,8 @@ def _severity(measured: Measured, reference: References, finding: Finding) -> fl
 def shrink(run: Run, finding: Finding) -> Case | None:
     """Fewest heads, shortest N and smallest d on which a defect still shows clearly, at the finding's own seed.
 
-    "Clearly" keeps half of the excess over the limit, so that the smallest case is not a matter of chance. None for a finding without a case.
+    "Clearly" keeps half of the excess over the limit, so that the smallest case is not a matter of chance. None for a
+    finding without a case.
     """
     if finding.case is None or finding.kind == "relation":
         return finding.case
@@ -111,7 +112,9 @@ def _refine(case: Case, shows: Callable[[Case], bool]) -> Case:
 
 
 def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) -> int:
-    """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not: what the written file calls."""
+    """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not: what the written file
+    calls.
+    """
     from halfulp.audit.run import runner
     from halfulp.audit.targets import resolve
 

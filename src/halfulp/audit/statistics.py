@@ -1,7 +1,8 @@
 """Tests with stated uncertainty: is a target's error larger than a reference's, does it lean, how does it grow.
 
-Samples are heads, which are drawn independently. Every test is one-sided, by Student's t, at a level divided by the number of tests made
-(Bonferroni), so the chance that a kernel as good as its reference raises any alarm at all stays below the family's level.
+Samples are heads, which are drawn independently. Every test is one-sided, by Student's t, at a level divided by the
+number of tests made (Bonferroni), so the chance that a kernel as good as its reference raises any alarm at all stays
+below the family's level.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Estimate:
 
 
 def estimate(samples: Tensor, level: float) -> Estimate:
-    """Mean of `samples [S]` (S ≥ 2) with bounds that each hold with probability 1 − level; raises ValueError for fewer samples."""
+    """Mean of `samples [S]` (S ≥ 2) with bounds that each hold with probability 1 − level; raises ValueError for
+    fewer samples.
+    """
     from scipy.stats import t
 
     n = samples.numel()
@@ -55,7 +58,9 @@ def _exp(x: float) -> float:
 
 
 def excess_lean(target: Lean, reference: Lean, level: float) -> Estimate:
-    """Mean over heads of how much more the target leans than the reference on the same inputs, in unit roundoffs, with two-sided bounds."""
+    """Mean over heads of how much more the target leans than the reference on the same inputs, in unit roundoffs,
+    with two-sided bounds.
+    """
     return estimate(target.lean - reference.lean, level / 2)
 
 
@@ -68,7 +73,8 @@ def growth_exponent(lengths: list[int], errors: list[float]) -> float:
 
 
 def drift_exponent(difference: Tensor) -> float:
-    """How the summed signed error grows with the number of terms n: p of RMS |Σ_n| ∝ nᵖ; 0.5 is a random walk, 1 is drift.
+    """How the summed signed error grows with the number of terms n: p of RMS |Σ_n| ∝ nᵖ; 0.5 is a random walk, 1 is
+    drift.
 
     `difference [S, n]` holds one sequence of signed errors a sample.
     """

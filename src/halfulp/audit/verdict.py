@@ -1,7 +1,9 @@
-"""From figures to a verdict: sound, stock or defect, with the failing property, its figure and what it does to training.
+"""From figures to a verdict: sound, stock or defect, with the failing property, its figure and what it does to
+training.
 
-`defect`: some error is worse than the stock recipe's by more than a quarter, or leans, or is not finite, or a relation between calls breaks.
-`stock`: nothing is worse than the stock recipe, but some error lies above one and a half times the floor of the format (δ's known bias).
+`defect`: some error is worse than the stock recipe's by more than a quarter, or leans, or is not finite, or a relation
+between calls breaks. `stock`: nothing is worse than the stock recipe, but some error lies above one and a half times
+the floor of the format (δ's known bias).
 `sound`: neither. All comparisons are tests at a level that is divided by their number.
 """
 
@@ -65,14 +67,17 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"property": self.property, "relative": self.relative, "stock": self.stock, "floor": self.floor,
-                "times_stock": self.times_stock.mean, "times_stock_lower": self.times_stock.lower, "times_stock_upper": self.times_stock.upper,
-                "times_floor": self.times_floor.mean, "times_floor_lower": self.times_floor.lower, "times_floor_upper": self.times_floor.upper,
-                "samples": self.samples}  # fmt: skip
+        plain: dict[str, Any] = {"property": self.property, "relative": self.relative, "samples": self.samples}
+        plain |= {"stock": self.stock, "floor": self.floor}
+        for name, times in (("times_stock", self.times_stock), ("times_floor", self.times_floor)):
+            plain |= {name: times.mean, f"{name}_lower": times.lower, f"{name}_upper": times.upper}
+        return plain
 
 
 def tests_in(measured: Measured, reference: References) -> int:
-    """How many tests one case makes: every figure against the stock recipe and the floor, every lean against 0 and the stock recipe."""
+    """How many tests one case makes: every figure against the stock recipe and the floor, every lean against 0 and
+    the stock recipe.
+    """
     return 2 * (
         len(pairs(measured.figures, reference.stock.figures)) + len(lean_pairs(measured.leans, reference.stock.leans))
     )
@@ -118,7 +123,8 @@ def judge_case(case: Case, measured: Measured, reference: References, level: flo
 
 def _error_text(row: Row) -> str:
     return (
-        f"{row.relative:.1e} relative, {row.times_stock.mean:.3g} × the stock recipe (at least {row.times_stock.lower:.3g}), "
+        f"{row.relative:.1e} relative, {row.times_stock.mean:.3g} × the stock recipe "
+        f"(at least {row.times_stock.lower:.3g}), "
         f"{row.times_floor.mean:.3g} × the floor; {row.samples} heads"
     )
 
@@ -131,7 +137,8 @@ def _nonfinite(case: Case, tensor: str, count: int) -> Finding:
 def _leans(case: Case, measured: Measured, reference: References, level: float) -> list[Finding]:
     findings = []
     for got, stock in lean_pairs(measured.leans, reference.stock.leans):
-        # A lean counts if it is there, is more than the stock recipe's on the same inputs, and is larger than the stock recipe's own.
+        # A lean counts if it is there, is more than the stock recipe's on the same inputs, and is larger than the
+        # stock recipe's own.
         itself, excess = estimate(got.lean, level / 2), excess_lean(got, stock, level)
         stock_mean = float(stock.lean.mean())
         if min(itself.reach, excess.reach) <= LEAN_LIMIT or abs(itself.mean) <= abs(stock_mean):
@@ -166,7 +173,10 @@ def judge_relation(relation: Relation, stock: Figure | None, level: float) -> Fi
     )
     if ratio.lower <= STOCK_LIMIT:
         return None
-    text = f"two calls differ by {ratio.mean:.3g} × the rounding of the stock recipe (at least {ratio.lower:.3g}); {ratio.samples} heads"
+    text = (
+        f"two calls differ by {ratio.mean:.3g} × the rounding of the stock recipe "
+        f"(at least {ratio.lower:.3g}); {ratio.samples} heads"
+    )
     return Finding(
         "defect", "relation", f"{relation.invariant}: {SHORT[relation.tensor]}", relation.tensor, None, text, ratio.mean
     )
