@@ -1,12 +1,14 @@
 """halfulp finds, explains and fixes the rounding errors that break low-precision transformer training.
 
-The names below are the whole public surface; everything heavy (the command line, plots, other libraries' kernels) is imported when called.
+The names below are the public surface; everything heavy (the command line, plots, other libraries' kernels) is imported
+when called.
 """
 
 from halfulp.attention import emulate, golden
+from halfulp.audit import AuditReport, audit
 from halfulp.formats import Format, round_to
 from halfulp.recipes import Recipe, Step
 
 __version__ = "0.1.0"
 
-__all__ = ["Format", "Recipe", "Step", "__version__", "emulate", "golden", "round_to"]
+__all__ = ["AuditReport", "Format", "Recipe", "Step", "__version__", "audit", "emulate", "golden", "round_to"]

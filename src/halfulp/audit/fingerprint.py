@@ -54,11 +54,11 @@ class Choice:
     options: tuple[tuple[str, dict[str, Any]], ...]
 
 
-def _choices(fmt: formats.Format) -> tuple[tuple[Choice, ...], tuple[Choice, ...]]:
+def _forward_choices(fmt: formats.Format) -> tuple[Choice, ...]:
     none = formats.FP64
     integer = {"base": "2", "shift": Shift("integer")}
     blocks: tuple[int | None, ...] = (None, 512, 256, 128, 64, 32)
-    forward = (
+    return (
         Choice(
             "algorithm",
             (("divided by l after PV", {"algorithm": "flash2"}), ("divided by l before PV", {"algorithm": "standard"})),
@@ -93,6 +93,10 @@ def _choices(fmt: formats.Format) -> tuple[tuple[Choice, ...], tuple[Choice, ...
         ),
         Choice("block_key", tuple((f"key blocks of {b or 'N'}", {"block_key": b}) for b in blocks)),
     )
+
+
+def _backward_choices(fmt: formats.Format) -> tuple[Choice, ...]:
+    none = formats.FP64
     deltas: tuple[tuple[str, dict[str, Any]], ...] = (
         ("δ from the rounded O", {"delta_from": "out"}),
         ("δ from O plus its residual", {"delta_from": "residual", "residual_bits": 8}),
@@ -103,7 +107,7 @@ def _choices(fmt: formats.Format) -> tuple[tuple[Choice, ...], tuple[Choice, ...
         (f"gradients accumulated in {fmt.name} over query blocks of {b}", {"grad_accumulator": fmt, "block_query": b})
         for b in (256, 128, 64, 32)
     )
-    backward = (
+    return (
         Choice("delta", deltas),
         Choice("accumulators", (("gradients accumulated in fp32", {"grad_accumulator": none}), *accumulated)),
         _rounding("grad_scores", "dS rounded", "dS not rounded", fmt),
@@ -117,7 +121,6 @@ def _choices(fmt: formats.Format) -> tuple[tuple[Choice, ...], tuple[Choice, ...
             ),
         ),
     )
-    return forward, backward
 
 
 def _rounding(step: str, rounded: str, kept: str, fmt: formats.Format, *, stock_rounds: bool = True) -> Choice:
@@ -142,11 +145,10 @@ def fingerprint(run: Callable[[Inputs], AttentionResult | None], dtype: str) -> 
         for r in whole
     ]
     best_whole = max(scored, key=lambda pair: pair[0])
-    forward, backward = _choices(fmt)
-    base, labels = _walk(STOCK[dtype], forward, lambda r: _score(forward_x, forward_bits, r, ("out",)))
+    base, labels = _walk(STOCK[dtype], _forward_choices(fmt), lambda r: _score(forward_x, forward_bits, r, ("out",)))
     offered = tuple(name for name in GRADIENTS if getattr(backward_bits, name) is not None)
     if offered:
-        base, more = _walk(base, backward, lambda r: _score(backward_x, backward_bits, r, offered))
+        base, more = _walk(base, _backward_choices(fmt), lambda r: _score(backward_x, backward_bits, r, offered))
         labels |= more
     walked = _score(forward_x, forward_bits, base, ("out",)) + _score(backward_x, backward_bits, base, GRADIENTS)
     recipe = base

@@ -127,10 +127,14 @@ def audit(
     Raises:
         ValueError: for an unknown or missing target, dtype, depth or file, in one line.
     """
-    start = time.perf_counter()
-    chosen = _target(target)
     todo = plan(depth, dtype, seed, shapes, captured)
-    tell = progress or _silent
+    return _audit(_target(target), todo, dtype, depth, device, explain, progress or _silent)
+
+
+def _audit(
+    chosen: Target, todo: Plan, dtype: str, depth: Depth, device: str, explain: bool, tell: Progress
+) -> AuditReport:
+    start = time.perf_counter()
     gathered = _gather(chosen, todo, device, tell)
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))
     findings, rows = _judge(gathered, level)
