@@ -279,7 +279,7 @@ class Step:
 
 
 def _show(observe: Observer, name: str, exact: Tensor, rounded: Tensor) -> None:
-    if exact.is_inference():  # no version counter, so the observer gets copies
+    if exact.is_inference() or rounded.is_inference():  # no version counter, so the observer gets copies
         return observe(name, exact.clone(), rounded.clone())
     before = (exact._version, rounded._version)
     observe(name, exact, rounded)

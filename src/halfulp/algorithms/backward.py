@@ -63,33 +63,33 @@ class _Rows:
     def __init__(self, problem: Problem, saved: Saved, step: Step) -> None:
         self.problem, self.step = problem, step
         recipe = problem.recipe
-        self.divisor: Tensor | None
+        self.divisor: Tensor | None = None
         if recipe.backward_weights == "lse":
-            self.shift, self.divisor = shift_of(saved.lse), None
+            self.shift = shift_of(saved.lse)
         elif recipe.backward_weights == "rounded" and recipe.shift.kind == "integer" and recipe.lse_from == "row_sum":
             # lse alone tells the weights: whatever the integer shift, they are the same up to an exact power of two.
             self.shift = shift_of(saved.lse.ceil())
             self.divisor = self._row_sum(saved.lse)
         else:
             self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum, saved.row_max)
-        self.separate = recipe.grad_value_from == "lse" and self.divisor is not None
-        self.value_divisor = self._row_sum(saved.lse) if self.separate else None
+        separate = recipe.grad_value_from == "lse" and self.divisor is not None
+        self.value_divisor = self._row_sum(saved.lse) if separate else None
 
     def probabilities(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
         """P of one tile `[B, H, rows, cols]` as dS takes it, and as dV does before its rounding."""
         problem, step = self.problem, self.step
-        weights = problem.weights(problem.scores(rows, cols, step), self.shift[:, :, rows], step)
-        rounded = weights
-        if problem.recipe.backward_weights == "rounded":
-            rounded = problem.weights_operand(weights, step)
-        keep = self.separate and rounded is weights
-        p = rounded
-        if self.divisor is not None:
-            p = torch.div(p, self.divisor[:, :, rows], out=None if keep else step.scratch(p))
-        p = step("probabilities", p)
-        if self.value_divisor is None:
+        exact = problem.weights(problem.scores(rows, cols, step), self.shift[:, :, rows], step)
+        if self.divisor is None:
+            p = step("probabilities", exact)
             return p, p
-        return p, torch.div(weights, self.value_divisor[:, :, rows], out=step.scratch(weights))
+        weights = step("weights", exact)
+        if problem.recipe.backward_weights == "rounded":
+            weights = problem.weights_operand(weights, step)
+        if self.value_divisor is None:
+            p = step("probabilities", torch.div(weights, self.divisor[:, :, rows], out=step.scratch(weights)))
+            return p, p
+        p = step("probabilities", weights / self.divisor[:, :, rows])
+        return p, torch.div(exact, self.value_divisor[:, :, rows], out=step.scratch(exact))
 
     def _row_sum(self, lse: Tensor) -> Tensor:
         """l under this shift, from lse; 1 where no key is attended to."""
