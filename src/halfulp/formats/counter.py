@@ -20,20 +20,33 @@ _SECOND: Final = 0x94D0_49BB_1331_11EB
 _WORD: Final = 2**64 - 1
 
 
-def uniform(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
-    """Return float64 [count], uniform on the multiples of 2**-53 in [0, 1), for positions offset to offset + count."""
+def counters(count: int, device: torch.device) -> Tensor:
+    """Return int64 [count], the positions 0 to count - 1 as steps of the sequence: what `uniform` starts from."""
+    return torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_WEYL))
+
+
+def uniform(seed: int, offset: int, steps: Tensor) -> Tensor:
+    """Return float64 numbers uniform on the multiples of 2**-53 in [0, 1), for positions offset and following.
+
+    Args:
+        seed: any integer; its value modulo 2**64 counts.
+        offset: position of the first number, modulo 2**64.
+        steps: int64 [count] from `counters`; kept.
+    """
     # The seed is hashed first: two seeds that differ by one would otherwise walk the same sequence one step apart.
     start = (_mix(_mix(seed & _WORD) ^ _WORD) + offset * _WEYL) & _WORD
-    z = torch.arange(count, dtype=torch.int64, device=device)
-    z.mul_(_signed(_WEYL)).add_(_signed(start))
-    z.bitwise_xor_(_shift_right(z, 30)).mul_(_signed(_FIRST))
-    z.bitwise_xor_(_shift_right(z, 27)).mul_(_signed(_SECOND))
-    z.bitwise_xor_(_shift_right(z, 31))
-    return _shift_right(z, 11).double().mul_(2.0**-53)
+    z = steps + _signed(start)
+    shifted = torch.empty_like(z)
+    for places, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        z.bitwise_xor_(_shift_right(z, places, shifted))
+        if factor is not None:
+            z.mul_(_signed(factor))
+    return _shift_right(z, 11, shifted).double().mul_(2.0**-53)
 
 
-def _shift_right(z: Tensor, places: int) -> Tensor:
-    return (z >> places).bitwise_and_((1 << (64 - places)) - 1)
+def _shift_right(z: Tensor, places: int, out: Tensor) -> Tensor:
+    """Write z shifted as an unsigned number, which torch's shift is not, into out."""
+    return torch.bitwise_right_shift(z, places, out=out).bitwise_and_((1 << (64 - places)) - 1)
 
 
 def _mix(z: int) -> int:

@@ -5,7 +5,8 @@ exponent bits. Scaling by it is exact, so the only rounding is the one asked for
 
 A tensor on the CPU is walked in pieces that stay in the second-level cache and below the size at which torch starts its
 thread pool. Eager operations then run at cache speed, and never wait for a core that another process holds. For the
-same reason torch's round, floor, ceil and trunc are avoided: they start threads at 2**11 numbers.
+same reason torch's round, floor, ceil and trunc are avoided: they start threads at 2**11 numbers. Constants of the
+inner loop are tensors, since wrapping a Python number takes a third of the time of an operation on a piece.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from halfulp.formats.counter import uniform
+from halfulp.formats.counter import counters, uniform
 from halfulp.formats.format import Format, Rounding
 
 CHUNK: Final = 2**15
@@ -28,16 +29,21 @@ class _Container:
     """The dtype that values are kept in."""
 
     integer: torch.dtype  # of the same width
-    exponent_mask: int
+    exponent_mask: Tensor
+    sign_mask: Tensor
     mantissa_bits: int
     min_exponent: int
     max_exponent: int
 
 
-_CONTAINERS: Final = {
-    torch.float32: _Container(torch.int32, 0x7F80_0000, 23, -126, 127),
-    torch.float64: _Container(torch.int64, 0x7FF0_0000_0000_0000, 52, -1022, 1023),
-}
+def _container(integer: torch.dtype, exponent_bits: int, mantissa_bits: int) -> _Container:
+    mask = torch.tensor(((1 << exponent_bits) - 1) << mantissa_bits, dtype=integer, device="cpu")
+    sign = torch.tensor(torch.iinfo(integer).min, dtype=integer, device="cpu")
+    max_exponent = (1 << (exponent_bits - 1)) - 1
+    return _Container(integer, mask, sign, mantissa_bits, 1 - max_exponent, max_exponent)
+
+
+_CONTAINERS: Final = {torch.float32: _container(torch.int32, 8, 23), torch.float64: _container(torch.int64, 11, 52)}
 
 
 @dataclass(frozen=True)
@@ -47,25 +53,31 @@ class _Plan:
     lowest: float  # binades below this one share its spacing
     highest: float  # the last binade with a spacing of its own: one above max, where the container has it
     spacing: float  # relative to the power of two below the value
-    integer: float | None  # s + integer - integer is s rounded to an integer, ties to even
-    shift: float | None  # x + shift * binade - shift * binade is x rounded likewise, without scaling it first
     far: float  # a magnitude, in spacings, that is beyond max in every binade
-    stretch: float | None  # multiplying by it pushes exactly the values beyond max out of the container
+    # Adding and subtracting 1.5 * 2**(container's mantissa bits) rounds a scaled number to an integer, ties to even.
+    by_addition: bool  # whether the format leaves the two bits that this takes
+    shift: (
+        float | None
+    )  # x + shift * binade - shift * binade does the same without scaling, below the largest exponents
+    stretch: tuple[float, ...]  # multiplying by these in turn makes infinities of exactly the values beyond max
 
 
 @lru_cache(maxsize=256)
-def _plan(fmt: Format, dtype: torch.dtype) -> _Plan:
+def _plan(fmt: Format, dtype: torch.dtype, rounding: Rounding) -> _Plan:
     container = _CONTAINERS[dtype]
     spare = container.mantissa_bits - fmt.mantissa_bits
     room = container.max_exponent - fmt.max_exponent
+    to_even = rounding == "nearest_even" and fmt.mantissa_bits > 0
+    # The directed modes may have to stop at max instead; stochastic rounding may step beyond it like the nearest modes.
+    stretchable = fmt.overflow == "infinity" and fmt.max_exponent > 0 and rounding not in ("up", "down", "toward_zero")
     return _Plan(
         lowest=fmt.min_normal,
         highest=2.0 ** (fmt.max_exponent + min(room, 1)),
         spacing=2.0**-fmt.mantissa_bits,
-        integer=1.5 * 2.0**container.mantissa_bits if spare >= 2 else None,
-        shift=1.5 * 2.0**spare if spare >= 2 and room > spare else None,
         far=2.0 ** (fmt.mantissa_bits + 2),
-        stretch=2.0**room if fmt.overflow == "infinity" and fmt.max_exponent > 0 else None,
+        by_addition=spare >= 2,
+        shift=1.5 * 2.0**spare if to_even and room > spare >= 2 else None,
+        stretch=(2.0**room, 2.0**-room) if stretchable else (),
     )
 
 
@@ -87,77 +99,70 @@ def power_of_two_below(x: Tensor) -> Tensor:
 
 def round_general(x: Tensor, fmt: Format, rounding: Rounding, seed: int, offset: int) -> Tensor:
     """Return x (contiguous, float32 or float64, detached) rounded to fmt, a new contiguous tensor of the same dtype."""
-    if not fits_container(fmt, x.dtype):
-        return round_general(x.double(), fmt, rounding, seed, offset).to(x.dtype)
     if x.numel() == 0:
         return x.clone()
-    container, plan = _CONTAINERS[x.dtype], _plan(fmt, x.dtype)
+    if not fits_container(fmt, x.dtype):
+        return round_general(x.double(), fmt, rounding, seed, offset).to(x.dtype)
+    container, plan = _CONTAINERS[x.dtype], _plan(fmt, x.dtype, rounding)
+    spacing, *stretch = (torch.tensor(value, dtype=x.dtype, device="cpu") for value in (plan.spacing, *plan.stretch))
+    integer = torch.tensor(1.5 * 2.0**container.mantissa_bits, dtype=x.dtype, device="cpu")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    size = CHUNK if x.device.type == "cpu" else x.numel()
-    scratch = torch.empty(min(size, x.numel()), dtype=x.dtype, device=x.device)
-    integers = scratch.view(container.integer)
-    start = 0
+    size = min(x.numel(), CHUNK) if x.device.type == "cpu" else x.numel()
+    scratch = torch.empty(size, dtype=x.dtype, device=x.device)
+    steps = counters(size, x.device) if rounding == "stochastic" else None
     for part, y in zip(torch.split(x.view(-1), size), torch.split(out.view(-1), size), strict=True):
-        if part.numel() < scratch.numel():
-            scratch, integers = scratch[: part.numel()], integers[: part.numel()]
-        torch.bitwise_and(part.view(container.integer), container.exponent_mask, out=integers)
-        binade = scratch.clamp_(plan.lowest, plan.highest)
-        if rounding == "nearest_even" and fmt.mantissa_bits > 0:
-            _round_to_even(part, binade, y, plan)
+        unit = scratch if part.numel() == size else scratch[: part.numel()]
+        bits, unit_bits = part.view(container.integer), unit.view(container.integer)
+        torch.bitwise_and(bits, container.exponent_mask, out=unit_bits)
+        unit.clamp_(plan.lowest, plan.highest)
+        if plan.shift is not None:
+            torch.add(part, unit, alpha=plan.shift, out=y).sub_(unit, alpha=plan.shift)
+        elif rounding == "nearest_even" and fmt.mantissa_bits > 0:
+            torch.div(part, unit.mul_(spacing), out=y)
+            y = y.add_(integer).sub_(integer) if plan.by_addition else y.round_()
+            y.mul_(unit)
         elif rounding in ("up", "down"):
-            _round_directed(part, binade, y, plan, rounding)
+            _round_directed(part, unit.mul_(spacing), y, plan.far, rounding)
         else:
-            _round_magnitude(part, binade, y, plan, fmt, rounding, seed, offset + start)
-        torch.copysign(y, part, out=y)
+            chance = uniform(seed, offset, steps[: part.numel()]) if steps is not None else None
+            _round_magnitude(part, unit.mul_(spacing), y, plan.far, fmt, rounding, chance)
+        # A zero lost its sign on the way, and a magnitude never had it.
+        y.view(container.integer).bitwise_or_(torch.bitwise_and(bits, container.sign_mask, out=unit_bits))
         if not fmt.subnormals:
-            y.mul_(torch.ge(y.abs(), fmt.min_normal, out=scratch))
-        _apply_overflow(part, y, plan, fmt, rounding)
-        start += part.numel()
+            y.mul_(torch.ge(y.abs(), fmt.min_normal, out=unit))
+        for factor in stretch:
+            y.mul_(factor)
+        if not stretch:
+            _apply_overflow(part, y, fmt, rounding)
+        offset += part.numel()
     return out
 
 
-def _round_to_even(x: Tensor, binade: Tensor, y: Tensor, plan: _Plan) -> None:
-    """Write x rounded to the nearest neighbor, ties to even, into y; a zero may have the wrong sign."""
-    if plan.shift is not None:
-        torch.add(x, binade, alpha=plan.shift, out=y).sub_(binade, alpha=plan.shift)
-        return
-    spacing = binade.mul_(plan.spacing)
-    torch.div(x, spacing, out=y)
-    if plan.integer is not None:
-        y.add_(plan.integer).sub_(plan.integer)
-    else:
-        y.round_()
-    y.mul_(spacing)
-
-
-def _round_directed(x: Tensor, binade: Tensor, y: Tensor, plan: _Plan, rounding: Rounding) -> None:
-    """Write x rounded up or down into y; a zero may have the wrong sign, and an infinity becomes a large number."""
-    spacing = binade.mul_(plan.spacing)
-    rest = torch.div(x, spacing, out=y).clamp_(-plan.far, plan.far).frac()
-    y.sub_(rest).mul_(spacing)
+def _round_directed(x: Tensor, unit: Tensor, y: Tensor, far: float, rounding: Rounding) -> None:
+    """Write x rounded up or down into y; an infinity becomes a large number."""
+    rest = torch.div(x, unit, out=y).clamp_(-far, far).frac()
+    y.sub_(rest).mul_(unit)
     # Seen from x itself: where the spacing exceeds one, the quotient of a tiny number may have underflowed.
     torch.sub(x, y, out=rest)
     if rounding == "up":
-        y.addcmul_(torch.gt(rest, 0.0, out=rest), spacing)
+        y.addcmul_(torch.gt(rest, 0.0, out=rest), unit)
     else:
-        y.addcmul_(torch.lt(rest, 0.0, out=rest), spacing, value=-1.0)
+        y.addcmul_(torch.lt(rest, 0.0, out=rest), unit, value=-1.0)
 
 
 def _round_magnitude(
-    x: Tensor, binade: Tensor, y: Tensor, plan: _Plan, fmt: Format, rounding: Rounding, seed: int, offset: int
+    x: Tensor, unit: Tensor, y: Tensor, far: float, fmt: Format, rounding: Rounding, chance: Tensor | None
 ) -> None:
     """Write |x| rounded into y by the modes that treat both signs alike; an infinity becomes a large number."""
-    spacing = binade.mul_(plan.spacing)
-    torch.div(x, spacing, out=y).abs_().clamp_max_(plan.far)
-    rest = y.frac()
+    rest = torch.div(x, unit, out=y).abs_().clamp_max_(far).frac()
     y.sub_(rest)
-    if rounding == "nearest_away":
+    if chance is not None:
+        y.add_(rest.copy_(torch.lt(chance, rest.double(), out=chance)))
+    elif rounding == "nearest_away":
         y.add_(torch.ge(rest, 0.5, out=rest))
-    elif rounding == "stochastic":
-        y.add_(uniform(seed, offset, x.numel(), x.device) < rest)
     elif rounding == "nearest_even":
-        y.add_((rest > 0.5) | ((rest == 0.5) & _odd_exponent_code(spacing, y, fmt)))
-    y.mul_(spacing)
+        y.add_((rest > 0.5) | ((rest == 0.5) & _odd_exponent_code(unit, y, fmt)))
+    y.mul_(unit)
 
 
 def _odd_exponent_code(spacing: Tensor, y: Tensor, fmt: Format) -> Tensor:
@@ -170,14 +175,10 @@ def _odd_exponent_code(spacing: Tensor, y: Tensor, fmt: Format) -> Tensor:
     return (field & 1).bool() & (y > 0)
 
 
-def _apply_overflow(x: Tensor, y: Tensor, plan: _Plan, fmt: Format, rounding: Rounding) -> None:
+def _apply_overflow(x: Tensor, y: Tensor, fmt: Format, rounding: Rounding) -> None:
     """Replace, in y, what lies beyond the largest finite number."""
     if fmt.overflow == "saturate":
         y.clamp_(-fmt.max, fmt.max)
-        return
-    if plan.stretch is not None and rounding not in ("up", "down", "toward_zero"):
-        if plan.stretch != 1.0:
-            y.mul_(plan.stretch).mul_(1.0 / plan.stretch)
         return
     if y.device.type == "cpu":
         smallest, largest = torch.aminmax(y)

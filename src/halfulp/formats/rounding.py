@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfulp.formats.blocks import BlockFormat, round_blocks
 from halfulp.formats.format import Format, Rounding
-from halfulp.formats.general import CHUNK, fits_container, power_of_two_below, round_general
+from halfulp.formats.general import fits_container, power_of_two_below, round_general
 
 _ROUNDINGS: Final = frozenset(get_args(Rounding))
 
@@ -56,7 +56,7 @@ def round_to(
         return round_blocks(x, fmt, mode, seed, offset)
     native = _native_dtype(fmt, mode, x.dtype)
     if native is not None:
-        y = _cast_and_back(x, native)
+        y = x.to(native).to(x.dtype)
         return y.clamp_(-fmt.max, fmt.max) if fmt.overflow == "saturate" else y
     return round_general(x.contiguous(), fmt, mode, seed, offset)
 
@@ -72,17 +72,6 @@ def _native_dtype(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> torch.
     native = fmt.torch_dtype
     accepted = (torch.bfloat16, torch.float16) if dtype is torch.float32 else (torch.float32,)
     return native if native in accepted else None
-
-
-def _cast_and_back(x: Tensor, native: torch.dtype) -> Tensor:
-    if x.device.type != "cpu" or x.numel() <= CHUNK:
-        return x.to(native).to(x.dtype)
-    # In pieces, so that the narrow copy stays in the cache.
-    out = torch.empty(x.shape, dtype=x.dtype)
-    scratch = torch.empty(CHUNK, dtype=native)
-    for part, y in zip(torch.split(x.reshape(-1), CHUNK), torch.split(out.view(-1), CHUNK), strict=True):
-        y.copy_(scratch[: part.numel()].copy_(part))
-    return out
 
 
 def ulp(x: Tensor, fmt: Format) -> Tensor:
