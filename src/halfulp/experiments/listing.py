@@ -1,0 +1,87 @@
+"""What there is, as tables: number formats, recipes, attention kernels, probe inputs and claims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from halfulp.experiments.results import Cell, Table
+from halfulp.formats import FORMATS, Format
+from halfulp.recipes import RECIPES, Recipe
+
+
+def formats() -> Table:
+    """Return the number formats by name."""
+    rows: list[tuple[Cell, ...]] = []
+    for fmt in FORMATS:
+        element = fmt if isinstance(fmt, Format) else fmt.element
+        scaling = "" if isinstance(fmt, Format) else f"{fmt.scale.name}, one for {fmt.block_size}"
+        bits = f"1+{element.exponent_bits}+{element.mantissa_bits}"
+        numbers = (element.max, element.min_normal, element.unit_roundoff)
+        rows.append((fmt.name, bits, *numbers, element.overflow, scaling))
+    columns = ("format", "bits", "largest", "least normal", "unit roundoff", "overflow", "scale")
+    return _table("Number formats (bits: sign, exponent, mantissa); eXmY names any other", columns, rows, "formats")
+
+
+def recipes() -> Table:
+    """Return the named recipes with the choices that tell them apart."""
+    rows: list[tuple[Cell, ...]] = [
+        (name, r.algorithm, r.row_sum_from, r.delta_from, r.backward_weights, r.shift.kind, *_held(r))
+        for name, r in RECIPES.items()
+    ]
+    columns = ("recipe", "algorithm", "l from", "δ from", "P from", "shift", "scores", "out")
+    return _table("Recipes: how attention is computed, and what is rounded to what", columns, rows, "recipes")
+
+
+def _held(recipe: Recipe) -> tuple[str, str]:
+    """What scores and O are held in: a step that is not rounded stays in the format of the computation."""
+    computed = "fp64" if recipe.compute == "float64" else "fp32"
+    steps = (recipe.scores, recipe.out)
+    scores, out = (computed if fmt.holds(recipe.dtype) else fmt.name for fmt in steps)
+    return scores, out
+
+
+def targets() -> Table:
+    """Return the built-in targets, those that cannot run here with the reason."""
+    from halfulp.audit import builtin_targets
+
+    rows: list[tuple[Cell, ...]] = [
+        (t.name, "yes" if t.missing is None else "no", f"{t.description}{_why(t.missing)}") for t in builtin_targets()
+    ]
+    title = "Targets; package.module:function and path/file.py:function are others"
+    return _table(title, ("target", "here", "what it is"), rows, "targets")
+
+
+def _why(missing: str | None) -> str:
+    return f"; {missing}" if missing else ""
+
+
+def probes() -> Table:
+    """Return the probe inputs with what each is built to expose."""
+    from halfulp.audit import PROBES
+
+    rows: list[tuple[Cell, ...]] = [(probe.name, probe.exposes, probe.source) for probe in PROBES]
+    return _table("Probe inputs", ("probe", "built to expose", "source"), rows, "probes")
+
+
+def claims() -> Table:
+    """Return the claims of the ledger."""
+    from halfulp.experiments.claims import CLAIMS
+
+    rows: list[tuple[Cell, ...]] = [
+        (claim.id, claim.statement, claim.without if claim.measure is None else "yes") for claim in CLAIMS
+    ]
+    return _table("Claims", ("claim", "statement", "measured"), rows, "claims")
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Cell, ...]], name: str) -> Table:
+    return Table(title, columns, tuple(rows), "", f"halfulp ls {name}")
+
+
+LISTS: dict[str, Callable[[], Table]] = {
+    "formats": formats,
+    "recipes": recipes,
+    "targets": targets,
+    "probes": probes,
+    "claims": claims,
+}
+"""Every list by the name that the command line knows it by."""

@@ -1,0 +1,60 @@
+"""The claims ledger on the terminal and on a page, from the plain data of its verdicts.
+
+A verdict is {"id", "statement", "paper", "measured", "rule", "verdict", "command", "seconds"}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from halfulp.report.html import BADGES, page
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Verdict = Mapping[str, Any]
+_STYLES = {"good": "green", "warn": "yellow", "bad": "red", "none": "dim"}
+
+
+def counts(verdicts: Sequence[Verdict]) -> str:
+    """Return how many claims got which verdict."""
+    kinds = list(dict.fromkeys(str(v["verdict"]) for v in verdicts))
+    return ", ".join(f"{sum(v['verdict'] == kind for v in verdicts)} {kind}" for kind in kinds)
+
+
+def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
+    """Print every measured claim with the paper's figure, the one measured here and the rule; the others in a line."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    for verdict in (v for v in verdicts if v["measured"]):
+        tone, sign = BADGES[verdict["verdict"]]
+        line = Text(f"{sign} {verdict['id']}  ", style=f"bold {_STYLES[tone]}")
+        line.append(verdict["verdict"], style=_STYLES[tone]).append(f"  ({verdict['seconds']:.1f} s)", style="dim")
+        to.print(line)
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim")
+        grid.add_column(ratio=1)
+        for name, key in (("claim", "statement"), ("paper", "paper"), ("measured", "measured"), ("rule", "rule")):
+            if verdict[key]:
+                grid.add_row(name, Text(str(verdict[key])))
+        to.print(Padding(grid, (0, 0, 1, 4)))
+    for verdict in (v for v in verdicts if not v["measured"]):
+        _, sign = BADGES[verdict["verdict"]]
+        to.print(Text(f"{sign} {verdict['id']:<4} {verdict['verdict']}: {verdict['statement']}", style="dim"))
+    to.print(Text(counts(verdicts), style="bold"))
+
+
+def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") -> str:
+    """Return the page of a ledger."""
+    columns = ("id", "verdict", "claim", "paper", "measured here", "rule", "repeat")
+    keys = ("id", "verdict", "statement", "paper", "measured", "rule", "command")
+    rows = [[verdict[key] for key in keys] for verdict in verdicts]
+    table = {"kind": "table", "title": "", "columns": columns, "rows": rows, "command": command}
+    lead = (
+        "Every claim with the paper's figure, the figure measured here, and a verdict computed by the rule beside it."
+    )
+    section = {"heading": "Claims", "finding": f"{counts(verdicts)}.", "blocks": [table]}
+    return page("The claims ledger", lead, [section], meta=meta)

@@ -1,0 +1,19 @@
+"""The page of one experiment: its figures, its tables and the commands that repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from halfulp.report.html import page
+
+
+def experiment_page(
+    title: str, figures: Sequence[Mapping[str, Any]], tables: Sequence[Mapping[str, Any]], *, meta: str = ""
+) -> str:
+    """Return a page of figures and tables in their plain form (`experiments.results`)."""
+    blocks: list[dict[str, Any]] = [{"kind": "figures", "figures": figures}] if figures else []
+    blocks += [{"kind": "table", **table} for table in tables]
+    captions = list(dict.fromkeys(str(part["caption"]) for part in (*figures, *tables) if part["caption"]))
+    lead = captions[0] if len(captions) == 1 else ""
+    return page(title, lead, [{"heading": "Figures and tables", "finding": "", "blocks": blocks}], meta=meta)

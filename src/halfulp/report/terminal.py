@@ -1,0 +1,80 @@
+"""The terminal: tables of plain data and a progress bar, which is silent where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from halfulp.report.text import cell_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100
+Advance = Callable[[float, str], None]
+
+
+def console() -> Console:
+    """Return the console of standard output: as wide as the terminal, or 100 columns in a pipe, without color there."""
+    from rich.console import Console
+
+    watched = sys.stdout.isatty()
+    return Console(width=None if watched else WIDTH, highlight=False, soft_wrap=False)
+
+
+def print_table(table: Mapping[str, Any], to: Console) -> None:
+    """Print a table's plain data: {"title", "columns", "rows", "caption"}."""
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(title=table["title"], title_justify="left", title_style="bold", box=None, pad_edge=False)
+    texts = [[cell_text(cell) for cell in row] for row in table["rows"]]
+    for i, name in enumerate(table["columns"]):
+        cells = [row[i] for row in table["rows"]]
+        number = all(isinstance(cell, (int, float)) or cell is None for cell in cells)
+        longest = max((len(row[i]) for row in texts), default=0)
+        grid.add_column(name, justify="right" if number else "left", no_wrap=longest <= 24, overflow="fold")
+    for row in texts:
+        grid.add_row(*map(Text, row))
+    to.print(grid)
+    if table.get("caption"):
+        to.print(Text(str(table["caption"]), style="dim"))
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Advance]:
+    """Show a bar with the time that is left on standard error while the block runs; nothing where that is no terminal.
+
+    The block gets a function of the fraction done, 0 to 1, and of what is being worked on.
+    """
+    if not sys.stderr.isatty():
+        yield _silent
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.fields[what]}", style="bold"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.description}", style="dim", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0, what=what)
+        yield lambda fraction, message: bar.update(task, completed=fraction, description=message)
+
+
+def _silent(fraction: float, message: str) -> None:
+    """Show nothing."""
