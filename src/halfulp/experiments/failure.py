@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.attention import emulate
 from halfulp.experiments.results import Figure, Progress, Series, no_progress, plain_numbers
+from halfulp.experiments.threads import one_thread
 from halfulp.recipes import RECIPES, Recipe, recipe_named
 
 AttentionFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -101,7 +102,7 @@ def run_failure(
     label: str | None = None,
     progress: Progress | None = None,
 ) -> FailureRun:
-    """Train the layer once and say what became of it.
+    """Train the layer once, on one thread, and say what became of it.
 
     Args:
         attention: "torch:flash", "torch:math" (PyTorch's own kernels in bf16), "torch:fp32", a recipe or the name of
@@ -120,20 +121,21 @@ def run_failure(
         raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
     task = task or Task()
     attend, name = attention_function(attention), label or attention_name(attention)
-    training = _Training(attend, task, seed)
+    report = progress or no_progress
     points: list[tuple[float, ...]] = []
     at: list[int] = []
     broke_at = None
-    for step in range(1, steps + 1):
-        loss = training.step(step)
-        if step % record_every == 0 or step == steps or not math.isfinite(loss):
-            at.append(step)
-            points.append((loss, *training.figures()))
-            if progress is not None:
-                progress(step / steps, f"{name}, seed {seed}: loss {loss:.1e}")
-        if not math.isfinite(loss):
-            broke_at = step
-            break
+    with one_thread():
+        training = _Training(attend, task, seed)
+        for step in range(1, steps + 1):
+            loss = training.step(step)
+            if step % record_every == 0 or step == steps or not math.isfinite(loss):
+                at.append(step)
+                points.append((loss, *training.figures()))
+                report(step / steps, f"{name}, seed {seed}: loss {loss:.1e}")
+            if not math.isfinite(loss):
+                broke_at = step
+                break
     loss_curve, mean, largest, sigma_q, sigma_k = (tuple(column) for column in zip(*points, strict=True))
     outcome, reason = judge(loss_curve, mean, broke_at)
     return FailureRun(
@@ -164,15 +166,15 @@ def run_failures(
     workers: int = 2,
     progress: Progress | None = None,
 ) -> list[FailureRun]:
-    """Train with every attention on every seed, in `workers` processes of one thread each; attentions outside.
+    """Train with every attention on every seed, in `workers` processes; attentions outside.
 
     A worker is a fresh interpreter, so the calling script needs the usual `if __name__ == "__main__":`. One worker
-    means this process. Results do not depend on the number of workers: every run uses one thread.
+    means this process. Results do not depend on the number of workers.
     """
     jobs = [(attention, seed, steps, record_every, task) for attention in attentions for seed in seeds]
     report = progress or no_progress
     if workers <= 1 or len(jobs) <= 1:
-        return [_one_thread(job, _share(report, i, len(jobs))) for i, job in enumerate(jobs)]
+        return [_run(job, _share(report, i, len(jobs))) for i, job in enumerate(jobs)]
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
     with ProcessPoolExecutor(
@@ -267,7 +269,7 @@ class _Training:
         loss.backward()
         self.adam.step()
         self.scores_from = (query.detach(), key.detach())
-        return float(loss)
+        return float(loss.item())
 
     def figures(self) -> tuple[float, float, float, float]:
         """Mean and largest score of the last forward pass, σ(W_Q) and σ(W_K) now."""
@@ -309,15 +311,9 @@ _Job: TypeAlias = tuple[AttentionChoice, int, int, int, Task | None]
 _messages: list[Any] = []  # in a worker: the queue to its parent
 
 
-def _one_thread(job: _Job, report: Progress) -> FailureRun:
-    """Run a job on one thread, so that its sums are the same in every process."""
+def _run(job: _Job, report: Progress) -> FailureRun:
     attention, seed, steps, record_every, task = job
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return run_failure(attention, seed, steps, record_every, task=task, progress=report)
-    finally:
-        torch.set_num_threads(threads)
+    return run_failure(attention, seed, steps, record_every, task=task, progress=report)
 
 
 def _share(report: Progress, number: int, count: int) -> Progress:
@@ -329,7 +325,7 @@ def _start_worker(messages: Any) -> None:
 
 
 def _in_worker(number: int, job: _Job) -> FailureRun:
-    return _one_thread(job, lambda fraction, message: _messages[0].put((number, fraction, message)))
+    return _run(job, lambda fraction, message: _messages[0].put((number, fraction, message)))
 
 
 def _relay(futures: Sequence[Future[FailureRun]], messages: Any, report: Progress) -> None:

@@ -113,7 +113,7 @@ def climb(
     workers: int = 2,
     progress: Progress | None = None,
 ) -> LadderResult:
-    """Train every rung on every seed; `workers` processes of one thread each (see `failure.run_failures`).
+    """Train every rung on every seed; `workers` processes (see `failure.run_failures`).
 
     Raises:
         ValueError: no seeds or no rungs.

@@ -24,6 +24,7 @@ from torch import Tensor
 from halfulp.algorithms import blocks_for_memory
 from halfulp.attention import emulate, golden
 from halfulp.experiments.results import Figure, Progress, Series, Table, no_progress
+from halfulp.experiments.threads import one_thread
 from halfulp.formats import BF16, FP16, FP32, FP64, Format, round_to
 from halfulp.recipes import BF16_STANDARD, STEPS, Matmul, Recipe, flash2, uniform
 
@@ -243,7 +244,8 @@ def _measure_all(jobs: Sequence[_Job], progress: Progress | None) -> tuple[Devia
     found: list[Deviation] = []
     for number, job in enumerate(jobs):
         report(number / len(jobs), f"{job.fmt.name}, N = {job.setting.length}, blocks {tuple(job.blocks.values())}")
-        found += _measure(job)
+        with one_thread():
+            found += _measure(job)
     report(1.0, "measured")
     return tuple(found)
 

@@ -1,0 +1,104 @@
+"""The ledger: every claim of the papers, what was measured here, and a verdict computed by a stated rule.
+
+The claims stand in the files by topic (`claims_*.py`); this file puts them in order and runs them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+
+from halfulp.experiments import (
+    claims_benchmark,
+    claims_identities,
+    claims_pending,
+    claims_rounding,
+    claims_training,
+    claims_weak,
+)
+from halfulp.experiments.claims_model import Claim, Lab, Verdict, judge_claim
+from halfulp.experiments.results import Progress, Table, no_progress
+from halfulp.experiments.threads import one_thread
+
+_TOPICS = (claims_identities, claims_rounding, claims_benchmark, claims_weak, claims_training, claims_pending)
+
+
+def _order(claim: Claim) -> tuple[str, int]:
+    return claim.group, int(re.sub(r"\D", "", claim.id))
+
+
+CLAIMS: tuple[Claim, ...] = tuple(sorted((claim for topic in _TOPICS for claim in topic.CLAIMS), key=_order))
+"""Every claim of the ledger, A1 to D12."""
+
+
+def run_claims(
+    ids: Iterable[str] | None = None, progress: Progress | None = None, *, lab: Lab | None = None
+) -> list[Verdict]:
+    """Measure claims and judge them, in the ledger's order.
+
+    Args:
+        ids: which, such as "A13" (any case); all if None. All together take a few minutes on two cores.
+        progress: called with the fraction done and what is being measured.
+        lab: shared training runs and sweeps, the number of worker processes and seeds; a fresh one if None.
+
+    Raises:
+        ValueError: an id is not in the ledger.
+    """
+    chosen = CLAIMS if ids is None else selected(ids)
+    lab = Lab() if lab is None else lab
+    report = progress or no_progress
+    total = sum(_cost(claim) for claim in chosen) or 1.0
+    done = 0.0
+    verdicts = []
+    for claim in chosen:
+        start, share = done / total, _cost(claim) / total
+        lab.report = _part(report, start, share, claim.id)
+        verdicts.append(_run(claim, lab))
+        done += _cost(claim)
+        report(min(done / total, 1.0), f"{claim.id}: {verdicts[-1].verdict}")
+    return verdicts
+
+
+def selected(ids: Iterable[str]) -> tuple[Claim, ...]:
+    """Return the claims with these ids, in the ledger's order; raises ValueError for one that is not there."""
+    known = {claim.id: claim for claim in CLAIMS}
+    wanted = [identifier.strip().upper() for identifier in ids]
+    for identifier in wanted:
+        if identifier not in known:
+            raise ValueError(f"claim={identifier!r}: accepted are {', '.join(known)}")
+    return tuple(claim for claim in CLAIMS if claim.id in wanted)
+
+
+def ledger_table(verdicts: Sequence[Verdict], command: str = "halfulp claims") -> Table:
+    """Return the verdicts as a table: id, claim, the paper's figure, the figure here, the verdict, the command."""
+    columns = ("id", "claim", "paper", "measured here", "verdict", "rule", "command")
+    rows = tuple((v.id, v.statement, v.paper, v.measured, v.verdict, v.rule, v.command) for v in verdicts)
+    counts = {kind: sum(v.verdict == kind for v in verdicts) for kind in dict.fromkeys(v.verdict for v in verdicts)}
+    return Table("Claims ledger", columns, rows, ", ".join(f"{n} {kind}" for kind, n in counts.items()), command)
+
+
+def _run(claim: Claim, lab: Lab) -> Verdict:
+    began = time.perf_counter()
+    with one_thread():
+        measured = None if claim.measure is None else claim.measure(lab)
+    return Verdict(
+        id=claim.id,
+        group=claim.group,
+        statement=claim.statement,
+        paper=claim.paper,
+        measured="" if measured is None else measured.text,
+        figures={} if measured is None else measured.figures,
+        rule="" if claim.rule is None else claim.rule.text,
+        verdict=judge_claim(claim, measured),
+        command=claim.command,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _cost(claim: Claim) -> float:
+    return claim.seconds if claim.measure is not None else 0.0
+
+
+def _part(report: Progress, start: float, share: float, name: str) -> Progress:
+    return lambda fraction, message: report(start + share * fraction, f"{name}: {message}")

@@ -1,0 +1,190 @@
+"""Claims of the micro-benchmark paper: how far flash attention deviates, per format, length and block shape.
+
+The text at hand does not say what the paper's inputs or sizes were, nor in which precision its running sums were held.
+So each claim names the recipe and inputs for which it is judged, and its figures show the others beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+
+from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
+from halfulp.experiments.sweep import (
+    FLASH_FAMILIES,
+    FORMATS,
+    Deviation,
+    Inputs,
+    Setting,
+    SweepResult,
+    factor_of,
+    sweep_block,
+    sweep_length,
+    sweep_order,
+    sweep_precision,
+)
+
+_INPUTS: tuple[Inputs, ...] = ("uniform", "normal")
+_UNIFORM = "flash1 uniform"
+
+
+def _precision(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
+    setting = Setting(length=length, memory=memory, inputs=inputs)
+    return lab.swept(f"precision {setting}", lambda: sweep_precision(setting, progress=lab.report))
+
+
+def _formats(lab: Lab) -> Measured:
+    """B2: median over seeds of max |flash − baseline| per format; the share of families in which it always falls."""
+    falling, parts = [], []
+    for inputs in _INPUTS:
+        found = _precision(lab, inputs, 1024, 16384)
+        for family in FLASH_FAMILIES:
+            medians = [_median(found, family, fmt.name) for fmt in FORMATS]
+            falling.append(all(a > b for a, b in pairwise(medians)))
+            parts.append(f"{family}, {inputs}: " + " → ".join(f"{m:.1e}" for m in medians))
+    names = ", ".join(fmt.name for fmt in FORMATS)
+    text = f"max |flash − baseline| in {names}: {'; '.join(parts)} (median of 10 seeds, N = 1024, d = 64)"
+    return Measured({"falling": sum(falling) / len(falling)}, text)
+
+
+def _factor(lab: Lab) -> Measured:
+    """B3: max error of flash over that of the baseline, both against golden, bf16; several inputs, lengths, tiles."""
+    factors: dict[str, list[float]] = {family: [] for family in FLASH_FAMILIES}
+    where: list[str] = []
+    settings = [(i, n, m) for i in _INPUTS for n in (512, 1024, 2048) for m in (4096, 16384)]
+    for number, (inputs, length, memory) in enumerate(settings):
+        lab.report(number / len(settings), f"bf16 against golden, {inputs} inputs, N = {length}")
+        found = _bf16(lab, inputs, length, memory)
+        (base,) = found.select(family="baseline", against="golden", format="bf16")
+        for family in FLASH_FAMILIES:
+            (this,) = found.select(family=family, against="golden", format="bf16")
+            factors[family].append(factor_of(this, base) or float("nan"))
+        where.append(f"{inputs}, N = {length}, B_c = {-(-memory // 256)}")
+    shown = "; ".join(f"{family} × {min(f):.2g} to {max(f):.2g}" for family, f in factors.items())
+    largest = where[max(range(len(where)), key=lambda i: factors[_UNIFORM][i])]
+    text = (
+        f"max error of flash over the baseline's, {len(settings)} settings of 10 seeds: {shown}; largest at {largest}"
+    )
+    low, high = min(factors[_UNIFORM]), max(factors[_UNIFORM])
+    return Measured({"low": low, "high": high, "stock": max(factors["flash2 stock"])}, text)
+
+
+def _bf16(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
+    setting = Setting(length=length, memory=memory, inputs=inputs)
+    bf16 = FORMATS[:1]
+    return lab.swept(f"bf16 {setting}", lambda: sweep_precision(setting, formats=bf16, families=FLASH_FAMILIES))
+
+
+def _length(lab: Lab) -> Measured:
+    """B4: max, mean and std of |flash − baseline| at N = 2048 over those at N = 128, bf16, fixed blocks."""
+    figures: dict[str, float] = {}
+    parts = []
+    for inputs in _INPUTS:
+        found = _lengths(lab, inputs)
+        for family in (_UNIFORM, "flash2 stock"):
+            points = found.select(family=family, against="baseline")
+            ratios = {s: _growth(points, s) for s in ("max", "mean", "std")}
+            figures |= {f"{family}, {inputs}: {s}": ratio for s, ratio in ratios.items()}
+            parts.append(f"{family}, {inputs}: " + ", ".join(f"{s} × {r:.2f}" for s, r in ratios.items()))
+    least = min(figures[f"{_UNIFORM}, uniform: {s}"] for s in ("max", "mean", "std"))
+    text = f"N = 2048 over N = 128: {'; '.join(parts)} (median of 10 seeds, d = 64, 64 × 64 blocks)"
+    return Measured(figures | {"least": least}, text)
+
+
+def _lengths(lab: Lab, inputs: Inputs) -> SweepResult:
+    return lab.swept(f"length {inputs}", lambda: sweep_length(Setting(inputs=inputs), progress=lab.report))
+
+
+def _blocks(lab: Lab) -> Measured:
+    """B5: block dimensions exchanged, square at the same area, and larger; four formats."""
+    order = lab.swept("order", lambda: sweep_order(progress=lambda f, m: lab.report(f / 2, m)))
+    size = lab.swept("block", lambda: sweep_block(progress=lambda f, m: lab.report(0.5 + f / 2, m)))
+    exchanged, square, larger = {}, {}, {}
+    for fmt in FORMATS:
+        exchanged[fmt.name] = _against_published(order, fmt.name, "exchanged")
+        square[fmt.name] = _against_published(order, fmt.name, "square")
+        larger[fmt.name] = _growth(size.select(format=fmt.name, family=_UNIFORM, against="baseline"), "max")
+    parts = [
+        f"{name} " + ", ".join(f"{fmt} × {ratio:.2f}" for fmt, ratio in ratios.items())
+        for name, ratios in (("exchanged", exchanged), ("square", square), ("largest over smallest block", larger))
+    ]
+    text = f"max |flash − baseline|, {_UNIFORM}, N = 512, d = 32, median of 10 seeds: {'; '.join(parts)}"
+    figures = {
+        "exchanged, bf16 and fp16": min(exchanged["bf16"], exchanged["fp16"]),
+        "square, furthest from 1": max(square.values(), key=lambda ratio: abs(ratio - 1)),
+        "larger": max(larger.values()),
+    }
+    return Measured(figures, text)
+
+
+def _against_published(found: SweepResult, fmt: str, order: str) -> float:
+    """The median, over blocks and seeds, of the deviation with that order over that of the published one."""
+    changed = found.select(format=fmt, family=f"{_UNIFORM}, {order}", against="baseline")
+    published = found.select(format=fmt, family=_UNIFORM, against="baseline")
+    pairs = zip(changed, published, strict=True)
+    return statistics.median(a / b for this, that in pairs for a, b in zip(this.max, that.max, strict=True))
+
+
+def _growth(points: list[Deviation], statistic: str) -> float:
+    """The last point's median over the first's."""
+    first, last = (statistics.median(getattr(point, statistic)) for point in (points[0], points[-1]))
+    return float(last / first)
+
+
+def _median(found: SweepResult, family: str, fmt: str) -> float:
+    (point,) = found.select(family=family, format=fmt, against="baseline")
+    return statistics.median(point.max)
+
+
+CLAIMS = (
+    Claim(
+        "B2",
+        "B",
+        "the deviation of flash attention from the baseline shrinks as the mantissa grows, bf16 to fp64",
+        "fig. 3: it falls from format to format",
+        _formats,
+        Rule("it falls at every step of the mantissa, for every family of recipes", lambda f: f["falling"] == 1),
+        seconds=8.0,
+    ),
+    Claim(
+        "B3",
+        "B",
+        "against the fp64 golden value, bf16 flash attention deviates about 10 times more than the baseline",
+        "fig. 4: about 10 times",
+        _factor,
+        Rule(
+            f"for {_UNIFORM} (all intermediates in bf16) the factor is above 1 in every setting and reaches 10 in some",
+            lambda f: f["low"] > 1 and f["high"] >= 10,
+        ),
+        seconds=15.0,
+    ),
+    Claim(
+        "B4",
+        "B",
+        "the deviation grows with the sequence length: max, mean and standard deviation",
+        "fig. 5: all three rise",
+        _length,
+        Rule(
+            f"for {_UNIFORM} on inputs uniform on [0, 1), all three at N = 2048 are at least 1.5 × those at N = 128",
+            lambda f: f["least"] >= 1.5,
+        ),
+        seconds=8.0,
+    ),
+    Claim(
+        "B5",
+        "B",
+        "exchanging the block dimensions raises the deviation; square blocks change nothing; larger blocks lower it",
+        "fig. 6: raised (a), unchanged (b), lowered (c)",
+        _blocks,
+        Rule(
+            "exchanged above × 1.1 in bf16 and fp16; square of the same area within × 0.8 to 1.25 in all four formats; "
+            "largest block below × 0.9 of the smallest in all four",
+            lambda f: (
+                f["exchanged, bf16 and fp16"] > 1.1
+                and 0.8 <= f["square, furthest from 1"] <= 1.25
+                and f["larger"] < 0.9
+            ),
+        ),
+        seconds=8.0,
+    ),
+)

@@ -1,0 +1,162 @@
+"""What a claim, its measurement and its verdict are; the claims themselves stand in the files by topic.
+
+A verdict is computed from measured figures by a rule that is printed beside it. "Not reproduced" is a good answer where
+it is true, and a claim that nobody has measured yet says so and shows no figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from halfulp.experiments.failure import FailureRun, run_failures
+from halfulp.experiments.ladder import LADDER
+from halfulp.experiments.results import Progress, no_progress
+from halfulp.experiments.sweep import SweepResult
+from halfulp.recipes import Recipe
+
+VerdictKind: TypeAlias = Literal[
+    "reproduced", "reproduced at reduced scale", "not reproduced", "needs a GPU", "not yet"
+]
+Group: TypeAlias = Literal["A", "B", "C", "D"]
+Figures: TypeAlias = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured for one claim."""
+
+    figures: dict[str, float]  # what the rule looks at
+    text: str  # the same for a reader, with sample size and uncertainty
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a claim counts as reproduced: in words and as a function of the figures."""
+
+    text: str
+    holds: Callable[[Figures], bool]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row of the ledger."""
+
+    id: str
+    group: Group
+    statement: str
+    paper: str  # what the paper saw, or "" for observations of our own
+    measure: Callable[[Lab], Measured] | None = None
+    rule: Rule | None = None
+    reduced: bool = False  # measured on something smaller than the paper's, which the verdict then says
+    without: Literal["not yet", "needs a GPU"] = "not yet"  # the verdict where there is no measurement
+    seconds: float = 1.0  # rough cost, for the progress bar
+
+    @property
+    def command(self) -> str:
+        """The command that repeats it."""
+        return f"halfulp claims {self.id}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim with what was found."""
+
+    id: str
+    group: Group
+    statement: str
+    paper: str
+    measured: str  # "" where nothing was measured
+    figures: dict[str, float]
+    rule: str
+    verdict: VerdictKind
+    command: str
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form; figures that are not finite become None."""
+        plain = asdict(self)
+        plain["figures"] = {name: x if math.isfinite(x) else None for name, x in self.figures.items()}
+        return plain
+
+
+def judge_claim(claim: Claim, measured: Measured | None) -> VerdictKind:
+    """Return the verdict from the measured figures; a rule over a figure that is NaN does not hold."""
+    if measured is None or claim.rule is None:
+        return claim.without
+    if any(math.isnan(x) for x in measured.figures.values()) or not claim.rule.holds(measured.figures):
+        return "not reproduced"
+    return "reproduced at reduced scale" if claim.reduced else "reproduced"
+
+
+@dataclass
+class Lab:
+    """Where claims are measured: what several of them share is measured once."""
+
+    workers: int = 2
+    seeds: tuple[int, ...] = (0, 1, 2)
+    steps: int = 4000
+    runs: dict[tuple[str, int], FailureRun] = field(default_factory=dict)
+    sweeps: dict[str, SweepResult] = field(default_factory=dict)
+    report: Progress = no_progress  # of the claim being measured
+
+    def trained(self, names: Sequence[str]) -> dict[str, list[FailureRun]]:
+        """Return the failure task's runs by attention name: PyTorch's or a rung of the ladder, every seed of each."""
+        missing = [name for name in names if any((name, seed) not in self.runs for seed in self.seeds)]
+        choices = [rung_recipe(name) for name in missing]
+        found = run_failures(choices, self.seeds, self.steps, workers=self.workers, progress=self.report)
+        for run in found:
+            self.runs[run.attention, run.seed] = run
+        return {name: [self.runs[name, seed] for seed in self.seeds] for name in names}
+
+    def swept(self, name: str, measure: Callable[[], SweepResult]) -> SweepResult:
+        """Return the sweep kept under a name, measured if it is not there yet."""
+        if name not in self.sweeps:
+            self.sweeps[name] = measure()
+        return self.sweeps[name]
+
+
+def rung_recipe(name: str) -> str | Recipe:
+    """Return the ladder's recipe of that name, or the name itself if it is one of PyTorch's kernels."""
+    return next((rung.recipe for rung in LADDER if rung.recipe.name == name), name)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean with its standard error and sample count."""
+
+    value: float
+    error: float
+    count: int
+
+    @property
+    def t(self) -> float:
+        """How many standard errors the mean lies from zero; 0 where it is exactly 0."""
+        if self.error == 0:
+            return math.copysign(math.inf, self.value) if self.value else 0.0
+        return self.value / self.error
+
+    def __str__(self) -> str:
+        return f"{self.value:+.3g} ± {self.error:.1g} (n = {self.count})"
+
+
+def mean_of(values: Tensor) -> Mean:
+    """Return the mean of independent values, in float64."""
+    x = values.detach().double().flatten()
+    error = float(x.std() / math.sqrt(x.numel())) if x.numel() > 1 else math.nan
+    return Mean(float(x.mean()), error, x.numel())
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a CPU generator with that seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def relative(value: Tensor, truth: Tensor) -> float:
+    """Return the relative L2 distance, in float64."""
+    return float((value.double() - truth.double()).norm() / truth.double().norm())
