@@ -56,10 +56,9 @@ class _Plan:
     far: float  # a magnitude, in spacings, that is beyond max in every binade
     # Adding and subtracting 1.5 * 2**(container's mantissa bits) rounds a scaled number to an integer, ties to even.
     by_addition: bool  # whether the format leaves the two bits that this takes
-    shift: (
-        float | None
-    )  # x + shift * binade - shift * binade does the same without scaling, below the largest exponents
-    stretch: tuple[float, ...]  # multiplying by these in turn makes infinities of exactly the values beyond max
+    shift: float | None  # x + shift * binade - shift * binade does it without scaling, if no exponent is too large
+    # Multiplying by these in turn makes infinities of exactly the values beyond max. None: the policy is another.
+    stretch: tuple[float, ...] | None
 
 
 @lru_cache(maxsize=256)
@@ -77,7 +76,7 @@ def _plan(fmt: Format, dtype: torch.dtype, rounding: Rounding) -> _Plan:
         far=2.0 ** (fmt.mantissa_bits + 2),
         by_addition=spare >= 2,
         shift=1.5 * 2.0**spare if to_even and room > spare >= 2 else None,
-        stretch=(2.0**room, 2.0**-room) if stretchable else (),
+        stretch=((2.0**room, 2.0**-room) if room else ()) if stretchable else None,
     )
 
 
@@ -104,8 +103,8 @@ def round_general(x: Tensor, fmt: Format, rounding: Rounding, seed: int, offset:
     if not fits_container(fmt, x.dtype):
         return round_general(x.double(), fmt, rounding, seed, offset).to(x.dtype)
     container, plan = _CONTAINERS[x.dtype], _plan(fmt, x.dtype, rounding)
-    spacing, *stretch = (torch.tensor(value, dtype=x.dtype, device="cpu") for value in (plan.spacing, *plan.stretch))
-    integer = torch.tensor(1.5 * 2.0**container.mantissa_bits, dtype=x.dtype, device="cpu")
+    constants = (1.5 * 2.0**container.mantissa_bits, plan.spacing, *(plan.stretch or ()))
+    integer, spacing, *stretch = (torch.tensor(value, dtype=x.dtype, device="cpu") for value in constants)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = min(x.numel(), CHUNK) if x.device.type == "cpu" else x.numel()
     scratch = torch.empty(size, dtype=x.dtype, device=x.device)
@@ -132,7 +131,7 @@ def round_general(x: Tensor, fmt: Format, rounding: Rounding, seed: int, offset:
             y.mul_(torch.ge(y.abs(), fmt.min_normal, out=unit))
         for factor in stretch:
             y.mul_(factor)
-        if not stretch:
+        if plan.stretch is None:
             _apply_overflow(part, y, fmt, rounding)
         offset += part.numel()
     return out
