@@ -1,5 +1,6 @@
 """Every built-in target computes attention or says why it cannot, and every name leads to a target or to one line."""
 
+import importlib
 import math
 import re
 import shutil
@@ -16,6 +17,7 @@ from halfulp.audit.targets import Target, builtin_targets, resolve, run_target
 from halfulp.recipes import RECIPES
 from tests.audit.calls import FORWARD_ONLY, B, D, H, N, check_right, plain, run, tensors
 
+BUILTIN = importlib.import_module("halfulp.audit.builtin")  # `halfulp.audit` itself may be the function
 LOCAL = ("sdpa", "sdpa:math", "sdpa:flash", "eager", "flex", "recipe:BF16_HALFULP", "recipe:FP32")
 
 
@@ -141,7 +143,7 @@ def test_flash_attn_gets_its_own_layout(monkeypatch):
 
 
 def resolve_without_missing(monkeypatch):
-    monkeypatch.setattr("halfulp.audit.builtin._no_flash_attn", lambda: None)
+    monkeypatch.setattr(BUILTIN, "_no_flash_attn", lambda: None)
     return resolve("flash_attn")
 
 
@@ -177,7 +179,7 @@ def test_an_unknown_transformers_function_is_unsupported(transformers):
 
 
 def test_without_transformers_its_targets_say_so(monkeypatch):
-    monkeypatch.setattr("halfulp.audit.builtin._installed", lambda package: False)
+    monkeypatch.setattr(BUILTIN, "_installed", lambda package: False)
     assert resolve("transformers:eager").missing == "transformers is not installed"
     assert resolve("transformers:flash_attention_2").missing == "transformers is not installed"
 
