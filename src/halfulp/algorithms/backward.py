@@ -24,10 +24,7 @@ def backward(
     """
     do = read_input("grad_out", grad_out, step)
     rows_of = _Rows(problem, saved, step)
-    delta = step("delta", _delta(problem, saved, rows_of, do, step))
-    if grad_lse is not None:
-        # A fully masked row's lse is constant, and the gradient that reaches it may be infinite or NaN.
-        delta = delta - torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(delta.dtype))
+    delta = _Delta(problem, saved, rows_of, do, grad_lse, step)
     dq = torch.zeros_like(problem.query)
     dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
     for cols in problem.col_tiles():
@@ -37,7 +34,8 @@ def backward(
             p, p_for_value = rows_of.probabilities(rows, cols)
             operand, do_i = step("probabilities_operand", p_for_value), do[:, :, rows]
             _add(dv[:, :, cols], product(operand.mT, do_i, step), step)
-            ds = _grad_scores(problem, p, do_i, delta[:, :, rows], cols, step)
+            dp = step("grad_probabilities", product(do_i, problem.value[:, :, cols].mT, step))
+            ds = _grad_scores(problem, p, dp, delta.tile(rows, dp, p), step)
             _add(dq[:, :, rows], product(ds, problem.key[:, :, cols], step), step)
             _add(dk[:, :, cols], product(ds.mT, problem.query[:, :, rows], step), step)
     if problem.recipe.gradient_scale_at == "products":
@@ -46,13 +44,12 @@ def backward(
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
 
 
-def _grad_scores(problem: Problem, p: Tensor, do_i: Tensor, delta_i: Tensor, cols: slice, step: Step) -> Tensor:
+def _grad_scores(problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, step: Step) -> Tensor:
     """dS of one tile `[B, H, rows, cols]` as it enters dQ and dK, with α where the recipe puts it."""
     where, scratch = problem.recipe.gradient_scale_at, step.scratch
-    dp = step("grad_probabilities", product(do_i, problem.value[:, :, cols].mT, step))
     if where == "probabilities":
         p = step("scaled_probabilities", p * problem.alpha)
-    centered = step("grad_centered", torch.sub(dp, delta_i, out=scratch(dp)))
+    centered = step("grad_centered", torch.sub(dp, delta, out=scratch(dp)))
     ds = step("grad_scores", torch.mul(centered, p, out=scratch(centered)))
     return step("scaled_grad_scores", ds * problem.alpha) if where == "scores" else ds
 
@@ -96,18 +93,39 @@ class _Rows:
         return torch.where(lse == -math.inf, 1.0, self.problem.exp(lse - self.shift))
 
 
-def _delta(problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor, step: Step) -> Tensor:
-    """δ `[B, H, N_q, 1]`: rowsum(dO ∘ O), or rowsum(dP ∘ P) at the cost of one more pass."""
-    if problem.recipe.delta_from != "probabilities":
-        return step("delta_products", do * saved.out_for_delta).sum(-1, keepdim=True)
-    delta = torch.zeros_like(saved.lse)
-    for rows in problem.row_tiles():
-        for cols in problem.col_tiles():
-            if not problem.mask.hides(rows, cols):
-                dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
-                terms = step("delta_products", dp * rows_of.probabilities(rows, cols)[0])
-                delta[:, :, rows] += terms.sum(-1, keepdim=True)
-    return delta
+class _Delta:
+    """δ − dLSE, row by row: δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) at the cost of one more pass over the tiles."""
+
+    def __init__(
+        self, problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor, grad_lse: Tensor | None, step: Step
+    ) -> None:
+        self.step, self.grad_lse = step, grad_lse
+        self.delta: Tensor | None = None
+        if grad_lse is not None:
+            # A fully masked row's lse is constant, and the gradient that reaches it may be infinite or NaN.
+            self.grad_lse = torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(do.dtype))
+        if problem.recipe.delta_from != "probabilities":
+            self.delta = step("delta", step("delta_products", do * saved.out_for_delta).sum(-1, keepdim=True))
+        elif len(problem.row_tiles()) > 1 or len(problem.col_tiles()) > 1:
+            self.delta = step("delta", self._summed(problem, saved, rows_of, do))
+
+    def tile(self, rows: slice, dp: Tensor, p: Tensor) -> Tensor:
+        """δ − dLSE `[B, H, rows, 1]`; where one tile is the whole problem, δ is summed from what is at hand."""
+        if self.delta is None:
+            delta = self.step("delta", self.step("delta_products", dp * p).sum(-1, keepdim=True))
+        else:
+            delta = self.delta[:, :, rows]
+        return delta if self.grad_lse is None else delta - self.grad_lse[:, :, rows]
+
+    def _summed(self, problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor) -> Tensor:
+        step, delta = self.step, torch.zeros_like(saved.lse)
+        for rows in problem.row_tiles():
+            for cols in problem.col_tiles():
+                if not problem.mask.hides(rows, cols):
+                    dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
+                    terms = step("delta_products", dp * rows_of.probabilities(rows, cols)[0])
+                    delta[:, :, rows] += terms.sum(-1, keepdim=True)
+        return delta
 
 
 def _add(total: Tensor, block: Tensor, step: Step) -> None:
