@@ -13,7 +13,6 @@ from halfulp.audit.verdict import Finding
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
 LEVELS = {"all_negative", "deep_negative", "lse_below_88", "very_large", "ties_negative"}  # scores far from 0
-SCORES = LEVELS | {"sharp", "odd_scale", "rising"}  # where the rounding of scores counts
 RAGGED = {"odd_lengths", "odd_lengths_causal", "cross", "wider_values"}
 CAUSAL = {"gaussian_causal", "sink", "lse_below_88", "gqa", "odd_lengths_causal"}
 PLAIN = {"gaussian", "gaussian_causal", "diffuse", "odd_lengths", "odd_lengths_causal", "cross"}
@@ -45,6 +44,11 @@ class Evidence:
             if f.case is not None and f.kind != "relation" and kind in (None, f.kind) and tensor in (None, f.tensor)
         }
 
+    def worst(self, tensor: str, probes: set[str]) -> float:
+        """The largest error on those probes, in units of its limit's reference; 0 where none fails."""
+        found = (f for f in self.findings if f.tensor == tensor and f.kind == "error")
+        return max((f.ratio for f in found if f.case is not None and f.case.probe in probes), default=0.0)
+
     @property
     def tensors(self) -> set[str]:
         """Tensors with a finding."""
@@ -75,7 +79,7 @@ FORWARD = "activations carry an error that the next layers and the gradient inhe
 
 def _underflows(e: Evidence) -> bool:
     broken = e.probes("non-finite", "out")
-    return bool(broken) and all(name.startswith("ties") for name in broken)
+    return bool(broken & {"ties_many", "ties_negative"}) and "deep_negative" not in broken
 
 
 def _exp_of_lse(e: Evidence) -> bool:
@@ -83,7 +87,9 @@ def _exp_of_lse(e: Evidence) -> bool:
 
 
 def _maximum_untracked(e: Evidence) -> bool:
-    return bool(e.probes("non-finite") & LEVELS) and bool(e.probes(tensor="out") & LEVELS)
+    failing, broken = e.probes(tensor="out"), e.probes("non-finite")
+    below_zero = LEVELS - {"very_large"}
+    return bool(broken & LEVELS and failing & LEVELS) or (bool(failing) and failing <= below_zero)
 
 
 def _accumulates(e: Evidence) -> bool:
@@ -96,12 +102,17 @@ def _truncates(e: Evidence) -> bool:
 
 
 def _loses_small_weights(e: Evidence) -> bool:
-    failing = e.probes(tensor="out")
-    return "diffuse" in failing and not failing & {"hot_token", "ties_two", "sink"}
+    return "diffuse" in e.probes("lean", "out") and "hot_token" not in e.probes(tensor="out")
 
 
 def _coarse_scores_backward(e: Evidence) -> bool:
-    return e.forward_clean and bool(e.probes() & SCORES) and "diffuse" not in e.probes()
+    # dV depends on P alone, so it tells a wrong P from a wrong δ; coarse scores hurt far more where they are large.
+    large = e.worst("grad_value", {"deep_negative", "very_large", "odd_scale"})
+    return e.forward_clean and large > 2 * e.worst("grad_value", {"gaussian", "diffuse"})
+
+
+def _causal(e: Evidence) -> bool:
+    return e.only({"odd_lengths_causal"}) or (e.only(CAUSAL) and "gaussian_causal" in e.probes())
 
 
 def _coarse_scores(e: Evidence) -> bool:
@@ -111,11 +122,15 @@ def _coarse_scores(e: Evidence) -> bool:
 
 def _delta(e: Evidence) -> bool:
     sums = e.property_starts("row sums") or e.property_starts("Σ dK")
-    return e.forward_clean and "grad_value" not in e.tensors and (sums or e.tensors <= {"grad_query", "grad_key"})
+    return e.forward_clean and "grad_value" not in e.tensors and sums
+
+
+def _only_dq_and_dk(e: Evidence) -> bool:
+    return e.forward_clean and e.tensors <= {"grad_query", "grad_key"}
 
 
 def _rows_do_not_sum(e: Evidence) -> bool:
-    return e.forward_clean and (e.property_starts("Σ dV") or e.tensors == {"grad_value"})
+    return e.forward_clean and e.property_starts("Σ dV")
 
 
 Rule = tuple[Callable[[Evidence], bool], Cause]
@@ -150,6 +165,26 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     (
+        _coarse_scores_backward,
+        Cause(
+            "scores are recomputed more coarsely in the backward pass",
+            "cudnn-frontend 744 (scores recomputed in fp16), FastVideo PR 1730 (key pre-scaled in bf16)",
+            GRADIENT,
+        ),
+    ),
+    (
+        _delta,
+        Cause(
+            "δ, or the difference dP − δ, is too coarse",
+            "flash-attention PR 2893 (dS product in bf16), jax PR 40128 (rounded before a cancelling sum)",
+            DELTA,
+        ),
+    ),
+    (
+        lambda e: e.tensors == {"grad_value"},
+        Cause("P is too coarse in dV = Pᵀ dO", "triton PR 3408 (row sums too coarse for reuse in backward)", GRADIENT),
+    ),
+    (
         _accumulates,
         Cause(
             "gradients are accumulated in low precision across blocks",
@@ -163,15 +198,17 @@ RULES: tuple[Rule, ...] = (
         Cause("query heads are paired with the wrong key heads", "grouped-query attention", FORWARD),
     ),
     (
-        lambda e: e.only(RAGGED),
-        Cause("the last, ragged tile is wrong", "kernels tested at multiples of the block only", FORWARD),
-    ),
-    (
-        lambda e: e.only(CAUSAL),
+        _causal,
         Cause(
             "the causal mask is wrong",
             "off by one on the diagonal",
             "tokens see the future or miss the present: the loss looks too good, or learning stalls",
+        ),
+    ),
+    (
+        lambda e: e.only(RAGGED),
+        Cause(
+            "sizes off the block (N or d) are handled wrongly", "kernels tested at multiples of the block only", FORWARD
         ),
     ),
     (
@@ -195,14 +232,6 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        _coarse_scores_backward,
-        Cause(
-            "scores are recomputed more coarsely in the backward pass",
-            "cudnn-frontend 744 (scores recomputed in fp16), FastVideo PR 1730 (key pre-scaled in bf16)",
-            GRADIENT,
-        ),
-    ),
-    (
         _coarse_scores,
         Cause(
             "scores are rounded to the input's format", "eager attention in bf16; Qiu & Yao's official code", FORWARD
@@ -213,20 +242,16 @@ RULES: tuple[Rule, ...] = (
         Cause("weights and row sum disagree", "flash-attention PR 2721 (l and P̄ disagree)", FORWARD),
     ),
     (
-        _delta,
-        Cause(
-            "δ, or the difference dP − δ, is too coarse",
-            "flash-attention PR 2893 (dS product in bf16), jax PR 40128 (rounded before a cancelling sum)",
-            DELTA,
-        ),
-    ),
-    (
         _rows_do_not_sum,
         Cause(
             "P's rows do not sum to 1 in the backward pass",
             "triton PR 3408 (row sums too coarse for reuse in backward)",
             GRADIENT,
         ),
+    ),
+    (
+        _only_dq_and_dk,
+        Cause("dS is too coarse", "flash-attention PR 2893 (dS product in bf16)", GRADIENT),
     ),
     (
         lambda e: e.forward_clean,

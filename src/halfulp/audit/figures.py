@@ -23,6 +23,17 @@ GRADIENTS = ("grad_query", "grad_key", "grad_value")
 SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _SLACK = 2.0**-7
 _TINY = FP32.min_normal
+_ROUNDING = 0.4  # root mean square of a rounding to nearest, in unit roundoffs, over a binade
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The error that rounding O by 1 (relative) leaves in gradients through δ, per head `[S]`."""
+
+    grad_query: Tensor
+    grad_key: Tensor
+    row_sums: Tensor
+    key_sum: Tensor  # of Σ_j dK_j
 
 
 @dataclass(frozen=True)
@@ -36,41 +47,53 @@ class Noise:
     grad_key: Tensor
     grad_value: Tensor
     row_sums: Tensor  # of dS, over rows
+    delta: Delta  # what rounding O to nearest makes of δ, in the same tensors
 
 
-def natural_noise(x: Inputs) -> Noise:
-    """The noise scales of one case in fp64: Σ P²v², and with w = P(|dP| + |δ|): Σ w²k², Σ w²q², Σ P²dO², Σ w² over
-    all pairs.
+def natural_noise(x: Inputs, out: Tensor) -> Noise:
+    """The noise scales of one case in fp64, from its golden out: root sums over all pairs.
+
+    With w = P(|dP| + |δ|): Σ P²v², Σ w²k², Σ w²q², Σ P²dO², Σ w². With e² = Σ_d (dO O)² a row, what O's rounding makes
+    of δ: Σ e²(PK)², Σ e²P²q², Σ e², Σ e²q².
     """
     groups = x.query.shape[1] // x.key.shape[1]
     q, do = x.query.double(), x.grad_out.double()
     k, v = (t.double().repeat_interleave(groups, dim=1) for t in (x.key, x.value))
     mask, cols = Mask(x.is_causal, x.attn_mask), slice(0, k.shape[2])
-    squares = {name: t.square().sum(-1) for name, t in (("q", q), ("k", k), ("v", v), ("do", do))}
-    totals = {
-        name: torch.zeros(q.shape[:2], dtype=torch.float64, device=q.device) for name in Noise.__dataclass_fields__
-    }
+    q2, k2, v2, do2 = (t.square().sum(-1) for t in (q, k, v, do))
+    e2 = (do * out).square().sum(-1)
+    total: dict[str, Tensor] = {}
     step = max(1, 2**23 // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         rows = slice(start, min(start + step, q.shape[2]))
-        scores = mask.apply(q[:, :, rows] @ k.mT * x.scale, rows, cols, 1.0)
-        p = torch.softmax(scores, -1).nan_to_num_(0.0)
+        p = torch.softmax(mask.apply(q[:, :, rows] @ k.mT * x.scale, rows, cols, 1.0), -1).nan_to_num_(0.0)
         dp = do[:, :, rows] @ v.mT
         w2 = (p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())).square_()
+        attended = (p @ k).square().sum(-1)
         p2 = p.square_()
-        totals["out"] += (p2 @ squares["v"].unsqueeze(-1)).sum((-2, -1))
-        totals["grad_value"] += (p2.sum(-1) * squares["do"][:, :, rows]).sum(-1)
-        totals["grad_query"] += (w2 @ squares["k"].unsqueeze(-1)).sum((-2, -1)) * x.scale**2
-        totals["grad_key"] += (w2.sum(-1) * squares["q"][:, :, rows]).sum(-1) * x.scale**2
-        totals["row_sums"] += w2.sum((-2, -1))
-    return Noise(**{name: _per_sample(total.sqrt(), name, groups) for name, total in totals.items()})
+        p2_rows, w2_rows, e2_rows, q2_rows = p2.sum(-1), w2.sum(-1), e2[:, :, rows], q2[:, :, rows]
+        parts = {
+            "out": (p2 @ v2.unsqueeze(-1)).squeeze(-1),
+            "grad_value": p2_rows * do2[:, :, rows],
+            "grad_query": (w2 @ k2.unsqueeze(-1)).squeeze(-1) * x.scale**2,
+            "grad_key": w2_rows * q2_rows * x.scale**2,
+            "row_sums": w2_rows,
+            "delta grad_query": e2_rows * attended * x.scale**2,
+            "delta grad_key": e2_rows * p2_rows * q2_rows * x.scale**2,
+            "delta row_sums": e2_rows,
+            "delta key_sum": e2_rows * q2_rows * x.scale**2,
+        }
+        for name, part in parts.items():
+            total[name] = total.get(name, 0.0) + part.sum(-1)
+    keyed = ("grad_key", "grad_value", "delta grad_key", "delta key_sum")
+    roots = {n: _per_sample(t.sqrt(), n in keyed and groups > 1, groups) for n, t in total.items()}
+    of_delta = {n.removeprefix("delta "): roots.pop(n) for n in list(roots) if n.startswith("delta ")}
+    return Noise(**roots, delta=Delta(**of_delta))
 
 
-def _per_sample(x: Tensor, name: str, groups: int) -> Tensor:
-    """One number a sample: `[B·H]`, or `[B·H_k]` for dK and dV."""
-    if name in ("grad_key", "grad_value") and groups > 1:
-        x = x.reshape(x.shape[0], -1, groups).square().sum(-1).sqrt()
-    return x.flatten()
+def _per_sample(x: Tensor, grouped: bool, groups: int) -> Tensor:
+    """One number a sample: `[B·H]`, or `[B·H_k]` where query heads share a key head."""
+    return (x.reshape(x.shape[0], -1, groups).square().sum(-1).sqrt() if grouped else x).flatten()
 
 
 @dataclass(frozen=True)
@@ -83,6 +106,8 @@ class Figure:
     tensor: str  # which result it was read from: out, lse, grad_query, ...
     error: Tensor
     slack: Tensor
+    own: Tensor  # the error that rounding the result itself may make: no reference is held below it
+    through_delta: Tensor  # the error that rounding O may make through δ: the stock recipe is not held below it
     size: Tensor  # the larger of the golden value's norm and the natural noise of a rounding of 1
 
     @property
@@ -142,7 +167,9 @@ def measure(result: AttentionResult, truth: AttentionResult, noise: Noise, x: In
             figures.append(_lse_figure(got, exact, fmt))
             continue
         difference = torch.where(representable, got - exact, 0.0)
-        figures.append(_figure(f"{SHORT[name]} error", name, difference, exact, getattr(noise, name), fmt))
+        allowed = _allowed(name, exact, noise)
+        label = f"{SHORT[name]} error"
+        figures.append(_figure(label, name, difference, exact, getattr(noise, name), allowed, fmt.unit_roundoff))
         leans.append(Lean(name, _lean(difference, exact, getattr(noise, name), fmt)))
         ulps[name] = _in_ulps(difference, exact, fmt)
     figures += _sums(result, truth, noise, x, fmt, probe, nonfinite)
@@ -154,9 +181,19 @@ def _norm(x: Tensor) -> Tensor:
     return x.flatten(2).square().sum(-1).sqrt().flatten()
 
 
-def _figure(name: str, tensor: str, difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Figure:
-    slack = noise * (fmt.unit_roundoff * _SLACK) + _TINY * (difference.numel() / noise.numel()) ** 0.5
-    return Figure(name, tensor, _norm(difference), slack, torch.maximum(_norm(exact), noise))
+def _figure(
+    name: str, tensor: str, difference: Tensor, exact: Tensor, noise: Tensor, allowed: tuple[Tensor, Tensor], u: float
+) -> Figure:
+    """`allowed` is (own, through δ), in unit roundoffs `u` as `noise` is."""
+    slack = noise * (u * _SLACK) + _TINY * (difference.numel() / noise.numel()) ** 0.5
+    own, through_delta = (_ROUNDING * u * x for x in allowed)
+    return Figure(name, tensor, _norm(difference), slack, own, through_delta, torch.maximum(_norm(exact), noise))
+
+
+def _allowed(name: str, exact: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """What rounding the result itself, and for dQ and dK rounding O, may do."""
+    own = _norm(exact)
+    return own, getattr(noise.delta, name, torch.zeros_like(own))
 
 
 def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
@@ -169,7 +206,8 @@ def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
         (difference.shape[0] * difference.shape[1],), 4 * fmt.unit_roundoff, dtype=torch.float64, device=got.device
     )
     size = _norm(torch.where(finite, exact, 0.0).unsqueeze(-1))
-    return Figure("lse error", "lse", _norm(difference), slack * difference.shape[2] ** 0.5, size)
+    slack = slack * difference.shape[2] ** 0.5
+    return Figure("lse error", "lse", _norm(difference), slack, torch.zeros_like(slack), torch.zeros_like(slack), size)
 
 
 def _lean(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tensor:
@@ -204,15 +242,20 @@ def _sums(
     keys share a feature.
     """
     found: list[Figure] = []
+    groups = x.query.shape[1] // x.key.shape[1]
+    given = _per_sample(x.grad_out.double().square().sum((-2, -1)).sqrt(), groups > 1, groups)
+    zero = torch.zeros_like(given)
+    allowed = {"grad_value": (given, zero), "grad_key": (zero, noise.delta.key_sum)}
     for name, label in (("grad_value", "Σ dV = Σ dO"), ("grad_key", "Σ dK = 0")):
         got, exact = getattr(result, name), getattr(truth, name)
         if got is None or exact is None or name in bad or x.attn_mask is not None:
             continue
-        difference = (got.double() - exact).sum(2, keepdim=True)
-        found.append(_figure(label, name, difference, exact.sum(2, keepdim=True), getattr(noise, name), fmt))
+        difference, of_exact = (got.double() - exact).sum(2, keepdim=True), exact.sum(2, keepdim=True)
+        scale = getattr(noise, name)
+        found.append(_figure(label, name, difference, of_exact, scale, allowed[name], fmt.unit_roundoff))
     if probe is not None and probe.shared_feature and result.grad_query is not None and "grad_query" not in bad:
         along = result.grad_query[..., :1].double() / (x.scale * probe.shared_feature)
-        found.append(
-            _figure("row sums of dS (δ's error)", "grad_query", along, torch.zeros_like(along), noise.row_sums, fmt)
-        )
+        label, nothing = "row sums of dS (δ's error)", torch.zeros_like(along)
+        through_delta = (torch.zeros_like(noise.row_sums), noise.delta.row_sums)
+        found.append(_figure(label, "grad_query", along, nothing, noise.row_sums, through_delta, fmt.unit_roundoff))
     return found

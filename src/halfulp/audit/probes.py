@@ -199,9 +199,10 @@ def _masked_rows(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
 
 
 def _additive_mask(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
-    """A linear position bias (ALiBi), added to the scores."""
+    """A linear position bias of another slope in each head (ALiBi), added to the scores."""
     i, j = torch.arange(shape.n_query)[:, None], torch.arange(shape.n_key)[None, :]
-    return _gaussian(shape, g) | {"attn_mask": -(i - j).abs().float()[None, None] / 16}
+    slopes = 2.0 ** -(1 + torch.arange(shape.heads, dtype=torch.float32))[:, None, None]
+    return _gaussian(shape, g) | {"attn_mask": (-(i - j).abs() * slopes)[None]}
 
 
 def _lengths(shape: Shape) -> Shape:

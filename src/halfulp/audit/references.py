@@ -47,7 +47,7 @@ def references(case: Case) -> References:
     x = case.inputs()
     probe = None if case.file else probe_named(case.probe)
     truth = golden(x.query, x.key, x.value, x.grad_out, **x.options())
-    noise = natural_noise(x)
+    noise = natural_noise(x, truth.out)
     stock = measure(emulated(x, STOCK[case.dtype]), truth, noise, x, probe)
     floor = (
         stock

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from halfulp.algorithms import AttentionResult
 from halfulp.audit.figures import Measured, measure
 from halfulp.audit.inputs import Case, Inputs
@@ -40,7 +42,8 @@ def _severity(measured: Measured, reference: References, finding: Finding) -> fl
     by_name = {f.name: f for f in reference.stock.figures}
     for got in measured.figures:
         if got.name == finding.property:
-            stock_error = float((by_name[got.name].error + got.slack).square().sum().sqrt())
+            allowed = torch.maximum(by_name[got.name].error, (got.own.square() + got.through_delta.square()).sqrt())
+            stock_error = float((allowed + got.slack).square().sum().sqrt())
             return float((got.error + got.slack).square().sum().sqrt()) / stock_error / STOCK_LIMIT
     return 0.0
 

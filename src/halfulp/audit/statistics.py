@@ -46,9 +46,15 @@ def estimate(samples: Tensor, level: float) -> Estimate:
     return Estimate(mean, error, mean - reach, mean + reach, n)
 
 
-def error_ratio(target: Figure, reference: Figure, level: float) -> Estimate:
-    """Geometric mean over heads of (target's error + slack) / (reference's error + slack), with bounds."""
-    logs = ((target.error + target.slack) / (reference.error + target.slack)).log()
+def error_ratio(target: Figure, reference: Figure, level: float, *, through_delta: bool) -> Estimate:
+    """Geometric mean over heads of (target's error + slack) / (reference's error + slack), with bounds.
+
+    The reference's error is taken as at least what correct rounding of the result itself may make and, with
+    `through_delta`, what rounding O may make: a reference that happens to be exact on some input is no standard.
+    """
+    least = (target.own.square() + target.through_delta.square()).sqrt() if through_delta else target.own
+    allowed = torch.maximum(reference.error, least)
+    logs = ((target.error + target.slack) / (allowed + target.slack)).log()
     e = estimate(logs, level)
     return Estimate(math.exp(e.mean), e.standard_error * math.exp(e.mean), _exp(e.lower), _exp(e.upper), e.samples)
 

@@ -9,7 +9,7 @@ the floor of the format (δ's known bias).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from halfulp.audit.figures import SHORT, Figure, Lean, Measured
@@ -101,8 +101,8 @@ def judge_case(case: Case, measured: Measured, reference: References, level: flo
     rows = []
     floor = {f.name: f for f in reference.floor.figures}
     for got, stock in pairs(measured.figures, reference.stock.figures):
-        times_stock = error_ratio(got, stock, level)
-        times_floor = error_ratio(got, floor[got.name], level)
+        times_stock = error_ratio(got, stock, level, through_delta=True)
+        times_floor = error_ratio(got, floor[got.name], level, through_delta=False)
         row = Row(
             got.name,
             got.relative,
@@ -169,7 +169,7 @@ def judge_relation(relation: Relation, stock: Figure | None, level: float) -> Fi
     if stock is None or relation.difference.numel() != stock.error.numel() or relation.difference.numel() < 2:
         return None
     ratio = error_ratio(
-        Figure(relation.invariant, relation.tensor, relation.difference, stock.slack, stock.size), stock, level
+        replace(stock, name=relation.invariant, error=relation.difference), stock, level, through_delta=True
     )
     if ratio.lower <= STOCK_LIMIT:
         return None
