@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfulp.algorithms.problem import Mask, divisor_of, shift_of
 
-CHUNK_ELEMENTS = 2**22  # fp64 scores held at once, over all heads: 32 MiB a matrix, a handful of matrices
+CHUNK_ELEMENTS = 2**19  # fp64 scores of one head held at once: 4 MiB a matrix, a handful of matrices in the cache
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def golden(
     """Attention of `[B, H, N, D]` tensors (key and value may have fewer heads); with `grad_out`, its gradients too.
 
     δ is rowsum(dP ∘ P), free of O's rounding. Fully masked rows: out 0, lse −inf, gradients 0. Inputs are taken as they
-    are (any float dtype) and results are float64. Memory beside inputs and results: a few blocks of 2²² scores.
+    are (any float dtype) and results are float64. Memory beside inputs and results: a few blocks of 2¹⁹ scores.
     """
     alpha = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     groups = query.shape[1] // max(key.shape[1], 1)
