@@ -134,7 +134,7 @@ def english_text() -> bytes:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions split it off
-        return "\n\n".join(_docstrings()).encode()
+        return "\n\n".join(_docstrings(500_000)).encode()
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
@@ -278,13 +278,15 @@ def _batch(text: Tensor, config: GptConfig, generator: torch.Generator) -> tuple
     return windows[:, :-1], windows[:, 1:]
 
 
-def _docstrings() -> list[str]:
-    """Docstrings of the standard library's top modules, in the order of their file names."""
-    found = []
+def _docstrings(enough: int) -> list[str]:
+    """Docstrings of the standard library's top modules in the order of their names, until there are enough bytes."""
+    found: list[str] = []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tree = ast.parse(file.read_bytes())
         documented = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
         found += [text for node in documented if (text := ast.get_docstring(node))]
+        if sum(map(len, found)) >= enough:
+            break
     return found
 
 

@@ -70,12 +70,12 @@ def _describe(runs: dict[str, list[FailureRun]]) -> str:
 
 
 def _summary(runs: Sequence[FailureRun]) -> str:
-    failed = sum(run.outcome == "failed" for run in runs)
+    failed = f"{sum(run.outcome == 'failed' for run in runs)} of {len(runs)} seeds failed"
+    broke = [run.broke_at for run in runs if run.broke_at is not None]
+    if len(broke) == len(runs):
+        return f"{failed}, NaN at step {min(broke)} to {max(broke)}"
     losses, scores = [final_loss(run) for run in runs], [run.mean_score[-1] for run in runs]
-    return (
-        f"{failed} of {len(runs)} seeds failed, loss {min(losses):.1e} to {max(losses):.1e}, "
-        f"mean score {min(scores):+.1f} to {max(scores):+.1f}"
-    )
+    return f"{failed}, loss {min(losses):.1e} to {max(losses):.1e}, mean score {min(scores):+.1f} to {max(scores):+.1f}"
 
 
 CLAIMS = (

@@ -170,8 +170,14 @@ def run_failures(
 
     A worker is a fresh interpreter, so the calling script needs the usual `if __name__ == "__main__":`. One worker
     means this process. Results do not depend on the number of workers.
+
+    Raises:
+        ValueError: an attention is not known or a number is out of range.
     """
-    jobs = [(attention, seed, steps, record_every, task) for attention in attentions for seed in seeds]
+    choices = list(attentions)
+    for attention in choices:
+        attention_function(attention)  # an unknown name is refused here and not in a worker
+    jobs = [(attention, seed, steps, record_every, task) for attention in choices for seed in seeds]
     report = progress or no_progress
     if workers <= 1 or len(jobs) <= 1:
         return [_run(job, _share(report, i, len(jobs))) for i, job in enumerate(jobs)]
@@ -182,7 +188,7 @@ def run_failures(
     ) as pool:
         futures = [pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
         try:
-            _relay(futures, messages, report)
+            _relay(futures, messages, report, len(jobs))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -328,9 +334,9 @@ def _in_worker(number: int, job: _Job) -> FailureRun:
     return _run(job, lambda fraction, message: _messages[0].put((number, fraction, message)))
 
 
-def _relay(futures: Sequence[Future[FailureRun]], messages: Any, report: Progress) -> None:
-    """Hand on what the workers say until they are done; raises what a worker raised."""
-    done = [0.0] * len(futures)
+def _relay(futures: Sequence[Future[FailureRun]], messages: Any, report: Progress, count: int) -> None:
+    """Hand on what the workers say about `count` jobs until they are done; raises what a worker raised."""
+    done = [0.0] * count
     pending: set[Future[FailureRun]] = set(futures)
     while pending:
         finished, pending = wait(pending, timeout=0.1)
@@ -343,5 +349,5 @@ def _relay(futures: Sequence[Future[FailureRun]], messages: Any, report: Progres
             except queue.Empty:
                 break
         if message:
-            report(sum(done) / len(done), message)
+            report(sum(done) / count, message)
     report(1.0, "trained")

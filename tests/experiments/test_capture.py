@@ -1,0 +1,151 @@
+"""Captured activations: they are what attention saw and got back, and a file is whole or not there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfulp.experiments import capture
+from halfulp.experiments.capture import (
+    TENSORS,
+    Captured,
+    CaptureRun,
+    GptConfig,
+    english_text,
+    load_captured,
+    save_captured,
+    train_and_capture,
+)
+
+TINY = GptConfig(layers=2, heads=2, width=16, context=12, batch=3, steps=4)
+
+
+class Recorder:
+    """Attention that keeps what it sees and what gradient it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Tensor]] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        call = {"query": query.detach(), "key": key.detach(), "value": value.detach()}
+        self.calls.append(call)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        out.register_hook(lambda grad: call.update(grad_out=grad.detach()))
+        return out
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[CaptureRun, Recorder]:
+    recorder = Recorder()
+    return train_and_capture(recorder, TINY), recorder
+
+
+def equal(a: Captured, b: Captured) -> bool:
+    pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in fields(Captured))
+    return all(torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+def test_what_is_captured_is_what_attention_saw_and_got_back(trained: tuple[CaptureRun, Recorder]) -> None:
+    run, recorder = trained
+    assert len(recorder.calls) == TINY.layers * (TINY.steps + 1)
+    for index, call in enumerate(recorder.calls[-TINY.layers :]):
+        layer = run.captured.layer(index)
+        for name in TENSORS:
+            assert torch.equal(getattr(layer, name), call[name])
+            assert getattr(layer, name).dtype == torch.bfloat16
+    assert run.captured.query.shape == (6, 2, 12, 8)
+    assert run.captured.grad_out.abs().max() > 0
+
+
+def test_training_learns_and_repeats() -> None:
+    config = replace(TINY, steps=40, width=32, context=32)
+    said: list[float] = []
+    first = train_and_capture(config=config, progress=lambda fraction, message: said.append(fraction))
+    again = train_and_capture(config=config)
+    assert first.loss == again.loss
+    assert equal(first.captured, again.captured)
+    assert first.loss[-1] < first.loss[0] - 1.0
+    assert said == sorted(said)
+    assert said[-1] == 1.0
+
+
+def test_the_text_is_english_and_long_enough() -> None:
+    text = english_text()
+    assert len(text) > 200_000
+    assert text.count(b" the ") > 1000
+
+
+def test_docstrings_stand_in_for_missing_topics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
+    text = capture.english_text.__wrapped__()
+    assert len(text) > 200_000
+    assert text.count(b" the ") > 1000
+
+
+def test_a_file_brings_back_every_bit(trained: tuple[CaptureRun, Recorder], tmp_path: Path) -> None:
+    captured = replace(trained[0].captured, is_causal=False, scale=0.1234567890123)
+    path = save_captured(tmp_path / "sub" / "tensors.safetensors", captured)
+    assert equal(load_captured(path), captured)
+    assert [p.name for p in path.parent.iterdir()] == ["tensors.safetensors"]
+
+
+def test_short_spellings_are_read(trained: tuple[CaptureRun, Recorder], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    captured = trained[0].captured
+    path = tmp_path / "short.safetensors"
+    save_file({short: getattr(captured, name) for name, short in TENSORS.items()}, path)
+    found = load_captured(path)
+    assert torch.equal(found.grad_out, captured.grad_out)
+    assert (found.is_causal, found.scale, found.layers) == (True, 8**-0.5, 1)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_a_torn_file_is_refused_in_one_line(trained: tuple[CaptureRun, Recorder], tmp_path: Path, kept: int) -> None:
+    path = save_captured(tmp_path / "whole.safetensors", trained[0].captured)
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"torn\.safetensors") as error:
+        load_captured(torn)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_or_tensor_is_named(trained: tuple[CaptureRun, Recorder], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with pytest.raises(ValueError, match=r"nothing\.safetensors"):
+        load_captured(tmp_path / "nothing.safetensors")
+    save_file({"query": trained[0].captured.query}, tmp_path / "part.safetensors")
+    with pytest.raises(ValueError, match="no tensor 'key'"):
+        load_captured(tmp_path / "part.safetensors")
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file(
+    trained: tuple[CaptureRun, Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_captured(tmp_path / "tensors.safetensors", trained[0].captured)
+    before = path.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        save_captured(path, trained[0].captured.layer(0))
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["tensors.safetensors"]
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads=3"):
+        GptConfig(heads=3)
+    with pytest.raises(ValueError, match="at least 1"):
+        GptConfig(steps=0)
+    flat = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="query of shape"):
+        Captured(flat, flat, flat, flat, True, 1.0, "")

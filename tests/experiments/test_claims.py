@@ -1,0 +1,271 @@
+"""The ledger: whole, judged by its rules and nothing else, and blind to no planted fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from halfulp.experiments import claims_identities, claims_rounding, claims_weak
+from halfulp.experiments.claims import CLAIMS, ledger_table, run_claims, selected
+from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule, judge_claim, mean_of, rung_recipe
+from halfulp.experiments.failure import FailureRun
+from halfulp.experiments.ladder import LADDER
+from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Shift
+
+COVERED = [
+    "A7",
+    "A8",
+    "A12",
+    "A13",
+    "A14",
+    "A15",
+    "A16",
+    "A17",
+    "A18",
+    "B2",
+    "B3",
+    "B4",
+    "B5",
+    "C1",
+    "D1",
+    "D2",
+    "D3",
+    "D4",
+    "D5",
+    "D6",
+    "D7",
+    "D8",
+    "D12",
+]
+CHEAP = ["A7", "A8", "A13", "A17", "A18", "C1", "D1", "D2", "D3", "D4", "D6"]
+
+# For every rule: figures under which it holds, and changes each of which must break it.
+PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
+    "A7": (
+        {"relative_difference": 1e-15, "gradient_difference": 1e-3},
+        [{"relative_difference": 1e-12}, {"gradient_difference": 0.0}],
+    ),
+    "A8": (
+        {"relative_difference": 1e-15, "gradient_difference": 1e-3},
+        [{"relative_difference": 1e-12}, {"gradient_difference": 0.0}],
+    ),
+    "A12": ({"ratio": 50, "t": -20}, [{"ratio": 5}, {"t": -3}, {"t": 20}]),
+    "A13": ({"same": 1}, [{"same": 0}]),
+    "A14": (
+        {"largest_mean": 0.01, "tied_mean": -0.1, "tied_t": -50},
+        [{"largest_mean": 0.03}, {"tied_mean": -0.005}, {"tied_t": -2}],
+    ),
+    "A15": (
+        {"difference": 1e-15, "largest_weight": 0.9, "authors failed": 1, "authors+softmax failed": 0},
+        [{"difference": 1e-9}, {"largest_weight": 1.0}, {"authors failed": 0.5}, {"authors+softmax failed": 1 / 3}],
+    ),
+    "A16": ({"fixed": -0.3, "fixed_t": -40, "none": 0.01}, [{"fixed": 0.05}, {"fixed_t": -3}, {"none": 0.4}]),
+    "A17": ({"always": 0.5, "conditional": 0}, [{"always": 0}, {"conditional": 0.1}]),
+    "A18": ({"near_one": 1, "zero": 0}, [{"near_one": 0.2}, {"zero": 0.1}]),
+    "B2": ({"falling": 1}, [{"falling": 5 / 6}]),
+    "B3": ({"low": 1.5, "high": 20, "stock": 0.5}, [{"low": 0.9}, {"high": 8}]),
+    "B4": ({"least": 2}, [{"least": 1.1}]),
+    "B5": (
+        {"exchanged, bf16 and fp16": 1.8, "square, furthest from 1": 1.1, "larger": 0.5},
+        [
+            {"exchanged, bf16 and fp16": 1.0},
+            {"square, furthest from 1": 1.4},
+            {"square, furthest from 1": 0.7},
+            {"larger": 1.0},
+        ],
+    ),
+    "C1": (
+        {"fp64_difference": 1e-15, "bf16_flash1": 1e-3, "bf16_flash2": 2e-3},
+        [{"fp64_difference": 1e-9}, {"bf16_flash1": 2e-3}],
+    ),
+    "D1": (
+        {"zero": 1, "wrong": 1, "halfulp_right": 1},
+        [{"zero": 0.1}, {"wrong": 0.1}, {"halfulp_right": 0.99}],
+    ),
+    "D2": (
+        {"zero": 1, "wrong": 1, "halfulp_right": 1},
+        [{"zero": 0.1}, {"wrong": 0.1}, {"halfulp_right": 0.99}],
+    ),
+    "D3": ({"ones": 1}, [{"ones": 0.5}]),
+    "D4": ({"same": 0, "different": 1}, [{"same": 0.1}, {"different": 0.9}]),
+    "D5": ({"fp32_limit": 1e-4, "bf16": 0.05}, [{"fp32_limit": 0.02}, {"bf16": 5e-4}]),
+    "D6": ({"low": -0.5, "high": 0.5, "rounded": 0}, [{"low": 0.1}, {"high": 0.1}, {"rounded": 0.1}]),
+    "D7": ({"both": 1.1, "alone": 3}, [{"both": 1.5}, {"alone": 1.2}]),
+    "D8": (
+        {
+            "seeds": 3,
+            "stock failed": 1,
+            "stock+softmax failed": 1,
+            "authors+softmax failed": 1,
+            "halfulp failed": 0,
+        },
+        [
+            {"seeds": 2},
+            {"stock failed": 2 / 3},
+            {"stock+softmax failed": 0},
+            {"authors+softmax failed": 0},
+            {"halfulp failed": 1 / 3},
+        ],
+    ),
+    "D12": (
+        {"seeds": 3, "torch:flash failed": 1, "torch:math failed": 0},
+        [{"seeds": 1}, {"torch:flash failed": 2 / 3}, {"torch:math failed": 1 / 3}],
+    ),
+}
+
+
+def claim(identifier: str) -> Claim:
+    return selected([identifier])[0]
+
+
+def verdict_of(identifier: str, figures: dict[str, float]) -> str:
+    return judge_claim(claim(identifier), Measured(figures, ""))
+
+
+def test_the_ledger_is_whole_and_in_order() -> None:
+    wanted = (
+        [f"A{i}" for i in range(1, 21)] + [f"B{i}" for i in range(1, 11)] + ["C1"] + [f"D{i}" for i in range(1, 13)]
+    )
+    assert [c.id for c in CLAIMS] == wanted
+    for c in CLAIMS:
+        assert c.group == c.id[0]
+        assert (c.measure is None) == (c.rule is None)
+        assert c.command == f"halfulp claims {c.id}"
+
+
+def test_every_rule_is_planted_with_good_and_bad_figures() -> None:
+    assert set(PLANTED) == {c.id for c in CLAIMS if c.rule is not None} - {"B1"}
+    assert set(COVERED) == set(PLANTED)
+
+
+@pytest.mark.parametrize("identifier", COVERED)
+def test_a_rule_holds_on_good_figures_and_breaks_on_each_bad_one(identifier: str) -> None:
+    good, changes = PLANTED[identifier]
+    held = "reproduced at reduced scale" if claim(identifier).reduced else "reproduced"
+    assert verdict_of(identifier, good) == held
+    for change in changes:
+        assert verdict_of(identifier, good | change) == "not reproduced", change
+    for name in good:
+        assert verdict_of(identifier, good | {name: math.nan}) == "not reproduced"
+
+
+@pytest.mark.parametrize("identifier", CHEAP)
+def test_what_can_be_shown_on_constructed_rows_is_reproduced(identifier: str) -> None:
+    (found,) = run_claims([identifier])
+    assert found.verdict == "reproduced", found.measured
+    assert found.measured
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_the_same_claim_gives_the_same_figures() -> None:
+    first, again = (run_claims(["a17", " D6 "]) for _ in range(2))
+    assert [v.id for v in first] == ["A17", "D6"]
+    assert [(v.figures, v.measured) for v in first] == [(v.figures, v.measured) for v in again]
+
+
+@pytest.mark.parametrize(
+    ("identifier", "module", "name", "planted"),
+    [
+        ("A7", claims_identities, "_probabilities", lambda q, k, is_causal: (q @ k.mT).softmax(-1)),
+        ("A8", claims_identities, "_probabilities", lambda q, k, is_causal: (q @ k.mT).softmax(-1)),
+        ("A7", claims_identities, "_LOW", claims_identities._HIGH),  # nothing rounded: nothing shown
+        ("C1", claims_identities, "FP64_ROUGH", None),
+        ("A17", claims_rounding, "BF16_PAPER_STABILIZED", BF16_PAPER_STABILIZED.with_(row_sum_floor=1e-10)),
+        ("D1", claims_weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
+        ("D1", claims_weak, "BF16_HALFULP", BF16_PAPER_STABILIZED),
+        ("D2", claims_weak, "BF16_PAPER_STABILIZED", BF16_HALFULP),
+        ("D3", claims_weak, "BF16_PAPER_STABILIZED", BF16_FLASH2.with_(shift=Shift("offset", offset=0.5))),
+        ("D4", claims_weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
+        ("D6", claims_weak, "BF16_FLASH2", BF16_HALFULP.with_(base="e", shift=BF16_FLASH2.shift)),
+    ],
+)
+def test_a_planted_fault_is_not_reproduced(
+    identifier: str, module: object, name: str, planted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "FP64_ROUGH":
+        monkeypatch.setattr(
+            module, "_HIGH", claims_identities._HIGH.with_(compute="float32", matmul=BF16_FLASH2.matmul)
+        )
+    else:
+        monkeypatch.setattr(module, name, planted)
+    (found,) = run_claims([identifier])
+    assert found.verdict == "not reproduced", found.measured
+
+
+def test_what_nobody_measured_carries_no_figure() -> None:
+    found = run_claims(["A1", "B8", "D9"])
+    assert [(v.verdict, v.measured, v.figures, v.rule) for v in found] == [("not yet", "", {}, "")] * 3
+    needy = Claim("X1", "A", "", "", without="needs a GPU")
+    assert judge_claim(needy, None) == "needs a GPU"
+
+
+def test_a_reduced_measurement_says_so() -> None:
+    rule = Rule("x above 1", lambda f: f["x"] > 1)
+    small = Claim("X1", "A", "", "", lambda lab: Measured({"x": 2}, ""), rule, reduced=True)
+    assert judge_claim(small, Measured({"x": 2}, "")) == "reproduced at reduced scale"
+    assert judge_claim(small, Measured({"x": 0}, "")) == "not reproduced"
+
+
+def planted_run(name: str, seed: int, outcome: str) -> FailureRun:
+    curve = (1e-3, 1e-5)
+    return FailureRun(name, seed, (1, 2), curve, curve, curve, curve, curve, 2, None, outcome, "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("bad", "verdict"), [(None, "reproduced"), ("halfulp", "not reproduced")])
+def test_training_claims_are_judged_from_the_runs_of_the_lab(bad: str | None, verdict: str) -> None:
+    lab = Lab()
+    for name in ("stock", "stock+softmax", "authors+softmax", "halfulp"):
+        for seed in lab.seeds:
+            outcome = "survived" if name == "halfulp" and not (name == bad and seed == 1) else "failed"
+            lab.runs[name, seed] = planted_run(name, seed, outcome)
+    (found,) = run_claims(["D8"], lab=lab)
+    assert found.verdict == verdict
+    assert ("1 of 3" in found.measured) == (bad is not None)
+
+
+def test_the_lab_trains_each_attention_once() -> None:
+    lab = Lab(workers=1, seeds=(0,), steps=3)
+    first = lab.trained(("halfulp", "torch:fp32"))
+    runs = dict(lab.runs)
+    again = lab.trained(("torch:fp32",))
+    assert lab.runs == runs
+    assert again["torch:fp32"][0] is first["torch:fp32"][0]
+    assert rung_recipe("halfulp") == next(r.recipe for r in LADDER if r.recipe.name == "halfulp")
+
+
+def test_progress_rises_to_one() -> None:
+    said: list[float] = []
+    run_claims(["A7", "C1", "D6", "A1"], progress=lambda fraction, message: said.append(fraction))
+    assert said == sorted(said)
+    assert said[-1] == pytest.approx(1.0)
+
+
+def test_the_table_has_a_row_a_claim() -> None:
+    table = ledger_table(run_claims(["A13", "A1"]))
+    assert [row[0] for row in table.rows] == ["A1", "A13"]
+    assert table.caption == "1 not yet, 1 reproduced"
+
+
+def test_an_unknown_claim_is_refused_in_one_line() -> None:
+    with pytest.raises(ValueError, match="claim='E1': accepted are A1") as error:
+        run_claims(["E1"])
+    assert "\n" not in str(error.value)
+
+
+def test_a_mean_carries_its_error() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    found = mean_of(values)
+    assert found.value == 3.0
+    assert found.error == pytest.approx(float(values.std()) / 2)
+    assert found.t == pytest.approx(found.value / found.error)
+    assert re.fullmatch(r"\+3 ± 1 \(n = 4\)", str(found))
+
+
+def test_the_paper_example_row_is_the_papers() -> None:
+    (found,) = run_claims(["A13"])
+    assert found.figures["result"] == -4.71875
+    assert found.figures["error"] == -0.014759540557861328

@@ -1,0 +1,185 @@
+"""The failing run in its first steps, the rule that calls a run failed, and that workers change nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+from concurrent.futures import Future
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfulp.experiments import failure
+from halfulp.experiments.failure import (
+    FailureRun,
+    Task,
+    attention_function,
+    curves,
+    judge,
+    run_failure,
+    run_failures,
+)
+from halfulp.experiments.ladder import LADDER, climb, summarize
+from halfulp.recipes import BF16_FLASH2, BF16_HALFULP
+
+STEPS = 700
+
+
+def test_the_stock_recipe_walks_off_and_halfulp_and_fp32_do_not() -> None:
+    """Long before the loss shows it the mean score does: about 8 against about 0 after 700 of the 4000 steps."""
+    runs = {
+        name: run_failure(attention, 0, STEPS)
+        for name, attention in (("stock", BF16_FLASH2), ("halfulp", BF16_HALFULP), ("fp32", "torch:fp32"))
+    }
+    assert runs["stock"].mean_score[-1] > 4
+    assert runs["stock"].outcome != "survived"
+    for name in ("halfulp", "fp32"):
+        assert abs(runs[name].mean_score[-1]) < 1.5
+        assert runs[name].survived
+    assert runs["stock"].sigma_key[-1] > 1.2 * runs["fp32"].sigma_key[-1]
+
+
+def test_seeds_share_data_and_weights_and_repeat_bit_for_bit() -> None:
+    first, again = (run_failure(BF16_FLASH2, 3, 8, record_every=2) for _ in range(2))
+    assert first == again
+    assert first.steps == (2, 4, 6, 8)
+    exact, rounded = (run_failure(name, 3, 1).loss[0] for name in ("torch:fp32", "torch:math"))
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    assert run_failure("torch:fp32", 4, 1).loss[0] != exact
+
+
+def test_an_emulated_kernel_starts_on_the_real_one() -> None:
+    real, emulated = (run_failure(name, 0, 100, record_every=20) for name in ("torch:flash", "BF16_FLASH2"))
+    assert emulated.loss == pytest.approx(real.loss, rel=2e-2)
+
+
+def test_a_run_that_breaks_stops_and_says_where() -> None:
+    calls = []
+
+    def breaking(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        calls.append(1)
+        return value * (math.nan if len(calls) == 5 else 1.0)
+
+    found = run_failure(breaking, 0, 50, record_every=2)
+    assert (found.outcome, found.broke_at, found.steps[-1], found.attention) == ("failed", 5, 5, "breaking")
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["loss"][-1] is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "score", "outcome"),
+    [
+        ([1.0 / (i + 1) for i in range(80)], [0.1] * 80, "survived"),
+        ([1e-3] * 20 + [1e-5] * 40 + [1e-3] * 20, [0.0] * 80, "failed"),
+        ([1e-3] * 20 + [1e-4] * 40 + [2.9e-4] * 20, [0.0] * 80, "survived"),  # below the factor of 3
+        ([1e-3] * 20 + [1e-7] * 40 + [9e-6] * 20, [0.0] * 80, "survived"),  # fp32's own noise
+        ([1e-3] * 40 + [1e-5] * 40, [0.1 * i for i in range(80)], "drifting"),
+        ([1e-3] * 40 + [1e-5] * 40, [-0.1 * i for i in range(80)], "drifting"),
+        ([1e-3] * 40 + [1e-5] * 40, [30.0] * 80, "survived"),  # large but not moving
+        ([1e-3] * 79 + [1.0], [0.0] * 80, "survived"),  # one spike is no failure
+        ([1e-3] * 79 + [math.inf], [0.0] * 80, "failed"),
+        ([1e-3] * 80, [0.0] * 79 + [math.nan], "failed"),
+        ([1.0], [0.0], "survived"),
+    ],
+)
+def test_the_rule(loss: list[float], score: list[float], outcome: str) -> None:
+    assert judge(loss, score)[0] == outcome
+
+
+def test_a_run_that_broke_is_failed_whatever_its_curves() -> None:
+    assert judge([1.0, 0.1], [0.0, 0.0], broke_at=7) == ("failed", "not finite at step 7")
+
+
+def test_workers_give_the_numbers_of_one_process_in_order() -> None:
+    said: list[tuple[float, str]] = []
+    task = Task(batch=2, tokens=8)
+    spread = run_failures(
+        [BF16_FLASH2, "torch:math"],
+        (0, 1),
+        6,
+        2,
+        task=task,
+        workers=2,
+        progress=lambda fraction, message: said.append((fraction, message)),
+    )
+    alone = run_failures([BF16_FLASH2, "torch:math"], (0, 1), 6, 2, task=task, workers=1)
+    assert spread == alone
+    assert [(run.attention, run.seed) for run in alone] == [
+        (name, seed) for name in ("BF16_FLASH2", "torch:math") for seed in (0, 1)
+    ]
+    fractions = [fraction for fraction, _ in said]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_an_unknown_attention_is_refused_before_any_worker_starts() -> None:
+    with pytest.raises(ValueError, match="attention='nothing'"):
+        run_failures(["torch:fp32", "nothing"], (0, 1), 2, workers=2)
+
+
+def test_what_a_worker_raises_is_raised_and_what_it_says_is_handed_on() -> None:
+    said: list[tuple[float, str]] = []
+    messages: queue.Queue[tuple[int, float, str]] = queue.Queue()
+    done, broken = Future[FailureRun](), Future[FailureRun]()
+    done.set_result(run_failure("torch:fp32", 0, 1))
+    messages.put((0, 1.0, "first"))
+    messages.put((1, 0.5, "second"))
+    failure._relay([done], messages, lambda fraction, message: said.append((fraction, message)), count=2)
+    assert said == [(0.75, "second"), (1.0, "trained")]
+    broken.set_exception(ValueError("planted"))
+    with pytest.raises(ValueError, match="planted"):
+        failure._relay([broken], messages, lambda fraction, message: None, count=1)
+
+
+def test_threads_are_left_as_they_were() -> None:
+    torch.set_num_threads(2)
+    run_failure("torch:fp32", 0, 2)
+    assert torch.get_num_threads() == 2
+
+
+def test_names_lead_to_the_kernel_they_name() -> None:
+    q, k, v = torch.randn(3, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    exact = attention_function("torch:fp32")(q, k, v)
+    by_name, by_recipe = (attention_function(a)(q, k, v) for a in ("bf16_halfulp", BF16_HALFULP))
+    assert torch.equal(by_name, by_recipe)
+    for name in ("torch:flash", "torch:math", "BF16_FLASH2"):
+        out = attention_function(name)(q, k, v)
+        assert not torch.equal(out, exact)
+        assert torch.allclose(out, exact, atol=0.05)
+    with pytest.raises(ValueError, match="torch:fp32"):
+        attention_function("torch:fast")
+
+
+def test_a_ladder_of_few_steps_reports_every_rung_once() -> None:
+    rungs = (LADDER[0], LADDER[7])
+    found = climb((0, 1), 4, rungs=rungs, workers=1)
+    table = found.table()
+    assert [row[0] for row in table.rows] == ["stock", "halfulp"]
+    assert found.rungs[0].mean_score == tuple(run.mean_score[-1] for run in found.runs[:2])
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_a_rung_is_as_bad_as_its_worst_seed() -> None:
+    task = Task(batch=1, tokens=4)
+    good, bad = (run_failure("torch:fp32", seed, 20, 1, task=task) for seed in (0, 1))
+    planted = type(bad)(**{**bad.__dict__, "outcome": "failed"})
+    found = summarize([good, planted], LADDER[:1], (0, 1), 20)
+    assert found.rungs[0].outcome == "failed"
+    assert "1 failed" in str(found.table().rows[0][2])
+
+
+def test_figures_show_the_median_and_the_range_of_the_seeds() -> None:
+    runs = [run_failure("torch:fp32", seed, 6, 2, task=Task(batch=1, tokens=4)) for seed in range(3)]
+    loss = curves(runs, "halfulp demo")[0]
+    (line,) = loss.series
+    assert line.x == (2, 4, 6)
+    for i in range(3):
+        values = sorted(run.loss[i] for run in runs)
+        assert (line.low[i], line.y[i], line.high[i]) == tuple(values)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"record_every": 0}])
+def test_bad_numbers_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="accepted are integers"):
+        run_failure("torch:fp32", 0, **change)
