@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from halfulp import __version__
 
 if TYPE_CHECKING:
-    from halfulp.audit import AuditReport, Shape, Target
+    from halfulp.audit import AuditReport, Target
 
 PROGRAM = "halfulp"
 STDOUT = Path("-")
@@ -43,6 +44,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, ladder_seeds: int = 1, json: bool = False) -> int:
+    """Run the main job, end to end on a CPU in under three minutes: halfulp demo --out DIR
+
+    Act 1 trains a small model that low-precision attention can ruin, act 2 finds the cause, act 3 audits every
+    attention kernel of this machine, act 4 writes DIR/report.html, which opens without a network.
+
+    Args:
+        out: Folder to write; a demo that is there already is replaced at the end.
+        seeds: How many times each training of act 1 is repeated, each from other weights and data.
+        ladder_seeds: The same for the trainings of act 2.
+        json: Print the run's record as JSON instead of what each act found.
+    """
+    from halfulp.experiments.demo import DemoConfig, run_demo
+    from halfulp.experiments.run_folder import open_run, read_json
+    from halfulp.report.terminal import print_act, progress_bar
+
+    config = DemoConfig(seeds=seeds, ladder_seeds=ladder_seeds)
+    folder = open_run(out)
+
+    def told(act: dict[str, Any]) -> None:
+        if not json:
+            print_act(act)
+
+    try:
+        run_demo(config, folder, lambda number, title: progress_bar(f"{number} {title}"), told, final=out.resolve())
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted; what was measured lies in {_finish(folder, out, told)}", file=sys.stderr)
+        return 130
+    place = _finish(folder, out, told)
+    if json:
+        _print_json(read_json(place / "run.json"))
+    else:
+        print(f"\nThe report lies in {place / 'report.html'}")
+    return 0
+
+
+def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> Path:
+    """Act 4: the report of the run folder, which then takes its place; part of a run never replaces a whole one."""
+    from halfulp.experiments.run_folder import close_run, read_json, write_text
+    from halfulp.report.demo_page import demo_page, page_summary
+
+    began = time.perf_counter()
+    run = read_json(folder / "run.json")
+    acts = [read_json(folder / f"{act['name']}.json") for act in run["acts"]]
+    text = demo_page(run, acts)
+    write_text(folder / "report.html", text)
+    finding = page_summary(acts, len(text.encode()))
+    told({"number": 4, "title": "The report", "finding": finding, "seconds": time.perf_counter() - began})
+    if run["status"] != "done" and out.exists() and any(out.iterdir()):
+        return folder
+    return close_run(folder, out)
 
 
 def audit(
@@ -78,6 +132,7 @@ def audit(
         html: File to write a page to.
         repro: Folder to write a program to for every defect: the smallest input that shows it.
     """
+    from halfulp.experiments.audits import parse_shape
     from halfulp.experiments.run_folder import check_file, check_folder
     from halfulp.report.terminal import console
 
@@ -85,7 +140,7 @@ def audit(
         raise ValueError("targets: none given; accepted are names of `halfulp ls targets` or path/file.py:function")
     if quick and full:
         raise ValueError("quick and full are both given; accepted is one of them")
-    sizes = [_shape(text) for text in shapes]
+    sizes = [parse_shape(text) for text in shapes]
     check_file("json", None if json == STDOUT else json)
     check_file("html", html)
     check_folder("repro", repro)
@@ -153,21 +208,6 @@ def _write_audits(plain: Sequence[dict[str, Any]], json: Path | None, html: Path
         write_text(html, audit_page(plain, command, meta=f"halfulp {__version__}, {versions}"))
 
 
-def _shape(text: str) -> Shape:
-    from halfulp.audit import Shape
-
-    match = re.fullmatch(r"(\d+),(\d+)(?:/(\d+))?,(\d+)(?:x(\d+))?,(\d+)", text.strip(" ()").replace(" ", ""))
-    numbers = [] if match is None else [int(part) for part in match.groups() if part is not None]
-    if match is None or min(numbers) < 1:
-        accepted = "B,H,N,D in positive integers, such as 4,4,256,64; H/K for K key heads, NxM for M keys"
-        raise ValueError(f"shapes={text!r}: accepted is {accepted}")
-    batch, heads, queries, dim = (int(match[i]) for i in (1, 2, 4, 6))
-    key_heads, keys = int(match[3] or heads), int(match[5] or queries)
-    if heads % key_heads:
-        raise ValueError(f"shapes={text!r}: accepted are key heads that divide the {heads} query heads")
-    return Shape(batch, heads, queries, keys, dim, None if key_heads == heads else key_heads)
-
-
 def sweep(
     what: Literal["precision", "length", "block", "order"],
     /,
@@ -183,7 +223,8 @@ def sweep(
     """Measure how far flash attention deviates numerically (the micro-benchmark of Golden et al., arXiv 2405.02803).
 
     Args:
-        what: Over the number format, the sequence length, the block area, or the order of the two block sizes.
+        what: precision (over number formats), length (over tokens), block (over the block area), or order (block sizes
+            as published, exchanged and square).
         length: N, tokens; 1024, or 512 for block and order.
         head_dim: d, elements; 64, or 32 for block and order.
         memory: M, on-chip memory in elements, where it is not swept; the blocks are M/4d keys by min(M/4d, d) queries.
@@ -282,7 +323,7 @@ def ls(
     """List what there is: number formats, recipes, attention kernels to audit, probe inputs, claims.
 
     Args:
-        what: Which list.
+        what: Which list: formats, recipes, targets, probes, claims, or all.
         json: Print JSON instead of tables.
     """
     from halfulp.experiments.listing import LISTS
@@ -308,6 +349,7 @@ def _print_json(plain: Any) -> None:
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
+    "demo": demo,
     "audit": audit,
     "sweep": sweep,
     "claims": claims,
@@ -331,7 +373,8 @@ def _dispatch(arguments: list[str]) -> int:
             call = tyro.extras.subcommand_cli_from_dict(
                 {name: _later(command) for name, command in COMMANDS.items()},
                 prog=PROGRAM,
-                description="Finds, explains and fixes the rounding errors that break low-precision training.",
+                description="Finds, explains and fixes the rounding errors that break low-precision training. "
+                "halfulp --version prints the version.",
                 args=arguments or ["--help"],
                 config=(
                     tyro.conf.FlagCreatePairsOff,

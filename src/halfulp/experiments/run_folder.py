@@ -1,6 +1,7 @@
-"""Files that are whole or not there: written under a temporary name, synced, then renamed.
+"""Run folders and files that are whole or not there: written under a temporary name, synced, then renamed.
 
-A reader, another process or a later run, never meets half a file, whenever the writer was stopped.
+A reader, another process or a later run, never meets half a file, whenever the writer was stopped. A run folder is
+known by its run.json. A new run is written beside the one that it replaces and takes its place at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,48 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder holds a run: a run.json that names the version of halfulp that wrote it."""
+    record = read_json(folder / "run.json")
+    return isinstance(record, dict) and "halfulp" in record
+
+
+def open_run(out: Path) -> Path:
+    """Return a new, empty folder beside `out` to write a run into; `close_run` puts it in its place.
+
+    Raises:
+        ValueError: `out` or the folder beside it holds something else than a run, or cannot be written.
+    """
+    check_folder("out", out)
+    beside = _beside(out, "partial")
+    for folder in (out, beside):
+        if folder.exists() and any(folder.iterdir()) and not is_run_folder(folder):
+            raise ValueError(f"out={str(out)!r}: {str(folder)!r} holds other files; accepted is a new or empty folder")
+    if beside.exists():
+        shutil.rmtree(beside)
+    beside.mkdir()
+    return beside
+
+
+def close_run(beside: Path, out: Path) -> Path:
+    """Put the folder of `open_run` into its place; a run that was there is removed after that."""
+    old = _beside(out, "replaced")
+    if old.exists():
+        shutil.rmtree(old)
+    if out.exists():
+        out.rename(old)
+    beside.rename(out)
+    sync_folder(out.resolve().parent)
+    if old.exists():
+        shutil.rmtree(old)
+    return out
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    whole = out.resolve()
+    return whole.with_name(f"{whole.name}.{suffix}")
 
 
 def check_file(argument: str, path: Path | None) -> None:

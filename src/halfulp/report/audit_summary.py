@@ -133,9 +133,12 @@ def not_run(report: Report) -> list[tuple[str, str]]:
 
 def facts(report: Report, script: str | None = None) -> list[tuple[str, str]]:
     """Return what is known beyond the tables, as (name, value); `script` says where the failing input was written."""
-    cause, print_of, found = report["cause"], report["fingerprint"], []
-    if cause:
-        found += [("resembles", cause["resembles"]), ("in training", cause["effect"])]
+    print_of, found = report["fingerprint"], []
+    for i, cause in enumerate(report["causes"]):
+        name = "" if i == 0 else f"{cause['name']}; "  # the first is named in the reason
+        found.append(("resembles" if i == 0 else "also", f"{name}{cause['resembles']}"))
+    if report["causes"]:
+        found.append(("in training", report["causes"][0]["effect"]))
     if print_of:
         found.append(("fingerprint", print_of["text"]))
     if grown := {name: p for name, p in report["growth"].items() if abs(p) >= 0.1}:
@@ -143,8 +146,8 @@ def facts(report: Report, script: str | None = None) -> list[tuple[str, str]]:
         found.append(("growth", f"error relative to the stock recipe's over N: {text}"))
     if report["drift"] is not None:
         found.append(("drift", f"summed error of O grows as n^{report['drift']:.2f} (0.5 random walk, 1 drift)"))
-    if not report["differentiable"] and report["verdict"] != "error":
-        found.append(("gradients", "none: the target is not differentiable, so only its output was audited"))
+    if report["notes"]:
+        found.append(("notes", "; ".join(report["notes"])))
     if report["smallest"]:
         small = report["smallest"]
         where = f"; run {script}" if script else ""
@@ -162,8 +165,8 @@ def worst_ratios(report: Report) -> tuple[float | None, float | None]:
 
 def why(report: Report) -> str:
     """Return the cause of a verdict in a few words; empty where a target is sound."""
-    if report["cause"]:
-        return str(report["cause"]["name"])
+    if report["causes"]:
+        return str(report["causes"][0]["name"])
     return "" if report["verdict"] == "sound" else str(report["reason"])
 
 

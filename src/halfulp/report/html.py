@@ -227,7 +227,8 @@ def _cell(value: object, column: str) -> str:
 
 def _is_numeric(cells: Sequence[object]) -> bool:
     texts = [cell_text(cell) for cell in cells if cell is not None]
-    return bool(texts) and all(re.match(r"^[+−-]?[\d∞][\d.,e+−-]*( ?(×|%|s|…).*)?$", text) for text in texts)
+    number = r"[+−-]?[\d∞][\d.,e+−-]*"
+    return bool(texts) and all(re.fullmatch(rf"{number}( … {number}| ?[×%s])?", text) for text in texts)
 
 
 _RENDERERS: dict[str, Callable[[Block], str]] = {

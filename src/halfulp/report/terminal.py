@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from halfulp.report.text import cell_text
+from halfulp.report.text import cell_text, duration_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +41,17 @@ def print_table(table: Mapping[str, Any], to: Console) -> None:
     to.print(grid)
     if table.get("caption"):
         to.print(Text(str(table["caption"]), style="dim"))
+
+
+def print_act(act: Mapping[str, Any]) -> None:
+    """Print what an act of the demo found: {"number", "title", "seconds", "finding"}."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    to = console()
+    line = Text(f"{act['number']} {act['title']}", style="bold")
+    to.print(line.append(f"  {duration_text(act['seconds'])}", style="dim"))
+    to.print(Padding(Text(act["finding"]), (0, 0, 0, 2)))
 
 
 @contextmanager

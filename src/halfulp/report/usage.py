@@ -22,10 +22,8 @@ def usage_line(message: str, commands: Iterable[str]) -> str:
     if found := re.search(r"Unrecognized (?:options|arguments): (.*?) (Available|Similar|For full|Perhaps)", text):
         accepted = f"the commands {', '.join(commands)}" if "Available subcommands" in text else "the options of --help"
         return f"{found[1]!r} is not known; accepted are {accepted}"
-    if found := re.search(r"Missing from .*?: \{(\S+)\}", text):
-        return f"an argument is missing; accepted are {found[1].replace(',', ', ')}"
-    if found := re.search(r"Missing from .*?: (\S+)", text):
-        return f"{_argument(found[1].strip('[]'))}: is missing; see --help"
+    if found := re.search(r"Missing from (.*?): (\S+)", text):
+        return f"{_argument(found[2].strip('[]').lower())} is missing; see {found[1]} --help"
     return text
 
 

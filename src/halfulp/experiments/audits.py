@@ -1,0 +1,143 @@
+"""Audits of several targets: every attention kernel of this machine and our own recipes, in processes of one thread.
+
+One thread a process keeps a kernel's bits the same wherever it runs, and uses every core without two of them waiting
+for each other. What the targets are held against is computed once a process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import re
+import signal
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfulp.audit import Shape, audit, builtin_targets
+from halfulp.experiments.results import Progress
+
+RECIPES = (
+    "recipe:BF16_HALFULP",
+    "recipe:BF16_FLASH2",
+    "recipe:BF16_STANDARD",
+    "recipe:BF16_FLASH1",
+    "recipe:BF16_AUTHORS",
+    "recipe:BF16_PAPER_STABILIZED",
+    "recipe:FP8_FLASH",
+    "recipe:TORCH_CPU_FLASH",
+)
+"""Recipes in bf16 that stand for a kernel or a paper."""
+
+COMPILED = ("flex:compiled", "transformers:flex_attention")
+"""Targets that compile anew for every shape, some seconds each."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One target to audit."""
+
+    target: str
+    shapes: tuple[Shape, ...]
+    captured: tuple[str, ...]
+    seed: int
+
+
+def choose_targets(wanted: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
+    """Return which targets to audit, and for the others why not; `wanted` restricts both."""
+    chosen: list[str] = []
+    skipped: dict[str, str] = {}
+    for target in builtin_targets():
+        if target.name.startswith("recipe:") and target.name not in RECIPES:
+            continue
+        if wanted is not None and target.name not in wanted:
+            continue
+        if target.missing is not None:
+            skipped[target.name] = target.missing
+        elif target.name in COMPILED and wanted is None:
+            skipped[target.name] = f"compiles for every shape, which takes minutes: halfulp audit {target.name}"
+        else:
+            chosen.append(target.name)
+    return chosen, skipped
+
+
+def parse_shape(text: str) -> Shape:
+    """Return the size "B,H,N,D", where H may be "H/K" for K key heads and N may be "NxM" for M keys.
+
+    Raises:
+        ValueError: it is written differently, a number is not positive, or K does not divide H.
+    """
+    match = re.fullmatch(r"(\d+),(\d+)(?:/(\d+))?,(\d+)(?:x(\d+))?,(\d+)", re.sub(r"[ ()]", "", text))
+    if match is None or any(part is not None and int(part) < 1 for part in match.groups()):
+        accepted = "B,H,N,D in positive integers, such as 4,4,256,64; H/K for K key heads, NxM for M keys"
+        raise ValueError(f"shapes={text!r}: accepted is {accepted}")
+    batch, heads, queries, dim = (int(match[i]) for i in (1, 2, 4, 6))
+    key_heads, keys = int(match[3] or heads), int(match[5] or queries)
+    if heads % key_heads:
+        raise ValueError(f"shapes={text!r}: accepted are key heads that divide the {heads} query heads")
+    return Shape(batch, heads, queries, keys, dim, None if key_heads == heads else key_heads)
+
+
+def audit_many(jobs: Sequence[Job], workers: int, report: Progress) -> list[dict[str, Any]]:
+    """Return the audits' plain data in the order of the jobs; one worker means this process."""
+    if workers <= 1 or len(jobs) <= 1:
+        return [_in_this_process(job, i, len(jobs), report) for i, job in enumerate(jobs)]
+    context = multiprocessing.get_context("spawn")
+    messages: Any = context.Queue()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(messages,))
+    try:
+        futures = [pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
+        _relay(futures, messages, report)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return [future.result() for future in futures]
+
+
+def _audit(job: Job, progress: Progress) -> dict[str, Any]:
+    found = audit(job.target, shapes=job.shapes, captured=job.captured, seed=job.seed, progress=progress)
+    return found.as_dict()
+
+
+def _in_this_process(job: Job, number: int, count: int, report: Progress) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _audit(job, lambda fraction, message: report((number + fraction) / count, f"{job.target}: {message}"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+_messages: list[Any] = []  # in a worker: the queue to its parent
+
+
+def _start(messages: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end without a traceback
+    torch.set_num_threads(1)
+    _messages[:] = [messages]
+
+
+def _in_worker(number: int, job: Job) -> dict[str, Any]:
+    return _audit(job, lambda fraction, message: _messages[0].put((number, fraction, f"{job.target}: {message}")))
+
+
+def _relay(futures: Sequence[Future[dict[str, Any]]], messages: Any, report: Progress) -> None:
+    """Hand on what the workers say until they are done; raises what a worker raised."""
+    done = [0.0] * len(futures)
+    pending = set(futures)
+    while pending:
+        finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+        for future in finished:
+            future.result()
+        message = ""
+        while True:
+            try:
+                number, done[number], message = messages.get_nowait()
+            except queue.Empty:
+                break
+        if message:
+            report(sum(done) / len(done), message)

@@ -1,0 +1,322 @@
+"""The main job, end to end on a CPU: a training that a stock kernel ruins, its cause, an audit of every kernel here.
+
+Every act leaves its figures in the run folder as soon as it is over, so that a demo that is stopped can still be read.
+What an act says is computed from what it measured (`demo_findings`); where a machine lacks a kernel, it says that.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from halfulp import __version__
+from halfulp.audit import Shape
+from halfulp.experiments.audits import Job, audit_many, choose_targets
+from halfulp.experiments.capture import CaptureRun, GptConfig, save_captured, train_and_capture
+from halfulp.experiments.demo_findings import (
+    audit_finding,
+    cause_finding,
+    failure_finding,
+    worst_outcome,
+)
+from halfulp.experiments.explain import EXAMPLE, explain
+from halfulp.experiments.failure import RULE, AttentionChoice, FailureRun, curves, run_failures
+from halfulp.experiments.ladder import LADDER, LadderResult, Rung, final_loss, summarize
+from halfulp.experiments.machine import describe_machine, describe_versions, git_revision
+from halfulp.experiments.results import Progress, Table
+from halfulp.experiments.run_folder import write_json
+from halfulp.formats import BF16
+
+Act: TypeAlias = dict[str, Any]
+Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Progress]]
+
+HALFULP = "halfulp"
+FLASH, MATH, FP32 = "PyTorch flash", "PyTorch math", "PyTorch fp32"
+STAND_IN = "stock, emulated"
+RUNGS = {
+    "stock": "the stock recipe",
+    "dP∘P": "δ = rowsum(dP ∘ P)",
+    "fp32 O": "O kept in fp32",
+    "residual": "δ from O plus its residual",
+    "residual+row_sum": "that plus l from the rounded weights",
+    "residual+row_sum+weights": "that plus the same weights in both passes",
+    HALFULP: "that plus an integer row maximum (the halfulp recipe)",
+    "authors+softmax": "the published softmax fix on the paper's recipe",
+    "stock+softmax": "the published softmax fix on the stock recipe",
+}
+"""The rungs of the ladder that the demo climbs, in words."""
+
+
+_CURVES = "Each line is the median over the seeds, the band around it their range."
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """How much the demo does; the defaults take under three minutes on two cores."""
+
+    seeds: int = 2  # of the failing run
+    ladder_seeds: int = 1  # of every rung of the ladder
+    steps: int = 4000  # of each training
+    workers: int = 2  # processes of one thread each
+    rungs: tuple[str, ...] = tuple(RUNGS)
+    gpt: GptConfig = field(default_factory=GptConfig)  # whose activations are captured
+    shapes: tuple[Shape, ...] = ()  # of the audit; its own quick size if empty
+    targets: tuple[str, ...] | None = None  # to audit; every one that this machine has if None
+    seed: int = 0  # of the audit's probe inputs
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "ladder_seeds", "steps", "workers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer of at least 1")
+
+    @property
+    def command(self) -> str:
+        """What repeats the demo."""
+        return f"halfulp demo --seeds {self.seeds} --ladder-seeds {self.ladder_seeds}"
+
+
+def run_demo(
+    config: DemoConfig, folder: Path, watch: Watch, told: Callable[[Act], None], *, final: Path | None = None
+) -> tuple[dict[str, Any], list[Act]]:
+    """Run three acts and return the run's record and the acts, as plain data.
+
+    Args:
+        config: how much to do.
+        folder: an empty folder; gets run.json, failure.json, cause.json, audit.json and tensors/gpt.safetensors.
+        watch: called with an act's number and title; gives a context that gives the function that shows progress.
+        told: called with every act when it is over.
+        final: what `folder` will be called later, where it is known already: files are named by it.
+
+    Raises:
+        KeyboardInterrupt: as it came, after the record was closed with status "interrupted".
+    """
+    record: dict[str, Any] = {
+        "halfulp": __version__,
+        "kind": "demo",
+        "status": "running",
+        "config": asdict(config),
+        "seed": config.seed,
+        "command": config.command,
+        "versions": describe_versions(),
+        "git": git_revision(),
+        "machine": describe_machine(),
+        "started": _now(),
+        "ended": None,
+        "acts": [],
+    }
+    acts: list[Act] = []
+    stage = _Stage(config, folder, final or folder)
+    write_json(folder / "run.json", record)
+    try:
+        for number, (name, title, measure) in enumerate(_ACTS, 1):
+            began = time.perf_counter()
+            with watch(number, title) as progress:
+                act = measure(stage, progress)
+            act = {"name": name, "number": number, "title": title, "seconds": time.perf_counter() - began} | act
+            write_json(folder / f"{name}.json", act)
+            acts.append(act)
+            record["acts"].append({key: act[key] for key in ("name", "title", "finding", "seconds")})
+            write_json(folder / "run.json", record)
+            told(act)
+    except BaseException as stopped:
+        record |= {"status": "interrupted" if isinstance(stopped, KeyboardInterrupt) else "failed", "ended": _now()}
+        write_json(folder / "run.json", record)
+        raise
+    record |= {"status": "done", "ended": _now()}
+    write_json(folder / "run.json", record)
+    return record, acts
+
+
+@dataclass
+class _Stage:
+    """What acts share."""
+
+    config: DemoConfig
+    folder: Path
+    final: Path
+    runs: list[FailureRun] = field(default_factory=list)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _rung(name: str) -> Rung:
+    return next(rung for rung in LADDER if rung.recipe.name == name)
+
+
+def flash_missing() -> str | None:
+    """Return why PyTorch's bf16 flash kernel cannot train here; None where it can."""
+    x = torch.zeros(1, 1, 32, 32, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+            torch.autograd.grad(out.sum(), x)
+    except RuntimeError as error:
+        return " ".join(str(error).split("\n")[0].split())
+    return None
+
+
+def _failure(stage: _Stage, progress: Progress) -> Act:
+    """Act 1: the same training with four attention functions."""
+    config, missing = stage.config, flash_missing()
+    choices: dict[str, AttentionChoice] = {FLASH: "torch:flash"} if missing is None else {}
+    choices |= {} if missing is None else {STAND_IN: _rung("stock").recipe}
+    choices |= {MATH: "torch:math", FP32: "torch:fp32", HALFULP: _rung(HALFULP).recipe}
+    seeds = range(config.seeds)
+    found = run_failures(choices.values(), seeds, config.steps, workers=config.workers, progress=progress)
+    stage.runs = found
+    names = [name for name in choices for _ in seeds]
+    runs = [replace(run, attention=name) for name, run in zip(names, found, strict=True)]
+    by_name = {name: [run for run in runs if run.attention == name] for name in choices}
+    suspect = next(iter(choices))
+    text = [
+        "One causal attention layer (width 32, 32 tokens, batch 16) learns a random teacher on one fixed batch with "
+        f"Adam, {config.steps} steps, in true bf16. All runs of a seed start from the same weights and see the same "
+        "data; they differ in the attention function alone, and nothing is accelerated or made coarser.",
+        f"A run is called by this rule. {RULE[0].upper()}{RULE[1:]}.",
+    ]
+    if missing is not None:
+        text.append(f"PyTorch's bf16 flash kernel does not run here ({missing}); the stock recipe stands in for it.")
+    return {
+        "finding": failure_finding(by_name, suspect),
+        "text": text,
+        "figures": [figure.as_dict() | {"caption": _CURVES} for figure in curves(runs, config.command)],
+        "tables": [_failure_table(by_name, config).as_dict()],
+        "runs": [run.as_dict() for run in runs],
+    }
+
+
+def _failure_table(by_name: dict[str, list[FailureRun]], config: DemoConfig) -> Table:
+    rows = []
+    for name, runs in by_name.items():
+        columns = (
+            [min(run.loss, default=0.0) for run in runs],
+            [final_loss(run) for run in runs],
+            [run.mean_score[-1] for run in runs],
+            [run.sigma_query[-1] for run in runs],
+        )
+        forms = ("{:.1e}", "{:.1e}", "{:+.1f}", "{:.1f}")
+        cells = [_range(values, form) for values, form in zip(columns, forms, strict=True)]
+        rows.append((name, worst_outcome(runs), *cells))
+    columns_named = (
+        "attention",
+        "outcome",
+        "lowest loss",
+        "loss at the end",
+        "mean score at the end",
+        "σ(W_Q) at the end",
+    )
+    return Table(
+        "What became of each run", columns_named, tuple(rows), _over(config.steps, config.seeds), config.command
+    )
+
+
+def _over(steps: int, seeds: int) -> str:
+    return f"{steps} steps, {seeds} seeds, lowest … highest of them." if seeds > 1 else f"{steps} steps, one seed."
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} … {high}"
+
+
+def _ladder_table(ladder: LadderResult, config: DemoConfig) -> Table:
+    rows = []
+    for rung in ladder.rungs:
+        broke = [step for step in rung.broke_at if step is not None]
+        loss = f"NaN at step {_range(broke, '{:.0f}')}" if broke else _range(rung.final_loss, "{:.1e}")
+        scores = (_range(rung.mean_score, "{:+.1f}"), _range(rung.max_score, "{:.0f}"))
+        rows.append((RUNGS[rung.rung], rung.outcome, loss, *scores))
+    columns = ("what is changed in the failing recipe", "outcome", "loss at the end", "mean score", "largest score")
+    caption = _over(config.steps, config.ladder_seeds)
+    return Table("Substitution ladder", columns, tuple(rows), caption, config.command)
+
+
+def _cause(stage: _Stage, progress: Progress) -> Act:
+    """Act 2: one substitution after the other in the failing recipe, and one rounding bit by bit."""
+    config = stage.config
+    rungs = [_rung(name) for name in config.rungs]
+    seeds = range(config.ladder_seeds)
+    known = {(run.attention, run.seed): run for run in stage.runs}
+    fresh = [rung.recipe for rung in rungs if any((rung.recipe.name, seed) not in known for seed in seeds)]
+    found = run_failures(fresh, seeds, config.steps, workers=config.workers, progress=progress)
+    known |= {(run.attention, run.seed): run for run in found}
+    runs = [known[rung.recipe.name, seed] for rung in rungs for seed in seeds]
+    ladder = summarize(runs, rungs, tuple(seeds), config.steps)
+    example = explain(EXAMPLE, BF16)
+    values = " ".join(map(repr, EXAMPLE))
+    return {
+        "finding": cause_finding(ladder, RUNGS),
+        "text": [
+            "The failing kernel's arithmetic is emulated step by step, and one step after the other is replaced. The "
+            "first replacement after which a run survives names what was wrong.",
+        ],
+        "tables": [_ladder_table(ladder, config).as_dict()],
+        "code": [
+            {
+                "caption": "One rounding, bit by bit: a sum of two weighted values of one sign carries into the next "
+                "binade, and the bit it loses pushes the result away from zero (the worked example of Qiu & Yao, "
+                "arXiv 2510.04212, section 3.3.2).",
+                "text": example.text(),
+                "command": f"halfulp explain -- {values} --format bf16",
+            }
+        ],
+        "runs": [run.as_dict() for run in found],
+        "example": example.as_dict(),
+    }
+
+
+def _audit(stage: _Stage, progress: Progress) -> Act:
+    """Act 3: every kernel here on the probe inputs and on the activations of a model trained on the spot."""
+    config = stage.config
+    share = 0.45  # of the act: the training
+    trained = _train(config.gpt, lambda fraction, message: progress(share * fraction, message))
+    file = save_captured(stage.folder / "tensors" / "gpt.safetensors", trained.captured)
+    names, skipped = choose_targets(config.targets)
+    jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
+    found = audit_many(
+        jobs, config.workers, lambda fraction, message: progress(share + (1 - share) * fraction, message)
+    )
+    here = str(stage.folder)
+    audits: list[dict[str, Any]] = json.loads(json.dumps(found).replace(here, str(stage.final)))
+    sizes = ", ".join(map(str, config.shapes)) or f"{Shape()}"
+    shape = tuple(trained.captured.query.shape)
+    return {
+        "finding": audit_finding(audits, skipped),
+        "text": [
+            f"Each kernel is called on {_probe_count(audits)} probe inputs of size (B, H, N, D) = {sizes} and on real "
+            f"activations: {trained.captured.source}, {trained.bits_per_byte:.2f} bits a byte, query {shape}. Its "
+            "errors are set beside those of the stock recipe on the same inputs and beside the floor, the least that "
+            "any kernel with bf16 operands and results must round.",
+        ],
+        "audits": audits,
+        "skipped": skipped,
+        "bits_per_byte": trained.bits_per_byte,
+        "command": f"halfulp audit TARGET --captured {stage.final / 'tensors' / 'gpt.safetensors'}",
+    }
+
+
+def _train(config: GptConfig, progress: Progress) -> CaptureRun:
+    return train_and_capture(config=config, progress=progress)
+
+
+def _probe_count(audits: Sequence[dict[str, Any]]) -> int:
+    return len({case["probe"] for audit in audits for case in audit["cases"] if case["probe"] != "captured"})
+
+
+_ACTS: tuple[tuple[str, str, Callable[[_Stage, Progress], Act]], ...] = (
+    ("failure", "The failure", _failure),
+    ("cause", "The cause", _cause),
+    ("audit", "The audit", _audit),
+)

@@ -1,0 +1,91 @@
+"""What the demo's measurements say, one sentence an act: computed from the figures, worded by their outcome.
+
+Nothing here knows what is expected. Where a kernel does not fail on some machine, the sentence says that it did not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from halfulp.experiments.failure import FailureRun
+from halfulp.experiments.ladder import LadderResult, final_loss
+
+OUTCOMES = ("survived", "drifting", "failed")
+_VERBS = {"survived": "survive", "drifting": "drift", "failed": "fail"}
+
+
+def worst_outcome(runs: Sequence[FailureRun]) -> str:
+    """Return the worst outcome of an attention's runs over its seeds."""
+    return max((run.outcome for run in runs), key=OUTCOMES.index)
+
+
+def failure_finding(runs: Mapping[str, Sequence[FailureRun]], suspect: str) -> str:
+    """Return what became of the suspect kernel's training and of the others'; `runs` by name, every seed of each."""
+    mine = runs[suspect]
+    failed = [run for run in mine if run.outcome == "failed"]
+    others = grouped({name: worst_outcome(same) for name, same in runs.items() if name != suspect})
+    if not failed:
+        return f"{suspect} did not ruin this training on any of {_seeds(len(mine))}; {others}."
+    share = f"on all of {_seeds(len(mine))}" if len(failed) == len(mine) else f"on {len(failed)} of {_seeds(len(mine))}"
+    score = statistics.median(run.mean_score[-1] for run in failed)
+    return (
+        f"{suspect} ruins the training {share}: {_what_happens(failed)}, while the mean score runs to {score:+.0f}; "
+        f"on the same data, {others}."
+    )
+
+
+def _what_happens(failed: Sequence[FailureRun]) -> str:
+    broke = [run.broke_at for run in failed if run.broke_at is not None]
+    if broke:
+        return f"its loss is no number any more after {min(broke)} steps"
+    best, end = (statistics.median(values) for values in zip(*map(_best_and_end, failed), strict=True))
+    return f"its loss climbs {end / best:.0f}-fold from its lowest, to {end:.1e}"
+
+
+def _best_and_end(run: FailureRun) -> tuple[float, float]:
+    tenth = max(1, len(run.loss) // 10)
+    parts = [statistics.median(run.loss[i : i + tenth]) for i in range(0, len(run.loss), tenth)]
+    return min(parts), final_loss(run)
+
+
+def grouped(outcomes: Mapping[str, str]) -> str:
+    """Return names by outcome: "a and b survive, c fails"."""
+    parts = []
+    for outcome in OUTCOMES:
+        names = [name for name, found in outcomes.items() if found == outcome]
+        if names:
+            parts.append(f"{_list(names)} {_VERBS[outcome]}{'s' if len(names) == 1 else ''}")
+    return ", ".join(parts)
+
+
+def cause_finding(ladder: LadderResult, names: Mapping[str, str]) -> str:
+    """Return which substitutions save the run; `names` says rungs in words."""
+    parts = []
+    for outcome in OUTCOMES:
+        same = [names.get(rung.rung, rung.rung) for rung in ladder.rungs if rung.outcome == outcome]
+        if same:
+            verb = _VERBS[outcome] + "s" * (len(same) == 1)
+            parts.append(f"{len(same)} {verb} ({'; '.join(same)})")
+    return f"Of {len(ladder.rungs)} recipes, each trained on {_seeds(len(ladder.seeds))}, {', '.join(parts)}."
+
+
+def audit_finding(audits: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]) -> str:
+    """Return how many targets got which verdict, and what the defects are."""
+    parts = []
+    for verdict in ("sound", "stock", "defect", "error"):
+        same = [a for a in audits if a["verdict"] == verdict]
+        if same:
+            word = "with a defect" if verdict == "defect" else "not audited" if verdict == "error" else verdict
+            parts.append(f"{len(same)} {word} ({', '.join(str(a['target']) for a in same)})")
+    missing = f"; {len(skipped)} more cannot run here" if skipped else ""
+    return f"Of {len(audits)} kernels and recipes audited: {'; '.join(parts)}{missing}."
+
+
+def _list(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' * (count != 1)}"

@@ -1,0 +1,65 @@
+"""Where a run was made: versions, git revision and machine, so that its figures can be compared with another's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("halfulp", "torch", "numpy", "scipy", "safetensors", "transformers")
+
+
+def describe_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed here."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    return found
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return system, processor, cores, memory in bytes, and the vector instructions that torch uses."""
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+    }
+
+
+def git_revision() -> str | None:
+    """Return the commit of the source tree that this package runs from, with "+" if it was changed since; else None."""
+    source = Path(__file__).parents[2]
+    if not (source.parent / ".git").exists():
+        return None
+    commit = _git(source, "rev-parse", "HEAD")
+    return None if commit is None else commit + ("+" if _git(source, "status", "--porcelain", "--", ".") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or "unknown"

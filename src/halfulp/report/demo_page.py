@@ -1,0 +1,109 @@
+"""The demo's page, from its run folder's plain data: one section an act, then what it ran on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from halfulp.report.audit_page import audit_section
+from halfulp.report.audit_summary import SIGNS, why, worst_ratios
+from halfulp.report.html import Block, page
+from halfulp.report.text import duration_text, times_text
+
+Act = Mapping[str, Any]
+
+TITLE = "Low-precision attention on this machine"
+LEAD = (
+    "A training run that attention in bfloat16 can ruin, what exactly goes wrong in it, and an audit of every "
+    "attention kernel found here: is it sound, as good as the stock kernels, or defective?"
+)
+
+
+def demo_page(run: Mapping[str, Any], acts: Sequence[Act]) -> str:
+    """Return the page of a demo; `run` is its run.json and `acts` the acts that were finished."""
+    sections = [_section(act) for act in acts]
+    if run["status"] != "done":
+        finding = f"This run was {run['status']} after {len(acts)} of its acts; the rest was not measured."
+        sections.append({"heading": "Not finished", "finding": finding, "blocks": []})
+    sections.append(_where(run, acts))
+    return page(TITLE, LEAD, sections, meta=_meta(run), footer=f"Repeat everything on this page: {run['command']}")
+
+
+def page_summary(acts: Sequence[Act], size: int) -> str:
+    """Return what the page holds, in one sentence; `size` in bytes."""
+    figures = sum(len(act.get("figures", ())) for act in acts)
+    audits = sum(len(act.get("audits", ())) for act in acts)
+    return f"One page of {figures} figures and {audits} audits, {size / 1024:.0f} KiB, that opens without a network."
+
+
+def _section(act: Act) -> dict[str, Any]:
+    blocks: list[Block] = [{"kind": "text", "text": text} for text in act.get("text", ())]
+    if act.get("figures"):
+        blocks.append({"kind": "figures", "figures": act["figures"]})
+    blocks += [{"kind": "table", **table} for table in act.get("tables", ())]
+    for code in act.get("code", ()):
+        blocks += [{"kind": "code", **code}, {"kind": "command", "command": code["command"]}]
+    if "audits" in act:
+        blocks += _audits(act)
+    return {"heading": f"{act['number']}. {act['title']}", "finding": act["finding"], "blocks": blocks}
+
+
+def _audits(act: Act) -> list[Block]:
+    order = {"defect": 0, "stock": 1, "sound": 2, "error": 3}
+    audits = sorted(act["audits"], key=lambda report: order[report["verdict"]])
+    rows: list[tuple[object, ...]] = []
+    for report in audits:
+        ratios = [times_text(ratio) for ratio in (*worst_ratios(report), *_on_activations(report))]
+        rows.append((report["target"], report["verdict"], *ratios, why(report)))
+    blank = (None, None, None, None)
+    rows += [(name, "skipped", *blank, reason) for name, reason in act["skipped"].items()]
+    columns = ("target", "verdict", "× stock", "× floor", "real: × stock", "real: × floor", "why")
+    caption = (
+        "The largest error over the probe inputs, and over the real activations alone, as a multiple of the stock "
+        "recipe's and of the floor's."
+    )
+    table = {"kind": "table", "title": "Verdicts", "columns": columns, "rows": rows, "caption": caption}
+    return [table | {"command": act["command"]}, *(_folded(report) for report in audits)]
+
+
+def _on_activations(report: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    cases = [case for case in report["cases"] if case["probe"] == "captured"]
+    return worst_ratios({"cases": cases})
+
+
+def _folded(report: Mapping[str, Any]) -> Block:
+    section = audit_section(report)
+    verdict = report["verdict"]
+    text: list[Block] = [{"kind": "text", "text": section["finding"]}]
+    return {
+        "kind": "details",
+        "summary": f"{SIGNS[verdict]} {report['target']}: {verdict}",
+        "blocks": text + section["blocks"],
+    }
+
+
+def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:
+    machine, config = run["machine"], run["config"]
+    memory = f"{machine['memory'] / 2**30:.0f} GiB" if machine["memory"] else "unknown"
+    pairs = [
+        ("processor", f"{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}"),
+        ("memory", memory),
+        ("GPU", machine["gpu"] or "none"),
+        ("system", f"{machine['system']}, {machine['architecture']}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),
+        ("revision", run["git"] or "not in a git repository"),
+        ("settings", f"{config['seeds']} seeds, {config['steps']} steps, {config['workers']} processes of one thread"),
+        ("time", ", ".join(f"act {act['number']}: {duration_text(act['seconds'])}" for act in acts)),
+        ("data", "run.json, failure.json, cause.json, audit.json, tensors/gpt.safetensors beside this page"),
+    ]
+    return {"heading": "Where this was measured", "finding": "", "blocks": [{"kind": "facts", "pairs": pairs}]}
+
+
+def _meta(run: Mapping[str, Any]) -> str:
+    started = datetime.fromisoformat(run["started"])
+    parts = [f"halfulp {run['halfulp']}", f"torch {run['versions']['torch']}", f"{started:%d %B %Y, %H:%M} UTC"]
+    if run["ended"]:
+        seconds = (datetime.fromisoformat(run["ended"]) - started).total_seconds()
+        parts.append(f"took {duration_text(seconds)}")
+    return " · ".join(parts)

@@ -1,0 +1,193 @@
+"""Pictures: true to the data, the same bytes every time, nothing covered, nothing that needs a network."""
+
+import itertools
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from halfulp.report.figures import COLORS, draw, draw_panels
+
+EVIL = "<script>alert('x')</script> & \"$x^2$\""
+
+
+def series(label, y, *, x=None, low=None, high=None, style="line"):
+    x = list(range(len(y))) if x is None else x
+    return {"label": label, "x": x, "y": y, "low": low, "high": high, "style": style}
+
+
+def figure(*parts, **changes):
+    base = {"title": "Loss", "x_label": "step", "y_label": "mean squared error", "x_log": False, "y_log": False}
+    return base | {"series": list(parts), "caption": "three seeds", "command": "halfulp demo"} | changes
+
+
+def tree(svg):
+    """The picture as XML; an inline one is given the namespace that HTML implies."""
+    return ET.fromstring(
+        svg if "xmlns=" in svg else svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    )
+
+
+def texts(svg):
+    found = {}
+    for node in tree(svg).iter("{http://www.w3.org/2000/svg}text"):
+        found["".join(node.itertext()).strip()] = float(node.get("y"))
+    return found
+
+
+def curves(svg):
+    """Points of every line inside the axes, by color; other paths are markers, bands and threads to names."""
+    found = {}
+    for node in tree(svg).iter("{http://www.w3.org/2000/svg}path"):
+        color = re.search(r"stroke: (#\w{6})", node.get("style", ""))
+        if color and color[1].upper() in COLORS and node.get("clip-path") and "fill: none" in node.get("style"):
+            numbers = [float(part) for part in re.findall(r"-?[\d.]+", node.get("d"))]
+            found.setdefault(color[1].upper(), []).append(list(zip(numbers[::2], numbers[1::2], strict=True)))
+    return found
+
+
+TWO = figure(
+    series("flash", [1.0, 2.0, 4.0], low=[0.9, 1.8, 3.0], high=[1.1, 2.4, 5.0]), series("math", [1.0, 1.0, 1.0])
+)
+
+
+def test_the_same_data_gives_the_same_bytes():
+    first = draw(TWO)
+    draw(figure(series("other", [3.0, 1.0], style="points")))  # nothing is left behind by another picture
+    assert draw(TWO) == first
+    assert not re.search(r"\b20\d\d-\d\d", first), "a date would change the bytes"
+
+
+def test_other_data_gives_another_picture():
+    moved = figure(series("flash", [1.0, 2.0, 4.1]), series("math", [1.0, 1.0, 1.0]))
+    assert draw(moved) != draw(TWO)
+
+
+def test_curves_follow_the_data():
+    lines = curves(draw(TWO))
+    (flash, *_), (math, *_) = lines[COLORS[0]], lines[COLORS[1]]
+    assert len(flash) == len(math) == 3
+    heights = [y for _, y in flash]
+    assert heights[0] > heights[1] > heights[2], "a rising curve has falling y in SVG"
+    assert heights[1] - heights[2] == pytest.approx(2 * (heights[0] - heights[1]), abs=0.1)
+    assert len({y for _, y in math}) == 1
+    assert math[0] == flash[0]
+
+
+def test_a_logarithmic_axis_is_one():
+    svg = draw(figure(series("a", [1.0, 10.0, 100.0]), series("b", [1.0, 1.0, 1.0]), y_log=True))
+    heights = [y for _, y in curves(svg)[COLORS[0]][0]]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.1)
+
+
+@pytest.mark.parametrize("y_log", [False, True])
+def test_missing_and_unfit_numbers_leave_a_gap(y_log):
+    holes = [1.0, None, 0.5, 0.25] if not y_log else [1.0, 0.0, 0.5, 0.25]
+    line = curves(draw(figure(series("a", holes), series("b", [1.0, 1.0, 1.0, 1.0]), y_log=y_log)))[COLORS[0]][0]
+    assert len(line) == 3
+    assert "nan" not in draw(figure(series("a", holes), y_log=y_log)).lower()
+
+
+def test_a_curve_without_numbers_is_drawn_as_nothing():
+    svg = draw(figure(series("gone", [None, None]), series("here", [1.0, 2.0])))
+    assert "here" in texts(svg)
+    assert "gone" not in texts(svg), "a name at the end of a curve that has no end"
+
+
+def test_text_is_text_and_what_was_given():
+    shown = texts(draw(TWO))
+    assert {"step", "mean squared error", "flash", "math"} <= set(shown)
+
+
+def test_hostile_text_stays_text():
+    svg = draw(figure(series(EVIL, [1.0, 2.0]), series("b", [1.0, 2.0]), title=EVIL, x_label=EVIL, y_label=EVIL))
+    assert "<script" not in svg
+    assert EVIL in texts(svg)
+    assert tree(svg).get("aria-label") == EVIL
+
+
+@pytest.mark.parametrize("ends", [(1.0, 1.0, 1.0, 1.0), (1.0, 1.01, 5.0, 5.01), (9.0, 9.0, 9.0, 0.0)])
+def test_names_at_the_ends_do_not_touch(ends):
+    names = ["one", "two", "three", "four"]
+    svg = draw(figure(*(series(name, [0.0, end]) for name, end in zip(names, ends, strict=True))))
+    heights = sorted(texts(svg)[name] for name in names)
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 10, "points between lines of text of 9.5 points"
+    assert heights[0] > 0
+    assert heights[-1] < 220
+
+
+def test_a_legend_stands_above_the_data():
+    names = [f"a rather long name of curve {i}" for i in range(5)]
+    svg = draw(figure(*(series(name, [float(i), 5.0]) for i, name in enumerate(names))))
+    axes_top = min(y for lines in curves(svg).values() for line in lines for _, y in line)
+    shown = texts(svg)
+    assert max(shown[name] for name in names) < shown["mean squared error"] < axes_top
+
+
+def test_curves_differ_in_more_than_color():
+    svg = draw(figure(*(series(f"c{i}", [float(i), 2.0 * i] * 10) for i in range(5))))
+    dashes = re.findall(r'd="M[^"]*" (?:clip-path="[^"]*" )?style="fill: none; (stroke-dasharray: [^;]*)', svg)
+    assert len(set(dashes)) >= 4
+
+
+@pytest.mark.parametrize("style", ["line", "points", "bar"])
+def test_a_range_is_drawn(style):
+    x = ["bf16", "fp16", "fp32"] if style == "bar" else None
+    parts = [series(name, [1.0, 2.0, 3.0], x=x, style=style) for name in ("a", "b")]
+    ranged = [part | {"low": [0.5, 1.0, 2.0], "high": [1.5, 3.0, 4.0]} for part in parts]
+    assert len(draw(figure(*ranged))) > len(draw(figure(*parts)))
+
+
+def test_an_inline_picture_takes_the_colors_of_its_page():
+    svg = draw(TWO)
+    assert "currentColor" in svg
+    assert "var(--grid" in svg
+    assert "http" not in svg
+    assert not re.search(r'<svg[^>]* width="', svg), "the page gives the width"
+
+
+def test_a_file_has_a_white_ground_and_a_namespace():
+    svg = draw(TWO, inline=False)
+    ET.fromstring(svg)
+    assert "currentColor" not in svg
+    assert re.search(r"fill: (#ffffff|white)", svg)
+
+
+def test_panels_are_placed_side_by_side():
+    svg = draw_panels([TWO, TWO | {"title": "Again"}], columns=2)
+    lines = curves(svg)[COLORS[0]]
+    starts = sorted(line[0][0] for line in lines if len(line) == 3)
+    assert len(starts) == 2
+    assert starts[1] - starts[0] == pytest.approx(352.8, abs=1)
+    assert "Again: mean squared error" in texts(svg)
+
+
+def test_ids_of_two_pictures_do_not_meet():
+    pictures = [draw(TWO), draw(TWO | {"y_label": "other"})]
+    ids = [set(re.findall(r' id="([^"]+)"', svg)) for svg in pictures]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for svg, names in zip(pictures, ids, strict=True):
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg)) <= names
+
+
+def test_powers_of_two_are_named_as_people_write_them():
+    svg = draw(figure(series("a", [1.0, 2.0, 3.0], x=[512, 1024, 2048]), x_log=True))
+    assert {"512", "1k", "2k"} <= set(texts(svg))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (figure(), "without series"),
+        (figure(series("a", [1.0], style="pie")), "accepted are line, points, bar"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        draw(wrong)
+
+
+def test_no_figures_are_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        draw_panels([])
