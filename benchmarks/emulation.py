@@ -29,7 +29,7 @@ from halfulp import emulate
 from halfulp.recipes import recipe_named
 
 TARGET = {"recipe": "BF16_FLASH2", "shape": "1,12,1024,64", "ratio": 1.3}
-DEFAULT = ("BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_FLASH1", "BF16_AUTHORS", "FP32", "TORCH_CPU_FLASH")
+DEFAULT = ("BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_FLASH1", "BF16_AUTHORS", "FP32")
 NAIVE = "naive fp32, autograd"
 WARM_UP = 2
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

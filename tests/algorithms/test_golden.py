@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import mpmath
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfulp import golden
-from halfulp.algorithms import golden as golden_module_function
+from halfulp import emulate, golden
+from halfulp.algorithms import golden as compute
+from halfulp.recipes import FP64
 from halfulp.testing import Inputs, common_key, gaussian
 
 N, D = 4, 2
@@ -112,11 +115,36 @@ def test_chunks_of_rows_are_one_problem(causal: bool, monkeypatch: pytest.Monkey
     inputs = gaussian(1, batch=2, heads=4, key_heads=2, length=50, key_length=37, dim=8)
     mask = None if causal else torch.rand(2, 1, 50, 37, generator=torch.Generator().manual_seed(0)) > 0.4
     whole = golden(*inputs, mask, is_causal=causal, enable_gqa=True)
-    monkeypatch.setitem(golden_module_function.__globals__, "CHUNK_ELEMENTS", 37 * 3)
+    monkeypatch.setitem(compute.__globals__, "CHUNK_ELEMENTS", 37 * 3)
     for a, b in zip(
         vars(golden(*inputs, mask, is_causal=causal, enable_gqa=True)).values(), vars(whole).values(), strict=True
     ):
         assert torch.allclose(a, b, rtol=0, atol=1e-13)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operation gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_grows_with_n_alone(causal: bool) -> None:
+    inputs = gaussian(1, heads=4, key_heads=2, length=2048, dim=8)
+    with LargestTensor() as largest:
+        golden(*inputs, is_causal=causal, enable_gqa=True)
+    assert largest.elements <= 2**19
+    with LargestTensor() as whole:
+        emulate(
+            *inputs[:3], is_causal=causal, enable_gqa=True, recipe=FP64.with_(algorithm="standard", block_query=None)
+        )
+    assert whole.elements == 4 * 2048**2  # what the measurement says of an implementation that holds all scores
 
 
 def test_without_grad_out_there_are_no_gradients() -> None:
