@@ -105,9 +105,7 @@ def main() -> None:
     x = torch.randn(options.elements // 128, 128, generator=torch.Generator().manual_seed(0))
     tile = x.flatten()[: 12 * 128 * 128].view(-1, 128)
     report: dict[str, Any] = {"elements": x.numel(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    print(
-        f"{x.numel()} float32 numbers, {torch.get_num_threads()} threads, torch {torch.__version__}, medians (spread)"
-    )
+    print(f"{x.numel()} float32 numbers, {report['threads']} threads, torch {report['torch']}, medians (spread)")
 
     report["formats"] = []
     for fmt in (custom(5, 5), IEEE_E4M3, TF32):
@@ -116,11 +114,9 @@ def main() -> None:
         show(f"{fmt.name}, nearest even", result["seconds"], x.numel())
         for name, ratio in result["times_faster_than"].items():
             verdict = "meets" if ratio["median"] >= TARGETS[name] else "MISSES"
-            print(
-                f"  {ratio['median']:.1f} ({ratio['min']:.1f} to {ratio['max']:.1f}) times faster than {name}", end=", "
-            )
-            print(f"{verdict} the target of {TARGETS[name]:.0f}", end="; ")
-            print(f"{result['differing_of_2**20'][name]} of 2**20 results differ")
+            low, high, differing = ratio["min"], ratio["max"], result["differing_of_2**20"][name]
+            print(f"  {ratio['median']:.1f} ({low:.1f} to {high:.1f}) times faster than {name},", end=" ")
+            print(f"{verdict} the target of {TARGETS[name]:.0f}; {differing} of 2**20 results differ")
 
     report["alone"] = {name: spread(times) for name, times in interleaved(alone(), x, options.rounds).items()}
     show("For scale, and without a peer", report["alone"], x.numel())

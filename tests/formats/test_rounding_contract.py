@@ -25,6 +25,7 @@ from halfulp.formats import (
     Format,
     Rounding,
     custom,
+    general,
     is_representable,
     round_to,
     ulp,
@@ -161,12 +162,18 @@ def test_one_thread_and_two_agree() -> None:
         assert differing(one.numpy(), two.double().numpy()) == 0
 
 
-def test_the_way_of_other_devices() -> None:
-    """There a tensor is worked on whole; the same code, so it is run here with pieces as long as the tensor."""
+@pytest.mark.parametrize("piece", [7, 10**9], ids=["short_pieces", "whole"])
+def test_the_size_of_the_pieces_does_not_matter(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other devices a tensor is worked on whole."""
     x = trying_inputs(OCP_E4M3, np.float32)
+    given = torch.from_numpy(x.astype(np.float32)).repeat(4)
+    by_chance = round_to(given, OCP_E4M3, rounding="stochastic")
+    monkeypatch.setattr(general, "CHUNK", piece)
+    again = round_to(given, OCP_E4M3, rounding="stochastic")
+    assert differing(again.numpy(), by_chance.double().numpy()) == 0
     for rounding in DETERMINISTIC:
-        whole = round_to(torch.from_numpy(x.astype(np.float32)).repeat(30), OCP_E4M3, rounding=rounding)
-        assert differing(whole.numpy(), np.tile(expected(x, OCP_E4M3, rounding), 30)) == 0
+        want = np.tile(expected(x, OCP_E4M3, rounding), 4)
+        assert differing(round_to(given, OCP_E4M3, rounding=rounding).numpy(), want) == 0
 
 
 def test_imports_nothing_but_torch() -> None:

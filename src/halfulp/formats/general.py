@@ -51,7 +51,7 @@ class _Plan:
     """The constants of one format in one container, worked out once."""
 
     lowest: float  # binades below this one share its spacing
-    highest: float  # the last binade with a spacing of its own: one above max, where the container has it
+    highest: float  # binades above this one, whose numbers end beyond max anyway, share its spacing
     spacing: float  # relative to the power of two below the value
     far: float  # a magnitude, in spacings, that is beyond max in every binade
     # Adding and subtracting 1.5 * 2**(container's mantissa bits) rounds a scaled number to an integer, ties to even.
@@ -71,11 +71,11 @@ def _plan(fmt: Format, dtype: torch.dtype, rounding: Rounding) -> _Plan:
     stretchable = fmt.overflow == "infinity" and fmt.max_exponent > 0 and rounding not in ("up", "down", "toward_zero")
     return _Plan(
         lowest=fmt.min_normal,
-        highest=2.0 ** (fmt.max_exponent + min(room, 1)),
+        highest=2.0**fmt.max_exponent,
         spacing=2.0**-fmt.mantissa_bits,
         far=2.0 ** (fmt.mantissa_bits + 2),
         by_addition=spare >= 2,
-        shift=1.5 * 2.0**spare if to_even and room > spare >= 2 else None,
+        shift=1.5 * 2.0**spare if to_even and room >= spare >= 2 else None,
         stretch=((2.0**room, 2.0**-room) if room else ()) if stretchable else None,
     )
 
