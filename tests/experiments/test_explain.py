@@ -78,6 +78,8 @@ def test_the_worked_example_is_the_papers_bit_for_bit() -> None:
     (step,) = found.steps
     assert step.decision.result == -4.703990459442139
     assert step.decision.exact_result
+    assert step.carry == 1
+    assert "the sum carries" in found.text()
     assert (step.decision.code.exponent, step.decision.code.fraction) == ("10000001", "00101101000011100010111")
     final = found.final
     assert (final.significand, final.dropped, final.power) == ("1.0010110", "1000011100010111", 2)
@@ -160,6 +162,13 @@ def test_a_dot_product_is_accumulated_step_by_step() -> None:
     assert found.result == running.item()
     assert found.exact == sum(Fraction(a) * Fraction(b) for a, b in zip(left, right, strict=True))
     assert found.error == float(Fraction(found.result) - found.exact)
+
+
+def test_cancelling_bits_are_counted() -> None:
+    (step,) = explain([1.0 + 2**-7, -1.0], BF16).steps
+    assert step.carry == -7
+    assert "leading 7 bits cancel" in explain([1.0 + 2**-7, -1.0], BF16).text()
+    assert explain([1.5, 1.5], BF16, "product").steps[0].carry == 0
 
 
 def test_operands_that_float32_cannot_hold_are_shown_in_float64() -> None:

@@ -68,6 +68,7 @@ class RunningStep:
 
     label: str
     term: Fraction  # what is added
+    carry: int  # places the leading bit moved left of the larger of the two; negative where they cancel
     decision: Decision
 
 
@@ -254,13 +255,19 @@ def _accumulate(
         exact = combine(exact, term)
         label = f"{label} {symbol} {name}" if not steps else f"({len(steps)}) {symbol} {name}"
         decision = decide(combine(running, term), fmt)
-        steps.append(RunningStep(label, term, decision))
+        steps.append(RunningStep(label, term, _carry(running, term, decision, operation), decision))
         if not math.isfinite(decision.result):
             raise ValueError(
                 f"accumulate={fmt.name}: the running value overflows at {label}; accepted is a wider format"
             )
         running = Fraction(decision.result)
     return exact, tuple(steps), running
+
+
+def _carry(running: Fraction, term: Fraction, decision: Decision, operation: Operation) -> int:
+    """How far the leading bit of an addition's result lies left of that of its larger part."""
+    larger, size = max(abs(running), abs(term)), abs(decision.exact)
+    return 0 if operation == "product" or not size else _exponent(size) - _exponent(larger)
 
 
 def _direction(distance: Fraction, count: int, negative: bool, power: int, fmt: Format) -> tuple[bool, str]:

@@ -13,11 +13,19 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 _OPERATION_TITLES = {"sum": "sum", "product": "product", "dot": "dot product"}
+_ROUNDING_TITLES = {
+    "nearest_even": "to nearest, ties to even",
+    "nearest_away": "to nearest, ties away from zero",
+    "toward_zero": "toward zero",
+    "up": "up",
+    "down": "down",
+}
 
 
 def render(explanation: Explanation) -> str:
     """Return the whole explanation: operands, every rounding of the running value, and the last one in full."""
-    title = f"{_OPERATION_TITLES[explanation.operation]} in {explanation.format}, rounded {explanation.rounding}"
+    direction = _ROUNDING_TITLES[explanation.rounding]
+    title = f"{_OPERATION_TITLES[explanation.operation]} in {explanation.format}, rounded {direction}"
     lines = [f"{title}; running value in {explanation.accumulate}", "", *_operands(explanation), ""]
     lines += [*_line("exact", decimal_text(explanation.exact)), ""]
     lines += _running(explanation)
@@ -56,6 +64,10 @@ def _running(explanation: Explanation) -> list[str]:
         error = "exact" if decision.exact_result else f"error {decision.error:.3g}"
         lines.append(f"({number})  {step.label} = {_number(decision.result)}, {error}")
         lines.append(f"{'':5}{_bits(decision.code, len(decision.code.exponent))}")
+        if step.carry > 0:
+            lines.append(f"{'':5}the sum carries: its leading bit moves one place left, and the last bit kept with it")
+        elif step.carry < -1:
+            lines.append(f"{'':5}the leading {-step.carry} bits cancel")
     return [*lines, ""]
 
 
