@@ -1,8 +1,9 @@
 """Times emulated attention, forward and backward, beside naive fp32 attention with autograd.
 
-Every recipe runs once a round, in an order that changes from round to round, so that a busy machine slows all of them
-alike; what is reported is the median over the rounds of the ratio to naive attention in the same round, with the
-quartiles. The first rounds are warm-up. Run from the repository root:
+Every recipe runs once a round, in an order that changes from round to round; what is reported is the median over the
+rounds of the ratio to naive attention in the same round, with the quartiles. The first rounds are warm-up. Emulation
+takes many small parallel steps where naive attention takes a few large ones, so other programs on the same cores slow
+it more: see the ratio of processor times too, which with --threads 1 holds on a busy machine. From the repository root:
 
     python benchmarks/emulation.py [--shape B,H,N,D] [--recipes NAME ...] [--rounds N] [--threads N] [--json FILE]
 
@@ -56,21 +57,21 @@ def contestants(recipes: list[str], causal: bool) -> dict[str, Attention]:
     return {NAIVE: naive, "PyTorch's bf16 kernel": kernel} | {name: emulated(name) for name in recipes}
 
 
-def once(attention: Attention, inputs: list[Tensor]) -> tuple[float, float]:
-    """Seconds of one forward and one backward pass."""
+def once(attention: Attention, inputs: list[Tensor]) -> tuple[float, float, float]:
+    """Seconds of one forward pass, of one backward pass, and processor seconds of both."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-    start = time.perf_counter()
+    processor, start = time.process_time(), time.perf_counter()
     out = attention(q, k, v)
     middle = time.perf_counter()
     out.backward(inputs[3].to(out.dtype))
-    return middle - start, time.perf_counter() - middle
+    return middle - start, time.perf_counter() - middle, time.process_time() - processor
 
 
 def measure(ways: dict[str, Attention], shape: tuple[int, ...], rounds: int) -> dict[str, dict[str, float]]:
     """Median milliseconds and, paired round by round, the ratio to naive attention with its quartiles."""
     generator, order = torch.Generator().manual_seed(0), random.Random(0)
     inputs = [torch.randn(shape, generator=generator) for _ in range(4)]
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for turn in range(WARM_UP + rounds):
         for name in order.sample(list(ways), len(ways)):
             spent = once(ways[name], inputs)
@@ -78,10 +79,11 @@ def measure(ways: dict[str, Attention], shape: tuple[int, ...], rounds: int) -> 
                 seconds[name].append(spent)
     result = {}
     for name, spent in seconds.items():
-        ratios = [sum(mine) / sum(naive) for mine, naive in zip(spent, seconds[NAIVE], strict=True)]
+        ratios = [sum(mine[:2]) / sum(naive[:2]) for mine, naive in zip(spent, seconds[NAIVE], strict=True)]
+        processor = [mine[2] / naive[2] for mine, naive in zip(spent, seconds[NAIVE], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        forward, backward = (1000 * statistics.median(column) for column in zip(*spent, strict=True))
-        result[name] = {"forward_ms": forward, "backward_ms": backward}
+        forward, backward, _ = (1000 * statistics.median(column) for column in zip(*spent, strict=True))
+        result[name] = {"forward_ms": forward, "backward_ms": backward, "processor_ratio": statistics.median(processor)}
         result[name] |= {"ratio": middle, "ratio_quartile_1": low, "ratio_quartile_3": high, "ratio_min": min(ratios)}
     return result
 
@@ -118,10 +120,11 @@ def main() -> None:
     figures = measure(ways, tuple(int(size) for size in chosen.shape.split(",")), chosen.rounds)
     kind = "causal" if chosen.causal else "full"
     print(f"shape {chosen.shape}, {kind}, {chosen.threads} threads, {chosen.rounds} rounds")
-    print(f"{'':24}{'forward':>10}{'backward':>11}   ratio to naive (quartiles; least)")
+    print(f"{'':24}{'forward':>10}{'backward':>11}   ratio to naive (quartiles; least), of processor times")
     for name, row in figures.items():
         spread = f"({row['ratio_quartile_1']:.2f} to {row['ratio_quartile_3']:.2f}; {row['ratio_min']:.2f})"
-        print(f"{name:24}{row['forward_ms']:7.0f} ms{row['backward_ms']:8.0f} ms   {row['ratio']:.2f} {spread}")
+        spent = f"{row['forward_ms']:7.0f} ms{row['backward_ms']:8.0f} ms"
+        print(f"{name:24}{spent}   {row['ratio']:.2f} {spread}, {row['processor_ratio']:.2f}")
     if not chosen.causal and chosen.shape == TARGET["shape"] and TARGET["recipe"] in figures:
         ratio = figures[str(TARGET["recipe"])]["ratio"]
         print(
