@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms.matmul import product
-from halfulp.algorithms.problem import Mask, Problem, Saved, divisor_of, read_input, shift_of
+from halfulp.algorithms.problem import Mask, Problem, Saved, read_input, shift_of
 from halfulp.algorithms.torch_cpu_math import (
     fused_multiply_add,
     lane_sum,
@@ -65,14 +65,15 @@ def forward(problem: Problem, step: Step, *, exponential: Exponential = weights_
         gemm = _Gemm(step)
         parts = [_rows(problem, rows, gemm, exponential) for rows in _row_tiles(problem)]
         accumulator, m, l = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
-        exact = accumulator * (1 / divisor_of(l, m))
+        divisor = torch.where(l == 0, 1.0, l)  # the kernel's way to give fully masked rows O = 0
+        exact = accumulator * (1 / divisor)
         out = step("out", exact)
         for_delta = out
         if problem.recipe.delta_from == "exact_out":
             for_delta = exact
         elif problem.recipe.delta_from == "residual":
             for_delta = out + step("residual", exact - out)
-        lse = step("lse", m + step("log_row_sum", scalar_log(l)))
+        lse = step("lse", m + step("log_row_sum", scalar_log(divisor)))
     return Saved(out, for_delta, lse, m, l)
 
 
@@ -122,13 +123,11 @@ def _rows(problem: Problem, rows: slice, gemm: _Gemm, exponential: Exponential) 
         top = scores.amax(-1, keepdim=True)
         m_new = step("row_max", top if state is None else torch.maximum(state[1], top))
         shift = shift_of(m_new)
-        weights = step(
-            "weights", exponential(step("shifted_scores", torch.sub(scores, shift, out=step.scratch(scores))))
-        )
+        shifted = step("shifted_scores", torch.sub(scores, shift, out=step.scratch(scores)))
+        weights = step("weights", exponential(shifted))
         operand = step("weights_operand", weights)
         summed = operand if problem.recipe.row_sum_from == "rounded" else weights
-        tile_sum = step("block_sum", lane_sum(summed))
-        value = problem.value[:, :, cols]
+        tile_sum, value = step("block_sum", lane_sum(summed)), problem.value[:, :, cols]
         if state is None:
             accumulator = step("accumulator", step("block_out", gemm(operand, value)))
             state = (accumulator, m_new, step("row_sum", tile_sum))
@@ -196,9 +195,8 @@ def _head_gradients(heads: _Heads, grads: tuple[Tensor, Tensor, Tensor], gemm: _
                 continue
             k, v = problem.key[:, :, cols], problem.value[:, :, cols]
             scores = _backward_scores(problem, rows, cols, gemm)
-            p = step(
-                "probabilities", exponential(step("shifted_scores", torch.sub(scores, shift, out=step.scratch(scores))))
-            )
+            shifted = step("shifted_scores", torch.sub(scores, shift, out=step.scratch(scores)))
+            p = step("probabilities", exponential(shifted))
             operand = step("probabilities_operand", p)
             dp = step("grad_probabilities", gemm(do, v.mT))
             centered = step("grad_centered", torch.sub(dp, delta, out=step.scratch(dp)))
