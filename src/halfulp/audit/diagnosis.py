@@ -79,7 +79,7 @@ FORWARD = "activations carry an error that the next layers and the gradient inhe
 
 def _underflows(e: Evidence) -> bool:
     broken = e.probes("non-finite", "out")
-    return bool(broken & {"ties_many", "ties_negative"}) and "deep_negative" not in broken
+    return "ties_many" in broken or ("ties_negative" in broken and "deep_negative" not in broken)
 
 
 def _exp_of_lse(e: Evidence) -> bool:
