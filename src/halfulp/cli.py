@@ -31,6 +31,9 @@ STDOUT = Path("-")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks δ shows a ? for it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if arguments in (["--version"], ["-V"]):
         print(f"{PROGRAM} {__version__}")
         return 0
@@ -132,6 +135,7 @@ def audit(
         html: File to write a page to.
         repro: Folder to write a program to for every defect: the smallest input that shows it.
     """
+    from halfulp.audit import resolve
     from halfulp.experiments.audits import parse_shape
     from halfulp.experiments.run_folder import check_file, check_folder
     from halfulp.report.terminal import console
@@ -144,7 +148,7 @@ def audit(
     check_file("json", None if json == STDOUT else json)
     check_file("html", html)
     check_folder("repro", repro)
-    chosen = _resolve(targets)
+    chosen = [resolve(name) for name in dict.fromkeys(targets)]  # every one, before any work is done
     options: dict[str, Any] = {"dtype": dtype, "depth": "full" if full else "quick", "seed": seed, "device": device}
     options |= {"shapes": sizes, "captured": [str(path) for path in captured]}
     reports, scripts = _audit_all(chosen, options, repro)
@@ -156,13 +160,6 @@ def audit(
     _write_audits(plain, None if json == STDOUT else json, html)
     codes = {report.exit_code for report in reports}
     return 1 if 1 in codes else max(codes)
-
-
-def _resolve(names: Sequence[str]) -> list[Target]:
-    """Every target by name; what no name stands for is told before any work is done."""
-    from halfulp.audit import resolve
-
-    return [resolve(name) for name in dict.fromkeys(names)]
 
 
 def _audit_all(
@@ -181,7 +178,7 @@ def _audit_all(
         reports.append(report)
         if report.script is not None and repro is not None:
             repro.mkdir(exist_ok=True)
-            name = re.sub(r"[^A-Za-z0-9]+", "_", target.name).strip("_")
+            name = re.sub(r"[^A-Za-z0-9]+", "_", target.name.rpartition("/")[2]).strip("_")
             scripts[target.name] = str(write_text(repro / f"{name}.py", report.script))
     return reports, scripts
 

@@ -44,15 +44,15 @@ HALFULP = "halfulp"
 FLASH, MATH, FP32 = "PyTorch flash", "PyTorch math", "PyTorch fp32"
 STAND_IN = "stock, emulated"
 RUNGS = {
-    "stock": "the stock recipe",
+    "stock": "stock",
     "dP∘P": "δ = rowsum(dP ∘ P)",
-    "fp32 O": "O kept in fp32",
-    "residual": "δ from O plus its residual",
-    "residual+row_sum": "that plus l from the rounded weights",
-    "residual+row_sum+weights": "that plus the same weights in both passes",
-    HALFULP: "that plus an integer row maximum (the halfulp recipe)",
-    "authors+softmax": "the published softmax fix on the paper's recipe",
-    "stock+softmax": "the published softmax fix on the stock recipe",
+    "fp32 O": "O in fp32",
+    "residual": "residual",
+    "residual+row_sum": "residual + row sum",
+    "residual+row_sum+weights": "residual + row sum + weights",
+    HALFULP: "halfulp",
+    "authors+softmax": "published softmax fix on the paper's recipe",
+    "stock+softmax": "published softmax fix on stock",
 }
 """The rungs of the ladder that the demo climbs, in words."""
 
@@ -237,8 +237,15 @@ def _ladder_table(ladder: LadderResult, config: DemoConfig) -> Table:
         broke = [step for step in rung.broke_at if step is not None]
         loss = f"NaN at step {_range(broke, '{:.0f}')}" if broke else _range(rung.final_loss, "{:.1e}")
         scores = (_range(rung.mean_score, "{:+.1f}"), _range(rung.max_score, "{:.0f}"))
-        rows.append((RUNGS[rung.rung], rung.outcome, loss, *scores))
-    columns = ("what is changed in the failing recipe", "outcome", "loss at the end", "mean score", "largest score")
+        rows.append((RUNGS[rung.rung], rung.outcome, rung.change, loss, *scores))
+    columns = (
+        "recipe",
+        "outcome",
+        "what is changed in the failing one",
+        "loss at the end",
+        "mean score",
+        "largest score",
+    )
     caption = _over(config.steps, config.ladder_seeds)
     return Table("Substitution ladder", columns, tuple(rows), caption, config.command)
 
@@ -290,7 +297,7 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     )
     here = str(stage.folder)
     audits: list[dict[str, Any]] = json.loads(json.dumps(found).replace(here, str(stage.final)))
-    sizes = ", ".join(map(str, config.shapes)) or f"{Shape()}"
+    sizes = ", ".join(map(str, config.shapes or (Shape(),)))
     shape = tuple(trained.captured.query.shape)
     return {
         "finding": audit_finding(audits, skipped),

@@ -72,15 +72,25 @@ def cause_finding(ladder: LadderResult, names: Mapping[str, str]) -> str:
 
 
 def audit_finding(audits: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]) -> str:
-    """Return how many targets got which verdict, and what the defects are."""
+    """Return how many kernels, and how many recipes, got which verdict."""
+    kernels = [audit for audit in audits if not audit["target"].startswith("recipe:")]
+    recipes = [audit for audit in audits if audit["target"].startswith("recipe:")]
+    counted = ((kernels, "kernel", "found here"), (recipes, "recipe", "emulated"))
+    parts = [f"of {len(a)} {noun}{'s' * (len(a) != 1)} {where}, {_verdicts(a)}" for a, noun, where in counted if a]
+    missing = f"; {len(skipped)} more kernel{'s' * (len(skipped) != 1)} could not be audited here" if skipped else ""
+    text = f"{'; '.join(parts)}{missing}."
+    return text[0].upper() + text[1:]
+
+
+def _verdicts(audits: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for verdict in ("sound", "stock", "defect", "error"):
-        same = [a for a in audits if a["verdict"] == verdict]
+        same = [str(audit["target"]).removeprefix("recipe:") for audit in audits if audit["verdict"] == verdict]
         if same:
-            word = "with a defect" if verdict == "defect" else "not audited" if verdict == "error" else verdict
-            parts.append(f"{len(same)} {word} ({', '.join(str(a['target']) for a in same)})")
-    missing = f"; {len(skipped)} more cannot run here" if skipped else ""
-    return f"Of {len(audits)} kernels and recipes audited: {'; '.join(parts)}{missing}."
+            be, have = ("is", "has") if len(same) == 1 else ("are", "have")
+            words = {"defect": f"{have} a defect", "error": "could not be audited"}
+            parts.append(f"{len(same)} {words.get(verdict, f'{be} {verdict}')} ({', '.join(same)})")
+    return ", ".join(parts)
 
 
 def _list(names: Sequence[str]) -> str:

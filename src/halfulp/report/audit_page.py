@@ -59,20 +59,14 @@ def audit_summary(reports: Sequence[Report], skipped: Mapping[str, str] | None =
     return {"kind": "table", "title": "Verdicts", "columns": columns, "rows": rows, "caption": caption}
 
 
-def audit_section(report: Report, script: str | None = None, *, folded: bool = False) -> dict[str, Any]:
-    """Return the section of one target.
-
-    Args:
-        report: the audit's plain data.
-        script: where the failing input was written, if it was.
-        folded: show the tables only when asked for, as on a page of many targets.
-    """
+def audit_section(report: Report, *, folded: bool = False) -> dict[str, Any]:
+    """Return the section of one target; `folded` shows the tables only when asked for, as on a page of many targets."""
     verdict = report["verdict"]
     finding = f"{verdict.capitalize()}, {MEANING[verdict]}: {report['reason']}."
     heading = str(report["target"])
     if verdict == "error":
         return {"heading": heading, "finding": finding, "blocks": [{"kind": "text", "text": headline(report)}]}
-    blocks: list[Block] = [{"kind": "facts", "pairs": [("audited", headline(report)), *facts(report, script)]}]
+    blocks: list[Block] = [{"kind": "facts", "pairs": [("audited", headline(report)), *facts(report)]}]
     if report["script"]:
         caption = "The smallest input that shows it, as a program that exits with 1 while the defect is there:"
         blocks.append({"kind": "code", "text": report["script"], "caption": caption})

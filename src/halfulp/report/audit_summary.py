@@ -131,8 +131,8 @@ def not_run(report: Report) -> list[tuple[str, str]]:
     return [(reason, ", ".join(dict.fromkeys(probes))) for reason, probes in reasons.items()]
 
 
-def facts(report: Report, script: str | None = None) -> list[tuple[str, str]]:
-    """Return what is known beyond the tables, as (name, value); `script` says where the failing input was written."""
+def facts(report: Report) -> list[tuple[str, str]]:
+    """Return what is known beyond the tables, as (name, value)."""
     print_of, found = report["fingerprint"], []
     for i, cause in enumerate(report["causes"]):
         name = "" if i == 0 else f"{cause['name']}; "  # the first is named in the reason
@@ -150,8 +150,7 @@ def facts(report: Report, script: str | None = None) -> list[tuple[str, str]]:
         found.append(("notes", "; ".join(report["notes"])))
     if report["smallest"]:
         small = report["smallest"]
-        where = f"; run {script}" if script else ""
-        found.append(("smallest input", f"{small['probe']} {small['shape']}, seed {small['seed']}{where}"))
+        found.append(("smallest input", f"{small['probe']} {small['shape']}, seed {small['seed']}"))
     return found
 
 

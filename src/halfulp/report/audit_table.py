@@ -45,7 +45,9 @@ def print_audit(report: Report, console: Console, *, script: str | None = None) 
     console.print(Padding(_plain(reason), (0, 0, 0, 2)))
     if verdict == "error":
         return
-    _print_pairs(facts(report, script), console)
+    _print_pairs(facts(report), console)
+    if script is not None:  # on a line of its own, never folded, so that it can be copied
+        console.print(_plain(f"  to see it: run {script}"), soft_wrap=True)
     console.print()
     console.print(_probes(report))
     if report["relations"]:

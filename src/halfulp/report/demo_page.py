@@ -50,8 +50,9 @@ def _section(act: Act) -> dict[str, Any]:
 
 
 def _audits(act: Act) -> list[Block]:
-    order = {"defect": 0, "stock": 1, "sound": 2, "error": 3}
-    audits = sorted(act["audits"], key=lambda report: order[report["verdict"]])
+    """Kernels before recipes, the worst first."""
+    order = ("defect", "stock", "sound", "error")
+    audits = sorted(act["audits"], key=lambda r: (r["target"].startswith("recipe:"), order.index(r["verdict"])))
     rows: list[tuple[object, ...]] = []
     for report in audits:
         ratios = [times_text(ratio) for ratio in (*worst_ratios(report), *_on_activations(report))]

@@ -17,6 +17,7 @@ Blocks are dictionaries with a "kind":
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -66,7 +67,7 @@ def page(title: str, lead: str, sections: Sequence[Section], *, meta: str = "", 
         ValueError: a block's kind is unknown, or a figure cannot be drawn.
     """
     names = _anchors([str(section["heading"]) for section in sections])
-    body = "\n".join(_section(section, name) for section, name in zip(sections, names, strict=True))
+    body = _own_ids("\n".join(_section(section, name) for section, name in zip(sections, names, strict=True)))
     contents = _contents(sections, names) if len(sections) > 1 else ""
     below = f"<footer><p class='meta'>{_e(footer)}</p></footer>" if footer else ""
     about = f"<p class='meta'>{_e(meta)}</p>" if meta else ""
@@ -109,6 +110,17 @@ def _anchors(headings: Sequence[str]) -> list[str]:
         words = re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-") or "section"
         names.append(f"{words}-{i}" if words in names else words)
     return names
+
+
+def _own_ids(body: str) -> str:
+    """Number the pictures and put the number into their ids, since the same picture may stand on a page twice."""
+    numbers = itertools.count(1)
+
+    def own(picture: re.Match[str]) -> str:
+        number = next(numbers)
+        return re.sub(r'( id="|href="#|url\(#)', rf"\g<1>p{number}-", picture[0])
+
+    return re.sub(r"<svg .*?</svg>", own, body, flags=re.DOTALL)
 
 
 def _contents(sections: Sequence[Section], names: Sequence[str]) -> str:

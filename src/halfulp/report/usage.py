@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_BOX = re.compile(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]+")
+# Colors, and the lines of the box, which are drawn with dashes where the terminal is not known to have Unicode.
+_BOX = re.compile(r"\x1b\[[0-9;]*m|[│╭╮╰╯─|+]|-{3,}")
 
 
 def usage_line(message: str, commands: Iterable[str]) -> str:
@@ -15,7 +16,7 @@ def usage_line(message: str, commands: Iterable[str]) -> str:
         value, argument, choices = found.groups()
         names = ", ".join(re.findall("'(.*?)'", choices))
         return f"{_argument(argument)}={value!r}: accepted are {names}"
-    if found := re.search(r"Error parsing (\S+): (?:invalid literal for (int)|could not convert).*?: ('.*?')", text):
+    if found := re.search(r"Error parsing (\S+): .*?(?:invalid literal for (int)|could not convert).*?: ('.*?')", text):
         return f"{_argument(found[1])}={found[3]}: accepted is {'an integer' if found[2] else 'a number'}"
     if found := re.search(r"Missing value for argument '(.*?)'", text):
         return f"{_argument(found[1])}: its value is missing; see --help"

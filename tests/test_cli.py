@@ -1,0 +1,313 @@
+"""The command line: what it prints, what it writes, how it ends, and how it complains: in one line, before the work."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.cells import cell_len
+
+import halfulp
+from halfulp import cli
+from halfulp.audit import PROBES, Case, Shape
+from halfulp.audit import run as audit_run
+from halfulp.formats import FORMATS
+from halfulp.recipes import RECIPES
+from tests.report.markup import problems
+
+EXAMPLE = ["--", "-2.4071154594421387", "-2.296875"]
+KERNEL = """
+import torch
+from torch.nn import functional
+
+def good(query, key, value, *, is_causal, scale):
+    return functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), is_causal=is_causal,
+                                                   scale=scale).to(query.dtype)
+
+def biased(query, key, value, *, is_causal, scale):
+    return good(query, key, value, is_causal=is_causal, scale=scale) * 1.02
+
+def raising(query, key, value, *, is_causal, scale):
+    raise RuntimeError("no such kernel")
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    """A file with a sound target, one with a planted defect and one that cannot be called."""
+    file = tmp_path / "kernels.py"
+    file.write_text(KERNEL, encoding="utf-8")
+    return lambda name: f"{file}:{name}"
+
+
+@pytest.fixture
+def small_plan(monkeypatch):
+    """Audits of two probes, so that the commands are tested and not the audit."""
+
+    def plan(depth, dtype, seed=0, shapes=(), captured=()):
+        shape = shapes[0] if shapes else Shape(2, 4, 48, 48, 16)
+        cases = tuple(Case(name, shape, seed, dtype) for name in ("gaussian", "value_constant"))
+        small = Shape(2, 2, 32, 32, 16)
+        relations = (Case("free_feature", small, seed, dtype), Case("free_feature_causal", small, seed, dtype))
+        return audit_run.Plan(cases, (), relations)
+
+    monkeypatch.setattr(audit_run, "plan", plan)
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nosuch"], "'nosuch' is not known; accepted are the commands demo, audit, "),
+        (["ls", "--nosuch"], "'--nosuch' is not known; accepted are the options of --help"),
+        (["ls", "colors"], "what='colors': accepted are all, formats, recipes, targets, probes, claims"),
+        (["explain", "1"], "values of length 1: accepted for 'sum' is at least two"),
+        (["explain", "1", "two"], "values='two': accepted are finite numbers"),
+        (["explain", "1", "inf"], "values='inf': accepted are finite numbers"),
+        (["explain", "1", "2", "--format", "fp12"], "format='fp12' is not known; accepted: fp64, "),
+        (["explain", "1", "2", "--format", "mxfp4"], "mxfp4: accepted is a scalar format"),
+        (["explain", "1", "2", "--format"], "format: its value is missing"),
+        (["explain", "1", "2", "--operation", "root"], "operation='root': accepted are sum, product, dot"),
+        (["explain", "1", "2", "3", "--operation", "dot"], "accepted for 'dot' is an even number"),
+        (["audit"], "targets: none given; accepted are names of `halfulp ls targets`"),
+        (["audit", "sdap"], "target='sdap': accepted is a built-in name"),
+        (["audit", "nosuch.py:f"], "target='nosuch.py:f': there is no file nosuch.py"),
+        (["audit", "sdpa", "--dtype", "int8"], "dtype='int8': accepted are bfloat16, float16, float32"),
+        (["audit", "sdpa", "--seed", "one"], "seed='one': accepted is an integer"),
+        (["audit", "sdpa", "--quick", "--full"], "quick and full are both given; accepted is one of them"),
+        (["audit", "sdpa", "--shapes", "4,4"], "shapes='4,4': accepted is B,H,N,D in positive integers"),
+        (["audit", "sdpa", "--shapes", "1,1,0,8"], "shapes='1,1,0,8': accepted is B,H,N,D in positive integers"),
+        (["audit", "sdpa", "--shapes", "1,3/2,8,8"], "shapes='1,3/2,8,8': accepted are key heads that divide the 3"),
+        (["audit", "sdpa", "--json", "no/where.json"], "json='no/where.json': there is no folder 'no'"),
+        (["audit", "sdpa", "--html", "no/where.html"], "html='no/where.html': there is no folder 'no'"),
+        (["audit", "sdpa", "--html", "."], "html='.' is a folder; accepted is a file"),
+        (["audit", "sdpa", "--repro", "no/where"], "repro='no/where': there is no folder"),
+        (["audit", "sdpa", "--captured", "no.safetensors"], "captured='no.safetensors': "),
+        (["sweep"], "what is missing; see halfulp sweep --help"),
+        (["sweep", "color"], "what='color': accepted are precision, length, block, order"),
+        (["sweep", "length", "--seeds", "0"], "seeds=0"),
+        (["sweep", "length", "--seeds", "1.5"], "seeds='1.5': accepted is an integer"),
+        (["claims", "Z9"], "claim='Z9': accepted are A1, "),
+        (["demo", "--out", "no/where"], "out='no/where': there is no folder"),
+        (["demo", "--seeds", "0"], "seeds=0: accepted is an integer of at least 1"),
+        (["demo", "--out"], "out: its value is missing"),
+    ],
+)
+def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("halfulp: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == [], "nothing is written before the arguments are known to be good"
+
+
+def test_a_demo_does_not_replace_other_files(capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("the only copy", encoding="utf-8")
+    code, _, err = run(capsys, "demo", "--out", tmp_path)
+    assert code == 2
+    assert "holds other files; accepted is a new or empty folder" in err
+    assert (tmp_path / "thesis.tex").read_text(encoding="utf-8") == "the only copy"
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"halfulp {halfulp.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)])
+def test_help(capsys, arguments):
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert "usage: halfulp" in out
+    documented = re.sub(r"[│\s]+", " ", out)
+    for command in cli.COMMANDS:
+        assert arguments not in ([], ["--help"]) or command in documented
+    assert "PLACEHOLDER" not in documented
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_every_option_says_what_it_is(capsys, command):
+    _, out, _ = run(capsys, command, "--help")
+    text = re.sub(r"[│╭╮╰╯─|+]|-{3,}|\s+", " ", out.split("--help", 1)[1])
+    entries = re.split(r" (?=--[a-z])", re.sub(" +", " ", text))[1:]
+    assert any(entry.startswith("--json") for entry in entries)
+    for entry in entries:
+        name, *words = re.sub(r" (\{[^}]*\}|\[.*?\]\]|[A-Z]{3,4}) ", " ", entry, count=1).split()
+        assert len(words) >= 4, f"{command} {name} is not explained"
+
+
+def test_help_names_units(capsys):
+    _, out, _ = run(capsys, "sweep", "--help")
+    for unit in ("tokens", "elements"):
+        assert unit in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", *EXAMPLE, "--format", "bf16"],
+        ["explain", "--format", "bf16", *EXAMPLE],
+        ["explain", *EXAMPLE[1:], "--format", "bf16"],
+        ["explain", *EXAMPLE],
+    ],
+)
+def test_explain_takes_negative_numbers_and_options_in_any_order(capsys, arguments):
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert "-4.71875 = 1 10000001 0010111" in out
+    assert "-0.014759540557861328" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_explain_as_json(capsys):
+    code, out, _ = run(capsys, "explain", *EXAMPLE, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["result"], found["error"]) == (-4.71875, -0.014759540557861328)
+
+
+def test_explain_takes_exponents_and_other_operations(capsys):
+    code, out, _ = run(capsys, "explain", "-1e-3", "3", "--operation", "product", "--format", "fp16", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["operation"], found["format"]) == ("product", "fp16")
+    assert found["result"] == pytest.approx(-3e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("formats", [fmt.name for fmt in FORMATS]),
+        ("recipes", list(RECIPES)),
+        ("probes", [probe.name for probe in PROBES]),
+        ("targets", ["sdpa:flash", "recipe:BF16_HALFULP"]),
+        ("claims", ["A13", "D12"]),
+    ],
+)
+def test_ls(capsys, what, names):
+    code, out, err = run(capsys, "ls", what)
+    assert (code, err) == (0, "")
+    for name in names:
+        assert re.search(rf"^{re.escape(name)} ", out, re.MULTILINE), name
+    assert max(map(cell_len, out.splitlines())) <= 100
+    rows = json.loads(run(capsys, "ls", what, "--json")[1])
+    first = next(iter(rows[0]))
+    assert set(names) <= {row[first] for row in rows}
+
+
+def test_ls_everything(capsys):
+    code, out, _ = run(capsys, "ls", "--json")
+    assert code == 0
+    assert set(json.loads(out)) == {"formats", "recipes", "targets", "probes", "claims"}
+
+
+@pytest.mark.usefixtures("small_plan")
+def test_audit_of_a_sound_target(capsys, kernels, tmp_path):
+    json_file, html_file = tmp_path / "a.json", tmp_path / "a.html"
+    code, out, err = run(capsys, "audit", kernels("good"), "--json", json_file, "--html", html_file)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"✓ SOUND  {kernels('good')}")
+    (found,) = json.loads(json_file.read_text(encoding="utf-8"))
+    assert found["verdict"] == "sound"
+    page = html_file.read_text(encoding="utf-8")
+    assert problems(page) == []
+    assert "halfulp audit " in page
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"kernels.py", "a.json", "a.html"}
+
+
+@pytest.mark.usefixtures("small_plan")
+def test_audit_of_a_defect_writes_a_program_that_shows_it(capsys, kernels, tmp_path):
+    folder = tmp_path / "repro"
+    code, out, _ = run(capsys, "audit", kernels("biased"), "--repro", folder)
+    assert code == 1
+    assert out.startswith("✗ DEFECT")
+    (program,) = folder.iterdir()
+    assert f"run {program}\n" in out, "a path that can be copied"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "× the limit of a defect" in done.stdout
+
+
+@pytest.mark.usefixtures("small_plan")
+@pytest.mark.parametrize(
+    ("names", "code"),
+    [(["raising"], 2), (["good", "raising"], 2), (["raising", "biased", "good"], 1), (["good", "good"], 0)],
+)
+def test_the_exit_code_of_several_targets(capsys, kernels, names, code):
+    found, out, err = run(capsys, "audit", *map(kernels, names))
+    assert (found, err) == (code, "")
+    assert "Traceback" not in out
+    distinct = len(set(names))
+    assert (f"{distinct} targets" in out) == (distinct > 1)
+    if "raising" in names:
+        assert "RuntimeError: no such kernel" in out
+
+
+@pytest.mark.usefixtures("small_plan")
+def test_audit_prints_json_alone_when_asked(capsys, kernels):
+    code, out, _ = run(capsys, "audit", kernels("good"), "--json", "-", "--shapes", "2,2,24x40,8", "--seed", "3")
+    assert code == 0
+    (found,) = json.loads(out)
+    assert {(case["shape"], case["seed"]) for case in found["cases"]} == {("(2, 2, 24×40, 8)", 3)}
+
+
+@pytest.mark.usefixtures("small_plan")
+def test_a_missing_target_is_told_before_the_others_are_audited(capsys, kernels):
+    code, out, err = run(capsys, "audit", kernels("good"), "flash_attn")
+    assert (code, out) == (2, "")
+    assert "target='flash_attn': " in err
+
+
+def test_claims(capsys, tmp_path):
+    page = tmp_path / "ledger.html"
+    code, out, _ = run(capsys, "claims", "a13", "A1", "--html", page)
+    assert code == 0
+    assert "✓ A13  reproduced" in out
+    assert "A1   not yet" in out
+    assert problems(page.read_text(encoding="utf-8")) == []
+    (found,) = json.loads(run(capsys, "claims", "A13", "--json")[1])
+    assert (found["id"], found["verdict"]) == ("A13", "reproduced")
+
+
+def test_sweep(capsys, tmp_path):
+    page = tmp_path / "sweep.html"
+    small = ["--length", "64", "--head-dim", "16", "--memory", "1024", "--seeds", "2"]
+    code, out, _ = run(capsys, "sweep", "precision", *small, "--html", page)
+    assert code == 0
+    assert "bf16" in out
+    text = page.read_text(encoding="utf-8")
+    assert problems(text) == []
+    assert text.count("<svg") == 2
+    found = json.loads(run(capsys, "sweep", "precision", *small, "--json")[1])
+    assert found["setting"]["length"] == 64
+
+
+def test_python_m_halfulp():
+    done = subprocess.run(
+        [sys.executable, "-m", "halfulp", "ls", "colors"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m halfulp ls probes --json | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[\n", "")
+
+
+def test_interrupt(capsys, monkeypatch):
+    def stopped() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "ls", stopped)
+    assert run(capsys, "ls") == (130, "", "halfulp: interrupted\n")
