@@ -206,7 +206,8 @@ def _additive_mask(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
 
 
 def _lengths(shape: Shape) -> Shape:
-    return replace(shape, n_query=shape.n_query - 45, n_key=shape.n_key - 45, head_dim=max(8, shape.head_dim - 24))
+    n_query, n_key = (n - 45 if n > 45 else n - n // 4 for n in (shape.n_query, shape.n_key))
+    return replace(shape, n_query=n_query, n_key=n_key, head_dim=max(8, shape.head_dim - 24))
 
 
 def _cross(shape: Shape) -> Shape:
