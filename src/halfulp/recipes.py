@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -148,6 +148,7 @@ class Recipe:
     row_sum: AnyFormat = _rounded("l")
     block_out: AnyFormat = _rounded("P̄V of one tile")
     accumulator: AnyFormat = _rounded("Ō after each tile")
+    renormalized: AnyFormat = _rounded("O after each tile of FlashAttention-1")
     out: AnyFormat = _rounded("O")
     residual: AnyFormat = _rounded("O − round(O), kept for δ")
     log_row_sum: AnyFormat = _rounded("log l")
@@ -215,19 +216,7 @@ class Recipe:
         return torch.float64 if self.compute == "float64" else torch.float32
 
 
-_CHOICES: dict[str, Any] = {
-    "algorithm": Algorithm,
-    "compute": Compute,
-    "base": Base,
-    "exponential": Exponential,
-    "row_sum_from": RowSumFrom,
-    "backward_weights": BackwardWeights,
-    "delta_from": DeltaFrom,
-    "input_scaling": InputScaling,
-    "lse_from": LseFrom,
-    "grad_value_from": GradValueFrom,
-    "gradient_scale_at": GradientScaleAt,
-}
+_CHOICES = {name: hint for name, hint in get_type_hints(Recipe).items() if get_origin(hint) is Literal}
 
 STEPS: dict[str, str] = {f.name: f.metadata["step"] for f in fields(Recipe) if "step" in f.metadata}
 """Every named intermediate and what it is, in the order of the algorithm."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfulp.formats import FP32
-from halfulp.recipes import BF16_AUTHORS, BF16_AUTHORS_STABILIZED, BF16_STANDARD, BF16_STANDARD_CPU, Recipe
+from halfulp.formats import BF16, FP32, custom
+from halfulp.recipes import BF16_AUTHORS, BF16_AUTHORS_STABILIZED, BF16_STANDARD, BF16_STANDARD_CPU, Recipe, uniform
 from halfulp.testing import Inputs, attend, gaussian
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -146,6 +146,37 @@ def test_one_rounding_left_out_is_seen(step: str) -> None:
     assert min(identical(right, inputs, expected, False).values()) == 1.0
     wrong = right.with_(**{step: FP32})
     assert min(identical(wrong, inputs, expected, False).values()) < 1.0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_1_bit_by_bit(causal: bool) -> None:
+    """Every tensor bf16, every step one rounded operation: Dao et al. 2022, Algorithm 1, lines 10 to 13."""
+    inputs, block = gaussian(1, length=200, dim=32), 48
+    q, k, v, _ = (x.bfloat16() for x in inputs)
+    m, l = torch.full_like(q[..., :1], -math.inf), torch.zeros_like(q[..., :1])
+    o = torch.zeros_like(q)
+    above = torch.ones(200, 200, dtype=torch.bool).triu(1) if causal else torch.zeros(200, 200, dtype=torch.bool)
+    for j in range(0, 200, block):
+        s = (fp32_product(q, k[:, :, j : j + block].mT) * 32**-0.5).masked_fill(above[:, j : j + block], -math.inf)
+        m_tile = s.amax(-1, keepdim=True)
+        seen = m_tile > -math.inf
+        p = torch.where(seen, torch.exp(s - m_tile), 0.0)
+        m_new = torch.maximum(m, m_tile)
+        old, new = torch.exp(m - m_new), torch.exp(m_tile - m_new)
+        l_old = l * old
+        l_new = l_old + p.sum(-1, keepdim=True) * new
+        o_new = (l_old * o + new * fp32_product(p, v[:, :, j : j + block])) / l_new
+        m, l, o = (torch.where(seen, a, b) for a, b in ((m_new, m), (l_new, l), (o_new, o)))
+    recipe = uniform(BF16, "flash1", block_query=64, block_key=block)
+    assert torch.equal(attend(recipe, inputs, is_causal=causal).out, o.float())
+
+
+def test_p_of_the_backward_pass_is_p_of_the_forward_pass() -> None:
+    """Where P is recomputed from m and l, its weights are rounded as the forward pass rounded them."""
+    recipe = uniform(BF16, "standard", block_query=None, block_key=None, weights=custom(8, 2))
+    exact: dict[str, Tensor] = {}
+    attend(recipe, gaussian(1, length=40, dim=16), observers=[lambda name, x, _: exact.update({name: x})])
+    assert torch.equal(exact["probabilities"], exact["weights_operand"])
 
 
 def autocast_standard(recipe: Recipe, inputs: Inputs, causal: bool) -> dict[str, Tensor]:

@@ -124,11 +124,12 @@ def test_d11_weights_do_not_depend_on_the_tiling() -> None:
     assert relative_error(of_strict, of_loose) < 1e-4
 
 
+@pytest.mark.parametrize("lse_from", ["exact", "row_sum"])  # row_sum: the backward pass knows lse alone
 @pytest.mark.parametrize("exponential", ["direct", "split"])
-def test_the_backward_pass_speaks_of_the_forwards_weights(exponential: str) -> None:
+def test_the_backward_pass_speaks_of_the_forwards_weights(exponential: str, lse_from: str) -> None:
     """P of the backward pass is the forward's rounded weight over its l̂, whatever m the two passes shift by."""
     inputs, seen = exact_scores(1), dict[str, Tensor]()
-    recipe = BF16_HALFULP.with_(block_query=None, block_key=None, exponential=exponential)
+    recipe = BF16_HALFULP.with_(block_query=None, block_key=None, exponential=exponential, lse_from=lse_from)
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     forward = scaled_weights(recipe, inputs)
     emulate(q, k, v, recipe=recipe, observers=[lambda n, _, r: seen.update({n: r})]).backward(inputs.grad_out)

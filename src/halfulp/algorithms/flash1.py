@@ -45,6 +45,6 @@ def _tile(problem: Problem, rows: slice, cols: slice, state: tuple[Tensor, ...],
     l_old = step("rescaled", l * old_scale)
     l_new = step("row_sum", l_old + step("rescaled", l_tile * tile_scale))
     block_out = step("block_out", product(operand, problem.value[:, :, cols], step))
-    summed = step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out)
-    new_out = step("accumulator", summed / divisor_of(l_new, m_new))
+    summed = step("accumulator", step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out))
+    new_out = step("renormalized", summed / divisor_of(l_new, m_new))
     return new_out, m_new, l_new, l_exact * old_scale + exact_sum * tile_scale
