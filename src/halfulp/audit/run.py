@@ -147,7 +147,8 @@ def _audit(
     verdict, reason = _verdict(gathered, findings, tests, causes)
     text = None if smallest is None or shown is None else script(chosen.name, shown, smallest)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
-    notes = tuple(dict.fromkeys(note for outcome in gathered.outcomes.values() for note in outcome.notes))
+    went_through = (outcome for outcome in gathered.outcomes.values() if outcome.kind == "ok")
+    notes = tuple(dict.fromkeys(note for outcome in went_through for note in outcome.notes))
     versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     tell(1.0, verdict)
     return AuditReport(
