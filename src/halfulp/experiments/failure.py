@@ -14,6 +14,7 @@ import itertools
 import math
 import multiprocessing
 import queue
+import signal
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -327,6 +328,7 @@ def _share(report: Progress, number: int, count: int) -> Progress:
 
 
 def _start_worker(messages: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
     _messages[:] = [messages]
 
 
