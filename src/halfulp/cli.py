@@ -92,13 +92,15 @@ def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> 
 
     began = time.perf_counter()
     run = read_json(folder / "run.json")
+    if run is None:  # stopped before anything was written
+        return folder
     acts = [read_json(folder / f"{act['name']}.json") for act in run["acts"]]
     text = demo_page(run, acts)
     write_text(folder / "report.html", text)
+    if run["status"] != "done":
+        return folder if out.exists() and any(out.iterdir()) else close_run(folder, out)
     finding = page_summary(acts, len(text.encode()))
     told({"number": 4, "title": "The report", "finding": finding, "seconds": time.perf_counter() - began})
-    if run["status"] != "done" and out.exists() and any(out.iterdir()):
-        return folder
     return close_run(folder, out)
 
 
@@ -303,14 +305,12 @@ def explain(
         json: Print JSON instead of text.
     """
     from halfulp.experiments.explain import explain as explained
+    from halfulp.experiments.run_folder import json_text
     from halfulp.formats import parse_format
 
     running = None if accumulate is None else parse_format(accumulate)
     result = explained(values, parse_format(format), operation, accumulate=running)  # type: ignore[arg-type]
-    if json:
-        _print_json(result.as_dict())
-    else:
-        print(result.text(), end="")
+    print(json_text(result.as_dict()) + "\n" if json else result.text(), end="")
     return 0
 
 
