@@ -50,8 +50,8 @@ def main() -> None:
         results = pool.map(audit_zoo, range(options.seeds))
         for part in track(results, total=options.seeds, description="seeds", console=Console(stderr=True)):
             rows += part
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+            if options.json:  # after every seed, so that an interrupted run leaves what it has
+                options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     table = Table("kernel", "planted", "alarms", "verdicts", "likeliest cause named")
     for name in dict.fromkeys(row["kernel"] for row in rows):
         own = [row for row in rows if row["kernel"] == name]
