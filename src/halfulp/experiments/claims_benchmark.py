@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
+from halfulp.experiments import kernel_match
 from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
 from halfulp.experiments.sweep import (
     FLASH_FAMILIES,
@@ -26,6 +27,24 @@ from halfulp.experiments.sweep import (
 
 _INPUTS: tuple[Inputs, ...] = ("uniform", "normal")
 _UNIFORM = "flash1 uniform"
+
+
+def _real_kernel(lab: Lab) -> Measured:
+    """B1: TORCH_CPU_FLASH against PyTorch's CPU flash kernel, forward and backward, element by element."""
+    found = kernel_match.match_torch_cpu_flash(progress=lab.report)
+    parts = [
+        f"{m.tensor} {m.elements - m.identical} of {m.elements} differ (at most {m.largest_ulps:.3g} ulp)"
+        for m in found.tensors
+    ]
+    text = f"{', '.join(parts)}; {found.calls} calls, N = 77 to 1024, causal and not"
+    if found.differing_steps:
+        text += f"; the step that differs: {found.differing_steps[0].step} ({found.differing_steps[0].model})"
+    figures = {
+        "identical": min(match.fraction for match in found.tensors),
+        "ulps of out": next(match.largest_ulps for match in found.tensors if match.tensor == "out"),
+        "bits expected": float(found.bits_expected),
+    }
+    return Measured(figures, text)
 
 
 def _precision(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
@@ -137,6 +156,21 @@ def _median(found: SweepResult, family: str, fmt: str) -> float:
 
 
 CLAIMS = (
+    Claim(
+        "B1",
+        "B",
+        "the micro-benchmark's flash attention agrees with the real kernel",
+        "validated against the original kernel, no figure",
+        _real_kernel,
+        Rule(
+            "every element of O, lse, dQ, dK and dV identical; on a machine or torch whose bits the recipe does not "
+            "claim, at least 80 % of every tensor identical and O within 2 ulps",
+            lambda f: (
+                f["identical"] == 1 or (f["bits expected"] == 0 and f["identical"] >= 0.8 and f["ulps of out"] <= 2)
+            ),
+        ),
+        seconds=8.0,
+    ),
     Claim(
         "B2",
         "B",

@@ -28,11 +28,6 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
     ("A11", "in the guilty features dO and O_lp − O_hp have the same sign", "fig. 5b, c: features 20 and 29"),
     ("A19", "σ(W_Q) of the failing layer grows before the loss does; activations grow", "fig. 9"),
     ("A20", "attention sinks make P̄ = 1 likely", "discussion, no figure"),
-    (
-        "B1",
-        "the micro-benchmark's flash attention agrees with the real kernel",
-        "validated against the original kernel, no figure",
-    ),
     ("B6", "in-model comparison: at every attention call both versions see the same inputs", "method, no figure"),
     (
         "B7",
