@@ -32,7 +32,8 @@ def fast_exp(x: Tensor) -> Tensor:
     for coefficient in (_C1, _C0):
         r.copy_(wide.copy_(r).mul_(f).add_(coefficient))
     bits = wide.copy_(s.sub_(r)).mul_(2.0**23).add_(127 * 2.0**23).float().to(torch.int32)
-    return bits.masked_fill_(x < _LN_MIN, 0).view(torch.float32)
+    weights: Tensor = bits.masked_fill_(x < _LN_MIN, 0).view(torch.float32)
+    return weights
 
 
 def weights_exp(x: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def vector_product(left: Tensor, right: Tensor) -> Tensor:
     whole = terms.shape[-1] // 4 * 4
     total = terms.new_zeros(*terms.shape[:-1], 1)
     if whole:
-        fours = terms[..., :whole].unflatten(-1, (-1, 4))
+        fours = terms[..., :whole].view(*terms.shape[:-1], -1, 4)
         running = fours[..., 0, :].clone()
         for i in range(1, fours.shape[-2]):
             running += fours[..., i, :]
@@ -140,7 +141,7 @@ def row_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
     """
     terms = left.mT * right
     whole = terms.shape[-2] // 4 * 4
-    fours = terms[..., :whole, :].unflatten(-2, (-1, 4))
+    fours = terms[..., :whole, :].view(*terms.shape[:-2], -1, 4, terms.shape[-1])
     groups = (fours[..., 0, :] + fours[..., 2, :]) + (fours[..., 1, :] + fours[..., 3, :])
     for i in range(groups.shape[-2]):
         total = total + groups[..., i : i + 1, :]
@@ -151,7 +152,7 @@ def row_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
 
 def _two_running_sums(x: Tensor) -> Tensor:
     """Sixteen lanes: the vectors of even place summed in turn, plus those of odd place."""
-    vectors = x.unflatten(-1, (-1, LANES))
+    vectors = x.view(*x.shape[:-1], x.shape[-1] // LANES, LANES)
     running = vectors[..., :2, :].clone()
     for i in range(2, vectors.shape[-2]):
         running[..., i % 2, :] += vectors[..., i, :]
