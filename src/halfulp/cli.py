@@ -88,18 +88,17 @@ def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, ladder_seeds: int 
 def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> Path:
     """Act 4: the report of the run folder, which then takes its place; part of a run never replaces a whole one."""
     from halfulp.experiments.run_folder import close_run, read_json, write_text
-    from halfulp.report.demo_page import demo_page, page_summary
+    from halfulp.report.demo_page import demo_files, page_summary
 
     began = time.perf_counter()
     run = read_json(folder / "run.json")
     if run is None:  # stopped before anything was written
         return folder
     acts = [read_json(folder / f"{act['name']}.json") for act in run["acts"]]
-    text = demo_page(run, acts)
-    write_text(folder / "report.html", text)
+    files = [write_text(folder / name, text) for name, text in demo_files(run, acts).items()]
     if run["status"] != "done":
         return folder if out.exists() and any(out.iterdir()) else close_run(folder, out)
-    finding = page_summary(acts, len(text.encode()))
+    finding = page_summary(acts, files[0].stat().st_size)
     told({"number": 4, "title": "The report", "finding": finding, "seconds": time.perf_counter() - began})
     return close_run(folder, out)
 

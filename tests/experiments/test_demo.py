@@ -181,6 +181,7 @@ def test_the_whole_demo(capsys, tmp_path):
     assert "-4.71875" in text
     assert "flash_attn is not installed" in text or "flash_attn" in record["acts"][2]["finding"]
     assert "halfulp demo --seeds 2 --ladder-seeds 1" in text
+    assert (out / "failure.svg").read_text(encoding="utf-8").startswith("<svg ")
     captured = load_captured(out / "tensors" / "gpt.safetensors")
     assert captured.query.shape == (2, 2, 24, 8)
     audits = read_json(out / "audit.json")["audits"]

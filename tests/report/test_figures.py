@@ -31,16 +31,24 @@ def tree(svg):
 def texts(svg):
     found = {}
     for node in tree(svg).iter("{http://www.w3.org/2000/svg}text"):
-        found["".join(node.itertext()).strip()] = float(node.get("y"))
+        if node.get("y") is not None:  # powers of ten are set in pieces
+            found["".join(node.itertext()).strip()] = float(node.get("y"))
     return found
 
 
-def curves(svg):
+def threads(svg):
+    """The thin lines from a curve's end to its name, by color."""
+    return {color: lines[0] for color, lines in curves(svg, inside=False).items()}
+
+
+def curves(svg, *, inside=True):
     """Points of every line inside the axes, by color; other paths are markers, bands and threads to names."""
     found = {}
     for node in tree(svg).iter("{http://www.w3.org/2000/svg}path"):
         color = re.search(r"stroke: (#\w{6})", node.get("style", ""))
-        if color and color[1].upper() in COLORS and node.get("clip-path") and "fill: none" in node.get("style"):
+        if color and color[1].upper() in COLORS and "fill: none" in node.get("style"):
+            if (node.get("clip-path") is not None) != inside:
+                continue
             numbers = [float(part) for part in re.findall(r"-?[\d.]+", node.get("d"))]
             found.setdefault(color[1].upper(), []).append(list(zip(numbers[::2], numbers[1::2], strict=True)))
     return found
@@ -116,8 +124,20 @@ def test_names_at_the_ends_do_not_touch(ends):
     assert heights[-1] < 220
 
 
+@pytest.mark.parametrize("y_log", [False, True])
+def test_a_thread_leads_from_the_end_of_its_curve_to_its_name(y_log):
+    ends = {"one": 2.0, "two": 2.1, "three": 40.0, "four": None}
+    parts = [series(name, [1.0, 1.5, end], low=[0.5, 1.0, end], high=[2.0, 3.0, end]) for name, end in ends.items()]
+    svg = draw(figure(*parts, y_log=y_log))
+    lines, names = curves(svg), texts(svg)
+    for (name, _), color in zip(ends.items(), COLORS, strict=False):
+        thread = threads(svg)[color]
+        assert thread[0] == pytest.approx(lines[color][0][-1], abs=0.05)
+        assert thread[-1][1] == pytest.approx(names[name], abs=6)
+
+
 def test_a_legend_stands_above_the_data():
-    names = [f"a rather long name of curve {i}" for i in range(5)]
+    names = [f"a name that is too long for curve {i}" for i in range(5)]
     svg = draw(figure(*(series(name, [float(i), 5.0]) for i, name in enumerate(names))))
     axes_top = min(y for lines in curves(svg).values() for line in lines for _, y in line)
     shown = texts(svg)
@@ -136,6 +156,17 @@ def test_a_range_is_drawn(style):
     parts = [series(name, [1.0, 2.0, 3.0], x=x, style=style) for name in ("a", "b")]
     ranged = [part | {"low": [0.5, 1.0, 2.0], "high": [1.5, 3.0, 4.0]} for part in parts]
     assert len(draw(figure(*ranged))) > len(draw(figure(*parts)))
+
+
+@pytest.mark.parametrize("y_log", [False, True])
+def test_every_bar_is_seen(y_log):
+    """A bar on a logarithmic axis would have to begin at zero, which is not there."""
+    heights = [1e-3, 1e-9, 1e-15] if y_log else [1.0, 2.0, 3.0]
+    svg = draw(figure(series("a", heights, x=["bf16", "fp32", "fp64"], style="bar"), y_log=y_log))
+    areas = [node for node in tree(svg).iter() if f"fill: {COLORS[0].lower()}" in node.get("style", "").lower()]
+    shown = [node for node in areas if node.tag.endswith("use") or node.get("clip-path")]
+    assert len(shown) == 3
+    assert {"bf16", "fp32", "fp64"} <= set(texts(svg))
 
 
 def test_an_inline_picture_takes_the_colors_of_its_page():

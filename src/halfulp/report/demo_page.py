@@ -8,6 +8,7 @@ from typing import Any
 
 from halfulp.report.audit_page import audit_section
 from halfulp.report.audit_summary import SIGNS, why, worst_ratios
+from halfulp.report.figures import draw_panels
 from halfulp.report.html import Block, page
 from halfulp.report.text import duration_text, times_text
 
@@ -18,6 +19,14 @@ LEAD = (
     "A training run that attention in bfloat16 can ruin, what exactly goes wrong in it, and an audit of every "
     "attention kernel found here: is it sound, as good as the stock kernels, or defective?"
 )
+
+
+def demo_files(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, str]:
+    """Return what a demo's run folder shows, by file name: the page first, then a picture of the failing run."""
+    files = {"report.html": demo_page(run, acts)}
+    if acts and acts[0].get("figures"):
+        files["failure.svg"] = draw_panels(acts[0]["figures"][:2])
+    return files
 
 
 def demo_page(run: Mapping[str, Any], acts: Sequence[Act]) -> str:
@@ -96,7 +105,7 @@ def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:
         ("revision", run["git"] or "not in a git repository"),
         ("settings", f"{config['seeds']} seeds, {config['steps']} steps, {config['workers']} processes of one thread"),
         ("time", ", ".join(f"act {act['number']}: {duration_text(act['seconds'])}" for act in acts)),
-        ("data", "run.json, failure.json, cause.json, audit.json, tensors/gpt.safetensors beside this page"),
+        ("data", "run.json, failure.json, failure.svg, cause.json, audit.json and tensors/ beside this page"),
     ]
     return {"heading": "Where this was measured", "finding": "", "blocks": [{"kind": "facts", "pairs": pairs}]}
 

@@ -25,8 +25,8 @@ _INK, _GRID = "#1b1b1d", "#d9d9d6"
 _FONTS = ["DejaVu Sans"]
 _CSS_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _LEFT, _BOTTOM, _TOP = 0.135, 0.155, 0.885  # of a panel: where the axes stand
-_LABEL_ROOM = 0.30  # of the width, for names at the ends of lines
-_LONGEST_END_LABEL = 17  # characters that fit there
+_CHARACTER = 0.0152  # of a panel's width, for names at the ends of lines
+_LONGEST_END_LABEL = 22  # characters; a longer name would leave too little for the data
 _MOST_END_LABELS = 7
 
 FigureData = Mapping[str, Any]
@@ -67,7 +67,7 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
         FigureCanvasSVG(canvas)
         for i, figure in enumerate(figures):
             axes = canvas.add_subplot(rows, columns, i + 1)
-            _place(axes, i, rows, columns)
+            _place(axes, i, rows, columns, _room(figure["series"]))
             _draw_axes(axes, figure, titled=len(figures) > 1)
         buffer = io.StringIO()
         ground = {} if inline else {"facecolor": "white"}
@@ -117,10 +117,17 @@ def _settings() -> Any:
     }
 
 
-def _place(axes: Any, index: int, rows: int, columns: int) -> None:
+def _room(series: Sequence[Mapping[str, Any]]) -> float:
+    """What names at the ends of lines need of a panel's width; a small margin where there are none."""
+    if not _fits_end_labels(series):
+        return 0.015
+    return 0.06 + _CHARACTER * max(len(str(one["label"])) for one in series)
+
+
+def _place(axes: Any, index: int, rows: int, columns: int, room: float) -> None:
     """Fixed margins, so that panels align and the names at the right fit."""
     row, column = divmod(index, columns)
-    place = (column + _LEFT, rows - 1 - row + _BOTTOM, 1 - _LABEL_ROOM - _LEFT, _TOP - _BOTTOM)
+    place = (column + _LEFT, rows - 1 - row + _BOTTOM, 1 - room - _LEFT, _TOP - _BOTTOM)
     axes.set_position([part / (rows if i % 2 else columns) for i, part in enumerate(place)])
 
 
@@ -133,12 +140,10 @@ def _draw_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
         _set_scales(axes, figure)
         for i, one in enumerate(series):
             _draw_series(axes, one, i)
-    if not bars and _fits_end_labels(series):
+    if _fits_end_labels(series):
         _name_ends(axes, series)
-    else:
-        _widen(axes)
-        if len(series) > 1:
-            _legend_above(axes, len(series))
+    elif len(series) > 1:
+        _legend_above(axes, len(series))
     _label_axes(axes, figure, titled=titled)
 
 
@@ -205,23 +210,26 @@ def _distances(y: Sequence[float], low: Sequence[float], high: Sequence[float]) 
 
 
 def _draw_bars(axes: Any, figure: FigureData) -> None:
-    """Grouped bars over names; with a range, a thin line from low to high."""
+    """Grouped bars over names with a thin line from low to high; points on a logarithmic axis, which has no zero."""
     series = figure["series"]
     names = list(dict.fromkeys(str(x) for one in series for x in one["x"]))
     width = 0.8 / len(series)
+    if figure["y_log"]:
+        axes.set_yscale("log", nonpositive="mask")
     for i, one in enumerate(series):
         at = [names.index(str(x)) + (i - (len(series) - 1) / 2) * width for x in one["x"]]
         y = [_number(value) for value in one["y"]]
+        if figure["y_log"]:
+            _draw_series(axes, {**one, "x": at, "style": "points"}, i)
+            continue
         error = None
         if one["low"] is not None and one["high"] is not None:
             error = _distances(y, [_number(v) for v in one["low"]], [_number(v) for v in one["high"]])
         style = {"ecolor": _INK, "elinewidth": 0.8}
-        axes.bar(
-            at, y, width * 0.92, color=COLORS[i % len(COLORS)], label=_text(one["label"]), yerr=error, error_kw=style
-        )
+        label = _text(one["label"])
+        axes.bar(at, y, width * 0.92, color=COLORS[i % len(COLORS)], label=label, yerr=error, error_kw=style)
     axes.set_xticks(range(len(names)), names)
-    if figure["y_log"]:
-        axes.set_yscale("log", nonpositive="mask")
+    axes.set_xlim(-0.5, len(names) - 0.5)
 
 
 def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
@@ -229,12 +237,12 @@ def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
     axes.set_xlabel(_text(figure["x_label"]))
     text = f"{figure['title']}: {figure['y_label']}" if titled else figure["y_label"]
     weight = "bold" if titled else "normal"
-    axes.text(0, 1.03, _text(text), transform=_from_panel_edge(axes), ha="left", va="bottom", fontweight=weight)
+    axes.text(0, 1.045, _text(text), transform=_from_panel_edge(axes), ha="left", va="bottom", fontweight=weight)
     from matplotlib.ticker import MaxNLocator
 
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    if axes.get_xscale() == "linear" and not axes.containers:
+    if axes.get_xscale() == "linear" and not any(one["style"] == "bar" for one in figure["series"]):
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
@@ -245,7 +253,7 @@ def _from_panel_edge(axes: Any) -> Any:
     box = axes.get_position()
     whole = axes.get_figure()
     panel = WIDTH / whole.get_size_inches()[0]
-    left = box.x0 - (_LEFT - 0.015) * panel
+    left = box.x0 - (_LEFT - 0.003) * panel
     return blended_transform_factory(Affine2D().translate(left, 0) + whole.transFigure, axes.transAxes)
 
 
@@ -255,13 +263,15 @@ def _text(text: object) -> str:
 
 
 def _fits_end_labels(series: Sequence[Mapping[str, Any]]) -> bool:
-    longest = max(len(str(one["label"])) for one in series)
+    longest = max((len(str(one["label"])) for one in series), default=0)
     several = 1 < len(series) <= _MOST_END_LABELS
     return several and longest <= _LONGEST_END_LABEL and all(one["style"] == "line" for one in series)
 
 
 def _name_ends(axes: Any, series: Sequence[Mapping[str, Any]]) -> None:
     """Name each line at its right end, moved apart where the ends are close, with a thread to its line."""
+    axes.set_xlim(axes.get_xlim())  # fixed before heights are read off and threads are drawn
+    axes.set_ylim(axes.get_ylim())
     ends = [end for i, one in enumerate(series) if (end := _last(axes, one, i)) is not None]
     heights = _apart([end[2] for end in ends], gap=0.078)
     for (index, x, y), height in zip(ends, heights, strict=True):
@@ -308,15 +318,9 @@ def _legend_above(axes: Any, count: int) -> None:
     box = axes.get_position()
     axes.set_position((box.x0, box.y0, box.width, box.height - 0.068 * math.ceil(count / 2) * rows))
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.13), bbox_transform=_from_panel_edge(axes),
+        loc="lower left", bbox_to_anchor=(0, 1.145), bbox_transform=_from_panel_edge(axes),
         ncols=2, frameon=False, borderaxespad=0, borderpad=0, fontsize=9.5, columnspacing=1.2,
     )  # fmt: skip
-
-
-def _widen(axes: Any) -> None:
-    """Take the room that names at the ends would need."""
-    box = axes.get_position()
-    axes.set_position((box.x0, box.y0, box.width * (0.985 - _LEFT) / (1 - _LABEL_ROOM - _LEFT), box.height))
 
 
 def _finish(svg: str, title: str, inline: bool) -> str:

@@ -12,8 +12,11 @@ def experiment_page(
     title: str, figures: Sequence[Mapping[str, Any]], tables: Sequence[Mapping[str, Any]], *, meta: str = ""
 ) -> str:
     """Return a page of figures and tables in their plain form (`experiments.results`)."""
-    blocks: list[dict[str, Any]] = [{"kind": "figures", "figures": figures}] if figures else []
-    blocks += [{"kind": "table", **table} for table in tables]
     captions = list(dict.fromkeys(str(part["caption"]) for part in (*figures, *tables) if part["caption"]))
     lead = captions[0] if len(captions) == 1 else ""
+    said = {"caption": ""} if lead else {}
+    blocks: list[dict[str, Any]] = []
+    if figures:
+        blocks.append({"kind": "figures", "figures": [{**figure, **said} for figure in figures]})
+    blocks += [{"kind": "table", **table, **said} for table in tables]
     return page(title, lead, [{"heading": "Figures and tables", "finding": "", "blocks": blocks}], meta=meta)
