@@ -136,12 +136,17 @@ def test_a_thread_leads_from_the_end_of_its_curve_to_its_name(y_log):
         assert thread[-1][1] == pytest.approx(names[name], abs=6)
 
 
-def test_a_legend_stands_above_the_data():
-    names = [f"a name that is too long for curve {i}" for i in range(5)]
-    svg = draw(figure(*(series(name, [float(i), 5.0]) for i, name in enumerate(names))))
-    axes_top = min(y for lines in curves(svg).values() for line in lines for _, y in line)
+@pytest.mark.parametrize("count", [2, 5, 12])
+@pytest.mark.parametrize("style", ["line", "points"])
+def test_a_legend_stands_above_the_data(count, style):
+    names = [f"a name that is too long for curve {i}" if style == "line" else f"name {i}" for i in range(count)]
+    svg = draw(figure(*(series(name, [float(i), 5.0], style=style) for i, name in enumerate(names))))
+    clip = next(node for node in tree(svg).iter() if node.tag.endswith("rect"))
     shown = texts(svg)
-    assert max(shown[name] for name in names) < shown["mean squared error"] < axes_top
+    assert min(shown[name] for name in names) > 0
+    assert max(shown[name] for name in names) < shown["mean squared error"] - 8 < float(clip.get("y")) - 8
+    heights = sorted({shown[name] for name in names})
+    assert all(b - a > 10 for a, b in itertools.pairwise(heights))
 
 
 def test_curves_differ_in_more_than_color():

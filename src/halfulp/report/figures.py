@@ -25,6 +25,7 @@ _INK, _GRID = "#1b1b1d", "#d9d9d6"
 _FONTS = ["DejaVu Sans"]
 _CSS_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _LEFT, _BOTTOM, _TOP = 0.135, 0.155, 0.885  # of a panel: where the axes stand
+_LEGEND_LINE = 0.2  # inches
 _CHARACTER = 0.0152  # of a panel's width, for names at the ends of lines
 _LONGEST_END_LABEL = 22  # characters; a longer name would leave too little for the data
 _MOST_END_LABELS = 7
@@ -62,12 +63,13 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(figures) / columns)
+    height = HEIGHT + max(_legend_height(figure["series"]) for figure in figures)
     with matplotlib.rc_context(_settings()):
-        canvas = Figure(figsize=(WIDTH * columns, HEIGHT * rows))
+        canvas = Figure(figsize=(WIDTH * columns, height * rows))
         FigureCanvasSVG(canvas)
         for i, figure in enumerate(figures):
             axes = canvas.add_subplot(rows, columns, i + 1)
-            _place(axes, i, rows, columns, _room(figure["series"]))
+            _place(axes, divmod(i, columns), height, _room(figure["series"]))
             _draw_axes(axes, figure, titled=len(figures) > 1)
         buffer = io.StringIO()
         ground = {} if inline else {"facecolor": "white"}
@@ -124,11 +126,24 @@ def _room(series: Sequence[Mapping[str, Any]]) -> float:
     return 0.06 + _CHARACTER * max(len(str(one["label"])) for one in series)
 
 
-def _place(axes: Any, index: int, rows: int, columns: int, room: float) -> None:
-    """Fixed margins, so that panels align and the names at the right fit."""
-    row, column = divmod(index, columns)
-    place = (column + _LEFT, rows - 1 - row + _BOTTOM, 1 - room - _LEFT, _TOP - _BOTTOM)
-    axes.set_position([part / (rows if i % 2 else columns) for i, part in enumerate(place)])
+def _legend_columns(series: Sequence[Mapping[str, Any]]) -> int:
+    return 2 if max(len(str(one["label"])) for one in series) <= _LONGEST_END_LABEL else 1
+
+
+def _legend_height(series: Sequence[Mapping[str, Any]]) -> float:
+    """Inches that a legend above the axes adds to a panel; none where names stand at the ends of lines."""
+    if _fits_end_labels(series) or len(series) < 2:
+        return 0.0
+    return _LEGEND_LINE * math.ceil(len(series) / _legend_columns(series))
+
+
+def _place(axes: Any, cell: tuple[int, int], height: float, room: float) -> None:
+    """Fixed margins, so that panels align and the names at the right fit; `height` of a panel in inches."""
+    width, total = axes.get_figure().get_size_inches()
+    row, column = cell
+    bottom = total - (row + 1) * height + _BOTTOM * HEIGHT
+    place = ((column + _LEFT) * WIDTH, bottom, (1 - room - _LEFT) * WIDTH, (_TOP - _BOTTOM) * HEIGHT)
+    axes.set_position([part / (total if i % 2 else width) for i, part in enumerate(place)])
 
 
 def _draw_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
@@ -143,7 +158,7 @@ def _draw_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
     if _fits_end_labels(series):
         _name_ends(axes, series)
     elif len(series) > 1:
-        _legend_above(axes, len(series))
+        _legend_above(axes, series)
     _label_axes(axes, figure, titled=titled)
 
 
@@ -312,14 +327,11 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
     return result
 
 
-def _legend_above(axes: Any, count: int) -> None:
-    """A legend outside the axes, so that it never covers data; the axes give it the room."""
-    rows = HEIGHT / axes.get_figure().get_size_inches()[1]
-    box = axes.get_position()
-    axes.set_position((box.x0, box.y0, box.width, box.height - 0.068 * math.ceil(count / 2) * rows))
+def _legend_above(axes: Any, series: Sequence[Mapping[str, Any]]) -> None:
+    """A legend outside the axes, so that it never covers data."""
     axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1.145), bbox_transform=_from_panel_edge(axes),
-        ncols=2, frameon=False, borderaxespad=0, borderpad=0, fontsize=9.5, columnspacing=1.2,
+        ncols=_legend_columns(series), frameon=False, borderaxespad=0, borderpad=0, fontsize=9.5, columnspacing=1.2,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from halfulp.report.figures import COLORS
 from halfulp.report.html import page
 
 
@@ -12,6 +13,7 @@ def experiment_page(
     title: str, figures: Sequence[Mapping[str, Any]], tables: Sequence[Mapping[str, Any]], *, meta: str = ""
 ) -> str:
     """Return a page of figures and tables in their plain form (`experiments.results`)."""
+    figures = [part for figure in figures for part in uncrowded(figure)]
     captions = list(dict.fromkeys(str(part["caption"]) for part in (*figures, *tables) if part["caption"]))
     lead = captions[0] if len(captions) == 1 else ""
     said = {"caption": ""} if lead else {}
@@ -20,3 +22,18 @@ def experiment_page(
         blocks.append({"kind": "figures", "figures": [{**figure, **said} for figure in figures]})
     blocks += [{"kind": "table", **table, **said} for table in tables]
     return page(title, lead, [{"heading": "Figures and tables", "finding": "", "blocks": blocks}], meta=meta)
+
+
+def uncrowded(figure: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the figure, or one for every format where it has more curves than there are colors.
+
+    Curves are named "format, rest"; a figure of which that is not true stays whole.
+    """
+    series = figure["series"]
+    if len(series) <= len(COLORS) or not all(", " in one["label"] for one in series):
+        return [figure]
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for one in series:
+        name, _, rest = one["label"].partition(", ")
+        parts.setdefault(name, []).append({**one, "label": rest})
+    return [{**figure, "title": f"{figure['title']}, {name}", "series": same} for name, same in parts.items()]
