@@ -37,7 +37,7 @@ def runs(**outcomes):
 def test_the_failure_is_told_with_its_figures():
     said = failure_finding(runs(flash=["failed", "failed"], math=["survived"] * 2, fp32=["survived"] * 2), "flash")
     assert said == (
-        "flash ruins the training on all of 2 seeds: its loss climbs 100-fold from its lowest, to 1.0e-03, while the "
+        "flash ruins the training on all of 2 seeds: its loss climbs 100-fold from its lowest, to 1.0e-3, while the "
         "mean score runs to +110; on the same data, math and fp32 survive."
     )
 

@@ -107,6 +107,13 @@ def test_text_is_text_and_what_was_given():
     assert {"step", "mean squared error", "flash", "math"} <= set(shown)
 
 
+def test_numbers_in_text_are_not_touched():
+    label = "0.00123 < 4.56789, 1.5e-12345.6789"
+    svg = draw(figure(series(label, [1.0, 2.0]), series("b", [1.0, 2.0]), title=label, x_label=label, y_label=label))
+    assert label in texts(svg)
+    assert tree(svg).get("aria-label") == label
+
+
 def test_hostile_text_stays_text():
     svg = draw(figure(series(EVIL, [1.0, 2.0]), series("b", [1.0, 2.0]), title=EVIL, x_label=EVIL, y_label=EVIL))
     assert "<script" not in svg
@@ -210,6 +217,15 @@ def test_ids_of_two_pictures_do_not_meet():
 def test_powers_of_two_are_named_as_people_write_them():
     svg = draw(figure(series("a", [1.0, 2.0, 3.0], x=[512, 1024, 2048]), x_log=True))
     assert {"512", "1k", "2k"} <= set(texts(svg))
+
+
+@pytest.mark.parametrize("heights", [[3.1e-7, 3.4e-7, 3.9e-7], [1.2e-3, 4e-3, 9e-3]])
+def test_a_narrow_logarithmic_axis_names_its_numbers_briefly(heights):
+    shown = texts(draw(figure(series("a", heights), y_log=True)))
+    ticks = [name for name in shown if re.fullmatch(r"[\d.]+(e-\d)?", name) and float(name) < 0.1]
+    ticks = [name for name in ticks if float(name) > 0]
+    assert len(ticks) >= 3
+    assert all(heights[0] * 0.9 <= float(name) <= heights[-1] * 1.1 for name in ticks)
 
 
 @pytest.mark.parametrize(

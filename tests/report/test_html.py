@@ -5,7 +5,7 @@ import re
 import pytest
 
 from halfulp.report.html import BADGES, page
-from halfulp.report.text import cell_text, duration_text, number_text, percent_text, power_text, times_text
+from halfulp.report.text import cell_text, duration_text, number_text, percent_text, power_text, tick_text, times_text
 from tests.report.markup import Page, problems
 
 EVIL = "<script>alert(1)</script>\"'&<b onload=x>"
@@ -170,3 +170,4 @@ def test_other_numbers():
     assert [percent_text(x) for x in (1.0, 0.99999, 0.984, 0.0)] == ["100 %", "> 99.9 %", "98.4 %", "0 %"]
     assert [duration_text(x) for x in (0.4, 119.4, 120, 3671)] == ["0 s", "119 s", "2 min 0 s", "61 min 11 s"]
     assert number_text(-0.5) == "-0.5"
+    assert [tick_text(x) for x in (1.05e-15, 3e-7, 0.006, 2000.0, 3e12)] == ["1.05e-15", "3e-7", "0.006", "2e3", "3e12"]

@@ -27,6 +27,7 @@ from halfulp.experiments.demo_findings import (
     audit_finding,
     cause_finding,
     failure_finding,
+    short,
     worst_outcome,
 )
 from halfulp.experiments.explain import EXAMPLE, explain
@@ -206,7 +207,7 @@ def _failure_table(by_name: dict[str, list[FailureRun]], config: DemoConfig) -> 
             [run.mean_score[-1] for run in runs],
             [run.sigma_query[-1] for run in runs],
         )
-        forms = ("{:.1e}", "{:.1e}", "{:+.1f}", "{:.1f}")
+        forms: tuple[Callable[[float], str], ...] = (short, short, "{:+.1f}".format, "{:.1f}".format)
         cells = [_range(values, form) for values, form in zip(columns, forms, strict=True)]
         rows.append((name, worst_outcome(runs), *cells))
     columns_named = (
@@ -226,8 +227,8 @@ def _over(steps: int, seeds: int) -> str:
     return f"{steps} steps, {seeds} seeds, lowest … highest of them." if seeds > 1 else f"{steps} steps, one seed."
 
 
-def _range(values: Sequence[float], form: str) -> str:
-    low, high = form.format(min(values)), form.format(max(values))
+def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
+    low, high = form(min(values)), form(max(values))
     return low if low == high else f"{low} … {high}"
 
 
@@ -235,8 +236,8 @@ def _ladder_table(ladder: LadderResult, config: DemoConfig) -> Table:
     rows = []
     for rung in ladder.rungs:
         broke = [step for step in rung.broke_at if step is not None]
-        loss = f"NaN at step {_range(broke, '{:.0f}')}" if broke else _range(rung.final_loss, "{:.1e}")
-        scores = (_range(rung.mean_score, "{:+.1f}"), _range(rung.max_score, "{:.0f}"))
+        loss = f"NaN at step {_range(broke, '{:.0f}'.format)}" if broke else _range(rung.final_loss, short)
+        scores = (_range(rung.mean_score, "{:+.1f}".format), _range(rung.max_score, "{:.0f}".format))
         rows.append((RUNGS[rung.rung], rung.outcome, rung.change, loss, *scores))
     columns = (
         "recipe",

@@ -5,6 +5,7 @@ Nothing here knows what is expected. Where a kernel does not fail on some machin
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,7 +42,12 @@ def _what_happens(failed: Sequence[FailureRun]) -> str:
     if broke:
         return f"its loss is no number any more after {min(broke)} steps"
     best, end = (statistics.median(values) for values in zip(*map(_best_and_end, failed), strict=True))
-    return f"its loss climbs {end / best:.0f}-fold from its lowest, to {end:.1e}"
+    return f"its loss climbs {end / best:.0f}-fold from its lowest, to {short(end)}"
+
+
+def short(value: float) -> str:
+    """Return two digits and a power of ten without its zeros: 1.6e-3."""
+    return re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:.1e}").replace("e+", "e")
 
 
 def _best_and_end(run: FailureRun) -> tuple[float, float]:

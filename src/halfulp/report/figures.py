@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from halfulp.report.text import tick_text
+
 WIDTH = 4.9  # inches at 72 points: 353 points, one phone
 HEIGHT = 3.3
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
@@ -255,10 +257,27 @@ def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
     axes.text(0, 1.045, _text(text), transform=_from_panel_edge(axes), ha="left", va="bottom", fontweight=weight)
     from matplotlib.ticker import MaxNLocator
 
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        if axis.get_scale() == "log" and axis.get_transform().base == 10 and high < 30 * low:
+            _short_log_ticks(axis, low, high)
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     if axes.get_xscale() == "linear" and not any(one["style"] == "bar" for one in figure["series"]):
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+
+
+def _short_log_ticks(axis: Any, low: float, high: float) -> None:
+    """Within a decade or so, numbers between the powers of ten are named as well, and all of them briefly: 3.6e-7."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 3, 4, 6)]
+    inside = [tick for tick in ticks if low <= tick <= high]
+    if len(inside) < 3:
+        inside = [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+    axis.set_ticks(inside)
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
 
 
 def _from_panel_edge(axes: Any) -> Any:
@@ -341,7 +360,7 @@ def _finish(svg: str, title: str, inline: bool) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"(?:font-family: |(font: [^;\"]*?))'DejaVu Sans'[^;\"]*(; )?", _drop_family, svg)
     svg = svg.replace("xlink:href", "href").replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
-    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _hundredths, tag[0]), svg)
     svg = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", svg)
     svg = re.sub(r"\s*\n\s*", " ", svg).replace("> <", ">\n<").replace('z " ', 'z" ')
     if inline:
@@ -351,6 +370,11 @@ def _finish(svg: str, title: str, inline: bool) -> str:
     style = f"font-family:{_CSS_FONT};stroke-linejoin:round;stroke-linecap:butt"
     named = f'<svg role="img" aria-label="{escape(title)}" style="{style}" '
     return _own_ids(svg.replace("<svg ", named, 1).strip() + "\n")
+
+
+def _hundredths(match: re.Match[str]) -> str:
+    """A coordinate to a hundredth of a point."""
+    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def _drop_family(match: re.Match[str]) -> str:

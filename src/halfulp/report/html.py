@@ -204,7 +204,7 @@ def _table(block: Block) -> str:
     )
     body = []
     for row in rows:
-        cells = [f"<th scope='row'>{_cell(row[0], columns[0])}</th>"]
+        cells = [f"<th scope='row'{_class(classes[0])}>{_cell(row[0], columns[0])}</th>"]
         cells += [f"<td{_class(classes[i])}>{_cell(row[i], columns[i])}</td>" for i in range(1, len(columns))]
         body.append(f"<tr>{''.join(cells)}</tr>")
     title, caption = block.get("title") or "", block.get("caption") or ""
@@ -221,7 +221,7 @@ def _column_class(cells: Sequence[object]) -> str:
     if _is_numeric(cells):
         return "number"
     longest = max((len(cell_text(cell)) for cell in cells), default=0)
-    return "short" if longest <= 20 else "wide" if longest > 38 else ""
+    return "short" if longest <= 24 else "wide" if longest > 38 else ""
 
 
 def _class(name: str) -> str:

@@ -37,10 +37,10 @@ figcaption { margin-top: 0.3rem; }
 table { border-collapse: collapse; font-size: 0.9rem; line-height: 1.4; min-width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: 0.4rem 0.9rem 0.4rem 0; border-bottom: 1px solid var(--line); }
 thead th { font-weight: 650; border-bottom: 1.5px solid var(--soft); vertical-align: bottom; }
-tbody th { font-weight: 600; white-space: nowrap; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.short { white-space: nowrap; }
-td.wide { min-width: 15rem; }
+tbody th { font-weight: 600; }
+td.number, thead th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.short { white-space: nowrap; }
+td.wide { min-width: 15rem; } th.wide { min-width: 9rem; }
 .badge { display: inline-block; padding: 0.02rem 0.5rem; border-radius: 0.7rem; font-weight: 650; white-space: nowrap; }
 .good { color: var(--good); background: var(--good-ground); }
 .warn { color: var(--warn); background: var(--warn-ground); }
@@ -66,6 +66,7 @@ footer { border-top: 1px solid var(--line); padding-top: 0.8rem; margin-bottom: 
   body { max-width: none; padding: 0; font-size: 10pt; } .scroll { overflow: visible; } a { text-decoration: none; }
   figure, tr, pre, .finding { break-inside: avoid; } h2, h3, .note { break-after: avoid; }
   .figures { grid-template-columns: 1fr 1fr; } pre { white-space: pre-wrap; } .badge { border: 1px solid currentColor; }
-  table { font-size: 8.5pt; } td.wide { min-width: 0; } @page { margin: 16mm; }
+  table { font-size: 8.5pt; } td.wide, th.wide { min-width: 0; } .short { white-space: normal; }
+  pre { font-size: 7.5pt; } @page { margin: 16mm; }
 }
 """.strip()

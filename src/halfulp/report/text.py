@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 
 def cell_text(value: object) -> str:
@@ -33,6 +34,11 @@ def power_text(value: float | None) -> str:
         return "–"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def tick_text(value: float) -> str:
+    """Return the shortest text of up to three digits, for the ticks of an axis."""
+    return re.sub(r"e([+-])0?(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", f"{value:.3g}")
 
 
 def times_text(ratio: float | None) -> str:
