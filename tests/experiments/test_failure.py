@@ -6,6 +6,7 @@ import json
 import math
 import queue
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from halfulp.experiments.failure import (
     run_failure,
     run_failures,
 )
-from halfulp.experiments.ladder import LADDER, climb, summarize
+from halfulp.experiments.ladder import LADDER, climb, final_loss, summarize
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP
 
 STEPS = 700
@@ -163,10 +164,12 @@ def test_a_ladder_of_few_steps_reports_every_rung_once() -> None:
 def test_a_rung_is_as_bad_as_its_worst_seed() -> None:
     task = Task(batch=1, tokens=4)
     good, bad = (run_failure("torch:fp32", seed, 20, 1, task=task) for seed in (0, 1))
-    planted = type(bad)(**{**bad.__dict__, "outcome": "failed"})
+    planted = replace(bad, outcome="failed", broke_at=20)
     found = summarize([good, planted], LADDER[:1], (0, 1), 20)
     assert found.rungs[0].outcome == "failed"
-    assert "1 failed" in str(found.table().rows[0][2])
+    _, _, outcome, loss, *_ = found.table().rows[0]
+    assert outcome == "1 survived, 1 failed"
+    assert loss == f"{final_loss(good):.1e}, NaN at step 20"
 
 
 def test_figures_show_the_median_and_the_range_of_the_seeds() -> None:

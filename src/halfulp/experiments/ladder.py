@@ -8,6 +8,7 @@ part, and only all of them together leave nothing that pushes the scores.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class LadderResult:
         """Return who survives, one row a rung, the range over seeds in each cell."""
         columns = ("rung", "what is changed", "outcome", "final loss", "mean score", "max score")
         rows = tuple(
-            (r.rung, r.change, _outcome(r), _range(r.final_loss, "{:.1e}"), _range(r.mean_score, "{:+.1f}"),
+            (r.rung, r.change, _outcome(r), _losses(r), _range(r.mean_score, "{:+.1f}"),
              _range(r.max_score, "{:.0f}"))
             for r in self.rungs
         )  # fmt: skip
@@ -147,7 +148,9 @@ def summarize(runs: Sequence[FailureRun], rungs: Sequence[Rung], seeds: Sequence
 
 
 def final_loss(run: FailureRun) -> float:
-    """Median loss over the last tenth of the recorded points."""
+    """Median loss over the last tenth of the recorded points; NaN where the run broke off."""
+    if run.broke_at is not None:
+        return math.nan
     return statistics.median(run.loss[-max(1, len(run.loss) // 10) :])
 
 
@@ -156,6 +159,15 @@ def _outcome(result: RungResult) -> str:
         return result.outcome
     counts = [f"{result.outcomes.count(name)} {name}" for name in dict.fromkeys(result.outcomes)]
     return ", ".join(counts)
+
+
+def _losses(result: RungResult) -> str:
+    """The range of final losses, and at which steps runs broke off."""
+    whole = [loss for loss in result.final_loss if not math.isnan(loss)]
+    broke = [step for step in result.broke_at if step is not None]
+    parts = [_range(whole, "{:.1e}")] if whole else []
+    parts += [f"NaN at step {_range(broke, '{}')}"] if broke else []
+    return ", ".join(parts)
 
 
 def _range(values: Sequence[float], form: str) -> str:
