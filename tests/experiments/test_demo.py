@@ -11,13 +11,12 @@ from halfulp import cli
 from halfulp.audit import Case, Shape
 from halfulp.audit import run as audit_run
 from halfulp.experiments import demo
-from halfulp.experiments.audits import Job, audit_many, choose_targets, parse_shape
+from halfulp.experiments.audits import Auditors, Job, auditors, choose_targets, parse_shape
 from halfulp.experiments.capture import GptConfig, load_captured
 from halfulp.experiments.demo_findings import audit_finding, cause_finding, failure_finding, grouped
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.ladder import LADDER, summarize
 from halfulp.experiments.machine import describe_machine, describe_versions
-from halfulp.experiments.results import no_progress
 from halfulp.experiments.run_folder import read_json
 
 RUNGS = ("stock", "dP∘P", "halfulp")
@@ -93,7 +92,7 @@ def test_verdicts_are_counted_for_kernels_and_for_recipes():
     ]
     assert audit_finding(audits, {"flash_attn": "is not installed"}) == (
         "Of 3 kernels found here, 1 is sound (sdpa:math), 2 have a defect (sdpa, x); of 1 recipe emulated, 1 is stock "
-        "(A); 1 more kernel could not be audited here."
+        "(A); 1 more was skipped."
     )
     assert audit_finding([audited("recipe:A", "error")], {}) == "Of 1 recipe emulated, 1 could not be audited (A)."
 
@@ -203,7 +202,7 @@ def test_a_stopped_demo_can_be_read(capsys, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "audit_many", stopped)
+    monkeypatch.setattr(Auditors, "audit", stopped)
     out = tmp_path / "demo"
     code, said, err = demo_in(capsys, out, "--seeds", "1")
     assert code == 130
@@ -225,7 +224,7 @@ def test_a_stopped_demo_does_not_replace_a_whole_one(capsys, tmp_path, monkeypat
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "audit_many", stopped)
+    monkeypatch.setattr(Auditors, "audit", stopped)
     code, _, err = demo_in(capsys, out, "--seeds", "1")
     assert code == 130
     assert "demo.partial" in err
@@ -265,8 +264,8 @@ def test_a_config_of_nothing_is_refused(name):
 def test_audits_come_back_in_the_order_of_the_jobs():
     names = ["recipe:BF16_FLASH2", "sdpa:math"]
     told = []
-    found = audit_many([Job(name, (), (), 0) for name in names], 1, lambda fraction, message: told.append(fraction))
+    with auditors(1) as workers:
+        found = workers.audit([Job(name, (), (), 0) for name in names], lambda fraction, _: told.append(fraction))
     assert [audit["target"] for audit in found] == names
     assert told == sorted(told)
     assert told[-1] == 1
-    assert audit_many([Job("sdpa:math", (), (), 0)], 2, no_progress)[0]["verdict"] == "sound"

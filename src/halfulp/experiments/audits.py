@@ -10,14 +10,17 @@ import multiprocessing
 import queue
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from halfulp.audit import Shape, audit, builtin_targets
+from halfulp.audit.references import references
+from halfulp.audit.run import plan
 from halfulp.experiments.results import Progress
 
 RECIPES = (
@@ -81,21 +84,54 @@ def parse_shape(text: str) -> Shape:
     return Shape(batch, heads, queries, keys, dim, None if key_heads == heads else key_heads)
 
 
-def audit_many(jobs: Sequence[Job], workers: int, report: Progress) -> list[dict[str, Any]]:
-    """Return the audits' plain data in the order of the jobs; one worker means this process."""
-    if workers <= 1 or len(jobs) <= 1:
-        return [_in_this_process(job, i, len(jobs), report) for i, job in enumerate(jobs)]
+@contextmanager
+def auditors(workers: int, shapes: tuple[Shape, ...] = (), seed: int = 0) -> Iterator[Auditors]:
+    """Start processes that audit; while the caller prepares the jobs they compute what targets are held against.
+
+    One worker means this process.
+    """
+    if workers <= 1:
+        yield Auditors(None, None)
+        return
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(messages,))
     try:
-        futures = [pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
-        _relay(futures, messages, report)
+        for _ in range(workers):
+            pool.submit(_warm_up, shapes, seed)
+        yield Auditors(pool, messages)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     pool.shutdown()
-    return [future.result() for future in futures]
+
+
+@dataclass(frozen=True)
+class Auditors:
+    """Processes that were started to audit, or none."""
+
+    pool: ProcessPoolExecutor | None
+    messages: Any
+
+    def audit(self, jobs: Sequence[Job], report: Progress) -> list[dict[str, Any]]:
+        """Return the audits' plain data in the order of the jobs."""
+        if self.pool is None:
+            with one_thread():
+                return [_audit(job, _share(report, number, len(jobs), job)) for number, job in enumerate(jobs)]
+        futures = [self.pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
+        _relay(futures, self.messages, report)
+        return [future.result() for future in futures]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: the same bits everywhere, and the other cores left to other processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _audit(job: Job, progress: Progress) -> dict[str, Any]:
@@ -103,22 +139,24 @@ def _audit(job: Job, progress: Progress) -> dict[str, Any]:
     return found.as_dict()
 
 
-def _in_this_process(job: Job, number: int, count: int, report: Progress) -> dict[str, Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _audit(job, lambda fraction, message: report((number + fraction) / count, f"{job.target}: {message}"))
-    finally:
-        torch.set_num_threads(threads)
+def _share(report: Progress, number: int, count: int, job: Job) -> Progress:
+    return lambda fraction, message: report((number + fraction) / count, f"{job.target}: {message}")
 
 
 _messages: list[Any] = []  # in a worker: the queue to its parent
 
 
 def _start(messages: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
     torch.set_num_threads(1)
     _messages[:] = [messages]
+
+
+def _warm_up(shapes: tuple[Shape, ...], seed: int) -> None:
+    """Fill this process's cache of references, which every audit of the same plan then reads."""
+    todo = plan("quick", "bfloat16", seed, shapes)
+    for case in (*todo.all_cases, *todo.relations):
+        references(case)
 
 
 def _in_worker(number: int, job: Job) -> dict[str, Any]:

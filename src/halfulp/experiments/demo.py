@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import __version__
 from halfulp.audit import Shape
-from halfulp.experiments.audits import Job, audit_many, choose_targets
-from halfulp.experiments.capture import CaptureRun, GptConfig, save_captured, train_and_capture
+from halfulp.experiments.audits import Job, auditors, choose_targets, one_thread
+from halfulp.experiments.capture import GptConfig, save_captured, train_and_capture
 from halfulp.experiments.demo_findings import (
     audit_finding,
     cause_finding,
@@ -58,6 +58,10 @@ RUNGS = {
 """The rungs of the ladder that the demo climbs, in words."""
 
 
+_CHANGES = {  # where the ladder's own words continue those of a rung that is left out here
+    "residual": "δ from O plus the residual of its rounding, in bf16",
+    "authors+softmax": "the paper's own recipe (scores, Ō and O in bf16) with its published softmax fix, β = 7",
+}
 _CURVES = "Each line is the median over the seeds, the band around it their range."
 
 
@@ -238,7 +242,8 @@ def _ladder_table(ladder: LadderResult, config: DemoConfig) -> Table:
         broke = [step for step in rung.broke_at if step is not None]
         loss = f"NaN at step {_range(broke, '{:.0f}'.format)}" if broke else _range(rung.final_loss, short)
         scores = (_range(rung.mean_score, "{:+.1f}".format), _range(rung.max_score, "{:.0f}".format))
-        rows.append((RUNGS[rung.rung], rung.outcome, rung.change, loss, *scores))
+        change = _CHANGES.get(rung.rung, rung.change)
+        rows.append((RUNGS[rung.rung], rung.outcome, change, loss, *scores))
     columns = (
         "recipe",
         "outcome",
@@ -289,13 +294,13 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     """Act 3: every kernel here on the probe inputs and on the activations of a model trained on the spot."""
     config = stage.config
     share = 0.45  # of the act: the training
-    trained = _train(config.gpt, lambda fraction, message: progress(share * fraction, message))
-    file = save_captured(stage.folder / "tensors" / "gpt.safetensors", trained.captured)
     names, skipped = choose_targets(config.targets)
-    jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
-    found = audit_many(
-        jobs, config.workers, lambda fraction, message: progress(share + (1 - share) * fraction, message)
-    )
+    with auditors(config.workers, config.shapes, config.seed) as workers:
+        with one_thread():
+            trained = train_and_capture(config=config.gpt, progress=_part(progress, 0.0, share))
+        file = save_captured(stage.folder / "tensors" / "gpt.safetensors", trained.captured)
+        jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
+        found = workers.audit(jobs, _part(progress, share, 1.0))
     here = str(stage.folder)
     audits: list[dict[str, Any]] = json.loads(json.dumps(found).replace(here, str(stage.final)))
     sizes = ", ".join(map(str, config.shapes or (Shape(),)))
@@ -315,8 +320,8 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     }
 
 
-def _train(config: GptConfig, progress: Progress) -> CaptureRun:
-    return train_and_capture(config=config, progress=progress)
+def _part(progress: Progress, start: float, end: float) -> Progress:
+    return lambda fraction, message: progress(start + (end - start) * fraction, message)
 
 
 def _probe_count(audits: Sequence[dict[str, Any]]) -> int:

@@ -83,7 +83,7 @@ def audit_finding(audits: Sequence[Mapping[str, Any]], skipped: Mapping[str, str
     recipes = [audit for audit in audits if audit["target"].startswith("recipe:")]
     counted = ((kernels, "kernel", "found here"), (recipes, "recipe", "emulated"))
     parts = [f"of {len(a)} {noun}{'s' * (len(a) != 1)} {where}, {_verdicts(a)}" for a, noun, where in counted if a]
-    missing = f"; {len(skipped)} more kernel{'s' * (len(skipped) != 1)} could not be audited here" if skipped else ""
+    missing = f"; {len(skipped)} more {'was' if len(skipped) == 1 else 'were'} skipped" if skipped else ""
     text = f"{'; '.join(parts)}{missing}."
     return text[0].upper() + text[1:]
 
