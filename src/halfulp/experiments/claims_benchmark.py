@@ -190,7 +190,7 @@ CLAIMS = (
             f"for {_UNIFORM} (all intermediates in bf16) the factor is above 1 in every setting and reaches 10 in some",
             lambda f: f["low"] > 1 and f["high"] >= 10,
         ),
-        seconds=15.0,
+        seconds=30.0,
     ),
     Claim(
         "B4",

@@ -315,7 +315,7 @@ def _curves(
         title = f"Flash attention against the baseline: {statistic} of |difference|"
         y_label = f"{statistic} |difference| of O"
         figures.append(Figure(title, x_label, y_label, tuple(series), _caption(setting), command, True, True))
-    columns = ("statistic", "format", "family", "first x", "there", "last x", "there ", "ratio", "paper")
+    columns = ("statistic", "format", "family", "first x", "at first x", "last x", "at last x", "ratio", "paper")
     table = Table(f"Deviation over {x_label}", columns, tuple(rows), _caption(setting), command)
     return SweepResult(name, setting, found, tuple(figures), (table,), command)
 
