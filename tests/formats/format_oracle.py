@@ -35,10 +35,12 @@ SMALL_FORMATS = (
     *(custom(5, 0), custom(8, 0), custom(4, 0, specials="nan_only"), custom(3, 0, specials="none"), custom(2, 0)),
     *(custom(5, 0, bias=14), custom(2, 5), custom(3, 4, specials="none"), custom(4, 3, bias=11)),
     *(custom(1, 6, specials="none"), custom(6, 1), custom(2, 2, bias=-5), custom(5, 2, specials="nan_only")),
+)
+WIDE_FORMATS = (
+    *(BF16, FP16, custom(6, 9), custom(7, 8, specials="nan_only"), custom(10, 5), custom(2, 13, bias=3)),
     # Around the largest exponent at which a number can be rounded by adding 1.5 * 2**k to it in float32.
     *(custom(7, 4, bias=17), custom(7, 4, bias=18), custom(7, 4, bias=19)),
 )
-WIDE_FORMATS = (BF16, FP16, custom(6, 9), custom(7, 8, specials="nan_only"), custom(10, 5), custom(2, 13, bias=3))
 FORMATS = SMALL_FORMATS + WIDE_FORMATS
 
 

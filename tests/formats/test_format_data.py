@@ -106,6 +106,8 @@ def test_holds() -> None:
     assert FP16.holds(torch.float8_e5m2)
     assert FP16.holds(torch.float8_e4m3fn)
     assert not FP64.holds(torch.int32)
+    assert not custom(8, 23, bias=120).holds(torch.float32)  # its smallest number is too large
+    assert not custom(8, 30, bias=130).holds(torch.float32)  # its largest number is too small
     # Values that would move although all finite ones are there.
     assert not FP32.with_(overflow="saturate").holds(torch.float32)  # infinities
     assert not FP32.with_(subnormals=False).holds(torch.float32)

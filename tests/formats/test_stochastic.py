@@ -89,6 +89,8 @@ def test_seeds_and_positions_do_not_lean_on_each_other() -> None:
     assert off_diagonal.abs().max() < 5 / math.sqrt(COUNT)
     assert torch.equal(uniform(7, 1000, 50), uniform(7, 0, 1050)[1000:])
     assert torch.equal(uniform(7, 2**64 + 3, 50), uniform(7, 3, 50))
+    step = uniform(0x9E37_79B9_7F4A_7C15, 0, 50)  # a seed that is one step of the sequence must not start one step on
+    assert not torch.equal(step, uniform(0, 1, 50))
 
 
 def test_uniform_fills_its_range() -> None:
@@ -109,6 +111,9 @@ def test_blocks_take_their_elements_random_numbers_by_position() -> None:
     whole = round_to(x, MXFP4, rounding="stochastic", seed=9)
     rows = [round_to(x[row], MXFP4, rounding="stochastic", seed=9, offset=40 * row) for row in range(3)]
     assert torch.equal(whole, torch.stack(rows))
+    long = torch.randn(40, 1000, generator=torch.Generator().manual_seed(5))
+    parts = [round_to(long[row], MXFP4, rounding="stochastic", offset=1000 * row) for row in range(40)]
+    assert torch.equal(round_to(long, MXFP4, rounding="stochastic"), torch.stack(parts))
     mean = sum(round_to(x, MXFP4, rounding="stochastic", seed=seed) for seed in range(2000)) / 2000
     assert (mean - x).abs().max() < 5 * 0.5 / math.sqrt(2000)
 

@@ -51,7 +51,6 @@ def round_to(
         return x
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError("x.requires_grad=True is not accepted: rounding has no gradient; accepted: x.detach()")
-    x = x.detach()
     if isinstance(fmt, BlockFormat):
         return round_blocks(x, fmt, mode, seed, offset)
     native = _native_dtype(fmt, mode, x.dtype)
