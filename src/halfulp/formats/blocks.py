@@ -111,8 +111,8 @@ def _round_rows(
 
 def _tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor:
     """Return the tensor's scale as float64: the float32 that brings the largest block scale to its format's max."""
-    scale = x.abs().amax().float() / (fmt.scale.max * fmt.element.max)
-    return torch.where(scale.isfinite(), scale, torch.nan).double()
+    # An infinite scale makes every block's a zero, and their product NaN.
+    return (x.abs().amax().float() / (fmt.scale.max * fmt.element.max)).double()
 
 
 def _block_scale(largest: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None) -> Tensor:
