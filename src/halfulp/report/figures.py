@@ -287,7 +287,7 @@ def _from_panel_edge(axes: Any) -> Any:
     box = axes.get_position()
     whole = axes.get_figure()
     panel = WIDTH / whole.get_size_inches()[0]
-    left = box.x0 - (_LEFT - 0.003) * panel
+    left = box.x0 - (_LEFT - 0.01) * panel
     return blended_transform_factory(Affine2D().translate(left, 0) + whole.transFigure, axes.transAxes)
 
 
