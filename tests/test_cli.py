@@ -312,3 +312,16 @@ def test_interrupt(capsys, monkeypatch):
 
     monkeypatch.setitem(cli.COMMANDS, "ls", stopped)
     assert run(capsys, "ls") == (130, "", "halfulp: interrupted\n")
+
+
+@pytest.mark.usefixtures("small_plan")
+def test_an_interrupted_audit_writes_what_is_done(capsys, kernels, tmp_path):
+    """Ctrl-C while the second of three targets is audited."""
+    file = tmp_path / "stopping.py"
+    file.write_text("def f(query, key, value, *, is_causal, scale):\n    raise KeyboardInterrupt\n", encoding="utf-8")
+    saved = tmp_path / "a.json"
+    code, out, err = run(capsys, "audit", kernels("good"), f"{file}:f", kernels("biased"), "--json", saved)
+    assert code == 130
+    assert err == "halfulp: interrupted after 1 of 3 targets\n"
+    assert out.startswith("✓ SOUND")
+    assert [report["verdict"] for report in json.loads(saved.read_text(encoding="utf-8"))] == ["sound"]

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import io
 import os
-import re
 import shlex
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from halfulp import __version__
 
 if TYPE_CHECKING:
-    from halfulp.audit import AuditReport, Target
+    from halfulp.audit import Target
 
 PROGRAM = "halfulp"
 STDOUT = Path("-")
@@ -139,7 +138,6 @@ def audit(
     from halfulp.audit import resolve
     from halfulp.experiments.audits import parse_shape
     from halfulp.experiments.run_folder import check_file, check_folder
-    from halfulp.report.terminal import console
 
     if not targets:
         raise ValueError("targets: none given; accepted are names of `halfulp ls targets` or path/file.py:function")
@@ -150,48 +148,40 @@ def audit(
     check_file("html", html)
     check_folder("repro", repro)
     chosen = [resolve(name) for name in dict.fromkeys(targets)]  # every one, before any work is done
+    for target in chosen:
+        if target.missing is not None:
+            raise ValueError(f"target={target.name!r}: {target.missing}; accepted is one that runs here")
     options: dict[str, Any] = {"dtype": dtype, "depth": "full" if full else "quick", "seed": seed, "device": device}
     options |= {"shapes": sizes, "captured": [str(path) for path in captured]}
-    reports, scripts = _audit_all(chosen, options, repro)
-    plain = [report.as_dict() for report in reports]
+    return _audit(chosen, options, json, html, repro)
+
+
+def _audit(
+    chosen: Sequence[Target], options: dict[str, Any], json: Path | None, html: Path | None, repro: Path | None
+) -> int:
+    """Audit, print every target as soon as it is done, write the files, and return the exit code."""
+    from halfulp.experiments.audits import audit_each
+    from halfulp.report.audit_table import print_audit, print_summary
+    from halfulp.report.terminal import console, progress_bar
+
+    to, plain, code = console(), [], 0
+    try:
+        for report, script in audit_each(chosen, options, repro, progress_bar):
+            plain.append(report.as_dict())
+            code = 1 if 1 in (code, report.exit_code) else max(code, report.exit_code)
+            if json != STDOUT:
+                print_audit(plain[-1], to, script=script)
+                to.print()
+    except KeyboardInterrupt:  # what is done is written all the same
+        print(f"{PROGRAM}: interrupted after {len(plain)} of {len(chosen)} targets", file=sys.stderr)
+        code = 130
     if json == STDOUT:
         _print_json(plain)
-    else:
-        _print_audits(plain, scripts, console())
-    _write_audits(plain, None if json == STDOUT else json, html)
-    codes = {report.exit_code for report in reports}
-    return 1 if 1 in codes else max(codes)
-
-
-def _audit_all(
-    chosen: Sequence[Target], options: dict[str, Any], repro: Path | None
-) -> tuple[list[AuditReport], dict[str, str]]:
-    """The audits, and where the program that shows a target's defect was written."""
-    from halfulp.audit import audit as run_audit
-    from halfulp.experiments.run_folder import write_text
-    from halfulp.report.terminal import progress_bar
-
-    reports, scripts = [], {}
-    for number, target in enumerate(chosen, 1):
-        count = f" ({number} of {len(chosen)})" if len(chosen) > 1 else ""
-        with progress_bar(f"audit {target.name}{count}") as progress:
-            report = run_audit(target, progress=progress, **options)
-        reports.append(report)
-        if report.script is not None and repro is not None:
-            repro.mkdir(exist_ok=True)
-            name = re.sub(r"[^A-Za-z0-9]+", "_", target.name.rpartition("/")[2]).strip("_")
-            scripts[target.name] = str(write_text(repro / f"{name}.py", report.script))
-    return reports, scripts
-
-
-def _print_audits(plain: Sequence[dict[str, Any]], scripts: dict[str, str], to: Any) -> None:
-    from halfulp.report.audit_table import print_audit, print_summary
-
-    for report in plain:
-        print_audit(report, to, script=scripts.get(report["target"]))
-        to.print()
-    if len(plain) > 1:
+    elif len(plain) > 1:
         print_summary(plain, to)
+    if plain:
+        _write_audits(plain, None if json == STDOUT else json, html)
+    return code
 
 
 def _write_audits(plain: Sequence[dict[str, Any]], json: Path | None, html: Path | None) -> None:

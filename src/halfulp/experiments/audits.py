@@ -10,18 +10,20 @@ import multiprocessing
 import queue
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfulp.audit import Shape, audit, builtin_targets
+from halfulp.audit import AuditReport, Shape, Target, audit, builtin_targets
 from halfulp.audit.references import references
 from halfulp.audit.run import plan
 from halfulp.experiments.results import Progress
+from halfulp.experiments.run_folder import write_text
 
 RECIPES = (
     "recipe:BF16_HALFULP",
@@ -82,6 +84,35 @@ def parse_shape(text: str) -> Shape:
     if heads % key_heads:
         raise ValueError(f"shapes={text!r}: accepted are key heads that divide the {heads} query heads")
     return Shape(batch, heads, queries, keys, dim, None if key_heads == heads else key_heads)
+
+
+def audit_each(
+    targets: Sequence[Target],
+    options: Mapping[str, Any],
+    repro: Path | None,
+    watch: Callable[[str], AbstractContextManager[Progress]],
+) -> Iterator[tuple[AuditReport, str | None]]:
+    """Audit one target after the other in this process.
+
+    Args:
+        targets: what to audit.
+        options: keyword arguments of `halfulp.audit`.
+        repro: folder for a program that shows each defect; it is made when the first is found. None writes none.
+        watch: called with what is being audited; gives a context that gives the function that shows progress.
+
+    Yields:
+        Each report as soon as it is there, and where its program was written.
+    """
+    for number, target in enumerate(targets, 1):
+        count = f" ({number} of {len(targets)})" if len(targets) > 1 else ""
+        with watch(f"audit {target.name}{count}") as progress:
+            report = audit(target, progress=progress, **options)
+        script = None
+        if report.script is not None and repro is not None:
+            repro.mkdir(exist_ok=True)
+            name = re.sub(r"[^A-Za-z0-9]+", "_", target.name.rpartition("/")[2]).strip("_")
+            script = str(write_text(repro / f"{name}.py", report.script))
+        yield report, script
 
 
 @contextmanager
