@@ -97,19 +97,20 @@ def power_of_two_below(x: Tensor) -> Tensor:
 
 
 def round_general(x: Tensor, fmt: Format, rounding: Rounding, seed: int, offset: int) -> Tensor:
-    """Return x (contiguous, float32 or float64, detached) rounded to fmt, a new contiguous tensor of the same dtype."""
+    """Return x (contiguous, float32 or float64) rounded to fmt, a new contiguous tensor of the same shape and dtype."""
     if x.numel() == 0:
         return x.clone()
     if not fits_container(fmt, x.dtype):
         return round_general(x.double(), fmt, rounding, seed, offset).to(x.dtype)
     container, plan = _CONTAINERS[x.dtype], _plan(fmt, x.dtype, rounding)
     constants = (1.5 * 2.0**container.mantissa_bits, plan.spacing, *(plan.stretch or ()))
-    integer, spacing, *stretch = (torch.tensor(value, dtype=x.dtype, device="cpu") for value in constants)
+    integer, spacing, *stretch = (torch.full((), value, dtype=x.dtype, device="cpu") for value in constants)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    size = min(x.numel(), CHUNK) if x.device.type == "cpu" else x.numel()
+    pieces = -(-x.numel() // CHUNK) if x.device.type == "cpu" else 1
+    size = -(-x.numel() // pieces)
     scratch = torch.empty(size, dtype=x.dtype, device=x.device)
     steps = counters(size, x.device) if rounding == "stochastic" else None
-    for part, y in zip(torch.split(x.view(-1), size), torch.split(out.view(-1), size), strict=True):
+    for part, y in zip(torch.chunk(x.view(-1), pieces), torch.chunk(out.view(-1), pieces), strict=True):
         unit = scratch if part.numel() == size else scratch[: part.numel()]
         bits, unit_bits = part.view(container.integer), unit.view(container.integer)
         torch.bitwise_and(bits, container.exponent_mask, out=unit_bits)
