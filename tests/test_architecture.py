@@ -18,14 +18,15 @@ MAX_FUNCTION_LINES = 60
 
 # From the bottom up: a layer may import the rows above its own in this table and nothing in its own row but itself.
 ORDER = [
-    {"formats"},
+    {"formats", "runs"},
     {"recipes"},
     {"algorithms"},
     {"ops"},
     {"attention"},
     {"testing"},
-    {"audit", "watch", "isolate"},
+    {"audit", "watch"},
     {"training"},
+    {"isolate"},
     {"experiments"},
     {"cli"},
 ]

@@ -61,8 +61,8 @@ def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, ladder_seeds: int 
         json: Print the run's record as JSON instead of what each act found.
     """
     from halfulp.experiments.demo import DemoConfig, run_demo
-    from halfulp.experiments.run_folder import open_run, read_json
     from halfulp.report.terminal import print_act, progress_bar
+    from halfulp.runs.folder import open_run, read_json
 
     config = DemoConfig(seeds=seeds, ladder_seeds=ladder_seeds)
     folder = open_run(out)
@@ -86,8 +86,8 @@ def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, ladder_seeds: int 
 
 def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> Path:
     """Act 4: the report of the run folder, which then takes its place; part of a run never replaces a whole one."""
-    from halfulp.experiments.run_folder import close_run, read_json, write_text
     from halfulp.report.demo_page import demo_files, page_summary
+    from halfulp.runs.folder import close_run, read_json, write_text
 
     began = time.perf_counter()
     run = read_json(folder / "run.json")
@@ -137,7 +137,7 @@ def audit(
     """
     from halfulp.audit import resolve
     from halfulp.experiments.audits import parse_shape
-    from halfulp.experiments.run_folder import check_file, check_folder
+    from halfulp.runs.folder import check_file, check_folder
 
     if not targets:
         raise ValueError("targets: none given; accepted are names of `halfulp ls targets` or path/file.py:function")
@@ -185,8 +185,8 @@ def _audit(
 
 
 def _write_audits(plain: Sequence[dict[str, Any]], json: Path | None, html: Path | None) -> None:
-    from halfulp.experiments.run_folder import write_json, write_text
     from halfulp.report.audit_page import audit_page
+    from halfulp.runs.folder import write_json, write_text
 
     if json is not None:
         write_json(json, plain)
@@ -222,9 +222,9 @@ def sweep(
         json: Print JSON instead of tables.
     """
     from halfulp.experiments import sweep as sweeps
-    from halfulp.experiments.run_folder import check_file, write_text
     from halfulp.report.pages import experiment_page
     from halfulp.report.terminal import console, print_table, progress_bar
+    from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)
     small = what in ("block", "order")
@@ -258,9 +258,9 @@ def claims(ids: tuple[str, ...] = (), /, *, html: Path | None = None, json: bool
         json: Print JSON instead of text.
     """
     from halfulp.experiments.claims import run_claims, selected
-    from halfulp.experiments.run_folder import check_file, write_text
     from halfulp.report.ledger import ledger_page, print_ledger
     from halfulp.report.terminal import console, progress_bar
+    from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)
     chosen = [claim.id for claim in selected(ids)] if ids else None
@@ -294,8 +294,8 @@ def explain(
         json: Print JSON instead of text.
     """
     from halfulp.experiments.explain import explain as explained
-    from halfulp.experiments.run_folder import json_text
     from halfulp.formats import parse_format
+    from halfulp.runs.folder import json_text
 
     running = None if accumulate is None else parse_format(accumulate)
     result = explained(values, parse_format(format), operation, accumulate=running)  # type: ignore[arg-type]
@@ -329,7 +329,7 @@ def ls(
 
 
 def _print_json(plain: Any) -> None:
-    from halfulp.experiments.run_folder import json_text
+    from halfulp.runs.folder import json_text
 
     print(json_text(plain))
 

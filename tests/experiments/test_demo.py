@@ -16,8 +16,8 @@ from halfulp.experiments.capture import GptConfig, load_captured
 from halfulp.experiments.demo_findings import audit_finding, cause_finding, failure_finding, grouped
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.ladder import LADDER, summarize
-from halfulp.experiments.machine import describe_machine, describe_versions
-from halfulp.experiments.run_folder import read_json
+from halfulp.runs.folder import read_json
+from halfulp.runs.machine import describe_machine, describe_versions
 
 RUNGS = ("stock", "dP∘P", "halfulp")
 

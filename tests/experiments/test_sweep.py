@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from halfulp.experiments.results import Figure, Series, Table
 from halfulp.experiments.sweep import (
     FAMILIES,
     FORMATS,
@@ -25,6 +24,7 @@ from halfulp.experiments.sweep import (
     sweep_precision,
 )
 from halfulp.formats import BF16, FP16, FP32, FP64, TF32, round_to
+from halfulp.runs.results import Figure, Series, Table
 
 SMALL = Setting(length=96, head_dim=16, memory=1024, seeds=3)
 

@@ -22,8 +22,8 @@ import torch
 from halfulp.audit import AuditReport, Shape, Target, audit, builtin_targets
 from halfulp.audit.references import references
 from halfulp.audit.run import plan
-from halfulp.experiments.results import Progress
-from halfulp.experiments.run_folder import write_text
+from halfulp.runs.folder import write_text
+from halfulp.runs.results import Progress
 
 RECIPES = (
     "recipe:BF16_HALFULP",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfulp.experiments.results import Progress, no_progress
+from halfulp.runs.results import Progress, no_progress
 
 TENSORS = {"query": "q", "key": "k", "value": "v", "grad_out": "do"}
 """The tensors of a file by name, and the short spelling that is read as well."""

@@ -18,8 +18,8 @@ from halfulp.experiments import (
     claims_weak,
 )
 from halfulp.experiments.claims_model import Claim, Lab, Verdict, judge_claim
-from halfulp.experiments.results import Progress, Table, no_progress
-from halfulp.experiments.threads import one_thread
+from halfulp.runs.results import Progress, Table, no_progress
+from halfulp.runs.threads import one_thread
 
 _TOPICS = (claims_identities, claims_rounding, claims_benchmark, claims_weak, claims_training, claims_pending)
 

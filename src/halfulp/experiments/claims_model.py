@@ -16,9 +16,9 @@ from torch import Tensor
 
 from halfulp.experiments.failure import FailureRun, run_failures
 from halfulp.experiments.ladder import LADDER
-from halfulp.experiments.results import Progress, no_progress
 from halfulp.experiments.sweep import SweepResult
 from halfulp.recipes import Recipe
+from halfulp.runs.results import Progress, no_progress
 
 VerdictKind: TypeAlias = Literal[
     "reproduced", "reproduced at reduced scale", "not reproduced", "needs a GPU", "not yet"

@@ -33,10 +33,10 @@ from halfulp.experiments.demo_findings import (
 from halfulp.experiments.explain import EXAMPLE, explain
 from halfulp.experiments.failure import RULE, AttentionChoice, FailureRun, curves, run_failures
 from halfulp.experiments.ladder import LADDER, LadderResult, Rung, final_loss, summarize
-from halfulp.experiments.machine import describe_machine, describe_versions, git_revision
-from halfulp.experiments.results import Progress, Table
-from halfulp.experiments.run_folder import write_json
 from halfulp.formats import BF16
+from halfulp.runs.folder import write_json
+from halfulp.runs.machine import describe_machine, describe_versions, git_revision
+from halfulp.runs.results import Progress, Table
 
 Act: TypeAlias = dict[str, Any]
 Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Progress]]

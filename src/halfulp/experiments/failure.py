@@ -27,9 +27,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.attention import emulate
-from halfulp.experiments.results import Figure, Progress, Series, no_progress, plain_numbers
-from halfulp.experiments.threads import one_thread
 from halfulp.recipes import RECIPES, Recipe, recipe_named
+from halfulp.runs.results import Figure, Progress, Series, no_progress, plain_numbers
+from halfulp.runs.threads import one_thread
 
 AttentionFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionChoice: TypeAlias = str | Recipe | AttentionFunction

@@ -22,9 +22,9 @@ from torch import Tensor
 from halfulp.algorithms import AttentionResult, Mask, Problem, torch_cpu
 from halfulp.algorithms.torch_cpu_math import vector_exp, weights_exp
 from halfulp.attention import emulate
-from halfulp.experiments.results import Progress, Table, no_progress, plain_numbers
 from halfulp.formats import BF16, FP32, Format, ulp
 from halfulp.recipes import TORCH_CPU_FLASH, Recipe, Step
+from halfulp.runs.results import Progress, Table, no_progress, plain_numbers
 
 Shape: TypeAlias = tuple[int, int, int, int]  # batch, heads, N, D
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, grad_out

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfulp.experiments.failure import RULE, FailureRun, Outcome, run_failures
-from halfulp.experiments.results import Progress, Table
 from halfulp.formats import BF16, FP32
 from halfulp.recipes import (
     BF16_AUTHORS,
@@ -24,6 +23,7 @@ from halfulp.recipes import (
     BF16_PAPER_STABILIZED,
     Recipe,
 )
+from halfulp.runs.results import Progress, Table
 
 # Two tiles of keys for the task's 32 tokens, so that the online softmax rescales; all queries at once, for speed.
 TILES: dict[str, int | None] = {"block_query": None, "block_key": 16}

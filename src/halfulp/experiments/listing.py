@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from halfulp.experiments.results import Cell, Table
 from halfulp.formats import FORMATS, Format
 from halfulp.recipes import RECIPES, Recipe
+from halfulp.runs.results import Cell, Table
 
 
 def formats() -> Table:

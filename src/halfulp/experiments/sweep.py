@@ -23,10 +23,10 @@ from torch import Tensor
 
 from halfulp.algorithms import blocks_for_memory
 from halfulp.attention import emulate, golden
-from halfulp.experiments.results import Figure, Progress, Series, Table, no_progress
-from halfulp.experiments.threads import one_thread
 from halfulp.formats import BF16, FP16, FP32, FP64, Format, round_to
 from halfulp.recipes import BF16_STANDARD, STEPS, Matmul, Recipe, flash2, uniform
+from halfulp.runs.results import Figure, Progress, Series, Table, no_progress
+from halfulp.runs.threads import one_thread
 
 FORMATS: tuple[Format, ...] = (BF16, FP16, FP32, FP64)
 Inputs: TypeAlias = Literal["normal", "uniform"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.experiments.run_folder import (
+from halfulp.runs.folder import (
     check_file,
     check_folder,
     close_run,

@@ -1,24 +1,17 @@
-"""A recipe says which format every named intermediate of attention is rounded to, and the structural choices around it.
-
-The algorithms are written once; the arithmetic is a parameter. Every named intermediate passes through a `Step`, which
-rounds it as the recipe says and shows it to observers. So one source gives the fp64 truth, any kernel's arithmetic, and
-every measurement.
-"""
+"""What a recipe is: the format of every named intermediate, and the structural choices, each checked."""
 
 # ruff: noqa: RUF009 - `_rounded` makes a dataclass field
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor
 
 from halfulp import formats
-from halfulp.formats import BlockFormat, Format, round_to
+from halfulp.formats import BlockFormat, Format
 
 Algorithm = Literal["standard", "flash1", "flash2", "torch_cpu"]
 ShiftKind = Literal["maximum", "integer", "stabilized", "offset"]
@@ -33,7 +26,6 @@ InputScaling = Literal["none", "tensor"]
 LseFrom = Literal["row_sum", "exact"]
 GradValueFrom = Literal["probabilities", "lse"]
 GradientScaleAt = Literal["products", "scores", "probabilities"]
-Observer = Callable[[str, Tensor, Tensor], None]
 AnyFormat = Format | BlockFormat
 
 
@@ -220,178 +212,3 @@ _CHOICES = {name: hint for name, hint in get_type_hints(Recipe).items() if get_o
 
 STEPS: dict[str, str] = {f.name: f.metadata["step"] for f in fields(Recipe) if "step" in f.metadata}
 """Every named intermediate and what it is, in the order of the algorithm."""
-
-
-class Step:
-    """The seam: `step(name, value)` rounds the value as the recipe says and shows (name, exact, rounded) to observers.
-
-    An observer that changes what it is shown raises RuntimeError. Stochastic rounding is keyed by the recipe's seed,
-    the step's name and how often it was passed, so a run repeats bit for bit.
-    """
-
-    def __init__(self, recipe: Recipe, observers: Sequence[Observer] = ()) -> None:
-        self.recipe = recipe
-        self.observers = tuple(observers)
-        self._passed: dict[str, int] = {}
-        self._active = {
-            name: fmt
-            for name in STEPS
-            if isinstance(fmt := getattr(recipe, name), BlockFormat) or not fmt.holds(recipe.dtype)
-        }
-
-    def __call__(self, name: str, exact: Tensor) -> Tensor:
-        """Round `exact` (float32 or float64) to the step's format, in the same dtype."""
-        fmt = self._active.get(name)
-        if fmt is None:
-            assert name in STEPS, name
-            rounded = exact
-        elif (fmt.element if isinstance(fmt, BlockFormat) else fmt).rounding == "stochastic":
-            rounded = round_to(exact, fmt, seed=self.next_seed(name))
-        else:
-            rounded = round_to(exact, fmt)
-        for observe in self.observers:
-            _show(observe, name, exact, rounded)
-        return rounded
-
-    def rounds(self, name: str) -> bool:
-        """Whether this step changes any bits."""
-        return name in self._active
-
-    def next_seed(self, name: str) -> int:
-        """A seed that no other passage of this run has."""
-        count = self._passed[name] = self._passed.get(name, 0) + 1
-        return hash_seed(self.recipe.seed, name, count)
-
-    def scratch(self, x: Tensor) -> Tensor | None:
-        """`x` as an output buffer if it may be overwritten: an observer may have kept it, and then it may not."""
-        return None if self.observers else x
-
-
-def _show(observe: Observer, name: str, exact: Tensor, rounded: Tensor) -> None:
-    if exact.is_inference() or rounded.is_inference():  # no version counter, so the observer gets copies
-        return observe(name, exact.clone(), rounded.clone())
-    before = (exact._version, rounded._version)
-    observe(name, exact, rounded)
-    if (exact._version, rounded._version) != before:
-        raise RuntimeError(f"an observer changed step {name!r}: it may look at what it is shown, not change it")
-    return None
-
-
-def hash_seed(seed: int, name: str, count: int) -> int:
-    """A 31-bit seed from a recipe seed, a step's name and a counter (FNV-1a, the same on every machine)."""
-    state = 0x811C9DC5
-    for byte in f"{seed}/{name}/{count}".encode():
-        state = ((state ^ byte) * 0x01000193) & 0xFFFFFFFF
-    return state >> 1
-
-
-def uniform(fmt: Format, algorithm: Algorithm = "flash2", **changes: Any) -> Recipe:
-    """Every intermediate rounded to `fmt`, products summed in fp32: plain code on tensors of that dtype."""
-    compute = "float64" if fmt.mantissa_bits > formats.FP32.mantissa_bits else "float32"
-    accumulate = formats.FP64 if compute == "float64" else formats.FP32
-    every: dict[str, Any] = dict.fromkeys(STEPS, fmt)
-    structure: dict[str, Any] = {"algorithm": algorithm, "compute": compute, "matmul": Matmul(accumulate)}
-    if algorithm == "standard":  # autograd keeps P itself
-        structure |= {"backward_weights": "maximum", "delta_from": "probabilities", "gradient_scale_at": "scores"}
-    named = {"name": f"{fmt.name.upper()}_UNIFORM_{algorithm.upper()}"}
-    return Recipe(**(named | every | structure | changes))
-
-
-def flash2(fmt: Format, **changes: Any) -> Recipe:
-    """The stock kernel's recipe in `fmt`: operands and results rounded, all else fp32 (Dao 2023, Algorithms 1, 2)."""
-    rounded = (*_READ, *_WRITTEN, "weights_operand", "probabilities_operand", "grad_scores")
-    every: dict[str, Any] = dict.fromkeys(rounded, fmt)
-    return Recipe(**({"name": f"{fmt.name.upper()}_FLASH2"} | every | changes))
-
-
-def floor(fmt: Format) -> Recipe:
-    """The least that a kernel with `fmt` operands and results must round; in fp64, with δ and l free of error."""
-    whole: dict[str, Any] = {"matmul": Matmul(formats.FP64), "block_query": None, "block_key": None}
-    consistent: dict[str, Any] = {"row_sum_from": "rounded", "lse_from": "exact", "delta_from": "probabilities"}
-    return flash2(fmt, name=f"{fmt.name.upper()}_FLOOR", compute="float64", **whole, **consistent)
-
-
-_READ = ("query", "key", "value", "grad_out")
-_WRITTEN = ("out", "grad_query", "grad_key", "grad_value")
-_INTEGER_SHIFT: dict[str, Any] = {
-    "base": "2",
-    "shift": Shift("integer"),
-    "row_sum_from": "rounded",
-    "backward_weights": "rounded",
-}
-
-FP64 = Recipe("FP64", compute="float64", matmul=Matmul(formats.FP64))
-FP32 = Recipe("FP32")
-# What autocast makes of softmax(q @ k.mT * scale) @ v. On a GPU the softmax is in fp32 and everything else bf16; on a
-# CPU the softmax gives bf16, so that autograd keeps P rounded.
-BF16_STANDARD = flash2(
-    formats.BF16,
-    name="BF16_STANDARD",
-    algorithm="standard",
-    block_query=None,
-    block_key=None,
-    product=formats.BF16,
-    scores=formats.BF16,
-    backward_weights="maximum",
-    delta_from="probabilities",
-    grad_probabilities=formats.BF16,
-    gradient_scale_at="scores",
-    scaled_grad_scores=formats.BF16,
-)
-BF16_STANDARD_CPU = BF16_STANDARD.with_(name="BF16_STANDARD_CPU", probabilities=formats.BF16)
-BF16_FLASH1 = flash2(formats.BF16, name="BF16_FLASH1", algorithm="flash1", backward_weights="maximum")
-BF16_FLASH2 = flash2(formats.BF16)
-# The official code of Qiu & Yao: every tensor bf16. Its stabilized variant also counts tiles above the diagonal, which
-# are skipped here, as rows with a repeated negative maximum.
-BF16_AUTHORS = uniform(formats.BF16, name="BF16_AUTHORS", row_sum_floor=1e-10, gradient_scale_at="probabilities")
-BF16_AUTHORS_STABILIZED = BF16_AUTHORS.with_(
-    name="BF16_AUTHORS_STABILIZED", shift=Shift("stabilized", beta=2.0, tie_tolerance=1e-3)
-)
-BF16_PAPER_STABILIZED = BF16_AUTHORS.with_(
-    name="BF16_PAPER_STABILIZED", shift=Shift("stabilized", beta=7.0), row_sum_floor=0.0
-)
-# lse and dV come from the weights before rounding: bf16(bf16(w) / l) would round twice, alike in all of a diffuse row.
-BF16_HALFULP = flash2(
-    formats.BF16,
-    name="BF16_HALFULP",
-    delta_from="residual",
-    residual_bits=8,
-    lse_from="exact",
-    grad_value_from="lse",
-    **_INTEGER_SHIFT,
-)
-FP16_FLASH2 = flash2(formats.FP16)
-# The forward pass in fp8 as FlashAttention-3 has it, plus a pre-scale of the weights; the backward pass in bf16.
-FP8_FLASH = flash2(
-    formats.BF16,
-    name="FP8_FLASH",
-    **dict.fromkeys(("query", "key", "value", "weights_operand"), formats.OCP_E4M3),
-    input_scaling="tensor",
-    weights_scale=256.0,
-)
-TORCH_CPU_FLASH = flash2(  # query blocks of 256, or of 64 below 768 and 32 below 192 queries
-    formats.BF16,
-    name="TORCH_CPU_FLASH",
-    algorithm="torch_cpu",
-    block_query=256,
-    block_key=512,
-    grad_accumulator=formats.BF16,
-)
-BF16_FLOOR = floor(formats.BF16)
-FP16_FLOOR = floor(formats.FP16)
-
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        FP64, FP32, BF16_STANDARD, BF16_STANDARD_CPU, BF16_FLASH1, BF16_FLASH2, BF16_AUTHORS, BF16_AUTHORS_STABILIZED,
-        BF16_PAPER_STABILIZED, BF16_HALFULP, FP16_FLASH2, FP8_FLASH, TORCH_CPU_FLASH, BF16_FLOOR, FP16_FLOOR,
-    )
-}  # fmt: skip
-
-
-def recipe_named(name: str) -> Recipe:
-    """The built-in recipe of that name, case-insensitively; raises ValueError with the accepted names."""
-    recipe = RECIPES.get(name.upper())
-    if recipe is None:
-        raise ValueError(f"recipe={name!r}: accepted are {', '.join(RECIPES)}")
-    return recipe

@@ -1,0 +1,121 @@
+"""What a training run is, as plain frozen data: the same configuration and machine give the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from halfulp.training.attention import AttentionPlan
+
+Autocast: TypeAlias = Literal["none", "bf16", "fp16"]
+Schedule: TypeAlias = Literal["constant", "cosine"]
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """One causal attention layer (W_Q, W_K, W_V, W_O; one head) learns a random teacher on one fixed batch."""
+
+    batch: int = 16
+    tokens: int = 32
+    width: int = 32
+    constant: int = 8  # input coordinates that are 1 for every token
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.tokens, self.width) < 1 or not 0 <= self.constant <= self.width:
+            raise ValueError(f"workload={self}: accepted are positive sizes and 0 to width constant coordinates")
+
+
+@dataclass(frozen=True)
+class Language:
+    """A GPT (nanoGPT's architecture: pre-norm, no bias, tied embeddings) on a stream of tokens."""
+
+    layers: int = 12
+    heads: int = 12
+    key_heads: int | None = None  # GQA: heads of key and value; None: as many as heads
+    width: int = 768
+    context: int = 1024  # tokens
+    vocabulary: int = 256  # 50304 for GPT-2's BPE, as nanoGPT pads it
+    positions: Literal["learned", "rope"] = "learned"
+    query_key_norm: bool = False  # RMS norm of query and key in every head
+    data: str = "synthetic"  # "synthetic", "english", or the path of a token file (`halfulp.training.tokens`)
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.heads, self.width, self.context, self.vocabulary) < 1:
+            raise ValueError(f"workload={self}: accepted are sizes of at least 1")
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads}: accepted is a divisor of width={self.width}")
+        if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
+            raise ValueError(f"key_heads={self.key_heads}: accepted is a divisor of heads={self.heads}")
+        if self.positions == "rope" and self.width // self.heads % 2:
+            raise ValueError(f"positions='rope': accepted is an even head dimension, not {self.width // self.heads}")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A small diffusion transformer that draws named pictures: self-attention and cross-attention to the name."""
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    size: int = 32  # pixels a side
+    patch: int = 4  # pixels a side of one token
+    data: Literal["emoji", "digits"] = "emoji"  # digits where the emoji font is not installed
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.heads, self.width, self.size, self.patch) < 1:
+            raise ValueError(f"workload={self}: accepted are sizes of at least 1")
+        if self.width % self.heads or self.size % self.patch:
+            raise ValueError(f"workload={self}: accepted are heads that divide width and a patch that divides size")
+
+
+WorkloadConfig: TypeAlias = LayerTask | Language | Pictures
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, its schedule, and the clipping of the global gradient norm."""
+
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warm_up: int = 0  # steps of linear warm-up
+    schedule: Schedule = "constant"
+    least_rate: float = 0.0  # where the cosine ends, at the last step
+    clip: float | None = None  # global norm; None: no clipping
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0 or self.warm_up < 0 or not 0 <= self.least_rate <= self.learning_rate:
+            raise ValueError(f"optimizer={self}: accepted are learning_rate > 0, warm_up ≥ 0, least_rate up to it")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip={self.clip}: accepted is a number above 0, or None")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run. Two runs that differ in one field are twin runs: same data order, same initial weights."""
+
+    workload: WorkloadConfig
+    attention: AttentionPlan = AttentionPlan()
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    steps: int = 1000
+    batch: int = 1  # sequences, pictures or, for LayerTask, copies of its fixed batch; a step, over all processes
+    accumulation: int = 1  # micro-batches a step
+    autocast: Autocast = "none"
+    seed: int = 0  # of the weights
+    data_seed: int | None = None  # of the data and their order; None: the same as seed
+    metrics_every: int = 10  # steps between two lines of metrics
+    measure_every: int = 0  # steps between two measurements of attention; 0: never
+    checkpoint_every: int = 0  # steps between two checkpoints; 0: at the end alone
+    keep: int | None = 2  # checkpoints kept besides the last; None: all
+    device: str = "cpu"
+    preset: str = ""  # what it was made from, for the reader
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulation", "metrics_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer of at least 1")
+        for name in ("measure_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer of at least 0 (0: never)")
+        if self.batch % self.accumulation:
+            raise ValueError(f"accumulation={self.accumulation}: accepted is a divisor of batch={self.batch}")

@@ -1,0 +1,61 @@
+"""The live side of a workload: a model, the order of its data, a batch of it, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from halfulp.training.attention import AttentionFunction, AttentionPlan
+from halfulp.training.config import Language, LayerTask, Pictures, WorkloadConfig
+
+
+class Workload(Protocol):
+    """What the loop trains; one class each for `LayerTask`, `Language` and `Pictures`."""
+
+    model: nn.Module
+    tokens_per_sample: int  # for tokens per second
+
+    def order(self, steps: int, batch: int) -> np.ndarray:
+        """Return which samples every step reads, int64 `[steps, batch]`, from the data seed alone."""
+        ...
+
+    def batch(self, samples: np.ndarray, step: int) -> tuple[Tensor, ...]:
+        """Return the tensors of these samples, on the run's device; equal arguments give equal bits."""
+        ...
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean loss; `model` is `self.model` or a wrapper of it (DDP, FSDP)."""
+        ...
+
+
+def build_workload(
+    config: WorkloadConfig,
+    plan: AttentionPlan,
+    *,
+    seed: int,
+    data_seed: int,
+    device: torch.device | str = "cpu",
+    own: Mapping[str, AttentionFunction] | None = None,
+) -> Workload:
+    """Return the workload with freshly initialized weights; equal arguments give equal bits.
+
+    Raises:
+        ValueError: the plan names an attention, layer or head that is not there, or the data cannot be read.
+    """
+    match config:
+        case LayerTask():
+            from halfulp.training.layer import LayerWorkload
+
+            return LayerWorkload(config, plan, seed=seed, data_seed=data_seed, device=device, own=own)
+        case Language():
+            from halfulp.training.language import LanguageWorkload
+
+            return LanguageWorkload(config, plan, seed=seed, data_seed=data_seed, device=device, own=own)
+        case Pictures():
+            from halfulp.training.pictures import PictureWorkload
+
+            return PictureWorkload(config, plan, seed=seed, data_seed=data_seed, device=device, own=own)

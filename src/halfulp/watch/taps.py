@@ -1,0 +1,37 @@
+"""What one attention call of a training step was fed, gave and got back: the raw material of every measurement.
+
+A tap sits behind the attention function of a layer. It is shown the call and returns out, either as it came or with
+another value and the same gradient path. Models put it in place through `halfulp.training.attention.Attend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Tap(Protocol):
+    """Called in the forward pass of a layer, after its attention function."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+    ) -> Tensor:
+        """Return out `[B, H, N, D_v]`; tensors come with their graph, heads already repeated where GQA shares them."""
+        ...
+
+
+@dataclass
+class Call:
+    """One attention call of one layer, detached; the backward pass fills in grad_out."""
+
+    layer: int
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, H, N_k, D]
+    value: Tensor  # [B, H, N_k, D_v]
+    out: Tensor  # [B, H, N, D_v]
+    is_causal: bool
+    scale: float
+    grad_out: Tensor | None = None  # [B, H, N, D_v]
+    inputs: Tensor | None = None  # X [B, N, width]: what W_Q reads
