@@ -1,0 +1,93 @@
+"""From the line that was typed to a command and its exit code; nothing heavy is imported until it is needed.
+
+Exit codes: 0 done; 1 an audited target has a defect; 2 a bad argument, or a target that could not be audited (a defect
+in another one outranks it); 130 interrupted. A bad argument is one line on standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from halfulp import __version__
+from halfulp.cli.audits import audit
+from halfulp.cli.experiments import claims, demo, explain, ls, sweep
+from halfulp.cli.shell import PROGRAM, typed
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "demo": demo,
+    "audit": audit,
+    "sweep": sweep,
+    "claims": claims,
+    "explain": explain,
+    "ls": ls,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks δ shows a ? for it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if arguments in (["--version"], ["-V"]):
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    try:
+        return _dispatch(arguments)
+    except ValueError as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(arguments: list[str]) -> int:
+    import tyro
+
+    from halfulp.report.usage import usage_line
+
+    typed[:] = arguments
+    if arguments[:1] == ["explain"] and "--" in arguments:  # options may follow the numbers
+        arguments.remove("--")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            call = tyro.extras.subcommand_cli_from_dict(
+                {name: _later(command) for name, command in COMMANDS.items()},
+                prog=PROGRAM,
+                description="Finds, explains and fixes the rounding errors that break low-precision training. "
+                "halfulp --version prints the version.",
+                args=arguments or ["--help"],
+                config=(
+                    tyro.conf.FlagCreatePairsOff,
+                    tyro.conf.DisallowNone,
+                    tyro.conf.PositionalMetavarFromFieldName,
+                ),
+            )
+    except SystemExit as stop:
+        return 0 if not stop.code else _complain(usage_line(said.getvalue(), COMMANDS))
+    return int(call())
+
+
+def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    """The command as tyro reads it, but run only after parsing, whose messages are caught."""
+
+    @functools.wraps(command)
+    def bound(*args: Any, **options: Any) -> Callable[[], int]:
+        return functools.partial(command, *args, **options)
+
+    return bound
+
+
+def _complain(message: str) -> int:
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,198 @@
+"""The commands that show and measure what the papers speak of: demo, sweep, claims, explain, ls."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from halfulp.cli.shell import PROGRAM, print_json, typed_command
+
+
+def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, ladder_seeds: int = 1, json: bool = False) -> int:
+    """Run the main job, end to end on a CPU in under three minutes: halfulp demo --out DIR
+
+    Act 1 trains a small model that low-precision attention can ruin, act 2 finds the cause, act 3 audits every
+    attention kernel of this machine, act 4 writes DIR/report.html, which opens without a network.
+
+    Args:
+        out: Folder to write; a demo that is there already is replaced at the end.
+        seeds: How many times each training of act 1 is repeated, each from other weights and data.
+        ladder_seeds: The same for the trainings of act 2.
+        json: Print the run's record as JSON instead of what each act found.
+    """
+    from halfulp.experiments.demo import DemoConfig, run_demo
+    from halfulp.report.terminal import print_act, progress_bar
+    from halfulp.runs.folder import open_run, read_json
+
+    config = DemoConfig(seeds=seeds, ladder_seeds=ladder_seeds)
+    folder = open_run(out)
+
+    def told(act: dict[str, Any]) -> None:
+        if not json:
+            print_act(act)
+
+    try:
+        run_demo(config, folder, lambda number, title: progress_bar(f"{number} {title}"), told, final=out.resolve())
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted; what was measured lies in {_finish(folder, out, told)}", file=sys.stderr)
+        return 130
+    place = _finish(folder, out, told)
+    if json:
+        print_json(read_json(place / "run.json"))
+    else:
+        print(f"\nThe report lies in {place / 'report.html'}")
+    return 0
+
+
+def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> Path:
+    """Act 4: the report of the run folder, which then takes its place; part of a run never replaces a whole one."""
+    from halfulp.report.demo_page import demo_files, page_summary
+    from halfulp.runs.folder import close_run, read_json, write_text
+
+    began = time.perf_counter()
+    run = read_json(folder / "run.json")
+    if run is None:  # stopped before anything was written
+        return folder
+    acts = [read_json(folder / f"{act['name']}.json") for act in run["acts"]]
+    files = [write_text(folder / name, text) for name, text in demo_files(run, acts).items()]
+    if run["status"] != "done":
+        return folder if out.exists() and any(out.iterdir()) else close_run(folder, out)
+    finding = page_summary(acts, files[0].stat().st_size)
+    told({"number": 4, "title": "The report", "finding": finding, "seconds": time.perf_counter() - began})
+    return close_run(folder, out)
+
+
+def sweep(
+    what: Literal["precision", "length", "block", "order"],
+    /,
+    *,
+    length: int | None = None,
+    head_dim: int | None = None,
+    memory: int | None = None,
+    seeds: int | None = None,
+    inputs: Literal["uniform", "normal"] = "uniform",
+    html: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Measure how far flash attention deviates numerically (the micro-benchmark of Golden et al., arXiv 2405.02803).
+
+    Args:
+        what: precision (over number formats), length (over tokens), block (over the block area), or order (block sizes
+            as published, exchanged and square).
+        length: N, tokens; 1024, or 512 for block and order.
+        head_dim: d, elements; 64, or 32 for block and order.
+        memory: M, on-chip memory in elements, where it is not swept; the blocks are M/4d keys by min(M/4d, d) queries.
+        seeds: How many random inputs; figures are the median over them with the range.
+        inputs: Query, key and value uniform on [0, 1) or standard normal.
+        html: File to write a page with the figures to.
+        json: Print JSON instead of tables.
+    """
+    from halfulp.experiments import sweep as sweeps
+    from halfulp.report.pages import experiment_page
+    from halfulp.report.terminal import console, print_table, progress_bar
+    from halfulp.runs.folder import check_file, write_text
+
+    check_file("html", html)
+    small = what in ("block", "order")
+    given = {"length": length, "head_dim": head_dim, "memory": memory, "seeds": seeds, "inputs": inputs}
+    base = sweeps.Setting(length=512, head_dim=32) if small else sweeps.Setting()
+    setting = replace(base, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    measures: dict[str, Callable[..., sweeps.SweepResult]] = {
+        "precision": sweeps.sweep_precision,
+        "length": sweeps.sweep_length,
+        "block": sweeps.sweep_block,
+        "order": sweeps.sweep_order,
+    }
+    with progress_bar(f"sweep {what}") as progress:
+        plain = measures[what](setting, progress=progress).as_dict()
+    if json:
+        print_json(plain)
+    else:
+        for table in plain["tables"]:
+            print_table(table, console())
+    if html is not None:
+        write_text(html, experiment_page(f"Sweep over {what}", plain["figures"], plain["tables"]))
+    return 0
+
+
+def claims(ids: tuple[str, ...] = (), /, *, html: Path | None = None, json: bool = False) -> int:
+    """Measure the papers' claims and judge each by a stated rule: halfulp claims A13 D1
+
+    Args:
+        ids: Which (`halfulp ls claims`); all of them by default, which takes some minutes.
+        html: File to write a page to.
+        json: Print JSON instead of text.
+    """
+    from halfulp.experiments.claims import run_claims, selected
+    from halfulp.report.ledger import ledger_page, print_ledger
+    from halfulp.report.terminal import console, progress_bar
+    from halfulp.runs.folder import check_file, write_text
+
+    check_file("html", html)
+    chosen = [claim.id for claim in selected(ids)] if ids else None
+    with progress_bar("claims") as progress:
+        plain = [verdict.as_dict() for verdict in run_claims(chosen, progress)]
+    if json:
+        print_json(plain)
+    else:
+        print_ledger(plain, console())
+    if html is not None:
+        write_text(html, ledger_page(plain, typed_command()))
+    return 0
+
+
+def explain(
+    values: tuple[str, ...],
+    /,
+    *,
+    format: str = "bf16",
+    operation: Literal["sum", "product", "dot"] = "sum",
+    accumulate: str | None = None,
+    json: bool = False,
+) -> int:
+    """Show one rounding bit by bit: halfulp explain -- -2.4071154594421387 -2.296875 --format bf16
+
+    Args:
+        values: Two or more decimal numbers, read as float64; for dot, the left vector and then the right one.
+        format: Number format of the result (`halfulp ls formats`; eXmY for X exponent and Y mantissa bits).
+        operation: What is computed of the values.
+        accumulate: Number format of the running value; fp32, or that of the result where it is wider.
+        json: Print JSON instead of text.
+    """
+    from halfulp.experiments.explain import explain as explained
+    from halfulp.formats import parse_format
+    from halfulp.runs.folder import json_text
+
+    running = None if accumulate is None else parse_format(accumulate)
+    result = explained(values, parse_format(format), operation, accumulate=running)  # type: ignore[arg-type]
+    print(json_text(result.as_dict()) + "\n" if json else result.text(), end="")
+    return 0
+
+
+def ls(
+    what: Literal["all", "formats", "recipes", "targets", "probes", "claims"] = "all", /, *, json: bool = False
+) -> int:
+    """List what there is: number formats, recipes, attention kernels to audit, probe inputs, claims.
+
+    Args:
+        what: Which list: formats, recipes, targets, probes, claims, or all.
+        json: Print JSON instead of tables.
+    """
+    from halfulp.experiments.listing import LISTS
+    from halfulp.report.terminal import console, print_table
+
+    tables = {name: LISTS[name]().as_dict() for name in (LISTS if what == "all" else (what,))}
+    if json:
+        rows = {name: [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]] for name, t in tables.items()}
+        print_json(rows if what == "all" else rows[what])
+        return 0
+    to = console()
+    for i, table in enumerate(tables.values()):
+        if i:
+            to.print()
+        print_table(table, to)
+    return 0
