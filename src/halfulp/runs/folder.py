@@ -18,10 +18,15 @@ from typing import Any
 
 def write_text(path: Path, text: str) -> Path:
     """Write a text file, whole or not at all; its folder must be there."""
+    return write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> Path:
+    """Write a file, whole or not at all; its folder must be there."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())  # a temporary file is for its owner alone
@@ -41,6 +46,11 @@ def write_json(path: Path, plain: Any) -> Path:
 def json_text(plain: Any) -> str:
     """Return plain data as JSON text; numbers that are not finite become null."""
     return json.dumps(_finite(plain), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def line_text(plain: Any) -> str:
+    """Return plain data as one line of JSON; numbers that are not finite become null."""
+    return json.dumps(_finite(plain), ensure_ascii=False, allow_nan=False)
 
 
 def read_json(path: Path) -> Any:
@@ -118,6 +128,12 @@ def _check_writable(argument: str, path: Path, folder: Path) -> None:
         raise ValueError(
             f"{argument}={str(path)!r}: nothing may be written to {str(folder)!r}; accepted is where it may"
         )
+
+
+def sync_file(path: Path) -> None:
+    """Make what was written to a file durable."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -71,7 +71,9 @@ class AttentionPlan:
         """
         plan = cls(tuple(_assignment(text) for text in texts))
         if not plan.assignments or plan.assignments[0].layers is not None or plan.assignments[0].heads is not None:
-            raise ValueError(f"attention={list(texts)!r}: accepted is first a choice for every head, such as torch:flash")
+            raise ValueError(
+                f"attention={list(texts)!r}: accepted is first a choice for every head, such as torch:flash"
+            )
         return plan
 
     def with_(self, *texts: str) -> AttentionPlan:

@@ -59,10 +59,12 @@ class Pictures:
     width: int = 128
     size: int = 32  # pixels a side
     patch: int = 4  # pixels a side of one token
-    data: Literal["emoji", "digits"] = "emoji"  # digits where the emoji font is not installed
+    data: Literal["auto", "emoji", "digits", "shapes"] = "auto"  # auto: the first of the others that is installed
+    count: int | None = None  # pictures, spread evenly over the data; None: all
+    name_length: int = 32  # bytes of a name that are read
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.heads, self.width, self.size, self.patch) < 1:
+        if min(self.layers, self.heads, self.width, self.size, self.patch, self.name_length, self.count or 1) < 1:
             raise ValueError(f"workload={self}: accepted are sizes of at least 1")
         if self.width % self.heads or self.size % self.patch:
             raise ValueError(f"workload={self}: accepted are heads that divide width and a patch that divides size")
@@ -95,7 +97,7 @@ class RunConfig:
     """One training run. Two runs that differ in one field are twin runs: same data order, same initial weights."""
 
     workload: WorkloadConfig
-    attention: AttentionPlan = AttentionPlan()
+    attention: AttentionPlan = field(default_factory=AttentionPlan)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 1000
     batch: int = 1  # sequences, pictures or, for LayerTask, copies of its fixed batch; a step, over all processes

@@ -16,8 +16,12 @@ from halfulp.training.config import Language, LayerTask, Pictures, WorkloadConfi
 class Workload(Protocol):
     """What the loop trains; one class each for `LayerTask`, `Language` and `Pictures`."""
 
-    model: nn.Module
     tokens_per_sample: int  # for tokens per second
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        ...
 
     def order(self, steps: int, batch: int) -> np.ndarray:
         """Return which samples every step reads, int64 `[steps, batch]`, from the data seed alone."""
@@ -29,6 +33,10 @@ class Workload(Protocol):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Return the mean loss; `model` is `self.model` or a wrapper of it (DDP, FSDP)."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return cheap figures of the last step that stand in every line of metrics, by name; often none."""
         ...
 
 

@@ -1,0 +1,214 @@
+"""The training loop: one readable function that trains any workload, and the few things around it.
+
+The same configuration gives the same bits on the same machine: the order of samples is drawn before the first step and
+recorded, weights come from a seed of their own, and a checkpoint holds everything that the rest of the run depends on.
+So a run that was killed at any moment and taken up again ends in the weights it would have ended in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from halfulp.runs.results import Progress, no_progress
+from halfulp.training.attention import AttentionFunction
+from halfulp.training.checkpoint import Checkpoint
+from halfulp.training.config import RunConfig
+from halfulp.training.distributed import Parallel, World, world
+from halfulp.training.interrupt import asked_to_stop
+from halfulp.training.journal import Journal, Row, read_rows, recorded_state
+from halfulp.training.record import read_record
+from halfulp.training.session import Session
+from halfulp.training.workload import Workload, build_workload
+
+Status: TypeAlias = Literal["done", "failed", "stopped", "interrupted"]
+_OVER: tuple[Status, ...] = ("done", "failed", "stopped")
+Stop: TypeAlias = Callable[[Row], str | None]
+"""Shown every line of metrics; a reason ends the run, None lets it go on."""
+
+
+class Sink(Protocol):
+    """Where lines of metrics go besides the run folder."""
+
+    def row(self, row: Row) -> None:
+        """Take one line of metrics or one measurement."""
+        ...
+
+    def close(self) -> None:
+        """End; called once, whatever became of the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run recorded, and the model it ended with."""
+
+    config: RunConfig
+    metrics: list[Row]  # step, loss, grad_norm, learning_rate, seconds, tokens_per_second, the workload's figures
+    measures: list[Row]  # step, measure: {name: numbers or [layer][head]}
+    status: Status
+    reason: str  # why it failed or was stopped
+    folder: Path | None
+    workload: Workload
+
+    def curve(self, name: str) -> tuple[float, ...]:
+        """Return one figure of every line of metrics; None in a file was a number that is not finite."""
+        return tuple(math.nan if row[name] is None else row[name] for row in self.metrics)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the lines of metrics."""
+        return tuple(row["step"] for row in self.metrics)
+
+
+def train(
+    config: RunConfig,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    batches: np.ndarray | None = None,
+    start: Checkpoint | None = None,
+    own: Mapping[str, AttentionFunction] | None = None,
+    parallel: Parallel = "none",
+    stop: Stop | None = None,
+    sinks: Sequence[Sink] = (),
+    progress: Progress | None = None,
+    command: str | None = None,
+) -> TrainedRun:
+    """Train, and say what became of it.
+
+    Args:
+        config: the run.
+        folder: where to write it; None trains in memory.
+        resume: go on from the last whole checkpoint in `folder`; a run that is over is returned as it stands, one that
+            never began is begun.
+        batches: another run's order of samples, int64 `[steps, batch]`, instead of drawing one.
+        start: another run's checkpoint to start from, weights and optimizer; the steps before it are not made.
+        own: attention functions of the caller's that the plan may name.
+        parallel: "ddp" or "fsdp" under torchrun.
+        stop: shown every line of metrics; a text ends the run with that reason.
+        sinks: shown every line of metrics.
+        progress: called at every line of metrics.
+        command: what repeats the run, for its record.
+
+    Raises:
+        ValueError: the configuration does not fit the workload, this machine or what lies in the folder.
+    """
+    if resume and folder is None:
+        raise ValueError("resume=True: accepted with the folder of a run")
+    if parallel == "fsdp" and config.measure_every:
+        raise ValueError(f"measure_every={config.measure_every}: accepted with parallel='fsdp' is 0")
+    with world(parallel, config.device) as group:
+        session, journal = _prepare(config, folder, group, resume, batches, start, own, command)
+        if journal is None and resume and folder is not None and group.leads:
+            return _as_recorded(session, folder)
+        return _run(session, journal, stop, sinks, progress or no_progress)
+
+
+def _prepare(
+    config: RunConfig,
+    folder: Path | None,
+    group: World,
+    resume: bool,
+    batches: np.ndarray | None,
+    start: Checkpoint | None,
+    own: Mapping[str, AttentionFunction] | None,
+    command: str | None,
+) -> tuple[Session, Journal | None]:
+    """The session, and on the process that leads its journal; no journal for a run that is over."""
+    seeds = {"seed": config.seed, "data_seed": config.seed if config.data_seed is None else config.data_seed}
+    workload = build_workload(config.workload, config.attention, **seeds, device=group.device, own=own)
+    if config.batch % (config.accumulation * group.size):
+        accepted = f"accepted is a multiple of accumulation × processes = {config.accumulation * group.size}"
+        raise ValueError(f"batch={config.batch}: {accepted}")
+    again = resume and folder is not None and (folder / "run.json").exists()
+    group.wait()  # all of them have looked before one of them writes
+    if again:
+        assert folder is not None
+        order, start = recorded_state(folder, config)
+    else:
+        order = _order(workload, config, batches)
+    session = Session(config, workload, group, order, start)
+    if folder is None or not group.leads:
+        return session, None
+    if not again:
+        return session, Journal.begin(folder, config, order, command)
+    session.rows = [row for row in read_rows(folder) if row["step"] <= session.done]
+    over = read_record(folder)["status"] in _OVER
+    return session, None if over else Journal.take_up(folder, session.done)
+
+
+def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) -> np.ndarray:
+    """The order of samples: a recorded one, or one that the data seed draws."""
+    if batches is None:
+        return workload.order(config.steps, config.batch)
+    if batches.ndim != 2 or batches.shape[0] < config.steps or batches.shape[1] != config.batch:
+        raise ValueError(f"batches of shape {batches.shape}: accepted is [at least {config.steps}, {config.batch}]")
+    return batches[: config.steps]
+
+
+def _run(
+    session: Session, journal: Journal | None, stop: Stop | None, sinks: Sequence[Sink], progress: Progress
+) -> TrainedRun:
+    """The loop itself."""
+    config, group = session.config, session.group
+    status, reason = _OVER[0], ""
+    for row in session.rows:  # what stop has seen before
+        if stop is not None and "loss" in row:
+            stop(row)
+    try:
+        with asked_to_stop() as asked:
+            while session.done < config.steps and status == _OVER[0]:
+                rows = session.step()
+                for row in rows:
+                    for sink in (journal, *sinks):
+                        if sink is not None:
+                            sink.row(row)
+                    if "loss" in row:
+                        progress(session.done / config.steps, f"step {session.done}: loss {row['loss']:.4g}")
+                        reason = (stop(row) or "") if stop is not None else ""
+                        status = "stopped" if reason else status
+                if not math.isfinite(session.loss):
+                    status, reason = "failed", f"the loss of step {session.done} is {session.loss}"
+                elif group.agree(bool(asked)):
+                    status, reason = "interrupted", f"asked to stop after step {session.done}"
+                last = status != _OVER[0] or session.done == config.steps
+                due = config.checkpoint_every and session.done % config.checkpoint_every == 0
+                if (due or last) and status != "failed":
+                    _checkpoint(session, journal)
+        if journal is not None:
+            journal.close(status, reason)
+    except BaseException as error:
+        if journal is not None:
+            journal.close("interrupted" if isinstance(error, KeyboardInterrupt) else "broken", repr(error))
+        raise
+    finally:
+        for sink in sinks:
+            sink.close()
+    return _result(session, status, reason, None if journal is None else journal.folder)
+
+
+def _checkpoint(session: Session, journal: Journal | None) -> None:
+    """Every process gathers, the one that leads writes."""
+    if journal is None and session.group.size == 1:
+        return
+    state = session.state()
+    if journal is not None:
+        journal.checkpoint(state, session.config.keep)
+
+
+def _result(session: Session, status: Status, reason: str, folder: Path | None) -> TrainedRun:
+    metrics = [row for row in session.rows if "loss" in row]
+    measures = [row for row in session.rows if "measure" in row]
+    return TrainedRun(session.config, metrics, measures, status, reason, folder, session.workload)
+
+
+def _as_recorded(session: Session, folder: Path) -> TrainedRun:
+    record = read_record(folder)
+    session.rows = read_rows(folder)
+    return _result(session, record["status"], record["reason"], folder)

@@ -1,0 +1,159 @@
+"""One run's live state and its step: samples in, one update of the weights, a line of metrics where one is due."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfulp.training.checkpoint import (
+    Checkpoint,
+    model_tensors,
+    optimizer_tensors,
+    random_tensors,
+    restore,
+    restore_random,
+)
+from halfulp.training.config import Optimizer, RunConfig
+from halfulp.training.distributed import World
+from halfulp.training.journal import Row
+from halfulp.training.workload import Workload
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Session:
+    """Model, optimizer and the place in the order of samples; `step` makes one step."""
+
+    def __init__(
+        self, config: RunConfig, workload: Workload, group: World, order: np.ndarray, start: Checkpoint | None
+    ) -> None:
+        self.config, self.workload, self.group, self.order = config, workload, group, order
+        self.model = group.wrap(workload.model)
+        self.parameters = [p for p in workload.model.parameters() if p.requires_grad]
+        rates = config.optimizer
+        self.adam = torch.optim.AdamW(
+            self.parameters, lr=rates.learning_rate, betas=rates.betas, weight_decay=rates.weight_decay
+        )
+        self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.autocast == "fp16")
+        self.monitor = None
+        if config.measure_every:
+            from halfulp.watch.monitor import Monitor
+
+            self.monitor = Monitor(workload.model, config.measure_every)
+        self.done = 0  # steps made
+        self.loss = math.nan  # of the last step, mean over all its samples, before its update
+        self.rows: list[Row] = []
+        if start is not None:
+            self._take_up(start)
+        self._since, self._at = time.perf_counter(), self.done
+
+    def step(self) -> list[Row]:
+        """Make one step and return the lines due after it."""
+        config, number = self.config, self.done + 1
+        rate = learning_rate(config.optimizer, number, config.steps)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        rows = [] if self.monitor is None or not self.monitor.due(number) else [self._measure(number)]
+        self.adam.zero_grad()
+        self.loss = self._gradients(number)
+        shown = number % config.metrics_every == 0 or number == config.steps or not math.isfinite(self.loss)
+        self.scaler.unscale_(self.adam)
+        norm = self._clip(shown)
+        self.scaler.step(self.adam)
+        self.scaler.update()
+        self.done = number
+        if shown:
+            rows.append(self._metrics(rate, norm))
+        self.rows += rows
+        return rows
+
+    def state(self) -> Checkpoint:
+        """Return everything that the rest of the run depends on; all processes call it together."""
+        return Checkpoint(
+            self.done,
+            model_tensors(self.workload.model),
+            optimizer_tensors(self.workload.model, self.adam),
+            random_tensors(),
+            {} if self.monitor is None else self.monitor.state(),
+            self.scaler.state_dict(),
+        )
+
+    def _take_up(self, start: Checkpoint) -> None:
+        restore(start, self.workload.model, self.adam)
+        restore_random(start.random)
+        if self.monitor is not None and start.monitor:
+            self.monitor.load_state(start.monitor)
+        if start.scaler:
+            self.scaler.load_state_dict(start.scaler)
+        self.done = start.step
+
+    def _batch(self, number: int, part: int) -> tuple[Tensor, ...]:
+        """This process's share of a micro-batch."""
+        size = self.config.batch // self.config.accumulation
+        samples = self.order[number - 1][part * size : (part + 1) * size]
+        return self.workload.batch(np.asarray(self.group.share(samples)), number)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = _AUTOCAST.get(self.config.autocast)
+        return nullcontext() if dtype is None else torch.autocast(self.group.device.type, dtype)
+
+    def _gradients(self, number: int) -> float:
+        """Sum the gradients of all micro-batches; return the mean loss over them and all processes."""
+        parts = self.config.accumulation
+        total = torch.zeros((), device=self.group.device)
+        for part in range(parts):
+            with self.group.gathering(self.model, part == parts - 1):
+                batch = self._batch(number, part)
+                with self._autocast():
+                    loss = self.workload.loss(self.model, batch)
+                if parts > 1:
+                    loss = loss / parts
+                torch.autograd.backward(self.scaler.scale(loss))
+                total = total + loss.detach()
+        return float(self.group.mean(total).item())
+
+    def _clip(self, shown: bool) -> float:
+        """The gradient norm before clipping; NaN where nobody looks at it."""
+        clip = self.config.optimizer.clip
+        if clip is None and not shown:
+            return math.nan
+        if clip is None:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            norm: Any = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, clip)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _measure(self, number: int) -> Row:
+        """A measurement on the first micro-batch, with the weights that the step starts from."""
+        assert self.monitor is not None
+        batch = self._batch(number, 0)
+
+        def loss() -> Tensor:
+            with self._autocast():
+                return self.workload.loss(self.workload.model, batch)
+
+        return {"step": number, "measure": self.monitor.measure(number, loss)}
+
+    def _metrics(self, rate: float, norm: float) -> Row:
+        now = time.perf_counter()
+        seconds, steps = now - self._since, self.done - self._at
+        tokens = self.workload.tokens_per_sample * self.config.batch * steps
+        self._since, self._at = now, self.done
+        row = {"step": self.done, "loss": self.loss, "grad_norm": norm, "learning_rate": rate}
+        return row | {"seconds": seconds, "tokens_per_second": tokens / seconds} | self.workload.figures()
+
+
+def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """Return the rate of a step, counted from 1: linear warm-up, then constant or a cosine down to the last step."""
+    top = optimizer.learning_rate
+    if step <= optimizer.warm_up or optimizer.schedule == "constant":
+        return top * min(1, step / max(optimizer.warm_up, 1))
+    done = (step - optimizer.warm_up) / max(steps - optimizer.warm_up, 1)
+    return optimizer.least_rate + (top - optimizer.least_rate) * 0.5 * (1 + math.cos(math.pi * done))
