@@ -15,8 +15,6 @@ from torch import Tensor
 from halfulp.experiments import failure
 from halfulp.experiments.failure import (
     FailureRun,
-    Task,
-    attention_function,
     curves,
     judge,
     run_failure,
@@ -24,6 +22,7 @@ from halfulp.experiments.failure import (
 )
 from halfulp.experiments.ladder import LADDER, climb, final_loss, summarize
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP
+from halfulp.training.config import LayerTask
 
 STEPS = 700
 
@@ -59,7 +58,7 @@ def test_an_emulated_kernel_starts_on_the_real_one() -> None:
 def test_a_run_that_breaks_stops_and_says_where() -> None:
     calls = []
 
-    def breaking(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def breaking(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
         calls.append(1)
         return value * (math.nan if len(calls) == 5 else 1.0)
 
@@ -94,7 +93,7 @@ def test_a_run_that_broke_is_failed_whatever_its_curves() -> None:
 
 def test_workers_give_the_numbers_of_one_process_in_order() -> None:
     said: list[tuple[float, str]] = []
-    task = Task(batch=2, tokens=8)
+    task = LayerTask(batch=2, tokens=8)
     spread = run_failures(
         [BF16_FLASH2, "torch:math"],
         (0, 1),
@@ -139,19 +138,6 @@ def test_threads_are_left_as_they_were() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_names_lead_to_the_kernel_they_name() -> None:
-    q, k, v = torch.randn(3, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
-    exact = attention_function("torch:fp32")(q, k, v)
-    by_name, by_recipe = (attention_function(a)(q, k, v) for a in ("bf16_halfulp", BF16_HALFULP))
-    assert torch.equal(by_name, by_recipe)
-    for name in ("torch:flash", "torch:math", "BF16_FLASH2"):
-        out = attention_function(name)(q, k, v)
-        assert not torch.equal(out, exact)
-        assert torch.allclose(out, exact, atol=0.05)
-    with pytest.raises(ValueError, match="torch:fp32"):
-        attention_function("torch:fast")
-
-
 def test_a_ladder_of_few_steps_reports_every_rung_once() -> None:
     rungs = (LADDER[0], LADDER[7])
     found = climb((0, 1), 4, rungs=rungs, workers=1)
@@ -162,7 +148,7 @@ def test_a_ladder_of_few_steps_reports_every_rung_once() -> None:
 
 
 def test_a_rung_is_as_bad_as_its_worst_seed() -> None:
-    task = Task(batch=1, tokens=4)
+    task = LayerTask(batch=1, tokens=4)
     good, bad = (run_failure("torch:fp32", seed, 20, 1, task=task) for seed in (0, 1))
     planted = replace(bad, outcome="failed", broke_at=20)
     found = summarize([good, planted], LADDER[:1], (0, 1), 20)
@@ -173,7 +159,7 @@ def test_a_rung_is_as_bad_as_its_worst_seed() -> None:
 
 
 def test_figures_show_the_median_and_the_range_of_the_seeds() -> None:
-    runs = [run_failure("torch:fp32", seed, 6, 2, task=Task(batch=1, tokens=4)) for seed in range(3)]
+    runs = [run_failure("torch:fp32", seed, 6, 2, task=LayerTask(batch=1, tokens=4)) for seed in range(3)]
     loss = curves(runs, "halfulp demo")[0]
     (line,) = loss.series
     assert line.x == (2, 4, 6)

@@ -10,56 +10,27 @@ more against their own best; that factor is the rule by which a run is called fa
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import queue
 import signal
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
-
-import torch
-from torch import Tensor
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from functools import partial
+from typing import Any, TypeAlias
 
 from halfulp.attention import emulate
-from halfulp.recipes import RECIPES, Recipe, recipe_named
+from halfulp.isolate.rule import RULE, Outcome, judge
+from halfulp.recipes import RECIPES, Recipe
 from halfulp.runs.results import Figure, Progress, Series, no_progress, plain_numbers
 from halfulp.runs.threads import one_thread
+from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
+from halfulp.training.config import LayerTask, Optimizer, RunConfig
+from halfulp.training.loop import train
 
-AttentionFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionChoice: TypeAlias = str | Recipe | AttentionFunction
-Outcome: TypeAlias = Literal["survived", "drifting", "failed"]
-
-TORCH_CHOICES = ("torch:flash", "torch:math", "torch:fp32")
-LOSS_FACTOR = 3.0
-SCORE_DRIFT = 2.0
-RULE = (
-    f"failed: a number is not finite, or the loss (median of the last tenth of the run) is over {LOSS_FACTOR:g} times "
-    f"its lowest (smallest median of any earlier tenth) and at least 1e-5; drifting: not failed, but the mean score "
-    f"has moved by more than {SCORE_DRIFT:g} over the second half; survived: otherwise"
-)
-_LEAST_LOSS = 1e-5  # below it a loss that rises is fp32's own noise
-
-
-@dataclass(frozen=True)
-class Task:
-    """The one-layer problem; the defaults are those of the failure as first seen."""
-
-    batch: int = 16
-    tokens: int = 32
-    width: int = 32
-    constant: int = 8  # input coordinates that are 1 for every token
-    learning_rate: float = 1e-3
-    warm_up: int = 50  # steps
-
-    def __post_init__(self) -> None:
-        if min(self.batch, self.tokens, self.width) < 1 or not 0 <= self.constant <= self.width:
-            raise ValueError(f"task={self}: accepted are positive sizes and 0 to width constant coordinates")
 
 
 @dataclass(frozen=True)
@@ -99,7 +70,7 @@ def run_failure(
     steps: int = 4000,
     record_every: int = 50,
     *,
-    task: Task | None = None,
+    task: LayerTask | None = None,
     label: str | None = None,
     progress: Progress | None = None,
 ) -> FailureRun:
@@ -107,7 +78,7 @@ def run_failure(
 
     Args:
         attention: "torch:flash", "torch:math" (PyTorch's own kernels in bf16), "torch:fp32", a recipe or the name of
-            one, or a function of query, key, value `[batch, 1, tokens, width]` (fp32, causal) that returns out.
+            one, or a function `f(query, key, value, *, is_causal, scale)` of `[batch, 1, tokens, width]` in fp32.
         seed: of teacher, data and student; equal seeds share all three whatever the attention.
         steps: optimizer steps.
         record_every: steps between two points of the curves.
@@ -120,41 +91,25 @@ def run_failure(
     """
     if steps < 1 or record_every < 1:
         raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
-    task = task or Task()
-    attend, name = attention_function(attention), label or attention_name(attention)
-    report = progress or no_progress
-    points: list[tuple[float, ...]] = []
-    at: list[int] = []
-    broke_at = None
-    with one_thread():
-        training = _Training(attend, task, seed)
-        for step in range(1, steps + 1):
-            loss = training.step(step)
-            if step % record_every == 0 or step == steps or not math.isfinite(loss):
-                at.append(step)
-                points.append((loss, *training.figures()))
-                report(step / steps, f"{name}, seed {seed}: loss {loss:.1e}")
-            if not math.isfinite(loss):
-                broke_at = step
-                break
-    loss_curve, mean, largest, sigma_q, sigma_k = (tuple(column) for column in zip(*points, strict=True))
-    outcome, reason = judge(loss_curve, mean, broke_at)
-    return FailureRun(
-        name, seed, tuple(at), loss_curve, mean, largest, sigma_q, sigma_k, steps, broke_at, outcome, reason
+    name = attention_name(attention)
+    own = None if isinstance(attention, str) else {name: _function(attention)}
+    config = RunConfig(
+        task or LayerTask(),
+        AttentionPlan.of(name),
+        Optimizer(learning_rate=1e-3, warm_up=50),
+        steps=steps,
+        seed=seed,
+        metrics_every=record_every,
+        preset="seconds",
     )
-
-
-def judge(loss: Sequence[float], mean_score: Sequence[float], broke_at: int | None = None) -> tuple[Outcome, str]:
-    """Return what became of a run, by `RULE`, and the figures that decided it; curves as `FailureRun` has them."""
-    if broke_at is not None or not all(map(math.isfinite, (*loss, *mean_score))):
-        return "failed", f"not finite at step {broke_at}" if broke_at is not None else "not finite"
-    tenths = [_median(part) for part in _tenths(loss)]
-    last, lowest = tenths[-1], min(tenths)
-    moved = mean_score[-1] - mean_score[len(mean_score) // 2]
-    figures = f"loss {last:.1e} at the end, {lowest:.1e} at best; mean score {mean_score[-1]:+.1f}, moved {moved:+.1f}"
-    if last > LOSS_FACTOR * lowest and last >= _LEAST_LOSS:
-        return "failed", figures
-    return ("drifting" if abs(moved) > SCORE_DRIFT else "survived"), figures
+    label, report = label or name, progress or no_progress
+    with one_thread():
+        run = train(config, own=own, progress=lambda done, said: report(done, f"{label}, seed {seed}, {said}"))
+    broke_at = run.steps[-1] if run.status == "failed" else None
+    curves_of = ("loss", "mean_score", "max_score", "sigma_query", "sigma_key")
+    loss, mean, largest, sigma_q, sigma_k = (run.curve(curve) for curve in curves_of)
+    outcome, reason = judge(loss, mean, broke_at)
+    return FailureRun(label, seed, run.steps, loss, mean, largest, sigma_q, sigma_k, steps, broke_at, outcome, reason)
 
 
 def run_failures(
@@ -163,7 +118,7 @@ def run_failures(
     steps: int = 4000,
     record_every: int = 50,
     *,
-    task: Task | None = None,
+    task: LayerTask | None = None,
     workers: int = 2,
     progress: Progress | None = None,
 ) -> list[FailureRun]:
@@ -177,7 +132,8 @@ def run_failures(
     """
     choices = list(attentions)
     for attention in choices:
-        attention_function(attention)  # an unknown name is refused here and not in a worker
+        if isinstance(attention, str):
+            attention_function(attention)  # an unknown name is refused here and not in a worker
     jobs = [(attention, seed, steps, record_every, task) for attention in choices for seed in seeds]
     report = progress or no_progress
     if workers <= 1 or len(jobs) <= 1:
@@ -213,89 +169,15 @@ def curves(runs: Sequence[FailureRun], command: str) -> list[Figure]:
     ]
 
 
-def attention_function(attention: AttentionChoice) -> AttentionFunction:
-    """Return the causal attention of `[B, H, N, D]` fp32 tensors that the choice names.
-
-    Raises:
-        ValueError: the name is neither one of PyTorch's nor a recipe's.
-    """
-    if isinstance(attention, Recipe):
-        return lambda query, key, value: emulate(query, key, value, is_causal=True, recipe=attention)
-    if callable(attention):
-        return attention
-    if attention == "torch:fp32":
-        return lambda query, key, value: functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    if attention in TORCH_CHOICES:
-        backend = SDPBackend.FLASH_ATTENTION if attention == "torch:flash" else SDPBackend.MATH
-        return lambda query, key, value: _torch_bf16(backend, query, key, value)
-    if attention.upper() not in RECIPES:
-        raise ValueError(
-            f"attention={attention!r}: accepted are {', '.join(TORCH_CHOICES)} or a recipe: {', '.join(RECIPES)}"
-        )
-    return attention_function(recipe_named(attention))
-
-
 def attention_name(attention: AttentionChoice) -> str:
     """Return what a choice is called in results."""
     if isinstance(attention, str):
-        return attention if attention in TORCH_CHOICES else attention.upper()
+        return attention.upper() if attention.upper() in RECIPES else attention
     return attention.name if isinstance(attention, Recipe) else getattr(attention, "__name__", repr(attention))
 
 
-def _torch_bf16(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    q, k, v = (x.bfloat16() for x in (query, key, value))
-    with sdpa_kernel(backend):
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).float()
-
-
-class _Training:
-    """Teacher, data, student and optimizer of one run; seeded like the experiment that first showed the failure."""
-
-    def __init__(self, attend: AttentionFunction, task: Task, seed: int) -> None:
-        g = torch.Generator().manual_seed(100 + seed)
-        d, t = task.width, task.tokens
-        self.attend, self.task = attend, task
-        self.hidden = torch.triu(torch.ones(t, t, dtype=torch.bool), 1)
-        teacher = [torch.randn(d, d, generator=g) * 1.5 / math.sqrt(d) for _ in range(4)]
-        self.x = torch.randn(task.batch, t, d, generator=g)
-        self.x[..., : task.constant] = 1
-        query, key, value = (self.x @ w.mT for w in teacher[:3])
-        weights = (query @ key.mT * d**-0.5).masked_fill(self.hidden, -math.inf).softmax(-1)
-        self.target = weights @ value @ teacher[3].mT
-        self.student = [torch.nn.Parameter(torch.randn(d, d, generator=g) * 0.5 / math.sqrt(d)) for _ in range(4)]
-        self.adam = torch.optim.Adam(self.student, lr=task.learning_rate, betas=(0.9, 0.95))
-        self.scores_from: tuple[Tensor, Tensor] | None = None
-
-    def step(self, number: int) -> float:
-        """One optimizer step; the loss before it."""
-        self.adam.param_groups[0]["lr"] = self.task.learning_rate * min(1, number / max(self.task.warm_up, 1))
-        query, key, value = (self.x @ w.mT for w in self.student[:3])
-        out = self.attend(query[:, None], key[:, None], value[:, None])[:, 0]
-        loss = (out @ self.student[3].mT - self.target).square().mean()
-        self.adam.zero_grad()
-        loss.backward()
-        self.adam.step()
-        self.scores_from = (query.detach(), key.detach())
-        return float(loss.item())
-
-    def figures(self) -> tuple[float, float, float, float]:
-        """Mean and largest score of the last forward pass, σ(W_Q) and σ(W_K) now."""
-        assert self.scores_from is not None
-        query, key = self.scores_from
-        scores = (query @ key.mT * self.task.width**-0.5)[:, ~self.hidden]
-        sigma_q, sigma_k = (_sigma(w.detach()) for w in self.student[:2])
-        return scores.mean().item(), scores.max().item(), sigma_q, sigma_k
-
-
-def _sigma(weights: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(weights, 2)) if weights.isfinite().all() else math.nan
-
-
-def _tenths(values: Sequence[float]) -> list[Sequence[float]]:
-    """Up to ten consecutive parts of about equal length."""
-    parts = min(10, len(values))
-    edges = [round(i * len(values) / parts) for i in range(parts + 1)]
-    return [values[a:b] for a, b in itertools.pairwise(edges)]
+def _function(attention: Recipe | AttentionFunction) -> AttentionFunction:
+    return partial(emulate, recipe=attention) if isinstance(attention, Recipe) else attention
 
 
 def _median(values: Sequence[float]) -> float:
@@ -314,7 +196,7 @@ def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
     return Series(name, tuple(steps), median, low, high)
 
 
-_Job: TypeAlias = tuple[AttentionChoice, int, int, int, Task | None]
+_Job: TypeAlias = tuple[AttentionChoice, int, int, int, LayerTask | None]
 _messages: list[Any] = []  # in a worker: the queue to its parent
 
 
