@@ -82,12 +82,15 @@ class Optimizer:
     weight_decay: float = 0.0
     warm_up: int = 0  # steps of linear warm-up
     schedule: Schedule = "constant"
-    least_rate: float = 0.0  # where the cosine ends, at the last step
+    cosine_steps: int | None = None  # where the cosine ends; None: at the last step of the run
+    least_rate: float = 0.0  # at the end of the cosine
     clip: float | None = None  # global norm; None: no clipping
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0 or self.warm_up < 0 or not 0 <= self.least_rate <= self.learning_rate:
             raise ValueError(f"optimizer={self}: accepted are learning_rate > 0, warm_up ≥ 0, least_rate up to it")
+        if self.cosine_steps is not None and self.cosine_steps <= self.warm_up:
+            raise ValueError(f"cosine_steps={self.cosine_steps}: accepted are more than warm_up={self.warm_up}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip}: accepted is a number above 0, or None")
 

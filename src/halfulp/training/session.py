@@ -151,9 +151,10 @@ class Session:
 
 
 def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
-    """Return the rate of a step, counted from 1: linear warm-up, then constant or a cosine down to the last step."""
+    """Return the rate of a step, counted from 1: linear warm-up, then constant or a cosine down."""
     top = optimizer.learning_rate
     if step <= optimizer.warm_up or optimizer.schedule == "constant":
         return top * min(1, step / max(optimizer.warm_up, 1))
-    done = (step - optimizer.warm_up) / max(steps - optimizer.warm_up, 1)
+    span = (optimizer.cosine_steps or steps) - optimizer.warm_up
+    done = min(1.0, (step - optimizer.warm_up) / max(span, 1))
     return optimizer.least_rate + (top - optimizer.least_rate) * 0.5 * (1 + math.cos(math.pi * done))

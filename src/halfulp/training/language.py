@@ -1,0 +1,88 @@
+"""Language modeling: windows of a stream of tokens, a GPT, and the cross-entropy of the next token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfulp.training.attention import AttentionFunction, AttentionPlan
+from halfulp.training.config import Language
+from halfulp.training.model import Gpt
+from halfulp.training.synthetic import english_text, synthetic_tokens
+from halfulp.training.tokens import read_tokens
+
+
+class LanguageWorkload:
+    """A GPT and the stream it reads; a sample is where a window starts. See `halfulp.training.workload.Workload`."""
+
+    def __init__(
+        self,
+        config: Language,
+        plan: AttentionPlan,
+        *,
+        seed: int,
+        data_seed: int,
+        device: torch.device | str = "cpu",
+        own: Mapping[str, AttentionFunction] | None = None,
+    ) -> None:
+        self.config, self.tokens_per_sample = config, config.context
+        self.device, self.data_seed = torch.device(device), data_seed
+        self.tokens, self.source = token_stream(config, data_seed)
+        if len(self.tokens) <= config.context:
+            raise ValueError(f"context={config.context}: accepted are fewer tokens than data={config.data!r} has")
+        self.model: Gpt = Gpt(config, plan, seed=seed, own=own).to(self.device)
+
+    def order(self, steps: int, batch: int) -> np.ndarray:
+        """Where windows start, int64 `[steps, batch]`; a longer run begins with a shorter one's."""
+        rng = np.random.Generator(np.random.PCG64(self.data_seed))
+        return rng.integers(len(self.tokens) - self.config.context, size=(steps, batch))
+
+    def batch(self, samples: np.ndarray, step: int) -> tuple[Tensor, ...]:  # noqa: ARG002 - samples say it all
+        """Tokens and the tokens after them, int64 `[B, context]` each."""
+        windows = self.tokens[np.asarray(samples)[:, None] + np.arange(self.config.context + 1)]
+        read = torch.from_numpy(windows.astype(np.int64)).to(self.device)
+        return read[:, :-1], read[:, 1:]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Mean cross-entropy in nats a token."""
+        tokens, following = batch
+        logits: Tensor = model(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+    def figures(self) -> dict[str, float]:
+        """None beyond the loss."""
+        return {}
+
+
+def token_stream(config: Language, data_seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the tokens that a configuration names, and what they are, for the record: data, tokens, sha256.
+
+    Raises:
+        ValueError: there is no such data, or its tokens do not fit the vocabulary.
+    """
+    match config.data:
+        case "synthetic":
+            tokens = synthetic_tokens(config.vocabulary, data_seed)
+            return tokens, {"data": "synthetic", "tokens": len(tokens), "sha256": _sha256(tokens)}
+        case "english":
+            tokens, needed = np.frombuffer(english_text(), dtype=np.uint8), 256
+            about: dict[str, Any] = {"data": "english", "tokens": len(tokens), "sha256": _sha256(tokens)}
+        case path:
+            if not Path(path).is_file():
+                raise ValueError(f"data={path!r}: accepted are synthetic, english, or a token file")
+            tokens, sidecar = read_tokens(Path(path))
+            needed, about = sidecar["vocabulary"], {"data": path, **sidecar}
+    if config.vocabulary < needed:
+        raise ValueError(f"vocabulary={config.vocabulary}: accepted for data={config.data!r} is at least {needed}")
+    return tokens, about
+
+
+def _sha256(tokens: np.ndarray) -> str:
+    return hashlib.sha256(tokens.tobytes()).hexdigest()
