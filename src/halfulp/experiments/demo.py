@@ -31,9 +31,10 @@ from halfulp.experiments.demo_findings import (
     worst_outcome,
 )
 from halfulp.experiments.explain import EXAMPLE, explain
-from halfulp.experiments.failure import RULE, AttentionChoice, FailureRun, curves, run_failures
+from halfulp.experiments.failure import AttentionChoice, FailureRun, curves, run_failures
 from halfulp.experiments.ladder import LADDER, LadderResult, Rung, final_loss, summarize
 from halfulp.formats import BF16
+from halfulp.isolate.rule import RULE
 from halfulp.runs.folder import write_json
 from halfulp.runs.machine import describe_machine, describe_versions, git_revision
 from halfulp.runs.results import Progress, Table

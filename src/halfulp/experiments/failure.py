@@ -10,7 +10,6 @@ more against their own best; that factor is the rule by which a run is called fa
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import queue
 import signal

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfulp.experiments.failure import RULE, FailureRun, Outcome, run_failures
+from halfulp.experiments.failure import FailureRun, run_failures
 from halfulp.formats import BF16, FP32
+from halfulp.isolate.rule import RULE, Outcome
 from halfulp.recipes import (
     BF16_AUTHORS,
     BF16_FLASH2,

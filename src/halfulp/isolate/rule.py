@@ -1,0 +1,268 @@
+"""When a run has failed: a rule with numbers in it, so that nobody has to look at a curve and decide.
+
+Three things count. A number that is not finite. A loss that has lost a stated factor against its own best, for a stated
+number of steps, so that one spike is no failure. Scores or weights that run away from those of the twin, the same run
+with attention in fp32, long before the loss shows it. A run whose scores walk off more slowly is said to drift: it has
+not failed, and it has not survived either.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from halfulp.training.config import LayerTask, WorkloadConfig
+
+Outcome: TypeAlias = Literal["survived", "drifting", "failed"]
+Row: TypeAlias = Mapping[str, Any]
+
+RUN_AWAY = ("max_score", "sigma_query", "sigma_key")
+"""Figures that are held against the twin's, where a run records them."""
+DRIFT = "mean_score"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What counts as failure; the defaults are for the one-layer task, `rule_for` has others."""
+
+    loss_factor: float = 3.0  # k: failed above k times the best loss
+    patience: int | None = None  # n, steps: losses are medians over n steps; None: a tenth of the run
+    least_loss: float = 1e-5  # below it a loss that rises is fp32's own noise
+    score_drift: float = 2.0  # natural units, over the second half of the run and beyond the twin's
+    run_away: float = 10.0  # failed above this many times the twin's largest score or σ, for n steps
+
+    def __post_init__(self) -> None:
+        for name in ("loss_factor", "run_away"):
+            if not 1 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is a finite factor above 1")
+        for name in ("least_loss", "score_drift"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is a finite number of at least 0")
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(f"patience={self.patience}: accepted is an integer of at least 1, or None")
+
+    def steps_of(self, planned: int) -> int:
+        """Return n for a run of so many steps."""
+        return max(1, planned // 10) if self.patience is None else self.patience
+
+    def text(self, planned: int) -> str:
+        """Return the rule in words, for a run of so many steps."""
+        n = self.steps_of(planned)
+        return (
+            f"failed: a number is not finite, or the loss (median of {n} steps) is over {self.loss_factor:g} times its "
+            f"lowest (smallest median of {n} steps before) and at least {self.least_loss:g}, or for {n} steps the "
+            f"largest score or a σ of W_Q or W_K is over {self.run_away:g} times the fp32 twin's; drifting: not "
+            f"failed, but over the second half the mean score has moved by more than {self.score_drift:g} beyond the "
+            f"twin's; survived: otherwise"
+        )
+
+
+def rule_for(workload: WorkloadConfig) -> Rule:
+    """Return the rule by which runs of a workload are judged unless another is given.
+
+    A language model's loss starts at the log of its vocabulary and ends at a good part of it: a factor of 3 is more
+    than it can lose. Its mean scores wander by some units in sound runs too.
+    """
+    return Rule() if isinstance(workload, LayerTask) else Rule(loss_factor=1.2, least_loss=0.0, score_drift=10.0)
+
+
+_LAYER = Rule()
+RULE = (
+    f"failed: a number is not finite, or the loss (median of the last tenth of the run) is over {_LAYER.loss_factor:g} "
+    f"times its lowest (smallest median of any earlier tenth) and at least 1e-5; drifting: not failed, but the mean "
+    f"score has moved by more than {_LAYER.score_drift:g} over the second half; survived: otherwise"
+)
+"""What `judge` goes by."""
+
+
+def judge(
+    loss: Sequence[float], mean_score: Sequence[float], broke_at: int | None = None, rule: Rule = _LAYER
+) -> tuple[Outcome, str]:
+    """Return what became of a whole run, by its last tenth and without a twin, and the figures that decided it.
+
+    Args:
+        loss: at every recorded step.
+        mean_score: at the same steps.
+        broke_at: the step whose loss was not finite, if there was one.
+        rule: its factor, its least loss and its drift.
+    """
+    if broke_at is not None or not all(map(math.isfinite, (*loss, *mean_score))):
+        return "failed", f"not finite at step {broke_at}" if broke_at is not None else "not finite"
+    tenths = [statistics.median(part) for part in _tenths(loss)]
+    last, lowest = tenths[-1], min(tenths)
+    moved = _moved(mean_score)
+    figures = f"loss {last:.1e} at the end, {lowest:.1e} at best; mean score {mean_score[-1]:+.1f}, moved {moved:+.1f}"
+    if last > rule.loss_factor * lowest and last >= rule.least_loss:
+        return "failed", figures
+    return ("drifting" if abs(moved) > rule.score_drift else "survived"), figures
+
+
+def _tenths(values: Sequence[float]) -> list[Sequence[float]]:
+    """Up to ten consecutive parts of about equal length."""
+    parts = min(10, len(values))
+    edges = [round(i * len(values) / parts) for i in range(parts + 1)]
+    return [values[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def _moved(values: Sequence[float]) -> float:
+    """How far a curve went over its second half."""
+    return values[-1] - values[len(values) // 2]
+
+
+@dataclass
+class Curve:
+    """One figure over the steps at which it was recorded, ascending."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> None:
+        """Add a point."""
+        self.steps.append(step)
+        self.values.append(value)
+
+    def at(self, step: int) -> float:
+        """The value at a step, or at the last recorded one before it; the first where there is none."""
+        return self.values[max(0, bisect.bisect_right(self.steps, step) - 1)]
+
+    def largest(self, step: int) -> float:
+        """The largest magnitude up to a step."""
+        return max(map(abs, self.values[: max(1, bisect.bisect_right(self.steps, step))]))
+
+
+def read_curves(rows: Iterable[Row]) -> dict[str, Curve]:
+    """Return loss, mean score and the figures of `RUN_AWAY` by name, from metrics and measurements in order of steps.
+
+    What is measured by layer and head has a curve for each: "max_score of layer 1, head 2". A number that was not
+    finite, null in a file, is NaN.
+    """
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        for name, value in _figures(row):
+            curves.setdefault(name, Curve()).add(row["step"], value)
+    return curves
+
+
+def _figures(row: Row) -> Iterator[tuple[str, float]]:
+    if "loss" in row:
+        yield "loss", _number(row["loss"])
+    for name in (DRIFT, *RUN_AWAY):
+        if name in row:
+            yield name, _number(row[name])
+        for layer, heads in enumerate(row.get("measure", {}).get(name, ())):
+            yield from ((f"{name} of layer {layer}, head {head}", _number(x)) for head, x in enumerate(heads))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What became of a run, by a rule."""
+
+    outcome: Outcome
+    reason: str  # the figures that decided it
+    failed_at: int | None = None  # the step at which the rule called it failed
+
+    @property
+    def survived(self) -> bool:
+        """Whether it neither failed nor drifts."""
+        return self.outcome == "survived"
+
+
+class Watcher:
+    """Looks at a run line by line, and says at which of them it has failed.
+
+    Args:
+        rule: what counts.
+        planned: steps of the whole run.
+        twin: curves of the same run with attention in fp32; without them nothing is held against a twin.
+    """
+
+    def __init__(self, rule: Rule, planned: int, twin: Mapping[str, Curve] | None = None) -> None:
+        self.rule, self.patience, self.twin = rule, rule.steps_of(planned), twin or {}
+        self.curves: dict[str, Curve] = {}
+        self.failed: Judgement | None = None
+        self._medians = Curve()
+        self._best: list[float] = []  # smallest median up to each of them
+        self._since: dict[str, int] = {}  # when a figure went over the twin's
+
+    def __call__(self, row: Row) -> str | None:
+        """Take one line of metrics or one measurement; return why the run has failed, once it has."""
+        for name, value in _figures(row):
+            self.curves.setdefault(name, Curve()).add(row["step"], value)
+            if self.failed is None:
+                reason = self._loss(row["step"], value) if name == "loss" else self._figure(name, row["step"], value)
+                if reason:
+                    self.failed = Judgement("failed", f"{reason} at step {row['step']}", row["step"])
+        return self.failed.reason if self.failed else None
+
+    def judgement(self) -> Judgement:
+        """Return what became of the run up to the last line taken.
+
+        Raises:
+            ValueError: no loss was recorded.
+        """
+        if self.failed is not None:
+            return self.failed
+        if "loss" not in self.curves:
+            raise ValueError("metrics without a loss: accepted are those of a run with at least one recorded step")
+        figures = f"loss {self.curves['loss'].values[-1]:.2g}"
+        if self._best:
+            figures = f"loss {self._medians.values[-1]:.2g} at the end, {self._best[-1]:.2g} at best"
+        moved = {name: self._drift(name) for name in self.curves if name.startswith(DRIFT)}
+        if moved:
+            worst = max(moved, key=lambda name: abs(moved[name]))
+            figures += f"; {worst.replace('_', ' ')} moved {moved[worst]:+.1f}"
+            if abs(moved[worst]) > self.rule.score_drift:
+                return Judgement("drifting", figures)
+        return Judgement("survived", figures)
+
+    def _loss(self, step: int, value: float) -> str | None:
+        if not math.isfinite(value):
+            return "loss not finite"
+        curve = self.curves["loss"]
+        gap = curve.steps[1] - curve.steps[0] if len(curve.steps) > 1 else step
+        if step - self.patience < curve.steps[0] - gap:
+            return None
+        median = statistics.median(curve.values[bisect.bisect_right(curve.steps, step - self.patience) :])
+        self._medians.add(step, median)
+        self._best.append(min(median, self._best[-1]) if self._best else median)
+        earlier = bisect.bisect_right(self._medians.steps, step - self.patience)
+        if not earlier or median < self.rule.least_loss or median <= self.rule.loss_factor * self._best[earlier - 1]:
+            return None
+        return f"loss {median:.2g}, {median / self._best[earlier - 1]:.1f} times its best"
+
+    def _figure(self, name: str, step: int, value: float) -> str | None:
+        said = name.replace("_", " ")
+        if not math.isfinite(value):
+            return f"{said} not finite"
+        twin = self.twin.get(name)
+        if twin is None or name.startswith(DRIFT):
+            return None
+        bound = max(1.0, twin.largest(step))
+        if abs(value) <= self.rule.run_away * bound:
+            self._since.pop(name, None)
+            return None
+        if step - self._since.setdefault(name, step) < self.patience:
+            return None
+        return f"{said} {value:.3g}, {abs(value) / bound:.0f} times the twin's"
+
+    def _drift(self, name: str) -> float:
+        curve, twin = self.curves[name], self.twin.get(name)
+        half, end = curve.steps[len(curve.steps) // 2], curve.steps[-1]
+        return _moved(curve.values) - (0.0 if twin is None else twin.at(end) - twin.at(half))
+
+
+def judge_rows(rows: Iterable[Row], rule: Rule, planned: int, twin: Mapping[str, Curve] | None = None) -> Judgement:
+    """Return what became of a recorded run: see `Watcher`."""
+    watcher = Watcher(rule, planned, twin)
+    for row in rows:
+        watcher(row)
+    return watcher.judgement()
