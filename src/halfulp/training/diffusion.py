@@ -8,6 +8,7 @@ finite at both ends, and pictures are drawn by DDIM (Song et al., arXiv 2010.025
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -67,7 +68,7 @@ def draw_samples(predict: Predict, noise: Tensor, steps: int = 40, clip: float |
         raise ValueError(f"steps={steps}: accepted is an integer of at least 1")
     x = noise
     times = torch.linspace(1.0, 0.0, steps + 1, device=noise.device)
-    for now, then in zip(times[:-1], times[1:], strict=True):
+    for now, then in itertools.pairwise(times):
         (alpha, sigma), (alpha_then, sigma_then) = noise_levels(now), noise_levels(then)
         v = predict(x, now.expand(len(x)))
         clean, rest = alpha * x - sigma * v, sigma * x + alpha * v

@@ -77,6 +77,10 @@ class PictureWorkload:
         noisy, target, time, names = batch
         return functional.mse_loss(model(noisy, time, names).float(), target)
 
+    def figures(self) -> dict[str, float]:
+        """None."""
+        return {}
+
     def symbols(self, names: Sequence[str]) -> Tensor:
         """Names as the model reads them, int64 `[B, L]`."""
         return torch.tensor([encode_name(name, self.config.name_length) for name in names], device=self.device)
@@ -100,7 +104,7 @@ class PictureWorkload:
             v: Tensor = self.model(x, time, wanted)
             if guidance == 1:
                 return v
-            plain = self.model(x, time, nothing)
+            plain: Tensor = self.model(x, time, nothing)
             return plain + guidance * (v - plain)
 
         drawn = draw_samples(predict, noise, steps, clip=1.0)

@@ -33,7 +33,7 @@ def seconds(attention: str = "torch:flash", *, seed: int = 0, steps: int = 4000)
 
 
 def minutes(
-    attention: str | None = None, *, bits: int = 1, seed: int = 0, steps: int = 1500, data: str = "english"
+    attention: str | None = None, *, bits: int = 2, seed: int = 0, steps: int = 2000, data: str = "english"
 ) -> RunConfig:
     """Ruin a byte-level GPT of one layer. Accelerated: O has few mantissa bits (bf16 has 7); all else is bf16.
 
@@ -103,14 +103,24 @@ def capture(attention: str = "torch:flash", *, seed: int = 0, steps: int = 250, 
     )
 
 
-def pictures(attention: str = "torch:flash", *, seed: int = 0, steps: int = 1000) -> RunConfig:
-    """Train a diffusion transformer that draws pictures from their names: minutes on two cores."""
+def pictures(attention: str = "torch:flash", *, seed: int = 0, steps: int = 2000, data: str = "auto") -> RunConfig:
+    """Train a diffusion transformer to draw 36 pictures from their names in true bf16: about 3 minutes on one core.
+
+    Args:
+        attention: in every layer.
+        seed: of weights, data order and noise.
+        steps: of 32 pictures each; after 2000 most are drawn so that one knows them.
+        data: "emoji", "digits", "shapes", or "auto" for the first that is installed, which the run then records.
+    """
+    from halfulp.training.glyphs import available_source
+
     return RunConfig(
-        workload=Pictures(),
+        workload=Pictures(layers=3, heads=4, width=96, size=24, patch=4, count=36, data=available_source(data)),
         attention=AttentionPlan.of(attention),
-        optimizer=Optimizer(learning_rate=1e-3, warm_up=100, schedule="cosine", least_rate=1e-5, clip=1.0),
+        optimizer=Optimizer(learning_rate=2e-3, warm_up=100, schedule="cosine", clip=1.0),
         steps=steps,
         batch=32,
+        autocast="bf16",
         seed=seed,
         preset="pictures",
     )

@@ -1,0 +1,313 @@
+"""How far the weights of twin runs drift apart, put into context: Golden et al., arXiv 2405.02803, section V.
+
+Two runs that differ in one thing have checkpoints at the same steps. At each of them the weights are compared by the
+largest difference of any weight and by the Wasserstein distance of their distributions, for every tensor and for all
+of them together. What a difference means shows only beside others: another initialization, another precision, the same
+run once more. Run folders are read and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfulp.experiments.compare_summary import DriftSummary, slope_of, summarize
+from halfulp.runs.results import Figure, Progress, Series, Table, no_progress, plain_numbers
+from halfulp.training.checkpoint import checkpoint_steps
+from halfulp.training.config import RunConfig
+from halfulp.training.record import config_from_dict, difference, read_record
+
+REPEATED = "the same run repeated"
+INITIALIZATION = "another initialization"
+# What a run records and where it runs: no difference between twins.
+_BESIDE = ("metrics_every", "measure_every", "checkpoint_every", "keep", "preset")
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The distance between the weights of two runs, at every checkpoint that both have."""
+
+    name: str  # what the two differ in
+    seed: int  # of the data, which both share
+    baseline: str  # folder
+    run: str  # folder
+    steps: tuple[int, ...]
+    max_difference: tuple[float, ...]  # over all weights
+    wasserstein: tuple[float, ...]  # of the distributions of all weights together
+    tensors: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]  # the same two for each tensor
+
+    @property
+    def slope(self) -> float:
+        """Growth of the Wasserstein distance a step: least squares with an intercept; NaN for a single checkpoint."""
+        return slope_of(self.steps, self.wasserstein)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form; numbers that are not finite become None."""
+        return {
+            "name": self.name,
+            "seed": self.seed,
+            "baseline": self.baseline,
+            "run": self.run,
+            "steps": list(self.steps),
+            "max_difference": plain_numbers(self.max_difference),
+            "wasserstein": plain_numbers(self.wasserstein),
+            "tensors": {
+                name: {"max_difference": plain_numbers(most), "wasserstein": plain_numbers(distance)}
+                for name, (most, distance) in self.tensors.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """Drifts of several pairs, what they come to over seeds, and how to measure them again."""
+
+    drifts: tuple[Drift, ...]
+    command: str
+    caption: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """What was compared, in the order in which it was given."""
+        return list(dict.fromkeys(drift.name for drift in self.drifts))
+
+    def of(self, name: str) -> list[Drift]:
+        """The drifts of one comparison, a seed each."""
+        return [drift for drift in self.drifts if drift.name == name]
+
+    def summary(self) -> list[DriftSummary]:
+        """One line for every comparison, over its seeds."""
+        return [summarize(name, self.of(name)) for name in self.names]
+
+    def figures(self) -> list[Figure]:
+        """Return Wasserstein distance and largest difference over steps, a line a comparison."""
+        shown = (
+            ("wasserstein", "Wasserstein distance of the weights", "mean distance, units of a weight"),
+            ("max_difference", "Largest difference of a weight", "units of a weight"),
+        )
+        seeds = max(len(self.of(name)) for name in self.names)
+        caption = f"{self.caption} {seeds} seed{'s' * (seeds > 1)}: the median, and the range where there are several."
+        return [
+            Figure(
+                title,
+                "step",
+                label,
+                tuple(_series(name, self.of(name), field) for name in self.names),
+                (caption + _unseen(self.drifts)).strip(),
+                self.command,
+                y_log=True,
+            )
+            for field, title, label in shown
+        ]
+
+    def tables(self) -> list[Table]:
+        """Return the summary, and the tensors of the first comparison that drifts, the farthest first."""
+        found = [
+            Table(
+                "Weight drift",
+                DriftSummary.COLUMNS,
+                tuple(line.cells() for line in self.summary()),
+                "Distances at the last checkpoint; slope of the Wasserstein distance a step with a 95 % interval over "
+                "seeds (Student's t, from 3 seeds); unevenness: its rms distance from that line, as a share of its "
+                "last value.",
+                self.command,
+            )
+        ]
+        drifting = next((drift for drift in self.drifts if drift.max_difference[-1] != 0), None)
+        return found if drifting is None else [*found, _tensor_table(drifting, self.command)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "drifts": [drift.as_dict() for drift in self.drifts],
+            "summary": [line.as_dict() for line in self.summary()],
+            "figures": [figure.as_dict() for figure in self.figures()],
+            "tables": [table.as_dict() for table in self.tables()],
+            "command": self.command,
+        }
+
+
+def compare_runs(
+    runs: Sequence[Path], baseline: Path | None = None, *, command: str = "", progress: Progress | None = None
+) -> CompareResult:
+    """Compare the weights of runs with those of a baseline.
+
+    Runs that differ from the baseline in nothing but seeds, and have data of their own, are baselines too: every other
+    run is compared with the baseline that shares its data seed, and its seed where there is one.
+
+    Args:
+        runs: run folders of trainings with checkpoints.
+        baseline: the folder of the baseline; the first run if None.
+        command: what repeats it, for the record.
+        progress: called after every pair.
+
+    Raises:
+        ValueError: a folder is no training run, has no baseline, another model, or no checkpoint in common with it.
+    """
+    first = runs[0] if baseline is None and runs else baseline
+    others = list(runs[1:] if baseline is None else runs)
+    if first is None or not others:
+        raise ValueError(f"runs={[str(run) for run in runs]}: accepted are two or more run folders")
+    pairs = _matched(first, others)
+    drifts = []
+    for i, (name, one, other) in enumerate(pairs):
+        drifts.append(drift_between(one, other, name))
+        (progress or no_progress)((i + 1) / len(pairs), f"{name}: {other.name}")
+    return CompareResult(tuple(drifts), command)
+
+
+def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
+    """Return the drift of one pair of run folders, over all checkpoints that both have whole.
+
+    Raises:
+        ValueError: a folder is no training run, the models differ, or no checkpoint is common to both.
+    """
+    one, other = _config(baseline), _config(run)
+    common = sorted(set(checkpoint_steps(baseline / "checkpoints")) & set(checkpoint_steps(run / "checkpoints")))
+    steps, all_most, all_distance = [], [], []
+    tensors: dict[str, tuple[list[float], list[float]]] = {}
+    for step in common:
+        before, after = read_weights(baseline, step), read_weights(run, step)
+        if before is None or after is None:
+            continue
+        if {k: x.shape for k, x in before.items()} != {k: x.shape for k, x in after.items()}:
+            raise ValueError(f"run={str(run)!r}: its model has other tensors; accepted are runs of one model")
+        most = {key: _largest(before[key], after[key]) for key in before}
+        for key in before:
+            found = tensors.setdefault(key, ([], []))
+            found[0].append(most[key])
+            found[1].append(wasserstein(before[key], after[key]))
+        steps.append(step)
+        all_most.append(float(np.max(list(most.values()))))  # NaN if one is
+        all_distance.append(wasserstein(*(np.concatenate([x.ravel() for x in y.values()]) for y in (before, after))))
+    if not steps:
+        raise ValueError(f"run={str(run)!r}: no checkpoint in common with {str(baseline)!r}; accepted is at least one")
+    return Drift(
+        name or _label(one, other),
+        _data_seed(one),
+        str(baseline),
+        str(run),
+        tuple(steps),
+        tuple(all_most),
+        tuple(all_distance),
+        {key: (tuple(most), tuple(distance)) for key, (most, distance) in tensors.items()},
+    )
+
+
+def wasserstein(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the Wasserstein distance of two equally large sets of numbers, in their unit.
+
+    In one dimension the best transport pairs the k-th smallest with the k-th smallest, so it is the mean distance of
+    the sorted values: exact, and what `scipy.stats.wasserstein_distance` gives after 20 to 40 times the work.
+
+    Raises:
+        ValueError: the sets differ in size.
+    """
+    if one.size != other.size:
+        raise ValueError(f"other of {other.size} values: accepted are as many as the first has, {one.size}")
+    apart = np.sort(one, axis=None) - np.sort(other, axis=None).astype(np.float64)
+    return float(np.abs(apart).mean()) if apart.size else 0.0
+
+
+def read_weights(folder: Path, step: int) -> dict[str, np.ndarray] | None:
+    """Return the model's tensors after a step in float32, or None, with a warning, where the file is torn."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / "checkpoints" / f"step-{step}" / "model.safetensors"
+    try:
+        return {name: x.float().numpy() for name, x in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"skipped: {path}: {' '.join(str(error).split())}", stacklevel=2)
+        return None
+
+
+def _largest(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one.astype(np.float64) - other).max()) if one.size else 0.0
+
+
+def _matched(first: Path, others: Sequence[Path]) -> list[tuple[str, Path, Path]]:
+    """(what differs, baseline, run) of every run that is not itself a baseline."""
+    kind = _kind(_config(first))
+    baselines: dict[int, list[Path]] = {_data_seed(_config(first)): [first]}
+    rest = []
+    for run in others:
+        config = _config(run)
+        if _kind(config) == kind and _data_seed(config) not in baselines:
+            baselines[_data_seed(config)] = [run]
+        else:
+            rest.append(run)
+    pairs = []
+    for run in rest:
+        config = _config(run)
+        if _data_seed(config) not in baselines:
+            accepted = f"accepted are data seeds of a baseline: {', '.join(map(str, baselines))}"
+            raise ValueError(f"run={str(run)!r}: its data seed is {_data_seed(config)}; {accepted}")
+        (reference,) = baselines[_data_seed(config)]
+        pairs.append((_label(_config(reference), config), reference, run))
+    if not pairs:
+        raise ValueError(f"runs={[str(run) for run in others]}: all are baselines; accepted is at least one other run")
+    return pairs
+
+
+def _config(folder: Path) -> RunConfig:
+    return config_from_dict(read_record(folder)["config"])
+
+
+def _data_seed(config: RunConfig) -> int:
+    return config.seed if config.data_seed is None else config.data_seed
+
+
+def _kind(config: RunConfig) -> RunConfig:
+    """The configuration without seeds and without what a run records."""
+    plain: dict[str, Any] = {
+        f.name: f.default for f in dataclasses.fields(RunConfig) if f.name in ("seed", "data_seed", *_BESIDE)
+    }
+    return dataclasses.replace(config, **plain)
+
+
+def _label(one: RunConfig, other: RunConfig) -> str:
+    """What two configurations differ in, in words."""
+    changes = difference(_kind(one), _kind(other))
+    if one.seed != other.seed:
+        changes.append(INITIALIZATION)
+    if _data_seed(one) != _data_seed(other):
+        changes.append("other data")
+    return ", ".join(changes) or REPEATED
+
+
+def _series(name: str, drifts: Sequence[Drift], field: str) -> Series:
+    """The median over seeds at every step that all have, and the range if there are several."""
+    steps = sorted(set.intersection(*(set(drift.steps) for drift in drifts)))
+    columns = [[getattr(drift, field)[drift.steps.index(step)] for drift in drifts] for step in steps]
+    several = len(drifts) > 1
+    return Series(
+        name,
+        tuple(steps),
+        tuple(float(np.median(column)) for column in columns),
+        tuple(min(column) for column in columns) if several else None,
+        tuple(max(column) for column in columns) if several else None,
+    )
+
+
+def _unseen(drifts: Sequence[Drift]) -> str:
+    zero = [name for name in dict.fromkeys(d.name for d in drifts) if _is_zero([d for d in drifts if d.name == name])]
+    return f" Exactly 0 at every checkpoint, so not in the picture: {', '.join(zero)}." if zero else ""
+
+
+def _is_zero(drifts: Sequence[Drift]) -> bool:
+    return all(value == 0 for drift in drifts for value in drift.max_difference)
+
+
+def _tensor_table(drift: Drift, command: str) -> Table:
+    last = [(name, most[-1], distance[-1]) for name, (most, distance) in drift.tensors.items()]
+    last.sort(key=lambda row: -row[2] if math.isfinite(row[2]) else -math.inf)
+    caption = f"{drift.name}, seed {drift.seed}, step {drift.steps[-1]}: the ten tensors farthest apart of {len(last)}."
+    return Table("Tensors", ("tensor", "max difference", "Wasserstein"), tuple(last[:10]), caption, command)

@@ -1,0 +1,211 @@
+"""Twin runs for the comparison of Golden et al. (arXiv 2405.02803, section V): trained here, then compared.
+
+The paper sets the drift between flash and baseline attention beside that of other changes nobody minds: another
+initialization, a lower precision. Here stand the same run once more (which must not drift at all), other block sizes
+and the halfulp recipe as well. Every run is a folder that can be resumed, and trains on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfulp.experiments.compare import INITIALIZATION, REPEATED, CompareResult, Drift, drift_between
+from halfulp.experiments.compare_summary import Interval, slope_ratio
+from halfulp.runs.results import Progress, Table, no_progress
+from halfulp.runs.threads import one_thread
+from halfulp.training.attention import AttentionPlan
+from halfulp.training.config import Language, Optimizer, Pictures, RunConfig
+from halfulp.training.loop import train
+
+OTHER_WEIGHTS = 1000  # added to the seed for another initialization
+_TILES = "BF16_FLASH2[block_query={0},block_key={0}]"
+
+KINDS: dict[str, Callable[[RunConfig], RunConfig]] = {
+    "baseline": lambda c: _with(c, "torch:math", "bf16"),
+    "repeated": lambda c: _with(c, "torch:math", "bf16"),
+    "weights": lambda c: dataclasses.replace(_with(c, "torch:math", "bf16"), seed=c.seed + OTHER_WEIGHTS),
+    "flash": lambda c: _with(c, "torch:flash", "bf16"),
+    "halfulp": lambda c: _with(c, "BF16_HALFULP", "bf16"),
+    "small-blocks": lambda c: _with(c, _TILES.format(8), "bf16"),
+    "large-blocks": lambda c: _with(c, _TILES.format(64), "bf16"),
+    "fp32": lambda c: _with(c, "FP32[algorithm=standard]", "none"),
+    "fp32-flash": lambda c: _with(c, "torch:fp32", "none"),
+    "fp16": lambda c: _with(c, "torch:math", "fp16"),
+}
+"""Runs by name, made of one configuration; they share data, and all but "weights" their initial weights.
+
+"torch:fp32" is PyTorch's flash kernel on fp32 tensors, which it reads as they are on a CPU.
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two kinds of runs, and what they differ in."""
+
+    name: str
+    baseline: str
+    run: str
+
+
+FLASH = "flash against baseline attention, bf16"
+PAIRS: tuple[Pair, ...] = (
+    Pair(FLASH, "baseline", "flash"),
+    Pair(INITIALIZATION, "baseline", "weights"),
+    Pair("bf16 against fp32", "fp32", "baseline"),
+    Pair("fp16 against fp32", "fp32", "fp16"),
+    Pair(REPEATED, "baseline", "repeated"),
+    Pair("flash against baseline attention, fp32", "fp32", "fp32-flash"),
+    Pair("blocks of 8 against 64", "large-blocks", "small-blocks"),
+    Pair("halfulp recipe against baseline attention", "baseline", "halfulp"),
+)
+LOW_PRECISION = ("bf16 against fp32", "fp16 against fp32")
+PAPER = (FLASH, INITIALIZATION, *LOW_PRECISION, REPEATED)
+"""The comparisons of the paper, and the repeated run."""
+
+
+@dataclass(frozen=True)
+class DriftResult:
+    """The drifts of one workload, what the paper's ratio comes to, and the folders of the runs by kind and seed."""
+
+    compared: CompareResult
+    folders: dict[tuple[str, int], Path]
+
+    def ratio(self, low_precision: str) -> Interval:
+        """How many times as steep the drift of low precision is as that of flash attention (the paper: 2 to 5)."""
+        return slope_ratio(self.compared.of(low_precision), self.compared.of(FLASH))
+
+    def ratio_table(self) -> Table:
+        """Return every comparison's slope as a multiple of that of flash attention."""
+        rows = []
+        for name in self.compared.names:
+            if name not in (FLASH, REPEATED):
+                ratio = slope_ratio(self.compared.of(name), self.compared.of(FLASH))
+                rows.append((name, ratio.value, ratio.low, ratio.high, ratio.count))
+        caption = "Geometric mean over seeds, 95 % interval by Student's t on the logarithm. The paper: 2 to 5."
+        columns = ("difference", "× flash", "low", "high", "seeds")
+        return Table("Slopes as multiples of flash attention's", columns, tuple(rows), caption, self.compared.command)
+
+
+def small_pictures(steps: int = 300) -> RunConfig:
+    """Return the diffusion workload at its smallest: 16 pictures of 16 pixels, about 3 s for 300 steps."""
+    from halfulp.training.glyphs import available_source
+
+    return RunConfig(
+        Pictures(layers=2, heads=2, width=48, size=16, patch=4, count=16, data=available_source()),
+        optimizer=Optimizer(learning_rate=4e-3, warm_up=50, schedule="cosine", clip=1.0),
+        steps=steps,
+        batch=16,
+    )
+
+
+def small_language(steps: int = 300) -> RunConfig:
+    """Return a byte-level GPT of two layers on English text."""
+    return RunConfig(
+        Language(layers=2, heads=2, width=64, context=64, data="english"),
+        optimizer=Optimizer(learning_rate=3e-3, warm_up=50, schedule="cosine", clip=1.0),
+        steps=steps,
+        batch=8,
+    )
+
+
+def measure_drift(
+    config: RunConfig,
+    seeds: Sequence[int] = (0, 1, 2),
+    folder: Path | None = None,
+    *,
+    pairs: Iterable[str] | None = None,
+    checkpoints: int = 10,
+    workers: int = 2,
+    command: str = "",
+    progress: Progress | None = None,
+) -> DriftResult:
+    """Train twin runs and compare their weights.
+
+    Args:
+        config: workload, optimizer, steps and batch; attention, precision and seeds are replaced.
+        seeds: of weights and data, a set of twin runs for each.
+        folder: where the runs are written, KIND-SEED each, and resumed; None: somewhere temporary, gone afterwards.
+        pairs: names of `PAIRS`; all if None.
+        checkpoints: how many a run.
+        workers: processes; a calling script needs the usual `if __name__ == "__main__":` above one.
+        command: what repeats it, for the record.
+        progress: called after every run.
+
+    Raises:
+        ValueError: a pair is not known, or the configuration does not fit.
+    """
+    chosen = _pairs(pairs)
+    kinds = list(dict.fromkeys(kind for pair in chosen for kind in (pair.baseline, pair.run)))
+    every = max(1, config.steps // checkpoints)
+    with nullcontext(str(folder)) if folder is not None else tempfile.TemporaryDirectory() as root:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        jobs = {
+            (kind, seed): (KINDS[kind](_recorded(config, seed, every)), Path(root) / f"{kind}-{seed}")
+            for seed in seeds
+            for kind in kinds
+        }
+        train_all(list(jobs.values()), workers, progress)
+        folders = {key: path for key, (_, path) in jobs.items()}
+        drifts = [
+            _drift(pair, seed, folders[pair.baseline, seed], folders[pair.run, seed])
+            for pair in chosen
+            for seed in seeds
+        ]
+    caption = "Checkpoints of twin runs that share their data; each trained on one thread."
+    return DriftResult(CompareResult(tuple(drifts), command, caption), folders)
+
+
+def train_all(jobs: Sequence[tuple[RunConfig, Path]], workers: int = 2, progress: Progress | None = None) -> None:
+    """Train every configuration into its folder, each on one thread; a run that is done already is left as it is."""
+    report = progress or no_progress
+    if workers <= 1 or len(jobs) <= 1:
+        for i, (config, path) in enumerate(jobs):
+            _train(config, path)
+            report((i + 1) / len(jobs), f"trained {path.name}")
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context) as pool:
+        futures = {pool.submit(_train, config, path): path for config, path in jobs}
+        try:
+            for i, future in enumerate(as_completed(futures)):
+                future.result()
+                report((i + 1) / len(jobs), f"trained {futures[future].name}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _train(config: RunConfig, path: Path) -> None:
+    with one_thread():
+        train(config, path, resume=True)
+
+
+def _pairs(names: Iterable[str] | None) -> list[Pair]:
+    known = {pair.name: pair for pair in PAIRS}
+    wanted = list(known) if names is None else list(names)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"pairs={name!r}: accepted are {', '.join(known)}")
+    return [known[name] for name in wanted]
+
+
+def _drift(pair: Pair, seed: int, baseline: Path, run: Path) -> Drift:
+    """The drift of a pair, which holds of finished runs alone."""
+    return dataclasses.replace(drift_between(baseline, run, pair.name), seed=seed)
+
+
+def _recorded(config: RunConfig, seed: int, every: int) -> RunConfig:
+    return dataclasses.replace(
+        config, seed=seed, data_seed=seed, checkpoint_every=every, keep=None, measure_every=0, metrics_every=every
+    )
+
+
+def _with(config: RunConfig, attention: str, autocast: str) -> RunConfig:
+    return dataclasses.replace(config, attention=AttentionPlan.of(attention), autocast=autocast)  # type: ignore[arg-type]
