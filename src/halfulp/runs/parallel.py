@@ -1,0 +1,118 @@
+"""Many jobs at once: processes of one thread each on this machine, or whatever joblib knows how to reach.
+
+joblib is the one place where several worlds meet: its own processes here, and through its registry a Ray or Dask
+cluster, without a line in between that knows of either. Jobs and results travel by pickle between processes that
+belong to one program; nothing of it is kept in a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from halfulp.runs.results import Progress, no_progress
+from halfulp.runs.threads import one_thread
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class WorkerKilledError(RuntimeError):
+    """A worker process ended without a result: killed, or out of memory."""
+
+
+def run_jobs(
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    *,
+    workers: int = 2,
+    backend: str | None = None,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Return function(job) of every job, in order, on one thread of torch each.
+
+    Args:
+        function: at the top level of a module, so that a worker can find it.
+        jobs: what it is called with.
+        workers: processes; 1 means this process unless a backend is named.
+        backend: of joblib: "loky" (the default), "threading", "dask" or "dask:ADDRESS" of its scheduler, "ray", or any
+            that the caller registered. Workers on other machines need the same packages and the same folders.
+        progress: called with the fraction of jobs that are done.
+
+    Raises:
+        ValueError: the number of workers or the backend is not accepted.
+        WorkerKilledError: a worker process was killed.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
+    report = progress or no_progress
+    results: dict[int, Result] = {}
+    calls = _here if backend is None and min(workers, len(jobs)) <= 1 else partial(_spread, workers, backend)
+    for number, result in calls(function, jobs):
+        results[number] = result
+        report(len(results) / len(jobs), f"{len(results)} of {len(jobs)} runs")
+    return [results[number] for number in range(len(jobs))]
+
+
+def _here(function: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
+    return (_numbered(function, number, job) for number, job in enumerate(jobs))
+
+
+def _spread(
+    workers: int, backend: str | None, function: Callable[[Job], Result], jobs: Sequence[Job]
+) -> Iterator[tuple[int, Result]]:
+    """Yield numbers and results as they come."""
+    from joblib import Parallel, delayed
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+    done = 0
+    with _configured(backend):
+        parallel = Parallel(n_jobs=min(workers, len(jobs)), return_as="generator_unordered", batch_size=1)
+        try:
+            for found in parallel(delayed(_numbered)(function, number, job) for number, job in enumerate(jobs)):
+                done += 1
+                yield found
+        except TerminatedWorkerError as error:
+            said = f"a worker process was killed, perhaps for want of memory, with {done} of {len(jobs)} runs done"
+            raise WorkerKilledError(said) from error
+
+
+def _numbered(function: Callable[[Job], Result], number: int, job: Job) -> tuple[int, Result]:
+    with one_thread():
+        return number, function(job)
+
+
+@contextmanager
+def _configured(backend: str | None) -> Iterator[None]:
+    """joblib's context for a backend's name; loky's workers get one thread in every library."""
+    from joblib import parallel_config
+
+    name, _, address = (backend or "loky").partition(":")
+    options: dict[str, Any] = {"scheduler_host": address} if address else {}
+    if name == "loky":
+        options |= {"inner_max_num_threads": 1, "max_nbytes": None}
+    elif name == "ray":
+        _register_ray(address)
+        options = {}
+    try:
+        context = parallel_config(backend=name, **options)
+    except (ValueError, TypeError, ImportError) as error:
+        accepted = "accepted are loky, threading, dask:ADDRESS, ray:ADDRESS or a name registered with joblib"
+        raise ValueError(f"backend={backend!r}: {' '.join(str(error).split())}; {accepted}") from None
+    with context:
+        yield
+
+
+def _register_ray(address: str) -> None:
+    """Put Ray into joblib's registry; Ray is not a dependency."""
+    try:
+        ray = importlib.import_module("ray")
+        register = importlib.import_module("ray.util.joblib").register_ray
+    except ImportError:
+        raise ValueError("backend='ray': the package ray is not installed here; accepted is loky") from None
+    if address:
+        ray.init(address=address)
+    register()
