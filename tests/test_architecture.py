@@ -40,9 +40,10 @@ MAY_IMPORT["__main__"] = {"cli"}
 EXPECTED = {"formats", "recipes", "algorithms", "attention", "audit", "experiments", "report", "cli"}
 NUMERIC = {"formats", "recipes", "algorithms", "kernels", "ops", "attention", "audit"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb"}
-PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib.numpy_pickle"}
 CODE_LOADERS = {"eval", "exec", "torch.load", "torch.serialization.load", "torch.save", "torch.serialization.save"}
-HEAVY = {"triton", "matplotlib", "transformers", "scipy", "rich", "tyro"}
+CODE_LOADERS |= {"joblib.load", "joblib.dump", "joblib.Memory"}  # files of pickles; joblib.Parallel writes none
+HEAVY = {"triton", "matplotlib", "transformers", "scipy", "rich", "tyro", "joblib"}
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def arbitrary_code(package: Path) -> list[str]:
     found = []
     for module in read_modules(package):
         for line, name in used_names(module):
-            if name in CODE_LOADERS or name.split(".")[0] in PICKLING:
+            if name in CODE_LOADERS or any(f"{name}.".startswith(f"{banned}.") for banned in PICKLING):
                 found.append(module.at(line, name))
         for node in ast.walk(module.tree):
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
@@ -211,6 +212,7 @@ CLEAN = {
     "algorithms/flash2.py": '"""Flash."""\nfrom halfulp import recipes\nfrom halfulp.algorithms import matmul\n',
     "kernels/triton.py": '"""Kernels."""\nimport triton\nfrom halfulp.formats import Format\n',
     "ops.py": '"""Dispatch."""\ndef load():\n    from halfulp.kernels import triton\n',
+    "runs/parallel.py": '"""Jobs."""\ndef f():\n    from joblib import Parallel, parallel_config\n',
     "audit/__init__.py": '"""Audit."""\nfrom halfulp import __version__\n',
     "audit/load.py": '"""Load."""\nimport numpy as np\nnp.load("a", allow_pickle=False)\n',
     "report/_page.py": "from halfulp.recipes import Recipe\nimport os\nos.environ\nmodel.eval()\n",
@@ -245,6 +247,11 @@ PLANTED = [
     (arbitrary_code, "recipes.py", "import pickle\n", "pickle"),
     (arbitrary_code, "recipes.py", 'import torch as t\nx = t.load("x")\n', "torch.load"),
     (arbitrary_code, "recipes.py", "from torch import load\n", "torch.load"),
+    (arbitrary_code, "recipes.py", "import pickle as p\n", "pickle"),
+    (arbitrary_code, "recipes.py", "from joblib import load\n", "joblib.load"),
+    (arbitrary_code, "recipes.py", 'import joblib as j\nj.dump(1, "x")\n', "joblib.dump"),
+    (arbitrary_code, "recipes.py", "def f():\n    from joblib import Memory\n", "joblib.Memory"),
+    (arbitrary_code, "recipes.py", "from joblib.numpy_pickle import load_temporary_memmap\n", "joblib.numpy_pickle"),
     (arbitrary_code, "cli.py", 'x = eval("1")\n', "eval"),
     (arbitrary_code, "cli.py", 'exec("x = 1")\n', "exec"),
     (arbitrary_code, "cli.py", 'import numpy as np\nnp.load("x", allow_pickle=True)\n', "allow_pickle"),

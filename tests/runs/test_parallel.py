@@ -48,7 +48,7 @@ def test_no_jobs_no_results() -> None:
 
 
 def test_a_killed_worker_is_one_line() -> None:
-    with pytest.raises(WorkerKilledError, match="a worker process was killed, .* of 4 runs done") as caught:
+    with pytest.raises(WorkerKilledError, match=r"a worker process was killed, .* of 4 runs done") as caught:
         run_jobs(die, [0, 1, 2, 3], workers=2)
     assert "\n" not in str(caught.value)
     assert [n for n, *_ in run_jobs(square_and_threads, [3, 4], workers=2)] == [9, 16], "and the next call works"
@@ -56,7 +56,7 @@ def test_a_killed_worker_is_one_line() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_job_raises_is_raised(workers: int) -> None:
-    with pytest.raises(ValueError, match="number=[01]: planted"):
+    with pytest.raises(ValueError, match=r"number=[01]: planted"):
         run_jobs(refuse, [0, 1], workers=workers)
 
 
