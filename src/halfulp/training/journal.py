@@ -30,13 +30,15 @@ class Journal:
         self._metrics: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
 
     @classmethod
-    def begin(cls, folder: Path, config: RunConfig, order: np.ndarray, command: str | None) -> Journal:
-        """Start a run in a new or empty folder.
+    def begin(
+        cls, folder: Path, config: RunConfig, order: np.ndarray, command: str | None, again: bool = False
+    ) -> Journal:
+        """Start a run in a new or empty folder, or `again` in one where a run was killed before it had a record.
 
         Raises:
             ValueError: the folder holds something, or its parent is not there.
         """
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(not (again and _early(p)) for p in folder.iterdir())):
             raise ValueError(
                 f"out={str(folder)!r}: it is not empty; accepted is a new folder, or resume for its own run"
             )
@@ -70,6 +72,11 @@ class Journal:
         self._metrics.close()
         self.record |= {"status": status, "reason": reason, "ended": now()}
         write_json(self.folder / "run.json", self.record)
+
+
+def _early(path: Path) -> bool:
+    """Whether a file is one that `begin` writes before run.json."""
+    return path.name.startswith((".batches.npy.", ".run.json.")) or path.name == "batches.npy"
 
 
 def recorded_state(folder: Path, config: RunConfig) -> tuple[np.ndarray, Checkpoint | None]:

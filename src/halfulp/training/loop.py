@@ -137,7 +137,7 @@ def _prepare(
     if folder is None or not group.leads:
         return session, None
     if not again:
-        return session, Journal.begin(folder, config, order, command)
+        return session, Journal.begin(folder, config, order, command, resume)
     session.rows = [row for row in read_rows(folder) if row["step"] <= session.done]
     over = read_record(folder)["status"] in _OVER
     return session, None if over else Journal.take_up(folder, session.done)

@@ -54,8 +54,16 @@ def config_from_dict(plain: Any) -> RunConfig:
     try:
         return _converter().structure(plain, RunConfig)  # type: ignore[no-any-return]
     except Exception as error:
-        reasons = transform_error(error, path="config")
+        reasons = transform_error(error, path="config", format_exception=_reason)
         raise ValueError(f"config: {'; '.join(reasons)}; accepted is what a run.json holds") from None
+
+
+def _reason(error: BaseException, kind: type[Any] | None) -> str:
+    """Our own checks say it best; cattrs knows the rest."""
+    from cattrs.v import format_exception
+
+    own = isinstance(error, (ValueError, TypeError)) and "accepted" in str(error)
+    return str(error) if own else str(format_exception(error, kind))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
