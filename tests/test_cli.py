@@ -14,6 +14,7 @@ from halfulp.audit import PROBES, Case, Shape
 from halfulp.audit import run as audit_run
 from halfulp.formats import FORMATS
 from halfulp.recipes import RECIPES
+from halfulp.training.presets import PRESETS
 from tests.report.markup import problems
 
 EXAMPLE = ["--", "-2.4071154594421387", "-2.296875"]
@@ -67,7 +68,7 @@ def run(capsys, *arguments):
     [
         (["nosuch"], "'nosuch' is not known; accepted are the commands demo, audit, "),
         (["ls", "--nosuch"], "'--nosuch' is not known; accepted are the options of --help"),
-        (["ls", "colors"], "what='colors': accepted are all, formats, recipes, targets, probes, claims"),
+        (["ls", "colors"], "what='colors': accepted are all, formats, recipes, targets, probes, claims, presets"),
         (["explain", "1"], "values of length 1: accepted for 'sum' is at least two"),
         (["explain", "1", "two"], "values='two': accepted are finite numbers"),
         (["explain", "1", "inf"], "values='inf': accepted are finite numbers"),
@@ -192,6 +193,7 @@ def test_explain_takes_exponents_and_other_operations(capsys):
         ("probes", [probe.name for probe in PROBES]),
         ("targets", ["sdpa:flash", "recipe:BF16_HALFULP"]),
         ("claims", ["A13", "D12"]),
+        ("presets", list(PRESETS)),
     ],
 )
 def test_ls(capsys, what, names):
@@ -208,7 +210,7 @@ def test_ls(capsys, what, names):
 def test_ls_everything(capsys):
     code, out, _ = run(capsys, "ls", "--json")
     assert code == 0
-    assert set(json.loads(out)) == {"formats", "recipes", "targets", "probes", "claims"}
+    assert set(json.loads(out)) == {"formats", "recipes", "targets", "probes", "claims", "presets"}
 
 
 @pytest.mark.usefixtures("small_plan")

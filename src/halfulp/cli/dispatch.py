@@ -17,6 +17,7 @@ from typing import Any
 from halfulp import __version__
 from halfulp.cli.audits import audit
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
+from halfulp.cli.lab import compare, tokens, train
 from halfulp.cli.shell import PROGRAM, typed
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -24,6 +25,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "audit": audit,
     "sweep": sweep,
     "claims": claims,
+    "train": train,
+    "tokens": tokens,
+    "compare": compare,
     "explain": explain,
     "ls": ls,
 }

@@ -174,12 +174,15 @@ def explain(
 
 
 def ls(
-    what: Literal["all", "formats", "recipes", "targets", "probes", "claims"] = "all", /, *, json: bool = False
+    what: Literal["all", "formats", "recipes", "targets", "probes", "claims", "presets"] = "all",
+    /,
+    *,
+    json: bool = False,
 ) -> int:
-    """List what there is: number formats, recipes, attention kernels to audit, probe inputs, claims.
+    """List what there is: number formats, recipes, attention kernels to audit, probe inputs, claims, training presets.
 
     Args:
-        what: Which list: formats, recipes, targets, probes, claims, or all.
+        what: Which list: formats, recipes, targets, probes, claims, presets, or all.
         json: Print JSON instead of tables.
     """
     from halfulp.experiments.listing import LISTS

@@ -1,3 +1,229 @@
 """The commands of the training lab; `COMMANDS` in `halfulp.cli.dispatch` names them."""
 
 from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tyro.conf import UseAppendAction
+
+from halfulp.cli.shell import PROGRAM, print_json, typed_command
+
+if TYPE_CHECKING:
+    from halfulp.training.config import RunConfig
+    from halfulp.training.loop import Sink, TrainedRun
+
+
+def train(
+    preset: str = "",
+    /,
+    *,
+    out: Path | None = None,
+    resume: Path | None = None,
+    attention: UseAppendAction[tuple[str, ...]] = (),
+    steps: int | None = None,
+    seed: int | None = None,
+    data: str | None = None,
+    device: str | None = None,
+    set: UseAppendAction[tuple[str, ...]] = (),
+    batches: Path | None = None,
+    parallel: Literal["none", "ddp", "fsdp"] = "none",
+    tensorboard: bool = False,
+    wandb: str | None = None,
+    json: bool = False,
+) -> int:
+    """Train a model into a run folder: halfulp train minutes --out DIR; go on with one: halfulp train --resume DIR
+
+    Ctrl-C lets the step end and saves it. The same command writes the same losses and weights, bit for bit, and so
+    does a run that was interrupted or killed and resumed. Exit code 1: the loss is no finite number any more.
+
+    Args:
+        preset: seconds, minutes, capture, pictures or gpt2 (`halfulp ls presets` says what each is and takes).
+        out: New folder for the run.
+        resume: Folder of a run to go on with, from its last checkpoint; its own configuration holds.
+        attention: Who computes attention: torch:flash, torch:math, torch:fp32, a recipe such as
+            BF16_FLASH2[out=fp32], or file.py:function. Given again with a place in front, such as "layer 1 head 2,5:
+            torch:math", it holds there alone.
+        steps: Steps to train.
+        seed: Of weights, data and their order.
+        data: synthetic, english, or a token file that `halfulp tokens` wrote.
+        device: Where to train, such as cpu or cuda.
+        set: Any other field, field=value, such as optimizer.learning_rate=3e-4, workload.layers=2, batch=8 (sequences a
+            step), measure_every=10 or checkpoint_every=100 (steps). May be given again.
+        batches: Folder of another run whose recorded order of samples is replayed.
+        parallel: Share the work of several processes that torchrun started: ddp copies the model, fsdp shards it.
+        tensorboard: Write what is measured for TensorBoard too, to DIR/tensorboard.
+        wandb: Send it to this project of Weights & Biases too.
+        json: Print what became of the run as JSON.
+    """
+    from halfulp.training.loop import train as trained
+    from halfulp.training.record import config_from_dict, read_record
+
+    chosen = {"preset": preset, "out": out, "attention": attention, "steps": steps, "seed": seed, "data": data}
+    chosen |= {"device": device, "set": set, "batches": batches}
+    if resume is not None:
+        for name, value in chosen.items():
+            if value not in (None, "", ()):
+                raise ValueError(f"{name}={_shown(value)}: accepted without --resume, whose run has its own")
+        config, folder = config_from_dict(read_record(resume)["config"]), resume
+    else:
+        config = _configured(preset, attention, steps, seed, data, device, set)
+        if out is None:
+            raise ValueError("out is missing; accepted is a new folder for the run (--out), or --resume DIR")
+        folder = out
+    order = None if batches is None else _recorded_order(batches)
+    leads = os.environ.get("RANK", "0") == "0"  # torchrun's; one process speaks for all
+    sinks = _sinks(config, folder, tensorboard, wandb) if leads else ()
+    with _threads(config.device):
+        run = trained(
+            config,
+            folder,
+            resume=resume is not None,
+            batches=order,
+            parallel=parallel,
+            sinks=sinks,
+            command=typed_command(),
+        )
+    if leads:
+        _tell(run, folder, json)
+    return {"failed": 1, "interrupted": 130}.get(run.status, 0)
+
+
+def tokens(folder: Path, file: Path, /, *, tokenizer: Literal["bytes", "gpt2"] = "bytes", json: bool = False) -> int:
+    """Make a token file of all text below a folder, to train on: halfulp tokens DIR corpus.npy --tokenizer gpt2
+
+    Args:
+        folder: Text files, UTF-8, in any subfolders; or one such file.
+        file: Token file to write, a name that ends in .npy; FILE.json beside it says what it holds.
+        tokenizer: bytes (256 tokens), or gpt2 (50,257 tokens; needs the extra `tokens`, no network).
+        json: Print what the file holds as JSON.
+    """
+    from halfulp.training.tokens import read_tokens, write_tokens
+
+    _, about = read_tokens(write_tokens(folder, file, tokenizer))
+    if json:
+        print_json(about)
+    else:
+        left_out = f"; {about['left_out']} files that are no text were left out" if about["left_out"] else ""
+        print(f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in {file}{left_out}")
+    return 0
+
+
+def compare(
+    runs: tuple[Path, ...],
+    /,
+    *,
+    baseline: Path | None = None,
+    html: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Compare the weights of twin runs over all checkpoints in common: halfulp compare RUN RUN
+
+    The largest difference and the Wasserstein distance of the weights, and their growth a step. Runs that differ from
+    the baseline in their seeds alone are baselines for the runs that share those seeds: three of each give intervals.
+
+    Args:
+        runs: Folders of `halfulp train`, kept with checkpoints (--set checkpoint_every=N --set keep=none); the first is
+            the baseline, unless another is named.
+        baseline: Folder that the runs are compared with.
+        html: File to write a page to, with pictures that text-to-image runs draw.
+        json: Print JSON instead of tables.
+    """
+    from halfulp.experiments.compare import compare_runs
+    from halfulp.experiments.drawing import sheets_of
+    from halfulp.report.compare_page import compare_page
+    from halfulp.report.terminal import console, print_table, progress_bar
+    from halfulp.runs.folder import check_file, write_text
+
+    check_file("html", html)
+    with progress_bar("compare") as progress:
+        plain = compare_runs(runs, baseline, command=typed_command(), progress=progress).as_dict()
+    if json:
+        print_json(plain)
+    else:
+        for table in plain["tables"]:
+            print_table(table, console())
+    if html is not None:
+        pictures = sheets_of([*runs] if baseline is None else [baseline, *runs])
+        write_text(html, compare_page(plain, pictures))
+    return 0
+
+
+def _configured(
+    preset: str,
+    attention: tuple[str, ...],
+    steps: int | None,
+    seed: int | None,
+    data: str | None,
+    device: str | None,
+    settings: tuple[str, ...],
+) -> RunConfig:
+    """The preset with what was asked for instead."""
+    from halfulp.training.attention import AttentionPlan
+    from halfulp.training.presets import PRESETS
+    from halfulp.training.settings import settable, with_settings
+
+    if preset not in PRESETS:
+        named = f"preset={preset!r}" if preset else "preset is missing"
+        raise ValueError(f"{named}: accepted are {', '.join(PRESETS)}, or --resume DIR alone")
+    config = PRESETS[preset]()
+    if attention:
+        somewhere = attention[0].lstrip().startswith(("layer", "head"))
+        plan = config.attention.with_(*attention) if somewhere else AttentionPlan.of(*attention)
+        config = replace(config, attention=plan)
+    if data is not None and "workload.data" not in settable(config):
+        raise ValueError(f"data={data!r}: accepted with another preset; {preset} makes its own")
+    given = {"steps": steps, "seed": seed, "workload.data": data, "device": device}
+    texts = [f"{name}={value}" for name, value in given.items() if value is not None]
+    return with_settings(config, [*texts, *settings])
+
+
+def _recorded_order(folder: Path) -> Any:
+    """The order of samples of another run, memory-mapped."""
+    import numpy as np
+
+    try:
+        return np.load(folder / "batches.npy", mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"batches={str(folder)!r}: {error}; accepted is the folder of a run") from None
+
+
+def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | None) -> list[Sink]:
+    from halfulp.training.sinks import ConsoleSink, TensorBoardSink, WandbSink
+
+    sinks: list[Sink] = [ConsoleSink(config.steps, config.preset or "train")]
+    if tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", config))
+    if project is not None:
+        sinks.append(WandbSink(project, config, folder))
+    return sinks
+
+
+def _threads(device: str) -> Any:
+    """One thread on a CPU: the same bits on every machine, and small models are faster so."""
+    from contextlib import nullcontext
+
+    from halfulp.runs.threads import one_thread
+
+    return one_thread() if device == "cpu" else nullcontext()
+
+
+def _tell(run: TrainedRun, folder: Path, json: bool) -> None:
+    """How it ended, where it lies, and how to go on."""
+    last = run.metrics[-1] if run.metrics else {"step": 0, "loss": None}
+    if json:
+        whole = {"folder": str(folder), "status": run.status, "reason": run.reason, "steps": run.config.steps}
+        print_json(whole | last)
+        return
+    loss = "none yet" if last["loss"] is None else f"{last['loss']:.6g}"
+    why = f" ({run.reason})" if run.reason else ""
+    print(f"{run.config.preset or 'train'}, {run.config.attention}, seed {run.config.seed}: {run.status}{why}")
+    print(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
+    if run.status == "interrupted":
+        print(f"go on with: {PROGRAM} train --resume {folder}")
+
+
+def _shown(value: Any) -> str:
+    return repr(" ".join(value) if isinstance(value, tuple) else str(value))

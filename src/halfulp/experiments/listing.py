@@ -1,4 +1,4 @@
-"""What there is, as tables: number formats, recipes, attention kernels, probe inputs and claims."""
+"""What there is, as tables: number formats, recipes, attention kernels, probe inputs, claims and training presets."""
 
 from __future__ import annotations
 
@@ -73,6 +73,17 @@ def claims() -> Table:
     return _table("Claims", ("claim", "statement", "measured"), rows, "claims")
 
 
+def presets() -> Table:
+    """Return the trainings that `halfulp train` has ready."""
+    from halfulp.training.presets import PRESETS
+
+    rows: list[tuple[Cell, ...]] = []
+    for name, preset in PRESETS.items():
+        config = preset()
+        rows.append((name, (preset.__doc__ or "").strip().splitlines()[0], config.steps, str(config.attention)))
+    return _table("Trainings", ("preset", "what it does", "steps", "attention"), rows, "presets")
+
+
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Cell, ...]], name: str) -> Table:
     return Table(title, columns, tuple(rows), "", f"halfulp ls {name}")
 
@@ -83,5 +94,6 @@ LISTS: dict[str, Callable[[], Table]] = {
     "targets": targets,
     "probes": probes,
     "claims": claims,
+    "presets": presets,
 }
 """Every list by the name that the command line knows it by."""

@@ -76,7 +76,7 @@ def token_stream(config: Language, data_seed: int) -> tuple[np.ndarray, dict[str
             about: dict[str, Any] = {"data": "english", "tokens": len(tokens), "sha256": _sha256(tokens)}
         case path:
             if not Path(path).is_file():
-                raise ValueError(f"data={path!r}: accepted are synthetic, english, or a token file")
+                raise ValueError(f"data={path!r}: accepted are synthetic, english, or a token file (halfulp tokens)")
             tokens, sidecar = read_tokens(Path(path))
             needed, about = sidecar["vocabulary"], {"data": path, **sidecar}
     if config.vocabulary < needed:
