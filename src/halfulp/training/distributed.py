@@ -104,7 +104,9 @@ def world(parallel: Parallel, device: str) -> Iterator[World]:
             f"parallel={parallel!r}: accepted under torchrun, such as torchrun --nproc-per-node 4 -m halfulp train …"
         )
     on_gpu = torch.device(device).type == "cuda"
-    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    joined = distributed.is_initialized()  # by the caller, who then also leaves
+    if not joined:
+        distributed.init_process_group("nccl" if on_gpu else "gloo")
     try:
         local = distributed.get_node_local_rank()
         if on_gpu:
@@ -112,4 +114,5 @@ def world(parallel: Parallel, device: str) -> Iterator[World]:
         place = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         yield World(parallel, distributed.get_rank(), distributed.get_world_size(), place)
     finally:
-        distributed.destroy_process_group()
+        if not joined:
+            distributed.destroy_process_group()

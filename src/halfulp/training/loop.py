@@ -172,7 +172,7 @@ def _run(
                     if "loss" in row:
                         progress(session.done / config.steps, f"step {session.done}: loss {row['loss']:.4g}")
                         reason = (stop(row) or "") if stop is not None else ""
-                        status = "stopped" if reason else status
+                        status = "stopped" if group.agree(bool(reason)) else status
                 if not math.isfinite(session.loss):
                     status, reason = "failed", f"the loss of step {session.done} is {session.loss}"
                 elif group.agree(bool(asked)):
