@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,34 +59,13 @@ def train(
         wandb: Send it to this project of Weights & Biases too.
         json: Print what became of the run as JSON.
     """
-    from halfulp.training.loop import train as trained
-    from halfulp.training.record import config_from_dict, read_record
-
-    chosen = {"preset": preset, "out": out, "attention": attention, "steps": steps, "seed": seed, "data": data}
-    chosen |= {"device": device, "set": set, "batches": batches}
-    if resume is not None:
-        for name, value in chosen.items():
-            if value not in (None, "", ()):
-                raise ValueError(f"{name}={_shown(value)}: accepted without --resume, whose run has its own")
-        config, folder = config_from_dict(read_record(resume)["config"]), resume
-    else:
-        config = _configured(preset, attention, steps, seed, data, device, set)
-        if out is None:
-            raise ValueError("out is missing; accepted is a new folder for the run (--out), or --resume DIR")
-        folder = out
-    order = None if batches is None else _recorded_order(batches)
+    asked: dict[str, Any] = {"preset": preset, "out": out, "attention": attention, "steps": steps, "seed": seed}
+    asked |= {"data": data, "device": device, "set": set, "batches": batches}
+    config, folder = _configured(asked) if resume is None else _recorded(resume, asked)
     leads = os.environ.get("RANK", "0") == "0"  # torchrun's; one process speaks for all
-    sinks = _sinks(config, folder, tensorboard, wandb) if leads else ()
-    with _threads(config.device):
-        run = trained(
-            config,
-            folder,
-            resume=resume is not None,
-            batches=order,
-            parallel=parallel,
-            sinks=sinks,
-            command=typed_command(),
-        )
+    sinks = _sinks(config, folder, tensorboard, wandb) if leads else []
+    options: dict[str, Any] = {"resume": resume is not None, "parallel": parallel, "sinks": sinks}
+    run = _train(config, folder, batches, options)
     if leads:
         _tell(run, folder, json)
     return {"failed": 1, "interrupted": 130}.get(run.status, 0)
@@ -151,23 +131,18 @@ def compare(
     return 0
 
 
-def _configured(
-    preset: str,
-    attention: tuple[str, ...],
-    steps: int | None,
-    seed: int | None,
-    data: str | None,
-    device: str | None,
-    settings: tuple[str, ...],
-) -> RunConfig:
-    """The preset with what was asked for instead."""
+def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
+    """The preset with what was asked for instead, and where the run goes."""
     from halfulp.training.attention import AttentionPlan
     from halfulp.training.presets import PRESETS
     from halfulp.training.settings import settable, with_settings
 
+    preset, attention, data = asked["preset"], asked["attention"], asked["data"]
     if preset not in PRESETS:
         named = f"preset={preset!r}" if preset else "preset is missing"
         raise ValueError(f"{named}: accepted are {', '.join(PRESETS)}, or --resume DIR alone")
+    if asked["out"] is None:
+        raise ValueError("out is missing; accepted is a new folder for the run (--out), or --resume DIR")
     config = PRESETS[preset]()
     if attention:
         somewhere = attention[0].lstrip().startswith(("layer", "head"))
@@ -175,9 +150,30 @@ def _configured(
         config = replace(config, attention=plan)
     if data is not None and "workload.data" not in settable(config):
         raise ValueError(f"data={data!r}: accepted with another preset; {preset} makes its own")
-    given = {"steps": steps, "seed": seed, "workload.data": data, "device": device}
+    given = {"steps": asked["steps"], "seed": asked["seed"], "workload.data": data, "device": asked["device"]}
     texts = [f"{name}={value}" for name, value in given.items() if value is not None]
-    return with_settings(config, [*texts, *settings])
+    return with_settings(config, [*texts, *asked["set"]]), asked["out"]
+
+
+def _recorded(folder: Path, asked: dict[str, Any]) -> tuple[RunConfig, Path]:
+    """The configuration of a run that goes on, which nothing may change."""
+    from halfulp.training.record import config_from_dict, read_record
+
+    for name, value in asked.items():
+        if value not in (None, "", ()):
+            shown = " ".join(value) if isinstance(value, tuple) else str(value)
+            raise ValueError(f"{name}={shown!r}: accepted without --resume, whose run has its own")
+    return config_from_dict(read_record(folder)["config"]), folder
+
+
+def _train(config: RunConfig, folder: Path, batches: Path | None, options: dict[str, Any]) -> TrainedRun:
+    """On one thread of a CPU: the same bits on every machine, and small models are faster so."""
+    from halfulp.runs.threads import one_thread
+    from halfulp.training.loop import train as trained
+
+    order = None if batches is None else _recorded_order(batches)
+    with one_thread() if config.device == "cpu" else nullcontext():
+        return trained(config, folder, batches=order, command=typed_command(), **options)
 
 
 def _recorded_order(folder: Path) -> Any:
@@ -201,15 +197,6 @@ def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | No
     return sinks
 
 
-def _threads(device: str) -> Any:
-    """One thread on a CPU: the same bits on every machine, and small models are faster so."""
-    from contextlib import nullcontext
-
-    from halfulp.runs.threads import one_thread
-
-    return one_thread() if device == "cpu" else nullcontext()
-
-
 def _tell(run: TrainedRun, folder: Path, json: bool) -> None:
     """How it ended, where it lies, and how to go on."""
     last = run.metrics[-1] if run.metrics else {"step": 0, "loss": None}
@@ -223,7 +210,3 @@ def _tell(run: TrainedRun, folder: Path, json: bool) -> None:
     print(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
     if run.status == "interrupted":
         print(f"go on with: {PROGRAM} train --resume {folder}")
-
-
-def _shown(value: Any) -> str:
-    return repr(" ".join(value) if isinstance(value, tuple) else str(value))
