@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import queue
-from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from halfulp.experiments import failure
 from halfulp.experiments.failure import (
-    FailureRun,
     curves,
     judge,
     run_failure,
@@ -118,18 +114,13 @@ def test_an_unknown_attention_is_refused_before_any_worker_starts() -> None:
         run_failures(["torch:fp32", "nothing"], (0, 1), 2, workers=2)
 
 
-def test_what_a_worker_raises_is_raised_and_what_it_says_is_handed_on() -> None:
-    said: list[tuple[float, str]] = []
-    messages: queue.Queue[tuple[int, float, str]] = queue.Queue()
-    done, broken = Future[FailureRun](), Future[FailureRun]()
-    done.set_result(run_failure("torch:fp32", 0, 1))
-    messages.put((0, 1.0, "first"))
-    messages.put((1, 0.5, "second"))
-    failure._relay([done], messages, lambda fraction, message: said.append((fraction, message)), count=2)
-    assert said == [(0.75, "second"), (1.0, "trained")]
-    broken.set_exception(ValueError("planted"))
-    with pytest.raises(ValueError, match="planted"):
-        failure._relay([broken], messages, lambda fraction, message: None, count=1)
+def test_what_a_worker_raises_is_raised() -> None:
+    with pytest.raises(ValueError, match="batch=0"):
+        run_failures([refuse, "torch:fp32"], (0, 1), 2, workers=2)
+
+
+def refuse(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+    raise ValueError("batch=0: a planted fault")
 
 
 def test_threads_are_left_as_they_were() -> None:

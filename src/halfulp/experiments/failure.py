@@ -10,24 +10,22 @@ more against their own best; that factor is the rule by which a run is called fa
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import signal
 import statistics
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from halfulp.attention import emulate
 from halfulp.isolate.rule import RULE, Outcome, judge
 from halfulp.recipes import RECIPES, Recipe
+from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Figure, Progress, Series, no_progress, plain_numbers
 from halfulp.runs.threads import one_thread
-from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
-from halfulp.training.config import LayerTask, Optimizer, RunConfig
+from halfulp.training.attention import AttentionFunction, attention_function
+from halfulp.training.config import LayerTask
 from halfulp.training.loop import train
+from halfulp.training.presets import seconds
 
 AttentionChoice: TypeAlias = str | Recipe | AttentionFunction
 
@@ -92,18 +90,12 @@ def run_failure(
         raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
     name = attention_name(attention)
     own = None if isinstance(attention, str) else {name: _function(attention)}
-    config = RunConfig(
-        task or LayerTask(),
-        AttentionPlan.of(name),
-        Optimizer(learning_rate=1e-3, warm_up=50),
-        steps=steps,
-        seed=seed,
-        metrics_every=record_every,
-        preset="seconds",
-    )
+    config = replace(seconds(name, seed=seed, steps=steps), workload=task or LayerTask(), metrics_every=record_every)
     label, report = label or name, progress or no_progress
     with one_thread():
         run = train(config, own=own, progress=lambda done, said: report(done, f"{label}, seed {seed}, {said}"))
+    if run.status == "interrupted":
+        raise KeyboardInterrupt
     broke_at = run.steps[-1] if run.status == "failed" else None
     curves_of = ("loss", "mean_score", "max_score", "sigma_query", "sigma_key")
     loss, mean, largest, sigma_q, sigma_k = (run.curve(curve) for curve in curves_of)
@@ -123,11 +115,11 @@ def run_failures(
 ) -> list[FailureRun]:
     """Train with every attention on every seed, in `workers` processes; attentions outside.
 
-    A worker is a fresh interpreter, so the calling script needs the usual `if __name__ == "__main__":`. One worker
-    means this process. Results do not depend on the number of workers.
+    One worker means this process. Results do not depend on the number of workers.
 
     Raises:
         ValueError: an attention is not known or a number is out of range.
+        halfulp.runs.parallel.WorkerKilledError: a worker process was killed.
     """
     choices = list(attentions)
     for attention in choices:
@@ -137,18 +129,7 @@ def run_failures(
     report = progress or no_progress
     if workers <= 1 or len(jobs) <= 1:
         return [_run(job, _share(report, i, len(jobs))) for i, job in enumerate(jobs)]
-    context = multiprocessing.get_context("spawn")
-    messages: Any = context.Queue()
-    with ProcessPoolExecutor(
-        min(workers, len(jobs)), mp_context=context, initializer=_start_worker, initargs=(messages,)
-    ) as pool:
-        futures = [pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
-        try:
-            _relay(futures, messages, report, len(jobs))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
+    return run_jobs(_run, jobs, workers=workers, progress=report)
 
 
 def curves(runs: Sequence[FailureRun], command: str) -> list[Figure]:
@@ -196,41 +177,12 @@ def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
 
 
 _Job: TypeAlias = tuple[AttentionChoice, int, int, int, LayerTask | None]
-_messages: list[Any] = []  # in a worker: the queue to its parent
 
 
-def _run(job: _Job, report: Progress) -> FailureRun:
+def _run(job: _Job, report: Progress = no_progress) -> FailureRun:
     attention, seed, steps, record_every, task = job
     return run_failure(attention, seed, steps, record_every, task=task, progress=report)
 
 
 def _share(report: Progress, number: int, count: int) -> Progress:
     return lambda fraction, message: report((number + fraction) / count, message)
-
-
-def _start_worker(messages: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
-    _messages[:] = [messages]
-
-
-def _in_worker(number: int, job: _Job) -> FailureRun:
-    return _run(job, lambda fraction, message: _messages[0].put((number, fraction, message)))
-
-
-def _relay(futures: Sequence[Future[FailureRun]], messages: Any, report: Progress, count: int) -> None:
-    """Hand on what the workers say about `count` jobs until they are done; raises what a worker raised."""
-    done = [0.0] * count
-    pending: set[Future[FailureRun]] = set(futures)
-    while pending:
-        finished, pending = wait(pending, timeout=0.1)
-        for future in finished:
-            future.result()
-        message = ""
-        while True:
-            try:
-                number, done[number], message = messages.get_nowait()
-            except queue.Empty:
-                break
-        if message:
-            report(sum(done) / count, message)
-    report(1.0, "trained")
