@@ -93,6 +93,7 @@ def _run(claim: Claim, lab: Lab) -> Verdict:
         verdict=judge_claim(claim, measured),
         command=claim.command,
         seconds=time.perf_counter() - began,
+        pictures=() if measured is None else measured.pictures,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ VerdictKind: TypeAlias = Literal[
 ]
 Group: TypeAlias = Literal["A", "B", "C", "D"]
 Figures: TypeAlias = Mapping[str, float]
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Measured:
 
     figures: dict[str, float]  # what the rule looks at
     text: str  # the same for a reader, with sample size and uncertainty
+    pictures: tuple[dict[str, Any], ...] = ()  # figures and heat maps in their JSON form, for a page
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Verdict:
     verdict: VerdictKind
     command: str
     seconds: float
+    pictures: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; figures that are not finite become None."""
@@ -104,6 +107,8 @@ class Lab:
     runs: dict[tuple[str, int], FailureRun] = field(default_factory=dict)
     sweeps: dict[str, SweepResult] = field(default_factory=dict)
     report: Progress = no_progress  # of the claim being measured
+    full: bool = False  # at the largest scale instead of the quickest
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def trained(self, names: Sequence[str]) -> dict[str, list[FailureRun]]:
         """Return the failure task's runs by attention name: PyTorch's or a rung of the ladder, every seed of each."""
@@ -113,6 +118,12 @@ class Lab:
         for run in found:
             self.runs[run.attention, run.seed] = run
         return {name: [self.runs[name, seed] for seed in self.seeds] for name in names}
+
+    def once(self, name: str, measure: Callable[[], Shared]) -> Shared:
+        """Return what is kept under a name, measured if it is not there yet."""
+        if name not in self.kept:
+            self.kept[name] = measure()
+        return self.kept[name]  # type: ignore[no-any-return]
 
     def swept(self, name: str, measure: Callable[[], SweepResult]) -> SweepResult:
         """Return the sweep kept under a name, measured if it is not there yet."""

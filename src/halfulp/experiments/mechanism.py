@@ -1,0 +1,302 @@
+"""A constructed training in which the mechanism of Qiu & Yao is what ruins the run, and their softmax fix saves it.
+
+In the failing run of `failure` the error of δ that pushes the scores comes from the curvature of the loss, so the
+published fix cannot help there. Here everything the paper's account needs is put in place, and nothing else:
+
+- exact ties: every key stands three times in the context, with another value each time, so that a row's maximum is
+  repeated and P̄ = 1 three times (scores are functions of the key alone, values are not);
+- sharp rows: half of the queries match one key by 11 nats, so that the other tokens weigh less than an ulp of Ō and do
+  no more than set its sticky bit;
+- V of one sign: in 8 of 32 features, the guilty ones, V is about −3.5, and Ō, about −10.5, is rounded to bf16 before it
+  is divided by l = 3;
+- dO of one sign: in the guilty features the targets of the sharp rows lie above what attention can reach and those of
+  the other rows below, so that dO is negative where O errs to the negative. The loss there is Huber's, whose slope is
+  constant so far from its minimum: it has next to no curvature, which would push as well.
+
+The other 24 features and the other rows learn a teacher by mean squared error and show the damage. Weights start at the
+teacher's, as late in a training, and every step has a fresh batch. Fails in 1000 steps, 2 seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfulp.attention import emulate
+from halfulp.formats import BF16, FP32, round_to
+from halfulp.isolate.rule import Outcome, Rule, judge
+from halfulp.recipes import BF16_AUTHORS, BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Recipe
+from halfulp.recipes import FP32 as FP32_RECIPE
+from halfulp.runs.parallel import run_jobs
+from halfulp.runs.results import Progress, plain_numbers
+
+RULE = Rule(least_loss=1e-4, score_drift=20.0)
+RULE_TEXT = (
+    f"failed: a number is not finite, or the loss of the sound features (median of the last tenth) is over "
+    f"{RULE.loss_factor:g} times its lowest and at least {RULE.least_loss:g}, 30 times what the fp32 twin reaches; "
+    f"drifting: not failed, but the mean score has moved by more than {RULE.score_drift:g} over the second half"
+)
+STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Ties:
+    """The constructed task; each of the paper's conditions can be taken away."""
+
+    batch: int = 16
+    keys: int = 10  # different keys of a context
+    copies: int = 3  # of every key, with another value each
+    constant: int = 8  # input coordinates that are 1 for every token: the direction in which scores run away
+    width: int = 32  # head dimension
+    guilty: int = 8  # features whose V has one sign
+    mean_value: float = -3.0  # of V there; each feature has up to 1.3 times as much
+    gap: float = 11.0  # nats between a sharp row's match and the other keys
+    base: float = -7.0  # score of the other keys
+    pull: float = 1.0  # how far targets of guilty features lie from what is reachable; negative: dO of the other sign
+    slope: float = 0.1  # of the loss there, so the size of dO
+    jitter: float = 0.0  # relative noise of the keys; 0.3: no ties are left
+    mixed: bool = False  # V of both signs, feature by feature
+    learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.keys, self.copies, self.constant, self.guilty) < 1:
+            raise ValueError(f"task={self}: accepted are sizes of at least 1")
+        if self.keys > self.width or self.guilty > self.width:
+            raise ValueError(f"task={self}: accepted are at most width={self.width} keys and guilty features")
+
+
+_DESCRIBED = BF16_FLASH2.with_(
+    name="described",
+    scores=BF16,
+    accumulator=BF16,
+    row_sum_from="rounded",
+    lse_from="exact",
+    block_query=None,
+    block_key=None,
+)
+_WHOLE: dict[str, Any] = {"block_query": None, "block_key": None}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of the comparison: an attention, a task, and what it changes."""
+
+    name: str
+    change: str
+    recipe: Recipe
+    task: Ties = Ties()
+
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant("described", "the paper's account: bf16 scores, fp32 sums, Ō rounded before the division", _DESCRIBED),
+    Variant("fp32", "everything in fp32", FP32_RECIPE.with_(name="fp32", **_WHOLE)),
+    Variant(
+        "softmax fix",
+        "described, with the published shift of tied rows, β = 7",
+        _DESCRIBED.with_(name="softmax fix", shift=BF16_PAPER_STABILIZED.shift),
+    ),
+    Variant("Ō in fp32", "described, Ō not rounded", _DESCRIBED.with_(name="Ō in fp32", accumulator=FP32)),
+    Variant(
+        "dP∘P", "described, δ = rowsum(dP ∘ P)", _DESCRIBED.with_(name="dP∘P", delta_from="probabilities")
+    ),
+    Variant("no ties", "described, keys with 30 % noise", _DESCRIBED.with_(name="no ties"), Ties(jitter=0.3)),
+    Variant("V of both signs", "described, every other guilty feature positive", _DESCRIBED, Ties(mixed=True)),
+    Variant("dO flipped", "described, dO of the other sign", _DESCRIBED, Ties(pull=-1.0)),
+    Variant("authors", "the official code's recipe: every tensor bf16", BF16_AUTHORS.with_(name="authors", **_WHOLE)),
+    Variant(
+        "authors + softmax fix",
+        "… with its published fix, β = 7",
+        BF16_PAPER_STABILIZED.with_(name="authors + softmax fix", **_WHOLE),
+    ),
+    Variant("halfulp", "BF16_HALFULP", BF16_HALFULP.with_(name="halfulp", **_WHOLE)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MechanismRun:
+    """What one run recorded, every `record_every` steps."""
+
+    variant: str
+    seed: int
+    steps: tuple[int, ...]
+    loss: tuple[float, ...]  # of the sound features
+    pulled_loss: tuple[float, ...]  # of the guilty features
+    mean_score: tuple[float, ...]
+    max_score: tuple[float, ...]
+    first_order: tuple[float, ...]  # Σ dO(O_hp) ∘ (O_lp − O_hp), all rows of the step
+    curvature: tuple[float, ...]  # the rest of Σ (δ_lp − δ_hp)
+    sharp_error: tuple[float, ...]  # mean of O_lp − O_hp in guilty features of sharp rows
+    tied_rows: tuple[float, ...]  # share of rows whose largest score is repeated
+    outcome: Outcome
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form; numbers that are not finite become None."""
+        numbers = ("loss", "pulled_loss", "mean_score", "max_score", "first_order", "curvature", "sharp_error")
+        plain = asdict(self)
+        return plain | {name: plain_numbers(plain[name]) for name in numbers} | {"rule": RULE_TEXT}
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Inputs of queries and keys, and targets `[B, N, width]`; the first `keys` queries are the sharp ones."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    target: Tensor
+
+
+class _Construction:
+    """Teacher, student and the stream of batches of one seed."""
+
+    def __init__(self, task: Ties, seed: int) -> None:
+        self.task, self.generator = task, torch.Generator().manual_seed(100 + seed)
+        self.teacher = self._teacher()
+        self.student = [torch.nn.Parameter(w.clone()) for w in self.teacher]
+
+    def _teacher(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W_Q `[width, constant + 2 keys]`, W_K `[width, constant + keys]`, W_V `[width, 16]`."""
+        task, g = self.task, self.generator
+        n, d, c = task.keys, task.width, task.constant
+        size = math.sqrt(task.gap * math.sqrt(d))
+        query, key = torch.zeros(d, c + 2 * n), torch.zeros(d, c + n)
+        query[:n, c : c + n] = torch.eye(n) * size
+        key[:n, c:] = torch.eye(n) * size
+        query[:n, c + n :] = torch.randn(n, n, generator=g) * 1.5 * math.sqrt(d) / size  # soft rows: 1.5 nats
+        for w in (query, key):
+            w[:, :c] = torch.randn(d, c, generator=g) * 0.8 / math.sqrt(c)
+        q, k = query[:, :c].sum(1), key[:, :c].sum(1)
+        key[:, :c] += ((task.base * math.sqrt(d) - q @ k) / (q @ q) * q)[:, None] / c
+        value = torch.randn(d, 16, generator=g) * 0.125
+        value[:, 0] = 0
+        value[: task.guilty, 0] = task.mean_value * (1 + 0.3 * torch.rand(task.guilty, generator=g))
+        if task.mixed:
+            value[: task.guilty : 2, 0] *= -1
+        return query, key, value
+
+    def batch(self) -> _Batch:
+        """A fresh batch: keys and queries stand as they do in all of them, values are drawn."""
+        task, g = self.task, self.generator
+        n, c = task.keys, task.constant
+        names = torch.eye(n).repeat(task.copies, 1).expand(task.batch, -1, -1)
+        if task.jitter:
+            names = names * (1 + task.jitter * torch.randn(names.shape, generator=g))
+        key = torch.cat([torch.ones(*names.shape[:2], c), names], -1)
+        query = torch.cat([torch.ones(2 * n, c), torch.eye(2 * n)], 1).expand(task.batch, -1, -1)
+        value = torch.randn(task.batch, key.shape[1], 16, generator=g)
+        value[..., 0] = 1
+        q, k, v = (x @ w.mT for x, w in zip((query, key, value), self.teacher, strict=True))
+        target = (q @ k.mT * task.width**-0.5).softmax(-1) @ v
+        pull = torch.where(torch.arange(2 * n) < n, task.pull, -task.pull)
+        target[..., : task.guilty] += pull[:, None]
+        return _Batch(query, key, value, target)
+
+    def losses(self, out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the guilty features, and of the sound ones."""
+        g = self.task.guilty
+        pulled = functional.huber_loss(out[..., :g], target[..., :g], delta=self.task.slope)
+        return pulled, (out[..., g:] - target[..., g:]).square().mean()
+
+
+def run_variant(
+    variant: Variant, seed: int = 0, steps: int = STEPS, record_every: int = 10, progress: Progress | None = None
+) -> MechanismRun:
+    """Train one variant and judge it by `RULE_TEXT`.
+
+    Args:
+        variant: attention and task.
+        seed: of teacher and data; equal seeds share both wherever the task is the same.
+        steps: optimizer steps.
+        record_every: steps between two points; a point costs an attention in fp32.
+        progress: called at every point.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if steps < 1 or record_every < 1:
+        raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
+    task, made = variant.task, _Construction(variant.task, seed)
+    adam = torch.optim.Adam(made.student, lr=task.learning_rate, betas=(0.9, 0.95))
+    points: list[tuple[float, ...]] = []
+    at: list[int] = []
+    broke_at = None
+    for step in range(1, steps + 1):
+        adam.param_groups[0]["lr"] = task.learning_rate * min(1, step / 50)
+        batch = made.batch()
+        inputs = (batch.query, batch.key, batch.value)
+        q, k, v = ((x @ w.mT)[:, None] for x, w in zip(inputs, made.student, strict=True))
+        out = emulate(q, k, v, recipe=variant.recipe)[:, 0]
+        pulled, loss = made.losses(out, batch.target)
+        broke_at = None if math.isfinite(float(pulled + loss)) else step
+        if step % record_every == 0 or step == steps or broke_at:
+            at.append(step)
+            points.append((float(loss), float(pulled), *_figures(made, variant, batch, (q, k, v), out)))
+            if progress is not None:
+                progress(step / steps, f"{variant.name}, seed {seed}: loss {float(loss):.1e}")
+        if broke_at:
+            break
+        adam.zero_grad()
+        (pulled + loss).backward()  # type: ignore[no-untyped-call]
+        adam.step()
+    columns: list[tuple[float, ...]] = list(zip(*points, strict=True))
+    outcome, reason = judge(columns[0], columns[2], broke_at, RULE)
+    losses, pulled_losses, mean, largest, first, curvature, sharp, tied = columns
+    figures = (losses, pulled_losses, mean, largest, first, curvature, sharp, tied)
+    return MechanismRun(variant.name, seed, tuple(at), *figures, outcome, reason)
+
+
+def run_variants(
+    names: Iterable[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    steps: int = STEPS,
+    *,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> dict[str, list[MechanismRun]]:
+    """Train variants (all without names) on every seed.
+
+    Raises:
+        ValueError: there is no variant of that name.
+    """
+    known = {variant.name: variant for variant in VARIANTS}
+    wanted = list(names) or list(known)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"variant={name!r}: accepted are {', '.join(known)}")
+    jobs = [(known[name], seed, steps) for name in wanted for seed in seeds]
+    found = run_jobs(_job, jobs, workers=workers, progress=progress)
+    return {name: found[i * len(seeds) : (i + 1) * len(seeds)] for i, name in enumerate(wanted)}
+
+
+def _job(job: tuple[Variant, int, int]) -> MechanismRun:
+    return run_variant(*job)
+
+
+def _figures(
+    made: _Construction, variant: Variant, batch: _Batch, inputs: tuple[Tensor, ...], out: Tensor
+) -> tuple[float, ...]:
+    """Mean and largest score, the two parts of Σ(δ_lp − δ_hp), the sharp rows' error, the share of tied rows."""
+    task = made.task
+    query, key, value = (round_to(x.detach(), BF16) for x in inputs)
+    exact = emulate(query, key, value, recipe=FP32_RECIPE.with_(scores=variant.recipe.scores, **_WHOLE))[:, 0]
+    error = out.detach() - exact
+    at_exact, at_out = (_slope(made, o, batch.target) for o in (exact, out.detach()))
+    scores = (query @ key.mT * task.width**-0.5)[:, 0]
+    tied = (scores == scores.amax(-1, keepdim=True)).sum(-1) > 1
+    first, whole = float((at_exact * error).sum()), float((at_out * error).sum())
+    sharp = float(error[:, : task.keys, : task.guilty].mean())
+    return (float(scores.mean()), float(scores.max()), first, whole - first, sharp, float(tied.float().mean()))
+
+
+def _slope(made: _Construction, out: Tensor, target: Tensor) -> Tensor:
+    """dO at some O."""
+    at = out.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(sum(made.losses(at, target), torch.zeros(())), at)
+    return slope
