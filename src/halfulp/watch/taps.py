@@ -6,8 +6,8 @@ another value and the same gradient path. Models put it in place through `halful
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class Tap(Protocol):
 
 @dataclass
 class Call:
-    """One attention call of one layer, detached; the backward pass fills in grad_out."""
+    """One attention call of one layer, detached, with the gradients that the backward pass gave."""
 
     layer: int
     query: Tensor  # [B, H, N, D]
@@ -34,4 +34,14 @@ class Call:
     is_causal: bool
     scale: float
     grad_out: Tensor | None = None  # [B, H, N, D_v]
+    grad_key: Tensor | None = None  # [B, H, N_k, D], as the attention under test computed it
     inputs: Tensor | None = None  # X [B, N, width]: what W_Q reads
+
+    def heads(self, start: int, stop: int) -> Call:
+        """Return the same call for some of the heads; views, no copies."""
+        part: dict[str, Any] = {
+            field.name: x[:, start:stop]
+            for field in fields(self)
+            if isinstance(x := getattr(self, field.name), Tensor) and field.name != "inputs"
+        }
+        return replace(self, **part)
