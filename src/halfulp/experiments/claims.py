@@ -91,7 +91,7 @@ def _run(claim: Claim, lab: Lab) -> Verdict:
         figures={} if measured is None else measured.figures,
         rule="" if claim.rule is None else claim.rule.text,
         verdict=judge_claim(claim, measured),
-        command=claim.command,
+        command=lab.command(claim),
         seconds=time.perf_counter() - began,
         pictures=() if measured is None else measured.pictures,
     )

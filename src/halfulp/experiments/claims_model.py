@@ -97,6 +97,10 @@ def judge_claim(claim: Claim, measured: Measured | None) -> VerdictKind:
     return "reproduced at reduced scale" if claim.reduced else "reproduced"
 
 
+FULL_SEEDS = (0, 1, 2, 3, 4)
+"""Of the failing task where the ledger is measured at the largest scale."""
+
+
 @dataclass
 class Lab:
     """Where claims are measured: what several of them share is measured once."""
@@ -104,9 +108,18 @@ class Lab:
     workers: int = 2
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 4000
+    full: bool = False  # the largest scale that two cores can do in half an hour
     runs: dict[tuple[str, int], FailureRun] = field(default_factory=dict)
     sweeps: dict[str, SweepResult] = field(default_factory=dict)
     report: Progress = no_progress  # of the claim being measured
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers={self.workers}: accepted is an integer of at least 1")
+
+    def command(self, claim: Claim) -> str:
+        """What repeats the claim at this scale."""
+        return f"{claim.command} --all" if self.full else claim.command
     full: bool = False  # at the largest scale instead of the quickest
     kept: dict[str, Any] = field(default_factory=dict)
 
