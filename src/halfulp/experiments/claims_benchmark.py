@@ -49,7 +49,7 @@ def _real_kernel(lab: Lab) -> Measured:
 
 def _precision(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
     setting = Setting(length=length, memory=memory, inputs=inputs)
-    return lab.swept(f"precision {setting}", lambda: sweep_precision(setting, progress=lab.report))
+    return lab.once(f"precision {setting}", lambda: sweep_precision(setting, progress=lab.report))
 
 
 def _formats(lab: Lab) -> Measured:
@@ -91,7 +91,7 @@ def _factor(lab: Lab) -> Measured:
 def _bf16(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
     setting = Setting(length=length, memory=memory, inputs=inputs)
     bf16 = FORMATS[:1]
-    return lab.swept(f"bf16 {setting}", lambda: sweep_precision(setting, formats=bf16, families=FLASH_FAMILIES))
+    return lab.once(f"bf16 {setting}", lambda: sweep_precision(setting, formats=bf16, families=FLASH_FAMILIES))
 
 
 def _length(lab: Lab) -> Measured:
@@ -111,13 +111,13 @@ def _length(lab: Lab) -> Measured:
 
 
 def _lengths(lab: Lab, inputs: Inputs) -> SweepResult:
-    return lab.swept(f"length {inputs}", lambda: sweep_length(Setting(inputs=inputs), progress=lab.report))
+    return lab.once(f"length {inputs}", lambda: sweep_length(Setting(inputs=inputs), progress=lab.report))
 
 
 def _blocks(lab: Lab) -> Measured:
     """B5: block dimensions exchanged, square at the same area, and larger; four formats."""
-    order = lab.swept("order", lambda: sweep_order(progress=lambda f, m: lab.report(f / 2, m)))
-    size = lab.swept("block", lambda: sweep_block(progress=lambda f, m: lab.report(0.5 + f / 2, m)))
+    order = lab.once("order", lambda: sweep_order(progress=lambda f, m: lab.report(f / 2, m)))
+    size = lab.once("block", lambda: sweep_block(progress=lambda f, m: lab.report(0.5 + f / 2, m)))
     exchanged, square, larger = {}, {}, {}
     for fmt in FORMATS:
         exchanged[fmt.name] = _against_published(order, fmt.name, "exchanged")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from halfulp.experiments.failure import FailureRun, run_failures
 from halfulp.experiments.ladder import LADDER
-from halfulp.experiments.sweep import SweepResult
 from halfulp.recipes import Recipe
 from halfulp.runs.results import Progress, no_progress
 
@@ -110,7 +109,7 @@ class Lab:
     steps: int = 4000
     full: bool = False  # the largest scale that two cores can do in half an hour
     runs: dict[tuple[str, int], FailureRun] = field(default_factory=dict)
-    sweeps: dict[str, SweepResult] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # other measurements, by name
     report: Progress = no_progress  # of the claim being measured
 
     def __post_init__(self) -> None:
@@ -120,8 +119,6 @@ class Lab:
     def command(self, claim: Claim) -> str:
         """What repeats the claim at this scale."""
         return f"{claim.command} --all" if self.full else claim.command
-    full: bool = False  # at the largest scale instead of the quickest
-    kept: dict[str, Any] = field(default_factory=dict)
 
     def trained(self, names: Sequence[str]) -> dict[str, list[FailureRun]]:
         """Return the failure task's runs by attention name: PyTorch's or a rung of the ladder, every seed of each."""
@@ -137,12 +134,6 @@ class Lab:
         if name not in self.kept:
             self.kept[name] = measure()
         return self.kept[name]  # type: ignore[no-any-return]
-
-    def swept(self, name: str, measure: Callable[[], SweepResult]) -> SweepResult:
-        """Return the sweep kept under a name, measured if it is not there yet."""
-        if name not in self.sweeps:
-            self.sweeps[name] = measure()
-        return self.sweeps[name]
 
 
 def rung_recipe(name: str) -> str | Recipe:
