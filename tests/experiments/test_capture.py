@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfulp.experiments import capture
 from halfulp.experiments.capture import (
     TENSORS,
     Captured,
     CaptureRun,
-    GptConfig,
-    english_text,
     load_captured,
     save_captured,
     train_and_capture,
 )
+from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 
-TINY = GptConfig(layers=2, heads=2, width=16, context=12, batch=3, steps=4)
+LANGUAGE = Language(layers=2, heads=2, width=16, context=12, data="english")
+TINY = RunConfig(LANGUAGE, optimizer=Optimizer(learning_rate=3e-3, warm_up=20), batch=3, steps=4, metrics_every=1)
 
 
 class Recorder:
@@ -52,8 +51,8 @@ def equal(a: Captured, b: Captured) -> bool:
 
 def test_what_is_captured_is_what_attention_saw_and_got_back(trained: tuple[CaptureRun, Recorder]) -> None:
     run, recorder = trained
-    assert len(recorder.calls) == TINY.layers * (TINY.steps + 1)
-    for index, call in enumerate(recorder.calls[-TINY.layers :]):
+    assert len(recorder.calls) == LANGUAGE.layers * (TINY.steps + 1)
+    for index, call in enumerate(recorder.calls[-LANGUAGE.layers :]):
         layer = run.captured.layer(index)
         for name in TENSORS:
             assert torch.equal(getattr(layer, name), call[name])
@@ -63,7 +62,7 @@ def test_what_is_captured_is_what_attention_saw_and_got_back(trained: tuple[Capt
 
 
 def test_training_learns_and_repeats() -> None:
-    config = replace(TINY, steps=40, width=32, context=32)
+    config = replace(TINY, steps=40, workload=replace(LANGUAGE, width=32, context=32))
     said: list[float] = []
     first = train_and_capture(config=config, progress=lambda fraction, message: said.append(fraction))
     again = train_and_capture(config=config)
@@ -74,17 +73,19 @@ def test_training_learns_and_repeats() -> None:
     assert said[-1] == 1.0
 
 
-def test_the_text_is_english_and_long_enough() -> None:
-    text = english_text()
-    assert len(text) > 200_000
-    assert text.count(b" the ") > 1000
+def test_the_kernel_of_the_plan_sees_the_same_values() -> None:
+    """A kernel that casts by itself and a function that is fed bf16 leave the same activations, to the bit."""
+    by_plan = train_and_capture(config=TINY)
+    by_hand = train_and_capture(torch.nn.functional.scaled_dot_product_attention, TINY)
+    assert by_plan.loss == by_hand.loss
+    assert equal(by_plan.captured, by_hand.captured)
 
 
-def test_docstrings_stand_in_for_missing_topics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
-    text = capture.english_text.__wrapped__()
-    assert len(text) > 200_000
-    assert text.count(b" the ") > 1000
+def test_what_cannot_be_captured_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"config.workload=LayerTask.*: accepted is a Language"):
+        train_and_capture(config=RunConfig(LayerTask()))
+    with pytest.raises(ValueError, match=r"the loss of step 1 is nan; accepted is one that trains"):
+        train_and_capture(lambda query, key, value, **_: query * torch.nan, TINY)
 
 
 def test_a_file_brings_back_every_bit(trained: tuple[CaptureRun, Recorder], tmp_path: Path) -> None:
@@ -141,11 +142,16 @@ def test_a_write_that_breaks_off_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["tensors.safetensors"]
 
 
-def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads=3"):
-        GptConfig(heads=3)
-    with pytest.raises(ValueError, match="at least 1"):
-        GptConfig(steps=0)
+def test_a_file_is_for_whom_the_umask_says(trained: tuple[CaptureRun, Recorder], tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        path = save_captured(tmp_path / "tensors.safetensors", trained[0].captured)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_bad_shapes_are_refused() -> None:
     flat = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="query of shape"):
         Captured(flat, flat, flat, flat, True, 1.0, "")

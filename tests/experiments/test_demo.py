@@ -12,12 +12,13 @@ from halfulp.audit import Case, Shape
 from halfulp.audit import run as audit_run
 from halfulp.experiments import demo
 from halfulp.experiments.audits import Auditors, Job, auditors, choose_targets, parse_shape
-from halfulp.experiments.capture import GptConfig, load_captured
+from halfulp.experiments.capture import load_captured
 from halfulp.experiments.demo_findings import audit_finding, cause_finding, failure_finding, grouped
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.ladder import LADDER, summarize
 from halfulp.runs.folder import read_json
 from halfulp.runs.machine import describe_machine, describe_versions
+from halfulp.training.config import Language, RunConfig
 
 RUNGS = ("stock", "dP∘P", "halfulp")
 
@@ -143,7 +144,7 @@ def tiny(monkeypatch):
         steps=60,
         workers=1,
         rungs=RUNGS,
-        gpt=GptConfig(layers=1, heads=2, width=16, context=24, batch=2, steps=3),
+        gpt=RunConfig(Language(layers=1, heads=2, width=16, context=24, data="english"), batch=2, steps=3),
         targets=("sdpa:math", "recipe:BF16_FLASH2", "flash_attn"),
     )
     monkeypatch.setattr(demo, "DemoConfig", config)

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp import __version__
 from halfulp.audit import Shape
 from halfulp.experiments.audits import Job, auditors, choose_targets, one_thread
-from halfulp.experiments.capture import GptConfig, save_captured, train_and_capture
+from halfulp.experiments.capture import save_captured, train_and_capture
 from halfulp.experiments.demo_findings import (
     audit_finding,
     cause_finding,
@@ -38,6 +38,8 @@ from halfulp.isolate.rule import RULE
 from halfulp.runs.folder import write_json
 from halfulp.runs.machine import describe_machine, describe_versions, git_revision
 from halfulp.runs.results import Progress, Table
+from halfulp.training.config import RunConfig
+from halfulp.training.presets import capture
 
 Act: TypeAlias = dict[str, Any]
 Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Progress]]
@@ -75,7 +77,7 @@ class DemoConfig:
     steps: int = 4000  # of each training
     workers: int = 2  # processes of one thread each
     rungs: tuple[str, ...] = tuple(RUNGS)
-    gpt: GptConfig = field(default_factory=GptConfig)  # whose activations are captured
+    gpt: RunConfig = field(default_factory=capture)  # whose activations are captured
     shapes: tuple[Shape, ...] = ()  # of the audit; its own quick size if empty
     targets: tuple[str, ...] | None = None  # to audit; every one that this machine has if None
     seed: int = 0  # of the audit's probe inputs

@@ -99,6 +99,7 @@ def capture(attention: str = "torch:flash", *, seed: int = 0, steps: int = 250, 
         steps=steps,
         batch=8,
         seed=seed,
+        metrics_every=1,
         preset="capture",
     )
 
