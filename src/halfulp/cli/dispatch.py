@@ -18,7 +18,9 @@ from halfulp import __version__
 from halfulp.cli.audits import audit
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
 from halfulp.cli.lab import compare, tokens, train
+from halfulp.cli.pages import report
 from halfulp.cli.shell import PROGRAM, typed
+from halfulp.runs.parallel import WorkerKilledError
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo,
@@ -28,6 +30,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,
     "tokens": tokens,
     "compare": compare,
+    "report": report,
     "explain": explain,
     "ls": ls,
 }
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _dispatch(arguments)
-    except ValueError as error:
+    except (ValueError, WorkerKilledError) as error:
         return _complain(str(error))
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

@@ -31,12 +31,17 @@ def demo_files(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, str]:
 
 def demo_page(run: Mapping[str, Any], acts: Sequence[Act]) -> str:
     """Return the page of a demo; `run` is its run.json and `acts` the acts that were finished."""
+    footer = f"Repeat everything on this page: {run['command']}"
+    return page(TITLE, LEAD, demo_sections(run, acts), meta=_meta(run), footer=footer)
+
+
+def demo_sections(run: Mapping[str, Any], acts: Sequence[Act]) -> list[dict[str, Any]]:
+    """Return the sections of a demo's page."""
     sections = [_section(act) for act in acts]
     if run["status"] != "done":
         finding = f"This run was {run['status']} after {len(acts)} of its acts; the rest was not measured."
         sections.append({"heading": "Not finished", "finding": finding, "blocks": []})
-    sections.append(_where(run, acts))
-    return page(TITLE, LEAD, sections, meta=_meta(run), footer=f"Repeat everything on this page: {run['command']}")
+    return [*sections, _where(run, acts)]
 
 
 def page_summary(acts: Sequence[Act], size: int) -> str:

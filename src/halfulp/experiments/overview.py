@@ -1,0 +1,224 @@
+"""What training runs recorded, as figures and tables: one run head by head, several runs on the same axes.
+
+It reads run folders and nothing else, so a run that still trains, or that was killed, can be looked at too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfulp.isolate.rule import Judgement, judge_rows, rule_for
+from halfulp.runs.results import Figure, Series, Table
+from halfulp.training.config import RunConfig
+from halfulp.training.journal import Row, read_rows
+from halfulp.training.record import config_from_dict, difference, read_record
+
+_POINTS = 400  # of a curve in a picture
+_CURVES = 8  # in one picture
+
+METRICS: tuple[tuple[str, str, str, bool], ...] = (
+    ("loss", "Training loss", "loss", True),
+    ("grad_norm", "Gradient norm before clipping", "‖g‖", True),
+    ("mean_score", "Mean score", "mean of S, natural units", False),
+    ("max_score", "Largest score", "max S, natural units", False),
+    ("sigma_query", "Largest singular value of W_Q", "σ(W_Q)", False),
+    ("sigma_key", "Largest singular value of W_K", "σ(W_K)", False),
+    ("tokens_per_second", "Speed", "tokens per second", False),
+)
+"""Lines of metrics that are drawn where a run has them: name, title, axis, whether it is logarithmic."""
+
+MEASURES: tuple[tuple[str, str, str, bool], ...] = (
+    ("sigma_query", "Largest singular value of W_Q", "σ(W_Q)", False),
+    ("sigma_query_key", "Largest singular value of W_QK", "σ(α W_Qᵀ W_K)", False),
+    ("max_score", "Largest score", "max S, natural units", False),
+    ("mean_score", "Mean score", "mean of S, natural units", False),
+    ("entropy", "Entropy of attention", "nats", False),
+    ("sink_mass", "Weight on the first key", "share", False),
+    ("delta_error_cumulative", "Cumulative Σ(δ_lp − δ_hp) of the measured steps", "sum over rows", False),
+    ("delta_error_first_order_steps_t", "First-order part of δ's error", "t over the measured steps", False),
+    ("delta_error_curvature_steps_t", "Curvature part of δ's error", "t over the measured steps", False),
+)
+"""Measurements that are drawn where a run has them, by layer and head."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run folder of a training, read."""
+
+    name: str
+    folder: Path
+    record: dict[str, Any]
+    config: RunConfig
+    metrics: list[Row]
+    measures: list[Row]
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """What became of it, by the rule for its workload and without a twin; None before the first line."""
+        rows = sorted((*self.metrics, *self.measures), key=lambda row: row["step"])
+        return judge_rows(rows, rule_for(self.config.workload), self.config.steps) if self.metrics else None
+
+
+def read_run(folder: Path, name: str | None = None) -> RecordedRun:
+    """Read a run folder.
+
+    Raises:
+        ValueError: there is no training in it.
+    """
+    record = read_record(folder)
+    rows = read_rows(folder)
+    return RecordedRun(
+        name or folder.resolve().name,
+        folder,
+        record,
+        config_from_dict(record["config"]),
+        [row for row in rows if "loss" in row],
+        [row for row in rows if "measure" in row],
+    )
+
+
+def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
+    """Read several run folders; those that share a name are called by their parents' too."""
+    names = [folder.resolve().name for folder in folders]
+    full = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
+    return [
+        read_run(folder, name if names.count(name) == 1 else longer)
+        for folder, name, longer in zip(folders, names, full, strict=True)
+    ]
+
+
+def overview(runs: Sequence[RecordedRun], command: str) -> dict[str, Any]:
+    """Return figures and tables of runs as plain data: {"figures": …, "tables": …}."""
+    figures = [*_metric_figures(runs, command)]
+    figures += _measured_by_head(runs[0], command) if len(runs) == 1 else _measured_by_run(runs, command)
+    tables = [_outcomes(runs, command)]
+    if len(runs) > 1:
+        tables.append(_differences(runs, command))
+    return {"figures": [figure.as_dict() for figure in figures], "tables": [table.as_dict() for table in tables]}
+
+
+def finding(runs: Sequence[RecordedRun]) -> str:
+    """Return what became of the runs, in a sentence each."""
+    said = []
+    for run in runs:
+        judged = run.judgement
+        if judged is None:
+            said.append(f"{run.name} has not recorded a step yet.")
+        else:
+            last = run.metrics[-1]["step"]
+            said.append(f"{run.name} {judged.outcome} ({judged.reason}), {last} of {run.config.steps} steps.")
+    return " ".join(said)
+
+
+def _metric_figures(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
+    figures = []
+    for name, title, axis, log in METRICS:
+        having = [run for run in runs if any(name in row for row in run.metrics)][:_CURVES]
+        series = tuple(_curve(run.name, run.metrics, _metric(name)) for run in having)
+        if series:
+            positive = all(y > 0 for one in series for y in one.y if math.isfinite(y))
+            figures.append(Figure(title, "step", axis, series, _left_out(runs), command, y_log=log and positive))
+    return figures
+
+
+def _measured_by_head(run: RecordedRun, command: str) -> list[Figure]:
+    """One run: a curve a head where there are few, else a layer's median with the range over its heads."""
+    figures = []
+    for name, title, axis, log in MEASURES:
+        rows = [row for row in run.measures if isinstance(row["measure"].get(name), list)]
+        if not rows:
+            continue
+        shape = [(layer, len(heads)) for layer, heads in enumerate(rows[0]["measure"][name]) if heads]
+        if sum(count for _, count in shape) <= _CURVES:
+            series = [
+                _curve(f"layer {layer}, head {head}", rows, _at(name, layer, head))
+                for layer, count in shape
+                for head in range(count)
+            ]
+            caption = "One curve a head."
+        else:
+            series = [_layer_curve(rows, name, layer) for layer, _ in shape[:_CURVES]]
+            caption = "Each line is the median over a layer's heads, the band around it their range."
+            caption += f" The first {_CURVES} layers." if len(shape) > _CURVES else ""
+        figures.append(Figure(title, "step", axis, tuple(series), caption, command, y_log=log))
+    return figures
+
+
+def _measured_by_run(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
+    """Several runs: the head with the largest value of each."""
+    figures = []
+    for name, title, axis, log in MEASURES:
+        having = [run for run in runs if any(isinstance(r["measure"].get(name), list) for r in run.measures)]
+        series = tuple(_curve(run.name, run.measures, _extreme(name)) for run in having[:_CURVES])
+        if series:
+            caption = f"The layer and head whose magnitude is largest at that step. {_left_out(having)}".strip()
+            figures.append(Figure(title, "step", axis, series, caption, command, y_log=log))
+    return figures
+
+
+def _metric(name: str) -> Callable[[Row], Any]:
+    return lambda row: row.get(name)
+
+
+def _at(name: str, layer: int, head: int) -> Callable[[Row], Any]:
+    return lambda row: row["measure"][name][layer][head]
+
+
+def _extreme(name: str) -> Callable[[Row], Any]:
+    def largest(row: Row) -> float | None:
+        numbers = [x for heads in row["measure"].get(name, ()) for x in heads if x is not None]
+        return max(numbers, key=abs) if numbers else None
+
+    return largest
+
+
+def _layer_curve(rows: Sequence[Row], name: str, layer: int) -> Series:
+    rows = _thinned(rows)
+    columns = [[x for x in row["measure"][name][layer] if x is not None] or [math.nan] for row in rows]
+    steps = tuple(row["step"] for row in rows)
+    low, high = tuple(min(column) for column in columns), tuple(max(column) for column in columns)
+    return Series(f"layer {layer}", steps, tuple(statistics.median(column) for column in columns), low, high)
+
+
+def _curve(label: str, rows: Sequence[Row], value: Callable[[Row], Any]) -> Series:
+    points = [(row["step"], value(row)) for row in _thinned(rows)]
+    return Series(label, tuple(step for step, _ in points), tuple(math.nan if y is None else y for _, y in points))
+
+
+def _thinned(rows: Sequence[Row]) -> list[Row]:
+    """At most `_POINTS` rows, evenly spread, the last among them."""
+    every = max(1, math.ceil(len(rows) / _POINTS))
+    return list(rows[(len(rows) - 1) % every :: every])
+
+
+def _left_out(runs: Sequence[RecordedRun]) -> str:
+    return f"The first {_CURVES} of {len(runs)} runs." if len(runs) > _CURVES else ""
+
+
+def _outcomes(runs: Sequence[RecordedRun], command: str) -> Table:
+    columns = ("run", "attention", "seed", "steps", "status", "outcome", "final loss", "figures that decided")
+    rows = []
+    for run in runs:
+        judged = run.judgement
+        steps = f"{run.metrics[-1]['step'] if run.metrics else 0} of {run.config.steps}"
+        last = None if judged is None or math.isnan(judged.loss) else judged.loss
+        seen = ("", "") if judged is None else (judged.outcome, judged.reason)
+        status = str(run.record["status"])
+        rows.append((run.name, str(run.config.attention), run.config.seed, steps, status, seen[0], last, seen[1]))
+    rules = dict.fromkeys(rule_for(run.config.workload).text(run.config.steps) for run in runs)
+    return Table("Runs", columns, tuple(rows), " ".join(f"{rule[0].upper()}{rule[1:]}." for rule in rules), command)
+
+
+def _differences(runs: Sequence[RecordedRun], command: str) -> Table:
+    first = runs[0]
+    rows = []
+    for run in runs[1:]:
+        changes = difference(first.config, run.config)
+        rows.append((run.name, "; ".join(changes) if changes else "nothing: the same configuration"))
+    caption = "Twin runs differ in one field: what else differs may be what is seen."
+    return Table("What differs", ("run", f"against {first.name}"), tuple(rows), caption, command)
