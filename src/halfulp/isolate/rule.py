@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from halfulp.training.config import LayerTask, WorkloadConfig
@@ -154,7 +154,8 @@ def _figures(row: Row) -> Iterator[tuple[str, float]]:
     for name in (DRIFT, *RUN_AWAY):
         if name in row:
             yield name, _number(row[name])
-        for layer, heads in enumerate(row.get("measure", {}).get(name, ())):
+        measured = row.get("measure", {}).get(name)
+        for layer, heads in enumerate(measured if isinstance(measured, list) else ()):
             yield from ((f"{name} of layer {layer}, head {head}", _number(x)) for head, x in enumerate(heads))
 
 
@@ -169,6 +170,10 @@ class Judgement:
     outcome: Outcome
     reason: str  # the figures that decided it
     failed_at: int | None = None  # the step at which the rule called it failed
+    loss: float = math.nan  # the last; a median over n steps where there are so many
+    score_moved: float = (
+        0.0  # the mean score's way over the second half, beyond the twin's; of the head that moved most
+    )
 
     @property
     def survived(self) -> bool:
@@ -209,20 +214,17 @@ class Watcher:
         Raises:
             ValueError: no loss was recorded.
         """
-        if self.failed is not None:
-            return self.failed
         if "loss" not in self.curves:
             raise ValueError("metrics without a loss: accepted are those of a run with at least one recorded step")
-        figures = f"loss {self.curves['loss'].values[-1]:.2g}"
-        if self._best:
-            figures = f"loss {self._medians.values[-1]:.2g} at the end, {self._best[-1]:.2g} at best"
+        loss = self._medians.values[-1] if self._best else self.curves["loss"].values[-1]
         moved = {name: self._drift(name) for name in self.curves if name.startswith(DRIFT)}
-        if moved:
-            worst = max(moved, key=lambda name: abs(moved[name]))
-            figures += f"; {worst.replace('_', ' ')} moved {moved[worst]:+.1f}"
-            if abs(moved[worst]) > self.rule.score_drift:
-                return Judgement("drifting", figures)
-        return Judgement("survived", figures)
+        worst = max(moved, key=lambda name: abs(moved[name]), default="")
+        way = moved.get(worst, 0.0)
+        if self.failed is not None:
+            return replace(self.failed, loss=loss, score_moved=way)
+        figures = f"loss {loss:.2g} at the end, {self._best[-1]:.2g} at best" if self._best else f"loss {loss:.2g}"
+        figures += f"; {worst.replace('_', ' ')} moved {way:+.1f}" if worst else ""
+        return Judgement("drifting" if abs(way) > self.rule.score_drift else "survived", figures, None, loss, way)
 
     def _loss(self, step: int, value: float) -> str | None:
         if not math.isfinite(value):

@@ -1,0 +1,203 @@
+"""The ladder while it is climbed: runs in parallel, none twice, and no more than the budget allows.
+
+Every rung is a plan of attention over some seeds. Its runs lie in OUT/rungs/NAME/seed-S, and what is there already is
+read, so that a search that was interrupted asks the same questions again and gets its old answers at once. Rungs of the
+same plan share their runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from halfulp.isolate.rule import Rule, judge_rows, read_curves
+from halfulp.isolate.rung import Job, RungRun, run_rung, rung_config, summarize
+from halfulp.isolate.substitutions import EXACT, Cells, cells_of, plan_of
+from halfulp.runs.parallel import run_jobs
+from halfulp.runs.results import Progress, no_progress
+from halfulp.training.attention import AttentionPlan
+from halfulp.training.config import RunConfig
+from halfulp.training.journal import read_rows
+
+ORIGINAL, TWIN = "original", "fp32"
+
+
+class BudgetSpentError(Exception):
+    """The budget ended before every run that was asked for."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an isolation goes by; the same settings continue the same folder."""
+
+    config: RunConfig
+    seeds: tuple[int, ...]
+    horizon: int  # the last step of every run
+    rule: Rule
+    out: Path
+    source: Path | None = None  # the recorded run
+    start: int = 0  # the step of its checkpoint that every run starts from
+    workers: int = 2
+    backend: str | None = None
+    budget_seconds: float | None = None  # of this call
+    budget_steps: int | None = None  # of training, over all runs in the folder
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One thing changed: which attention runs where instead."""
+
+    name: str  # of a folder
+    question: str
+    change: str
+    cells: Cells
+
+
+@dataclass
+class Rung:
+    """A substitution and what became of it, by seed."""
+
+    name: str
+    question: str
+    change: str
+    attention: str
+    runs: dict[int, RungRun] = field(default_factory=dict)
+
+    def held(self, seeds: Sequence[int]) -> tuple[int, int]:
+        """On how many of these seeds it survived, and on how many it was tried."""
+        tried = [seed for seed in seeds if seed in self.runs]
+        return sum(self.runs[seed].survived for seed in tried), len(tried)
+
+
+class Ladder:
+    """Runs substitutions and remembers them."""
+
+    def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
+        self.settings, self.cells = settings, cells_of(settings.config)
+        self.rungs: dict[str, Rung] = {}
+        self.progress = progress or no_progress
+        self.share = (0.0, 1.0)  # of the progress that the present phase has
+        self._began = time.time()
+        self._runs: dict[tuple[str, int], RungRun] = {}  # by plan and seed
+        self._plans: dict[str, tuple[AttentionPlan, str]] = {}  # by its text: the plan, and the rung that has the runs
+
+    @property
+    def steps(self) -> int:
+        """Steps of training in all runs so far, those of earlier calls included."""
+        return sum(run.made for run in self._runs.values())
+
+    @property
+    def all_runs(self) -> list[RungRun]:
+        """Every run, once."""
+        return list(self._runs.values())
+
+    @property
+    def seconds(self) -> float:
+        """Since this call began."""
+        return time.time() - self._began
+
+    def add(self, substitution: Substitution) -> Rung:
+        """Return the rung of a substitution, without running it; a name stands for one substitution."""
+        plan = plan_of(substitution.cells)
+        name, text = substitution.name, str(plan)
+        if name not in self.rungs:
+            self.rungs[name] = Rung(name, substitution.question, substitution.change, text)
+            self._plans.setdefault(text, (plan, name))
+        assert self.rungs[name].attention == text, name
+        return self.rungs[name]
+
+    def climb(self, substitutions: Sequence[Substitution], seeds: Sequence[int]) -> list[Rung]:
+        """Run substitutions on seeds and return their rungs.
+
+        Raises:
+            BudgetSpentError: some of them could not be run; those that could are remembered.
+        """
+        rungs = [self.add(substitution) for substitution in substitutions]
+        wanted = dict.fromkeys((rung.attention, seed) for rung in rungs for seed in seeds)
+        jobs = [key for key in wanted if key not in self._runs and not self._as_recorded(*key)]
+        try:
+            while jobs:
+                room = self._room()
+                if not room:
+                    raise BudgetSpentError
+                self._run(jobs[:room])
+                jobs = jobs[room:]
+        finally:
+            for rung in rungs:
+                found = {seed: self._runs.get((rung.attention, seed)) for seed in seeds}
+                rung.runs |= {seed: run for seed, run in found.items() if run is not None}
+        return rungs
+
+    def folder(self, rung: str, seed: int) -> Path:
+        """Where the run of a rung lies."""
+        run = self._runs[self.rungs[rung].attention, seed]
+        return self.settings.out / run.folder
+
+    def _room(self) -> int:
+        """How many runs may be started now."""
+        s = self.settings
+        if s.budget_seconds is not None and self.seconds >= s.budget_seconds:
+            return 0
+        if s.budget_steps is None:
+            return len(self.rungs) * len(s.seeds) + 1
+        return max(0, (s.budget_steps - self.steps) // (s.horizon - s.start))
+
+    def _run(self, keys: Sequence[tuple[str, int]]) -> None:
+        s, (low, high) = self.settings, self.share
+        jobs = [self._job(plan, seed) for plan, seed in keys]
+
+        def report(done: float, message: str) -> None:
+            self.progress(low + (high - low) * done, f"{jobs[0].rung}{' …' if len(jobs) > 1 else ''}: {message}")
+
+        report(0.0, f"0 of {len(jobs)} runs")
+        results = run_jobs(run_rung, jobs, workers=s.workers, backend=s.backend, progress=report)
+        for key, result in zip(keys, results, strict=True):
+            if result is not None:
+                self._runs[key] = replace(result, folder=str(Path(result.folder).relative_to(s.out)))
+        if None in results:
+            raise BudgetSpentError
+
+    def _job(self, plan: str, seed: int) -> Job:
+        s = self.settings
+        attention, name = self._plans[plan]
+        config = rung_config(seeded(s.config, seed), s.horizon)
+        exact = str(plan_of(dict.fromkeys(self.cells, EXACT)))
+        return Job(
+            rung=name,
+            config=replace(config, attention=attention),
+            folder=s.out / "rungs" / name / f"seed-{seed}",
+            rule=s.rule,
+            horizon=s.horizon,
+            twin=self._twin(seed) if plan != exact else None,
+            source=s.source if seed == s.config.seed else None,
+            start=s.start,
+            deadline=None if s.budget_seconds is None else self._began + s.budget_seconds,
+        )
+
+    def _twin(self, seed: int) -> Path | None:
+        twin = self.rungs.get(TWIN)
+        return self.folder(TWIN, seed) if twin is not None and seed in twin.runs else None
+
+    def _as_recorded(self, plan: str, seed: int) -> bool:
+        """Take the recorded run itself for the original, if it got far enough to be judged."""
+        s = self.settings
+        if s.source is None or seed != s.config.seed or plan != str(plan_of(self.cells)):
+            return False
+        rows = [row for row in read_rows(s.source) if row["step"] <= s.horizon]
+        if not any("loss" in row for row in rows):
+            return False
+        twin = self._twin(seed)
+        judged = judge_rows(rows, s.rule, s.horizon, None if twin is None else read_curves(read_rows(twin)))
+        if judged.failed_at is None and rows[-1]["step"] < s.horizon:
+            return False
+        run = summarize(ORIGINAL, seed, s.source.resolve(), 0, rows, judged)
+        self._runs[plan, seed] = replace(run, made=0)
+        return True
+
+
+def seeded(config: RunConfig, seed: int) -> RunConfig:
+    """Return the run with other weights and another order of data, both of the seed."""
+    shift = seed - config.seed
+    return replace(config, seed=seed, data_seed=None if config.data_seed is None else config.data_seed + shift)

@@ -1,0 +1,162 @@
+"""What an isolation found, as plain frozen data: the ladder, the verdict, how sure it is, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfulp.isolate.climb import Rung
+from halfulp.isolate.rule import Outcome
+from halfulp.isolate.rung import RungRun
+from halfulp.isolate.search import share_bound
+from halfulp.isolate.substitutions import Place
+from halfulp.runs.results import Figure, Table
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """On how many seeds something held."""
+
+    held: int
+    tried: int
+
+    @property
+    def bound(self) -> float | None:
+        """The least share of all seeds on which it would hold, at 95 % confidence (Clopper–Pearson, one-sided)."""
+        return share_bound(self.held, self.tried, CONFIDENCE) if self.tried else None
+
+    def text(self) -> str:
+        """Return "6 of 6 seeds, so at least 61 % of all seeds at 95 % confidence"."""
+        if self.bound is None:
+            return "no seeds"
+        said = f"{self.held} of {self.tried} seed{'s' * (self.tried > 1)}"
+        return f"{said}, so at least {100 * self.bound:.0f} % of all seeds at {100 * CONFIDENCE:.0f} % confidence"
+
+
+@dataclass(frozen=True)
+class Rescue:
+    """A minimal set of changes with which the run survives."""
+
+    rung: str
+    operations: tuple[str, ...]  # names of `substitutions.OPERATIONS`
+    change: str
+    blames: tuple[str, ...]
+    repair: bool  # all of it a kernel can afford
+    seeds: Seeds
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The guilty tensor with another number of mantissa bits."""
+
+    step: str
+    bits: int
+    rung: str
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """The whole of it; see `isolate`."""
+
+    run: str
+    config: dict[str, Any]
+    rule: str
+    seeds: tuple[int, ...]
+    failing: tuple[int, ...]  # seeds on which the original fails or drifts
+    horizon: int
+    start: int
+    status: str  # running, done or interrupted
+    found: bool  # a cause
+    verdict: str
+    confidence: Seeds
+    places: tuple[Place, ...]  # layers and heads that carry the failure; empty: not told apart
+    rescues: tuple[Rescue, ...]  # minimal sets, the one that names the cause first
+    fix: str
+    bits: tuple[Bits, ...]
+    rungs: tuple[Rung, ...]
+    notes: tuple[str, ...]
+    not_tested: tuple[tuple[str, str], ...]  # what, why
+    figures: tuple[Figure, ...]
+    seconds: float
+    steps: int  # of training
+    command: str
+
+    @property
+    def exit_code(self) -> int:
+        """0: a cause was found; 1: none, or the run does not fail."""
+        return 0 if self.found else 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form, tables included."""
+        plain = asdict(self)
+        plain["rungs"] = [
+            {**asdict(rung), "runs": [run.as_dict() for run in rung.runs.values()]} for rung in self.rungs
+        ]
+        plain["confidence"] = _seeds(self.confidence)
+        plain["rescues"] = [{**asdict(one), "seeds": _seeds(one.seeds)} for one in self.rescues]
+        plain["figures"] = [figure.as_dict() for figure in self.figures]
+        plain["tables"] = [table.as_dict() for table in self.tables()]
+        return plain | {"exit_code": self.exit_code}
+
+    def tables(self) -> list[Table]:
+        """Return the ladder, the bits if they were varied, and what was not tested if anything."""
+        tables = [self.ladder()]
+        if self.bits:
+            tables.append(self.bit_table())
+        if self.not_tested:
+            rows = tuple(self.not_tested)
+            tables.append(Table("Not tested", ("what", "why"), rows, "", self.command))
+        return tables
+
+    def ladder(self) -> Table:
+        """Return one row a rung: the worst of its seeds, and the figure that decided it."""
+        varied = {one.rung for one in self.bits[1:]}  # the first is the failing recipe itself
+        rows = tuple(
+            (r.question, r.change, outcome_text(r), failure_text(list(r.runs.values())), worst(r).reason)
+            for r in self.rungs
+            if r.runs and r.name not in varied
+        )
+        columns = ("question", "what is changed", "outcome", "failed at step", "decided by")
+        caption = f"{self.horizon - self.start} steps, seeds {', '.join(map(str, self.seeds))}. Rule: {self.rule}."
+        return Table("Substitution ladder", columns, rows, caption, self.command)
+
+    def bit_table(self) -> Table:
+        """Return one row a number of mantissa bits."""
+        by_name = {rung.name: rung for rung in self.rungs}
+        rows = []
+        for one in sorted(self.bits, key=lambda b: b.bits):
+            rung = by_name[one.rung]
+            if rung.runs:
+                decided = worst(rung).reason
+                rows.append((one.bits, outcome_text(rung), failure_text(list(rung.runs.values())), decided))
+        columns = ("mantissa bits", "outcome", "failed at step", "decided by")
+        title = f"Mantissa bits of {self.bits[0].step}"
+        return Table(title, columns, tuple(rows), "All else as in the failing recipe.", self.command)
+
+
+def worst(rung: Rung) -> RungRun:
+    """The run of a rung that got least far."""
+    return min(rung.runs.values())
+
+
+def outcome_text(rung: Rung) -> str:
+    """Return "failed", or "2 survived, 1 drifting" where seeds differ."""
+    outcomes: Sequence[Outcome] = [run.outcome for run in rung.runs.values()]
+    if len(set(outcomes)) == 1:
+        return outcomes[0]
+    return ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(sorted(outcomes)))
+
+
+def failure_text(runs: Sequence[RungRun]) -> str:
+    """Return the times to failure of the runs that failed, as a range; a dash where none did."""
+    steps = [run.failed_at for run in runs if run.failed_at is not None]
+    if not steps:
+        return "–"
+    return str(steps[0]) if len(set(steps)) == 1 else f"{min(steps)} … {max(steps)}"
+
+
+def _seeds(seeds: Seeds) -> dict[str, Any]:
+    return {"held": seeds.held, "tried": seeds.tried, "bound": seeds.bound, "confidence": CONFIDENCE}

@@ -1,0 +1,187 @@
+"""`isolate`: which attention, where, which operation and how many bits make a run fail, and what saves it.
+
+The questions come in the order in which their answers narrow the next: is it attention at all, is it what the kernel's
+emulation does too, is it the tiling; then which layers, which operation, which heads, how many bits. Every answer is a
+run that was made, judged by a stated rule; the last step turns them into a sentence, and into a number for how sure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfulp import __version__
+from halfulp.isolate.climb import BudgetSpentError, Ladder, Settings
+from halfulp.isolate.questions import Investigation
+from halfulp.isolate.result import Isolation
+from halfulp.isolate.rule import Rule, rule_for
+from halfulp.isolate.substitutions import suspects
+from halfulp.isolate.verdict import conclude
+from halfulp.runs.folder import check_folder, read_json, write_json
+from halfulp.runs.results import Progress
+from halfulp.training.checkpoint import checkpoint_steps
+from halfulp.training.config import RunConfig
+from halfulp.training.record import config_as_dict, config_from_dict, read_record
+
+__all__ = ["isolate"]
+
+PHASES: tuple[tuple[str, Callable[[Investigation], None], float], ...] = (
+    ("is it attention", Investigation.attention, 0.15),
+    ("is it what the emulation does", Investigation.emulation, 0.2),
+    ("is it the tiling", Investigation.tiling, 0.25),
+    ("which layers", Investigation.layers, 0.35),
+    ("which operation", Investigation.operations, 0.8),
+    ("which heads", Investigation.heads, 0.9),
+    ("how many bits", Investigation.bits, 1.0),
+)
+"""The questions in order, and how much is usually done after each."""
+
+
+def isolate(
+    run: Path | RunConfig,
+    *,
+    out: Path,
+    seeds: Sequence[int] | None = None,
+    steps: int | None = None,
+    from_step: int = 0,
+    budget_seconds: float | None = None,
+    budget_steps: int | None = None,
+    workers: int = 2,
+    backend: str | None = None,
+    rule: Rule | None = None,
+    progress: Progress | None = None,
+    command: str = "halfulp isolate",
+) -> Isolation:
+    """Find what makes a run fail by training it again with one thing changed at a time.
+
+    Args:
+        run: the folder of a recorded run, whose order of samples is replayed, or a configuration.
+        out: the folder for all runs, isolation.json and run.json. One that holds an unfinished isolation with the same
+            settings is continued.
+        seeds: of weights and data; by default the run's own and the two after it.
+        steps: the last step of every run; by default that of the run.
+        from_step: start every run from the recorded run's checkpoint of that step instead of from the beginning; the
+            seed is then the run's own.
+        budget_seconds: of this call; what is not tested then is said.
+        budget_steps: of training, over all runs.
+        workers: processes, one thread each.
+        backend: of joblib, see `halfulp.runs.parallel.run_jobs`.
+        rule: what counts as failure; by default `rule_for` the workload.
+        progress: called with the fraction done and the run at work.
+        command: what repeats this, for the record.
+
+    Raises:
+        ValueError: an argument is not accepted, or the folder holds something else.
+        WorkerKilledError: a worker process was killed; the same call goes on.
+    """
+    settings = _settings(run, out, seeds, steps, from_step, budget_seconds, budget_steps, workers, backend, rule)
+    _claim(settings, command)
+    found = Investigation(Ladder(settings, progress))
+    status = "interrupted"
+    try:
+        for what, phase, share in PHASES:
+            found.begin(what, share)
+            if found.main is not None or phase is Investigation.attention:
+                _ask(found, what, phase)
+            _write(settings, conclude(found, "running", command))
+        status = "done"
+    finally:
+        result = conclude(found, status, command)
+        _write(settings, result)
+    return result
+
+
+def _ask(found: Investigation, what: str, phase: Callable[[Investigation], None]) -> None:
+    try:
+        phase(found)
+    except BudgetSpentError:
+        found.not_tested.append((what, found.budget_text()))
+
+
+def _settings(
+    run: Path | RunConfig,
+    out: Path,
+    seeds: Sequence[int] | None,
+    steps: int | None,
+    from_step: int,
+    budget_seconds: float | None,
+    budget_steps: int | None,
+    workers: int,
+    backend: str | None,
+    rule: Rule | None,
+) -> Settings:
+    source = run if isinstance(run, Path) else None
+    config = config_from_dict(read_record(run)["config"]) if isinstance(run, Path) else run
+    horizon = config.steps if steps is None else steps
+    if from_step and (source is None or from_step not in checkpoint_steps(source / "checkpoints")):
+        there = checkpoint_steps(source / "checkpoints") if source else []
+        raise ValueError(f"from_step={from_step}: accepted are 0 and the run's checkpoints {there}")
+    if not from_step < horizon <= config.steps:
+        raise ValueError(f"steps={steps}: accepted are {from_step + 1} to the run's {config.steps}")
+    if seeds is None:
+        seeds = (config.seed,) if from_step else tuple(range(config.seed, config.seed + 3))
+    if not seeds or len(set(seeds)) < len(seeds) or (from_step and tuple(seeds) != (config.seed,)):
+        accepted = f"the run's own {config.seed} with from_step" if from_step else "different ones, at least one"
+        raise ValueError(f"seeds={list(seeds)}: accepted are {accepted}")
+    for name, budget in (("budget_seconds", budget_seconds), ("budget_steps", budget_steps)):
+        if budget is not None and not budget > 0:
+            raise ValueError(f"{name}={budget}: accepted is a number above 0")
+    if workers < 1:
+        raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
+    rule = rule or rule_for(config.workload)
+    settings = Settings(
+        config, tuple(seeds), horizon, rule, out, source, from_step, workers, backend, budget_seconds, budget_steps
+    )
+    if not suspects(Ladder(settings).cells):
+        raise ValueError(
+            f"attention={str(config.attention)!r}: it is in fp32 everywhere; accepted is a run with another"
+        )
+    return settings
+
+
+def _claim(settings: Settings, command: str) -> None:
+    """Make the folder, or see that the isolation in it is this one."""
+    check_folder("out", settings.out)
+    wanted = _identity(settings)
+    if settings.out.exists() and any(settings.out.iterdir()):
+        record = read_json(settings.out / "run.json")
+        if not isinstance(record, dict) or record.get("kind") != "isolate":
+            raise ValueError(f"out={str(settings.out)!r} holds other files; accepted is a new or empty folder")
+        changes = [name for name in wanted if record["settings"].get(name) != wanted[name]]
+        if changes:
+            raise ValueError(
+                f"out={str(settings.out)!r} holds an isolation with another {changes[0]}; accepted is a new folder"
+            )
+    settings.out.mkdir(exist_ok=True)
+    write_json(settings.out / "run.json", _record(settings, "running", command))
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    """What must be the same for an isolation to be continued, as JSON reads it."""
+    plain = {
+        "config": config_as_dict(settings.config),
+        "rule": {name: getattr(settings.rule, name) for name in Rule.__dataclass_fields__},
+        "horizon": settings.horizon,
+        "start": settings.start,
+        "source": None if settings.source is None else str(settings.source.resolve()),
+    }
+    loaded: dict[str, Any] = json.loads(json.dumps(plain))
+    return loaded
+
+
+def _record(settings: Settings, status: str, command: str) -> dict[str, Any]:
+    return {
+        "halfulp": __version__,
+        "kind": "isolate",
+        "status": status,
+        "settings": _identity(settings),
+        "seeds": list(settings.seeds),
+        "command": command,
+    }
+
+
+def _write(settings: Settings, result: Isolation) -> None:
+    write_json(settings.out / "isolation.json", result.as_dict())
+    write_json(settings.out / "run.json", _record(settings, result.status, result.command))

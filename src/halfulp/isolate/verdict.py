@@ -1,0 +1,192 @@
+"""From rungs to a sentence: what is to blame, where, on how many seeds, and what saves the run.
+
+Nothing is said here that a run did not show. A cause is named after the operation whose replacement alone saved the
+run; where only several together do, all of them are named. It holds on a seed if every rung that it rests on came out
+as it says on that seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from halfulp.isolate.climb import ORIGINAL, TWIN, Rung
+from halfulp.isolate.questions import HALFULP, Investigation
+from halfulp.isolate.result import Isolation, Rescue, Seeds
+from halfulp.isolate.rule import Curve, read_curves
+from halfulp.isolate.rung import RungRun
+from halfulp.isolate.substitutions import OPERATIONS, Place, places_text
+from halfulp.runs.results import Figure, Series
+from halfulp.training.journal import read_rows
+from halfulp.training.record import config_as_dict
+
+_MOST_POINTS = 200  # of a curve
+
+
+def conclude(found: Investigation, status: str, command: str) -> Isolation:
+    """Return what an investigation found so far."""
+    ladder, settings = found.ladder, found.ladder.settings
+    rescues = _rescues(found)
+    seeds = _seeds(found, rescues[0] if rescues else None)
+    where = _places(found)
+    known = bool(rescues) or 0 < len(where) < len(found.cells)
+    return Isolation(
+        run=str(settings.source) if settings.source else settings.config.preset or "configuration",
+        config=config_as_dict(settings.config),
+        rule=settings.rule.text(settings.horizon),
+        seeds=settings.seeds,
+        failing=tuple(found.failing),
+        horizon=settings.horizon,
+        start=settings.start,
+        status=status,
+        found=known and seeds.held > 0,
+        verdict=_verdict(found, rescues, seeds, where),
+        confidence=seeds,
+        places=where,
+        rescues=tuple(rescues),
+        fix=_fix(found, rescues),
+        bits=tuple(found.varied),
+        rungs=tuple(ladder.rungs.values()),
+        notes=tuple(found.notes),
+        not_tested=tuple(found.not_tested),
+        figures=tuple(_figures(found, rescues, command)),
+        seconds=round(ladder.seconds, 1),
+        steps=ladder.steps,
+        command=command,
+    )
+
+
+def _rescues(found: Investigation) -> list[Rescue]:
+    """The minimal sets, those that hold on the largest share of seeds first, then the smaller, then the earlier."""
+    rescues = []
+    for chosen in found.rescues:
+        rung = found.rescue_rung(chosen)
+        ordered = [one for one in OPERATIONS if one in chosen]
+        rescues.append(
+            Rescue(
+                rung=rung.name,
+                operations=tuple(one.name for one in ordered),
+                change=rung.change,
+                blames=tuple(dict.fromkeys(one.blames for one in ordered)),
+                repair=all(one.repair for one in ordered),
+                seeds=Seeds(*rung.held(found.failing)),
+            )
+        )
+    return sorted(rescues, key=lambda one: (-one.seeds.held / max(one.seeds.tried, 1), len(one.operations)))
+
+
+def _places(found: Investigation) -> tuple[Place, ...]:
+    """The heads that carry the failure, or whole layers where heads were not told apart."""
+    if found.place_sets:
+        return tuple(sorted(frozenset[Place]().union(*found.place_sets)))
+    layers = frozenset[int]().union(*found.layer_sets)
+    return tuple(sorted(place for place in found.cells if place[0] in layers))
+
+
+def _seeds(found: Investigation, rescue: Rescue | None) -> Seeds:
+    """On how many seeds every rung that the verdict rests on came out as it says, of those where all were run."""
+    survive = [*found.cleared, *([rescue.rung] if rescue else [])] or [TWIN]
+    held = tried = 0
+    for seed in found.failing:
+        saved = [found.ladder.rungs[name].runs.get(seed) for name in survive]
+        failed = [found.ladder.rungs[name].runs.get(seed) for name in found.confirmed]
+        if None not in (*saved, *failed):
+            tried += 1
+            held += all(run is not None and run.survived for run in saved) and not any(
+                run is not None and run.survived for run in failed
+            )
+    return Seeds(held, tried)
+
+
+def _verdict(found: Investigation, rescues: Sequence[Rescue], seeds: Seeds, where: Sequence[Place]) -> str:
+    if not found.failing:
+        return _no_failure(found)
+    place = places_text(where, found.heads_a_layer) if 0 < len(where) < len(found.cells) else ""
+    if not rescues:
+        what = f"attention in low precision{', ' + place if place else ''}"
+        return f"{_capital(what)}; which operation was not found; {seeds.text()}."
+    first = rescues[0]
+    together = " together with " if len(first.operations) > 1 else ""
+    what = together.join(first.blames) if together else first.blames[0]
+    said = f"{_capital(what)}{', ' + place if place else ''}; {seeds.text()}."
+    singles = [one for one in rescues if len(one.operations) == 1]
+    if singles:
+        each = "; ".join(f"{one.change} ({one.seeds.held} of {one.seeds.tried})" for one in singles)
+        said += f" What saves the run alone: {each}. Nothing else tried does."
+    else:
+        said += " No single operation saves the run."
+    return said
+
+
+def _no_failure(found: Investigation) -> str:
+    """Why there is no cause to look for."""
+    rungs, seeds = found.ladder.rungs, found.ladder.settings.seeds
+    original, twin = (rungs[name].runs if name in rungs else {} for name in (ORIGINAL, TWIN))
+    bad = [seed for seed in seeds if seed in original and not original[seed].survived]
+    if len(original) < len(seeds) or len(twin) < len(seeds):
+        return "Not known: the budget was spent before the run and its fp32 twin were made."
+    if not bad:
+        return f"The run does not fail: it survives on {len(original)} of {len(original)} seeds."
+    seen = f"{len(bad)} of {len(seeds)} seeds"
+    return f"Attention is not the cause: with fp32 attention the run does not survive either ({seen})."
+
+
+def _fix(found: Investigation, rescues: Sequence[Rescue]) -> str:
+    """The smallest set of affordable changes that survives, and what became of halfulp's recipe."""
+    parts = []
+    repairs = [one for one in rescues if one.repair]
+    if repairs:
+        best = repairs[0]
+        least = "; none of these can be left out" if len(best.operations) > 1 else ""
+        parts.append(f"{_capital(best.change)}: survives on {best.seeds.held} of {best.seeds.tried} seeds{least}.")
+    elif rescues:
+        parts.append("No set of affordable changes was found that survives; of the others: " + rescues[0].change + ".")
+    rung = found.ladder.rungs.get(HALFULP)
+    if rung is not None and rung.runs:
+        held, tried = rung.held(found.failing)
+        parts.append(f"halfulp's own recipe (attention BF16_HALFULP) survives on {held} of {tried} seeds.")
+    return " ".join(parts)
+
+
+def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> Iterable[Figure]:
+    """Loss and mean score of the run, its twin and what saves it; time to failure over bits."""
+    if found.main is None:
+        return
+    named = {ORIGINAL: "as it is", TWIN: "fp32 attention", HALFULP: "halfulp"}
+    named |= {one.rung: one.change for one in [*rescues[:1], *(one for one in rescues if one.repair)][:2]}
+    curves = {
+        label: read_curves(read_rows(found.ladder.folder(name, found.main)))
+        for name, label in named.items()
+        if name in found.ladder.rungs and found.main in found.ladder.rungs[name].runs
+    }
+    caption = f"Seed {found.main}; a run ends where the rule calls it failed."
+    for figure, title, log in (("loss", "Loss", True), ("mean_score", "Mean score", False)):
+        series = [_series(label, one[figure]) for label, one in curves.items() if figure in one]
+        if series:
+            y_label = "loss" if log else "natural units"
+            yield Figure(title, "step", y_label, tuple(series), caption, command, y_log=log)
+    failed = [
+        (one.bits, run.failed_at)
+        for one in sorted(found.varied, key=lambda one: one.bits)
+        if (run := _run(found, found.ladder.rungs.get(one.rung))) is not None and run.failed_at is not None
+    ]
+    if failed:
+        bits, steps = zip(*failed, strict=True)
+        line = Series(found.varied[0].step, tuple(bits), tuple(float(step) for step in steps), style="points")
+        title = f"Time to failure over mantissa bits of {found.varied[0].step}"
+        yield Figure(
+            title, "mantissa bits", "steps", (line,), f"{caption} Runs that did not fail are left out.", command
+        )
+
+
+def _run(found: Investigation, rung: Rung | None) -> RungRun | None:
+    return None if rung is None or found.main is None else rung.runs.get(found.main)
+
+
+def _series(label: str, curve: Curve) -> Series:
+    every = -(-len(curve.steps) // _MOST_POINTS)
+    return Series(label, tuple(curve.steps[::every]), tuple(curve.values[::every]))
+
+
+def _capital(text: str) -> str:
+    """The text with a capital, unless its first word is a symbol."""
+    return text[0].upper() + text[1:] if text[0].isascii() and text[:2].islower() else text
