@@ -11,6 +11,7 @@ Blocks are dictionaries with a "kind":
     {"kind": "code", "text", "caption"}            text as it stands, such as a terminal's or a program
     {"kind": "command", "command"}                 what to type to repeat something
     {"kind": "table", "title", "columns", "rows", "caption", "command"}   caption and command may be missing
+    {"kind": "picture", "source", "alt", "caption"}   a PNG as a data: address; alt says what it shows
     {"kind": "figures", "figures"}                 figures of `report.figures`, side by side where there is room
     {"kind": "details", "summary", "blocks"}       blocks that are folded away until asked for
 """
@@ -195,6 +196,15 @@ def _figure(figure: Mapping[str, Any], *, with_caption: bool) -> str:
     return f"<figure><h3>{_e(figure['title'])}</h3>{draw(figure)}{caption}</figure>"
 
 
+def _picture(block: Block) -> str:
+    if not str(block["source"]).startswith("data:image/png;base64,"):
+        raise ValueError(
+            f"source={str(block['source'])[:40]!r}: accepted is data:image/png;base64,… in the page itself"
+        )
+    caption = f"<figcaption>{_e(block['caption'])}</figcaption>" if block.get("caption") else ""
+    return f"<figure class='sheet'><img src='{_e(block['source'])}' alt='{_e(block['alt'])}'>{caption}</figure>"
+
+
 def _table(block: Block) -> str:
     columns, rows = [str(column) for column in block["columns"]], block["rows"]
     classes = [_column_class([row[i] for row in rows]) for i in range(len(columns))]
@@ -251,6 +261,7 @@ _RENDERERS: dict[str, Callable[[Block], str]] = {
     "code": _code,
     "command": _command,
     "table": _table,
+    "picture": _picture,
     "figures": _figures,
     "details": _details,
 }

@@ -30,6 +30,7 @@ nav a { font-weight: 650; text-decoration: none; margin-right: 0.5rem; white-spa
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1.6rem 1.4rem;
   margin: 1.4rem 0 0.8rem; }
 figure { margin: 0; max-width: 33rem; } figure svg { display: block; width: 100%; height: auto; }
+figure.sheet { max-width: none; margin: 1.2rem 0; } figure.sheet img { max-width: 100%; height: auto; }
 figure h3 { margin: 0 0 0.3rem; }
 figcaption { margin-top: 0.3rem; }
 .scroll { overflow-x: auto; margin: 0.6rem 0 0.8rem; }

@@ -29,7 +29,7 @@ Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def encode_name(name: str, length: int) -> list[int]:
-    """Return the bytes of a lower-cased name, cut or padded to `length` symbols; "" is no name at all."""
+    """Return the bytes of a lower-cased name, cut or padded to `length` symbols."""
     symbols = list(name.lower().encode())[:length]
     return symbols + [PAD] * (length - len(symbols))
 
@@ -52,7 +52,7 @@ def add_noise(clean: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tenso
     return alpha * clean + sigma * noise, alpha * noise - sigma * clean
 
 
-def draw_samples(predict: Predict, noise: Tensor, steps: int = 40, clip: float | None = None) -> Tensor:
+def draw_samples(predict: Predict, noise: Tensor, steps: int = 30, clip: float | None = None) -> Tensor:
     """Return what DDIM makes of the noise in `steps` equal steps of time, without any randomness of its own.
 
     Args:

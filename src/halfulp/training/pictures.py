@@ -19,8 +19,6 @@ from halfulp.training.config import Pictures
 from halfulp.training.diffusion import DiffusionTransformer, add_noise, draw_samples, encode_name
 from halfulp.training.glyphs import load_pictures
 
-NAMELESS = 0.1  # share of the samples trained without their name, for guidance
-
 
 class PictureWorkload:
     """Named pictures and the diffusion transformer that draws them; see `halfulp.training.workload.Workload`."""
@@ -58,19 +56,16 @@ class PictureWorkload:
     def batch(self, samples: np.ndarray, step: int) -> tuple[Tensor, ...]:
         """Noisy pictures and their v `[B, 3, S, S]`, times `[B]`, names `[B, L]`."""
         shape = self._clean.shape[1:]
-        noise, time, nameless = torch.empty(len(samples), *shape), torch.empty(len(samples)), []
+        noise, time = torch.empty(len(samples), *shape), torch.empty(len(samples))
         generator = torch.Generator()
         for i, sample in enumerate(samples.tolist()):
             generator.manual_seed(hash_seed(self.data_seed, f"sample {sample}", step))
             noise[i].normal_(generator=generator)
-            time[i], drop = torch.rand(2, generator=generator)
-            nameless.append(float(drop) < NAMELESS)
+            time[i] = torch.rand((), generator=generator)
         chosen = torch.as_tensor(samples % len(self._clean), device=self.device)
         time = time.to(self.device)
         noisy, target = add_noise(self._clean[chosen], noise.to(self.device), time)
-        names = self._names[chosen]
-        names[torch.tensor(nameless, device=self.device)] = self.symbols([""])[0]
-        return noisy, target, time, names
+        return noisy, target, time, self._names[chosen]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Mean squared error of v; 1 before any training on pictures of unit variance."""
@@ -86,27 +81,19 @@ class PictureWorkload:
         return torch.tensor([encode_name(name, self.config.name_length) for name in names], device=self.device)
 
     @torch.no_grad()
-    def draw(self, names: Sequence[str], *, seed: int = 0, steps: int = 40, guidance: float = 2.0) -> np.ndarray:
+    def draw(self, names: Sequence[str], *, seed: int = 0, steps: int = 30) -> np.ndarray:
         """Return pictures of these names by the model as it is now, uint8 `[B, size, size, 3]`.
+
+        Without classifier-free guidance: a model that has learned its few pictures by heart leaves their range with it.
 
         Args:
             names: any texts; the model knows those that it was trained on.
             seed: of the noise that the drawing starts from.
             steps: of the sampler.
-            guidance: how far the prediction goes from that without a name to that with it, and beyond (Ho & Salimans,
-                arXiv 2207.12598); 1: the plain prediction.
         """
-        wanted, nothing = self.symbols(names), self.symbols([""] * len(names))
+        wanted = self.symbols(names)
         generator = torch.Generator().manual_seed(hash_seed(seed, "draw", 0))
         noise = torch.randn(len(names), 3, self.config.size, self.config.size, generator=generator).to(self.device)
-
-        def predict(x: Tensor, time: Tensor) -> Tensor:
-            v: Tensor = self.model(x, time, wanted)
-            if guidance == 1:
-                return v
-            plain: Tensor = self.model(x, time, nothing)
-            return plain + guidance * (v - plain)
-
-        drawn = draw_samples(predict, noise, steps, clip=1.0)
+        drawn = draw_samples(lambda x, time: self.model(x, time, wanted), noise, steps, clip=1.0)
         pixels = ((drawn + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).cpu().numpy()
