@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from halfulp.experiments import (
     claims_benchmark,
+    claims_drift,
     claims_identities,
     claims_pending,
     claims_rounding,
@@ -21,7 +22,15 @@ from halfulp.experiments.claims_model import Claim, Lab, Verdict, judge_claim
 from halfulp.runs.results import Progress, Table, no_progress
 from halfulp.runs.threads import one_thread
 
-_TOPICS = (claims_identities, claims_rounding, claims_benchmark, claims_weak, claims_training, claims_pending)
+_TOPICS = (
+    claims_drift,
+    claims_identities,
+    claims_rounding,
+    claims_benchmark,
+    claims_weak,
+    claims_training,
+    claims_pending,
+)
 
 
 def _order(claim: Claim) -> tuple[str, int]:
