@@ -329,3 +329,21 @@ def test_a_configuration_that_is_none_is_refused_in_a_line(change, said) -> None
         config_from_dict(config_as_dict(CONFIG) | change)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_out_of_time_it_saves_the_step_and_can_go_on(whole, tmp_path) -> None:
+    run = train(CONFIG, tmp_path / "run", deadline=0.0)
+    assert (run.status, run.reason) == ("interrupted", "out of time after step 1")
+    assert same(train(CONFIG, tmp_path / "run", resume=True), whole)
+
+
+def test_a_measured_run_has_the_bits_of_one_that_is_not_and_measures_the_same_after_a_resume(tmp_path) -> None:
+    config = replace(TEXT, steps=9, measure_every=2, checkpoint_every=3)
+    plain, measured = train(replace(config, measure_every=0)), train(config)
+    assert bits(plain) == bits(measured)
+    assert plain.curve("loss") == measured.curve("loss")
+    assert [row["step"] for row in measured.measures] == [2, 4, 6, 8]
+    assert np.shape(measured.measures[0]["measure"]["sigma_query"]) == (2, 2)
+    train(config, tmp_path / "run", deadline=0.0)
+    resumed = train(config, tmp_path / "run", resume=True)
+    assert json.dumps(resumed.measures) == json.dumps(measured.measures)

@@ -38,7 +38,7 @@ MEASURES: tuple[tuple[str, str, str, bool], ...] = (
     ("max_score", "Largest score", "max S, natural units", False),
     ("mean_score", "Mean score", "mean of S, natural units", False),
     ("entropy", "Entropy of attention", "nats", False),
-    ("sink_mass", "Weight on the first key", "share", False),
+    ("sink_first", "Weight on the first key", "share", False),
     ("delta_error_cumulative", "Cumulative Σ(δ_lp − δ_hp) of the measured steps", "sum over rows", False),
     ("delta_error_first_order_steps_t", "First-order part of δ's error", "t over the measured steps", False),
     ("delta_error_curvature_steps_t", "Curvature part of δ's error", "t over the measured steps", False),

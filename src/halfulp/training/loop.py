@@ -8,6 +8,7 @@ So a run that was killed at any moment and taken up again ends in the weights it
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from halfulp.runs.results import Progress, no_progress
 from halfulp.training.attention import AttentionFunction
 from halfulp.training.checkpoint import Checkpoint
 from halfulp.training.config import RunConfig
+from halfulp.training.determinism import deterministic
 from halfulp.training.distributed import Parallel, World, world
 from halfulp.training.interrupt import asked_to_stop
 from halfulp.training.journal import Journal, Row, read_rows, recorded_state
@@ -78,6 +80,7 @@ def train(
     stop: Stop | None = None,
     sinks: Sequence[Sink] = (),
     progress: Progress | None = None,
+    deadline: float | None = None,
     command: str | None = None,
 ) -> TrainedRun:
     """Train, and say what became of it.
@@ -94,6 +97,7 @@ def train(
         stop: shown every line of metrics; a text ends the run with that reason.
         sinks: shown every line of metrics.
         progress: called at every line of metrics.
+        deadline: seconds since the epoch; the first step that ends after it is the last, and the run can be resumed.
         command: what repeats the run, for its record.
 
     Raises:
@@ -103,11 +107,14 @@ def train(
         raise ValueError("resume=True: accepted with the folder of a run")
     if parallel == "fsdp" and config.measure_every:
         raise ValueError(f"measure_every={config.measure_every}: accepted with parallel='fsdp' is 0")
-    with world(parallel, config.device) as group:
-        session, journal = _prepare(config, folder, group, resume, batches, start, own, command)
-        if journal is None and resume and folder is not None and group.leads:
+    with world(parallel, config.device) as group, deterministic(group.device):
+        session, over = _prepare(config, folder, group, resume, batches, start, own)
+        if over:
+            assert folder is not None
             return _as_recorded(session, folder)
-        return _run(session, journal, stop, sinks, progress or no_progress)
+        journal = None if folder is None or not group.leads else _journal(session, folder, resume, command)
+        watched = _Watched(stop, sinks, progress or no_progress, math.inf if deadline is None else deadline)
+        return _run(session, journal, watched)
 
 
 def _prepare(
@@ -118,29 +125,29 @@ def _prepare(
     batches: np.ndarray | None,
     start: Checkpoint | None,
     own: Mapping[str, AttentionFunction] | None,
-    command: str | None,
-) -> tuple[Session, Journal | None]:
-    """The session, and on the process that leads its journal; no journal for a run that is over."""
+) -> tuple[Session, bool]:
+    """The session, and whether its run is over already; every process reads before the one that leads writes."""
     seeds = {"seed": config.seed, "data_seed": config.seed if config.data_seed is None else config.data_seed}
     workload = build_workload(config.workload, config.attention, **seeds, device=group.device, own=own)
     if config.batch % (config.accumulation * group.size):
         accepted = f"accepted is a multiple of accumulation × processes = {config.accumulation * group.size}"
         raise ValueError(f"batch={config.batch}: {accepted}")
-    again = resume and folder is not None and (folder / "run.json").exists()
-    group.wait()  # all of them have looked before one of them writes
-    if again:
-        assert folder is not None
+    over, rows = False, list[Row]()
+    if resume and folder is not None and (folder / "run.json").exists():
         order, start = recorded_state(folder, config)
+        over, rows = read_record(folder)["status"] in _OVER, read_rows(folder)
     else:
         order = _order(workload, config, batches)
     session = Session(config, workload, group, order, start)
-    if folder is None or not group.leads:
-        return session, None
-    if not again:
-        return session, Journal.begin(folder, config, order, command, resume)
-    session.rows = [row for row in read_rows(folder) if row["step"] <= session.done]
-    over = read_record(folder)["status"] in _OVER
-    return session, None if over else Journal.take_up(folder, session.done)
+    session.rows = [row for row in rows if row["step"] <= session.done]
+    group.wait()
+    return session, over
+
+
+def _journal(session: Session, folder: Path, resume: bool, command: str | None) -> Journal:
+    if resume and (folder / "run.json").exists():
+        return Journal.take_up(folder, session.done)
+    return Journal.begin(folder, session.config, session.order, command, resume)
 
 
 def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) -> np.ndarray:
@@ -152,11 +159,19 @@ def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) ->
     return batches[: config.steps]
 
 
-def _run(
-    session: Session, journal: Journal | None, stop: Stop | None, sinks: Sequence[Sink], progress: Progress
-) -> TrainedRun:
+@dataclass(frozen=True)
+class _Watched:
+    """Who looks on, and until when."""
+
+    stop: Stop | None
+    sinks: Sequence[Sink]
+    progress: Progress
+    deadline: float
+
+
+def _run(session: Session, journal: Journal | None, watched: _Watched) -> TrainedRun:
     """The loop itself."""
-    config, group = session.config, session.group
+    config, group, stop = session.config, session.group, watched.stop
     status, reason = _OVER[0], ""
     for row in session.rows:  # what stop has seen before
         if stop is not None and "loss" in row:
@@ -166,17 +181,18 @@ def _run(
             while session.done < config.steps and status == _OVER[0]:
                 rows = session.step()
                 for row in rows:
-                    for sink in (journal, *sinks):
+                    for sink in (journal, *watched.sinks):
                         if sink is not None:
                             sink.row(row)
                     if "loss" in row:
-                        progress(session.done / config.steps, f"step {session.done}: loss {row['loss']:.4g}")
+                        watched.progress(session.done / config.steps, f"step {session.done}: loss {row['loss']:.4g}")
                         reason = (stop(row) or "") if stop is not None else ""
                         status = "stopped" if group.agree(bool(reason)) else status
                 if not math.isfinite(session.loss):
                     status, reason = "failed", f"the loss of step {session.done} is {session.loss}"
-                elif group.agree(bool(asked)):
-                    status, reason = "interrupted", f"asked to stop after step {session.done}"
+                elif status == _OVER[0] and group.agree(bool(asked) or time.time() >= watched.deadline):
+                    said = "asked to stop" if asked else "out of time"
+                    status, reason = "interrupted", f"{said} after step {session.done}"
                 last = status != _OVER[0] or session.done == config.steps
                 due = config.checkpoint_every and session.done % config.checkpoint_every == 0
                 if (due or last) and status != "failed":
@@ -188,7 +204,7 @@ def _run(
             journal.close("interrupted" if isinstance(error, KeyboardInterrupt) else "broken", repr(error))
         raise
     finally:
-        for sink in sinks:
+        for sink in watched.sinks:
             sink.close()
     return _result(session, status, reason, None if journal is None else journal.folder)
 
