@@ -17,7 +17,7 @@ from typing import Any
 from halfulp import __version__
 from halfulp.cli.audits import audit
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
-from halfulp.cli.lab import compare, tokens, train
+from halfulp.cli.lab import compare, isolate, tokens, train
 from halfulp.cli.pages import report
 from halfulp.cli.shell import PROGRAM, typed
 from halfulp.runs.parallel import WorkerKilledError
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "claims": claims,
     "train": train,
     "tokens": tokens,
+    "isolate": isolate,
     "compare": compare,
     "report": report,
     "explain": explain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import UseAppendAction
 
+from halfulp import __version__
 from halfulp.cli.shell import PROGRAM, print_json, typed_command
 
 if TYPE_CHECKING:
+    from halfulp.isolate.rule import Rule
     from halfulp.training.config import RunConfig
     from halfulp.training.loop import Sink, TrainedRun
 
@@ -131,6 +134,90 @@ def compare(
     return 0
 
 
+def isolate(
+    run: Path,
+    /,
+    *,
+    out: Path | None = None,
+    seeds: int | None = None,
+    steps: int | None = None,
+    from_step: int = 0,
+    budget_seconds: float | None = None,
+    budget_steps: int | None = None,
+    workers: int = 2,
+    backend: str | None = None,
+    loss_factor: float | None = None,
+    patience: int | None = None,
+    html: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Find what makes a run fail, by training it again with one thing changed at a time: halfulp isolate RUN
+
+    Layers, heads, operations and mantissa bits, on several seeds; the verdict says how sure it is and what saves the
+    run. An isolation that was interrupted goes on with the same command. Exit code 0: a cause was found; 1: none was,
+    or the run does not fail.
+
+    Args:
+        run: Folder of `halfulp train`, or the name of a preset (`halfulp ls presets`).
+        out: Folder for the runs it makes, isolation.json and report.html; by default the run's name with -isolated.
+        seeds: How many seeds, the run's own first; 3, or 1 with --from-step.
+        steps: Last step of every run; by default the run's own.
+        from_step: Start every run from this checkpoint of the run instead of from the beginning.
+        budget_seconds: Stop after so many seconds and say what was not tested.
+        budget_steps: Train at most so many steps in all.
+        workers: Processes, one thread each.
+        backend: Of joblib: loky, threading, dask:ADDRESS or ray:ADDRESS; other machines need the same folders.
+        loss_factor: A run has failed above so many times its best loss; 3 for the one-layer task, else 1.2.
+        patience: Steps over which losses are medians; by default a tenth of the run.
+        html: File to write the page to instead.
+        json: Print JSON instead of tables.
+    """
+    from halfulp.isolate.run import isolate as isolated
+    from halfulp.report.isolation_page import isolation_page, print_isolation
+    from halfulp.report.terminal import console, progress_bar
+    from halfulp.runs.folder import check_file, write_text
+    from halfulp.runs.parallel import WorkerKilledError
+
+    check_file("html", html)
+    chosen, first, rule = _isolated_run(run, loss_factor, patience)
+    folder = Path(f"{run.name}-isolated") if out is None else out
+    given = None if seeds is None else tuple(range(first, first + seeds))
+    options: dict[str, Any] = {"budget_seconds": budget_seconds, "budget_steps": budget_steps, "rule": rule}
+    options |= {"workers": workers, "backend": backend, "command": typed_command()}
+    with progress_bar("isolate") as progress:
+        try:
+            found = isolated(
+                chosen, out=folder, seeds=given, steps=steps, from_step=from_step, progress=progress, **options
+            )
+        except WorkerKilledError as error:
+            print(f"{PROGRAM}: {error}; the same command goes on where this one ended", file=sys.stderr)
+            return 2
+    plain = found.as_dict()
+    if json:
+        print_json(plain)
+    else:
+        print_isolation(plain, console())
+    target = folder / "report.html" if html is None else html
+    write_text(target, isolation_page(plain, meta=f"halfulp {__version__}"))
+    if not json:
+        print(f"The page lies in {target}")
+    return found.exit_code
+
+
+def _isolated_run(run: Path, loss_factor: float | None, patience: int | None) -> tuple[Path | RunConfig, int, Rule]:
+    """The recorded run or preset, its seed, and the rule with what was asked for instead."""
+    from halfulp.isolate.rule import rule_for
+    from halfulp.training.presets import PRESETS
+    from halfulp.training.record import config_from_dict, read_record
+
+    preset = not run.exists() and str(run) in PRESETS
+    chosen = PRESETS[str(run)]() if preset else run
+    config = config_from_dict(read_record(run)["config"]) if isinstance(chosen, Path) else chosen
+    given = {"loss_factor": loss_factor, "patience": patience}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return chosen, config.seed, replace(rule_for(config.workload), **changes)
+
+
 def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
     """The preset with what was asked for instead, and where the run goes."""
     from halfulp.training.attention import AttentionPlan
@@ -182,7 +269,7 @@ def _recorded_order(folder: Path) -> Any:
 
     try:
         return np.load(folder / "batches.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"batches={str(folder)!r}: {error}; accepted is the folder of a run") from None
 
 
