@@ -88,8 +88,9 @@ def read_tokens(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
         )
     try:
         tokens = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data={str(file)!r}: {error}; accepted is a whole token file") from None
+    except (OSError, ValueError, EOFError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data={str(file)!r}: {reason}; accepted is a whole token file") from None
     if tokens.shape != (about["tokens"],) or tokens.dtype != _dtype(about["tokenizer"]):
         found = f"{tokens.dtype} {tokens.shape}"
         raise ValueError(
