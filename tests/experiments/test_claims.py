@@ -31,6 +31,11 @@ COVERED = [
     "B3",
     "B4",
     "B5",
+    "B6",
+    "B7",
+    "B8",
+    "B9",
+    "B10",
     "C1",
     "D1",
     "D2",
@@ -87,6 +92,45 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
             {"larger": 1.0},
         ],
     ),
+    "B6": (
+        {"calls": 48, "expected": 48, "same_bits": 1, "largest": 0.02},
+        [{"calls": 47}, {"same_bits": 0}, {"largest": 0}, {"largest": math.inf}],
+    ),
+    "B7": (
+        {"seeds": 3, "lowest_slope": 1e-8, "wasserstein_growth": 9, "difference_growth": 9, "repeated": 0},
+        [
+            {"seeds": 2},
+            {"lowest_slope": -1e-8},
+            {"wasserstein_growth": 0.9},
+            {"difference_growth": 0.9},
+            {"repeated": 1e-9},
+        ],
+    ),
+    "B8": (
+        {
+            "seeds": 3,
+            "flash": 1,
+            "initialization": 2,
+            "fp16": 4,
+            "uneven_initialization": 0.1,
+            "uneven_fp16": 0.2,
+            "ratio_low": 1.5,
+            "ratio_high": 4,
+        },
+        [
+            {"seeds": 2},
+            {"flash": 3},
+            {"fp16": 1},
+            {"uneven_fp16": 0.05},
+            {"ratio_high": 1.9},
+            {"ratio_low": 5.1, "ratio_high": 8},
+        ],
+    ),
+    "B9": (
+        {"first_loss": 0.8, "last_loss": 0.2, "chance": 1e-9},
+        [{"last_loss": 0.5}, {"chance": 0.01}],
+    ),
+    "B10": ({"low": 1.05}, [{"low": 0.98}]),
     "C1": (
         {"fp64_difference": 1e-15, "bf16_flash1": 1e-3, "bf16_flash2": 2e-3},
         [{"fp64_difference": 1e-9}, {"bf16_flash1": 2e-3}],
@@ -210,7 +254,7 @@ def test_a_kernel_whose_bits_are_not_claimed_may_differ_a_little() -> None:
 
 
 def test_what_nobody_measured_carries_no_figure() -> None:
-    found = run_claims(["A1", "B8", "D9"])
+    found = run_claims(["A1", "A2", "D9"])
     assert [(v.verdict, v.measured, v.figures, v.rule) for v in found] == [("not yet", "", {}, "")] * 3
     needy = Claim("X1", "A", "", "", without="needs a GPU")
     assert judge_claim(needy, None) == "needs a GPU"
