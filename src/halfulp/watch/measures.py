@@ -102,6 +102,21 @@ def delta_error(call: Call, exact: Exact) -> Tensor:
     return (_grad_out(call, exact) * (call.out.to(exact.out.dtype) - exact.out)).sum(-1)
 
 
+def delta_error_in_gradient(call: Call) -> Tensor:
+    """Σ_i w_i e_i `[B, H]` of the error e that the gradient really has, read from dK, with weights of mean 1.
+
+    Σ_j dK_j = α Σ_i (Σ_j dS_ij) q_i, and a row sum of dS is −e_i plus the rounding of dS. Along q̄, the mean query of
+    the head, that gives w_i = q_i · q̄ / ‖q̄‖². Whatever the attention takes δ from, this is what reaches the weights;
+    it is read well where queries have a common direction, as in a run that fails. NaN without grad_key.
+    """
+    query = call.query.double()
+    if call.grad_key is None:
+        return torch.full(query.shape[:2], math.nan, dtype=torch.float64, device=query.device)
+    mean = query.mean((0, 2))
+    along = (call.grad_key.double().sum(2) * mean).sum(-1)
+    return -along / (call.scale * mean.square().sum(-1))
+
+
 def row_sum_figures(call: Call, exact: Exact, error: Tensor) -> dict[str, Tensor]:
     """Row sums of dS, 0 in exact arithmetic, each `[H]`.
 

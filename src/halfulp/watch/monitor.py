@@ -26,7 +26,7 @@ MOST_SCORES = 2**22
 """Scores of a layer that are measured unless `entries` says otherwise: as many batch entries as fit, at least one."""
 CHUNK = 2**21
 """Scores of a layer held at once; at least one head's."""
-PARTS = ("delta_error", "delta_error_first_order", "delta_error_curvature")
+PARTS = ("delta_error", "delta_error_first_order", "delta_error_curvature", "delta_error_in_gradient")
 
 Figures = dict[str, Tensor]
 
@@ -99,8 +99,8 @@ class Monitor:
             - sigma_query, sigma_key (by key head), sigma_query_key: largest singular values of W_Q, W_K and α W_Qᵀ W_K
               (A6, A19);
             - delta_error: Σ(δ_lp − δ_hp) over the measured entries and all rows (A10), and its parts
-              delta_error_first_order and delta_error_curvature (D9); each with _t, in standard errors over batch
-              entries, and _steps_t, over the measured steps so far (`Running.t`);
+              delta_error_first_order and delta_error_curvature (D9), and delta_error_in_gradient; each with _t, in
+              standard errors over batch entries, and _steps_t, over the measured steps so far (`Running.t`);
             - delta_error_cumulative, its sum over the measured steps so far (fig. 5a), delta_error_positive, the share
               of them above 0, and delta_error_sign_p, the two-sided sign test.
         """
@@ -187,7 +187,8 @@ class Monitor:
         first = torch.full_like(total, torch.nan)
         if exact_grad is not None:
             first = (exact_grad.to(self.dtype) * (call.out.to(self.dtype) - exact.out)).sum((2, 3))
-        parts = dict(zip(PARTS, (total, first, total - first), strict=True))
+        read = measures.delta_error_in_gradient(call).to(self.dtype)
+        parts = dict(zip(PARTS, (total, first, total - first, read), strict=True))
         direction = None if call.inputs is None else direction_of(call, exact, error, generator)
         return found | ({} if direction is None else direction.figures), parts, direction
 
@@ -200,7 +201,7 @@ class Monitor:
             found |= {name: total, f"{name}_t": t_value(by_entry), f"{name}_steps_t": running.t}
         running = self.running[f"{layer}/{PARTS[0]}"]
         found["delta_error_cumulative"] = running.total
-        found["delta_error_positive"] = running.positive / running.count
+        found["delta_error_positive"] = running.positive.double() / running.count
         return found | {"delta_error_sign_p": running.sign_p}
 
     def _sigmas(self, layer: int, scale: float, generator: torch.Generator) -> Figures:

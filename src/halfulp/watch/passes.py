@@ -19,8 +19,9 @@ from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, Format, round_to
 from halfulp.watch.curvature import ExactOut, full_precision
 from halfulp.watch.taps import Call, Tap
 
-READ: tuple[Format, ...] = (BF16, FP16, OCP_E4M3, OCP_E5M2)
-"""What kernels are asked about: do they read their operands rounded to this?"""
+READ: tuple[Format, ...] = (FP16, BF16, OCP_E4M3, OCP_E5M2)
+"""What kernels are asked about: do they read their operands rounded to this? Those with fewer bits come later: on few
+numbers a kernel may well not notice that they were rounded to more bits before."""
 AS_GIVEN = -1
 _HALF_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
@@ -89,11 +90,11 @@ def record(model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor]) -> 
     """Make a pass forward and back; return the loss and every recorded layer's call, operands as the attention reads
     them, in the first `entries` batch entries.
     """
+    seen = recorder.seen
     with _undisturbed(model), _taps(recorder.modules, recorder), _inputs(recorder):
         value = loss()
-    seen = recorder.seen
-    # a layer's own number names its dO, the complement its dK
-    outs = gradients(value, {layer: s.out for layer, s in seen.items()} | {~n: s.key for n, s in seen.items()})
+        # a layer's own number names its dO, the complement its dK
+        outs = gradients(value, {layer: s.out for layer, s in seen.items()} | {~n: s.key for n, s in seen.items()})
     calls = {}
     for layer, s in seen.items():
         query, key, v = (_wide(x[: s.entries]) for x in (s.query, s.key, s.value))
@@ -121,7 +122,7 @@ def exact_pass(model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor])
     mode: AbstractContextManager[None] = full_precision(device) if recorder.autocast else nullcontext()
     with _undisturbed(model), _taps({n: recorder.modules[n] for n in entries}, taps), mode:
         value = loss()
-    found = gradients(value, {layer: tap.outs[layer] for layer, tap in taps.items()})
+        found = gradients(value, {layer: tap.outs[layer] for layer, tap in taps.items()})
     return float(value.detach()), {layer: g[: entries[layer]] for layer, g in found.items() if g is not None}
 
 
@@ -142,14 +143,16 @@ def gradients(loss: Tensor, wanted: Mapping[int, Tensor]) -> dict[int, Tensor | 
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Random generators and buffers as they were, whatever runs inside; gradients on."""
+    """Random generators and buffers as they were, whatever runs inside, the backward pass too; gradients on."""
     buffers = [(x, x.detach().clone()) for x in model.buffers()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        yield
-    with torch.no_grad():
-        for x, kept in buffers:
-            x.copy_(kept)
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for x, kept in buffers:
+                x.copy_(kept)
 
 
 @contextmanager
@@ -183,7 +186,7 @@ def _inputs(recorder: Recorder) -> Iterator[None]:
 
 
 def _ask(attend: Any, operands: Sequence[Tensor], **options: Any) -> Tensor:
-    """Which format each head's attention reads: the first of READ that changes the operands and not a bit of out."""
+    """Which format each head's attention reads: the last of READ that changes the operands and not a bit of out."""
     kept, attend.tap = attend.tap, None
     try:
         with torch.no_grad():
@@ -196,7 +199,7 @@ def _ask(attend: Any, operands: Sequence[Tensor], **options: Any) -> Tensor:
                 if not bool(changed.any()):
                     continue
                 same = (attend(*rounded, **options) == given).all(3).all(2).all(0).cpu()
-                reads[changed & same & (reads == AS_GIVEN)] = number
+                reads[changed & same] = number
     finally:
         attend.tap = kept
     return reads
