@@ -67,7 +67,7 @@ def draw_samples(predict: Predict, noise: Tensor, steps: int = 30, clip: float |
     if steps < 1:
         raise ValueError(f"steps={steps}: accepted is an integer of at least 1")
     x = noise
-    times = torch.linspace(1.0, 0.0, steps + 1, device=noise.device)
+    times = torch.linspace(1.0, 0.0, steps + 1, dtype=noise.dtype, device=noise.device)
     for now, then in itertools.pairwise(times):
         (alpha, sigma), (alpha_then, sigma_then) = noise_levels(now), noise_levels(then)
         v = predict(x, now.expand(len(x)))

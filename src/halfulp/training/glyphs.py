@@ -158,10 +158,11 @@ def _digits(size: int) -> NamedPictures:
 
 
 def _shapes(size: int) -> NamedPictures:
-    """Eight shapes in eight colors, "red circle" to "black bar"; edges are blended over one pixel."""
+    """Eight shapes in eight colors, edges blended over one pixel; every eighth one differs in both."""
     y, x = np.meshgrid(*[(np.arange(size) + 0.5) * (2 / size) - 1] * 2, indexing="ij")
-    names, pixels = [], []
-    for (shape, inside), (color, rgb) in itertools.product(_SHAPES.items(), _COLORS.items()):
+    colors, names, pixels = list(_COLORS.items()), [], []
+    for (number, (shape, inside)), step in itertools.product(enumerate(_SHAPES.items()), range(len(colors))):
+        color, rgb = colors[(number + step) % len(colors)]
         cover = np.clip(inside(x, y) * (size / 2) + 0.5, 0, 1)[..., None]
         names.append(f"{color} {shape}")
         pixels.append((255 + cover * (np.array(rgb) - 255)).round().astype(np.uint8))
