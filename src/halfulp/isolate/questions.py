@@ -76,8 +76,8 @@ class Investigation:
         """Is it attention at all: everything in fp32."""
         s = self.ladder.settings
         exact = dict.fromkeys(self.cells, EXACT)
-        twin = Substitution(TWIN, "(a) is it attention", "fp32 attention everywhere", exact)
-        original = Substitution(ORIGINAL, "the run as it is", f"nothing: {s.config.attention}", self.cells)
+        twin = Substitution(TWIN, "(a) attention", "fp32 attention everywhere", exact)
+        original = Substitution(ORIGINAL, "the run", f"nothing: {s.config.attention}", self.cells)
         self.ladder.add(original)  # it stands first in the table
         (saved,) = self.ladder.climb([twin], s.seeds)
         (failed,) = self.ladder.climb([original], s.seeds)
@@ -103,7 +103,7 @@ class Investigation:
             names = ", ".join(f"{recipe} for {kernel}" for kernel, recipe in chosen.items())
             cells = {place: chosen.get(choice, choice) for place, choice in self.cells.items()}
             stiff = any(recipe_named(recipe).algorithm == "torch_cpu" for recipe in chosen.values())
-            tried.append((Substitution(f"emulation-{i + 1}", "does its emulation fail alike", names, cells), stiff))
+            tried.append((Substitution(f"emulation-{i + 1}", "emulation", names, cells), stiff))
         runs = self._screen([one for one, _ in tried])
         # of those that fail alike, one in which every operation can be replaced
         alike = [i for i, run in enumerate(runs) if not run.survived]
@@ -125,7 +125,7 @@ class Investigation:
         if cells is None:
             self.notes.append(f"Tiling is not the cause: one tile holds all {tokens or ''} tokens.".replace("  ", " "))
             return
-        self._screen([Substitution("block-N", "(b) is it the tiling", "block = N", cells)])
+        self._screen([Substitution("block-N", "(b) tiling", "block = N", cells)])
 
     def layers(self) -> None:
         """Which layers: the kernel in some of them alone, fp32 in the others; halves first."""
@@ -142,7 +142,7 @@ class Investigation:
         self.layer_sets = found.sets
         self._say_spread(found, "layer")
         inside = frozenset(p for p in suspects(self.cells) if p[0] in found.all)
-        self._confirm(self._only_layers(found.all), inside, "(c) which layers")
+        self._confirm(self._only_layers(found.all), inside, "(c) layers")
 
     def operations(self) -> None:
         """Which operation: each replaced alone, then sets of them; and halfulp's recipe, which replaces several."""
@@ -178,7 +178,7 @@ class Investigation:
         found = guilty_sets(members, ask)
         self.place_sets = found.sets
         self._say_spread(found, "head")
-        self._confirm(self._only_places(found.all), found.all, "(e) which heads")
+        self._confirm(self._only_places(found.all), found.all, "(e) heads")
 
     def bits(self) -> None:
         """How many mantissa bits the guilty tensor needs: bisection upwards, two steps downwards."""
@@ -232,13 +232,13 @@ class Investigation:
         kept = [place for place in suspects(self.cells) if place[0] in chosen]
         name = _short("only-layer-" + ".".join(map(str, chosen)))
         text = f"low precision in {places_text(_whole(chosen, self.heads_a_layer), self.heads_a_layer)} alone"
-        return Substitution(name, "(c) which layers", text, only(self.cells, kept))
+        return Substitution(name, "(c) layers", text, only(self.cells, kept))
 
     def _only_places(self, chosen: Iterable[Place]) -> Substitution:
         kept = sorted(chosen)
         name = _short("only-head-" + "_".join(f"{layer}.{head}" for layer, head in kept))
         text = f"low precision in {places_text(kept, self.heads_a_layer)} alone"
-        return Substitution(name, "(e) which heads", text, only(self.cells, kept))
+        return Substitution(name, "(e) heads", text, only(self.cells, kept))
 
     def _confirm(self, alone: Substitution, inside: frozenset[Place], question: str) -> None:
         """Try what was found on all seeds: low precision there alone, and everywhere but there."""
@@ -267,7 +267,7 @@ class Investigation:
         for chosen in sets:
             cells = self._replaced(chosen)
             change = "; ".join(one.change for one in _ordered(chosen))
-            named = None if cells is None else Substitution(_set_name(chosen), "(d) which operation", change, cells)
+            named = None if cells is None else Substitution(_set_name(chosen), "(d) operations", change, cells)
             asked.append(named)
         runs = iter(self._screen([one for one in asked if one is not None]))
         return [None if one is None else next(runs) for one in asked]
@@ -284,13 +284,13 @@ class Investigation:
             cells = self._replaced(chosen)
             assert cells is not None
             change = "; ".join(one.change for one in _ordered(chosen))
-            self.ladder.climb([Substitution(_set_name(chosen), "(d) which operation", change, cells)], self.failing)
+            self.ladder.climb([Substitution(_set_name(chosen), "(d) operations", change, cells)], self.failing)
 
     def _with_bits(self, step: str, bits: int) -> Substitution:
         assert self.base is not None
         cells = in_cells(self.base, lambda recipe: with_bits(recipe, step, bits))
         assert cells is not None
-        return Substitution(f"{step}-m{bits}", "(f) how many bits", f"{step} with {bits} mantissa bits", cells)
+        return Substitution(f"{step}-m{bits}", "(f) bits", f"{step} with {bits} mantissa bits", cells)
 
 
 def _untiled(recipe: Recipe, tokens: int | None) -> Recipe | None:
