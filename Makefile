@@ -58,7 +58,7 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.stamp-backend: $(VENV)/pyvenv.cfg constraints.txt
 	@echo 'Setting up $(VENV) (a minute or two, once) ...'
-	@$(INSTALL) hatchling editables
+	@$(INSTALL) hatchling editables setuptools
 	@touch $@
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-backend $(SOURCES)

@@ -129,6 +129,22 @@ def test_constraint_satisfies_the_requirement(name):
     assert requirements()[name].specifier.contains(CONSTRAINTS[name])
 
 
+def test_extras_that_messages_name_are_there():
+    named = {
+        extra
+        for file in (ROOT / "src").rglob("*.py")
+        for extra in re.findall(r"halfulp\[([\w,]+)\]", file.read_text(encoding="utf-8"))
+    }
+    assert {"tokens"} <= named <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_tests_have_every_extra_but_wandb():
+    """It has no offline part that is small; its sink is tested against a stand-in."""
+    extras = PROJECT["optional-dependencies"]
+    for name in ("pictures", "tokens", "tensorboard"):
+        assert set(extras[name]) <= set(extras["dev"]), name
+
+
 def test_constraints_are_complete():
     """Whatever the dependencies bring along is pinned too, so a set-up next year is the set-up of today."""
     open_needs = list(requirements().values())
