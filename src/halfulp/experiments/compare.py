@@ -102,7 +102,7 @@ class CompareResult:
                 tuple(_series(name, self.of(name), field) for name in self.names),
                 (caption + _unseen(self.drifts)).strip(),
                 self.command,
-                y_log=True,
+                y_log=any(0 < value < math.inf for drift in self.drifts for value in getattr(drift, field)),
             )
             for field, title, label in shown
         ]

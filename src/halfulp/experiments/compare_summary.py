@@ -111,8 +111,8 @@ def summarize(name: str, drifts: Sequence[Curve]) -> DriftSummary:
 
 
 def slope_of(steps: Sequence[int], values: Sequence[float]) -> float:
-    """Return the slope of the least-squares line with an intercept; NaN for fewer than two steps."""
-    if len(steps) < 2:
+    """Return the slope of the least-squares line with an intercept; NaN for one step or infinite values."""
+    if len(steps) < 2 or not np.isfinite(values).all():
         return math.nan
     x, y = np.array(steps, float), np.array(values, float)
     x -= x.mean()
@@ -121,7 +121,7 @@ def slope_of(steps: Sequence[int], values: Sequence[float]) -> float:
 
 def unevenness_of(steps: Sequence[int], values: Sequence[float]) -> float:
     """Return the rms distance of the values from their line, as a share of the last; NaN where that is 0."""
-    if len(steps) < 3 or values[-1] == 0:
+    if len(steps) < 3 or values[-1] == 0 or not np.isfinite(values).all():
         return math.nan
     x, y = np.array(steps, float), np.array(values, float)
     residual = y - y.mean() - slope_of(steps, values) * (x - x.mean())
