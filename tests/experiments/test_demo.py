@@ -13,14 +13,11 @@ from halfulp.audit import run as audit_run
 from halfulp.experiments import demo
 from halfulp.experiments.audits import Auditors, Job, auditors, choose_targets, parse_shape
 from halfulp.experiments.capture import load_captured
-from halfulp.experiments.demo_findings import audit_finding, cause_finding, failure_finding, grouped
+from halfulp.experiments.demo_findings import audit_finding, failure_finding, grouped
 from halfulp.experiments.failure import FailureRun
-from halfulp.experiments.ladder import LADDER, summarize
 from halfulp.runs.folder import read_json
 from halfulp.runs.machine import describe_machine, describe_versions
 from halfulp.training.config import Language, RunConfig
-
-RUNGS = ("stock", "dP∘P", "halfulp")
 
 
 def run(name, outcome, seed=0, loss=(1.0, 1e-5, 1e-3), score=110.0, broke_at=None):
@@ -68,16 +65,6 @@ def test_a_run_that_broke_is_told_by_its_step():
 def test_names_are_grouped_by_outcome():
     outcomes = {"a": "survived", "b": "failed", "c": "survived", "d": "drifting"}
     assert grouped(outcomes) == "a and c survive, d drifts, b fails"
-
-
-def test_the_cause_counts_every_rung():
-    rungs = LADDER[:3]
-    measured = [
-        run(r.recipe.name, outcome) for r, outcome in zip(rungs, ("failed", "survived", "drifting"), strict=True)
-    ]
-    said = cause_finding(summarize(measured, rungs, (0,), 3), {rungs[0].recipe.name: "the stock one"})
-    assert said.startswith("Of 3 recipes, each trained on 1 seed, 1 survives (dP∘P), 1 drifts (")
-    assert said.endswith("1 fails (the stock one).")
 
 
 def audited(target, verdict):
@@ -143,7 +130,6 @@ def tiny(monkeypatch):
         demo.DemoConfig,
         steps=60,
         workers=1,
-        rungs=RUNGS,
         gpt=RunConfig(Language(layers=1, heads=2, width=16, context=24, data="english"), batch=2, steps=3),
         targets=("sdpa:math", "recipe:BF16_FLASH2", "flash_attn"),
     )
@@ -180,7 +166,8 @@ def test_the_whole_demo(capsys, tmp_path):
     assert html.count("<svg") == 4
     assert "-4.71875" in text
     assert "flash_attn is not installed" in text or "flash_attn" in record["acts"][2]["finding"]
-    assert "halfulp demo --seeds 2 --ladder-seeds 1" in text
+    assert "halfulp demo --seeds 2 --isolation-seeds 1" in text
+    assert read_json(out / "isolation" / "isolation.json")["verdict"] == record["acts"][1]["finding"]
     assert (out / "failure.svg").read_text(encoding="utf-8").startswith("<svg ")
     captured = load_captured(out / "tensors" / "gpt.safetensors")
     assert captured.query.shape == (2, 2, 24, 8)
@@ -255,7 +242,7 @@ def test_flash_attention_is_found_or_explained():
     assert demo.flash_missing() is None or demo.flash_missing()
 
 
-@pytest.mark.parametrize("name", ["seeds", "ladder_seeds", "steps", "workers"])
+@pytest.mark.parametrize("name", ["seeds", "isolation_seeds", "steps", "workers"])
 def test_a_config_of_nothing_is_refused(name):
     with pytest.raises(ValueError, match=f"{name}=0: accepted is an integer of at least 1"):
         demo.DemoConfig(**{name: 0})

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from halfulp.cli.shell import PROGRAM, print_json, typed_command
 
 
-def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, ladder_seeds: int = 1, json: bool = False) -> int:
+def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, isolation_seeds: int = 1, json: bool = False) -> int:
     """Run the main job, end to end on a CPU in under three minutes: halfulp demo --out DIR
 
     Act 1 trains a small model that low-precision attention can ruin, act 2 finds the cause, act 3 audits every
@@ -21,14 +21,14 @@ def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, ladder_seeds: int 
     Args:
         out: Folder to write; a demo that is there already is replaced at the end.
         seeds: How many times each training of act 1 is repeated, each from other weights and data.
-        ladder_seeds: The same for the trainings of act 2.
+        isolation_seeds: The same for the trainings of act 2.
         json: Print the run's record as JSON instead of what each act found.
     """
     from halfulp.experiments.demo import DemoConfig, run_demo
     from halfulp.report.terminal import print_act, progress_bar
     from halfulp.runs.folder import open_run, read_json
 
-    config = DemoConfig(seeds=seeds, ladder_seeds=ladder_seeds)
+    config = DemoConfig(seeds=seeds, isolation_seeds=isolation_seeds)
     folder = open_run(out)
 
     def told(act: dict[str, Any]) -> None:

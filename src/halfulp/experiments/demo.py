@@ -25,21 +25,21 @@ from halfulp.experiments.audits import Job, auditors, choose_targets, one_thread
 from halfulp.experiments.capture import save_captured, train_and_capture
 from halfulp.experiments.demo_findings import (
     audit_finding,
-    cause_finding,
     failure_finding,
     short,
     worst_outcome,
 )
 from halfulp.experiments.explain import EXAMPLE, explain
 from halfulp.experiments.failure import AttentionChoice, FailureRun, curves, run_failures
-from halfulp.experiments.ladder import LADDER, LadderResult, Rung, final_loss, summarize
+from halfulp.experiments.ladder import LADDER, Rung, final_loss
 from halfulp.formats import BF16
 from halfulp.isolate.rule import RULE
+from halfulp.isolate.run import isolate
 from halfulp.runs.folder import write_json
 from halfulp.runs.machine import describe_machine, describe_versions, git_revision
 from halfulp.runs.results import Progress, Table
 from halfulp.training.config import RunConfig
-from halfulp.training.presets import capture
+from halfulp.training.presets import capture, seconds
 
 Act: TypeAlias = dict[str, Any]
 Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Progress]]
@@ -47,24 +47,7 @@ Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Progress]]
 HALFULP = "halfulp"
 FLASH, MATH, FP32 = "PyTorch flash", "PyTorch math", "PyTorch fp32"
 STAND_IN = "stock, emulated"
-RUNGS = {
-    "stock": "stock",
-    "dP∘P": "δ = rowsum(dP ∘ P)",
-    "fp32 O": "O in fp32",
-    "residual": "residual",
-    "residual+row_sum": "residual + row sum",
-    "residual+row_sum+weights": "residual + row sum + weights",
-    HALFULP: "halfulp",
-    "authors+softmax": "published softmax fix on the paper's recipe",
-    "stock+softmax": "published softmax fix on stock",
-}
-"""The rungs of the ladder that the demo climbs, in words."""
 
-
-_CHANGES = {  # where the ladder's own words continue those of a rung that is left out here
-    "residual": "δ from O plus the residual of its rounding, in bf16",
-    "authors+softmax": "the paper's own recipe (scores, Ō and O in bf16) with its published softmax fix, β = 7",
-}
 _CURVES = "Each line is the median over the seeds, the band around it their range."
 
 
@@ -73,24 +56,24 @@ class DemoConfig:
     """How much the demo does; the defaults take under three minutes on two cores."""
 
     seeds: int = 2  # of the failing run
-    ladder_seeds: int = 1  # of every rung of the ladder
+    isolation_seeds: int = 1  # of every run of the isolation
+    isolation_seconds: float = 90.0  # after which it says what was not tested
     steps: int = 4000  # of each training
     workers: int = 2  # processes of one thread each
-    rungs: tuple[str, ...] = tuple(RUNGS)
     gpt: RunConfig = field(default_factory=capture)  # whose activations are captured
     shapes: tuple[Shape, ...] = ()  # of the audit; its own quick size if empty
     targets: tuple[str, ...] | None = None  # to audit; every one that this machine has if None
     seed: int = 0  # of the audit's probe inputs
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "ladder_seeds", "steps", "workers"):
+        for name in ("seeds", "isolation_seeds", "steps", "workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer of at least 1")
 
     @property
     def command(self) -> str:
         """What repeats the demo."""
-        return f"halfulp demo --seeds {self.seeds} --ladder-seeds {self.ladder_seeds}"
+        return f"halfulp demo --seeds {self.seeds} --isolation-seeds {self.isolation_seeds}"
 
 
 def run_demo(
@@ -100,7 +83,7 @@ def run_demo(
 
     Args:
         config: how much to do.
-        folder: an empty folder; gets run.json, failure.json, cause.json, audit.json and tensors/gpt.safetensors.
+        folder: an empty folder; gets run.json, failure.json, cause.json, audit.json, isolation/ and tensors/.
         watch: called with an act's number and title; gives a context that gives the function that shows progress.
         told: called with every act when it is over.
         final: what `folder` will be called later, where it is known already: files are named by it.
@@ -152,7 +135,6 @@ class _Stage:
     config: DemoConfig
     folder: Path
     final: Path
-    runs: list[FailureRun] = field(default_factory=list)
 
 
 def _now() -> str:
@@ -183,7 +165,6 @@ def _failure(stage: _Stage, progress: Progress) -> Act:
     choices |= {MATH: "torch:math", FP32: "torch:fp32", HALFULP: _rung(HALFULP).recipe}
     seeds = range(config.seeds)
     found = run_failures(choices.values(), seeds, config.steps, workers=config.workers, progress=progress)
-    stage.runs = found
     names = [name for name in choices for _ in seeds]
     runs = [replace(run, attention=name) for name, run in zip(names, found, strict=True)]
     by_name = {name: [run for run in runs if run.attention == name] for name in choices}
@@ -239,46 +220,32 @@ def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
     return low if low == high else f"{low} … {high}"
 
 
-def _ladder_table(ladder: LadderResult, config: DemoConfig) -> Table:
-    rows = []
-    for rung in ladder.rungs:
-        broke = [step for step in rung.broke_at if step is not None]
-        loss = f"NaN at step {_range(broke, '{:.0f}'.format)}" if broke else _range(rung.final_loss, short)
-        scores = (_range(rung.mean_score, "{:+.1f}".format), _range(rung.max_score, "{:.0f}".format))
-        change = _CHANGES.get(rung.rung, rung.change)
-        rows.append((RUNGS[rung.rung], rung.outcome, change, loss, *scores))
-    columns = (
-        "recipe",
-        "outcome",
-        "what is changed in the failing one",
-        "loss at the end",
-        "mean score",
-        "largest score",
-    )
-    caption = _over(config.steps, config.ladder_seeds)
-    return Table("Substitution ladder", columns, tuple(rows), caption, config.command)
-
-
 def _cause(stage: _Stage, progress: Progress) -> Act:
-    """Act 2: one substitution after the other in the failing recipe, and one rounding bit by bit."""
+    """Act 2: the failing run again with one thing changed at a time, and one rounding bit by bit."""
     config = stage.config
-    rungs = [_rung(name) for name in config.rungs]
-    seeds = range(config.ladder_seeds)
-    known = {(run.attention, run.seed): run for run in stage.runs}
-    fresh = [rung.recipe for rung in rungs if any((rung.recipe.name, seed) not in known for seed in seeds)]
-    found = run_failures(fresh, seeds, config.steps, workers=config.workers, progress=progress)
-    known |= {(run.attention, run.seed): run for run in found}
-    runs = [known[rung.recipe.name, seed] for rung in rungs for seed in seeds]
-    ladder = summarize(runs, rungs, tuple(seeds), config.steps)
+    run = seconds("torch:flash" if flash_missing() is None else "BF16_FLASH2", steps=config.steps)
+    found = isolate(
+        run,
+        out=stage.folder / "isolation",
+        seeds=tuple(range(config.isolation_seeds)),
+        budget_seconds=config.isolation_seconds,
+        workers=config.workers,
+        progress=progress,
+        command=f"halfulp isolate seconds --seeds {config.isolation_seeds}",
+    )
+    plain = found.as_dict()
     example = explain(EXAMPLE, BF16)
     values = " ".join(map(repr, EXAMPLE))
     return {
-        "finding": cause_finding(ladder, RUNGS),
+        "finding": found.verdict,
         "text": [
-            "The failing kernel's arithmetic is emulated step by step, and one step after the other is replaced. The "
-            "first replacement after which a run survives names what was wrong.",
+            "The failing run is made again with one thing changed at a time, from the whole attention down to one "
+            "operation and its bits, and what saves it names what was wrong.",
+            *([f"Fix: {found.fix}"] if found.fix else []),
+            *found.notes,
         ],
-        "tables": [_ladder_table(ladder, config).as_dict()],
+        "figures": plain["figures"],
+        "tables": plain["tables"],
         "code": [
             {
                 "caption": "One rounding, bit by bit: a sum of two weighted values of one sign carries into the next "
@@ -288,7 +255,6 @@ def _cause(stage: _Stage, progress: Progress) -> Act:
                 "command": f"halfulp explain -- {values} --format bf16",
             }
         ],
-        "runs": [run.as_dict() for run in found],
         "example": example.as_dict(),
     }
 

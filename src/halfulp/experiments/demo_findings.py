@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfulp.experiments.failure import FailureRun
-from halfulp.experiments.ladder import LadderResult, final_loss
+from halfulp.experiments.ladder import final_loss
 
 OUTCOMES = ("survived", "drifting", "failed")
 _VERBS = {"survived": "survive", "drifting": "drift", "failed": "fail"}
@@ -64,17 +64,6 @@ def grouped(outcomes: Mapping[str, str]) -> str:
         if names:
             parts.append(f"{_list(names)} {_VERBS[outcome]}{'s' if len(names) == 1 else ''}")
     return ", ".join(parts)
-
-
-def cause_finding(ladder: LadderResult, names: Mapping[str, str]) -> str:
-    """Return which substitutions save the run; `names` says rungs in words."""
-    parts = []
-    for outcome in OUTCOMES:
-        same = [names.get(rung.rung, rung.rung) for rung in ladder.rungs if rung.outcome == outcome]
-        if same:
-            verb = _VERBS[outcome] + "s" * (len(same) == 1)
-            parts.append(f"{len(same)} {verb} ({'; '.join(same)})")
-    return f"Of {len(ladder.rungs)} recipes, each trained on {_seeds(len(ladder.seeds))}, {', '.join(parts)}."
 
 
 def audit_finding(audits: Sequence[Mapping[str, Any]], skipped: Mapping[str, str]) -> str:
