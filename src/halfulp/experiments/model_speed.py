@@ -2,7 +2,7 @@
 
 Two attentions alternate in one run, step by step, on the same batch and the same weights, so that whatever else the
 machine does meets both alike. The median over pairs of steps of the ratio of their times is what counts, not two
-medians of different minutes.
+medians of different minutes. On a CPU it is the processor's time, which other processes do not lengthen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Speed:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """About a 95 % interval of the median ratio: the order statistics that a binomial count gives."""
+        """The median ratio's 95 % interval or a little more: order statistics, by a binomial count; from 6 pairs."""
         from scipy.stats import binom
 
         ordered = sorted(self._ratios())
@@ -125,12 +125,20 @@ def measure_speed(
         times: tuple[list[float], list[float]] = ([], [])
         for pair in range(pairs + WARM_UP):
             for which in (0, 1) if pair % 2 else (1, 0):
-                began = time.perf_counter()
+                began = _now(config.device)
                 steps[which]()
-                times[which].append(time.perf_counter() - began)
+                times[which].append(_now(config.device) - began)
             (progress or no_progress)((pair + 1) / (pairs + WARM_UP), f"{name}: timing, pair {pair + 1}")
     tokens = build_workload(config.workload, config.attention, seed=0, data_seed=0).tokens_per_sample
     return Speed(name, tokens, tuple(times[0][WARM_UP:]), tuple(times[1][WARM_UP:]))
+
+
+def _now(device: str) -> float:
+    """Seconds: of the processor on a CPU, of the clock once a GPU has done its work."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _stepper(config: RunConfig) -> Callable[[], None]:
