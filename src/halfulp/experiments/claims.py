@@ -11,9 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from halfulp.experiments import (
     claims_benchmark,
+    claims_delta,
     claims_drift,
+    claims_growth,
     claims_identities,
-    claims_pending,
+    claims_mechanism,
+    claims_paper_a,
     claims_rounding,
     claims_training,
     claims_weak,
@@ -29,7 +32,10 @@ _TOPICS = (
     claims_benchmark,
     claims_weak,
     claims_training,
-    claims_pending,
+    claims_paper_a,
+    claims_mechanism,
+    claims_growth,
+    claims_delta,
 )
 
 

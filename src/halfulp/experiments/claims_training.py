@@ -39,10 +39,10 @@ def _stabilized_softmax(lab: Lab) -> Measured:
             recipe = BF16_PAPER_STABILIZED.with_(shift=shift)
             largest = max(largest, float(observed(recipe, scores, "weights")[-1].max()))
     runs = lab.trained(("authors", "authors+softmax"))
-    figures = {"difference": difference, "largest_weight": largest} | _survivors(runs)
+    figures = {"difference": difference, "largest_weight": largest} | survivors(runs)
     text = (
         f"fp64 difference {difference:.1e}, largest P̄ {largest:.3f} on rows tied at ±0.5 to ±6, β in 2, 4, 7, 8; "
-        f"twin runs: {_describe(runs)}"
+        f"twin runs: {describe(runs)}"
     )
     return Measured(figures, text)
 
@@ -50,22 +50,23 @@ def _stabilized_softmax(lab: Lab) -> Measured:
 def _published_fix(lab: Lab) -> Measured:
     """D8: the published fix on the paper's recipe and on the stock recipe, and the halfulp recipe."""
     runs = lab.trained(("stock", "stock+softmax", "authors+softmax", "halfulp"))
-    return Measured(_survivors(runs), _describe(runs))
+    return Measured(survivors(runs), describe(runs))
 
 
 def _torch_kernels(lab: Lab) -> Measured:
     """D12: PyTorch's own kernels, untouched."""
     runs = lab.trained(("torch:flash", "torch:math"))
-    return Measured(_survivors(runs), _describe(runs))
+    return Measured(survivors(runs), describe(runs))
 
 
-def _survivors(runs: dict[str, list[FailureRun]]) -> dict[str, float]:
+def survivors(runs: dict[str, list[FailureRun]]) -> dict[str, float]:
     """The share of seeds that failed, per attention, and the number of seeds."""
     failed = {f"{name} failed": sum(run.outcome == "failed" for run in same) / len(same) for name, same in runs.items()}
     return failed | {"seeds": float(min(len(same) for same in runs.values()))}
 
 
-def _describe(runs: dict[str, list[FailureRun]]) -> str:
+def describe(runs: dict[str, list[FailureRun]]) -> str:
+    """Say what became of every seed of each attention."""
     return "; ".join(f"{name}: {_summary(same)}" for name, same in runs.items())
 
 

@@ -20,7 +20,7 @@ teacher's, as late in a training, and every step has a fresh batch. Fails in 100
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -132,13 +132,23 @@ class MechanismRun:
     first_order: tuple[float, ...]  # Σ dO(O_hp) ∘ (O_lp − O_hp), all rows of the step
     curvature: tuple[float, ...]  # the rest of Σ (δ_lp − δ_hp)
     sharp_error: tuple[float, ...]  # mean of O_lp − O_hp in guilty features of sharp rows
+    agreement: tuple[float, ...]  # how often dO(O_hp) and O_lp − O_hp have one sign there
     tied_rows: tuple[float, ...]  # share of rows whose largest score is repeated
     outcome: Outcome
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; numbers that are not finite become None."""
-        numbers = ("loss", "pulled_loss", "mean_score", "max_score", "first_order", "curvature", "sharp_error")
+        numbers = (
+            "loss",
+            "pulled_loss",
+            "mean_score",
+            "max_score",
+            "first_order",
+            "curvature",
+            "sharp_error",
+            "agreement",
+        )
         plain = asdict(self)
         return plain | {name: plain_numbers(plain[name]) for name in numbers} | {"rule": RULE_TEXT}
 
@@ -151,6 +161,11 @@ class _Batch:
     key: Tensor
     value: Tensor
     target: Tensor
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What W_Q, W_K and W_V read."""
+        return self.query, self.key, self.value
 
 
 class _Construction:
@@ -206,7 +221,7 @@ class _Construction:
 
 
 def run_variant(
-    variant: Variant, seed: int = 0, steps: int = STEPS, record_every: int = 10, progress: Progress | None = None
+    variant: Variant, seed: int = 0, steps: int = STEPS, record_every: int = 20, progress: Progress | None = None
 ) -> MechanismRun:
     """Train one variant and judge it by `RULE_TEXT`.
 
@@ -222,34 +237,55 @@ def run_variant(
     """
     if steps < 1 or record_every < 1:
         raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
-    task, made = variant.task, _Construction(variant.task, seed)
-    adam = torch.optim.Adam(made.student, lr=task.learning_rate, betas=(0.9, 0.95))
     points: list[tuple[float, ...]] = []
     at: list[int] = []
     broke_at = None
-    for step in range(1, steps + 1):
-        adam.param_groups[0]["lr"] = task.learning_rate * min(1, step / 50)
-        batch = made.batch()
-        inputs = (batch.query, batch.key, batch.value)
-        q, k, v = ((x @ w.mT)[:, None] for x, w in zip(inputs, made.student, strict=True))
-        out = emulate(q, k, v, recipe=variant.recipe)[:, 0]
-        pulled, loss = made.losses(out, batch.target)
-        broke_at = None if math.isfinite(float(pulled + loss)) else step
-        if step % record_every == 0 or step == steps or broke_at:
-            at.append(step)
-            points.append((float(loss), float(pulled), *_figures(made, variant, batch, (q, k, v), out)))
+    for now in _steps(variant, seed, steps):
+        loss, pulled = now.loss.item(), now.pulled.item()
+        broke_at = None if math.isfinite(loss + pulled) else now.number
+        if now.number % record_every == 0 or now.number == steps or broke_at:
+            at.append(now.number)
+            points.append((loss, pulled, *_figures(now)))
             if progress is not None:
-                progress(step / steps, f"{variant.name}, seed {seed}: loss {float(loss):.1e}")
+                progress(now.number / steps, f"{variant.name}, seed {seed}: loss {loss:.1e}")
         if broke_at:
             break
+    columns: list[tuple[float, ...]] = list(zip(*points, strict=True))
+    outcome, reason = judge(columns[0], columns[2], broke_at, RULE)
+    losses, others, mean, largest, first, curvature, sharp, agreement, tied = columns
+    figures = (losses, others, mean, largest, first, curvature, sharp, agreement, tied)
+    return MechanismRun(variant.name, seed, tuple(at), *figures, outcome, reason)
+
+
+@dataclass(frozen=True)
+class _Now:
+    """One step before its update."""
+
+    number: int
+    made: _Construction
+    variant: Variant
+    batch: _Batch
+    inputs: tuple[Tensor, Tensor, Tensor]  # query, key, value [B, 1, N, width]
+    out: Tensor  # [B, N, width]
+    pulled: Tensor
+    loss: Tensor
+
+
+def _steps(variant: Variant, seed: int, steps: int) -> Iterator[_Now]:
+    """The training itself: yields every step, and makes its update when asked for the next."""
+    task, made = variant.task, _Construction(variant.task, seed)
+    adam = torch.optim.Adam(made.student, lr=task.learning_rate, betas=(0.9, 0.95))
+    w_q, w_k, w_v = made.student
+    for number in range(1, steps + 1):
+        adam.param_groups[0]["lr"] = task.learning_rate * min(1, number / 50)
+        batch = made.batch()
+        query, key, value = ((x @ w.mT)[:, None] for x, w in zip(batch.inputs, (w_q, w_k, w_v), strict=True))
+        out = emulate(query, key, value, recipe=variant.recipe)[:, 0]
+        pulled, loss = made.losses(out, batch.target)
+        yield _Now(number, made, variant, batch, (query, key, value), out, pulled, loss)
         adam.zero_grad()
         (pulled + loss).backward()  # type: ignore[no-untyped-call]
         adam.step()
-    columns: list[tuple[float, ...]] = list(zip(*points, strict=True))
-    outcome, reason = judge(columns[0], columns[2], broke_at, RULE)
-    losses, pulled_losses, mean, largest, first, curvature, sharp, tied = columns
-    figures = (losses, pulled_losses, mean, largest, first, curvature, sharp, tied)
-    return MechanismRun(variant.name, seed, tuple(at), *figures, outcome, reason)
 
 
 def run_variants(
@@ -279,24 +315,72 @@ def _job(job: tuple[Variant, int, int]) -> MechanismRun:
     return run_variant(*job)
 
 
-def _figures(
-    made: _Construction, variant: Variant, batch: _Batch, inputs: tuple[Tensor, ...], out: Tensor
-) -> tuple[float, ...]:
-    """Mean and largest score, the two parts of Σ(δ_lp − δ_hp), the sharp rows' error, the share of tied rows."""
-    task = made.task
-    query, key, value = (round_to(x.detach(), BF16) for x in inputs)
-    exact = emulate(query, key, value, recipe=FP32_RECIPE.with_(scores=variant.recipe.scores, **_WHOLE))[:, 0]
-    error = out.detach() - exact
-    at_exact, at_out = (_slope(made, o, batch.target) for o in (exact, out.detach()))
-    scores = (query @ key.mT * task.width**-0.5)[:, 0]
+def _exact(now: _Now) -> tuple[Tensor, Tensor, Tensor]:
+    """O_lp − O_hp and dO at O_hp `[B, N, width]`, and the scores `[B, N, N_k]` of bf16 operands."""
+    query, key, value = (round_to(x.detach(), BF16) for x in now.inputs)
+    recipe = FP32_RECIPE.with_(scores=now.variant.recipe.scores, **_WHOLE)
+    exact = emulate(query, key, value, recipe=recipe)[:, 0]
+    scores = (query @ key.mT * now.variant.task.width**-0.5)[:, 0]
+    return now.out.detach() - exact, _slope(now, exact), scores
+
+
+def _figures(now: _Now) -> tuple[float, ...]:
+    """Mean and largest score, the parts of Σ(δ_lp − δ_hp), error and signs in sharp rows, the share of tied rows."""
+    task = now.variant.task
+    error, slope, scores = _exact(now)
+    first, whole = float((slope * error).sum()), float((_slope(now, now.out.detach()) * error).sum())
+    sharp = error[:, : task.keys, : task.guilty]
+    same = (sharp * slope[:, : task.keys, : task.guilty])[sharp != 0] > 0
     tied = (scores == scores.amax(-1, keepdim=True)).sum(-1) > 1
-    first, whole = float((at_exact * error).sum()), float((at_out * error).sum())
-    sharp = float(error[:, : task.keys, : task.guilty].mean())
-    return (float(scores.mean()), float(scores.max()), first, whole - first, sharp, float(tied.float().mean()))
+    signs = float(same.float().mean())
+    return (
+        float(scores.mean()), float(scores.max()), first, whole - first, float(sharp.mean()), signs,
+        float(tied.float().mean()),
+    )  # fmt: skip
 
 
-def _slope(made: _Construction, out: Tensor, target: Tensor) -> Tensor:
+def _slope(now: _Now, out: Tensor) -> Tensor:
     """dO at some O."""
     at = out.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(sum(made.losses(at, target), torch.zeros(())), at)
+    pulled, loss = now.made.losses(at, now.batch.target)
+    (slope,) = torch.autograd.grad(pulled + loss, at)
     return slope
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the sharp rows of one step look like from inside (figures 5 and 6 of the paper)."""
+
+    step: int
+    guilty: int  # the first features
+    grad_out: tuple[float, ...]  # mean of dO(O_hp) by feature
+    error: tuple[float, ...]  # mean of O_lp − O_hp by feature
+    weights: tuple[float, ...]  # P̄ of one sharp row by token, in bf16
+    values: tuple[float, ...]  # V of the first guilty feature by token, in bf16
+    running_error: tuple[float, ...]  # of bf16(Σ P̄V) up to a token, against the sum in fp64
+    all_values: tuple[float, ...]  # V of that feature in the whole batch
+
+
+def profile(variant: Variant, seed: int = 0, steps: int = 300) -> Profile:
+    """Train up to a step and look into its sharp rows; raises ValueError for fewer than one step."""
+    if steps < 1:
+        raise ValueError(f"steps={steps}: accepted is an integer of at least 1")
+    *_, now = _steps(variant, seed, steps)
+    task = variant.task
+    error, slope, scores = _exact(now)
+    rows = slice(0, task.keys)
+    value = round_to(now.inputs[2].detach(), BF16)[:, 0, :, 0]
+    entry, row = divmod(int(error[:, rows, 0].argmin()), task.keys)
+    rounded = round_to(scores[entry, row], BF16)
+    weights = round_to((rounded - rounded.max()).exp(), BF16)
+    sums = (weights.double() * value[entry].double()).cumsum(0)
+    return Profile(
+        step=steps,
+        guilty=task.guilty,
+        grad_out=tuple(slope[:, rows].mean((0, 1)).tolist()),
+        error=tuple(error[:, rows].mean((0, 1)).tolist()),
+        weights=tuple(weights.tolist()),
+        values=tuple(value[entry].tolist()),
+        running_error=tuple((round_to(sums, BF16) - sums).tolist()),
+        all_values=tuple(value.flatten().tolist()),
+    )

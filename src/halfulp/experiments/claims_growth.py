@@ -1,0 +1,145 @@
+"""What shows from outside before a run fails: σ(W_Q) and activations that grow (A19), and sinks with P̄ = 1 (A20)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from halfulp.experiments import paper_a_figures as pictures
+from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
+from halfulp.experiments.claims_paper_a import language, scale_of
+from halfulp.experiments.failure import FailureRun
+from halfulp.experiments.paper_a import Snapshot, Traced
+from halfulp.watch.measures import UNIT_SCORE
+
+
+def _growth(lab: Lab) -> Measured:
+    """A19: when σ(W_Q), σ(W_K) and the loss leave those of the twin."""
+    runs = language(lab, ("everywhere", "nowhere"))
+    pairs = list(zip(runs["everywhere"], runs["nowhere"], strict=True))
+    sigma = [_language_growth(run, twin) for run, twin in pairs]
+    loss = [_loss_rises(run, twin) for run, twin in pairs]
+    activations = [run.measured("query_rms")[-1] for run, _ in pairs]
+    grown = min(max(heads) for heads in activations) / max(max(t.measured("query_rms")[-1]) for _, t in pairs)
+    task = lab.trained(("torch:flash", "torch:fp32"))
+    task_pairs = list(zip(task["torch:flash"], task["torch:fp32"], strict=True))
+    keys = [_task_growth(run, twin, "sigma_key") for run, twin in task_pairs]
+    queries = [_task_growth(run, twin, "sigma_query") for run, twin in task_pairs]
+    rises = [_task_rises(run) for run, _ in task_pairs]
+    lead = min(b - a for a, b in zip(sigma, loss, strict=True))
+    figures = {"lead": lead, "activations": grown, "task lead": min(b - a for a, b in zip(keys, rises, strict=True))}
+    text = (
+        f"byte GPT, guilty layer ({scale_of(lab).text}): σ(W_Q) is twice the twin's from step {_steps(sigma)}, the "
+        f"loss rises 0.2 nats above its lowest excess over the twin at step {_steps(loss)}; queries (rms) end at "
+        f"{grown:.0f} times the twin's. One-layer task, torch:flash, {len(rises)} seeds: σ(W_K) is twice the fp32 "
+        f"twin's from step {_steps(keys)}, σ(W_Q) {_steps(queries)}, the loss three times its best from {_steps(rises)}"
+    )
+    shown = {name: same[0] for name, same in runs.items()}
+    return Measured(figures, text, (pictures.layer_sigmas(shown, "halfulp claims A19"),))
+
+
+def _steps(steps: Sequence[float]) -> str:
+    if all(math.isinf(x) for x in steps):
+        return "never"
+    return f"{min(steps):g}" if min(steps) == max(steps) else f"{min(steps):g} to {max(steps):g}"
+
+
+def _language_growth(run: Traced, twin: Traced) -> float:
+    pairs = zip(run.measured_steps(), run.measured("sigma_query"), twin.measured("sigma_query"), strict=True)
+    return next((float(step) for step, mine, other in pairs if max(mine) > 2 * max(other)), math.inf)
+
+
+def _loss_rises(run: Traced, twin: Traced) -> float:
+    """The step at which the loss, mean of 5 recorded steps, is 0.2 nats above its smallest excess over the twin's."""
+    steps, mine = run.loss()
+    excess = [a - b for a, b in zip(mine, twin.loss()[1], strict=True)]
+    means = [statistics.mean(excess[i - 5 : i]) for i in range(5, len(excess) + 1)]
+    rising = (step for i, step in enumerate(steps[4:]) if means[i] > 0.2 + min(means[: i + 1]))
+    return float(next(rising, math.inf))
+
+
+def _task_growth(run: FailureRun, twin: FailureRun, name: str) -> float:
+    pairs = zip(run.steps, getattr(run, name), getattr(twin, name), strict=True)
+    return next((float(step) for step, mine, other in pairs if mine > 2 * other), math.inf)
+
+
+def _task_rises(run: FailureRun) -> float:
+    rising = (s for i, s in enumerate(run.steps) if run.loss[i] > 3 * min(run.loss[: i + 1]))
+    return float(next(rising, math.inf))
+
+
+def _sinks(lab: Lab) -> Measured:
+    """A20: keys that take much of the weight are the keys with P̄ = 1, in a model whose attention is sound."""
+    runs = language(lab, ("nowhere",))["nowhere"]
+    found = [sink_figures(snapshot) for run in runs for snapshot in run.calls[run.config.steps].values()]
+    heads = [head for layer in found for head in layer]
+    least, ratio = min(h[0] for h in heads), min(h[2] for h in heads)
+    most = max(h[1] for h in heads)
+    figures = {"least correlation": least, "largest p": most, "least ratio": ratio}
+    said = ", ".join(f"{h[0]:.2f} (× {h[2]:.0f}, mass {h[3]:.2f})" for h in heads)
+    text = (
+        f"byte GPT with standard attention, {scale_of(lab).steps} steps, {len(runs)} seed(s): Spearman correlation "
+        f"over keys of the weight a key gets and its rate of P̄ = 1, and that rate at the heaviest key of a sequence "
+        f"against the average key, head by head: {said}; p ≤ {most:.0e}"
+    )
+    return Measured(figures, text)
+
+
+def sink_figures(snapshot: Snapshot) -> list[tuple[float, float, float, float]]:
+    """Per head: correlation of a key's weight with its rate of P̄ = 1, its p, the heaviest key's rate over the mean
+    rate, and its weight. The first 8 rows, which see few keys, and keys seen by fewer than 16 rows are left out.
+    """
+    from scipy.stats import spearmanr
+
+    exact = snapshot.exact()
+    n = exact.weights.shape[-1]
+    seen = torch.ones(n, n, dtype=torch.bool).tril()
+    seen[:8] = False
+    counts = seen.sum(0)
+    keys = counts >= 16
+    units = ((exact.scores >= exact.row_max + UNIT_SCORE) & seen).sum(2) / counts.clamp_min(1)
+    mass = (exact.weights * seen).sum(2) / counts.clamp_min(1)
+    figures = []
+    for head in range(mass.shape[1]):
+        m, u = mass[:, head, keys], units[:, head, keys]
+        heaviest = m.argmax(-1, keepdim=True)
+        correlation = spearmanr(m.flatten(), u.flatten())
+        ratio = float(u.gather(-1, heaviest).mean() / u.mean())
+        weight = float(m.gather(-1, heaviest).mean())
+        figures.append((float(correlation.statistic), float(correlation.pvalue), ratio, weight))
+    return figures
+
+
+CLAIMS = (
+    Claim(
+        "A19",
+        "A",
+        "σ(W_Q) of the failing layer grows before the loss does; activations grow",
+        "fig. 9",
+        _growth,
+        Rule(
+            "byte GPT, every seed: σ(W_Q) is twice the twin's no later than the loss rises by 0.2 nats against it, and "
+            "queries end over 2 times as large",
+            lambda f: f["lead"] >= 0 and f["activations"] > 2,
+        ),
+        reduced=True,
+        seconds=10.0,
+    ),
+    Claim(
+        "A20",
+        "A",
+        "attention sinks make P̄ = 1 likely",
+        "discussion, no figure",
+        _sinks,
+        Rule(
+            "every head: rank correlation of a key's weight with its rate of P̄ = 1 over 0.3 with p under 1e-6, and the "
+            "heaviest key's rate over 2 times the mean rate",
+            lambda f: f["least correlation"] > 0.3 and f["largest p"] < 1e-6 and f["least ratio"] > 2,
+        ),
+        reduced=True,
+        seconds=5.0,
+    ),
+)
