@@ -26,9 +26,9 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
         raise ValueError("runs: none given; accepted are folders of halfulp train, isolate or demo")
     if html is None and len(runs) > 1 and not json:
         raise ValueError("html is missing; accepted is a file for the page of several runs")
+    kinds = {path: _kind(path) for path in dict.fromkeys(runs)}
     target = runs[0] / "report.html" if html is None else html
     check_file("html", None if json else target)
-    kinds = {path: _kind(path) for path in dict.fromkeys(runs)}
     trained = [path for path, kind in kinds.items() if kind == "train"]
     if json:
         print_json(_trained(trained)[0])
