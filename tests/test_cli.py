@@ -272,10 +272,10 @@ def test_a_missing_target_is_told_before_the_others_are_audited(capsys, kernels)
 
 def test_claims(capsys, tmp_path):
     page = tmp_path / "ledger.html"
-    code, out, _ = run(capsys, "claims", "a13", "A1", "--html", page)
+    code, out, _ = run(capsys, "claims", "a13", "D3", "--html", page)
     assert code == 0
     assert "✓ A13  reproduced" in out
-    assert "A1   not yet" in out
+    assert "✓ D3  reproduced" in out
     assert problems(page.read_text(encoding="utf-8")) == []
     (found,) = json.loads(run(capsys, "claims", "A13", "--json")[1])
     assert (found["id"], found["verdict"]) == ("A13", "reproduced")

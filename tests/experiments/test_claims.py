@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from halfulp.experiments import claims_identities, claims_rounding, claims_weak
+from halfulp.experiments import claims, claims_identities, claims_rounding, claims_weak
 from halfulp.experiments.claims import CLAIMS, ledger_table, run_claims, selected
 from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule, judge_claim, mean_of, rung_recipe
 from halfulp.experiments.failure import FailureRun
@@ -17,8 +17,17 @@ from halfulp.experiments.ladder import LADDER
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Shift
 
 COVERED = [
+    "A1",
+    "A2",
+    "A3",
+    "A4",
+    "A5",
+    "A6",
     "A7",
     "A8",
+    "A9",
+    "A10",
+    "A11",
     "A12",
     "A13",
     "A14",
@@ -26,6 +35,8 @@ COVERED = [
     "A16",
     "A17",
     "A18",
+    "A19",
+    "A20",
     "B1",
     "B2",
     "B3",
@@ -45,12 +56,67 @@ COVERED = [
     "D6",
     "D7",
     "D8",
+    "D9",
+    "D10",
+    "D11",
     "D12",
 ]
-CHEAP = ["A7", "A8", "A13", "A17", "A18", "C1", "D1", "D2", "D3", "D4", "D6"]
+CHEAP = ["A7", "A8", "A13", "A17", "A18", "C1", "D1", "D2", "D3", "D4", "D6", "D11"]
 
 # For every rule: figures under which it holds, and changes each of which must break it.
 PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
+    "A1": (
+        {"seeds": 3, "torch:flash failed": 1, "torch:fp32 failed": 0},
+        [{"seeds": 2}, {"torch:flash failed": 2 / 3}, {"torch:fp32 failed": 1 / 3}],
+    ),
+    "A2": (
+        {"seeds": 3, "two tiles failed": 1, "block = N failed": 1},
+        [{"seeds": 2}, {"two tiles failed": 2 / 3}, {"block = N failed": 2 / 3}],
+    ),
+    "A3": (
+        {"everywhere": 1, "guilty layer alone": 1, "without the guilty layer": 0},
+        [{"everywhere": 0}, {"guilty layer alone": 2 / 3}, {"without the guilty layer": 1 / 3}],
+    ),
+    "A4": (
+        {
+            "task, stock failed": 1,
+            "task, dP∘P failed": 0,
+            "task drifts": 0,
+            "language, everywhere": 1,
+            "language, δ from dP∘P": 0,
+        },
+        [
+            {"task, stock failed": 2 / 3},
+            {"task, dP∘P failed": 1 / 3},
+            {"task drifts": 1},
+            {"language, everywhere": 0},
+            {"language, δ from dP∘P": 1},
+        ],
+    ),
+    "A5": (
+        {
+            "task, stock failed": 1,
+            "task, fp32 O for δ failed": 0,
+            "task, fp32 O failed": 0,
+            "task drifts": 0,
+            "language, everywhere": 1,
+            "language, fp32 O for δ": 0,
+            "language, fp32 O": 0,
+        },
+        [
+            {"task, stock failed": 2 / 3},
+            {"task, fp32 O for δ failed": 1 / 3},
+            {"task, fp32 O failed": 1 / 3},
+            {"task drifts": 1},
+            {"language, everywhere": 0},
+            {"language, fp32 O for δ": 1},
+            {"language, fp32 O": 1},
+        ],
+    ),
+    "A6": (
+        {"all heads failed": 1, "outliers": 9, "largest in fp32 excess": 0.05},
+        [{"all heads failed": 0}, {"outliers": 4}, {"largest in fp32 excess": 0.2}],
+    ),
     "A7": (
         {"relative_difference": 1e-15, "gradient_difference": 1e-3},
         [{"relative_difference": 1e-12}, {"gradient_difference": 0.0}],
@@ -58,6 +124,42 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
     "A8": (
         {"relative_difference": 1e-15, "gradient_difference": 1e-3},
         [{"relative_difference": 1e-12}, {"gradient_difference": 0.0}],
+    ),
+    "A9": (
+        {
+            f"{run}, {name}{control}": value
+            for run in ("task", "language")
+            for name in ("terms_cosine", "terms_step_cosine")
+            for control, value in (("", 0.3), ("_shuffled", 0.01))
+        },
+        [
+            {"task, terms_cosine": 0.09},
+            {"task, terms_step_cosine_shuffled": 0.1},
+            {"language, terms_cosine_shuffled": -0.1},
+            {"language, terms_step_cosine": 0.09},
+        ],
+    ),
+    "A10": ({"least positive": 1.0, "largest p": 1e-6}, [{"least positive": 0.9}, {"largest p": 0.01}]),
+    "A11": (
+        {"task": 0.58, "task, t": 20, "constructed": 0.59, "constructed, t": 20},
+        [{"task": 0.52}, {"task, t": 3}, {"constructed": 0.5}, {"constructed, t": 4}],
+    ),
+    "A19": ({"lead": 50, "activations": 8}, [{"lead": -50}, {"lead": -math.inf}, {"activations": 1.5}]),
+    "A20": (
+        {"least correlation": 0.5, "largest p": 1e-20, "least ratio": 3},
+        [{"least correlation": 0.2}, {"largest p": 1e-3}, {"least ratio": 1.5}],
+    ),
+    "D9": (
+        {"share": 0.98, "first, largest |t|": 2, "curvature, least t": 100, "positive": 1.0},
+        [{"share": 0.8}, {"first, largest |t|": 9}, {"curvature, least t": 5}, {"positive": 0.9}],
+    ),
+    "D10": (
+        {"as it is": 14, "mean alone": 14, "mean removed": 1, "mean flipped": -14},
+        [{"as it is": 4}, {"mean alone": 4}, {"mean removed": 4}, {"mean flipped": -4}, {"mean flipped": 14}],
+    ),
+    "D11": (
+        {"split": 0, "halfulp": 16, "stock": 1e6, "compared": 4e6},
+        [{"split": 1}, {"halfulp": 500}, {"stock": 1e5}],
     ),
     "A12": ({"ratio": 50, "t": -20}, [{"ratio": 5}, {"t": -3}, {"t": 20}]),
     "A13": ({"same": 1}, [{"same": 0}]),
@@ -253,9 +355,10 @@ def test_a_kernel_whose_bits_are_not_claimed_may_differ_a_little() -> None:
     assert verdict_of("B1", {"identical": 0.9, "ulps of out": 1, "bits expected": 0}) == "reproduced"
 
 
-def test_what_nobody_measured_carries_no_figure() -> None:
-    found = run_claims(["A1", "A2", "D9"])
-    assert [(v.verdict, v.measured, v.figures, v.rule) for v in found] == [("not yet", "", {}, "")] * 3
+def test_what_nobody_measured_carries_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "CLAIMS", (Claim("X1", "A", "", ""),))
+    (found,) = run_claims(["X1"])
+    assert (found.verdict, found.measured, found.figures, found.rule) == ("not yet", "", {}, "")
     needy = Claim("X1", "A", "", "", without="needs a GPU")
     assert judge_claim(needy, None) == "needs a GPU"
 
@@ -296,15 +399,15 @@ def test_the_lab_trains_each_attention_once() -> None:
 
 def test_progress_rises_to_one() -> None:
     said: list[float] = []
-    run_claims(["A7", "C1", "D6", "A1"], progress=lambda fraction, message: said.append(fraction))
+    run_claims(["A7", "C1", "D6", "D11"], progress=lambda fraction, message: said.append(fraction))
     assert said == sorted(said)
     assert said[-1] == pytest.approx(1.0)
 
 
 def test_the_table_has_a_row_a_claim() -> None:
-    table = ledger_table(run_claims(["A13", "A1"]))
-    assert [row[0] for row in table.rows] == ["A1", "A13"]
-    assert table.caption == "1 not yet, 1 reproduced"
+    table = ledger_table(run_claims(["A13", "A7"]))
+    assert [row[0] for row in table.rows] == ["A7", "A13"]
+    assert table.caption == "2 reproduced"
 
 
 def test_an_unknown_claim_is_refused_in_one_line() -> None:
