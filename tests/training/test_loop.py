@@ -22,6 +22,7 @@ from halfulp.training.journal import read_order, read_rows
 from halfulp.training.loop import train
 from halfulp.training.record import config_as_dict, config_from_dict, read_record
 from halfulp.training.session import learning_rate
+from halfulp.training.tokens import write_tokens
 
 CONFIG = RunConfig(
     LayerTask(batch=2, tokens=8, width=8, constant=2),
@@ -347,3 +348,16 @@ def test_a_measured_run_has_the_bits_of_one_that_is_not_and_measures_the_same_af
     train(config, tmp_path / "run", deadline=0.0)
     resumed = train(config, tmp_path / "run", resume=True)
     assert json.dumps(resumed.measures) == json.dumps(measured.measures)
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for words in ("to be or not to be ", "that is the question "):
+        (corpus / "text.txt").write_text(words * 50)
+        write_tokens(corpus, tmp_path / "tokens.npy")
+        config = replace(TEXT, workload=replace(TEXT.workload, data=str(tmp_path / "tokens.npy")), checkpoint_every=2)
+        if words.startswith("to"):
+            train(config, tmp_path / "run", deadline=0.0)
+    with pytest.raises(ValueError, match="its data were"):
+        train(config, tmp_path / "run", resume=True)

@@ -31,7 +31,13 @@ class Journal:
 
     @classmethod
     def begin(
-        cls, folder: Path, config: RunConfig, order: np.ndarray, command: str | None, again: bool = False
+        cls,
+        folder: Path,
+        config: RunConfig,
+        order: np.ndarray,
+        source: dict[str, Any],
+        command: str | None,
+        again: bool = False,
     ) -> Journal:
         """Start a run in a new or empty folder, or `again` in one where a run was killed before it had a record.
 
@@ -46,7 +52,7 @@ class Journal:
             raise ValueError(f"out={str(folder)!r}: there is no folder for it; accepted is a place in one")
         folder.mkdir(exist_ok=True)
         write_order(folder, order)
-        return cls(folder, new_record(config, command), [])
+        return cls(folder, new_record(config, source, command), [])
 
     @classmethod
     def take_up(cls, folder: Path, step: int) -> Journal:
@@ -79,17 +85,21 @@ def _early(path: Path) -> bool:
     return path.name.startswith((".batches.npy.", ".run.json.")) or path.name == "batches.npy"
 
 
-def recorded_state(folder: Path, config: RunConfig) -> tuple[np.ndarray, Checkpoint | None]:
+def recorded_state(folder: Path, config: RunConfig, source: dict[str, Any]) -> tuple[np.ndarray, Checkpoint | None]:
     """Return the order of a run that is to go on, and its last whole checkpoint if it has one.
 
     Raises:
-        ValueError: the folder holds no run, one of another configuration, or its recorded order is torn.
+        ValueError: the folder holds no run, one of another configuration or of other data than are here now, or its
+            recorded order is torn.
     """
-    recorded = config_from_dict(read_record(folder)["config"])
+    record = read_record(folder)
+    recorded = config_from_dict(record["config"])
     if changes := difference(recorded, config):
         raise ValueError(
             f"out={str(folder)!r}: the run there has another configuration ({changes[0]}); accepted is its own"
         )
+    if record["data"] != json.loads(json.dumps(source)):
+        raise ValueError(f"out={str(folder)!r}: its data were {record['data']}; accepted is that and not {source}")
     return read_order(folder), next(checkpoints(folder / "checkpoints"), None)
 
 

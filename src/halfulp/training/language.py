@@ -34,6 +34,7 @@ class LanguageWorkload:
     ) -> None:
         self.config, self.tokens_per_sample = config, config.context
         self.device, self.data_seed = torch.device(device), data_seed
+        self.source: dict[str, Any]
         self.tokens, self.source = token_stream(config, data_seed)
         if len(self.tokens) <= config.context:
             raise ValueError(f"context={config.context}: accepted are fewer tokens than data={config.data!r} has")

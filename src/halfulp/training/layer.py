@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ class LayerWorkload:
     ) -> None:
         plan.check(1, 1)
         self.config, self.tokens_per_sample = config, config.batch * config.tokens
+        self.source: dict[str, Any] = {"data": "a random teacher", "seed": data_seed}
         teacher, x, _ = _draw(config, data_seed)
         hidden = torch.triu(torch.ones(config.tokens, config.tokens, dtype=torch.bool), 1)
         query, key, value = (x @ w.mT for w in teacher[:3])

@@ -134,7 +134,7 @@ def _prepare(
         raise ValueError(f"batch={config.batch}: {accepted}")
     over, rows = False, list[Row]()
     if resume and folder is not None and (folder / "run.json").exists():
-        order, start = recorded_state(folder, config)
+        order, start = recorded_state(folder, config, workload.source)
         over, rows = read_record(folder)["status"] in _OVER, read_rows(folder)
     else:
         order = _order(workload, config, batches)
@@ -147,7 +147,7 @@ def _prepare(
 def _journal(session: Session, folder: Path, resume: bool, command: str | None) -> Journal:
     if resume and (folder / "run.json").exists():
         return Journal.take_up(folder, session.done)
-    return Journal.begin(folder, session.config, session.order, command, resume)
+    return Journal.begin(folder, session.config, session.order, session.workload.source, command, resume)
 
 
 def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) -> np.ndarray:

@@ -6,7 +6,9 @@ same bits however the run is split over processes, and after a resume.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +38,8 @@ class PictureWorkload:
         self.config, self.data_seed, self.device = config, data_seed, torch.device(device)
         self.tokens_per_sample = (config.size // config.patch) ** 2
         self.pictures = load_pictures(config.data, config.size, config.count)
+        digest = hashlib.sha256(self.pictures.pixels.tobytes()).hexdigest()
+        self.source: dict[str, Any] = {"data": config.data, "pictures": len(self.pictures.names), "sha256": digest}
         pixels = torch.tensor(self.pictures.pixels, device=device).permute(0, 3, 1, 2)
         self._clean = pixels.float() / 127.5 - 1
         self._names = self.symbols(self.pictures.names)

@@ -80,8 +80,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def new_record(config: RunConfig, command: str | None) -> dict[str, Any]:
-    """Return the run.json of a run that begins now."""
+def new_record(config: RunConfig, source: dict[str, Any], command: str | None) -> dict[str, Any]:
+    """Return the run.json of a run that begins now; `source` says what its data are."""
     from halfulp import __version__
     from halfulp.runs.machine import describe_machine, describe_versions, git_revision
 
@@ -92,6 +92,7 @@ def new_record(config: RunConfig, command: str | None) -> dict[str, Any]:
         "reason": "",
         "config": config_as_dict(config),
         "seed": config.seed,
+        "data": source,
         "command": command,
         "versions": describe_versions(),
         "git": git_revision(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ class Workload(Protocol):
     """What the loop trains; one class each for `LayerTask`, `Language` and `Pictures`."""
 
     tokens_per_sample: int  # for tokens per second
+    source: dict[str, Any]  # what the data are, for the record; plain JSON
 
     @property
     def model(self) -> nn.Module:
