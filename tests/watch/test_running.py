@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from halfulp.watch.curvature import t_value
-from halfulp.watch.running import Running
+from halfulp.watch.running import WINDOW, Running
 
 
 def run(samples: torch.Tensor) -> Running:
@@ -20,7 +20,7 @@ def test_sums_and_signs_are_those_of_the_whole_record():
     samples[:, 0, 0] = 0
     running = run(samples)
     torch.testing.assert_close(running.total, samples.sum(0))
-    torch.testing.assert_close(running.deviations / 49, samples.var(0))
+    assert torch.equal(running.recent, samples[-WINDOW:])
     assert torch.equal(running.positive, (samples > 0).sum(0))
     assert torch.equal(running.negative, (samples < 0).sum(0))
 
@@ -44,15 +44,16 @@ def test_t_over_entries_is_students():
 
 
 def test_t_over_steps_is_not_fooled_by_steps_that_repeat_each_other():
-    """800 series without a mean, of independent and of autocorrelated steps: |t| > 2 about one time in twenty."""
-    noise = torch.randn(400, 800, generator=torch.Generator().manual_seed(2)).double()
+    """4000 series without a mean: how often |t| > 3 with independent steps, and with correlated ones."""
+    noise = torch.randn(WINDOW + 30, 4000, generator=torch.Generator().manual_seed(2)).double()
     walk = noise.clone()
     for step in range(1, len(walk)):
-        walk[step] += 0.9 * walk[step - 1]
-    for series in (noise, walk):
-        assert 0.02 < (run(series).t.abs() > 2).double().mean() < 0.09
-    naive = t_value(walk)
-    assert (naive.abs() > 2).double().mean() > 0.5, "without the correction most of them would look significant"
+        walk[step] += 0.6 * walk[step - 1]
+    assert (run(noise).t.abs() > 3).double().mean() < 0.01
+    assert (run(walk).t.abs() > 3).double().mean() < 0.06
+    naive = t_value(walk[-WINDOW:])
+    assert (naive.abs() > 3).double().mean() > 0.12, "without the correction several times as often"
+    torch.testing.assert_close(run(noise + 3).t.mean(), t_value(noise[-WINDOW:] + 3).mean(), rtol=0.2, atol=0)
 
 
 def test_state_goes_round():

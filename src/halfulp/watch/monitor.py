@@ -27,6 +27,7 @@ MOST_SCORES = 2**22
 CHUNK = 2**21
 """Scores of a layer held at once; at least one head's."""
 PARTS = ("delta_error", "delta_error_first_order", "delta_error_curvature", "delta_error_in_gradient")
+_SIZE, _CUMULATIVE = "delta_error_size", "delta_error_cumulative"
 
 Figures = dict[str, Tensor]
 
@@ -100,7 +101,9 @@ class Monitor:
               (A6, A19);
             - delta_error: Σ(δ_lp − δ_hp) over the measured entries and all rows (A10), and its parts
               delta_error_first_order and delta_error_curvature (D9), and delta_error_in_gradient; each with _t, in
-              standard errors over batch entries, and _steps_t, over the measured steps so far (`Running.t`);
+              standard errors over batch entries, and _steps_t, over the last measured steps (`Running.t`), each of
+              which counts in units of its delta_error_size;
+            - delta_error_size: Σ|δ_lp − δ_hp| (gradients shrink by orders of magnitude while a run learns);
             - delta_error_cumulative, its sum over the measured steps so far (fig. 5a), delta_error_positive, the share
               of them above 0, and delta_error_sign_p, the two-sided sign test.
         """
@@ -143,7 +146,7 @@ class Monitor:
         self.running, self.vectors, self.errors, self.means = {}, {}, {}, {}
         for layer in layers:
             device = self.modules[layer].head_weights()[0].device
-            for part in PARTS:
+            for part in (*PARTS, _CUMULATIVE):
                 self.running[f"{layer}/{part}"] = Running.of(f"{layer}/{part}", state)
             first, second, third = (state[f"{layer}/vector{i}"].to(device) for i in range(3))
             self.vectors[layer] = (first, second, third)
@@ -188,21 +191,27 @@ class Monitor:
         if exact_grad is not None:
             first = (exact_grad.to(self.dtype) * (call.out.to(self.dtype) - exact.out)).sum((2, 3))
         read = measures.delta_error_in_gradient(call).to(self.dtype)
-        parts = dict(zip(PARTS, (total, first, total - first, read), strict=True))
+        parts = dict(zip(PARTS, (total, first, total - first, read), strict=True)) | {_SIZE: error.abs().sum(-1)}
         direction = None if call.inputs is None else direction_of(call, exact, error, generator)
         return found | ({} if direction is None else direction.figures), parts, direction
 
     def _errors_of_delta(self, layer: int, parts: Figures) -> Figures:
-        found: Figures = {}
-        for name, by_entry in parts.items():
-            total = by_entry.sum(0)
-            running = self.running.setdefault(f"{layer}/{name}", Running.start(tuple(total.shape)))
-            running.add(total)
-            found |= {name: total, f"{name}_t": t_value(by_entry), f"{name}_steps_t": running.t}
-        running = self.running[f"{layer}/{PARTS[0]}"]
-        found["delta_error_cumulative"] = running.total
+        size = parts[_SIZE].sum(0)
+        found: Figures = {_SIZE: size}
+        for name in PARTS:
+            total = parts[name].sum(0)
+            running = self._running(layer, name, total / size.clamp_min(torch.finfo(size.dtype).tiny))
+            found |= {name: total, f"{name}_t": t_value(parts[name]), f"{name}_steps_t": running.t}
+        running = self._running(layer, _CUMULATIVE, found[PARTS[0]])
+        found[_CUMULATIVE] = running.total
         found["delta_error_positive"] = running.positive.double() / running.count
         return found | {"delta_error_sign_p": running.sign_p}
+
+    def _running(self, layer: int, name: str, figures: Tensor) -> Running:
+        """What is known of a figure once this measurement has joined."""
+        running = self.running.setdefault(f"{layer}/{name}", Running.start(tuple(figures.shape)))
+        running.add(figures)
+        return running
 
     def _sigmas(self, layer: int, scale: float, generator: torch.Generator) -> Figures:
         query, key = self.modules[layer].head_weights()

@@ -1,4 +1,4 @@
-"""What is kept from one measurement to the next: sums, signs and spread of a figure, without keeping the figures."""
+"""What is kept from one measurement to the next: a sum, counts of signs, and the last few figures."""
 
 from __future__ import annotations
 
@@ -8,60 +8,51 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+WINDOW = 20
+"""Measurements that a mean and its t value look back on: a run's first steps say little about its present."""
+
 
 @dataclass
 class Running:
-    """Figures `[...]` of every measurement so far: count, mean, squared deviations and changes, and signs (Welford)."""
+    """Figures `[...]` of the measurements so far."""
 
     count: Tensor  # measurements, int64, one number
-    mean: Tensor  # [...] fp64
-    deviations: Tensor  # Σ (x − mean)² [...]
-    changes: Tensor  # Σ (x − the x before)² [...]
-    last: Tensor  # [...]
+    total: Tensor  # sum of all [...] fp64
     positive: Tensor  # measurements above 0 [...], int64
     negative: Tensor
+    recent: Tensor  # the last ones [up to WINDOW, ...] fp64, the newest last
 
     @classmethod
     def start(cls, shape: tuple[int, ...]) -> Running:
         """Before the first measurement."""
         whole, real = (torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.float64))
-        return cls(torch.zeros((), dtype=torch.int64), real, real, real, real, whole, whole)
+        return cls(torch.zeros((), dtype=torch.int64), real, whole, whole, real.new_zeros((0, *shape)))
 
     def add(self, figures: Tensor) -> None:
         """Count one more measurement."""
         x = figures.detach().double().cpu()
-        self.count = self.count + 1
-        if int(self.count) > 1:
-            self.changes = self.changes + (x - self.last).square()
-        above, self.last = x - self.mean, x
-        self.mean = self.mean + above / self.count
-        self.deviations = self.deviations + above * (x - self.mean)
-        self.positive = self.positive + (x > 0)
-        self.negative = self.negative + (x < 0)
-
-    @property
-    def total(self) -> Tensor:
-        """The sum of all measurements."""
-        return self.mean * self.count
+        self.count, self.total = self.count + 1, self.total + x
+        self.positive, self.negative = self.positive + (x > 0), self.negative + (x < 0)
+        self.recent = torch.cat([self.recent, x[None]])[-WINDOW:]
 
     @property
     def t(self) -> Tensor:
-        """The mean in standard errors of it; NaN before the third measurement.
+        """The mean of the last `WINDOW` measurements in standard errors of it; NaN before the third measurement.
 
         Neighboring measurements are alike where they stand close or see the same batch. Their correlation ρ, read from
         the mean squared change, widens the standard error by √((1 + ρ) / (1 − ρ)), as in a first-order autoregression.
         """
-        n = int(self.count)
+        n = len(self.recent)
         if n < 3:
-            return torch.full_like(self.mean, math.nan)
-        # Σ of n − 1 squared changes is about 2 (1 − ρ) (n − 1) variances
-        rho = (1 - self.changes / (2 * self.deviations)).clamp(0, 1 - 1 / n)
-        return self.mean / (self.deviations / (n * (n - 1)) * (1 + rho) / (1 - rho)).sqrt()
+            return torch.full_like(self.total, math.nan)
+        variance = self.recent.var(0)
+        rho = (1 - self.recent.diff(dim=0).square().mean(0) / (2 * variance)).clamp(0, 1 - 1 / n)
+        return self.recent.mean(0) / (variance / n * (1 + rho) / (1 - rho)).sqrt()
 
     @property
     def sign_p(self) -> Tensor:
-        """Two-sided p of the sign test: so unequal a split of signs or a worse one, were either sign as likely; zeros
-        are left out, and without signs p is 1. It takes measurements for independent.
+        """Two-sided p of the sign test over all measurements: so unequal a split of signs or a worse one, were either
+        sign as likely; zeros are left out, and without signs p is 1. It takes measurements for independent.
         """
         from scipy.special import bdtr
 
