@@ -12,7 +12,7 @@ Blocks are dictionaries with a "kind":
     {"kind": "command", "command"}                 what to type to repeat something
     {"kind": "table", "title", "columns", "rows", "caption", "command"}   caption and command may be missing
     {"kind": "picture", "source", "alt", "caption"}   a PNG as a data: address; alt says what it shows
-    {"kind": "figures", "figures"}                 figures of `report.figures`, side by side where there is room
+    {"kind": "figures", "figures"}                 figures and heat maps, side by side where there is room
     {"kind": "details", "summary", "blocks"}       blocks that are folded away until asked for
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from halfulp.report.figures import draw
+from halfulp.report.heatmap import draw_picture
 from halfulp.report.style import CSS
 from halfulp.report.text import cell_text
 
@@ -193,7 +193,7 @@ def _figures(block: Block) -> str:
 
 def _figure(figure: Mapping[str, Any], *, with_caption: bool) -> str:
     caption = f"<figcaption>{_e(figure['caption'])}</figcaption>" if with_caption and figure["caption"] else ""
-    return f"<figure><h3>{_e(figure['title'])}</h3>{draw(figure)}{caption}</figure>"
+    return f"<figure><h3>{_e(figure['title'])}</h3>{draw_picture(figure)}{caption}</figure>"
 
 
 def _picture(block: Block) -> str:

@@ -1,6 +1,7 @@
 """The claims ledger on the terminal and on a page, from the plain data of its verdicts.
 
-A verdict is {"id", "statement", "paper", "measured", "rule", "verdict", "command", "seconds"}.
+A verdict is {"id", "statement", "paper", "measured", "rule", "verdict", "command", "seconds", "pictures"}; pictures,
+which may be missing, are figures and heat maps as `report.heatmap.draw_picture` takes them.
 """
 
 from __future__ import annotations
@@ -56,5 +57,12 @@ def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") ->
     lead = (
         "Every claim with the paper's figure, the figure measured here, and a verdict computed by the rule beside it."
     )
-    section = {"heading": "Claims", "finding": f"{counts(verdicts)}.", "blocks": [table]}
-    return page("The claims ledger", lead, [section], meta=meta)
+    sections: list[dict[str, Any]] = [{"heading": "Claims", "finding": f"{counts(verdicts)}.", "blocks": [table]}]
+    drawn = [verdict for verdict in verdicts if verdict.get("pictures")]
+    if drawn:
+        blocks: list[dict[str, Any]] = []
+        for verdict in drawn:
+            blocks.append({"kind": "heading", "text": f"{verdict['id']}: {verdict['statement']}"})
+            blocks.append({"kind": "figures", "figures": list(verdict["pictures"])})
+        sections.append({"heading": "Figures", "blocks": blocks})
+    return page("The claims ledger", lead, sections, meta=meta)
