@@ -359,4 +359,4 @@ def test_a_result_names_what_it_compares_in_order() -> None:
     result = CompareResult((drift(0, (0.0, 0.0), "still"), drift(0, (1.0, 2.0), "moving")), "command")
     assert result.names == ["still", "moving"]
     assert "not in the picture: still" in result.figures()[0].caption
-    assert "Not one bit apart: still. moving: Wasserstein distance 2" in compare_page(result.as_dict())
+    assert "Not one bit apart: still. Farthest apart at step 20: moving, Wasserstein distance 2." in compare_page(result.as_dict())

@@ -41,7 +41,7 @@ _CHANCE = 1e-3  # probability that a model which ignores names would draw as man
 
 def _in_model(lab: Lab) -> Measured:
     """B6: both versions and fp64 at every call, and the same training without anybody looking."""
-    steps, every = (200, 2) if lab.full else (60, 5)
+    steps, every = (200, 4) if lab.full else (60, 5)
     config = KINDS["flash"](small_pictures(steps))
     found = compare_in_model(config, every, command="halfulp claims B6", progress=lab.report)
     with one_thread():

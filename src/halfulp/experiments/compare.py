@@ -114,9 +114,9 @@ class CompareResult:
                 "Weight drift",
                 DriftSummary.COLUMNS,
                 tuple(line.cells() for line in self.summary()),
-                "Distances at the last checkpoint; slope of the Wasserstein distance a step with a 95 % interval over "
-                "seeds (Student's t, from 3 seeds); unevenness: its rms distance from that line, as a share of its "
-                "last value.",
+                "The largest difference of a weight and the Wasserstein distance of all weights at the last shared "
+                "step, means over seeds; slope of that distance a step, with a 95 % interval over seeds (Student's t, "
+                "from 3 seeds); uneven: its rms distance from the line, as a share of its last value.",
                 self.command,
             )
         ]
@@ -310,4 +310,4 @@ def _tensor_table(drift: Drift, command: str) -> Table:
     last = [(name, most[-1], distance[-1]) for name, (most, distance) in drift.tensors.items()]
     last.sort(key=lambda row: -row[2] if math.isfinite(row[2]) else -math.inf)
     caption = f"{drift.name}, seed {drift.seed}, step {drift.steps[-1]}: the ten tensors farthest apart of {len(last)}."
-    return Table("Tensors", ("tensor", "max difference", "Wasserstein"), tuple(last[:10]), caption, command)
+    return Table("Tensors", ("tensor", "largest", "Wasserstein"), tuple(last[:10]), caption, command)

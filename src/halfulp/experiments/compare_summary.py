@@ -55,7 +55,7 @@ class DriftSummary:
     """One comparison over its seeds."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
-        "difference", "seeds", "steps", "max difference", "Wasserstein", "slope a step", "95 % interval", "unevenness"
+        "difference", "seeds", "step", "largest", "Wasserstein", "slope", "95 %", "uneven"
     )  # fmt: skip
 
     name: str
@@ -68,7 +68,7 @@ class DriftSummary:
 
     def cells(self) -> tuple[Any, ...]:
         """The summary as a table's row."""
-        ends = "" if math.isnan(self.slope.low) else f"{self.slope.low:.2g} to {self.slope.high:.2g}"
+        ends = "" if math.isnan(self.slope.low) else f"{_short(self.slope.low)} to {_short(self.slope.high)}"
         spread = math.nan if math.isnan(self.unevenness) else self.unevenness
         return (
             self.name,
@@ -93,6 +93,10 @@ class DriftSummary:
         }
         plain = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
         return {"name": self.name, "seeds": self.seeds, "steps": self.steps} | plain
+
+
+def _short(x: float) -> str:
+    return f"{x:.1e}".replace("e-0", "e-").replace("-", "−")
 
 
 def summarize(name: str, drifts: Sequence[Curve]) -> DriftSummary:

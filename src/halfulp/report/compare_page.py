@@ -55,10 +55,11 @@ def finding(summary: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"No longer finite: {'; '.join(broken)}.")
     known = sorted((line for line in moved if line["wasserstein"] is not None), key=lambda line: line["wasserstein"])
     if known:
-        least, most = known[0], known[-1]
-        parts.append(f"{_said(most)} at step {most['steps']}" + (f", {_said(least)}." if least is not most else "."))
+        parts.append(f"Farthest apart at step {known[-1]['steps']}: {_said(known[-1])}.")
+    if len(known) > 1:
+        parts.append(f"Least: {_said(known[0])}.")
     return " ".join(parts)
 
 
 def _said(line: Mapping[str, Any]) -> str:
-    return f"{line['name']}: Wasserstein distance {cell_text(float(line['wasserstein']))}"
+    return f"{line['name']}, Wasserstein distance {cell_text(float(line['wasserstein']))}"
