@@ -1,4 +1,4 @@
-"""The searches against oracles that are plain functions: what they return is guilty, minimal, and found with few questions."""
+"""The searches against oracles that are plain functions: what is found is guilty and minimal, by few questions."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from halfulp.isolate.substitutions import (
 from halfulp.recipes import Recipe, recipe_named
 from halfulp.training.config import Language, LayerTask
 
-HALFULP = "halfulp"
+HALFULP, TILING = "halfulp", "block-N"
 _FULL = 23  # mantissa bits of fp32
 
 
@@ -82,10 +82,11 @@ class Investigation:
         (saved,) = self.ladder.climb([twin], s.seeds)
         (failed,) = self.ladder.climb([original], s.seeds)
         bad = [seed for seed in s.seeds if not failed.runs[seed].survived]
-        self.failing = [seed for seed in bad if saved.runs[seed].survived]
+        # a twin has none to be held against: that its scores wander says nothing
+        self.failing = [seed for seed in bad if saved.runs[seed].outcome != "failed"]
         lost = [seed for seed in bad if seed not in self.failing]
         if lost and self.failing:
-            self.notes.append(f"Seeds {_list(lost)}: fp32 attention does not survive either; they were left out.")
+            self.notes.append(f"Seeds {_list(lost)}: fp32 attention fails too; they were left out.")
         if self.failing:
             self.main = next((seed for seed in self.failing if failed.runs[seed].outcome == "failed"), self.failing[0])
 
@@ -125,7 +126,9 @@ class Investigation:
         if cells is None:
             self.notes.append(f"Tiling is not the cause: one tile holds all {tokens or ''} tokens.".replace("  ", " "))
             return
-        self._screen([Substitution("block-N", "(b) tiling", "block = N", cells)])
+        whole = Substitution(TILING, "(b) tiling", "block = N", cells)
+        if self._screen([whole])[0].survived:
+            self.ladder.climb([whole], self.failing)
 
     def layers(self) -> None:
         """Which layers: the kernel in some of them alone, fp32 in the others; halves first."""
@@ -197,8 +200,12 @@ class Investigation:
             return [run.survived for run in self._screen([self._with_bits(step, n) for n in numbers])]
 
         enough = least_surviving(own + 1, _FULL, survives)
-        said = f"{step} alone needs {enough} mantissa bits" if enough else f"no number of bits of {step} alone suffices"
-        self.notes.append(f"Bits: {said} (it has {own}); more bits were assumed never to hurt.")
+        said = (
+            f"{enough} of the mantissa suffice"
+            if enough
+            else "no number of them suffices while all else stays as it is"
+        )
+        self.notes.append(f"Bits of {step}: {own} fail, {said}; a search by halves, as if more bits never hurt.")
         survives([n for n in (own - 1, own - 2) if n >= 0])
 
     def rescue_rung(self, operations: Iterable[Operation]) -> Rung:

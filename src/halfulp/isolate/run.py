@@ -28,13 +28,13 @@ from halfulp.training.record import config_as_dict, config_from_dict, read_recor
 __all__ = ["isolate"]
 
 PHASES: tuple[tuple[str, Callable[[Investigation], None], float], ...] = (
-    ("is it attention", Investigation.attention, 0.15),
-    ("is it what the emulation does", Investigation.emulation, 0.2),
-    ("is it the tiling", Investigation.tiling, 0.25),
-    ("which layers", Investigation.layers, 0.35),
-    ("which operation", Investigation.operations, 0.8),
-    ("which heads", Investigation.heads, 0.9),
-    ("how many bits", Investigation.bits, 1.0),
+    ("(a) attention", Investigation.attention, 0.15),
+    ("emulation", Investigation.emulation, 0.2),
+    ("(b) tiling", Investigation.tiling, 0.25),
+    ("(c) layers", Investigation.layers, 0.35),
+    ("(d) operations", Investigation.operations, 0.8),
+    ("(e) heads", Investigation.heads, 0.9),
+    ("(f) bits", Investigation.bits, 1.0),
 )
 """The questions in order, and how much is usually done after each."""
 

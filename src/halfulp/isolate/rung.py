@@ -22,8 +22,9 @@ from halfulp.training.loop import train
 from halfulp.training.record import config_from_dict, difference, read_record
 
 HORIZON = "end of the horizon"
-_POINTS = 40  # measurements a run, at least
-_CHECKPOINTS = 5  # a run
+_POINTS = 20  # lines of metrics a run, at least, and measurements, unless it has its own
+_CHECKPOINTS = 5  # a run, but none within …
+_LEAST = 100  # steps
 
 
 class OutOfTimeError(Exception):
@@ -84,8 +85,8 @@ def rung_config(config: RunConfig, horizon: int) -> RunConfig:
     """Return the run with enough lines of metrics, measurements and checkpoints for the ladder."""
     metrics = min(config.metrics_every, max(1, horizon // _POINTS))
     measured = not isinstance(config.workload, LayerTask)  # whose metrics hold all that the rule looks at
-    measure = min(config.measure_every or horizon, max(1, horizon // _POINTS)) if measured else 0
-    checkpoint = max(1, -(-horizon // _CHECKPOINTS))
+    measure = (config.measure_every or max(1, horizon // _POINTS)) if measured else 0
+    checkpoint = max(_LEAST, -(-horizon // _CHECKPOINTS))
     return replace(config, metrics_every=metrics, measure_every=measure, checkpoint_every=checkpoint, keep=0)
 
 

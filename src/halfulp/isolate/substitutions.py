@@ -149,14 +149,6 @@ class Operation:
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
-        "delta-dP.P",
-        "δ = rowsum(dP ∘ P)",
-        "δ from the rounded O",
-        (("delta_from", "probabilities"),),
-        "δ",
-        tensor="out",
-    ),
-    Operation(
         "delta-exact-O",
         "δ from O before it is rounded",
         "δ from the rounded O",
@@ -174,6 +166,14 @@ OPERATIONS: tuple[Operation, ...] = (
         tensor="out",
     ),
     Operation("O-fp32", "O stored in fp32", "the rounding of O", (("out", FP32),), "δ", tensor="out"),
+    Operation(
+        "delta-dP.P",
+        "δ = rowsum(dP ∘ P)",
+        "δ = rowsum(dO ∘ O), which is not the sum of the dP ∘ P that the backward pass uses",
+        (("delta_from", "probabilities"),),
+        "δ",
+        tensor="out",
+    ),
     Operation(
         "accumulator-fp32",
         "Ō accumulated in fp32",

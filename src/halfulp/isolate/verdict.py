@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from halfulp.isolate.climb import ORIGINAL, TWIN, Rung
-from halfulp.isolate.questions import HALFULP, Investigation
+from halfulp.isolate.questions import HALFULP, TILING, Investigation
 from halfulp.isolate.result import Isolation, Rescue, Seeds
 from halfulp.isolate.rule import Curve, read_curves
 from halfulp.isolate.rung import RungRun
@@ -58,6 +58,10 @@ def conclude(found: Investigation, status: str, command: str) -> Isolation:
 def _rescues(found: Investigation) -> list[Rescue]:
     """The minimal sets, those that hold on the largest share of seeds first, then the smaller, then the earlier."""
     rescues = []
+    whole = found.ladder.rungs.get(TILING)
+    if whole is not None and found.main in whole.runs and whole.runs[found.main].survived:
+        tiles = Seeds(*whole.held(found.failing))
+        rescues.append(Rescue(TILING, (TILING,), whole.change, ("the tiling",), False, tiles))
     for chosen in found.rescues:
         rung = found.rescue_rung(chosen)
         ordered = [one for one in OPERATIONS if one in chosen]
@@ -127,7 +131,7 @@ def _no_failure(found: Investigation) -> str:
     if not bad:
         return f"The run does not fail: it survives on {len(original)} of {len(original)} seeds."
     seen = f"{len(bad)} of {len(seeds)} seeds"
-    return f"Attention is not the cause: with fp32 attention the run does not survive either ({seen})."
+    return f"Attention is not the cause: with fp32 attention the run fails too ({seen})."
 
 
 def _fix(found: Investigation, rescues: Sequence[Rescue]) -> str:
@@ -188,5 +192,5 @@ def _series(label: str, curve: Curve) -> Series:
 
 
 def _capital(text: str) -> str:
-    """The text with a capital, unless its first word is a symbol."""
-    return text[0].upper() + text[1:] if text[0].isascii() and text[:2].islower() else text
+    """The text with a capital, unless it begins with a symbol, such as δ or l."""
+    return text[0].upper() + text[1:] if text[:2].isascii() and text[:2].isalpha() else text
