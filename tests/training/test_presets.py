@@ -60,15 +60,15 @@ def test_gpt2_trains_at_a_size_that_fits_here():
 
 def test_minutes_fails_by_the_delta_alone():
     """One mantissa bit in O, half the batch: the loss climbs; with δ from O before its rounding the run learns on."""
-    quarters = {}
+    thirds = {}
     for change in ("", ",delta_from=exact_out"):
-        run = train(replace(minutes(f"BF16_FLASH2[out=e8m1{change}]", steps=400), batch=8))
+        run = train(replace(minutes(f"BF16_FLASH2[out=e8m1{change}]", steps=300), batch=8))
         lines = run.curve("loss")
-        quarters[change] = [statistics.median(lines[i : i + 10]) for i in (0, 10, 20, 30)]
-    stock, fixed = quarters[""], quarters[",delta_from=exact_out"]
-    assert stock[0] < stock[3]
-    assert fixed[3] < fixed[0] - 0.15
-    assert fixed[3] < stock[3] - 0.25
+        thirds[change] = [statistics.median(lines[i : i + 10]) for i in (0, 10, 20)]
+    stock, fixed = thirds[""], thirds[",delta_from=exact_out"]
+    assert stock[0] < stock[2]
+    assert fixed[2] < fixed[0] - 0.15
+    assert fixed[2] < stock[2] - 0.2
 
 
 def test_minutes_names_its_acceleration():

@@ -47,15 +47,14 @@ def train(
         preset: seconds, minutes, capture, pictures or gpt2 (`halfulp ls presets` says what each is and takes).
         out: New folder for the run.
         resume: Folder of a run to go on with, from its last checkpoint; its own configuration holds.
-        attention: Who computes attention: torch:flash, torch:math, torch:fp32, a recipe such as
-            BF16_FLASH2[out=fp32], or file.py:function. Given again with a place in front, such as "layer 1 head 2,5:
-            torch:math", it holds there alone.
+        attention: Who computes attention: torch:flash, torch:math, torch:fp32, a recipe, or file.py:function.
+            Given again with a place, such as "layer 1 head 2,5: torch:math", it holds there alone.
         steps: Steps to train.
         seed: Of weights, data and their order.
         data: synthetic, english, or a token file that `halfulp tokens` wrote.
         device: Where to train, such as cpu or cuda.
-        set: Any other field, field=value, such as optimizer.learning_rate=3e-4, workload.layers=2, batch=8 (sequences a
-            step), measure_every=10 or checkpoint_every=100 (steps). May be given again.
+        set: Any other field as field=value, such as optimizer.learning_rate=3e-4 or workload.layers=2.
+            May be given again; batch counts sequences, measure_every and checkpoint_every count steps.
         batches: Folder of another run whose recorded order of samples is replayed.
         parallel: Share the work of several processes that torchrun started: ddp copies the model, fsdp shards it.
         tensorboard: Write what is measured for TensorBoard too, to DIR/tensorboard.
