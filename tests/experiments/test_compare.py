@@ -31,6 +31,7 @@ from halfulp.experiments.drawing import contact_sheet, draw_run, sheet_block, sh
 from halfulp.experiments.twins import FLASH, KINDS, OTHER_WEIGHTS, PAIRS, measure_drift, small_language, small_pictures
 from halfulp.report.compare_page import compare_page
 from halfulp.report.html import page
+from halfulp.report.ledger import ledger_page
 from halfulp.runs.folder import write_json
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.checkpoint import Checkpoint, save_checkpoint
@@ -334,6 +335,15 @@ def test_a_page_shows_drift_and_drawings(trained: Path) -> None:
     outside = sheet_block(draw_run(runs[0], ["red circle"])) | {"source": "https://example.org/x.png"}
     with pytest.raises(ValueError, match="accepted is data:image/png"):
         page("x", "", [{"heading": "x", "blocks": [outside]}])
+
+
+def test_the_ledgers_page_takes_drawings_and_figures_together(trained: Path) -> None:
+    figure = CompareResult((drift(0, (1.0, 2.0)),), "command").figures()[0].as_dict()
+    drawing = sheet_block(draw_run(trained / "baseline-0", ["red circle"]))
+    verdict = dict.fromkeys(("id", "verdict", "statement", "paper", "measured", "rule", "command"), "not yet")
+    text = ledger_page([verdict | {"pictures": (figure, drawing)}, verdict | {"pictures": (drawing,)}], "command")
+    assert text.count("<img") == 2
+    assert text.count("<svg") == 1
 
 
 def test_only_text_to_image_runs_with_checkpoints_draw(trained: Path, tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") ->
         blocks: list[dict[str, Any]] = []
         for verdict in drawn:
             blocks.append({"kind": "heading", "text": f"{verdict['id']}: {verdict['statement']}"})
-            blocks.append({"kind": "figures", "figures": list(verdict["pictures"])})
+            sheets = [picture for picture in verdict["pictures"] if picture.get("kind") == "picture"]
+            figures = [picture for picture in verdict["pictures"] if picture not in sheets]
+            blocks += [{"kind": "figures", "figures": figures}] if figures else []
+            blocks += sheets
         sections.append({"heading": "Figures", "blocks": blocks})
     return page("The claims ledger", lead, sections, meta=meta)
