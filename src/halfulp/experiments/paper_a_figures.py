@@ -139,7 +139,7 @@ def constructed_error(runs: Mapping[str, MechanismRun], command: str) -> Picture
         series.append(Series(f"{name}: first order", steps, _running(run.first_order)))
         if name == "described":
             series.append(Series(f"{name}: curvature", steps, _running(run.curvature)))
-    title = "Constructed run: cumulative error of δ (after fig. 5a)"
+    title = "Error of δ, constructed (after fig. 5a)"
     caption = "Sums over the recorded steps of one seed."
     return Figure(title, "step", "cumulative sum", tuple(series), caption, command).as_dict()
 
@@ -149,12 +149,12 @@ def feature_bars(found: Profile, command: str) -> list[Picture]:
     shown = 2 * found.guilty
     names = tuple(str(i) for i in range(shown))
     parts = (
-        ("dO by feature (after fig. 5b)", "mean dO at exact O", found.grad_out),
-        ("Error of O by feature (after fig. 5c)", "mean O_lp − O_hp", found.error),
+        ("dO by feature (after fig. 5b)", "mean dO at exact O, 10⁻⁵", [1e5 * x for x in found.grad_out]),
+        ("Error of O by feature (after fig. 5c)", "mean O_lp − O_hp, 10⁻³", [1e3 * x for x in found.error]),
     )
     caption = f"Constructed run, sharp rows of step {found.step}; the guilty features are 0 to {found.guilty - 1}."
     return [
-        Figure(title, "feature", y, (Series(y, names, values[:shown], style="bar"),), caption, command).as_dict()
+        Figure(title, "feature", y, (Series(y, names, tuple(values[:shown]), style="bar"),), caption, command).as_dict()
         for title, y, values in parts
     ]
 
@@ -180,7 +180,7 @@ def value_distribution(found: Profile, command: str) -> Picture:
     low, high = float(values.min()), max(float(values.max()), 0.0)
     counts = torch.histc(values, 12, low, high)
     width = (high - low) / 12
-    names = tuple(f"{low + (i + 0.5) * width:.1f}" for i in range(12))
+    names = tuple(f"{low + (i + 0.5) * width:.1f}".replace("-", "−") for i in range(12))
     series = (Series("share of tokens", names, tuple((counts / counts.sum()).tolist()), style="bar"),)
     caption = (
         f"Constructed run, feature 0 of all tokens of step {found.step}; {float((values < 0).float().mean()):.0%} < 0."
