@@ -106,10 +106,13 @@ def sink_figures(snapshot: Snapshot) -> list[tuple[float, float, float, float]]:
     for head in range(mass.shape[1]):
         m, u = mass[:, head, keys], units[:, head, keys]
         heaviest = m.argmax(-1, keepdim=True)
-        correlation = spearmanr(m.flatten(), u.flatten())
         ratio = float(u.gather(-1, heaviest).mean() / u.mean())
         weight = float(m.gather(-1, heaviest).mean())
-        figures.append((float(correlation.statistic), float(correlation.pvalue), ratio, weight))
+        if m.min() == m.max() or u.min() == u.max():  # no ranks to compare
+            figures.append((0.0, 1.0, ratio, weight))
+            continue
+        found = spearmanr(m.flatten(), u.flatten())
+        figures.append((float(found.statistic), float(found.pvalue), ratio, weight))
     return figures
 
 

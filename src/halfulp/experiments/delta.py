@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfulp.attention import emulate
-from halfulp.formats import FP32, round_to
+from halfulp.formats import FP64, round_to
 from halfulp.recipes import Recipe
 from halfulp.training.attention import AttentionFunction
 
@@ -71,7 +71,7 @@ def changed_attention(recipe: Recipe, change: Change) -> AttentionFunction:
     """
     if recipe.delta_from != "out":
         raise ValueError(f"recipe with delta_from={recipe.delta_from!r}: accepted is 'out'")
-    return partial(_attend, recipe, recipe.with_(out=FP32), change)
+    return partial(_attend, recipe, recipe.with_(out=FP64), change)
 
 
 def _attend(
