@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from halfulp.attention import golden
 from halfulp.training.attention import Attend, AttentionPlan
 from halfulp.watch.taps import Call
 
@@ -64,7 +65,7 @@ def random_call(seed: int = 0, *, is_causal: bool = True, rounded: bool = True, 
     query, grad_out = (torch.randn(2, 3, n, 4, generator=g, dtype=torch.float64) for _ in range(2))
     key, value = (torch.randn(2, 3, n_k, 4, generator=g, dtype=torch.float64) for _ in range(2))
     scale = 0.7
-    out = slow_weights(query, key, is_causal, scale) @ value
+    out = golden(query, key, value, is_causal=is_causal, scale=scale).out
     out = out.bfloat16().double() if rounded else out
     inputs = torch.randn(2, n, 5, generator=g, dtype=torch.float64)
     return Call(0, query, key, value, out, is_causal, scale, grad_out, None, inputs)
