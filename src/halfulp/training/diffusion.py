@@ -146,7 +146,8 @@ class PictureAttention(nn.Module):
 
     def head_weights(self) -> tuple[Tensor, Tensor]:
         """W_Q and W_K `[H, D, width]`."""
-        query, key = (layer.weight.unflatten(0, (self.heads, -1)) for layer in (self.query, self.key))
+        width = self.query.in_features
+        query, key = (layer.weight.view(self.heads, -1, width) for layer in (self.query, self.key))
         return query, key
 
     def forward(self, x: Tensor, source: Tensor | None = None) -> Tensor:
@@ -177,13 +178,13 @@ class _Block(nn.Module):
         _zero(self.modulate)
 
     def forward(self, x: Tensor, name: Tensor, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = self.modulate(condition)[:, None].chunk(
-            9, -1
-        )
+        modulation = self.modulate(condition)[:, None].chunk(9, -1)
+        shift1, scale1, gate1, shift2, scale2, gate2, shift3, scale3, gate3 = modulation
         x = x + gate1 * self.patches(self.norm(x) * (1 + scale1) + shift1)
         x = x + gate2 * self.name(self.norm(x) * (1 + scale2) + shift2, name)
-        hidden: Tensor = functional.gelu(self.up(self.norm(x) * (1 + scale3) + shift3))
-        return x + gate3 * self.down(hidden)
+        update: Tensor = self.down(functional.gelu(self.up(self.norm(x) * (1 + scale3) + shift3)))
+        mixed: Tensor = x + gate3 * update
+        return mixed
 
 
 def _waves(time: Tensor) -> Tensor:
