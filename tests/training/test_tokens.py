@@ -19,7 +19,7 @@ from halfulp.training import synthetic, tokens
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language
 from halfulp.training.language import LanguageWorkload
-from halfulp.training.synthetic import DISTANCES, LENGTHS, english_text, synthetic_tokens
+from halfulp.training.synthetic import DISTANCE, LENGTHS, english_text, synthetic_tokens
 from halfulp.training.tokens import gpt2_encoding, read_tokens, sidecar_path, write_tokens
 
 PLAN = AttentionPlan.of("torch")
@@ -216,26 +216,20 @@ def test_synthetic_text_has_a_grammar_and_repeats_itself():
     alone, after_one = entropy(pairs.sum(0)), entropy(pairs)
     assert alone > 3.5  # 4.16 were uniform
     assert after_one < alone - 1
-    # "the last time these three tokens stood here, what came next?", looking back no further than a repetition does
+    # where the last three tokens are those of 24 tokens ago: is the next one too?
     documents = text.reshape(-1, 2048)
-    guess = np.full(documents.shape, -1)
-    for back in range(DISTANCES[1] - 1, DISTANCES[0] - 1, -1):
-        same = np.ones(documents.shape, dtype=bool)
-        same[:, : back + 3] = False
-        for shift in (1, 2, 3):
-            same[:, back + 3 :] &= documents[:, back + 3 - shift : -shift] == documents[:, 3 - shift : -back - shift]
-        guess = np.where(same, np.roll(documents, back, 1), guess)
-    seen = guess >= 0
-    likeliest = pairs.argmax(1)[np.roll(documents, 1, 1)]
-    assert 0.2 < seen.mean() < 0.7, "a good part of the text stands in a repetition"
-    looking_back, bigram = ((x == documents)[seen].mean() for x in (guess, likeliest))
-    assert looking_back > bigram + 0.2
+    same = [documents[:, 24 + 3 - back : -back] == documents[:, 3 - back : -24 - back] for back in (1, 2, 3)]
+    seen = np.logical_and.reduce(same)
+    following, before, earlier = documents[:, 27:], documents[:, 26:-1], documents[:, 3:-24]
+    assert 0.5 < seen.mean() < 0.8, "most of the text stands in a repetition"
+    looking_back, bigram = ((x == following)[seen].mean() for x in (earlier, pairs.argmax(1)[before]))
+    assert looking_back > 0.9
+    assert bigram < 0.6
 
 
-def test_repetitions_fit_the_smallest_context():
-    """Of the presets, 64 tokens: the passage and its copy both fit, or there is nothing to learn from attention."""
-    assert DISTANCES[1] - 1 + 3 < 64
-    assert LENGTHS[1] - 1 <= DISTANCES[0], "a passage does not run into its own copy"
+def test_a_repetition_fits_the_smallest_context():
+    """Of the presets, 64 tokens: the passage and its copy both fit, and a passage does not run into its own copy."""
+    assert LENGTHS[1] - 1 <= DISTANCE < 64 - LENGTHS[1]
 
 
 def test_synthetic_text_is_its_seeds():
