@@ -224,6 +224,7 @@ def test_every_picture_is_plain_data_with_a_command(run: Traced) -> None:
         pictures.constructed_error(built, "c"),
         pictures.fix_losses({name: [one, one] for name, one in built.items()}, "c"),
         pictures.head_sigmas(run, run, "c"),
+        pictures.layer_losses({"only layer 0": run}, "c"),
         pictures.layer_sigmas({"everywhere": run, "nowhere": run}, "c"),
     ]
     json.dumps(drawn, allow_nan=False)

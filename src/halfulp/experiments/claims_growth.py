@@ -10,7 +10,7 @@ import torch
 
 from halfulp.experiments import paper_a_figures as pictures
 from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
-from halfulp.experiments.claims_paper_a import language, scale_of
+from halfulp.experiments.claims_paper_a import language, repeat, scale_of
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.paper_a import Snapshot, Traced
 from halfulp.watch.measures import UNIT_SCORE
@@ -38,7 +38,7 @@ def _growth(lab: Lab) -> Measured:
         f"twin's from step {_steps(keys)}, σ(W_Q) {_steps(queries)}, the loss three times its best from {_steps(rises)}"
     )
     shown = {name: same[0] for name, same in runs.items()}
-    return Measured(figures, text, (pictures.layer_sigmas(shown, "halfulp claims A19"),))
+    return Measured(figures, text, (pictures.layer_sigmas(shown, repeat(lab, "A19")),))
 
 
 def _steps(steps: Sequence[float]) -> str:

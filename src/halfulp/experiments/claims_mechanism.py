@@ -14,50 +14,19 @@ from collections.abc import Sequence
 import torch
 
 from halfulp.experiments import paper_a_figures as pictures
+from halfulp.experiments.claims_constructed import constructed, constructed_text, window
 from halfulp.experiments.claims_model import Claim, Lab, Mean, Measured, Rule, mean_of
-from halfulp.experiments.claims_paper_a import language, scale_of, traced
-from halfulp.experiments.mechanism import VARIANTS, MechanismRun, profile, run_variants
+from halfulp.experiments.claims_paper_a import language, repeat, scale_of, traced
+from halfulp.experiments.mechanism import VARIANTS, profile
 from halfulp.experiments.paper_a import TASK_STOCK, Plan, Snapshot, Traced
 
 _SINCE = 600  # steps: the task is learned and its scores are on their way
-_CONSTRUCTED = ("described", "fp32", "softmax fix", "no ties", "dO flipped")
 
 
 def layer_traces(lab: Lab) -> list[Traced]:
     """The stock recipe on the one-layer task, measured every 10 steps up to 800."""
     plans = [Plan((TASK_STOCK,), seed, 800, measure_every=10, at=(600, 700, 800)) for seed in lab.seeds]
     return list(traced(lab, plans).values())
-
-
-def constructed(lab: Lab) -> dict[str, list[MechanismRun]]:
-    """The run built from the paper's conditions and its variants; all of them at full scale."""
-    names = [variant.name for variant in VARIANTS] if lab.full else _CONSTRUCTED
-
-    def measure() -> dict[str, list[MechanismRun]]:
-        return run_variants(names, lab.seeds, workers=lab.workers, progress=lab.report)
-
-    return lab.once("constructed", measure)
-
-
-def window(run: MechanismRun, name: str) -> Mean:
-    """One figure of a constructed run while it runs away, steps 100 to 600."""
-    values = [y for step, y in zip(run.steps, getattr(run, name), strict=True) if 100 < step <= 600]
-    return mean_of(torch.tensor(values))
-
-
-def _constructed_text(lab: Lab) -> str:
-    """What became of the constructed run and its variants, and of the sum's two parts."""
-    runs = constructed(lab)
-    said = []
-    for name, same in runs.items():
-        first, curved = ([window(run, part).value for run in same] for part in ("first_order", "curvature"))
-        failed = sum(run.outcome == "failed" for run in same)
-        losses = [statistics.median(run.loss[-10:]) for run in same]
-        said.append(
-            f"{name}: {failed} of {len(same)} failed, loss {min(losses):.0e} to {max(losses):.0e}, first order "
-            f"{statistics.mean(first):+.1e}, curvature {statistics.mean(curved):+.1e}"
-        )
-    return "; ".join(said)
 
 
 def _similar_terms(lab: Lab) -> Measured:
@@ -84,7 +53,7 @@ def _similar_terms(lab: Lab) -> Measured:
         f"mean cosine, shuffled control in brackets; one-layer task, {len(layers)} seeds, in which 8 of 32 coordinates "
         f"of X are alike by construction; byte GPT, guilty layer ({scale_of(lab).text}): {'; '.join(said)}"
     )
-    return Measured(figures, text, tuple(pictures.similarity_maps(reader[0], 0, 0, "halfulp claims A9")))
+    return Measured(figures, text, tuple(pictures.similarity_maps(reader[0], 0, 0, repeat(lab, "A9"))))
 
 
 def _positive_sums(lab: Lab) -> Measured:
@@ -105,9 +74,9 @@ def _positive_sums(lab: Lab) -> Measured:
         f"{share:.0%} of {len(sums)}, p = {test:.1g}: not told from zero; constructed run: "
         f"{min(s for s, _ in first):.0%} to {max(s for s, _ in first):.0%} (p ≤ {max(p for _, p in first):.0e})"
     )
-    drawn = pictures.cumulative_error(layers[0], 100, "halfulp claims A10")
+    drawn = pictures.cumulative_error(layers[0], 100, repeat(lab, "A10"))
     shown = {name: runs[0] for name, runs in constructed(lab).items() if name in ("described", "softmax fix")}
-    return Measured(figures, text, (drawn, pictures.constructed_error(shown, "halfulp claims A10")))
+    return Measured(figures, text, (drawn, pictures.constructed_error(shown, repeat(lab, "A10"))))
 
 
 def _signs(values: Sequence[float]) -> tuple[float, float]:
@@ -142,7 +111,7 @@ def _same_signs(lab: Lab) -> Measured:
         f"dO at the exact O, guilty features of sharp rows: {built}; with the softmax fix {fixed}"
     )
     shown = profile(VARIANTS[0])
-    command = "halfulp claims A11"
+    command = repeat(lab, "A11")
     drawn = (
         *pictures.feature_bars(shown, command),
         pictures.value_distribution(shown, command),
@@ -186,7 +155,7 @@ def _curvature(lab: Lab) -> Measured:
         f"one-layer task, steps {_SINCE} to 800 every 10, by seed: {said}; curvature positive on {positive:.0%} of the "
         f"steps. The other way round where the paper's conditions are constructed, steps 110 to 600: first order "
         f"{', '.join(f'{m.value:+.1e} (t {m.t:+.0f})' for m in first)}, curvature "
-        f"{', '.join(f'{m.value:+.1e}' for m in curved)}. All of it: {_constructed_text(lab)}"
+        f"{', '.join(f'{m.value:+.1e}' for m in curved)}. All of it: {constructed_text(lab)}"
     )
     return Measured(figures, text)
 

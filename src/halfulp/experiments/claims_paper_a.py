@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
 from halfulp.experiments.claims_training import describe, survivors
 from halfulp.experiments.paper_a import Plan, Traced, language_attention, trace_all
-from halfulp.experiments.paper_a_figures import head_sigmas, layer_sigmas, twin_losses
+from halfulp.experiments.paper_a_figures import head_sigmas, layer_losses, twin_losses
 
 WHOLE = "BF16_FLASH2[block_query=none,block_key=none]"
 STANDARD = "BF16_STANDARD"
@@ -83,6 +83,11 @@ def traced(lab: Lab, plans: Sequence[Plan]) -> dict[Plan, Traced]:
     return {plan: lab.kept[repr(plan)] for plan in plans}
 
 
+def repeat(lab: Lab, identifier: str) -> str:
+    """Return the command that draws a claim's pictures again."""
+    return f"halfulp claims {identifier}{' --all' if lab.full else ''}"
+
+
 def excess(run: Traced, twin: Traced) -> float:
     """How far a run's loss ends above its twin's, nats, means over the last fifth."""
     mine, other = run.loss()[1], twin.loss()[1]
@@ -116,7 +121,7 @@ def _range(values: Sequence[float], form: str) -> str:
 def _twins(lab: Lab) -> Measured:
     """A1: PyTorch's own bf16 flash kernel against its fp32 attention, on the one-layer task."""
     runs = lab.trained(("torch:flash", "torch:fp32"))
-    pictures = (twin_losses([run for same in runs.values() for run in same], "halfulp claims A1"),)
+    pictures = (twin_losses([run for same in runs.values() for run in same], repeat(lab, "A1")),)
     return Measured(survivors(runs), describe(runs), pictures)
 
 
@@ -141,7 +146,7 @@ def _layers(lab: Lab) -> Measured:
     }
     said = "; ".join(f"low precision {name}: {_said(runs[name], twins)}" for name in names[1:])
     text = f"two-layer byte GPT ({scale_of(lab).text}), above the twin: {said}; the guilty layer is {guilty} (from 0)"
-    pictures = (layer_sigmas({name: runs[name][0] for name in names}, "halfulp claims A3"),)
+    pictures = (layer_losses({name: runs[name][0] for name in names}, repeat(lab, "A3")),)
     return Measured(figures, text, pictures)
 
 
@@ -199,7 +204,7 @@ def _heads(lab: Lab) -> Measured:
         f"for heads {_names(halves['others'])} {over['others']:+.2f}. A head runs away exactly where its own O is low "
         f"(σ of spared heads at most {spared:.1f}), but all of them do, so sparing a few does not save the run"
     )
-    return Measured(figures, text, (head_sigmas(run, sound, "halfulp claims A6"),))
+    return Measured(figures, text, (head_sigmas(run, sound, repeat(lab, "A6")),))
 
 
 def _names(heads: Sequence[int]) -> str:

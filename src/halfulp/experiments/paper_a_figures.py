@@ -68,6 +68,20 @@ def head_sigmas(run: Traced, twin: Traced, command: str) -> Picture:
     return Figure("σ(W_Q) by head (after fig. 3)", "", "σ(W_Q)", series, caption, command).as_dict()
 
 
+def layer_losses(runs: Mapping[str, Traced], command: str) -> Picture:
+    """The loss of language runs, mean of 5 recorded steps, with low precision in some of the layers."""
+    series = []
+    for name, run in runs.items():
+        steps, loss = run.loss()
+        smooth = torch.tensor(loss, dtype=torch.float64).unfold(0, min(5, len(loss)), 1).mean(-1)
+        series.append(Series(name, tuple(map(float, steps[-len(smooth) :])), tuple(smooth.tolist())))
+    title, caption = (
+        "Low precision by layer",
+        f"Mean of 50 steps; the other layers have standard attention. {ACCELERATED}",
+    )
+    return Figure(title, "step", "loss, nats a byte", tuple(series), caption, command).as_dict()
+
+
 def layer_sigmas(runs: Mapping[str, Traced], command: str) -> Picture:
     """Figure 9: the largest σ(W_Q) of every layer, low precision everywhere and nowhere."""
     series = []
