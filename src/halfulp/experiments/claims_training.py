@@ -48,8 +48,8 @@ def _stabilized_softmax(lab: Lab) -> Measured:
     )
     text = (
         f"fp64 difference {difference:.1e}, largest P̄ {largest:.3f} on rows tied at ±0.5 to ±6, β in 2, 4, 7, 8; "
-        f"twin runs: {describe(runs)}; in the run constructed from the paper's conditions (claim D9), {failed} without the "
-        f"fix and {saved} with it"
+        f"twin runs: {describe(runs)}; in the run constructed from the paper's conditions (claim D9), {failed} without "
+        f"the fix and {saved} with it"
     )
     return Measured(figures, text)
 
