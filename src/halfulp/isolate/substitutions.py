@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -123,7 +124,7 @@ def emulations(choice: str, device: str) -> tuple[str, ...]:
 def is_recipe(choice: str) -> bool:
     """Whether a choice of attention is the text of a recipe."""
     try:
-        recipe_named(choice)
+        _named(choice)
     except ValueError:
         return False
     return True
@@ -288,7 +289,7 @@ def changed(recipe: Recipe, operations: Iterable[Operation]) -> Recipe | None:
         fields |= own
     try:
         result = recipe.with_(**fields)
-        result = result.with_(name=recipe_text(result))
+        result = result.with_(name=_text(result))
     except ValueError:
         return None
     return result if _runs(result) else None
@@ -299,6 +300,17 @@ def _rounds(recipe: Recipe, step: str) -> bool:
     return not isinstance(fmt, Format) or fmt not in (FP32, FP64)
 
 
+@lru_cache(maxsize=512)
+def _named(choice: str) -> Recipe:
+    return recipe_named(choice)
+
+
+@lru_cache(maxsize=512)
+def _text(recipe: Recipe) -> str:
+    return recipe_text(recipe)
+
+
+@lru_cache(maxsize=512)
 def _runs(recipe: Recipe) -> bool:
     """Whether the algorithm accepts the recipe: two tokens, forward and backward."""
     query, key, value = (torch.ones(1, 1, 2, 4, requires_grad=True) for _ in range(3))
@@ -314,9 +326,9 @@ def in_cells(cells: Cells, change: Callable[[Recipe], Recipe | None]) -> dict[Pl
     found: dict[str, str] = {}
     for choice in {cells[place] for place in suspects(cells)}:
         if is_recipe(choice):
-            result = change(recipe_named(choice))
+            result = change(_named(choice))
             if result is not None:
-                found[choice] = recipe_text(result)
+                found[choice] = _text(result)
     return {place: found.get(choice, choice) for place, choice in cells.items()} if found else None
 
 
@@ -346,6 +358,6 @@ def with_bits(recipe: Recipe, step: str, bits: int) -> Recipe | None:
 
 def bits_of(cells: Cells, step: str) -> int | None:
     """Return the fewest mantissa bits of a step in the recipes that run; None where none rounds it."""
-    recipes = [recipe_named(cells[place]) for place in suspects(cells) if is_recipe(cells[place])]
+    recipes = [_named(cells[place]) for place in suspects(cells) if is_recipe(cells[place])]
     formats = [getattr(recipe, step) for recipe in recipes if _rounds(recipe, step)]
     return min((fmt.mantissa_bits for fmt in formats if isinstance(fmt, Format)), default=None)
