@@ -18,7 +18,7 @@ from halfulp.experiments.paper_a_figures import head_sigmas, layer_losses, twin_
 
 WHOLE = "BF16_FLASH2[block_query=none,block_key=none]"
 STANDARD = "BF16_STANDARD"
-EXCESS, GROWTH = 0.3, 5.0
+EXCESS, GROWTH = 0.3, 3.0
 FAILED = (
     f"a language run fails if its loss ends more than {EXCESS:g} nats above the twin's (means over the last fifth) and "
     f"its largest σ(W_Q) above {GROWTH:g} times the twin's"
