@@ -1,14 +1,11 @@
 """Heat maps: a table of numbers as colors, for the page and its two color schemes.
 
-The cells are one small PNG inside the SVG, a few kilobytes where thousands of rectangles would be hundreds. The scale
-runs from blue over white to orange, which every kind of color vision tells apart; its ends are written beside the bar.
+All cells of one color are one path, so that thousands of them stay small. The scale runs from blue over white to
+orange, which every kind of color vision tells apart; its ends are written beside the bar.
 """
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,7 +14,7 @@ from halfulp.report.figures import draw
 
 BLUE, WHITE, ORANGE, MISSING = (0, 114, 178), (250, 250, 248), (213, 94, 0), (150, 150, 150)
 _SIDE, _LEFT, _TOP = 236, 46, 8  # points: the map's longer side, and where it stands
-_STEPS = 64  # of the color bar
+_LEVELS = 16  # of color on either side of white
 
 
 def draw_picture(figure: Mapping[str, Any]) -> str:
@@ -48,10 +45,10 @@ def draw_heat_map(figure: Mapping[str, Any]) -> str:
         )
     if not low < high:
         raise ValueError(f"low={low}, high={high}: accepted is low below high")
-    pixels = [[_color(value, low, high) for value in row] for row in values]
+    levels = [[_level(value, low, high) for value in row] for row in values]
     scale = _SIDE / max(columns, len(values))
     width, height = columns * scale, len(values) * scale
-    bar = [[_color(high - (high - low) * i / (_STEPS - 1), low, high)] for i in range(_STEPS)]
+    bar = [[level] for level in range(_LEVELS, -_LEVELS - 1, -1)]
     right, bottom = _LEFT + width, _TOP + height
     middle_x, middle_y = _LEFT + width / 2, _TOP + height / 2
     texts = (
@@ -65,21 +62,26 @@ def draw_heat_map(figure: Mapping[str, Any]) -> str:
         _text(right + 32, _TOP + 9, f"{high:g}", "start"),
         _text(right + 32, bottom, f"{low:g}".replace("-", "−"), "start"),
     )
-    images = _image(pixels, _LEFT, _TOP, width, height) + _image(bar, right + 16, _TOP, 10, height)
+    cells = _cells(levels, _LEFT, _TOP, width, height) + _cells(bar, right + 16, _TOP, 10, height)
     return (
         f'<svg role="img" aria-label="{escape(str(figure["title"]))}" viewBox="0 0 353 {bottom + 40:g}" '
-        f'style="font-size:10.5px">{images}{"".join(texts)}</svg>'
+        f'style="font-size:10.5px">{cells}{"".join(texts)}</svg>'
     )
 
 
-def _color(value: float | None, low: float, high: float) -> tuple[int, int, int]:
-    """Blue at low, white in the middle, orange at high."""
+def _level(value: float | None, low: float, high: float) -> int | None:
+    """How far from the middle, in steps of color: −_LEVELS at low, _LEVELS at high."""
     if value is None:
-        return MISSING
-    share = 2 * (min(max(value, low), high) - low) / (high - low) - 1
+        return None
+    return round(_LEVELS * (2 * (min(max(value, low), high) - low) / (high - low) - 1))
+
+
+def _color(level: int | None) -> str:
+    """Blue at the lowest level, white in the middle, orange at the highest."""
+    share = (level or 0) / _LEVELS
     end = ORANGE if share > 0 else BLUE
-    red, green, blue = (round(w + abs(share) * (e - w)) for w, e in zip(WHITE, end, strict=True))
-    return red, green, blue
+    mixed = MISSING if level is None else [round(w + abs(share) * (e - w)) for w, e in zip(WHITE, end, strict=True)]
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
 def _text(x: float, y: float, text: object, anchor: str) -> str:
@@ -87,20 +89,15 @@ def _text(x: float, y: float, text: object, anchor: str) -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="currentColor">{said}</text>'
 
 
-def _image(pixels: Sequence[Sequence[tuple[int, int, int]]], x: float, y: float, width: float, height: float) -> str:
-    source = base64.b64encode(_png(pixels)).decode()
-    return (
-        f'<image x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" preserveAspectRatio="none" '
-        f'style="image-rendering:pixelated" href="data:image/png;base64,{source}"/>'
-    )
-
-
-def _png(pixels: Sequence[Sequence[tuple[int, int, int]]]) -> bytes:
-    """An 8-bit RGB PNG (ISO/IEC 15948), every row unfiltered."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", len(pixels[0]), len(pixels), 8, 2, 0, 0, 0)
-    rows = b"".join(b"\0" + bytes(channel for pixel in row for channel in pixel) for row in pixels)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+def _cells(levels: Sequence[Sequence[int | None]], x: float, y: float, width: float, height: float) -> str:
+    """Cells as paths in units of a cell, one a color; neighbors of one color in a row are one rectangle."""
+    paths: dict[str, list[str]] = {}
+    for row, line in enumerate(levels):
+        start = 0
+        for column in range(1, len(line) + 1):
+            if column == len(line) or line[column] != line[start]:
+                paths.setdefault(_color(line[start]), []).append(f"M{start} {row}h{column - start}v1H{start}z")
+                start = column
+    drawn = "".join(f'<path fill="{color}" d="{"".join(parts)}"/>' for color, parts in sorted(paths.items()))
+    scale = f"scale({width / len(levels[0]):.4g} {height / len(levels):.4g})"
+    return f'<g transform="translate({x:g} {y:g}) {scale}" shape-rendering="crispEdges">{drawn}</g>'
