@@ -208,6 +208,17 @@ def test_a_budget_of_steps_is_kept_and_what_is_left_is_said(plant: Plant, tmp_pa
     assert more.not_tested == (), "the same folder goes on with a larger budget"
 
 
+def test_what_is_known_when_the_budget_ends_is_said(plant: Plant, tmp_path: Path) -> None:
+    """The third operation of the first round was the last run: that the first saves the run is known by then."""
+    plant({(0, 0)}, out_of_time=19)
+    found = ask(tmp_path / "out", seeds=(0, 1), budget_seconds=3600.0)
+    made = [r.name for r in found.rungs if r.question == "(d) operations" and r.runs]
+    assert made[0] == "delta-exact-O"
+    assert len(made) < 12
+    assert found.verdict.startswith("δ from the rounded O, layer 0; 1 of 1 seed")
+    assert ("(d) operations", "the budget of 3600 seconds was spent") in found.not_tested
+
+
 def test_a_budget_too_small_for_anything_says_so(plant: Plant, tmp_path: Path) -> None:
     plant({(0, 0)})
     found = ask(tmp_path / "out", budget_steps=10)

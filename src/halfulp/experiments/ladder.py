@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfulp.experiments.failure import FailureRun, run_failures
-from halfulp.formats import BF16, FP32
 from halfulp.isolate.rule import RULE, Outcome
+from halfulp.isolate.substitutions import OPERATIONS, replaced
 from halfulp.recipes import (
     BF16_AUTHORS,
     BF16_FLASH2,
@@ -39,25 +39,31 @@ class Rung:
 
 
 _STOCK = BF16_FLASH2.with_(name="stock", **TILES)
-_RESIDUAL = _STOCK.with_(name="residual", delta_from="residual", residual=BF16)
-_ROW_SUM = _RESIDUAL.with_(name="residual+row_sum", row_sum_from="rounded", lse_from="exact")
-_WEIGHTS = _ROW_SUM.with_(name="residual+row_sum+weights", lse_from="row_sum", backward_weights="rounded")
+_BY_NAME = {operation.name: operation for operation in OPERATIONS}
+
+
+def _replaced(name: str, *operations: str) -> Recipe:
+    """The stock recipe with operations of `halfulp.isolate` replaced."""
+    recipe = replaced(_STOCK, [_BY_NAME[operation] for operation in operations])
+    assert recipe is not None
+    return recipe.with_(name=name)
+
 
 LADDER: tuple[Rung, ...] = (
     Rung(_STOCK, "nothing: δ from the rounded O, l from the weights before rounding"),
-    Rung(_STOCK.with_(name="dP∘P", delta_from="probabilities"), "δ = rowsum(dP ∘ P) (claim A4)"),
-    Rung(_STOCK.with_(name="fp32 O for δ", delta_from="exact_out"), "δ from O before it is rounded (claim A5)"),
-    Rung(_STOCK.with_(name="fp32 O", out=FP32), "O stored in fp32, for δ and for the output (claim A5)"),
-    Rung(_RESIDUAL, "δ from O and its bf16 residual"),
-    Rung(_ROW_SUM, "… and l summed from the rounded weights"),
-    Rung(_WEIGHTS, "… and the backward pass on exactly the forward's rounded weights"),
+    Rung(_replaced("dP∘P", "delta-dP.P"), "δ = rowsum(dP ∘ P) (claim A4)"),
+    Rung(_replaced("fp32 O for δ", "delta-exact-O"), "δ from O before it is rounded (claim A5)"),
+    Rung(_replaced("fp32 O", "O-fp32"), "O stored in fp32, for δ and for the output (claim A5)"),
+    Rung(_replaced("residual", "residual"), "δ from O and its bf16 residual"),
+    Rung(_replaced("residual+row_sum", "residual", "row-sum"), "… and l summed from the rounded weights"),
+    Rung(
+        _replaced("residual+row_sum+weights", "residual", "row-sum", "weights"),
+        "… and the backward pass on exactly the forward's rounded weights",
+    ),
     Rung(BF16_HALFULP.with_(name="halfulp", **TILES), "… and an integer row maximum, residual in 8 bits: BF16_HALFULP"),
     Rung(BF16_AUTHORS.with_(name="authors", **TILES), "the paper's own recipe: scores, Ō and O in bf16"),
     Rung(BF16_PAPER_STABILIZED.with_(name="authors+softmax", **TILES), "… with its published softmax fix, β = 7"),
-    Rung(
-        _STOCK.with_(name="stock+softmax", shift=BF16_PAPER_STABILIZED.shift),
-        "the stock recipe with the published softmax fix, β = 7",
-    ),
+    Rung(_replaced("stock+softmax", "softmax"), "the stock recipe with the published softmax fix, β = 7"),
 )
 
 

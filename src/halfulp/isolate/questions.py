@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from halfulp.isolate.climb import ORIGINAL, TWIN, Ladder, Rung, Substitution
+from halfulp.isolate.climb import ORIGINAL, TWIN, BudgetSpentError, Ladder, Rung, Substitution
 from halfulp.isolate.result import Bits
 from halfulp.isolate.rung import RungRun
 from halfulp.isolate.search import Guilty, guilty_sets, least_surviving, rescuing_set
@@ -153,7 +153,11 @@ class Investigation:
             self.not_tested.append(("(d) operations", "no emulation fails alike"))
             return
         options = [one for one in OPERATIONS if self._replaced([one]) is not None]
-        runs = self._scores([frozenset({one}) for one in options])
+        try:
+            runs = self._scores([frozenset({one}) for one in options])
+        except BudgetSpentError:  # what is known is kept
+            self.rescues += [frozenset({one}) for one in options if self._survived(one)]
+            raise
         saving = [one for one, run in zip(options, runs, strict=True) if run is not None and run.survived]
         self._keep([frozenset({one}) for one in saving])
         fixed = in_cells(self.base, halfulp_like)
@@ -278,6 +282,11 @@ class Investigation:
             asked.append(named)
         runs = iter(self._screen([one for one in asked if one is not None]))
         return [None if one is None else next(runs) for one in asked]
+
+    def _survived(self, operation: Operation) -> bool:
+        """Whether it is known to save the run alone, on the seed of the searches."""
+        rung = self.ladder.rungs.get(_set_name([operation]))
+        return rung is not None and self.main in rung.runs and rung.runs[self.main].survived
 
     def _search(self, options: Sequence[Operation]) -> None:
         found = rescuing_set(options, self._scores)

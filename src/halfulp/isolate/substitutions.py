@@ -273,10 +273,16 @@ OPERATIONS: tuple[Operation, ...] = (
 
 
 def changed(recipe: Recipe, operations: Iterable[Operation]) -> Recipe | None:
+    """Return `replaced` if the algorithm can do it, else None."""
+    result = replaced(recipe, operations)
+    return result if result is not None and _runs(result) else None
+
+
+def replaced(recipe: Recipe, operations: Iterable[Operation]) -> Recipe | None:
     """Return the recipe with operations replaced, in the order of `OPERATIONS`.
 
-    A step that the recipe does not round is left as it is. None: one of them changes nothing here, or the algorithm
-    cannot do it.
+    A step that the recipe does not round is left as it is. None: one of them changes nothing here, or they do not go
+    together.
     """
     chosen = set(operations)
     fields: dict[str, Any] = {}
@@ -289,10 +295,9 @@ def changed(recipe: Recipe, operations: Iterable[Operation]) -> Recipe | None:
         fields |= own
     try:
         result = recipe.with_(**fields)
-        result = result.with_(name=_text(result))
+        return result.with_(name=_text(result))
     except ValueError:
         return None
-    return result if _runs(result) else None
 
 
 def _rounds(recipe: Recipe, step: str) -> bool:
