@@ -75,7 +75,7 @@ def test_many_heads_become_a_band_a_layer(folders, tmp_path) -> None:
 
 def test_what_differs_is_named(folders) -> None:
     runs = read_runs(folders)
-    differences = overview(runs, "")["tables"][1]
+    differences = overview(runs, "")["tables"][2]
     assert differences["rows"] == [["fp32", "attention: BF16_FLASH2 → torch:fp32; measure_every: 10 → 0"]]
     assert finding(runs).startswith("flash survived (loss")
 

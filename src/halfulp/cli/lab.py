@@ -284,7 +284,9 @@ def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | No
 
 
 def _tell(run: TrainedRun, folder: Path, json: bool) -> None:
-    """How it ended, where it lies, and how to go on."""
+    """How it ended, where it lies, what alarms, and how to go on."""
+    from halfulp.watch.alarms import alarms
+
     last = run.metrics[-1] if run.metrics else {"step": 0, "loss": None}
     if json:
         whole = {"folder": str(folder), "status": run.status, "reason": run.reason, "steps": run.config.steps}
@@ -294,5 +296,7 @@ def _tell(run: TrainedRun, folder: Path, json: bool) -> None:
     why = f" ({run.reason})" if run.reason else ""
     print(f"{run.config.preset or 'train'}, {run.config.attention}, seed {run.config.seed}: {run.status}{why}")
     print(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
+    for alarm in alarms(run.measures):
+        print(f"alarm: {alarm}")
     if run.status == "interrupted":
         print(f"go on with: {PROGRAM} train --resume {folder}")

@@ -90,7 +90,9 @@ def run_failure(
         raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
     name = attention_name(attention)
     own = None if isinstance(attention, str) else {name: _function(attention)}
-    config = replace(seconds(name, seed=seed, steps=steps), workload=task or LayerTask(), metrics_every=record_every)
+    config = replace(
+        seconds(name, seed=seed, steps=steps), workload=task or LayerTask(), metrics_every=record_every, measure_every=0
+    )
     label, report = label or name, progress or no_progress
     with one_thread():
         run = train(config, own=own, progress=lambda done, said: report(done, f"{label}, seed {seed}, {said}"))

@@ -17,6 +17,7 @@ from halfulp.runs.results import Figure, Series, Table
 from halfulp.training.config import RunConfig
 from halfulp.training.journal import Row, read_rows
 from halfulp.training.record import config_from_dict, difference, read_record
+from halfulp.watch.alarms import RULE, Alarm, alarms
 
 _POINTS = 400  # of a curve in a picture
 _CURVES = 8  # in one picture
@@ -97,6 +98,8 @@ def overview(runs: Sequence[RecordedRun], command: str) -> dict[str, Any]:
     figures = [*_metric_figures(runs, command)]
     figures += _measured_by_head(runs[0], command) if len(runs) == 1 else _measured_by_run(runs, command)
     tables = [_outcomes(runs, command)]
+    if any(run.measures for run in runs):
+        tables.append(_alarms(runs, command))
     if len(runs) > 1:
         tables.append(_differences(runs, command))
     return {"figures": [figure.as_dict() for figure in figures], "tables": [table.as_dict() for table in tables]}
@@ -212,6 +215,17 @@ def _outcomes(runs: Sequence[RecordedRun], command: str) -> Table:
         rows.append((run.name, str(run.config.attention), run.config.seed, steps, status, seen[0], last, seen[1]))
     rules = dict.fromkeys(rule_for(run.config.workload).text(run.config.steps) for run in runs)
     return Table("Runs", columns, tuple(rows), " ".join(f"{rule[0].upper()}{rule[1:]}." for rule in rules), command)
+
+
+def _alarms(runs: Sequence[RecordedRun], command: str) -> Table:
+    rows = tuple((run.name, *_alarm_cells(alarm)) for run in runs for alarm in alarms(run.measures))
+    columns = ("run", "alarm", "step", "layer", "head", "t", "mean score moved")
+    none = "" if rows else f"No head alarms after the last measurement of {len(runs)} runs. "
+    return Table("Alarms", columns, rows, f"{none}{RULE[0].upper()}{RULE[1:]}.", command)
+
+
+def _alarm_cells(alarm: Alarm) -> tuple[str, int, int, int, float, float]:
+    return alarm.kind, alarm.step, alarm.layer, alarm.head, round(alarm.t, 1), round(alarm.score_moved, 1)
 
 
 def _differences(runs: Sequence[RecordedRun], command: str) -> Table:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, LayerTask, Optimizer, Pictures, RunConfig
+from halfulp.watch.monitor import DEFAULT_EVERY
 
 GPT2_VOCABULARY = 50_304  # 50,257 tokens, padded to a multiple of 64 as nanoGPT does
 GPT2_COSINE = 600_000  # steps
@@ -28,6 +29,7 @@ def seconds(attention: str = "torch:flash", *, seed: int = 0, steps: int = 4000)
         steps=steps,
         seed=seed,
         metrics_every=50,
+        measure_every=DEFAULT_EVERY,
         preset="seconds",
     )
 
@@ -54,6 +56,7 @@ def minutes(
         batch=16,
         seed=seed,
         metrics_every=10,
+        measure_every=DEFAULT_EVERY,
         preset="minutes",
     )
 
@@ -86,6 +89,7 @@ def gpt2(
         seed=seed,
         checkpoint_every=500,
         device=device,
+        measure_every=DEFAULT_EVERY,
         preset="gpt2",
     )
 
@@ -123,6 +127,7 @@ def pictures(attention: str = "torch:flash", *, seed: int = 0, steps: int = 2000
         batch=32,
         autocast="bf16",
         seed=seed,
+        measure_every=DEFAULT_EVERY,
         preset="pictures",
     )
 
