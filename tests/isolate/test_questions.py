@@ -137,6 +137,7 @@ def test_seeds_that_do_not_fail_or_whose_twin_fails_do_not_count(plant: Plant, t
     assert found.failing == (1, 2, 5)
     assert "3 of 3 seeds" in found.verdict
     assert "Seeds 4: fp32 attention fails too; they were left out." in found.notes
+    assert "Seeds 0, 3: the run itself survives; they were left out." in found.notes
 
 
 def test_a_run_that_does_not_fail(plant: Plant, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_bits_are_bisected(plant: Plant, tmp_path: Path) -> None:
     assert outcomes[11] == "survived"
     assert {5, 6, 7} <= set(outcomes), "fewer bits too"
     assert len(outcomes) <= 9
-    assert "Bits of out: 7 fail, 11 of the mantissa suffice" in " ".join(found.notes)
+    assert "Mantissa bits of out: 7 are too few, 11 suffice" in " ".join(found.notes)
     (figure,) = (f for f in found.figures if "bits" in f.title)
     assert figure.series[0].x == tuple(sorted(bits for bits, outcome in outcomes.items() if outcome == "failed"))
 

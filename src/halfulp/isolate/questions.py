@@ -87,6 +87,9 @@ class Investigation:
         lost = [seed for seed in bad if seed not in self.failing]
         if lost and self.failing:
             self.notes.append(f"Seeds {_list(lost)}: fp32 attention fails too; they were left out.")
+        if bad and len(bad) < len(s.seeds):
+            sound = [seed for seed in s.seeds if seed not in bad]
+            self.notes.append(f"Seeds {_list(sound)}: the run itself survives; they were left out.")
         if self.failing:
             self.main = next((seed for seed in self.failing if failed.runs[seed].outcome == "failed"), self.failing[0])
 
@@ -204,12 +207,8 @@ class Investigation:
             return [run.survived for run in self._screen([self._with_bits(step, n) for n in numbers])]
 
         enough = least_surviving(own + 1, _FULL, survives)
-        said = (
-            f"{enough} of the mantissa suffice"
-            if enough
-            else "no number of them suffices while all else stays as it is"
-        )
-        self.notes.append(f"Bits of {step}: {own} fail, {said}; a search by halves, as if more bits never hurt.")
+        said = f"{enough} suffice" if enough else "no number of them suffices while all else stays as it is"
+        self.notes.append(f"Mantissa bits of {step}: {own} are too few, {said}; more bits were taken never to hurt.")
         survives([n for n in (own - 1, own - 2) if n >= 0])
 
     def rescue_rung(self, operations: Iterable[Operation]) -> Rung:
@@ -253,6 +252,8 @@ class Investigation:
 
     def _confirm(self, alone: Substitution, inside: frozenset[Place], question: str) -> None:
         """Try what was found on all seeds: low precision there alone, and everywhere but there."""
+        if inside == suspects(self.cells):
+            return  # the run itself and its twin
         where = places_text(inside, self.heads_a_layer)
         rest = only(self.cells, suspects(self.cells) - inside)
         without = Substitution(f"not-{alone.name}", question, f"fp32 in {where} alone", rest)
