@@ -42,6 +42,7 @@ MEASURES: tuple[tuple[str, str, str, bool], ...] = (
     ("sink_first", "Weight on the first key", "share", False),
     ("delta_error_cumulative", "Cumulative Σ(δ_lp − δ_hp) of the measured steps", "sum over rows", False),
     ("delta_error_first_order_steps_t", "First-order part of δ's error", "t over the measured steps", False),
+    ("delta_error_in_gradient_steps_t", "Error of δ that the gradient has", "t over the measured steps", False),
     ("delta_error_curvature_steps_t", "Curvature part of δ's error", "t over the measured steps", False),
 )
 """Measurements that are drawn where a run has them, by layer and head."""
@@ -134,7 +135,7 @@ def _measured_by_head(run: RecordedRun, command: str) -> list[Figure]:
     figures = []
     for name, title, axis, log in MEASURES:
         rows = [row for row in run.measures if isinstance(row["measure"].get(name), list)]
-        if not rows:
+        if not rows or any(name in row for row in run.metrics):  # drawn already
             continue
         shape = [(layer, len(heads)) for layer, heads in enumerate(rows[0]["measure"][name]) if heads]
         if sum(count for _, count in shape) <= _CURVES:
@@ -157,6 +158,7 @@ def _measured_by_run(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
     figures = []
     for name, title, axis, log in MEASURES:
         having = [run for run in runs if any(isinstance(r["measure"].get(name), list) for r in run.measures)]
+        having = [run for run in having if not any(name in row for row in run.metrics)]  # drawn already
         series = tuple(_curve(run.name, run.measures, _extreme(name)) for run in having[:_CURVES])
         if series:
             caption = f"The layer and head whose magnitude is largest at that step. {_left_out(having)}".strip()
