@@ -159,7 +159,7 @@ def isolate(
     Args:
         run: Folder of `halfulp train`, or the name of a preset (`halfulp ls presets`).
         out: Folder for the runs it makes, isolation.json and report.html; by default the run's name with -isolated.
-        seeds: How many seeds, the run's own first; 3, or 1 with --from-step.
+        seeds: How many seeds, the run's own first; 3, or 1 from a checkpoint.
         steps: Last step of every run; by default the run's own.
         from_step: Start every run from this checkpoint of the run instead of from the beginning.
         budget_seconds: Stop after so many seconds and say what was not tested.
@@ -172,35 +172,38 @@ def isolate(
         json: Print JSON instead of tables.
     """
     from halfulp.isolate.run import isolate as isolated
-    from halfulp.report.isolation_page import isolation_page, print_isolation
-    from halfulp.report.terminal import console, progress_bar
-    from halfulp.runs.folder import check_file, write_text
+    from halfulp.report.terminal import progress_bar
+    from halfulp.runs.folder import check_file
     from halfulp.runs.parallel import WorkerKilledError
 
     check_file("html", html)
     chosen, first, rule = _isolated_run(run, loss_factor, patience)
     folder = Path(f"{run.name}-isolated") if out is None else out
-    given = None if seeds is None else tuple(range(first, first + seeds))
-    options: dict[str, Any] = {"budget_seconds": budget_seconds, "budget_steps": budget_steps, "rule": rule}
+    options: dict[str, Any] = {"seeds": None if seeds is None else tuple(range(first, first + seeds)), "steps": steps}
+    options |= {"budget_seconds": budget_seconds, "budget_steps": budget_steps, "from_step": from_step}
     options |= {"workers": workers, "backend": backend, "command": typed_command()}
     with progress_bar("isolate") as progress:
         try:
-            found = isolated(
-                chosen, out=folder, seeds=given, steps=steps, from_step=from_step, progress=progress, **options
-            )
+            found = isolated(chosen, out=folder, rule=rule, progress=progress, **options)
         except WorkerKilledError as error:
             print(f"{PROGRAM}: {error}; the same command goes on where this one ended", file=sys.stderr)
             return 2
-    plain = found.as_dict()
+    _show_isolation(found.as_dict(), folder / "report.html" if html is None else html, json)
+    return found.exit_code
+
+
+def _show_isolation(plain: dict[str, Any], page: Path, json: bool) -> None:
+    """Print it and write its page."""
+    from halfulp.report.isolation_page import isolation_page, print_isolation
+    from halfulp.report.terminal import console
+    from halfulp.runs.folder import write_text
+
+    write_text(page, isolation_page(plain, meta=f"halfulp {__version__}"))
     if json:
         print_json(plain)
-    else:
-        print_isolation(plain, console())
-    target = folder / "report.html" if html is None else html
-    write_text(target, isolation_page(plain, meta=f"halfulp {__version__}"))
-    if not json:
-        print(f"The page lies in {target}")
-    return found.exit_code
+        return
+    print_isolation(plain, console())
+    print(f"The page lies in {page}")
 
 
 def _isolated_run(run: Path, loss_factor: float | None, patience: int | None) -> tuple[Path | RunConfig, int, Rule]:
