@@ -123,8 +123,8 @@ def _twins(lab: Lab) -> Measured:
     runs = lab.trained(("torch:flash", "torch:fp32"))
     pictures = (twin_losses([run for same in runs.values() for run in same], repeat(lab, "A1")),)
     text = (
-        f"one-layer task, true bf16: {describe(runs)}. The paper's own test is the preset gpt2, 10,000 steps of 524,288 "
-        "tokens on GPUs"
+        f"one-layer task, true bf16: {describe(runs)}. The paper's own test is the preset gpt2, 10,000 steps of "
+        "524,288 tokens, on GPUs"
     )
     return Measured(survivors(runs), text, pictures)
 
