@@ -71,7 +71,7 @@ def _positive_sums(lab: Lab) -> Measured:
     text = (
         f"one-layer task, steps {_SINCE} to 800 every 10, {len(layers)} seeds: positive in {min(shares):.0%} to "
         f"{max(shares):.0%} of the steps (sign test p ≤ {max(tests):.0e}); byte GPT ({scale_of(lab).text}): "
-        f"{share:.0%} of {len(sums)}, p = {test:.1g}: not told from zero; constructed run: "
+        f"{share:.0%} of {len(sums)}, p = {test:.1g}; constructed run: "
         f"{min(s for s, _ in first):.0%} to {max(s for s, _ in first):.0%} (p ≤ {max(p for _, p in first):.0e})"
     )
     drawn = pictures.cumulative_error(layers[0], 100, repeat(lab, "A10"))
@@ -107,7 +107,7 @@ def _same_signs(lab: Lab) -> Measured:
     }
     text = (
         f"share of one sign; one-layer task, steps 600, 700, 800 of {len(lab.seeds)} seeds: {rounded}, but {exact} "
-        f"with dO as it is at the exact O: there the agreement is made by the curvature of the loss. Constructed run, "
+        f"with dO as it is at the exact O (what only the former has is the curvature's doing). Constructed run, "
         f"dO at the exact O, guilty features of sharp rows: {built}; with the softmax fix {fixed}"
     )
     shown = profile(VARIANTS[0])
@@ -153,9 +153,9 @@ def _curvature(lab: Lab) -> Measured:
     first, curved = ([window(run, part) for run in built] for part in ("first_order", "curvature"))
     text = (
         f"one-layer task, steps {_SINCE} to 800 every 10, by seed: {said}; curvature positive on {positive:.0%} of the "
-        f"steps. The other way round where the paper's conditions are constructed, steps 110 to 600: first order "
+        f"steps. Run constructed from the paper's conditions, steps 100 to 600: first order "
         f"{', '.join(f'{m.value:+.1e} (t {m.t:+.0f})' for m in first)}, curvature "
-        f"{', '.join(f'{m.value:+.1e}' for m in curved)}. All of it: {constructed_text(lab)}"
+        f"{', '.join(f'{m.value:+.1e}' for m in curved)}. Its variants: {constructed_text(lab)}"
     )
     return Measured(figures, text)
 

@@ -201,14 +201,18 @@ def _heads(lab: Lab) -> Measured:
         "spared": spared / sound_sigma,
     }
     shown = ", ".join(f"{x:.0f}" for x in sigmas)
+    low_heads = [swapped[a].measured("sigma_query")[-1][head] for a, b in _OTHER.items() for head in halves[b]]
     text = (
-        f"one-layer byte GPT of 4 heads (accelerated: {scale.bits} mantissa bits of O; {scale.steps} steps, 1 seed): "
-        f"σ(W_Q) {shown} from head 0, in the twin at most {sound_sigma:.1f}; loss above the twin "
-        f"{excess(run, sound):+.2f} nats, with fp32 O for heads {_names(halves['largest'])} {over['largest']:+.2f}, "
-        f"for heads {_names(halves['others'])} {over['others']:+.2f}. A head runs away exactly where its own O is low "
-        f"(σ of spared heads at most {spared:.1f}), but all of them do, so sparing a few does not save the run"
+        f"one-layer byte GPT of 4 heads ({Scale(scale.bits, scale.steps, (0,)).text}): σ(W_Q) {shown} from head 0, in "
+        f"the twin at most {sound_sigma:.1f}; loss above the twin {excess(run, sound):+.2f} nats, with fp32 O for heads "
+        f"{_names(halves['largest'])} {over['largest']:+.2f}, for heads {_names(halves['others'])} "
+        f"{over['others']:+.2f}; in these two runs σ(W_Q) of heads with fp32 O is at most {spared:.1f}, of the others "
+        f"at least {min(low_heads):.1f}"
     )
     return Measured(figures, text, (head_sigmas(run, sound, repeat(lab, "A6")),))
+
+
+_OTHER = {"largest": "others", "others": "largest"}
 
 
 def _names(heads: Sequence[int]) -> str:
