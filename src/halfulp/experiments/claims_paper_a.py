@@ -204,8 +204,8 @@ def _heads(lab: Lab) -> Measured:
     low_heads = [swapped[a].measured("sigma_query")[-1][head] for a, b in _OTHER.items() for head in halves[b]]
     text = (
         f"one-layer byte GPT of 4 heads ({Scale(scale.bits, scale.steps, (0,)).text}): σ(W_Q) {shown} from head 0, in "
-        f"the twin at most {sound_sigma:.1f}; loss above the twin {excess(run, sound):+.2f} nats, with fp32 O for heads "
-        f"{_names(halves['largest'])} {over['largest']:+.2f}, for heads {_names(halves['others'])} "
+        f"the twin at most {sound_sigma:.1f}; loss above the twin {excess(run, sound):+.2f} nats, with fp32 O for "
+        f"heads {_names(halves['largest'])} {over['largest']:+.2f}, for heads {_names(halves['others'])} "
         f"{over['others']:+.2f}; in these two runs σ(W_Q) of heads with fp32 O is at most {spared:.1f}, of the others "
         f"at least {min(low_heads):.1f}"
     )
