@@ -110,7 +110,7 @@ def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:
         ("revision", run["git"] or "not in a git repository"),
         ("settings", f"{config['seeds']} seeds, {config['steps']} steps, {config['workers']} processes of one thread"),
         ("time", ", ".join(f"act {act['number']}: {duration_text(act['seconds'])}" for act in acts)),
-        ("data", "run.json, failure.json, failure.svg, cause.json, audit.json, isolation/ and tensors/ beside this page"),
+        ("data", "run.json, failure.json, failure.svg, cause.json, audit.json, isolation/, tensors/ beside this page"),
     ]
     return {"heading": "Where this was measured", "finding": "", "blocks": [{"kind": "facts", "pairs": pairs}]}
 
