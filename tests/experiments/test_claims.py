@@ -74,8 +74,8 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
         [{"seeds": 2}, {"two tiles failed": 2 / 3}, {"block = N failed": 2 / 3}],
     ),
     "A3": (
-        {"everywhere": 1, "guilty layer alone": 1, "without the guilty layer": 0},
-        [{"everywhere": 0}, {"guilty layer alone": 2 / 3}, {"without the guilty layer": 1 / 3}],
+        {"everywhere": 1, "guilty layer alone": 1, "without the guilty layer": 0, "σ without it": 1.1},
+        [{"σ without it": 1.5}, {"everywhere": 0}, {"guilty layer alone": 2 / 3}, {"without the guilty layer": 1 / 3}],
     ),
     "A4": (
         {
