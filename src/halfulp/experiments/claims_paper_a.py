@@ -254,8 +254,8 @@ CLAIMS = (
         "layer 2 of 12",
         _layers,
         Rule(
-            f"every run with low precision everywhere or in the guilty layer alone fails; with standard attention in that "
-            f"layer none fails or has σ(W_Q) over {CALM:g} times the twin's, which a longer run would fail by; {FAILED}",
+            "every run with low precision everywhere or in the guilty layer alone fails; with standard attention in "
+            f"that layer none fails or has σ(W_Q) over {CALM:g} times the twin's, on its way to fail later; {FAILED}",
             lambda f: (
                 f["everywhere"] == f["guilty layer alone"] == 1
                 and f["without the guilty layer"] == 0
