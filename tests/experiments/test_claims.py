@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 
-from halfulp.experiments import claims, claims_identities, claims_rounding, claims_weak
-from halfulp.experiments.claims import CLAIMS, ledger_table, run_claims, selected
-from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule, judge_claim, mean_of, rung_recipe
+from halfulp.experiments.claims import identities, rounding, weak
+from halfulp.experiments.claims.ledger import CLAIMS, ledger_table, run_claims, selected
+from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, judge_claim, mean_of, rung_recipe
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.ladder import LADDER
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Shift
@@ -325,26 +325,24 @@ def test_the_same_claim_gives_the_same_figures() -> None:
 @pytest.mark.parametrize(
     ("identifier", "module", "name", "planted"),
     [
-        ("A7", claims_identities, "_probabilities", lambda q, k, is_causal: (q @ k.mT).softmax(-1)),
-        ("A8", claims_identities, "_probabilities", lambda q, k, is_causal: (q @ k.mT).softmax(-1)),
-        ("A7", claims_identities, "_LOW", claims_identities._HIGH),  # nothing rounded: nothing shown
-        ("C1", claims_identities, "FP64_ROUGH", None),
-        ("A17", claims_rounding, "BF16_PAPER_STABILIZED", BF16_PAPER_STABILIZED.with_(row_sum_floor=1e-10)),
-        ("D1", claims_weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
-        ("D1", claims_weak, "BF16_HALFULP", BF16_PAPER_STABILIZED),
-        ("D2", claims_weak, "BF16_PAPER_STABILIZED", BF16_HALFULP),
-        ("D3", claims_weak, "BF16_PAPER_STABILIZED", BF16_FLASH2.with_(shift=Shift("offset", offset=0.5))),
-        ("D4", claims_weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
-        ("D6", claims_weak, "BF16_FLASH2", BF16_HALFULP.with_(base="e", shift=BF16_FLASH2.shift)),
+        ("A7", identities, "_probabilities", lambda q, k, is_causal: (q @ k.mT).softmax(-1)),
+        ("A8", identities, "_probabilities", lambda q, k, is_causal: (q @ k.mT).softmax(-1)),
+        ("A7", identities, "_LOW", identities._HIGH),  # nothing rounded: nothing shown
+        ("C1", identities, "FP64_ROUGH", None),
+        ("A17", rounding, "BF16_PAPER_STABILIZED", BF16_PAPER_STABILIZED.with_(row_sum_floor=1e-10)),
+        ("D1", weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
+        ("D1", weak, "BF16_HALFULP", BF16_PAPER_STABILIZED),
+        ("D2", weak, "BF16_PAPER_STABILIZED", BF16_HALFULP),
+        ("D3", weak, "BF16_PAPER_STABILIZED", BF16_FLASH2.with_(shift=Shift("offset", offset=0.5))),
+        ("D4", weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
+        ("D6", weak, "BF16_FLASH2", BF16_HALFULP.with_(base="e", shift=BF16_FLASH2.shift)),
     ],
 )
 def test_a_planted_fault_is_not_reproduced(
     identifier: str, module: object, name: str, planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "FP64_ROUGH":
-        monkeypatch.setattr(
-            module, "_HIGH", claims_identities._HIGH.with_(compute="float32", matmul=BF16_FLASH2.matmul)
-        )
+        monkeypatch.setattr(module, "_HIGH", identities._HIGH.with_(compute="float32", matmul=BF16_FLASH2.matmul))
     else:
         monkeypatch.setattr(module, name, planted)
     (found,) = run_claims([identifier])
@@ -356,7 +354,7 @@ def test_a_kernel_whose_bits_are_not_claimed_may_differ_a_little() -> None:
 
 
 def test_what_nobody_measured_carries_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "CLAIMS", (Claim("X1", "A", "", ""),))
+    monkeypatch.setattr(ledger, "CLAIMS", (Claim("X1", "A", "", ""),))
     (found,) = run_claims(["X1"])
     assert (found.verdict, found.measured, found.figures, found.rule) == ("not yet", "", {}, "")
     needy = Claim("X1", "A", "", "", without="needs a GPU")

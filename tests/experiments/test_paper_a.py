@@ -13,11 +13,11 @@ from torch import Tensor
 
 from halfulp.attention import emulate
 from halfulp.experiments import paper_a_figures as pictures
-from halfulp.experiments.claims_delta import final_weights
-from halfulp.experiments.claims_growth import _loss_rises, sink_figures
-from halfulp.experiments.claims_mechanism import sign_shares
-from halfulp.experiments.claims_model import Lab, generator
-from halfulp.experiments.claims_paper_a import excess, failed_share, traced
+from halfulp.experiments.claims.delta import final_weights
+from halfulp.experiments.claims.growth import _loss_rises, sink_figures
+from halfulp.experiments.claims.mechanism import sign_shares
+from halfulp.experiments.claims.model import Lab, generator
+from halfulp.experiments.claims.paper_a import excess, failed_share, traced
 from halfulp.experiments.delta import CHANGES, changed_attention
 from halfulp.experiments.mechanism import VARIANTS, profile, run_variant
 from halfulp.experiments.paper_a import TASK_STOCK, Plan, Snapshot, Traced, language_attention, trace, trace_all

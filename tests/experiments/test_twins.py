@@ -11,8 +11,8 @@ import pytest
 from planted_drift import BASE, drift, planted_run
 
 from halfulp.cli import main
-from halfulp.experiments.claims import run_claims
-from halfulp.experiments.claims_model import Lab
+from halfulp.experiments.claims.ledger import run_claims
+from halfulp.experiments.claims.model import Lab
 from halfulp.experiments.compare import (
     INITIALIZATION,
     REPEATED,

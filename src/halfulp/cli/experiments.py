@@ -137,8 +137,8 @@ def claims(
         html: File to write a page to.
         json: Print JSON instead of text.
     """
-    from halfulp.experiments.claims import run_claims, selected
-    from halfulp.experiments.claims_model import FULL_SEEDS, Lab
+    from halfulp.experiments.claims.ledger import run_claims, selected
+    from halfulp.experiments.claims.model import FULL_SEEDS, Lab
     from halfulp.report.ledger import ledger_page, print_ledger
     from halfulp.report.terminal import console, progress_bar
     from halfulp.runs.folder import check_file, write_text

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from halfulp.attention import emulate
-from halfulp.experiments.claims_constructed import constructed
-from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule, generator, relative
-from halfulp.experiments.claims_rounding import attend_rows, observed, row_scores
+from halfulp.experiments.claims.constructed import constructed
+from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, generator, relative
+from halfulp.experiments.claims.rounding import attend_rows, observed, row_scores
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.ladder import final_loss
 from halfulp.recipes import BF16_PAPER_STABILIZED, FP64

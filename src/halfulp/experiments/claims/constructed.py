@@ -6,7 +6,7 @@ import statistics
 
 import torch
 
-from halfulp.experiments.claims_model import Lab, Mean, mean_of
+from halfulp.experiments.claims.model import Lab, Mean, mean_of
 from halfulp.experiments.mechanism import VARIANTS, MechanismRun, run_variants
 
 _QUICK = ("described", "fp32", "softmax fix", "no ties", "dO flipped")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
+from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
 from halfulp.experiments.compare import INITIALIZATION, REPEATED
 from halfulp.experiments.drawing import draw_run, sheet_block
 from halfulp.experiments.in_model import compare_in_model, same_bits

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from halfulp.experiments import paper_a_figures as pictures
-from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
-from halfulp.experiments.claims_paper_a import language, repeat, scale_of
+from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
+from halfulp.experiments.claims.paper_a import language, repeat, scale_of
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.paper_a import Snapshot, Traced
 from halfulp.watch.measures import UNIT_SCORE

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate
-from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule, generator
+from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, generator
 from halfulp.experiments.delta import CHANGES, changed_attention
 from halfulp.experiments.failure import run_failures
 from halfulp.experiments.ladder import TILES

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
-from halfulp.experiments.claims_training import describe, survivors
+from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
+from halfulp.experiments.claims.training import describe, survivors
 from halfulp.experiments.paper_a import Plan, Traced, language_attention, trace_all
 from halfulp.experiments.paper_a_figures import head_sigmas, layer_losses, twin_losses
 

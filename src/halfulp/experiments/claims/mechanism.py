@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from halfulp.experiments import paper_a_figures as pictures
-from halfulp.experiments.claims_constructed import constructed, constructed_text, window
-from halfulp.experiments.claims_model import Claim, Lab, Mean, Measured, Rule, mean_of
-from halfulp.experiments.claims_paper_a import language, repeat, scale_of, traced
+from halfulp.experiments.claims.constructed import constructed, constructed_text, window
+from halfulp.experiments.claims.model import Claim, Lab, Mean, Measured, Rule, mean_of
+from halfulp.experiments.claims.paper_a import language, repeat, scale_of, traced
 from halfulp.experiments.mechanism import VARIANTS, profile
 from halfulp.experiments.paper_a import TASK_STOCK, Plan, Snapshot, Traced
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate, golden
-from halfulp.experiments.claims_model import Claim, Lab, Mean, Measured, Rule, generator, mean_of, relative
-from halfulp.experiments.claims_rounding import attend_rows, observed, row_scores
+from halfulp.experiments.claims.model import Claim, Lab, Mean, Measured, Rule, generator, mean_of, relative
+from halfulp.experiments.claims.rounding import attend_rows, observed, row_scores
 from halfulp.formats import BF16, FP32
 from halfulp.recipes import BF16_AUTHORS, BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Recipe, floor
 

@@ -1,6 +1,6 @@
 """The ledger: every claim of the papers, what was measured here, and a verdict computed by a stated rule.
 
-The claims stand in the files by topic (`claims_*.py`); this file puts them in order and runs them.
+The claims stand in the files by topic (beside this one); this file puts them in order and runs them.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 
-from halfulp.experiments import (
-    claims_benchmark,
-    claims_delta,
-    claims_drift,
-    claims_growth,
-    claims_identities,
-    claims_mechanism,
-    claims_paper_a,
-    claims_rounding,
-    claims_training,
-    claims_weak,
+from halfulp.experiments.claims import (
+    benchmark,
+    delta,
+    drift,
+    growth,
+    identities,
+    mechanism,
+    paper_a,
+    rounding,
+    training,
+    weak,
 )
-from halfulp.experiments.claims_model import Claim, Lab, Verdict, judge_claim
+from halfulp.experiments.claims.model import Claim, Lab, Verdict, judge_claim
 from halfulp.runs.results import Progress, Table, no_progress
 from halfulp.runs.threads import one_thread
 
 _TOPICS = (
-    claims_drift,
-    claims_identities,
-    claims_rounding,
-    claims_benchmark,
-    claims_weak,
-    claims_training,
-    claims_paper_a,
-    claims_mechanism,
-    claims_growth,
-    claims_delta,
+    drift,
+    identities,
+    rounding,
+    benchmark,
+    weak,
+    training,
+    paper_a,
+    mechanism,
+    growth,
+    delta,
 )
 
 

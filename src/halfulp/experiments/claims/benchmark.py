@@ -10,7 +10,7 @@ import statistics
 from itertools import pairwise
 
 from halfulp.experiments import kernel_match
-from halfulp.experiments.claims_model import Claim, Lab, Measured, Rule
+from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
 from halfulp.experiments.sweep import (
     FLASH_FAMILIES,
     FORMATS,
