@@ -9,11 +9,11 @@ import re
 import pytest
 import torch
 
-from halfulp.experiments.claims import identities, rounding, weak
+from halfulp.experiments.claims import identities, ledger, rounding, weak
 from halfulp.experiments.claims.ledger import CLAIMS, ledger_table, run_claims, selected
 from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, judge_claim, mean_of, rung_recipe
 from halfulp.experiments.failure import FailureRun
-from halfulp.experiments.ladder import LADDER
+from halfulp.experiments.rungs import RUNGS
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Shift
 
 COVERED = [
@@ -392,7 +392,7 @@ def test_the_lab_trains_each_attention_once() -> None:
     again = lab.trained(("torch:fp32",))
     assert lab.runs == runs
     assert again["torch:fp32"][0] is first["torch:fp32"][0]
-    assert rung_recipe("halfulp") == next(r.recipe for r in LADDER if r.recipe.name == "halfulp")
+    assert rung_recipe("halfulp") == RUNGS["halfulp"]
 
 
 def test_progress_rises_to_one() -> None:

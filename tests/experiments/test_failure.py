@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from halfulp.experiments.failure import (
     curves,
+    final_loss,
     judge,
     run_failure,
     run_failures,
 )
-from halfulp.experiments.ladder import LADDER, climb, final_loss, summarize
+from halfulp.experiments.rungs import RUNGS
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP
 from halfulp.training.config import LayerTask
 
@@ -129,24 +131,16 @@ def test_threads_are_left_as_they_were() -> None:
     assert torch.get_num_threads() == 2
 
 
-def test_a_ladder_of_few_steps_reports_every_rung_once() -> None:
-    rungs = (LADDER[0], LADDER[7])
-    found = climb((0, 1), 4, rungs=rungs, workers=1)
-    table = found.table()
-    assert [row[0] for row in table.rows] == ["stock", "halfulp"]
-    assert found.rungs[0].mean_score == tuple(run.mean_score[-1] for run in found.runs[:2])
-    json.dumps(found.as_dict(), allow_nan=False)
+def test_a_run_that_broke_has_no_final_loss() -> None:
+    whole = run_failure("torch:fp32", 0, 20, 1, task=LayerTask(batch=1, tokens=4))
+    assert final_loss(whole) == statistics.median(whole.loss[-2:])
+    assert math.isnan(final_loss(replace(whole, broke_at=20)))
 
 
-def test_a_rung_is_as_bad_as_its_worst_seed() -> None:
-    task = LayerTask(batch=1, tokens=4)
-    good, bad = (run_failure("torch:fp32", seed, 20, 1, task=task) for seed in (0, 1))
-    planted = replace(bad, outcome="failed", broke_at=20)
-    found = summarize([good, planted], LADDER[:1], (0, 1), 20)
-    assert found.rungs[0].outcome == "failed"
-    _, _, outcome, loss, *_ = found.table().rows[0]
-    assert outcome == "1 survived, 1 failed"
-    assert loss == f"{final_loss(good):.1e}, NaN at step 20"
+def test_rungs_are_the_recipes_they_are_called() -> None:
+    assert list(RUNGS) == [recipe.name for recipe in RUNGS.values()]
+    assert RUNGS["residual+row_sum"].row_sum_from == "rounded"
+    assert all(recipe.block_key == 16 for recipe in RUNGS.values())
 
 
 def test_figures_show_the_median_and_the_range_of_the_seeds() -> None:

@@ -30,8 +30,8 @@ from halfulp.experiments.demo_findings import (
     worst_outcome,
 )
 from halfulp.experiments.explain import EXAMPLE, explain
-from halfulp.experiments.failure import AttentionChoice, FailureRun, curves, run_failures
-from halfulp.experiments.ladder import LADDER, Rung, final_loss
+from halfulp.experiments.failure import AttentionChoice, FailureRun, curves, final_loss, run_failures
+from halfulp.experiments.rungs import RUNGS
 from halfulp.formats import BF16
 from halfulp.isolate.rule import RULE
 from halfulp.isolate.run import isolate
@@ -141,10 +141,6 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _rung(name: str) -> Rung:
-    return next(rung for rung in LADDER if rung.recipe.name == name)
-
-
 def flash_missing() -> str | None:
     """Return why PyTorch's bf16 flash kernel cannot train here; None where it can."""
     x = torch.zeros(1, 1, 32, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -161,8 +157,8 @@ def _failure(stage: _Stage, progress: Progress) -> Act:
     """Act 1: the same training with four attention functions."""
     config, missing = stage.config, flash_missing()
     choices: dict[str, AttentionChoice] = {FLASH: "torch:flash"} if missing is None else {}
-    choices |= {} if missing is None else {STAND_IN: _rung("stock").recipe}
-    choices |= {MATH: "torch:math", FP32: "torch:fp32", HALFULP: _rung(HALFULP).recipe}
+    choices |= {} if missing is None else {STAND_IN: RUNGS["stock"]}
+    choices |= {MATH: "torch:math", FP32: "torch:fp32", HALFULP: RUNGS[HALFULP]}
     seeds = range(config.seeds)
     found = run_failures(choices.values(), seeds, config.steps, workers=config.workers, progress=progress)
     names = [name for name in choices for _ in seeds]

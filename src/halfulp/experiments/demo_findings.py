@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfulp.experiments.failure import FailureRun
-from halfulp.experiments.ladder import final_loss
+from halfulp.experiments.failure import FailureRun, final_loss
 
 OUTCOMES = ("survived", "drifting", "failed")
 _VERBS = {"survived": "survive", "drifting": "drift", "failed": "fail"}

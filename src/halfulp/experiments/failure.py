@@ -10,6 +10,7 @@ more against their own best; that factor is the rule by which a run is called fa
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -149,6 +150,13 @@ def curves(runs: Sequence[FailureRun], command: str) -> list[Figure]:
         Figure(title, "step", y_label, tuple(_series(runs, name, field) for name in names), caption, command, y_log=log)
         for field, title, y_label, log in shown
     ]
+
+
+def final_loss(run: FailureRun) -> float:
+    """Median loss over the last tenth of the recorded points; NaN where the run broke off."""
+    if run.broke_at is not None:
+        return math.nan
+    return statistics.median(run.loss[-max(1, len(run.loss) // 10) :])
 
 
 def attention_name(attention: AttentionChoice) -> str:

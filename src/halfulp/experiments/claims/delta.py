@@ -9,7 +9,7 @@ from halfulp.attention import emulate
 from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, generator
 from halfulp.experiments.delta import CHANGES, changed_attention
 from halfulp.experiments.failure import run_failures
-from halfulp.experiments.ladder import TILES
+from halfulp.experiments.rungs import TILES
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe
 
 _DELTA_ALONE = BF16_FLASH2.with_(name="δ alone", row_sum_from="rounded", backward_weights="rounded", **TILES)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfulp.experiments.failure import FailureRun, run_failures
-from halfulp.experiments.ladder import LADDER
+from halfulp.experiments.rungs import RUNGS
 from halfulp.recipes import Recipe
 from halfulp.runs.results import Progress, no_progress
 
@@ -121,7 +121,7 @@ class Lab:
         return f"{claim.command} --all" if self.full else claim.command
 
     def trained(self, names: Sequence[str]) -> dict[str, list[FailureRun]]:
-        """Return the failure task's runs by attention name: PyTorch's or a rung of the ladder, every seed of each."""
+        """Return the failure task's runs by attention name: PyTorch's or a rung, every seed of each."""
         missing = [name for name in names if any((name, seed) not in self.runs for seed in self.seeds)]
         choices = [rung_recipe(name) for name in missing]
         found = run_failures(choices, self.seeds, self.steps, workers=self.workers, progress=self.report)
@@ -137,8 +137,8 @@ class Lab:
 
 
 def rung_recipe(name: str) -> str | Recipe:
-    """Return the ladder's recipe of that name, or the name itself if it is one of PyTorch's kernels."""
-    return next((rung.recipe for rung in LADDER if rung.recipe.name == name), name)
+    """Return the recipe of that rung, or the name itself if it is one of PyTorch's kernels."""
+    return RUNGS.get(name, name)
 
 
 @dataclass(frozen=True)
