@@ -43,6 +43,7 @@ class Saved(NamedTuple):
     lse: Tensor  # float32 [B, H, N] (float64 for float64 inputs), natural logarithm; −inf in a fully masked row
     row_max: Tensor  # as lse, in the kernel's own base
     row_sum: Tensor  # as lse
+    own_lse: Tensor | None = None  # as lse, in the kernel's own base: for a backward pass that wants its very bits
 
 
 class Gradients(NamedTuple):
