@@ -4,11 +4,23 @@ The names below are the public surface; everything heavy (the command line, plot
 when called.
 """
 
-from halfulp.attention import emulate, golden
+from halfulp.attention import attention, emulate, explain_dispatch, golden
 from halfulp.audit import AuditReport, audit
 from halfulp.formats import Format, round_to
 from halfulp.recipes import Recipe, Step
 
 __version__ = "0.1.0"
 
-__all__ = ["AuditReport", "Format", "Recipe", "Step", "__version__", "audit", "emulate", "golden", "round_to"]
+__all__ = [
+    "AuditReport",
+    "Format",
+    "Recipe",
+    "Step",
+    "__version__",
+    "attention",
+    "audit",
+    "emulate",
+    "explain_dispatch",
+    "golden",
+    "round_to",
+]

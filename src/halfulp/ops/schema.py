@@ -6,7 +6,7 @@ treat it like a built-in operator. Arguments are checked above, in `halfulp.atte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,7 +140,8 @@ def _(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, val
     return dq, dk, dv, of_sinks, of_mask
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
+    """Keep for `gradients` what it needs of `attention_forward`'s inputs and outputs."""
     out, lse, *statistics = output
     ctx.mark_non_differentiable(*statistics)
     ctx.set_materialize_grads(False)
@@ -148,7 +149,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
     ctx.options = inputs[6:]
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def gradients(
+    ctx: Any, *grads: Tensor | None, operator: Callable[..., Backward] = attention_backward
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `attention_forward`'s inputs; None where there is none."""
     grad_out, grad_lse = grads[:2]
     query, key, value, attn_mask, sinks, seed, *output = ctx.saved_tensors
     nothing: list[Tensor | None] = [None] * (6 + len(ctx.options))
@@ -156,7 +160,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(nothing)
     if grad_out is None:
         grad_out = torch.zeros_like(output[0])
-    dq, dk, dv, of_sinks, of_mask = attention_backward(
+    dq, dk, dv, of_sinks, of_mask = operator(
         grad_out, grad_lse, query, key, value, *output, attn_mask, sinks, seed, *ctx.options
     )
     needs = ctx.needs_input_grad
@@ -166,4 +170,4 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(nothing)
 
 
-attention_forward.register_autograd(_backward, setup_context=_keep)
+attention_forward.register_autograd(gradients, setup_context=keep)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from halfulp.ops.schema import attention_backward, attention_forward
+from halfulp.ops.schema import attention_backward, attention_forward, gradients, keep
 
 _FORWARD_OPERANDS, _BACKWARD_OPERANDS = 3, 11  # leading arguments that have a batch dimension: all but grad_lse's None
 
@@ -44,6 +44,51 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]
     return _mapped(attention_backward, _BACKWARD_OPERANDS, info, in_dims, args)
 
 
+class _Functional(torch.autograd.Function):
+    """The operator for `torch.func`, which differentiates functions of this form and no operators."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return gradients(ctx, *grads, operator=_FunctionalBackward.apply)
+
+
+class _FunctionalBackward(torch.autograd.Function):
+    """The backward operator for `torch.func`, which takes it with gradients on; once differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: ARG004
+        raise NotImplementedError("halfulp.attention is differentiable once, as PyTorch's flash kernels are")
+
+
+def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Call `attention_forward` with its arguments, under `torch.func` too; returns (out, lse)."""
+    if torch._C._are_functorch_transforms_active():
+        out, lse, *_ = _Functional.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        out, lse, *_ = attention_forward(*arguments)
+    return out, lse
+
+
 def _mapped(
     operator: Callable[..., Any], operands: int, info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
@@ -52,23 +97,21 @@ def _mapped(
     wants_mask = bool(args[-1])
     if sinks is not None or seed is not None or (wants_mask and mask is not None):
         return _one_by_one(operator, size, in_dims, args)
-    batch = next(
-        x.shape[1 if dim is not None else 0] for x, dim in zip(args[:operands], in_dims, strict=False) if x is not None
-    )
-    joined = [_join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)]
+    joined = [
+        None if x is None else _join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)
+    ]
+    assert joined[0] is not None
     if mask is not None:
-        mask = _join_mask(mask, in_dims[operands], size, batch)
+        mask = _join_mask(mask, in_dims[operands], size, joined[0].shape[0] // size)
     results = operator(*joined, mask, *args[operands + 1 :])
-    split = tuple(x.view(size, -1, *x.shape[1:]) if x.ndim > 1 else x for x in results)
+    split = tuple(x.view(size, x.shape[0] // size, *x.shape[1:]) if x.ndim > 1 else x for x in results)
     return split, tuple(0 if x.ndim > 1 else None for x in results)
 
 
-def _join(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+def _join(x: Tensor, dim: int | None, size: int) -> Tensor:
     """`[B, …]` with a mapped dimension anywhere, or none, as `[size · B, …]`."""
-    if x is None:
-        return None
     x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
 def _join_mask(mask: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
