@@ -4,7 +4,15 @@ The names below are the public surface; everything heavy (the command line, plot
 when called.
 """
 
-from halfulp.attention import attention, emulate, explain_dispatch, golden
+from halfulp.attention import (
+    attention,
+    attention_varlen,
+    emulate,
+    explain_dispatch,
+    golden,
+    patch,
+    register_transformers,
+)
 from halfulp.audit import AuditReport, audit
 from halfulp.formats import Format, round_to
 from halfulp.recipes import Recipe, Step
@@ -18,9 +26,12 @@ __all__ = [
     "Step",
     "__version__",
     "attention",
+    "attention_varlen",
     "audit",
     "emulate",
     "explain_dispatch",
     "golden",
+    "patch",
+    "register_transformers",
     "round_to",
 ]
