@@ -1,0 +1,142 @@
+// Attention forward and backward for one operand engine E and one exponential; native/README.md is the specification.
+//
+// Forward: a block of query rows against blocks of keys, online softmax. Backward: a part of one head's keys, block of
+// query rows outside, panels of 64 keys inside; dK and dV are kept transposed, so that the weights enter every product
+// in the layout in which they were computed.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "tiles.hpp"
+
+namespace halfulp {
+namespace HALFULP_ISA {
+
+constexpr float kNever = -1e30f;  // stands for −∞ in the exponential: 2^kNever is 0
+#define HALFULP_INF __builtin_inff()
+
+// 2^f for |f| ≤ 1/2: relative error 1e-7, exactly 1 at 0.
+static inline V exp2_fraction(V f) {
+  V p = set1(0x1.5bba14p-10f);
+  p = fma(p, f, set1(0x1.3cea88p-7f));
+  p = fma(p, f, set1(0x1.c6b752p-5f));
+  p = fma(p, f, set1(0x1.ebf9bcp-3f));
+  p = fma(p, f, set1(0x1.62e42ap-1f));
+  return fma(p, f, set1(1.f));
+}
+
+// 2^(s − m). With an integer m the bits before the last power of two do not depend on m, so neither on the tiling.
+template <bool integer>
+static inline V weight(V s, V m) {
+  if constexpr (integer) {
+    s = max(set1(kNever), s);
+    const V n = round_even(s);
+    return scale2(exp2_fraction(sub(s, n)), sub(n, m));
+  } else {
+    const V x = max(set1(kNever), sub(s, m));
+    const V n = round_even(x);
+    return scale2(exp2_fraction(sub(x, n)), n);
+  }
+}
+
+// The fixed tree of every row sum: lanes i and i + 8, i + 4, i + 2, i + 1.
+static inline float tree(const float* lanes) {
+  float t[8];
+  for (int i = 0; i < 8; ++i) t[i] = lanes[i] + lanes[i + 8];
+  for (int i = 0; i < 4; ++i) t[i] += t[i + 4];
+  for (int i = 0; i < 2; ++i) t[i] += t[i + 2];
+  return t[0] + t[1];
+}
+
+static inline float largest(V x) {
+  float t[16];
+  store(t, x);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] = t[i + w] > t[i] || t[i + w] != t[i + w] ? t[i + w] : t[i];
+  return t[0];
+}
+
+// A bump allocator over one thread's scratch; with a null base it measures.
+struct Scratch {
+  char* at;
+  template <class T>
+  T* take(long count) {
+    T* p = reinterpret_cast<T*>(at);
+    at += up(count * long(sizeof(T)), 64) + 64;  // the gap keeps equal sizes off the same cache sets
+    return p;
+  }
+  long size() const { return long(reinterpret_cast<intptr_t>(at)); }
+};
+
+static inline long first_key(const halfulp_call& c, long i) {
+  return c.left < 0 ? 0 : most(0, least(c.n_key, i + c.offset - c.left));
+}
+static inline long end_key(const halfulp_call& c, long i) {
+  return c.right < 0 ? c.n_key : most(0, least(c.n_key, i + c.offset + c.right + 1));
+}
+
+// The keys that rows i .. i + 5 of a block touch, in whole panels, inside [from, to).
+struct Span {
+  long from, to;
+  bool empty() const { return from >= to; }
+};
+static inline Span seen_by(const halfulp_call& c, long i, long rows, long from, long to) {
+  const long last = least(i + rows, c.n_query) - 1;
+  if (last < i) return {0, 0};
+  const long lo = first_key(c, i), hi = end_key(c, last);
+  if (lo >= hi) return {0, 0};
+  return {most(from, lo / kPanel * kPanel), least(to, up(hi, kPanel))};
+}
+
+// Scores of one row outside of what it may see become −∞; `row` starts at key `from`.
+static inline void hide(const halfulp_call& c, long i, float* row, long from, long to) {
+  const long lo = least(to, first_key(c, i)), hi = most(from, end_key(c, i));
+  for (long j = from; j < lo; ++j) row[j - from] = -HALFULP_INF;
+  for (long j = hi; j < to; ++j) row[j - from] = -HALFULP_INF;
+}
+
+// O and its residual in 8 bits, in units of 2⁻⁸ ulp of O (recipes: residual_bits = 8).
+template <class E>
+static void round_out(const float* exact, void* out, int8_t* residual, long n) {
+  E::narrow(exact, out, n);
+  if (!residual) return;
+  float rounded[64];
+  for (long from = 0; from < n; from += 64) {
+    const long count = least(64, n - from);
+    E::widen(static_cast<typename E::Element*>(out) + from, rounded, count);
+    for (long j = 0; j < count; ++j) {
+      uint32_t bits;
+      std::memcpy(&bits, rounded + j, 4);
+      int32_t exponent = int32_t((bits >> 23) & 255) - 127;
+      exponent = exponent < E::lowest_exponent ? E::lowest_exponent : exponent;
+      const uint32_t inverse = uint32_t(127 - (exponent - E::mantissa_bits - 8)) << 23;
+      float units;
+      std::memcpy(&units, &inverse, 4);
+      const float scaled = (exact[from + j] - rounded[j]) * units;
+      const float held = scaled > 127.f ? 127.f : scaled < -128.f ? -128.f : scaled;
+      // 1.5 · 2²³ rounds to an even integer by addition; NaN becomes 0
+      const float whole = (held + 12582912.f) - 12582912.f;
+      residual[from + j] = whole == whole ? int8_t(whole) : int8_t(0);
+    }
+  }
+}
+
+// O of one row as δ takes it: O plus its residual.
+template <class E>
+static void read_out(const void* out, const int8_t* residual, float* dst, long n) {
+  E::widen(out, dst, n);
+  if (!residual) return;
+  for (long j = 0; j < n; ++j) {
+    uint32_t bits;
+    std::memcpy(&bits, dst + j, 4);
+    int32_t exponent = int32_t((bits >> 23) & 255) - 127;
+    exponent = exponent < E::lowest_exponent ? E::lowest_exponent : exponent;
+    const uint32_t step = uint32_t(127 + exponent - E::mantissa_bits - 8) << 23;
+    float unit;
+    std::memcpy(&unit, &step, 4);
+    dst[j] += float(residual[j]) * unit;
+  }
+}
+
+}  // namespace HALFULP_ISA
+}  // namespace halfulp
