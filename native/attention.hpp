@@ -95,7 +95,23 @@ static inline void hide(const halfulp_call& c, long i, float* row, long from, lo
   for (long j = hi; j < to; ++j) row[j - from] = -HALFULP_INF;
 }
 
-// O and its residual in 8 bits, in units of 2⁻⁸ ulp of O (recipes: residual_bits = 8).
+// The residual of O is kept in units of 2⁻⁸ ulp of O; small O share one unit, and 0 has that of 1/2, as frexp has it.
+template <class E>
+static inline int32_t unit_exponent(float out) {
+  uint32_t bits;
+  std::memcpy(&bits, &out, 4);
+  const int32_t exponent = int32_t((bits >> 23) & 255) - 127;
+  const int32_t held = exponent < E::lowest_exponent ? E::lowest_exponent : exponent;
+  return (out == 0.f ? -1 : held) - E::mantissa_bits - 8;
+}
+static inline float power_of_two(int32_t exponent) {
+  const uint32_t bits = uint32_t(127 + exponent) << 23;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// O and its residual in 8 bits (recipes: residual_bits = 8).
 template <class E>
 static void round_out(const float* exact, void* out, int8_t* residual, long n) {
   E::narrow(exact, out, n);
@@ -105,14 +121,7 @@ static void round_out(const float* exact, void* out, int8_t* residual, long n) {
     const long count = least(64, n - from);
     E::widen(static_cast<typename E::Element*>(out) + from, rounded, count);
     for (long j = 0; j < count; ++j) {
-      uint32_t bits;
-      std::memcpy(&bits, rounded + j, 4);
-      int32_t exponent = int32_t((bits >> 23) & 255) - 127;
-      exponent = exponent < E::lowest_exponent ? E::lowest_exponent : exponent;
-      const uint32_t inverse = uint32_t(127 - (exponent - E::mantissa_bits - 8)) << 23;
-      float units;
-      std::memcpy(&units, &inverse, 4);
-      const float scaled = (exact[from + j] - rounded[j]) * units;
+      const float scaled = (exact[from + j] - rounded[j]) * power_of_two(-unit_exponent<E>(rounded[j]));
       const float held = scaled > 127.f ? 127.f : scaled < -128.f ? -128.f : scaled;
       // 1.5 · 2²³ rounds to an even integer by addition; NaN becomes 0
       const float whole = (held + 12582912.f) - 12582912.f;
@@ -126,16 +135,7 @@ template <class E>
 static void read_out(const void* out, const int8_t* residual, float* dst, long n) {
   E::widen(out, dst, n);
   if (!residual) return;
-  for (long j = 0; j < n; ++j) {
-    uint32_t bits;
-    std::memcpy(&bits, dst + j, 4);
-    int32_t exponent = int32_t((bits >> 23) & 255) - 127;
-    exponent = exponent < E::lowest_exponent ? E::lowest_exponent : exponent;
-    const uint32_t step = uint32_t(127 + exponent - E::mantissa_bits - 8) << 23;
-    float unit;
-    std::memcpy(&unit, &step, 4);
-    dst[j] += float(residual[j]) * unit;
-  }
+  for (long j = 0; j < n; ++j) dst[j] += float(residual[j]) * power_of_two(unit_exponent<E>(dst[j]));
 }
 
 }  // namespace HALFULP_ISA

@@ -144,6 +144,7 @@ int32_t halfulp_abi(void) { return HALFULP_ABI; }
 int32_t halfulp_best_isa(void) { return best_isa(); }
 
 int32_t halfulp_forward(const halfulp_call* call) {
+  if (call->n_query == 0) return 0;
   const Kernels& kernels = kernels_for(call->isa, call->dtype, call->recipe);
   const Plan plan = plan_of(*call);
   Work work{&plan, kernels.forward, kernels.forward_bytes(plan), call->batch * call->key_heads * plan.spans};
