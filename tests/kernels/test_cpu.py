@@ -1,5 +1,5 @@
-"""Holds the native library to the recipes it claims to compute: their errors, their residual, bits that no thread count,
-neighbor or layout changes, and a refusal for everything it was not made for.
+"""Holds the native library to the recipes it claims to compute: their errors, their residual, bits that no thread
+count, neighbor or layout changes, and a refusal for everything it was not made for.
 """
 
 import math
@@ -73,7 +73,7 @@ def error(found: Tensor, true: Tensor) -> float:
 
 
 def assert_within(x: Operands, options: Options, recipe, isa=None, factor: float = 1.15, **call: Any) -> None:
-    """Every result's error at most `factor` times that of the recipe emulated, beside the ulp that a result may have."""
+    """Every result's error at most `factor` times that of the recipe emulated, but for the ulp that any result has."""
     true, like, found = exact(x, **call), emulated(x, recipe, **call), native(x, options, isa)
     unit = 2.0**-24 if x[0].dtype == torch.float32 else torch.finfo(x[0].dtype).eps / 4
     for name in true:
@@ -204,7 +204,10 @@ def bands(n: int, nk: int, left: int, right: int, offset: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("window", "causal", "offset"),
-    [((40, -1), True, 0), ((3, 5), False, 0), (None, True, 97), (None, True, -60), ((-1, 70), False, -100), ((0, 0), True, 0)],
+    [
+        ((40, -1), True, 0), ((3, 5), False, 0), (None, True, 97), (None, True, -60), ((-1, 70), False, -100),
+        ((0, 0), True, 0),
+    ],
 )  # fmt: skip
 def test_windows_offsets_and_rows_that_see_nothing(window, causal, offset):
     n, nk = 210, 307
@@ -312,7 +315,7 @@ def test_a_backward_call_that_does_not_fit_is_refused():
     saved = cpu.forward(q, k, v, options)
     for name, wrong in (("row_max", saved.row_max[:, :1]), ("out", saved.out.float()), ("lse", saved.lse.double())):
         broken: Saved = saved._replace(**{name: wrong}, **({"own_lse": None} if name == "lse" else {}))
-        with pytest.raises(ValueError, match="saved."):
+        with pytest.raises(ValueError, match=r"saved\."):
             cpu.backward(do, None, q, k, v, broken, options)
     with pytest.raises(ValueError, match="grad_out"):
         cpu.backward(do[..., :8], None, q, k, v, saved, options)
