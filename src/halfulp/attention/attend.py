@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfulp import ops
-from halfulp.attention.operands import Operands, causal, check_numbers, check_sinks, operands, scale_of
+from halfulp.attention.operands import Operands, causal, check_numbers, check_sinks, check_tensors, operands, scale_of
 
 
 @overload
@@ -94,8 +94,8 @@ def explain_dispatch(
     Nothing is computed. Raises ValueError where `attention` would, but for a backend that does not take the inputs:
     then the result's `backend` is None and its text says why.
     """
-    call = (query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
-    given, arguments = _arguments(*call, recipe, window, softcap, sinks, causal_offset, backend)
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    given, arguments = _arguments(*call, recipe, window, softcap, sinks, causal_offset, backend, draw=False)
     options = ops.Options(
         recipe=recipe,
         is_causal=arguments[6],
@@ -125,18 +125,22 @@ def _arguments(
     sinks: Tensor | None,
     causal_offset: int,
     backend: str | None,
+    *,
+    draw: bool = True,
 ) -> tuple[Operands, tuple[Any, ...]]:
     """The operands in the kernels' form, and the operator's arguments."""
     if recipe not in ops.KERNEL_RECIPES:
         raise ValueError(f"recipe={recipe!r}: accepted are {', '.join(ops.KERNEL_RECIPES)}")
     if backend is not None and backend not in ops.BACKENDS:
         raise ValueError(f"backend={backend!r}: accepted are None, {', '.join(ops.BACKENDS)}")
+    check_tensors(query, key, value)
     check_numbers(dropout_p, window, softcap)
     diagonal = causal(attn_mask, is_causal, (query.shape[-2], key.shape[-2]), causal_offset)
     given = operands(query, key, value, diagonal.attn_mask, enable_gqa)
     check_sinks(sinks, given.query)
     # On the CPU whatever the device: a kernel is handed the number. Drawn here, so that a checkpoint draws it again.
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout_p else None
+    draws = draw and dropout_p > 0
+    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu") if draws else None
     mask = given.attn_mask
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     return given, (

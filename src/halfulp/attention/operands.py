@@ -35,8 +35,7 @@ class Causal(NamedTuple):
 
 
 def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> Operands:
-    """Bring SDPA's operands into the kernels' form; raises ValueError, in one line, for what does not fit."""
-    _check_tensors(query, key, value)
+    """Bring SDPA's operands into the kernels' form; raises ValueError, in one line, for shapes that do not fit."""
     dims = max(query.ndim, key.ndim, value.ndim)
     given = (query, key, value)
     q, k, v = (x if x.ndim >= max(dims, 3) else x[(None,) * (max(dims, 3) - x.ndim)] for x in given)
@@ -97,7 +96,8 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
         raise ValueError(f"{given}: accepted is one floating-point number a head, {tuple(query.shape[1:2])}")
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ValueError for dtypes, devices and shapes that no kernel takes, whatever the other arguments."""
     cast = torch.is_autocast_enabled(query.device.type)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.is_nested or x.layout != torch.strided:
