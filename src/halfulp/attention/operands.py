@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -58,14 +57,21 @@ def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 
 def causal(attn_mask: Tensor | None, is_causal: bool, lengths: tuple[int, int], offset: int) -> Causal:
     """Take in PyTorch's `causal_lower_right` and `causal_upper_left`, which stand for a mask and hold none."""
-    if not isinstance(attn_mask, CausalBias):
-        if is_causal and attn_mask is not None:
-            raise ValueError("is_causal=True: accepted is False where attn_mask is given")
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal=True: accepted is False where attn_mask is given")
+    if attn_mask is None or not is_causal_bias(attn_mask):
         return Causal(is_causal, offset, attn_mask)
-    if is_causal:
-        raise ValueError("is_causal=True: accepted is False where attn_mask is a causal bias")
-    lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
+    lower = attn_mask.variant.name == "LOWER_RIGHT"  # type: ignore[attr-defined]
     return Causal(True, lengths[1] - lengths[0] if lower else 0, None)
+
+
+def is_causal_bias(mask: Tensor) -> bool:
+    """Whether it is one of `torch.nn.attention.bias`, whose import costs as much as the compiler's."""
+    if type(mask) in (Tensor, torch.nn.Parameter):
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(mask, CausalBias)
 
 
 def scale_of(scale: float | None, head_dim: int) -> float:
@@ -98,7 +104,8 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise ValueError for dtypes, devices and shapes that no kernel takes, whatever the other arguments."""
-    cast = torch.is_autocast_enabled(query.device.type)
+    device = query.device.type
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.is_nested or x.layout != torch.strided:
             raise ValueError(f"{name} is nested or sparse: accepted is a dense tensor, or halfulp.attention_varlen")

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from halfulp import ops
 from halfulp.attention.attend import attention
+from halfulp.attention.operands import is_causal_bias
 from halfulp.attention.varlen import attention_varlen
 
 
@@ -113,8 +113,12 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             recipe=choice[0], backend=choice[1],
         )  # fmt: skip
-    if isinstance(attn_mask, CausalBias):  # it knows PyTorch's function by identity, so it is asked directly
-        return CausalBias._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and is_causal_bias(attn_mask):  # it knows PyTorch's function by identity
+        from torch.nn.attention.bias import CausalBias
+
+        return CausalBias._dispatch(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  # type: ignore[arg-type]
+        )
     return _STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa=enable_gqa)
 
 
