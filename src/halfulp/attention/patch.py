@@ -119,7 +119,7 @@ def scaled_dot_product_attention(
         return CausalBias._dispatch(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  # type: ignore[arg-type]
         )
-    return _STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa=enable_gqa)
+    return _STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _flash_attn_func(stock: Callable[..., Any]) -> Callable[..., Any]:
