@@ -6,7 +6,9 @@ log2 with numpy, whose last bits are not torch's; here both sides take torch's, 
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,9 @@ from halfulp.formats import FP16
 from halfulp.kernels import triton_attention as door
 from halfulp.kernels import triton_launch
 from halfulp.kernels.options import Options, Saved
-from halfulp.kernels.triton_configs import Config
+from halfulp.kernels.triton_configs import Config, shipped_table
+from halfulp.kernels.triton_tune import tune
+from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe, Shift, Step, flash2
 from halfulp.testing import Inputs, assert_within_budget, attend, gaussian, golden, relative_error, value_offset
 
@@ -172,8 +176,8 @@ def test_fp32_rounds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("window", "causal", "offset"),
-    [((5, -1), True, 0), ((3, 4), False, 0), ((-1, 9), False, 3), ((20, 0), True, -7), (None, True, 14), ((1, 0), False, 0),
-     (None, True, -50)],
+    [((5, -1), True, 0), ((3, 4), False, 0), ((-1, 9), False, 3), ((20, 0), True, -7), (None, True, 14),
+     ((1, 0), False, 0), (None, True, -50)],
 )  # fmt: skip
 def test_windows_and_offsets_are_masks(window: tuple[int, int] | None, causal: bool, offset: int) -> None:
     inputs = gaussian(6, length=50, key_length=64, dim=16)
@@ -218,8 +222,8 @@ def test_descriptors_read_the_same_numbers() -> None:
     options = Options(is_causal=True, scale=0.2)
     launch, _ = triton_launch.forward_launch(*inputs[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True))
     assert launch.arguments["DESCRIPTORS"]
-    for a, b in zip(vars(run(inputs, options)).values(), vars(run(inputs, options, Config(16, 32, 4, 1, True))).values(),
-                    strict=True):  # fmt: skip
+    described = run(inputs, options, Config(16, 32, 4, 1, True))
+    for a, b in zip(vars(run(inputs, options)).values(), vars(described).values(), strict=True):
         assert torch.equal(a, b)
     odd = Inputs(*(x.bfloat16() for x in gaussian(9, length=20, dim=20)))
     launch, _ = triton_launch.forward_launch(*odd[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True))
@@ -258,3 +262,70 @@ def test_keys_that_nobody_sees() -> None:
     actual = run(Inputs(*(x.bfloat16() for x in inputs)), Options(is_causal=True, scale=0.25))
     assert not actual.grad_key[:, :, 5:].any()
     assert not actual.grad_value[:, :, 5:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_forward_and_backward_round_to_the_same_weights(causal: bool, dtype: torch.dtype) -> None:
+    """Also against the emulator's: read from O, dQ and dK as on a GPU, where this counts what exp2 does."""
+    q, k, _, _ = (x.to(dtype) for x in gaussian(13, heads=2, length=64, dim=64))
+    tiles = {kind: Config(32, 32, 4, 1) for kind in ("forward", "query", "key")}
+    weights = rounded_weights(q, k, scale=0.125, is_causal=causal, configs=tiles)
+    counts = weights_that_differ(weights)
+    assert counts["of"] == 2 * 64 * 64
+    assert counts["query, key"] == 0
+    assert max(counts["forward, query"], counts["forward, key"]) <= 2  # the running maximum is not the final one
+    step = Step(BF16_HALFULP if dtype == torch.bfloat16 else BF16_HALFULP.with_(weights_operand=FP16))
+    problem = Problem.read(q, k, k, Mask(causal), 0.125, step)
+    scores = problem.scores(slice(0, 64), slice(0, 64), step)
+    exact = problem.weights(scores, scores.amax(-1, keepdim=True).ceil(), step)
+    expected = problem.weights_operand(exact, step)
+    assert int((weights["key"].float() != expected).sum()) <= 2  # one fma here, two roundings there
+    assert int((weights["key"].float() != exact).sum()) > 1000
+
+
+def test_other_shifts_are_seen_as_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: a backward pass that shifts by lse rounds elsewhere."""
+    q, k, _, _ = (x.bfloat16() for x in gaussian(13, heads=1, length=64, dim=64))
+    honest = InterpreterBuilder.create_fma
+
+    def off(self: Any, x: Any, y: Any, z: Any) -> Any:
+        return honest(self, x, y, self.create_fmul(z, self.get_fp32(1.0 + 2.0**-12)))
+
+    tiles = {kind: Config(32, 32, 4, 1) for kind in ("forward", "query", "key")}
+    sound = weights_that_differ(rounded_weights(q, k, scale=0.125, configs=tiles))
+    run_launches = door.run
+
+    def faulty(launches: Any, query: Tensor) -> None:
+        if "Grad_key" in launches[0].arguments:
+            monkeypatch.setattr(InterpreterBuilder, "create_fma", off)
+        run_launches(launches, query)
+        monkeypatch.setattr(InterpreterBuilder, "create_fma", honest)
+
+    monkeypatch.setattr(door, "run", faulty)
+    counts = weights_that_differ(rounded_weights(q, k, scale=0.125, configs=tiles))
+    assert counts["forward, query"] == sound["forward, query"]
+    assert counts["forward, key"] > 100
+
+
+def test_tuning_keeps_the_fastest_and_writes_a_table(tmp_path: Path) -> None:
+    """With a clock that is told what to say: the second candidate wins, and one that does not fit is passed over."""
+    slow, fast, large = Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(64, 64, 8, 1)
+
+    class OutOfResourcesError(Exception):
+        pass
+
+    def clock(call: Any) -> float:
+        config = call.keywords.get("config") or next(iter(call.keywords["configs"].values()))
+        if config == large:
+            raise OutOfResourcesError
+        return {slow: 2.0, fast: 1.0}.get(config, 3.0)
+
+    table = tune((16,), length=16, timer=clock, device="cpu", choices=lambda kind, dim: [slow, fast, large],
+                 write=tmp_path / "table.json")  # fmt: skip
+    assert json.loads((tmp_path / "table.json").read_text()) == table
+    assert {Config(**row) for row in table["80"]["16"].values()} == {fast}
+    assert set(table["80"]["16"]) == {"forward", "forward causal", "query", "query causal", "key", "key causal"}
+    assert table["90"] == shipped_table()["90"]
+    with pytest.raises(ZeroDivisionError):
+        tune((16,), length=16, timer=lambda call: 1 / 0, device="cpu", choices=lambda kind, dim: [])

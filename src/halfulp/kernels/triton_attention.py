@@ -79,8 +79,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, *, conf
     _check(query, key, value, options)
     from halfulp.kernels.triton_launch import forward_launch
 
-    launch, saved = forward_launch(query, key, value, options, _target(query), config)
-    _run([launch], query)
+    launch, saved = forward_launch(query, key, value, options, target_of(query), config)
+    run([launch], query)
     return saved
 
 
@@ -104,11 +104,11 @@ def backward(
     from halfulp.kernels.triton_launch import backward_launches
 
     launches, gradients = backward_launches(
-        grad_out, grad_lse, query, key, value, saved, options, _target(query), configs
+        grad_out, grad_lse, query, key, value, saved, options, target_of(query), configs
     )
     if query.numel() == 0:  # nothing is launched, and keys that nobody saw have a gradient of 0
         return Gradients(*(x.zero_() for x in gradients[:3]))
-    _run(launches, query)
+    run(launches, query)
     return gradients
 
 
@@ -118,7 +118,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
         raise ValueError(f"options={options.recipe!r} on {query.device}: not for the Triton kernels: {reason}")
 
 
-def _target(query: Tensor) -> Target:
+def target_of(query: Tensor) -> Target:
+    """What the kernels are compiled for where this tensor lies."""
     from halfulp.kernels.triton_launch import Target
 
     if query.device.type == "cpu":
@@ -129,7 +130,8 @@ def _target(query: Tensor) -> Target:
     return Target(10 * major + minor, packs=True)
 
 
-def _run(launches: list[Launch], query: Tensor) -> None:
+def run(launches: list[Launch], query: Tensor) -> None:
+    """Launch kernels where `query` lies; nothing for an empty query."""
     if query.numel() == 0:
         return
     if query.device.type == "cpu":

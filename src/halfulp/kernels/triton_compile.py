@@ -6,11 +6,13 @@ What a figure cannot say without the chip is time.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +130,7 @@ KINDS = {
     "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "FRND", "FCHK"),
     "memory": ("LD", "ST", "UTMA", "CCTL"),
     "uniform": ("U", "R2UR"),
-    "integer": ("IMAD", "IADD", "LOP", "SHF", "PRMT", "ISETP", "SEL", "LEA", "MOV", "VIADD", "PLOP3", "IMNMX", "VIMNMX"),
+    "integer": ("IMAD", "IADD", "LOP", "SHF", "PRMT", "ISETP", "SEL", "LEA", "MOV", "VIADD", "PLOP", "IMNMX", "VIMN"),
 }
 
 
@@ -160,16 +162,33 @@ def _kind(opcode: str) -> str:
     return next((kind for kind, starts in KINDS.items() if opcode.startswith(starts)), "other")
 
 
-def table(
-    targets: tuple[str, ...] = tuple(TARGETS),
-    dims: tuple[int, ...] = (64, 128, 256),
-    recipes: tuple[str, ...] = ("halfulp", "stock"),
-) -> dict[str, dict[str, Any]]:
-    """The figures of every kernel, by "target dim kernel recipe": minutes of compiling. bf16, no causal mask."""
-    return {
-        f"{target} {dim} {kind} {recipe}": asdict(measure(launch, target)) | {"config": list(launch.config[:4])}
-        for target in targets
-        for dim in dims
-        for recipe in recipes
-        for kind, launch in launches(recipe, dim, target=target).items()
-    }
+def row_name(target: str, dim: int, kind: str, recipe: str, causal: bool) -> str:
+    """The key of one kernel in the table."""
+    return " ".join((target, str(dim), kind, recipe, *(["causal"] if causal else [])))
+
+
+def row(target: str, dim: int, kind: str, recipe: str, causal: bool) -> dict[str, Any]:
+    """One row of the table: tile sizes and what the compiled kernel takes, its instructions to two places. bf16."""
+    launch = launches(recipe, dim, causal=causal, target=target)[kind]
+    measured = asdict(measure(launch, target))
+    instructions = {name: round(count, 2) for name, count in sorted(measured["instructions"].items())}
+    return measured | {"instructions": instructions, "config": list(launch.config[:4])}
+
+
+def rows() -> list[tuple[str, int, str, str, bool]]:
+    """What the table holds: the two recipes to be compared everywhere, under a causal mask on Hopper too."""
+    return [
+        (target, dim, kind, recipe, causal)
+        for causal in (False, True)
+        for target in (TARGETS if not causal else ("sm_90",))
+        for dim in (64, 128, 256)
+        for kind in KERNELS
+        for recipe in ("halfulp", "stock")
+    ]
+
+
+def shipped_rows() -> dict[str, dict[str, Any]]:
+    """The table of the package, made with the triton version that it names under "triton"."""
+    text = resources.files("halfulp.kernels").joinpath("triton_compiled.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 KINDS = ("forward", "query", "key")
 TABLE = "triton_configs.json"
-WIDE = {"block_m": 32, "block_n": 32, "warps": 4, "stages": 1}  # fp32 operands, products on the ordinary cores
 
 
 class Config(NamedTuple):
@@ -24,6 +23,9 @@ class Config(NamedTuple):
     warps: int
     stages: int  # of the software pipeline
     descriptors: bool = False  # tiles by tensor descriptors (TMA), where strides and addresses allow it
+
+
+WIDE = Config(32, 32, 4, 1)  # for fp32 operands, whose products run on the ordinary cores
 
 
 @cache
@@ -37,15 +39,16 @@ def shipped_table() -> dict[str, Any]:
 def config_for(kind: str, capability: int, dim: int, causal: bool, itemsize: int = 2) -> Config:
     """The configuration of one kernel ("forward", "query" or "key").
 
-    `capability` is 80, 89, 90, 100, …, or 0 for AMD; one that the table lacks uses the next lower one. `dim` is the
-    larger padded head dimension, `itemsize` the bytes of an operand. Raises ValueError for an unknown kind.
+    `capability` is 80, 89, 90, 100, 120, …, or 0 for AMD; one that the table lacks uses the next lower one. `dim` is
+    the larger padded head dimension, `itemsize` the bytes of an operand. Raises ValueError for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}: accepted are {', '.join(map(repr, KINDS))}")
     if itemsize > 2:
-        return Config(**WIDE)
+        return WIDE
     table = shipped_table()
     known = max((c for c in map(int, table) if c <= capability), default=min(map(int, table)))
     rows = table[str(known)]
     row = rows[str(min(d for d in map(int, rows) if d >= dim))]
-    return Config(**row.get(f"{kind} causal", row[kind]) if causal else Config(**row[kind])._asdict())
+    chosen = row.get(f"{kind} causal", row[kind]) if causal else row[kind]
+    return Config(**chosen)

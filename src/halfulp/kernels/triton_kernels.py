@@ -13,6 +13,8 @@ Shapes: M rows of queries, N columns of keys; HEAD_DIM and VALUE_DIM are D and D
 visible to query i if i − left ≤ j ≤ i + right. The scale must be positive: the row maximum is taken before it.
 """
 
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
 from __future__ import annotations
 
 import triton
@@ -27,7 +29,7 @@ TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding and subtracting it
 @triton.jit
 def _round(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
     """fp32 to the operand format, nearest even; in the interpreter the result stays in fp32."""
-    if EMULATED:
+    if EMULATED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -41,12 +43,12 @@ def _round_again(x, DTYPE: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.cons
     Left to the compiler, numbers are rounded one at a time by an instruction as slow as exp2; NVIDIA's packed one
     rounds two and runs where additions do. Elsewhere PACKED is False.
     """
-    if PACKED and DTYPE == tl.bfloat16:
+    if PACKED and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
             "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
-    if PACKED and DTYPE == tl.float16:
+    if PACKED and tl.float16 == DTYPE:
         return tl.inline_asm_elementwise(
             "{.reg .b32 both; .reg .f16 low, high; cvt.rn.f16x2.f32 both, $3, $2; mov.b32 {low, high}, both;"
             " cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
@@ -315,8 +317,8 @@ def _grad_scores(weights, grad_weights, inverse, delta, DTYPE: tl.constexpr, ROU
 def _query_tiles(dq, delta_sum, q, do, K, V, K_tiles, V_tiles, k_n, v_n, shift, inverse, delta, rows, low, high, N_k,
                  left, right, scale, D: tl.constexpr, D_v: tl.constexpr, HEAD_DIM: tl.constexpr,
                  VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, ROUNDED: tl.constexpr, HAS_LEFT: tl.constexpr,
-                 HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, SUM_DELTA: tl.constexpr, DESCRIPTORS: tl.constexpr, PACKED: tl.constexpr,
-                 EMULATED: tl.constexpr):  # fmt: skip
+                 HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, SUM_DELTA: tl.constexpr, DESCRIPTORS: tl.constexpr,
+                 PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
     """dQ, or Σ dP ∘ P if SUM_DELTA, over the key blocks from low to high."""
     for start in tl.range(low, high, BLOCK_N):
         k = _rows_of(K, K_tiles, start, k_n, N_k, D, HEAD_DIM, BLOCK_N, MASKED, DESCRIPTORS, EMULATED)
@@ -393,8 +395,8 @@ def query_kernel(Q, K, V, Grad_out, Shift, Inverse, Delta, Grad_query,
 def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift, Inverse, Inverse_value, Delta,
                columns, low, high, N_q, N_k, left, right, scale, D: tl.constexpr, D_v: tl.constexpr,
                HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, ROUNDED: tl.constexpr,
-               HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, PACKED: tl.constexpr,
-               EMULATED: tl.constexpr):  # fmt: skip
+               HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+               PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
     """dK and dV over the query blocks from low to high; tiles are [keys, queries]."""
     DTYPE: tl.constexpr = Q.dtype.element_ty
     for start in tl.range(low, high, BLOCK_M):
@@ -424,7 +426,8 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
                q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, heads, groups, N_q, N_k, left, right,
                scale, alpha, D: tl.constexpr, D_v: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROUNDED: tl.constexpr, HAS_LEFT: tl.constexpr,
-               HAS_RIGHT: tl.constexpr, DESCRIPTORS: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
+               HAS_RIGHT: tl.constexpr, DESCRIPTORS: tl.constexpr, PACKED: tl.constexpr,
+               EMULATED: tl.constexpr):  # fmt: skip
     """dK and dV of one key block, summed over the query heads that share it. Grid: blocks · B · H_k."""
     blocks = tl.cdiv(N_k, BLOCK_N)
     key_head = tl.program_id(0) // blocks
@@ -450,7 +453,8 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
             dk, dv = _key_tiles(
                 dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + offset, Inverse + offset,
                 Inverse_value + offset, Delta + offset, columns, low, whole, N_q, N_k, left, right, scale, D, D_v,
-                HEAD_DIM, VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
+                HEAD_DIM, VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED,
+                EMULATED)  # fmt: skip
         dk, dv = _key_tiles(
             dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + offset, Inverse + offset,
             Inverse_value + offset, Delta + offset, columns, whole, tl.minimum(rest, high), N_q, N_k, left, right,
@@ -460,7 +464,8 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
             dk, dv = _key_tiles(
                 dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + offset, Inverse + offset,
                 Inverse_value + offset, Delta + offset, columns, rest, high, N_q, N_k, left, right, scale, D, D_v,
-                HEAD_DIM, VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
+                HEAD_DIM, VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED,
+                EMULATED)  # fmt: skip
     offset = tl.cast(key_head, tl.int64) * N_k
     dk, dv = _round(dk * alpha, K.dtype.element_ty, EMULATED), _round(dv, V.dtype.element_ty, EMULATED)
     _store(Grad_key + offset * D, dk, start, N_k, D, HEAD_DIM, BLOCK_N)

@@ -1,5 +1,7 @@
-"""What is launched for one call: kernel, grid, arguments. Planned here and run by `triton_attention`, compiled for other
-chips by `triton_compile` from the same plan, so that what is measured there is what runs.
+"""What is launched for one call: kernel, grid, arguments.
+
+Planned here and run by `triton_attention`; compiled for other chips by `triton_compile` from the same plan, so that
+what is measured there is what runs.
 """
 
 from __future__ import annotations
