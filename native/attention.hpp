@@ -12,6 +12,7 @@
 namespace halfulp {
 namespace HALFULP_ISA {
 
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNever = -1e30f;  // stands for −∞ in the exponential: 2^kNever is 0
 #define HALFULP_INF __builtin_inff()
 
@@ -48,14 +49,6 @@ static inline float tree(const float* lanes) {
   return t[0] + t[1];
 }
 
-static inline float largest(V x) {
-  float t[16];
-  store(t, x);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; ++i) t[i] = t[i + w] > t[i] || t[i + w] != t[i + w] ? t[i + w] : t[i];
-  return t[0];
-}
-
 // A bump allocator over one thread's scratch; with a null base it measures.
 struct Scratch {
   char* at;
@@ -88,8 +81,18 @@ static inline Span seen_by(const halfulp_call& c, long i, long rows, long from, 
   return {most(from, lo / kPanel * kPanel), least(to, up(hi, kPanel))};
 }
 
-// Scores of one row outside of what it may see become −∞; `row` starts at key `from`.
-static inline void hide(const halfulp_call& c, long i, float* row, long from, long to) {
+// Scores of one row take the mask, and outside of what the row may see become −∞; `row` starts at key `from`.
+static inline void hide(const halfulp_call& c, long b, long h, long i, float* row, long from, long to) {
+  if (c.mask_kind != HALFULP_NO_MASK && i < c.n_query) {
+    const long count = least(to, c.n_key) - from, at = b * c.mask.batch + h * c.mask.head + i * c.mask.row + from;
+    if (c.mask_kind == HALFULP_BOOL_MASK) {
+      const uint8_t* mask = static_cast<const uint8_t*>(c.mask.data) + at;
+      for (long j = 0; j < count; ++j) row[j] = mask[j] ? row[j] : -HALFULP_INF;
+    } else {
+      const float* mask = static_cast<const float*>(c.mask.data) + at;
+      for (long j = 0; j < count; ++j) row[j] += mask[j] * kLog2E;
+    }
+  }
   const long lo = least(to, first_key(c, i)), hi = most(from, end_key(c, i));
   for (long j = from; j < lo; ++j) row[j - from] = -HALFULP_INF;
   for (long j = hi; j < to; ++j) row[j - from] = -HALFULP_INF;

@@ -62,6 +62,7 @@ struct Backward {
   }
 
   long first, count;  // keys of this chunk
+  long batch, head;   // of the rows at hand
 
   void chunk_of(long b, long hk, long chunk) {
     first = chunk * plan.chunk_keys;
@@ -91,6 +92,7 @@ struct Backward {
   }
 
   void rows_of(long b, long h, long i0, long chunk) {
+    batch = b, head = h;
     const long valid = least(kRows, c.n_query - i0), groups = (valid + 5) / 6, at = (b * c.heads + h) * c.n_query + i0;
     const Span block = seen(i0, kRows, 0, up(count, kPanel));
     std::memset(grad_query, 0, size_t(kRows * wd.columns) * sizeof(float));
@@ -154,15 +156,14 @@ struct Backward {
   }
 
   // S and dP of six rows and one panel.
-  void products(long i0, long g, long j, Span s) {
+  void products(long i0, long g, long j) {
     const float scale = float(double(c.scale) * 1.4426950408889634), one = 1.f;
     six_rows<E, kSet>(query + 6 * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64, wd.units, scores, kPanel,
                       &scale);
     six_rows<E, kSet>(grad_out + 6 * g * row_stride(wv), row_stride(wv), value + j * wv.units, 64, wv.units,
                       grad_weights, kPanel, &one);
     for (long r = 0; r < 6; ++r)
-      hide(c, i0 + 6 * g + r, scores + r * kPanel, first + j, first + j + kPanel);
-    (void)s;
+      hide(c, batch, head, i0 + 6 * g + r, scores + r * kPanel, first + j, first + j + kPanel);
   }
 
   // δ = Σ dP ∘ P over all keys: one more pass.
@@ -172,7 +173,7 @@ struct Backward {
       for (long g = 0; g < groups; ++g) {
         const Span s = seen(i0 + 6 * g, 6, j, j + kPanel);
         if (s.empty()) continue;
-        products(i0, g, j, s);
+        products(i0, g, j);
         for (long r = 0; r < 6; ++r) {
           V sum = load(delta_lanes + (6 * g + r) * 16);
           for (long k = 0; k < kPanel; k += 16) {
@@ -193,7 +194,7 @@ struct Backward {
         const Span s = seen(i0 + 6 * g, 6, j, j + kPanel);
         if (s.empty()) continue;
         g0 = least(g0, g), g1 = g + 1;
-        products(i0, g, j, s);
+        products(i0, g, j);
         for (long r = 0; r < 6; r += 2) pair_of(6 * g + r, r, j - k0);
       }
       if (g0 >= g1) continue;

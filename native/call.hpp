@@ -10,6 +10,7 @@ namespace halfulp {
 
 using Unit = uint32_t;             // 32 bits of an operand: two bf16 of neighboring k, or one float
 constexpr long kRows = 96;         // query rows of a block
+static_assert(kRows % 96 == 0, "six rows to a tile, and sixteen pairs to a transpose");
 constexpr long kPanel = 64;        // keys of a panel
 constexpr long kForwardKeys = 256; // keys of a forward block
 constexpr long kBackwardKeys = 128;

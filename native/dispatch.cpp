@@ -38,7 +38,7 @@ struct Buffer {
     data = nullptr, size = 0;
   }
 };
-thread_local Buffer scratch;
+thread_local Buffer scratch, partials;
 
 struct Work {
   const Plan* plan;
@@ -158,17 +158,18 @@ static void add_chunks(const Plan& plan, long unit, char*) {
 int32_t halfulp_backward(const halfulp_call* call) {
   const Kernels& kernels = kernels_for(call->isa, call->dtype, call->recipe);
   Plan plan = plan_of(*call);
-  Buffer partial;
   if (plan.chunks > 1) {
     const size_t size = size_t(plan.chunks * call->batch * call->heads * call->n_query * call->d) * sizeof(float);
-    plan.partial = reinterpret_cast<float*>(partial.at_least(size));
+    plan.partial = reinterpret_cast<float*>(partials.at_least(size));
     if (!plan.partial) return 1;
   }
   Work work{&plan, kernels.backward, kernels.backward_bytes(plan), call->batch * call->key_heads * plan.chunks};
   if (spread(work, call->threads)) return 1;
   if (plan.chunks == 1) return 0;
   Work sum{&plan, add_chunks, 64, call->batch * call->heads};
-  return spread(sum, call->threads);
+  const int failed = spread(sum, call->threads);
+  partials.trim();
+  return failed;
 }
 
 int32_t halfulp_round_out(int32_t isa, int32_t dtype, const float* exact, void* out, int8_t* residual, int64_t n) {

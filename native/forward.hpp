@@ -68,12 +68,12 @@ struct Forward {
     std::memset(exact_lanes, 0, sizeof(float) * kRows * 16);
     for (long r = 0; r < kRows; ++r) m[r] = -HALFULP_INF;
     const Span block = seen_by(c, i0, kRows, 0, keys);
-    for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(i0, groups, k0);
+    for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(b, h, i0, groups, k0);
     finish(b, h, i0, valid);
   }
 
   // One block of keys: scores, weights, and their product with V.
-  void keys_of(long i0, long groups, long k0) {
+  void keys_of(long b, long h, long i0, long groups, long k0) {
     const float scale = float(double(c.scale) * 1.4426950408889634);
     Span span[GROUPS];
     for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + 6 * g, 6, k0, least(keys, k0 + BK));
@@ -85,7 +85,7 @@ struct Forward {
     float rescale[kRows];
     for (long g = 0; g < groups; ++g)
       if (!span[g].empty())
-        for (long r = 6 * g; r < 6 * g + 6; ++r) rescale[r] = softmax(i0 + r, r, k0, span[g]);
+        for (long r = 6 * g; r < 6 * g + 6; ++r) rescale[r] = softmax(b, h, i0 + r, r, k0, span[g]);
     for (long col = 0; col < wv.columns; col += 64)
       for (long g = 0; g < groups; ++g)
         if (!span[g].empty())
@@ -95,9 +95,9 @@ struct Forward {
   }
 
   // Weights of one row; the factor by which what was summed before is shifted anew.
-  float softmax(long i, long r, long k0, Span s) {
+  float softmax(long b, long h, long i, long r, long k0, Span s) {
     float* row = scores + r * BK - k0;
-    hide(c, i, row + s.from, s.from, s.to);
+    hide(c, b, h, i, row + s.from, s.from, s.to);
     V top = load(row + s.from), top2 = load(row + s.from + 16);
     for (long j = s.from + 32; j < s.to; j += 32) {
       top = max(load(row + j), top);

@@ -28,6 +28,14 @@ static inline V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm
 static inline V max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 static inline V round_even(V x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
 
+static inline float largest(V x) {
+  float t[8];
+  _mm256_storeu_ps(t, _mm256_max_ps(x.a, x.b));
+  for (int w = 4; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
+  return t[0];
+}
+
 // x · 2ⁿ for integer n; below 2⁻¹²⁶ the factor is 0.
 static inline __m256 scale2_half(__m256 x, __m256 n) {
   n = _mm256_min_ps(_mm256_max_ps(n, _mm256_set1_ps(-127.f)), _mm256_set1_ps(127.f));

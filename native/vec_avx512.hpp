@@ -22,6 +22,8 @@ static inline V max(V a, V b) { return _mm512_max_ps(a, b); }
 static inline V round_even(V x) { return _mm512_roundscale_ps(x, 8); }
 static inline V scale2(V x, V n) { return _mm512_scalef_ps(x, n); }  // x · 2ⁿ for integer n, n very negative too
 
+static inline float largest(V x) { return _mm512_reduce_max_ps(x); }
+
 static inline V round_bf16(V x) {
   __m512i b = _mm512_castps_si512(x);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));

@@ -47,6 +47,11 @@ static inline V fma(const V& a, const V& b, const V& c) {
 static inline V max(const V& a, const V& b) {
   return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
 }
+static inline float largest(const V& a) {
+  float top = a.x[0];
+  for (int i = 1; i < 16; ++i) top = a.x[i] > top ? a.x[i] : top;
+  return top;
+}
 // 1.5 · 2²³ rounds to even by addition; beyond 2²² a float has no more than a half to round
 static inline V round_even(const V& a) {
   return each([&](int i) {

@@ -224,6 +224,36 @@ def test_windows_offsets_and_rows_that_see_nothing(window, causal, offset):
     assert (found["lse"][:, :, blind] == -math.inf).all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ((2, 2, 130, 150), "bool"), ((130, 150), "bool"), ((2, 1, 1, 150), "bool"), ((130, 1), "bool"),
+        ((2, 1, 130, 150), "float"), ((1, 150), "bfloat16"), ((2, 1, 1), "float"), ((130, 150), "hiding"),
+    ],
+)  # fmt: skip
+def test_masks(shape, kind, isa):
+    x = drawn(9, 2, 2, 1, 130, 150, 48, 40)
+    generator = torch.Generator().manual_seed(2)
+    drop = torch.rand(shape, generator=generator) < 0.3
+    added = 3 * torch.randn(shape, generator=generator)
+    masks = {"bool": ~drop, "float": added, "bfloat16": added.bfloat16(), "hiding": added.masked_fill(drop, -math.inf)}
+    mask = masks[kind]
+    if kind in ("bool", "hiding") and len(shape) == 2:
+        mask[7] = False if kind == "bool" else -math.inf  # a row that sees nothing
+    for recipe in ("halfulp", "exact_delta") if isa == ISAS[-1] else ("halfulp",):
+        options = Options(recipe=recipe, scale=0.2, attn_mask=mask)
+        assert_within(x, options, RECIPES[recipe], isa, factor=1.3, attn_mask=mask, scale=0.2)
+
+
+def test_a_mask_may_have_any_layout():
+    x = drawn(9, 2, 2, 1, 130, 150, 48, 40)
+    mask = torch.randn(150, 130, generator=torch.Generator().manual_seed(3))
+    one = native(x, Options(scale=0.2, attn_mask=mask.mT))
+    assert_same(one, native(x, Options(scale=0.2, attn_mask=mask.mT.contiguous())))
+    assert_same(one, native(x, Options(scale=0.2, attn_mask=mask.mT.expand(2, 2, 130, 150))))
+
+
 def test_nothing_to_attend_to_and_nothing_that_attends():
     options = Options(scale=1.0)
     found = native(drawn(0, 1, 2, 2, 5, 0, 8, 8), options)
@@ -278,7 +308,10 @@ X = drawn(0, 1, 2, 2, 10, 12, 16, 16)
     ("change", "reason"),
     [
         ({"recipe": "published"}, "recipe 'published'"),
-        ({"attn_mask": torch.ones(10, 12, dtype=torch.bool)}, "an attention mask"),
+        ({"attn_mask": torch.ones(10, 11, dtype=torch.bool)}, "an attention mask of shape"),
+        ({"attn_mask": torch.ones(1, 1, 1, 10, 12)}, "an attention mask of shape"),
+        ({"attn_mask": torch.ones(10, 12, dtype=torch.int32)}, "an attention mask of torch.int32"),
+        ({"attn_mask": torch.ones(10, 12, device="meta")}, "an attention mask on meta"),
         ({"softcap": 30.0}, "softcap"),
         ({"sinks": torch.zeros(2)}, "sinks"),
         ({"dropout_p": 0.1}, "dropout"),

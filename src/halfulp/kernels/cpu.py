@@ -46,8 +46,8 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "n_query", "n_key", "d", "dv")),
         *((name, ctypes.c_int64) for name in ("left", "right", "offset")),
         ("scale", ctypes.c_float),
-        ("chunks", ctypes.c_int32),
-        *((name, _Tensor) for name in ("query", "key", "value", "grad_out")),
+        *((name, ctypes.c_int32) for name in ("chunks", "mask_kind", "reserved")),
+        *((name, _Tensor) for name in ("query", "key", "value", "grad_out", "mask")),
         *((name, ctypes.c_void_p) for name in ("out", "residual", "lse", "row_max", "row_sum", "own_lse", "grad_lse")),
         *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value")),
     )
@@ -93,7 +93,8 @@ def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str
         None if query.ndim == key.ndim == value.ndim == 4 else "tensors that are not [B, H, N, D]",
     )
     refused = next((reason for reason in reasons if reason is not None), None)
-    return refused or _shape_refused(query, key, value) or _option_refused(options)
+    shape = (*query.shape[:3], key.shape[2]) if refused is None else ()
+    return refused or _shape_refused(query, key, value) or _mask_refused(options, shape) or _option_refused(options)
 
 
 def _shape_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -109,9 +110,22 @@ def _shape_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
+def _mask_refused(options: Options, shape: tuple[int, ...]) -> str | None:
+    mask = options.attn_mask
+    if mask is None:
+        return None
+    if mask.device.type != "cpu" or mask.layout != torch.strided:
+        return f"an attention mask on {mask.device} ({mask.layout})"
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        return f"an attention mask of {mask.dtype}"
+    given = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if len(given) != 4 or any(g not in (1, n) for g, n in zip(given, shape, strict=True)):
+        return f"an attention mask of shape {tuple(mask.shape)} for scores of {shape}"
+    return None
+
+
 def _option_refused(options: Options) -> str | None:
     refused = {
-        "an attention mask": options.attn_mask is not None,
         "softcap": options.softcap != 0,
         "sinks": options.sinks is not None,
         "dropout": options.dropout_p != 0,
@@ -216,6 +230,17 @@ def _pointer(x: Tensor) -> _Tensor:
     return _Tensor(x.data_ptr(), *x.stride()[:3])
 
 
+def _mask(options: Options, shape: tuple[int, ...]) -> tuple[int, Tensor]:
+    """What kind of mask there is, and the mask as bool or float32 whose rows are neighboring elements."""
+    mask = options.attn_mask
+    if mask is None:
+        return 0, torch.empty(0)
+    mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
+    if mask.ndim == 0 or mask.shape[-1] != shape[3]:
+        mask = mask.expand(*mask.shape[:-1], shape[3])
+    return (1 if mask.dtype == torch.bool else 2), _rows(mask).expand(shape)
+
+
 def _checked(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """`x`, contiguous; ValueError unless it is what the library will read."""
     if tuple(x.shape) != shape or x.dtype != dtype or x.device.type != "cpu":
@@ -237,8 +262,10 @@ def _call(
         right = 0 if right < 0 else min(right, 0)
     (b, h, n, d), (hk, nk, dv) = query.shape, value.shape[1:]
     shape = (b, h, hk, n, nk, d, dv, left, right, options.causal_offset)
+    kind, held = _mask(options, (b, h, n, nk))
+    mask = _Tensor() if kind == 0 else _pointer(held)
     ints = (_isa(isa), _DTYPES[query.dtype], _RECIPES[options.recipe], torch.get_num_threads())
-    return _Call(*ints, *shape, options.scale, 0, *map(_pointer, operands)), operands
+    return _Call(*ints, *shape, options.scale, 0, kind, 0, *map(_pointer, operands), _Tensor(), mask), (*operands, held)
 
 
 def _run(name: str, call: _Call) -> None:
