@@ -146,6 +146,16 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape, recipe):
     assert_same(results[0], results[2])
 
 
+@pytest.mark.skipif("avx512" not in ISAS, reason="one of the two instruction sets is not here")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_avx2_and_avx512_give_the_same_bits(recipe, dtype):
+    for causal, shape in ((True, (1, 2, 1, 233, 350, 64, 72)), (False, (1, 1, 1, 100, 700, 40, 33))):
+        x = drawn(3, *shape, dtype=dtype)
+        options = Options(recipe=recipe, is_causal=causal, scale=0.3)
+        assert_same(native(x, options, "avx512"), native(x, options, "avx2"))
+
+
 def test_callers_in_parallel_do_not_disturb_each_other():
     calls = [drawn(seed, 1, 2, 2, 150 + 90 * seed, 200, 64, 64) for seed in range(4)]
     options = Options(scale=0.125)
