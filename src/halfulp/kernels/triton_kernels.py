@@ -100,7 +100,8 @@ def _rows_of(Base, Descriptor, start, stride, N, D: tl.constexpr, PADDED: tl.con
 def _descriptor(Base, stride, N, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):
     if DESCRIPTORS:
         return tl.make_tensor_descriptor(Base, shape=[N, D], strides=[stride, 1], block_shape=[BLOCK, PADDED])
-    return Base
+    else:  # noqa: RET505 - both ends of one constant branch, or the compiler asks for one type
+        return Base
 
 
 @triton.jit
@@ -448,24 +449,27 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
         Grad_head = Grad_out + batch * do_b + query_head * do_h
         Q_tiles = _descriptor(Q_head, q_n, N_q, D, HEAD_DIM, BLOCK_M, DESCRIPTORS)
         Grad_tiles = _descriptor(Grad_head, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, DESCRIPTORS)
-        offset = (batch * heads + query_head) * N_q
-        if HAS_RIGHT:
+        at = (batch * heads + query_head) * N_q
+        # Wide heads leave no registers for a second loop, so there the mask stays on in every tile.
+        split: tl.constexpr = (HAS_LEFT or HAS_RIGHT) and HEAD_DIM + VALUE_DIM < 256
+        if split and HAS_RIGHT:
             dk, dv = _key_tiles(
-                dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + offset, Inverse + offset,
-                Inverse_value + offset, Delta + offset, columns, low, whole, N_q, N_k, left, right, scale, D, D_v,
-                HEAD_DIM, VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED,
-                EMULATED)  # fmt: skip
+                dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
+                Inverse_value + at, Delta + at, columns, low, whole, N_q, N_k, left, right, scale, D, D_v, HEAD_DIM,
+                VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
+        first, last = low, high
+        if split:
+            first, last = whole, tl.minimum(rest, high)
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + offset, Inverse + offset,
-            Inverse_value + offset, Delta + offset, columns, whole, tl.minimum(rest, high), N_q, N_k, left, right,
-            scale, D, D_v, HEAD_DIM, VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, False, DESCRIPTORS,
+            dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
+            Inverse_value + at, Delta + at, columns, first, last, N_q, N_k, left, right, scale, D, D_v, HEAD_DIM,
+            VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, (HAS_LEFT or HAS_RIGHT) and not split, DESCRIPTORS,
             PACKED, EMULATED)  # fmt: skip
-        if HAS_LEFT:
+        if split and HAS_LEFT:
             dk, dv = _key_tiles(
-                dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + offset, Inverse + offset,
-                Inverse_value + offset, Delta + offset, columns, rest, high, N_q, N_k, left, right, scale, D, D_v,
-                HEAD_DIM, VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED,
-                EMULATED)  # fmt: skip
+                dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
+                Inverse_value + at, Delta + at, columns, rest, high, N_q, N_k, left, right, scale, D, D_v, HEAD_DIM,
+                VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
     offset = tl.cast(key_head, tl.int64) * N_k
     dk, dv = _round(dk * alpha, K.dtype.element_ty, EMULATED), _round(dv, V.dtype.element_ty, EMULATED)
     _store(Grad_key + offset * D, dk, start, N_k, D, HEAD_DIM, BLOCK_N)
