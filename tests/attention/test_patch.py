@@ -56,9 +56,13 @@ def test_attribute_and_name_are_reached_and_given_back():
 
 def test_given_back_after_an_exception():
     before = held()
-    with pytest.raises(RuntimeError, match="planted"), patched():
+
+    def fail():
         assert held() is not before
         raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"), patched():
+        fail()
     assert held() is before
 
 
@@ -170,7 +174,9 @@ def test_multihead_attention_and_transformer_layers(training):
     with torch.no_grad():
         expected = layer(x)
         with pytest.MonkeyPatch.context() as planted, patched():
-            planted.setattr(importlib.import_module("halfulp.attention.patch"), "attention", lambda *a, recipe, backend: count(*a))
+            planted.setattr(
+                importlib.import_module("halfulp.attention.patch"), "attention", lambda *a, recipe, backend: count(*a)
+            )
             out = layer(x)
     assert calls == [(2, 2, 9, 8)]
     torch.testing.assert_close(out, expected)

@@ -87,9 +87,7 @@ def test_masks_broadcast(shape, kind):
     if kind == "bool":
         assert_same(tensors, {"attn_mask": mask > -1})
     else:
-        assert_same(
-            tensors, {"attn_mask": mask if kind == "learned" else mask.detach()}, [mask] * (kind == "learned")
-        )
+        assert_same(tensors, {"attn_mask": mask if kind == "learned" else mask.detach()}, [mask] * (kind == "learned"))
 
 
 def test_masks_of_more_dimensions():
@@ -158,7 +156,7 @@ def test_lse_and_its_gradient(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("offset", [0.0, 8.0])
 def test_error_at_most_that_of_pytorch(dtype, offset):
-    """FlashAttention's own rule allows twice PyTorch's error; where V has an offset ours must be below a fifth of it."""
+    """FlashAttention's rule allows twice PyTorch's error; where V has an offset ours must be below a fifth of it."""
     inputs = gaussian(length=256, dim=64)
     inputs = value_offset(inputs, offset) if offset else inputs
     exact = halfulp.golden(*(x.double() for x in inputs), is_causal=True)
@@ -202,7 +200,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "text"), REFUSED, ids=[text for _, text in REFUSED])
 @pytest.mark.parametrize("function", [halfulp.attention, halfulp.explain_dispatch])
 def test_bad_input_is_one_line(function, changes, text):
-    with pytest.raises(ValueError, match="accepted|broadcast") as raised:
+    with pytest.raises(ValueError, match=r"accepted|broadcast") as raised:
         function(**({"query": Q, "key": Q, "value": Q} | changes))
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)

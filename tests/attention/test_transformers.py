@@ -21,7 +21,7 @@ MODELS = {
     "GptOss": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1,
                       "sliding_window": 5},
 }  # fmt: skip
-CLASSES = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel", "Qwen3": "Qwen3ForCausalLM", "GptOss": "GptOssForCausalLM"}  # fmt: skip
+HEADS = {"GPT2": "LMHeadModel"}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -30,7 +30,7 @@ def model(request):
     name = request.param
     config = getattr(transformers, f"{name}Config")(**MODELS[name])
     torch.manual_seed(0)
-    built = getattr(transformers, CLASSES[name])(config).eval()
+    built = getattr(transformers, f"{name}{HEADS.get(name, 'ForCausalLM')}")(config).eval()
     torch.manual_seed(1)
     for parameter in built.parameters():  # as initialized, attention would hardly differ from an average
         parameter.data.add_(torch.randn_like(parameter) * 0.1)

@@ -54,7 +54,9 @@ def test_ddp_and_fsdp2():
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     processes = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     for process in processes:

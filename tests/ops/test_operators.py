@@ -72,7 +72,9 @@ def test_eight_bits_keep_the_residual(dtype):
     rounded, kept = (float((x.double() - exact)[..., 2:].norm()) for x in (saved.out, whole))
     assert kept < rounded  # the weights' own rounding remains
     seen = []
-    emulate(q, k, v, scale=0.25, recipe=recipe, observers=[lambda name, _, x: seen.append(x) if name == "residual" else 0])
+    emulate(
+        q, k, v, scale=0.25, recipe=recipe, observers=[lambda name, _, x: seen.append(x) if name == "residual" else 0]
+    )
     assert torch.equal(whole, (saved.out.float() + seen[0]).double())
 
 
@@ -100,12 +102,10 @@ def test_opcheck(name):
     torch.library.opcheck(attention_forward, arguments)
     outputs = [x.detach() for x in attention_forward(*arguments)]
     inputs = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(
-        torch.ops.halfulp.attention_backward.default,
-        (outputs[0].flip(2), outputs[1].flip(2), *inputs, *outputs, *(x if x is None else x.detach() for x in arguments[3:6]),
-         *arguments[6:]),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
+    optional = [x if x is None else x.detach() for x in arguments[3:6]]
+    given = (outputs[0].flip(2), outputs[1].flip(2), *inputs, *outputs, *optional, *arguments[6:])
+    backward = torch.ops.halfulp.attention_backward.default
+    torch.library.opcheck(backward, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiles_whole_and_keeps_the_bits():
@@ -158,9 +158,7 @@ def test_vmap(in_dims):
     def loss(q, k, v, mask):
         return attend(q, k, v, mask).square().sum()
 
-    each = [
-        [x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)] for i in range(3)
-    ]
+    each = [[x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)] for i in range(3)]
     out = torch.func.vmap(attend, in_dims)(*tensors)
     torch.testing.assert_close(out, torch.stack([attend(*x) for x in each]), rtol=1e-5, atol=1e-6)
     grads = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), in_dims)(*tensors)
@@ -210,7 +208,9 @@ def _backward(out, tensors):
 
 
 def test_gradcheck():
-    tensors = [x.detach().double().requires_grad_() for x in leaves((1, 2, 4, 3), (1, 1, 5, 3), (1, 1, 5, 2), (4, 5), (2,))]
+    tensors = [
+        x.detach().double().requires_grad_() for x in leaves((1, 2, 4, 3), (1, 1, 5, 3), (1, 1, 5, 2), (4, 5), (2,))
+    ]
 
     def call(q, k, v, mask, sinks):
         return attend(q, k, v, mask, enable_gqa=True, sinks=sinks, softcap=1.5, return_lse=True)

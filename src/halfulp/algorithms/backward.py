@@ -54,9 +54,7 @@ def grad_probabilities(problem: Problem, do: Tensor, rows: slice, cols: slice, s
     return dp if problem.dropout is None else problem.kept(dp, rows, cols) * problem.dropout.scale
 
 
-def _grad_scores(
-    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: Tensor | None, step: Step
-) -> Tensor:
+def _grad_scores(problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: Tensor | None, step: Step) -> Tensor:
     """dS of one tile `[B, H, rows, cols]` as it enters dQ and dK, with α where the recipe puts it."""
     where, scratch = problem.recipe.gradient_scale_at, step.scratch
     if where == "probabilities":

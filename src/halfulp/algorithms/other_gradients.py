@@ -5,7 +5,6 @@ Few calls ask for them, so each is a pass of its own over the tiles instead of a
 
 from __future__ import annotations
 
-
 from torch import Tensor
 
 from halfulp.algorithms.backward import Delta, Rows, grad_probabilities

@@ -1,4 +1,4 @@
-"""The function that this project is about: `scaled_dot_product_attention` whose gradient stays at the format's floor."""
+"""The function that the project is about: PyTorch's attention with a gradient that stays at the format's floor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,43 @@ from halfulp.attention.operands import Operands, causal, check_numbers, check_si
 
 
 @overload
-def attention(*args: Any, return_lse: Literal[False] = ..., **options: Any) -> Tensor: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    recipe: str = ...,
+    window: tuple[int, int] | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    causal_offset: int = ...,
+    backend: str | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
 @overload
-def attention(*args: Any, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(*args: Any, return_lse: bool, **options: Any) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    recipe: str = ...,
+    window: tuple[int, int] | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    causal_offset: int = ...,
+    backend: str | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     query: Tensor,
     key: Tensor,

@@ -40,10 +40,12 @@ def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     q, k, v = (x if x.ndim >= max(dims, 3) else x[(None,) * (max(dims, 3) - x.ndim)] for x in given)
     heads = _heads(q.shape[-3], k.shape[-3], v.shape[-3], enable_gqa)
     try:
-        leading = tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))
+        leading = tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))  # type: ignore[no-untyped-call]
     except RuntimeError:
         shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
-        raise ValueError(f"query, key and value of shapes {shapes}: their leading dimensions do not broadcast") from None
+        raise ValueError(
+            f"query, key and value of shapes {shapes}: their leading dimensions do not broadcast"
+        ) from None
     full = (*leading, heads, q.shape[-2], k.shape[-2])
     q = _flat(q, leading, heads)
     if k.shape[-3] != v.shape[-3]:  # whichever has fewer heads repeats them
@@ -154,4 +156,6 @@ def _mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
         raise ValueError(f"attn_mask of shape {shape}: accepted is what broadcasts to {full}")
     if len(full) <= 4:
         return mask[(None,) * (2 - mask.ndim)] if mask.ndim < 2 else mask
-    return mask.expand(*full[:-3], *(1,) * (3 - len(shape)), *shape[-3:]).reshape(-1, *(1,) * (3 - len(shape)), *shape[-3:])
+    return mask.expand(*full[:-3], *(1,) * (3 - len(shape)), *shape[-3:]).reshape(
+        -1, *(1,) * (3 - len(shape)), *shape[-3:]
+    )

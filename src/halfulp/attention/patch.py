@@ -48,10 +48,10 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
     `nn.MultiheadAttention` and `nn.Transformer` layers (their fused C++ path is switched off meanwhile), transformers'
     and diffusers' "sdpa" models, and flash_attn's `flash_attn_func` and `flash_attn_varlen_func` where it is installed.
     Not reached: functions kept outside modules' globals (a default argument, a partial, an attribute of an object),
-    C++ code and `torch.ops.aten` calls, FlexAttention, code compiled before the block (and code compiled in it keeps the
-    repaired attention afterwards), and threads started in it.
-    What `torch.nn.attention.sdpa_kernel` asks for is not looked at. Blocks nest; the innermost counts. The stock
-    function is back when the last block is left, by an exception too.
+    C++ code and `torch.ops.aten` calls, FlexAttention, code compiled before the block (code compiled in it keeps the
+    repaired attention afterwards), and threads started in it. What `torch.nn.attention.sdpa_kernel` asks for is not
+    looked at. Blocks nest; the innermost counts. The stock function is back when the last block is left, by an
+    exception too.
 
     Args:
         recipe: as `attention`.
@@ -116,9 +116,8 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal_bias(attn_mask):  # it knows PyTorch's function by identity
         from torch.nn.attention.bias import CausalBias
 
-        return CausalBias._dispatch(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa  # type: ignore[arg-type]
-        )
+        assert isinstance(attn_mask, CausalBias)
+        return CausalBias._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,13 +52,7 @@ def attention_varlen(
     Raises:
         ValueError: for what does not fit, in one line.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 3:
-            raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 3 dimensions [T, H, D]")
-    q_ends = _ends("cu_seqlens_q", cu_seqlens_q, query.shape[0])
-    k_ends = q_ends if cu_seqlens_k is None else _ends("cu_seqlens_k", cu_seqlens_k, key.shape[0])
-    if len(k_ends) != len(q_ends) or k_ends[-1] != key.shape[0]:
-        raise ValueError(f"cu_seqlens_k of {len(k_ends)} entries to {k_ends[-1]}: accepted is as many as for queries")
+    q_ends, k_ends = _boundaries(query, key, value, cu_seqlens_q, cu_seqlens_k)
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "recipe": recipe, "backend": backend}
@@ -78,12 +73,26 @@ def attention_varlen(
     return out, torch.cat(lses, 1) if lses else query.new_zeros(query.shape[1], 0, dtype=torch.float32)
 
 
+def _boundaries(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None
+) -> tuple[list[int], list[int]]:
+    """Where the sequences of queries and of keys begin and end."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 3:
+            raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 3 dimensions [T, H, D]")
+    q_ends = _ends("cu_seqlens_q", cu_seqlens_q, query.shape[0])
+    k_ends = q_ends if cu_seqlens_k is None else _ends("cu_seqlens_k", cu_seqlens_k, key.shape[0])
+    if len(k_ends) != len(q_ends) or k_ends[-1] != key.shape[0]:
+        raise ValueError(f"cu_seqlens_k of {len(k_ends)} entries to {k_ends[-1]}: accepted is as many as for queries")
+    return q_ends, k_ends
+
+
 def _ends(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The boundaries as Python numbers, which is where a GPU is waited for."""
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.shape[0] < 1:
         given = f"{name} of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}"
         raise ValueError(f"{given}: accepted is one dimension of int32 or int64")
     ends: list[int] = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != total or any(a > b for a, b in zip(ends[:-1], ends[1:], strict=True)):
+    if ends[0] != 0 or ends[-1] != total or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"{name}={ends}: accepted are numbers that rise from 0 to {total}")
     return ends

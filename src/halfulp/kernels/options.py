@@ -23,7 +23,9 @@ class Options:
     recipe: str = "halfulp"  # one of KERNEL_RECIPES
     is_causal: bool = False  # query i sees keys j ≤ i + causal_offset
     scale: float = 1.0
-    attn_mask: Tensor | None = None  # bool (True: may see) or float (added to scaled scores), broadcasts to B, H, N, N_k
+    attn_mask: Tensor | None = (
+        None  # bool (True: may see) or float (added to scaled scores), broadcasts to B, H, N, N_k
+    )
     window: tuple[int, int] | None = None  # (left, right): i + causal_offset − left ≤ j ≤ … + right; −1: no bound
     softcap: float = 0.0  # c > 0: scaled scores become c·tanh(S / c), before any mask is added
     sinks: Tensor | None = None  # [H]: one more key with this score and a value of 0, for every row

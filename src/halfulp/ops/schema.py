@@ -43,9 +43,7 @@ def attention_forward(
 
     `seed` is an int64 scalar on the CPU where there is dropout.
     """
-    options = _options(
-        attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe
-    )
+    options = _options(attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe)
     kernel = choose(query, key, value, options, backend, mask_gradient=mask_gradient)
     saved: Saved = kernel.forward(query, key, value, options)
     empties = [torch.empty_like(x) for x in _fake_forward(query, value, recipe)[2:6:3]]
@@ -83,9 +81,7 @@ def attention_backward(
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, sinks and attn_mask; empty where there is none, or none was asked for."""
-    options = _options(
-        attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe
-    )
+    options = _options(attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe)
     kernel = choose(query, key, value, options, backend, mask_gradient=mask_gradient)
     saved = Saved(
         out, residual if residual.shape[3] else None, lse, row_max, row_sum, own_lse if own_lse.shape[2] else None
@@ -111,9 +107,7 @@ def _options(
 ) -> Options:
     bounds = None if window is None else (window[0], window[1])
     number = 0 if seed is None else int(seed)
-    return Options(
-        recipe, is_causal, scale, attn_mask, bounds, softcap, sinks, dropout_p, number, causal_offset
-    )
+    return Options(recipe, is_causal, scale, attn_mask, bounds, softcap, sinks, dropout_p, number, causal_offset)
 
 
 def _fake_forward(query: Tensor, value: Tensor, recipe: str) -> Forward:
@@ -142,8 +136,7 @@ def _(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, val
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
     """Keep for `gradients` what it needs of `attention_forward`'s inputs and outputs."""
-    out, lse, *statistics = output
-    ctx.mark_non_differentiable(*statistics)
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.options = inputs[6:]

@@ -76,7 +76,7 @@ class _FunctionalBackward(torch.autograd.Function):
         """Nothing is kept."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # noqa: ARG004
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         raise NotImplementedError("halfulp.attention is differentiable once, as PyTorch's flash kernels are")
 
 
@@ -97,9 +97,7 @@ def _mapped(
     wants_mask = bool(args[-1])
     if sinks is not None or seed is not None or (wants_mask and mask is not None):
         return _one_by_one(operator, size, in_dims, args)
-    joined = [
-        None if x is None else _join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)
-    ]
+    joined = [None if x is None else _join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)]
     assert joined[0] is not None
     if mask is not None:
         mask = _join_mask(mask, in_dims[operands], size, joined[0].shape[0] // size)
