@@ -1,5 +1,6 @@
 # `make demo` runs the main job, `make test` every check. Both set up $(VENV) first, once: a stamp in it says that the
-# set-up is as new as the files it was made from. A fresh machine needs Python 3.11+, a C compiler and make.
+# set-up is as new as the files it was made from. A fresh machine needs Python 3.11+, a C compiler and make;
+# with a C++ compiler attention on CPU runs in the native library.
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -10,7 +11,8 @@ BIN     := $(VENV)/bin
 # Every install goes through the constraints, and builds use the pinned back end in $(VENV) rather than an isolated
 # environment, which would not see them.
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
-SOURCES := pyproject.toml constraints.txt Makefile src/halfulp/__init__.py
+SOURCES := pyproject.toml constraints.txt Makefile src/halfulp/__init__.py \
+           native/CMakeLists.txt $(wildcard native/*.h native/*.hpp native/*.cpp)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -58,7 +60,7 @@ $(VENV)/pyvenv.cfg:
 
 $(VENV)/.stamp-backend: $(VENV)/pyvenv.cfg constraints.txt
 	@echo 'Setting up $(VENV) (a minute or two, once) ...'
-	@$(INSTALL) hatchling editables setuptools
+	@$(INSTALL) scikit-build-core cmake ninja setuptools
 	@touch $@
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-backend $(SOURCES)

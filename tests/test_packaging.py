@@ -1,6 +1,7 @@
 """Holds what is shipped: one version, a console script, the types, all files, and pins for every dependency."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -59,10 +60,12 @@ def bounds(specifier: SpecifierSet) -> tuple[list[Version], list[Version]]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source distribution, built without a network."""
+    """A folder with the wheel and the source distribution, built without a network and without a C++ compiler."""
     folder = tmp_path_factory.mktemp("built")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    code = f"from scikit_build_core.build import *; build_sdist({str(folder)!r}); build_wheel({str(folder)!r})"
+    environment = os.environ | {"CXX": str(folder / "no-compiler")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -83,10 +86,21 @@ def test_wheel_ships_every_source_file(wheel):
     assert "halfulp/py.typed" in shipped
     source = ROOT / "src"
     files = {file.relative_to(source).as_posix() for file in source.glob("halfulp/**/*") if file.is_file()}
-    files = {file for file in files if "__pycache__" not in file}
+    files = {file for file in files if "__pycache__" not in file and "/libhalfulp." not in file}
     assert files
     assert files <= shipped
     assert {name.split("/")[0] for name in shipped} == {"halfulp", f"halfulp-{halfulp.__version__}.dist-info"}
+
+
+def test_a_wheel_built_without_a_compiler_says_what_it_lacks(wheel, tmp_path):
+    assert not [name for name in wheel.namelist() if "libhalfulp" in name]
+    wheel.extractall(tmp_path)
+    code = "from halfulp.kernels import cpu; print(cpu.__file__); print(cpu.missing())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    file, reason = done.stdout.splitlines()
+    assert Path(file).is_relative_to(tmp_path)
+    assert "no C++ compiler" in reason
 
 
 def test_wheel_ships_the_license_and_the_script(wheel):
@@ -98,7 +112,17 @@ def test_wheel_ships_the_license_and_the_script(wheel):
 def test_source_distribution_can_be_tested(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"pyproject.toml", "Makefile", "constraints.txt", "LICENSE", "README.md", "tests/conftest.py"}
+    wanted = {
+        "native/CMakeLists.txt",
+        "native/dispatch.cpp",
+        "native/halfulp.h",
+        "pyproject.toml",
+        "Makefile",
+        "constraints.txt",
+        "LICENSE",
+        "README.md",
+        "tests/conftest.py",
+    }
     assert wanted | {"src/halfulp/__init__.py", "src/halfulp/py.typed"} <= names
 
 

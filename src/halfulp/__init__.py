@@ -4,11 +4,34 @@ The names below are the public surface; everything heavy (the command line, plot
 when called.
 """
 
-from halfulp.attention import emulate, golden
+from halfulp.attention import (
+    attention,
+    attention_varlen,
+    emulate,
+    explain_dispatch,
+    golden,
+    patch,
+    register_transformers,
+)
 from halfulp.audit import AuditReport, audit
 from halfulp.formats import Format, round_to
 from halfulp.recipes import Recipe, Step
 
 __version__ = "0.1.0"
 
-__all__ = ["AuditReport", "Format", "Recipe", "Step", "__version__", "audit", "emulate", "golden", "round_to"]
+__all__ = [
+    "AuditReport",
+    "Format",
+    "Recipe",
+    "Step",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "audit",
+    "emulate",
+    "explain_dispatch",
+    "golden",
+    "patch",
+    "register_transformers",
+    "round_to",
+]

@@ -86,7 +86,7 @@ def test_flash_and_math_are_the_backends_they_name():
 
 
 def test_a_recipe_target_is_the_emulation_bit_for_bit():
-    result = run(resolve("halfulp"), dtype=torch.bfloat16, is_causal=True).result
+    result = run(resolve("BF16_HALFULP"), dtype=torch.bfloat16, is_causal=True).result
     q, k, v, do = tensors(torch.bfloat16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = emulate(q, k, v, is_causal=True, recipe="BF16_HALFULP", return_lse=True)
@@ -194,7 +194,8 @@ def test_without_transformers_its_targets_say_so(monkeypatch):
         ("recipe:BF16_FLASH2", "recipe:BF16_FLASH2"),
         ("recipe:bf16_flash2", "recipe:BF16_FLASH2"),
         ("BF16_AUTHORS", "recipe:BF16_AUTHORS"),
-        ("halfulp", "recipe:BF16_HALFULP"),
+        ("halfulp", "halfulp"),
+        ("halfulp:torch", "halfulp:torch"),
         ("flash1", "recipe:BF16_FLASH1"),
         ("torch_cpu", "recipe:TORCH_CPU_FLASH"),
     ],

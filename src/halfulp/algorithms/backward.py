@@ -23,8 +23,8 @@ def backward(
     `grad_lse [B, H, N_q, 1]` is the gradient of the natural lse: δ ← δ − dLSE. Gradients of fully masked rows are 0.
     """
     do = read_input("grad_out", grad_out, step)
-    rows_of = _Rows(problem, saved, step)
-    delta = _Delta(problem, saved, rows_of, do, grad_lse, step)
+    rows_of = Rows(problem, saved, step)
+    delta = Delta(problem, saved, rows_of, do, grad_lse, step)
     dq = torch.zeros_like(problem.query)
     dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
     for cols in problem.col_tiles():
@@ -33,28 +33,39 @@ def backward(
                 continue
             p, p_for_value = rows_of.probabilities(rows, cols)
             operand, do_i = step("probabilities_operand", p_for_value), do[:, :, rows]
+            operand = problem.kept(operand, rows, cols)
             _add(dv[:, :, cols], product(operand.mT, do_i, step), step)
-            dp = step("grad_probabilities", product(do_i, problem.value[:, :, cols].mT, step))
-            ds = _grad_scores(problem, p, dp, delta.tile(rows, dp, p), step)
+            dp = grad_probabilities(problem, do, rows, cols, step)
+            slope = problem.softcap_slope(rows, cols, step) if problem.softcap else None
+            ds = _grad_scores(problem, p, dp, delta.tile(rows, dp, p), slope, step)
             _add(dq[:, :, rows], product(ds, problem.key[:, :, cols], step), step)
             _add(dk[:, :, cols], product(ds.mT, problem.query[:, :, rows], step), step)
     if problem.recipe.gradient_scale_at == "products":
         dq, dk = dq * problem.alpha, dk * problem.alpha
+    if problem.dropout is not None:
+        dv = dv * problem.dropout.scale
     dk, dv = _sum_groups(dk, problem.groups), _sum_groups(dv, problem.groups)
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
 
 
-def _grad_scores(problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, step: Step) -> Tensor:
+def grad_probabilities(problem: Problem, do: Tensor, rows: slice, cols: slice, step: Step) -> Tensor:
+    """dP of one tile `[B, H, rows, cols]`, dropout undone."""
+    dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
+    return dp if problem.dropout is None else problem.kept(dp, rows, cols) * problem.dropout.scale
+
+
+def _grad_scores(problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: Tensor | None, step: Step) -> Tensor:
     """dS of one tile `[B, H, rows, cols]` as it enters dQ and dK, with α where the recipe puts it."""
     where, scratch = problem.recipe.gradient_scale_at, step.scratch
     if where == "probabilities":
         p = step("scaled_probabilities", p * problem.alpha)
     centered = step("grad_centered", torch.sub(dp, delta, out=scratch(dp)))
+    centered = centered if slope is None else centered * slope
     ds = step("grad_scores", torch.mul(centered, p, out=scratch(centered)))
     return step("scaled_grad_scores", ds * problem.alpha) if where == "scores" else ds
 
 
-class _Rows:
+class Rows:
     """The forward pass's weights, recomputed tile by tile as the recipe says."""
 
     def __init__(self, problem: Problem, saved: Saved, step: Step) -> None:
@@ -93,13 +104,13 @@ class _Rows:
         return torch.where(lse == -math.inf, 1.0, self.problem.exp(lse - self.shift))
 
 
-class _Delta:
+class Delta:
     """δ − dLSE, row by row: δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) at the cost of one more pass over the tiles."""
 
     def __init__(
-        self, problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor, grad_lse: Tensor | None, step: Step
+        self, problem: Problem, saved: Saved, rows_of: Rows, do: Tensor, grad_lse: Tensor | None, step: Step
     ) -> None:
-        self.step, self.grad_lse = step, grad_lse
+        self.step, self.grad_lse, self.saved = step, grad_lse, saved
         self.delta: Tensor | None = None
         if grad_lse is not None:
             # A fully masked row's lse is constant, and the gradient that reaches it may be infinite or NaN.
@@ -117,12 +128,18 @@ class _Delta:
             delta = self.delta[:, :, rows]
         return delta if self.grad_lse is None else delta - self.grad_lse[:, :, rows]
 
-    def _summed(self, problem: Problem, saved: Saved, rows_of: _Rows, do: Tensor) -> Tensor:
+    def rows(self, rows_of: Rows, do: Tensor) -> Tensor:
+        """δ − dLSE of every row `[B, H, N_q, 1]`."""
+        if self.delta is None:
+            self.delta = self.step("delta", self._summed(rows_of.problem, self.saved, rows_of, do))
+        return self.delta if self.grad_lse is None else self.delta - self.grad_lse
+
+    def _summed(self, problem: Problem, saved: Saved, rows_of: Rows, do: Tensor) -> Tensor:
         step, delta = self.step, torch.zeros_like(saved.lse)
         for rows in problem.row_tiles():
             for cols in problem.col_tiles():
                 if not problem.mask.hides(rows, cols):
-                    dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
+                    dp = grad_probabilities(problem, do, rows, cols, step)
                     terms = step("delta_products", dp * rows_of.probabilities(rows, cols)[0])
                     delta[:, :, rows] += terms.sum(-1, keepdim=True)
         return delta

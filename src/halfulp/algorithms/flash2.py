@@ -5,6 +5,9 @@ Sources: Dao 2023, Algorithm 1; Qiu & Yao, Algorithms 1 and 2.
 
 from __future__ import annotations
 
+import math
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,9 @@ from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
 from halfulp.algorithms.stabilize import row_shift
 from halfulp.recipes import Step
+
+_State: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Ō, m, l, and l from the exact weights, of one block of query rows."""
 
 
 def forward(problem: Problem, step: Step) -> Saved:
@@ -21,9 +27,9 @@ def forward(problem: Problem, step: Step) -> Saved:
     return finish(problem, out, m, l, l_exact, step)
 
 
-def _rows(problem: Problem, rows: slice, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _rows(problem: Problem, rows: slice, step: Step) -> _State:
     """O before rounding, m, l, and l from the exact weights of one block of query rows."""
-    state: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    state = _sink_state(problem, rows, step)
     for cols in problem.col_tiles():
         if problem.mask.hides(rows, cols):
             continue
@@ -34,6 +40,7 @@ def _rows(problem: Problem, rows: slice, step: Step) -> tuple[Tensor, Tensor, Te
         weights = step("weights", problem.weights(scores, shift, step))
         operand = problem.weights_operand(weights, step)
         tile_sum, exact_sum = problem.row_sums(weights, operand, step)
+        operand = problem.kept(operand, rows, cols)
         tile_out = step("block_out", product(operand, problem.value[:, :, cols], step))
         if state is None:
             state = (step("accumulator", tile_out), m_new, step("row_sum", tile_sum), exact_sum)
@@ -43,5 +50,27 @@ def _rows(problem: Problem, rows: slice, step: Step) -> tuple[Tensor, Tensor, Te
             l = step("row_sum", step("rescaled", l * rescale) + tile_sum)
             accumulator = step("accumulator", step("rescaled", accumulator * rescale) + tile_out)
             state = (accumulator, m_new, l, l_exact * rescale + exact_sum)
-    assert state is not None  # the first key block is never hidden
-    return state[0] / divisor_of(state[2], state[1]), *state[1:]
+    if state is None:  # a window may hide every key
+        state = _start(problem, rows, -math.inf, 0.0)
+    out = state[0] / divisor_of(state[2], state[1])
+    return out if problem.dropout is None else out * problem.dropout.scale, *state[1:]
+
+
+def _sink_state(problem: Problem, rows: slice, step: Step) -> _State | None:
+    """The state after a sink alone: its weight counts in the row sum and its value is 0; None where there are none.
+
+    The weight enters no product, so it is not rounded as the others are.
+    """
+    if problem.sinks is None:
+        return None
+    m = step("row_max", problem.sinks.ceil() if problem.recipe.shift.kind == "integer" else problem.sinks)
+    l = problem.exp(problem.sinks - shift_of(m))
+    return _start(problem, rows, m, l)
+
+
+def _start(problem: Problem, rows: slice, m: Tensor | float, l: Tensor | float) -> _State:
+    batch, heads = problem.query.shape[:2]
+    count = rows.stop - rows.start
+    row_max, row_sum = (problem.query.new_zeros(batch, heads, count, 1) + x for x in (m, l))
+    out = problem.query.new_zeros(batch, heads, count, problem.value.shape[3])
+    return out, row_max, row_sum, row_sum

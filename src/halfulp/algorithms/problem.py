@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfulp.algorithms.matmul import product
 from halfulp.formats import Format
+from halfulp.formats.counter import keep_mask
 from halfulp.recipes import Recipe, Step
 
 LOG2_E = math.log2(math.e)
@@ -26,10 +28,20 @@ class Mask:
 
     is_causal: bool = False
     attn_mask: Tensor | None = None  # broadcastable to [B, H, N_q, N_k]; bool (True: may see) or float (added)
+    window: tuple[int, int] | None = None  # keys i − left to i + right; −1: no bound
+    offset: int = 0  # added to i: N_k − N_q aligns at the bottom right
+
+    def bounds(self) -> tuple[int | None, int | None]:
+        """Return the least and the greatest j − i that may be seen; None: no bound."""
+        left, right = (-1, -1) if self.window is None else self.window
+        greatest = [self.offset + right] * (right >= 0) + [self.offset] * self.is_causal
+        return self.offset - left if left >= 0 else None, min(greatest, default=None)
 
     def hides(self, rows: slice, cols: slice) -> bool:
-        """Whether the whole tile lies above the diagonal."""
-        return self.is_causal and cols.start > rows.stop - 1
+        """Whether the whole tile lies above the diagonal, or outside the window."""
+        least, greatest = self.bounds()
+        above = greatest is not None and cols.start - (rows.stop - 1) > greatest
+        return above or (least is not None and cols.stop - 1 - rows.start < least)
 
     def apply(self, scores: Tensor, rows: slice, cols: slice, unit: float) -> Tensor:
         """`scores [B, H, rows, cols]`, hidden pairs at −inf; an additive mask is first multiplied by `unit`."""
@@ -39,10 +51,15 @@ class Mask:
                 scores = scores.masked_fill(~tile, -math.inf)
             else:
                 scores = scores + tile.to(scores.dtype) * unit
-        if self.is_causal and cols.stop - 1 > rows.start:
-            i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-            j = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
-            scores = scores.masked_fill(j > i, -math.inf)
+        least, greatest = self.bounds()
+        if least is None and greatest is None:
+            return scores
+        i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
+        j = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
+        if greatest is not None and cols.stop - 1 - rows.start > greatest:
+            scores = scores.masked_fill(j - i > greatest, -math.inf)
+        if least is not None and cols.start - (rows.stop - 1) < least:
+            scores = scores.masked_fill(j - i < least, -math.inf)
         return scores
 
 
@@ -50,6 +67,27 @@ def _tile(mask: Tensor, rows: slice, cols: slice) -> Tensor:
     if mask.shape[-2] != 1:
         mask = mask[..., rows, :]
     return mask if mask.shape[-1] == 1 else mask[..., cols]
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights are dropped: a matter of the seed and of their place alone."""
+
+    p: float
+    seed: int
+
+    @property
+    def scale(self) -> float:
+        """What makes up for the weights that are gone."""
+        return 0.0 if self.p == 1 else 1 / (1 - self.p)
+
+    def keep(self, like: Tensor, rows: slice, cols: slice, queries: int) -> Tensor:
+        """Return bool, the shape of the tile `like [B, H, rows, cols]`."""
+        heads = torch.arange(like.shape[0] * like.shape[1], device=like.device).view(*like.shape[:2], 1)
+        i = torch.arange(rows.start, rows.stop, device=like.device)
+        return keep_mask(
+            self.seed, self.p, heads * queries + i, torch.arange(cols.start, cols.stop, device=like.device)
+        )
 
 
 @dataclass(frozen=True)
@@ -63,15 +101,20 @@ class Problem:
     alpha: float  # the softmax scale
     groups: int  # query heads per key head
     recipe: Recipe
+    softcap: float = 0.0  # c > 0: scores c·tanh(S / c), before the mask
+    sinks: Tensor | None = None  # [1, H, 1, 1]: one more score in every row, in the recipe's base, of a value of 0
+    dropout: Dropout | None = None
 
     @classmethod
-    def read(cls, query: Tensor, key: Tensor, value: Tensor, mask: Mask, alpha: float, step: Step) -> Problem:
+    def read(
+        cls, query: Tensor, key: Tensor, value: Tensor, mask: Mask, alpha: float, step: Step, **more: Any
+    ) -> Problem:
         """Round the inputs `[B, H, N, D]` (any float dtype, H a multiple of the key's) as the recipe reads them."""
         groups = query.shape[1] // max(key.shape[1], 1)
         q, k, v = (read_input(name, x, step) for name, x in (("query", query), ("key", key), ("value", value)))
         if groups != 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return cls(q, k, v, mask, alpha, groups, step.recipe)
+        return cls(q, k, v, mask, alpha, groups, step.recipe, **more)
 
     @property
     def unit(self) -> float:
@@ -89,8 +132,23 @@ class Problem:
     def scores(self, rows: slice, cols: slice, step: Step) -> Tensor:
         """Masked scores of one tile `[B, H, rows, cols]`, in the recipe's base."""
         s = step("product", product(self.query[:, :, rows], self.key[:, :, cols].mT, step))
-        s = step("scores", torch.mul(s, self.alpha * self.unit, out=step.scratch(s)))
+        if self.softcap:
+            s = step("scores", torch.tanh(s * (self.alpha / self.softcap)) * (self.softcap * self.unit))
+        else:
+            s = step("scores", torch.mul(s, self.alpha * self.unit, out=step.scratch(s)))
         return self.mask.apply(s, rows, cols, self.unit)
+
+    def softcap_slope(self, rows: slice, cols: slice, step: Step) -> Tensor:
+        """The derivative of the capped scores of one tile by the scores, 1 − tanh²(S / c)."""
+        s = product(self.query[:, :, rows], self.key[:, :, cols].mT, step)
+        t = torch.tanh(s * (self.alpha / self.softcap))
+        return 1 - t * t
+
+    def kept(self, tile: Tensor, rows: slice, cols: slice) -> Tensor:
+        """One tile `[B, H, rows, cols]` with what dropout drops at 0, not yet scaled."""
+        if self.dropout is None:
+            return tile
+        return tile.masked_fill(~self.dropout.keep(tile, rows, cols, self.query.shape[2]), 0)
 
     def weights(self, scores: Tensor, shift: Tensor, step: Step) -> Tensor:
         """exp(S − shift) of one tile, not yet rounded; `scores` may be overwritten."""
@@ -157,14 +215,19 @@ def _fixed_point(residual: Tensor, out: Tensor, recipe: Recipe) -> Tensor:
     """The residual in `residual_bits` bits, scaled by half an ulp of O."""
     if recipe.residual_bits is None or not isinstance(recipe.out, Format):
         return residual
-    # The spacing of O's binade by its exponent alone: a full ulp() costs more than the whole step. Below 2⁻¹⁰⁰ the
-    # scale
-    # would leave fp32, so smaller O share that binade's.
+    unit, steps = residual_unit(out, recipe.out, recipe.residual_bits), 2.0 ** (recipe.residual_bits - 1)
+    q = torch.ldexp(residual, -unit).round_().clamp_(-steps, steps - 1)
+    return torch.ldexp(q, unit)
+
+
+def residual_unit(out: Tensor, fmt: Format, bits: int) -> Tensor:
+    """The exponent of two, int32 in out's shape, that one step of a residual in `bits` bits stands for: ulp · 2^−bits.
+
+    O's binade is told by its exponent alone: a full ulp() costs more than the whole step. Below 2⁻¹⁰⁰ the scale would
+    leave fp32, so smaller O share that binade's.
+    """
     _, exponent = torch.frexp(out)
-    spacing = exponent.clamp_min(max(recipe.out.min_exponent + 1, -100)) - 1 - recipe.out.mantissa_bits
-    steps = 2.0 ** (recipe.residual_bits - 1)
-    q = torch.ldexp(residual, -spacing + recipe.residual_bits).round_().clamp_(-steps, steps - 1)
-    return torch.ldexp(q, spacing - recipe.residual_bits)
+    return exponent.clamp_min(max(fmt.min_exponent + 1, -100)) - 1 - fmt.mantissa_bits - bits
 
 
 def read_input(name: str, x: Tensor, step: Step) -> Tensor:

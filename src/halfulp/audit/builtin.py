@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfulp.attention import emulate
+from halfulp.attention import attention, emulate, explain_dispatch
 from halfulp.audit.calling import Target, UnsupportedError
 from halfulp.formats import Format
+from halfulp.ops.dispatch import BACKENDS, missing
 from halfulp.recipes import RECIPES, Recipe
 
 BOTH = frozenset({"attn_mask", "enable_gqa"})
@@ -64,6 +65,7 @@ def builtin_targets() -> tuple[Target, ...]:
             _no_flash_attn(),
         ),
     ]
+    others += [_halfulp_target(None), *(_halfulp_target(backend) for backend in BACKENDS)]
     transformers = [transformers_target(name) for name in _TRANSFORMERS]
     return (*sdpa, *others, *transformers, *(recipe_target(recipe) for recipe in RECIPES.values()))
 
@@ -80,6 +82,24 @@ def recipe_target(recipe: Recipe) -> Target:
         return emulate(query, key, value, recipe=recipe, return_lse=True, **options)
 
     return Target(f"recipe:{recipe.name}", call, BOTH, f"halfulp's emulation of {recipe.name} ({recipe.algorithm})")
+
+
+def _halfulp_target(backend: str | None) -> Target:
+    """`halfulp.attention`, in the backend that it chooses or in one."""
+    name = "halfulp" if backend is None else f"halfulp:{backend}"
+
+    def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        if backend is not None:
+            found = explain_dispatch(query, key, value, backend=backend, **options)
+            if found.backend is None:
+                raise UnsupportedError(found.reasons[backend].removeprefix("not: "))
+        return attention(query, key, value, backend=backend, return_lse=True, **options)
+
+    text = "halfulp.attention, " + ("the kernel that it chooses here" if backend is None else f"backend {backend!r}")
+    absent = None if backend is None else missing(backend)
+    if backend == "triton" and absent is None and not torch.cuda.is_available():
+        absent = _NO_CUDA
+    return Target(name, call, BOTH, text, absent)
 
 
 def transformers_target(name: str) -> Target:

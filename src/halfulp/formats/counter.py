@@ -4,7 +4,10 @@ Stochastic rounding needs one random number per element. A generator with a stat
 order in which a tensor is worked through; here element i gets a hash of (seed, i), so a tensor rounded whole, in pieces
 or in another order has the same bits.
 
-Source: the finalizer of SplitMix64 (Steele, Lea, Flood 2014; "Mix13" of Stafford), applied to a Weyl sequence.
+The same holds for dropout, whose backward pass has to drop what the forward pass dropped.
+
+Sources: the finalizer of SplitMix64 (Steele, Lea, Flood 2014; "Mix13" of Stafford), applied to a Weyl sequence; for
+dropout, which any kernel must be able to repeat in 32-bit integers, Wellons' `lowbias32`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ _WEYL: Final = 0x9E37_79B9_7F4A_7C15
 _FIRST: Final = 0xBF58_476D_1CE4_E5B9
 _SECOND: Final = 0x94D0_49BB_1331_11EB
 _WORD: Final = 2**64 - 1
+_HALF: Final = 2**32 - 1
 
 
 def counters(count: int, device: torch.device) -> Tensor:
@@ -42,6 +46,31 @@ def uniform(seed: int, offset: int, steps: Tensor) -> Tensor:
         if factor is not None:
             z.mul_(_signed(factor))
     return _shift_right(z, 11, shifted).double().mul_(2.0**-53)
+
+
+def keep_mask(seed: int, dropout_p: float, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return bool `[*rows.shape, columns]`: True, with probability 1 − dropout_p, where a weight is kept.
+
+    With `mix` on 32-bit words: s = mix(mix(seed mod 2³²) ^ (seed div 2³² mod 2³²)), r = mix(s ^ (row mod 2³²)),
+    x = mix(r ^ (column · 0x9E3779B1 mod 2³²)); kept if x ≥ ⌊dropout_p · 2³²⌋.
+
+    Args:
+        seed: any integer; its value modulo 2**64 counts.
+        dropout_p: from 0 to 1.
+        rows: int64, any shape.
+        columns: int64, one dimension.
+    """
+    words = torch.tensor([seed & _HALF, seed >> 32 & _HALF], device=rows.device)
+    start = _mix32(_mix32(words[0]) ^ words[1])
+    r = _mix32(start ^ (rows & _HALF))
+    return _mix32(r[..., None] ^ (columns * 0x9E37_79B1 & _HALF)) >= int(dropout_p * 2**32)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """Hash int64 tensors that hold 32-bit words."""
+    x = (x ^ (x >> 16)) * 0x7FEB_352D & _HALF
+    x = (x ^ (x >> 15)) * 0x846C_A68B & _HALF
+    return x ^ (x >> 16)
 
 
 def _shift_right(z: Tensor, places: int, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The public door: attention emulated in any recipe, and the golden value beside it."""
+"""Attention emulated in any recipe, and the golden value beside it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,177 @@
+"""Times the native CPU attention beside PyTorch's flash kernel, forward and backward, with its error.
+
+Every way runs once a round in an order that changes from round to round, a bf16 gemm among them; what is reported is
+the median over the rounds of ratios within the round, with the quartiles. The share of the gemm is the arithmetic of
+attention's products (14·N·N_k·d·H for d = d_v, half of it if causal) over what the gemm does in the same time. No
+ratio is printed where its quartiles lie on both sides of 1. From the repository root:
+
+    python benchmarks/cpu_attention.py [--shape B,H,N,D[,causal] ...] [--recipes NAME ...] [--rounds N] [--threads N]
+                                       [--error SHAPE] [--json FILE]
+
+The target: "halfulp" 1.5 times as fast as PyTorch's kernel and 55 % of the gemm at every shape, on 2 threads, with
+gradient errors within 1.3 times the format's floor (--error 1,1,16384,64).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from halfulp import emulate, golden
+from halfulp.kernels import cpu
+from halfulp.kernels.options import Options
+from halfulp.recipes import BF16_FLOOR
+from halfulp.runs.machine import describe_machine
+
+SHAPES = ("1,12,1024,64", "1,8,2048,64", "1,8,2048,64,causal", "1,8,4096,128", "4,12,256,64")
+TORCH, GEMM = "PyTorch flash", "bf16 gemm"
+GEMM_SIZE = 2048
+WARM_UP = 3
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def native(recipe: str, inputs: list[Tensor], causal: bool) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
+    q, k, v, do = inputs
+    options = Options(recipe=recipe, is_causal=causal, scale=q.shape[-1] ** -0.5)
+
+    def backward(saved: Any) -> Gradients:
+        return cpu.backward(do, None, q, k, v, saved, options)[:3]
+
+    return lambda: cpu.forward(q, k, v, options), backward
+
+
+def pytorch(inputs: list[Tensor], causal: bool) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return forward, lambda out: torch.autograd.grad(out, (q, k, v), inputs[3])
+
+
+def draw(shape: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+
+
+def seconds(forward: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[float, float]:
+    start = time.perf_counter()
+    out = forward()
+    middle = time.perf_counter()
+    backward(out)
+    return middle - start, time.perf_counter() - middle
+
+
+def measure(shape: tuple[int, ...], causal: bool, recipes: list[str], rounds: int) -> dict[str, Any]:
+    """Medians and quartiles of one shape: milliseconds, speed over PyTorch's kernel, share of the gemm."""
+    inputs, order = draw(shape), random.Random(0)
+    square = torch.randn(GEMM_SIZE, GEMM_SIZE).bfloat16()
+    ways = {TORCH: pytorch(inputs, causal)} | {name: native(name, inputs, causal) for name in recipes}
+    ways[GEMM] = (lambda: square @ square, lambda _: None)
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for turn in range(WARM_UP + rounds):
+        for name in order.sample(list(ways), len(ways)):
+            taken = seconds(*ways[name])
+            if turn >= WARM_UP:
+                spent[name].append(taken)
+    b, h, n, d = shape
+    work = 14.0 * b * h * n * n * d / (2 if causal else 1)
+    peak = [2.0 * GEMM_SIZE**3 / first for first, _ in spent[GEMM]]
+    rows = {}
+    for name in (TORCH, *recipes):
+        total = [sum(pair) for pair in spent[name]]
+        rows[name] = {
+            "forward_ms": quartiles([1e3 * first for first, _ in spent[name]]),
+            "backward_ms": quartiles([1e3 * second for _, second in spent[name]]),
+            "speed": quartiles([sum(t) / x for t, x in zip(spent[TORCH], total, strict=True)]),
+            "gemm_share": quartiles([work / x / p for x, p in zip(total, peak, strict=True)]),
+        }
+    return {"shape": shape, "causal": causal, "gemm_gflops": [x / 1e9 for x in quartiles(peak)], "ways": rows}
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def line(name: str, row: dict[str, list[float]]) -> str:
+    low, middle, high = row["speed"]
+    ratio = f"{middle:5.2f} ({low:.2f}-{high:.2f})" if low > 1 or high < 1 else "no clear difference"
+    share = "{1:.0%} ({0:.0%}-{2:.0%})".format(*row["gemm_share"])
+    if name == TORCH:
+        ratio = "1"
+    return f"  {name:14} {row['forward_ms'][1]:8.2f} {row['backward_ms'][1]:8.2f}  {ratio:20} {share}"
+
+
+def errors(shape: tuple[int, ...], causal: bool, recipes: list[str]) -> dict[str, list[float]]:
+    """Relative errors of dQ, dK and dV over those of the floor, against the exact gradient."""
+    inputs = draw(shape)
+    exact = golden(*inputs, is_causal=causal)
+    wanted = [x for x in (exact.grad_query, exact.grad_key, exact.grad_value) if x is not None]
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    whole_rows = BF16_FLOOR.with_(block_query=max(1, 2**22 // shape[2]))  # in fp64 blocks change nothing but the memory
+    floor = torch.autograd.grad(emulate(*leaves, is_causal=causal, recipe=whole_rows), leaves, inputs[3])
+    ways = {TORCH: pytorch(inputs, causal)} | {name: native(name, inputs, causal) for name in recipes}
+    result = {"floor itself": [relative(x, y) for x, y in zip(floor, wanted, strict=True)]}
+    for name, (forward, backward) in ways.items():
+        own = backward(forward())
+        result[name] = [
+            relative(x, y) / lowest for x, y, lowest in zip(own, wanted, result["floor itself"], strict=True)
+        ]
+    return result
+
+
+def relative(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+def parse(text: str) -> tuple[tuple[int, ...], bool]:
+    *numbers, last = text.split(",")
+    causal = last == "causal"
+    return tuple(int(x) for x in (numbers if causal else [*numbers, last])), causal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", nargs="+", default=SHAPES)
+    parser.add_argument("--recipes", nargs="+", default=["halfulp", "stock", "exact_delta"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--error", metavar="SHAPE", help="also measure gradient errors over the floor at this shape")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    if (reason := cpu.missing()) is not None:
+        raise SystemExit(reason)
+    torch.set_num_threads(chosen.threads)
+    report: dict[str, Any] = {"machine": describe_machine(), "threads": chosen.threads, "isa": cpu.best_isa()}
+    print(f"{chosen.threads} threads, {report['isa']}, {chosen.rounds} rounds")
+    print("                 forward backward  over PyTorch         share of the gemm")
+    report["shapes"] = []
+    for text in chosen.shape:
+        report["shapes"].append(measure(*parse(text), chosen.recipes, chosen.rounds))
+        print(f"{text}   gemm {report['shapes'][-1]['gemm_gflops'][1]:.0f} Gflop/s")
+        for name, row in report["shapes"][-1]["ways"].items():
+            print(line(name, row))
+    if chosen.error:
+        report["error_over_floor"] = errors(*parse(chosen.error), chosen.recipes)
+        print(f"{chosen.error}: relative error of dQ, dK, dV over the floor's")
+        for name, row in report["error_over_floor"].items():
+            print(f"  {name:14} " + "  ".join(f"{x:.3g}" for x in row))
+    if chosen.json:
+        chosen.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+// The backward pass; see attention.hpp.
+#pragma once
+#include "forward.hpp"
+
+namespace halfulp {
+namespace HALFULP_ISA {
+
+template <class E, bool integer>
+struct Backward {
+  static constexpr long KP = E::KP, BK = kBackwardKeys, GROUPS = kRows / 6;
+  const Plan& plan;
+  const halfulp_call& c;
+  Width<E> wd, wv;
+  long keys;  // of a chunk, in whole panels
+  // of the chunk: K and V with k over features, K with k over keys, dKᵀ and dVᵀ
+  Unit *key, *value, *key_rows;
+  float *grad_key, *grad_value;
+  // of a block of query rows, as rows and with k over rows
+  Unit *query, *grad_out, *query_t, *grad_out_t, *rows, *paired;
+  float *grad_query, *shift, *inverse, *exact_inverse, *delta, *delta_lanes, *o;
+  // of a tile
+  float *scores, *grad_weights;
+  Unit *p, *ds, *ds_rows;
+  size_t bytes;
+
+  Backward(const Plan& pl, char* base)
+      : plan(pl), c(*pl.call), wd(c.d), wv(c.dv), keys(up(pl.chunk_keys, kPanel)) {
+    Scratch s{base};
+    key = s.take<Unit>(keys * wd.units);
+    value = s.take<Unit>(keys * wv.units);
+    key_rows = s.take<Unit>(keys / KP * wd.columns);
+    grad_key = s.take<float>(keys * wd.columns);
+    grad_value = s.take<float>(keys * wv.columns);
+    const long widest = most(wd.columns, wv.columns);
+    rows = s.take<Unit>(kPanel * widest);
+    paired = s.take<Unit>(kRows / KP * widest);
+    query = s.take<Unit>(kRows * row_stride(wd));
+    grad_out = s.take<Unit>(kRows * row_stride(wv));
+    query_t = s.take<Unit>(kRows / KP * wd.columns);
+    grad_out_t = s.take<Unit>(kRows / KP * wv.columns);
+    grad_query = s.take<float>(kRows * wd.columns);
+    shift = s.take<float>(kRows);
+    inverse = s.take<float>(kRows);
+    exact_inverse = s.take<float>(kRows);
+    delta = s.take<float>(kRows);
+    delta_lanes = s.take<float>(kRows * 16);
+    o = s.take<float>(2 * widest);
+    scores = s.take<float>(6 * kPanel);
+    grad_weights = s.take<float>(6 * kPanel);
+    p = s.take<Unit>(kRows / KP * BK);
+    ds = s.take<Unit>(kRows / KP * BK);
+    ds_rows = s.take<Unit>(kRows * BK / KP);
+    bytes = s.at - base;
+  }
+
+  static size_t needed(const Plan& pl) { return Backward(pl, nullptr).bytes; }
+
+  static void run(const Plan& pl, long unit, char* scratch) {
+    Backward w(pl, scratch);
+    const long chunk = unit % pl.chunks, head = unit / pl.chunks;
+    w.chunk_of(head / w.c.key_heads, head % w.c.key_heads, chunk);
+  }
+
+  long first, count;  // keys of this chunk
+  long batch, head;   // of the rows at hand
+
+  void chunk_of(long b, long hk, long chunk) {
+    first = chunk * plan.chunk_keys;
+    count = least(c.n_key - first, plan.chunk_keys);
+    for (long j = 0; j < count; j += kPanel) {
+      const long valid = least(kPanel, count - j);
+      read_rows<E>(c.key, b, hk, first + j, kPanel, valid, wd, rows);
+      panel_over_features<E>(rows, wd, key + j * wd.units);
+      for (long col = 0; col < wd.columns; col += 64)
+        pair_rows<E>(rows, kPanel, col, wd.panel(col), wd, key_rows + col * (keys / KP) + j / KP * wd.panel(col),
+                     wd.panel(col));
+      read_rows<E>(c.value, b, hk, first + j, kPanel, valid, wv, rows);
+      panel_over_features<E>(rows, wv, value + j * wv.units);
+    }
+    std::memset(grad_key, 0, size_t(keys * wd.columns) * sizeof(float));
+    std::memset(grad_value, 0, size_t(keys * wv.columns) * sizeof(float));
+    for (long g = 0; g < plan.groups; ++g)
+      for (long i0 = 0; i0 < c.n_query; i0 += kRows) rows_of(b, hk * plan.groups + g, i0, chunk);
+    write_transposed(grad_key, wd, c.scale, c.grad_key, (b * c.key_heads + hk) * c.n_key + first);
+    write_transposed(grad_value, wv, 1.f, c.grad_value, (b * c.key_heads + hk) * c.n_key + first);
+  }
+
+  // Keys that rows i .. i + rows touch, counted from the chunk's first, inside [from, to).
+  Span seen(long i, long n, long from, long to) const {
+    const Span s = seen_by(c, i, n, first + from, first + to);
+    return s.empty() ? Span{0, 0} : Span{s.from - first, s.to - first};
+  }
+
+  void rows_of(long b, long h, long i0, long chunk) {
+    batch = b, head = h;
+    const long valid = least(kRows, c.n_query - i0), groups = (valid + 5) / 6, at = (b * c.heads + h) * c.n_query + i0;
+    const Span block = seen(i0, kRows, 0, up(count, kPanel));
+    std::memset(grad_query, 0, size_t(kRows * wd.columns) * sizeof(float));
+    if (!block.empty()) {
+      read_block(c.query, b, h, i0, valid, wd, query, query_t);
+      read_block(c.grad_out, b, h, i0, valid, wv, grad_out, grad_out_t);
+      statistics(b, h, i0, valid, at);
+      for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(i0, groups, k0);
+    }
+    if (plan.chunks > 1) {
+      float* dst = plan.partial + (chunk * c.batch * c.heads * c.n_query + at) * c.d;
+      for (long r = 0; r < valid; ++r) std::memcpy(dst + r * c.d, grad_query + r * wd.columns, size_t(c.d) * 4);
+      return;
+    }
+    for (long r = 0; r < valid; ++r)
+      write_row(grad_query + r * wd.columns, wd, c.scale, static_cast<typename E::Element*>(c.grad_query) + (at + r) * c.d);
+  }
+
+  static void write_row(float* row, Width<E> w, float scale, typename E::Element* dst) {
+    for (long j = 0; j < w.columns; j += 16) store(row + j, mul(load(row + j), set1(scale)));
+    E::narrow(row, dst, w.d);
+  }
+
+  void read_block(const halfulp_tensor& x, long b, long h, long i0, long valid, Width<E> w, Unit* as_rows, Unit* t) {
+    read_rows<E>(x, b, h, i0, kRows, valid, w, as_rows);
+    pair_rows<E>(as_rows, kRows, 0, w.columns, w, paired, w.columns);
+    for (long k = 0; k < kRows / KP; k += 16)
+      for (long col = 0; col < w.columns; col += 16)
+        transpose16(paired + k * w.columns + col, w.columns, t + col * (kRows / KP) + k, kRows / KP, 16);
+  }
+
+  // What a row's weights are shifted and divided by, and its δ.
+  void statistics(long b, long h, long i0, long valid, long at) {
+    for (long r = 0; r < kRows; ++r) {
+      const bool seen = r < valid && c.own_lse[at + r] != -HALFULP_INF;
+      shift[r] = inverse[r] = exact_inverse[r] = delta[r] = 0.f;
+      if (!seen) continue;
+      shift[r] = integer ? c.row_max[at + r] : c.own_lse[at + r];
+      inverse[r] = integer ? 1.f / c.row_sum[at + r] : 1.f;
+      exact_inverse[r] = integer ? std::exp2(c.row_max[at + r] - c.own_lse[at + r]) : 1.f;
+    }
+    if (c.recipe == HALFULP_RECIPE_EXACT_DELTA) {
+      exact_delta(i0, (valid + 5) / 6);
+    } else {
+      std::memset(o, 0, size_t(2 * wv.columns) * sizeof(float));
+      float* go = o + wv.columns;
+      const auto* base = static_cast<const typename E::Element*>(c.grad_out.data) + b * c.grad_out.batch + h * c.grad_out.head;
+      for (long r = 0; r < valid; ++r) {
+        read_out<E>(static_cast<const typename E::Element*>(c.out) + (at + r) * c.dv,
+                    c.residual ? c.residual + (at + r) * c.dv : nullptr, o, c.dv);
+        E::widen(base + (i0 + r) * c.grad_out.row, go, c.dv);
+        V sum = set1(0.f);
+        for (long j = 0; j < wv.columns; j += 16) sum = fma(load(o + j), load(go + j), sum);
+        float lanes[16];
+        store(lanes, sum);
+        delta[r] = tree(lanes);
+      }
+    }
+    for (long r = 0; r < valid; ++r)
+      if (c.grad_lse && c.own_lse[at + r] != -HALFULP_INF) delta[r] -= c.grad_lse[at + r];
+  }
+
+  // S and dP of six rows and one panel.
+  void products(long i0, long g, long j) {
+    const float scale = float(double(c.scale) * 1.4426950408889634), one = 1.f;
+    six_rows<E, kSet>(query + 6 * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64, wd.units, scores, kPanel,
+                      &scale);
+    six_rows<E, kSet>(grad_out + 6 * g * row_stride(wv), row_stride(wv), value + j * wv.units, 64, wv.units,
+                      grad_weights, kPanel, &one);
+    for (long r = 0; r < 6; ++r)
+      hide(c, batch, head, i0 + 6 * g + r, scores + r * kPanel, first + j, first + j + kPanel);
+  }
+
+  // δ = Σ dP ∘ P over all keys: one more pass.
+  void exact_delta(long i0, long groups) {
+    std::memset(delta_lanes, 0, sizeof(float) * kRows * 16);
+    for (long j = 0; j < up(count, kPanel); j += kPanel)
+      for (long g = 0; g < groups; ++g) {
+        const Span s = seen(i0 + 6 * g, 6, j, j + kPanel);
+        if (s.empty()) continue;
+        products(i0, g, j);
+        for (long r = 0; r < 6; ++r) {
+          V sum = load(delta_lanes + (6 * g + r) * 16);
+          for (long k = 0; k < kPanel; k += 16) {
+            const V w = mul(weight<integer>(load(scores + r * kPanel + k), set1(shift[6 * g + r])), set1(inverse[6 * g + r]));
+            sum = fma(w, load(grad_weights + r * kPanel + k), sum);
+          }
+          store(delta_lanes + (6 * g + r) * 16, sum);
+        }
+      }
+    for (long r = 0; r < groups * 6; ++r) delta[r] = tree(delta_lanes + 16 * r);
+  }
+
+  void keys_of(long i0, long groups, long k0) {
+    const long end = least(up(count, kPanel), k0 + BK);
+    for (long j = k0; j < end; j += kPanel) {
+      long g0 = groups, g1 = 0;
+      for (long g = 0; g < groups; ++g) {
+        const Span s = seen(i0 + 6 * g, 6, j, j + kPanel);
+        if (s.empty()) continue;
+        g0 = least(g0, g), g1 = g + 1;
+        products(i0, g, j);
+        for (long r = 0; r < 6; r += 2) pair_of(6 * g + r, r, j - k0);
+      }
+      if (g0 >= g1) continue;
+      const long k = 6 * g0 / KP, length = 6 * (g1 - g0) / KP, tile = (j - k0) * (kRows / KP) + k * kPanel;
+      add_rows<E>(wv.even, grad_out_t + k, kRows / KP, p + tile, kPanel, length, grad_value + j * wv.columns, kPanel);
+      add_rows<E>(wd.even, query_t + k, kRows / KP, ds + tile, kPanel, length, grad_key + j * wd.columns, kPanel);
+    }
+    for (long col = 0; col < wd.columns; col += 64)
+      for (long g = 0; g < groups; ++g) {
+        const Span s = seen(i0 + 6 * g, 6, k0, end);
+        if (!s.empty())
+          six_rows<E, kAdd>(ds_rows + (6 * g * BK + s.from - k0) / KP, BK / KP,
+                            key_rows + col * (keys / KP) + s.from / KP * wd.panel(col), wd.panel(col),
+                            (s.to - s.from) / KP, grad_query + 6 * g * wd.columns + col, wd.columns, nullptr);
+      }
+  }
+
+  // P and dS of rows r and r + 1 of the block (t and t + 1 of the tile), in both layouts.
+  void pair_of(long r, long t, long column) {
+    Unit* p_at = p + column * (kRows / KP) + r / KP * kPanel;
+    Unit* ds_at = ds + column * (kRows / KP) + r / KP * kPanel;
+    for (long j = 0; j < kPanel; j += 32) {
+      typename E::Packed pp[2], pds[2];
+#pragma GCC unroll 2
+      for (int x = 0; x < 2; ++x) {
+        const float* s = scores + (t + x) * kPanel + j;
+        const float* dp = grad_weights + (t + x) * kPanel + j;
+        const V m = set1(shift[r + x]), d = set1(delta[r + x]);
+        V w0 = weight<integer>(load(s), m), w1 = weight<integer>(load(s + 16), m);
+        if constexpr (integer) {
+          const V le = set1(exact_inverse[r + x]), l = set1(inverse[r + x]);
+          pp[x] = E::pack(mul(w0, le), mul(w1, le));
+          E::unpack(E::pack(w0, w1), w0, w1);
+          w0 = mul(w0, l), w1 = mul(w1, l);
+        } else {
+          // a padded or fully masked row has an inverse of 0
+          const V l = set1(inverse[r + x]);
+          w0 = mul(w0, l), w1 = mul(w1, l);
+          pp[x] = E::pack(w0, w1);
+        }
+        pds[x] = E::pack(mul(w0, sub(load(dp), d)), mul(w1, sub(load(dp + 16), d)));
+        E::put_row(ds_rows + ((r + x) * BK + column + j) / KP, pds[x]);
+      }
+      E::put_pair(p_at + j, kPanel, pp[0], pp[1]);
+      E::put_pair(ds_at + j, kPanel, pds[0], pds[1]);
+    }
+  }
+
+  void write_transposed(float* grad, Width<E> w, float scale, void* dst, long at) {
+    float* turned = reinterpret_cast<float*>(rows);
+    for (long j = 0; j < count; j += kPanel) {
+      for (long col = 0; col < w.columns; col += 16)
+        for (long k = 0; k < kPanel; k += 16)
+          transpose16(reinterpret_cast<Unit*>(grad + j * w.columns + col * kPanel + k), kPanel,
+                      reinterpret_cast<Unit*>(turned + k * w.columns + col), w.columns, 16);
+      for (long r = 0; r < least(kPanel, count - j); ++r)
+        write_row(turned + r * w.columns, w, scale, static_cast<typename E::Element*>(dst) + (at + j + r) * w.d);
+    }
+  }
+
+  // dQ of one head as the sum of its chunks, in their order.
+  static void add_chunks(const Plan& pl, long unit) {
+    const halfulp_call& c = *pl.call;
+    const long size = c.n_query * c.d, all = c.batch * c.heads * size;
+    alignas(64) float sum[256];
+    for (long j = 0; j < size; j += 256) {
+      const long n = least(256, size - j);
+      for (long k = 0; k < n; ++k) sum[k] = pl.partial[unit * size + j + k];
+      for (long chunk = 1; chunk < pl.chunks; ++chunk)
+        for (long k = 0; k < n; ++k) sum[k] += pl.partial[chunk * all + unit * size + j + k];
+      for (long k = 0; k < n; ++k) sum[k] *= c.scale;
+      E::narrow(sum, static_cast<typename E::Element*>(c.grad_query) + unit * size + j, n);
+    }
+  }
+};
+
+template <class E, bool integer>
+constexpr Kernels kernels() {
+  return {Forward<E, integer>::needed, Forward<E, integer>::run, Backward<E, integer>::needed,
+          Backward<E, integer>::run, Backward<E, integer>::add_chunks, round_out<E>};
+}
+
+}  // namespace HALFULP_ISA
+}  // namespace halfulp

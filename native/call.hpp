@@ -1,0 +1,42 @@
+// What the dispatcher and the kernels of one instruction set agree on. Only plain data and constants: a template or an
+// inline function here would be compiled once per instruction set, and the linker could keep the wrong copy.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "halfulp.h"
+
+namespace halfulp {
+
+using Unit = uint32_t;             // 32 bits of an operand: two bf16 of neighboring k, or one float
+constexpr long kRows = 96;         // query rows of a block
+static_assert(kRows % 96 == 0, "six rows to a tile, and sixteen pairs to a transpose");
+constexpr long kPanel = 64;        // keys of a panel
+constexpr long kForwardKeys = 256; // keys of a forward block
+constexpr long kBackwardKeys = 128;
+
+struct Plan {
+  const halfulp_call* call;
+  long groups;      // query heads per key head
+  long row_blocks;  // of one head
+  long spans;       // forward: parts of one key head's row blocks, one work unit each
+  long chunks;      // backward: parts of one key head's keys, one work unit each
+  long chunk_keys;
+  float* partial;   // backward with several chunks: dQ of each, [chunks, B, H, N, D]
+};
+
+// The kernels of one instruction set for one dtype and one exponential.
+struct Kernels {
+  size_t (*forward_bytes)(const Plan&);
+  void (*forward)(const Plan&, long unit, char* scratch);
+  size_t (*backward_bytes)(const Plan&);
+  void (*backward)(const Plan&, long unit, char* scratch);
+  void (*add_chunks)(const Plan&, long unit);  // one head's dQ from its chunks
+  void (*round_out)(const float*, void*, int8_t*, long);
+};
+
+// [dtype][integer shift]
+using Table = const Kernels (*)[2];
+extern Table portable_table, avx2_table, avx512_table, avx512_bf16_table;
+
+}  // namespace halfulp

@@ -1,0 +1,149 @@
+// The forward pass; see attention.hpp.
+#pragma once
+#include "attention.hpp"
+
+namespace halfulp {
+namespace HALFULP_ISA {
+
+template <class E, bool integer>
+struct Forward {
+  static constexpr long KP = E::KP, BK = kForwardKeys, GROUPS = kRows / 6;
+  const Plan& plan;
+  const halfulp_call& c;
+  Width<E> wd, wv;
+  long keys;  // of a head, in whole panels
+  Unit *key, *value, *query, *weights, *rows;
+  float *scores, *out, *lanes, *exact_lanes, *m;
+
+  Forward(const Plan& p, char* base)
+      : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)) {
+    Scratch s{base};
+    key = s.take<Unit>(keys * wd.units);
+    value = s.take<Unit>(keys / KP * wv.columns);
+    rows = s.take<Unit>(kPanel * most(row_stride(wd), row_stride(wv)));
+    query = s.take<Unit>(kRows * row_stride(wd));
+    weights = s.take<Unit>(kRows * BK / KP);
+    scores = s.take<float>(kRows * BK);
+    out = s.take<float>(kRows * wv.columns);
+    lanes = s.take<float>(kRows * 16);
+    exact_lanes = s.take<float>(kRows * 16);
+    m = s.take<float>(kRows);
+    bytes = s.at - base;
+  }
+  size_t bytes;
+
+  static size_t needed(const Plan& p) { return Forward(p, nullptr).bytes; }
+
+  static void run(const Plan& p, long unit, char* scratch) {
+    Forward f(p, scratch);
+    const long span = unit % p.spans, head = unit / p.spans, total = p.groups * p.row_blocks;
+    const long from = total * span / p.spans, to = total * (span + 1) / p.spans;
+    const long b = head / f.c.key_heads, hk = head % f.c.key_heads;
+    f.pack(b, hk, from, to);
+    for (long block = from; block < to; ++block)
+      f.rows_of(b, hk * p.groups + block / p.row_blocks, block % p.row_blocks * kRows);
+  }
+
+  // K and V of one head, up to the last key that is seen.
+  void pack(long b, long hk, long from, long to) {
+    const bool one_head = from / plan.row_blocks == (to - 1) / plan.row_blocks;
+    const long last = one_head ? least(c.n_query, ((to - 1) % plan.row_blocks + 1) * kRows) : c.n_query;
+    const long end = last > 0 ? end_key(c, last - 1) : 0;
+    for (long j = 0; j < end; j += kPanel) {
+      const long valid = least(kPanel, c.n_key - j);
+      read_rows<E>(c.key, b, hk, j, kPanel, valid, wd, rows);
+      panel_over_features<E>(rows, wd, key + j * wd.units);
+      read_rows<E>(c.value, b, hk, j, kPanel, valid, wv, rows);
+      for (long col = 0; col < wv.columns; col += 64)
+        pair_rows<E>(rows, kPanel, col, wv.panel(col), wv, value_at(col, j), wv.panel(col));
+    }
+  }
+  Unit* value_at(long col, long j) { return value + col * (keys / KP) + j / KP * wv.panel(col); }
+
+  void rows_of(long b, long h, long i0) {
+    const long valid = least(kRows, c.n_query - i0), groups = (valid + 5) / 6;
+    read_rows<E>(c.query, b, h, i0, groups * 6, valid, wd, query);
+    std::memset(out, 0, size_t(groups * 6 * wv.columns) * sizeof(float));
+    std::memset(lanes, 0, sizeof(float) * kRows * 16);
+    std::memset(exact_lanes, 0, sizeof(float) * kRows * 16);
+    for (long r = 0; r < kRows; ++r) m[r] = -HALFULP_INF;
+    const Span block = seen_by(c, i0, kRows, 0, keys);
+    for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(b, h, i0, groups, k0);
+    finish(b, h, i0, valid);
+  }
+
+  // One block of keys: scores, weights, and their product with V.
+  void keys_of(long b, long h, long i0, long groups, long k0) {
+    const float scale = float(double(c.scale) * 1.4426950408889634);
+    Span span[GROUPS];
+    for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + 6 * g, 6, k0, least(keys, k0 + BK));
+    for (long j = k0; j < least(keys, k0 + BK); j += kPanel)
+      for (long g = 0; g < groups; ++g)
+        if (span[g].from <= j && j < span[g].to)
+          six_rows<E, kSet>(query + 6 * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64, wd.units,
+                            scores + 6 * g * BK + j - k0, BK, &scale);
+    float rescale[kRows];
+    for (long g = 0; g < groups; ++g)
+      if (!span[g].empty())
+        for (long r = 6 * g; r < 6 * g + 6; ++r) rescale[r] = softmax(b, h, i0 + r, r, k0, span[g]);
+    for (long col = 0; col < wv.columns; col += 64)
+      for (long g = 0; g < groups; ++g)
+        if (!span[g].empty())
+          six_rows<E, kScaleAdd>(weights + (6 * g * BK + span[g].from - k0) / KP, BK / KP,
+                                 value_at(col, span[g].from), wv.panel(col), (span[g].to - span[g].from) / KP,
+                                 out + 6 * g * wv.columns + col, wv.columns, rescale + 6 * g);
+  }
+
+  // Weights of one row; the factor by which what was summed before is shifted anew.
+  float softmax(long b, long h, long i, long r, long k0, Span s) {
+    float* row = scores + r * BK - k0;
+    hide(c, b, h, i, row + s.from, s.from, s.to);
+    V top = load(row + s.from), top2 = load(row + s.from + 16);
+    for (long j = s.from + 32; j < s.to; j += 32) {
+      top = max(load(row + j), top);
+      top2 = max(load(row + j + 16), top2);
+    }
+    float now = largest(max(top, top2));
+    if constexpr (integer) now = std::ceil(now);
+    if (now < m[r]) now = m[r];
+    const float shift = now == -HALFULP_INF ? 0.f : now;
+    const float factor = m[r] == -HALFULP_INF ? 0.f : m[r] == shift ? 1.f : std::exp2(m[r] - shift);
+    m[r] = now;
+    V l = mul(load(lanes + 16 * r), set1(factor)), exact = mul(load(exact_lanes + 16 * r), set1(factor));
+    Unit* dst = weights + (r * BK - k0) / KP;
+    for (long j = s.from; j < s.to; j += 64) {
+      V w[4];
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) w[n] = weight<integer>(load(row + j + 16 * n), set1(shift));
+      const auto p0 = E::pack(w[0], w[1]), p1 = E::pack(w[2], w[3]);
+      E::put_row(dst + j / KP, p0);
+      E::put_row(dst + (j + 32) / KP, p1);
+      exact = add(exact, add(add(w[0], w[1]), add(w[2], w[3])));
+      if constexpr (integer) l = E::sum(E::sum(l, p0), p1);
+    }
+    store(lanes + 16 * r, l);
+    store(exact_lanes + 16 * r, exact);
+    return factor;
+  }
+
+  void finish(long b, long h, long i0, long valid) {
+    const long at = (b * c.heads + h) * c.n_query + i0;
+    for (long r = 0; r < valid; ++r) {
+      const float exact = tree(exact_lanes + 16 * r), l = integer ? tree(lanes + 16 * r) : exact;
+      const bool seen = m[r] != -HALFULP_INF;
+      const V divisor = set1(seen ? l : 1.f);
+      float* row = out + r * wv.columns;
+      for (long j = 0; j < wv.columns; j += 16) store(row + j, div(load(row + j), divisor));
+      round_out<E>(row, static_cast<typename E::Element*>(c.out) + (at + r) * c.dv,
+                   c.residual ? c.residual + (at + r) * c.dv : nullptr, c.dv);
+      c.row_max[at + r] = m[r];
+      c.row_sum[at + r] = l;
+      const double lse = seen ? double(m[r]) + std::log2(double(exact)) : -HALFULP_INF;
+      c.own_lse[at + r] = float(lse);
+      c.lse[at + r] = float(lse * 0.6931471805599453);
+    }
+  }
+};
+
+}  // namespace HALFULP_ISA
+}  // namespace halfulp

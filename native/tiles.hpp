@@ -1,0 +1,134 @@
+// Matrix products on packed operands, and the packing.
+//
+// A operand: [m][k units], rows `lda` apart. B operand: panels [k units][width], width 64 or 32. C: floats. Each element
+// of C is one accumulator that takes the k units in increasing order, so its bits depend on nothing but the operands.
+#pragma once
+#include "call.hpp"
+
+namespace halfulp {
+namespace HALFULP_ISA {
+
+enum Mode { kSet, kScaleAdd, kAdd };  // C = f₀·AB; C = f_row·C + AB; C += AB
+
+template <class E, int MR, int NR, Mode mode>
+__attribute__((noinline)) static void tile(const Unit* A, long lda, const Unit* B, long ldb, long K, float* C,
+                                           long ldc, const float* factor) {
+  V acc[MR][NR];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) {
+      if constexpr (mode == kSet) acc[r][n] = set1(0.f);
+      if constexpr (mode == kAdd) acc[r][n] = load(C + r * ldc + 16 * n);
+      if constexpr (mode == kScaleAdd) acc[r][n] = mul(load(C + r * ldc + 16 * n), set1(factor[r]));
+    }
+  }
+  for (long k = 0; k < K; ++k) {
+    typename E::U b[NR];
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) b[n] = E::units(B + k * ldb + 16 * n);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      const typename E::U a = E::spread(A + r * lda + k);
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; ++n) acc[r][n] = E::dot(acc[r][n], a, b[n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) {
+      V x = acc[r][n];
+      if constexpr (mode == kSet) x = mul(x, set1(*factor));
+      store(C + r * ldc + 16 * n, x);
+    }
+  }
+}
+
+// MR rows of C against one panel of `width` columns, in the widest tiles that the registers hold.
+template <class E, int MR, Mode mode>
+static inline void strip(const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc,
+                         const float* factor) {
+  if constexpr (kTileVectors == 4) {
+    if (width == 64) return tile<E, MR, 4, mode>(A, lda, B, width, K, C, ldc, factor);
+    return tile<E, MR, 2, mode>(A, lda, B, width, K, C, ldc, factor);
+  } else {
+    for (long n = 0; n < width; n += 16) tile<E, MR, 1, mode>(A, lda, B + n, width, K, C + n, ldc, factor);
+  }
+}
+
+// Six rows, however many a tile takes.
+template <class E, Mode mode>
+static inline void six_rows(const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc,
+                            const float* factor) {
+  for (int r = 0; r < 6; r += kTileRows)
+    strip<E, kTileRows, mode>(A + r * lda, lda, B, width, K, C + r * ldc, ldc,
+                              mode == kScaleAdd ? factor + r : factor);
+}
+
+// C += A B for an even number of rows.
+template <class E>
+static inline void add_rows(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc) {
+  while (rows > 0) {
+    const long taken = kTileRows == 6 && rows >= 6 && rows != 8 ? 6 : kTileRows == 6 && rows >= 4 ? 4 : 2;
+    if constexpr (kTileRows == 6) {
+      if (taken == 6) strip<E, 6, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+      if (taken == 4) strip<E, 4, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+    }
+    if (taken == 2) strip<E, 2, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+    rows -= taken, A += taken * lda, C += taken * ldc;
+  }
+}
+
+static inline long up(long x, long to) { return (x + to - 1) / to * to; }
+static inline long least(long a, long b) { return a < b ? a : b; }
+static inline long most(long a, long b) { return a > b ? a : b; }
+
+// Widths of one feature dimension `d` as a column dimension (panels) and as a k dimension (units).
+template <class E>
+struct Width {
+  long d, columns, units, even;
+  explicit Width(long width) : d(width), columns(up(width, 32)), units((width + E::KP - 1) / E::KP), even(up(width, 2)) {}
+  long stride() const { return up(units, 16); }  // of rows of units
+  long panel(long column) const { return least(64, columns - column); }
+};
+
+// Rows `from` .. `from + rows` of one head, of which `valid` exist, as rows of units; the others are zero.
+template <class E>
+static inline void read_rows(const halfulp_tensor& x, long b, long h, long from, long rows, long valid, Width<E> w,
+                             Unit* dst) {
+  constexpr long size = sizeof(typename E::Element);
+  const char* base = static_cast<const char*>(x.data) + (b * x.batch + h * x.head) * size;
+  const long ld = E::KP == 2 ? w.stride() : w.columns;
+  for (long r = 0; r < rows; ++r) {
+    const bool real = r < valid;
+    E::read(real ? base + (from + r) * x.row * size : nullptr, real ? w.d : 0, dst + r * ld, ld);
+  }
+}
+
+// Where rows of units lie: wide enough for both uses.
+template <class E>
+static inline long row_stride(Width<E> w) {
+  return E::KP == 2 ? w.stride() : w.columns;
+}
+
+// B operand whose k runs over features: 64 rows of units to a panel [units][64].
+template <class E>
+static inline void panel_over_features(const Unit* rows, Width<E> w, Unit* panel) {
+  for (long u = 0; u < w.units; u += 16)
+    for (long j = 0; j < kPanel; j += 16)
+      transpose16(rows + j * row_stride(w) + u, row_stride(w), panel + u * kPanel + j, kPanel, least(16, w.units - u));
+}
+
+// `rows` (even) rows of units with their neighbors in k paired: element (k unit, column) at dst[k · ld + column].
+template <class E>
+static inline void pair_rows(const Unit* rows, long count, long column, long width, Width<E> w, Unit* dst, long ld) {
+  for (long r = 0; r < count; r += 2)
+    for (long c = 0; c < width; c += 32) {
+      const Unit* at = rows + r * row_stride(w) + (column + c) / E::KP;
+      E::put_pair(dst + r / E::KP * ld + c, ld, E::get_row(at), E::get_row(at + row_stride(w)));
+    }
+}
+
+}  // namespace HALFULP_ISA
+}  // namespace halfulp

@@ -1,0 +1,20 @@
+"""Attention to use, and attention to study: `attention` with the repaired arithmetic, `emulate` with any, `golden`.
+
+`patch` and `register_transformers` bring the first into code that calls somebody else's.
+"""
+
+from halfulp.attention.attend import attention, explain_dispatch
+from halfulp.attention.emulated import emulate, golden
+from halfulp.attention.patch import patch
+from halfulp.attention.transformers import register_transformers
+from halfulp.attention.varlen import attention_varlen
+
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "emulate",
+    "explain_dispatch",
+    "golden",
+    "patch",
+    "register_transformers",
+]

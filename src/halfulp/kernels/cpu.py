@@ -1,0 +1,273 @@
+"""The door to the native library: attention forward and backward on CPU at the speed of its matrix instructions.
+
+The library is plain C behind ctypes (sources and specification: native/), built with the package where a C++ compiler
+was there. Everything that could make it read beyond a tensor is checked here, before the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from halfulp.kernels.options import Gradients, Options, Saved
+
+Isa = Literal["portable", "avx2", "avx512", "avx512_bf16"]
+ISAS: tuple[str, ...] = get_args(Isa)
+MAX_HEAD_DIM = 256
+_ABI = 1
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_RECIPES = {"halfulp": 0, "stock": 1, "exact_delta": 2}
+_LOG2_E = math.log2(math.e)
+
+
+class _Tensor(ctypes.Structure):
+    """`halfulp_tensor` of native/halfulp.h: strides in elements, the last one is 1."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    )
+
+
+class _Call(ctypes.Structure):
+    """`halfulp_call` of native/halfulp.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("isa", "dtype", "recipe", "threads")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "n_query", "n_key", "d", "dv")),
+        *((name, ctypes.c_int64) for name in ("left", "right", "offset")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("chunks", "mask_kind", "reserved")),
+        *((name, _Tensor) for name in ("query", "key", "value", "grad_out", "mask")),
+        *((name, ctypes.c_void_p) for name in ("out", "residual", "lse", "row_max", "row_sum", "own_lse", "grad_lse")),
+        *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value")),
+    )
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    name = "libhalfulp.dylib" if sys.platform == "darwin" else "libhalfulp.so"
+    file = Path(__file__).with_name(name)
+    if not file.is_file():
+        return "the native library was not built: no C++ compiler was found when halfulp was installed"
+    try:
+        library = ctypes.CDLL(str(file))
+        abi = library.halfulp_abi()
+    except (OSError, AttributeError) as error:
+        return f"the native library does not load: {error}"
+    if abi != _ABI:
+        return f"the native library speaks version {abi} of its interface, this halfulp {_ABI}: install halfulp again"
+    return library
+
+
+def missing() -> str | None:
+    """Why there is no native library here, in words; None where there is one."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+def best_isa() -> Isa:
+    """The fastest instruction set that this machine and the library share; ValueError without a library."""
+    name: Isa = ISAS[_loaded().halfulp_best_isa()]
+    return name
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
+    """None if the library computes this call; else the reason in words."""
+    reasons = (
+        missing(),
+        next((f"{x.device.type} tensors" for x in (query, key, value) if x.device.type != "cpu"), None),
+        None if query.dtype in _DTYPES else f"dtype {query.dtype}",
+        None if query.dtype == key.dtype == value.dtype else "query, key and value of different dtypes",
+        None if options.recipe in _RECIPES else f"recipe {options.recipe!r}: its ties are counted in tiles by PyTorch",
+        None if query.ndim == key.ndim == value.ndim == 4 else "tensors that are not [B, H, N, D]",
+    )
+    refused = next((reason for reason in reasons if reason is not None), None)
+    shape = (*query.shape[:3], key.shape[2]) if refused is None else ()
+    return refused or _shape_refused(query, key, value) or _mask_refused(options, shape) or _option_refused(options)
+
+
+def _shape_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    (b, h, _, d), (bk, hk, nk, dk), (bv, hv, nv, dv) = query.shape, key.shape, value.shape
+    if not (b == bk == bv and hk == hv and nk == nv and d == dk):
+        return "shapes that do not fit each other"
+    if (hk == 0 and h > 0) or (hk > 0 and h % hk):
+        return f"{h} query heads over {hk} key heads"
+    if not (1 <= d <= MAX_HEAD_DIM and 1 <= dv <= MAX_HEAD_DIM):
+        return f"head dimensions {d} and {dv}: accepted are 1 to {MAX_HEAD_DIM}"
+    if any(x.layout != torch.strided for x in (query, key, value)):
+        return "tensors that are not strided"
+    return None
+
+
+def _mask_refused(options: Options, shape: tuple[int, ...]) -> str | None:
+    mask = options.attn_mask
+    if mask is None:
+        return None
+    if mask.device.type != "cpu" or mask.layout != torch.strided:
+        return f"an attention mask on {mask.device} ({mask.layout})"
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        return f"an attention mask of {mask.dtype}"
+    given = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if len(given) != 4 or any(g not in (1, n) for g, n in zip(given, shape, strict=True)):
+        return f"an attention mask of shape {tuple(mask.shape)} for scores of {shape}"
+    return None
+
+
+def _option_refused(options: Options) -> str | None:
+    refused = {
+        "softcap": options.softcap != 0,
+        "sinks": options.sinks is not None,
+        "dropout": options.dropout_p != 0,
+        "a scale that is not a finite float32": not math.isfinite(options.scale) or abs(options.scale) > 3e38,
+    }
+    return next((name for name, met in refused.items() if met), None)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, *, isa: Isa | None = None) -> Saved:
+    """Attention of bf16, fp16 or fp32 tensors; float32 statistics in base 2, a residual for "halfulp" in 16 bits.
+
+    Runs on `torch.get_num_threads()` threads with bits that do not depend on it. `isa` forces an instruction set.
+    Raises ValueError for what `supports` refuses, and for an `isa` that this machine lacks.
+    """
+    call, operands = _call(query, key, value, options, isa)
+    b, h, n, dv = *query.shape[:3], value.shape[3]
+    out = torch.empty(b, h, n, dv, dtype=query.dtype)
+    keeps_residual = options.recipe == "halfulp" and query.dtype != torch.float32
+    residual = torch.empty(b, h, n, dv, dtype=torch.int8) if keeps_residual else None
+    lse, row_max, row_sum, own_lse = (torch.empty(b, h, n, dtype=torch.float32) for _ in range(4))
+    call.out = out.data_ptr()
+    call.residual = None if residual is None else residual.data_ptr()
+    call.lse, call.row_max = lse.data_ptr(), row_max.data_ptr()
+    call.row_sum, call.own_lse = row_sum.data_ptr(), own_lse.data_ptr()
+    _run("halfulp_forward", call)
+    del operands  # kept until the library is done with them
+    return Saved(out, residual, lse, row_max, row_sum, own_lse)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    saved: Saved,
+    options: Options,
+    *,
+    isa: Isa | None = None,
+) -> Gradients:
+    """Gradients of `forward`'s out `[B, H, N, D_v]` and lse `[B, H, N]`, contiguous, in the inputs' dtype.
+
+    `saved` must be this module's own: its row statistics are in base 2. Errors as `forward`.
+    """
+    call, operands = _call(query, key, value, options, isa)
+    b, h, n, dv = *query.shape[:3], value.shape[3]
+    if grad_out.shape != (b, h, n, dv):
+        raise ValueError(f"grad_out of shape {tuple(grad_out.shape)}: accepted is out's shape {(b, h, n, dv)}")
+    if grad_out.device.type != "cpu":
+        raise ValueError(f"grad_out on {grad_out.device}: accepted is the CPU")
+    grad_out = _rows(grad_out.to(query.dtype))
+    call.grad_out = _pointer(grad_out)
+    own_lse = saved.lse * _LOG2_E if saved.own_lse is None else saved.own_lse
+    out = _checked("saved.out", saved.out, (b, h, n, dv), query.dtype)
+    rows = {"row_max": saved.row_max, "row_sum": saved.row_sum, "own_lse": own_lse}
+    held = [_checked(f"saved.{name}", x, (b, h, n), torch.float32) for name, x in rows.items()]
+    call.out, (call.row_max, call.row_sum, call.own_lse) = out.data_ptr(), (x.data_ptr() for x in held)
+    if saved.residual is not None:
+        held.append(_checked("saved.residual", saved.residual, (b, h, n, dv), torch.int8))
+        call.residual = held[-1].data_ptr()
+    if grad_lse is not None:
+        held.append(_checked("grad_lse", grad_lse.to(torch.float32), (b, h, n), torch.float32))
+        call.grad_lse = held[-1].data_ptr()
+    gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)))
+    call.grad_query, call.grad_key, call.grad_value = (x.data_ptr() for x in gradients[:3] if x is not None)
+    _run("halfulp_backward", call)
+    del operands, held
+    return gradients
+
+
+def round_out(exact: Tensor, dtype: torch.dtype, *, isa: Isa | None = None) -> tuple[Tensor, Tensor]:
+    """O in `dtype` (bfloat16 or float16) and its residual int8, as `forward` rounds `exact` (contiguous float32)."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype={dtype}: accepted are torch.bfloat16 and torch.float16")
+    exact = _checked("exact", exact, tuple(exact.shape), torch.float32)
+    out, residual = torch.empty(exact.shape, dtype=dtype), torch.empty(exact.shape, dtype=torch.int8)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (exact, out, residual))
+    _loaded().halfulp_round_out(_isa(isa), _DTYPES[dtype], *pointers, ctypes.c_int64(exact.numel()))
+    return out, residual
+
+
+def _loaded() -> ctypes.CDLL:
+    found = _library()
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _isa(isa: Isa | None) -> int:
+    best = _loaded().halfulp_best_isa()
+    if isa is not None and (isa not in ISAS or ISAS.index(isa) > best):
+        raise ValueError(f"isa={isa!r}: accepted here are {', '.join(ISAS[: best + 1])}")
+    return int(best) if isa is None else ISAS.index(isa)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x`, copied where its rows are not of neighboring elements."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _pointer(x: Tensor) -> _Tensor:
+    return _Tensor(x.data_ptr(), *x.stride()[:3])
+
+
+def _mask(options: Options, shape: tuple[int, ...]) -> tuple[int, Tensor]:
+    """What kind of mask there is, and the mask as bool or float32 whose rows are neighboring elements."""
+    mask = options.attn_mask
+    if mask is None:
+        return 0, torch.empty(0)
+    mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
+    if mask.ndim == 0 or mask.shape[-1] != shape[3]:
+        mask = mask.expand(*mask.shape[:-1], shape[3])
+    return (1 if mask.dtype == torch.bool else 2), _rows(mask).expand(shape)
+
+
+def _checked(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """`x`, contiguous; ValueError unless it is what the library will read."""
+    if tuple(x.shape) != shape or x.dtype != dtype or x.device.type != "cpu":
+        found = f"{tuple(x.shape)}, {x.dtype} on {x.device}"
+        raise ValueError(f"{name} is {found}: accepted is {shape}, {dtype} on the CPU")
+    return x.contiguous()
+
+
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, isa: Isa | None
+) -> tuple[_Call, tuple[Tensor, ...]]:
+    """The call, but for its results, and the tensors that it points into."""
+    refused = supports(query, key, value, options)
+    if refused is not None:
+        raise ValueError(f"the native library does not take {refused}")
+    operands = tuple(_rows(x) for x in (query, key, value))
+    left, right = (-1, -1) if options.window is None else options.window
+    if options.is_causal:
+        right = 0 if right < 0 else min(right, 0)
+    (b, h, n, d), (hk, nk, dv) = query.shape, value.shape[1:]
+    shape = (b, h, hk, n, nk, d, dv, left, right, options.causal_offset)
+    kind, held = _mask(options, (b, h, n, nk))
+    mask = _Tensor() if kind == 0 else _pointer(held)
+    ints = (_isa(isa), _DTYPES[query.dtype], _RECIPES[options.recipe], torch.get_num_threads())
+    return _Call(*ints, *shape, options.scale, 0, kind, 0, *map(_pointer, operands), _Tensor(), mask), (*operands, held)
+
+
+def _run(name: str, call: _Call) -> None:
+    if getattr(_loaded(), name)(ctypes.byref(call)):
+        raise MemoryError(f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys")

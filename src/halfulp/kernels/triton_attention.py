@@ -1,0 +1,155 @@
+"""The door to the Triton kernels: what they support, and the two passes. Triton is imported on the first call only."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfulp.kernels.options import KERNEL_RECIPES, Gradients, Options, Saved
+
+if TYPE_CHECKING:
+    from halfulp.kernels.triton_configs import Config
+    from halfulp.kernels.triton_launch import Launch, Target
+
+MAX_DIM = 256
+MIN_CAPABILITY = (8, 0)
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
+    """None if the kernels run this call, else why not, in words. Triton is imported only for tensors on a GPU."""
+    if options.recipe not in KERNEL_RECIPES:
+        return f"the recipe {options.recipe!r} is none of {', '.join(KERNEL_RECIPES)}"
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the dtype {query.dtype} is none of bfloat16, float16 and float32"
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"key of dtype {key.dtype} and value of dtype {value.dtype} are not query's, {query.dtype}"
+    widest = max(query.shape[-1], value.shape[-1])
+    if widest > MAX_DIM:
+        return f"the head dimension {widest} is above {MAX_DIM}"
+    if 0 in (query.shape[-1], value.shape[-1], key.shape[-2], key.shape[1]):
+        return "there is no key, or a head dimension is 0"
+    if query.shape[1] % key.shape[1]:
+        return f"{key.shape[1]} key heads do not divide {query.shape[1]} query heads"
+    if not 0 < options.scale < float("inf"):
+        return f"the scale {options.scale} is not positive and finite: the row maximum is taken before it"
+    return _unsupported_option(options) or _unsupported_device(query)
+
+
+def _unsupported_option(options: Options) -> str | None:
+    if options.attn_mask is not None:
+        return "attn_mask is not read by these kernels; is_causal and window are"
+    if options.softcap:
+        return "softcap is not in these kernels"
+    if options.sinks is not None:
+        return "sinks are not in these kernels"
+    if options.dropout_p:
+        return "dropout is not in these kernels"
+    return None
+
+
+def _unsupported_device(query: Tensor) -> str | None:
+    if query.device.type == "cpu" and interpreting():
+        return None
+    if query.device.type != "cuda":
+        return f"tensors on {query.device}: the Triton kernels run on GPUs"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed"
+    capability = torch.cuda.get_device_capability(query.device)
+    if torch.version.hip is None and capability < MIN_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether triton was imported by someone who asked for its interpreter, which runs kernels on CPU tensors."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, *, config: Config | None = None) -> Saved:
+    """O, its residual, lse, m and l; see `options.Saved`. m is in base 2; −inf and l = 0 in a fully masked row.
+
+    `config` overrides the tile sizes of the table. Raises ValueError where `supports` gives a reason.
+    """
+    _check(query, key, value, options)
+    from halfulp.kernels.triton_launch import forward_launch
+
+    launch, saved = forward_launch(query, key, value, options, target_of(query), config)
+    run([launch], query)
+    return saved
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    saved: Saved,
+    options: Options,
+    *,
+    configs: dict[str, Config] | None = None,
+) -> Gradients:
+    """dQ, dK, dV, without atomics: the same bits on every run. `saved` is what `forward` gave with these options.
+
+    `grad_lse [B, H, N]` is the gradient of the natural lse. `configs` overrides tile sizes ("query", "key"). Raises
+    ValueError where `supports` gives a reason.
+    """
+    _check(query, key, value, options)
+    from halfulp.kernels.triton_launch import backward_launches
+
+    launches, gradients = backward_launches(
+        grad_out, grad_lse, query, key, value, saved, options, target_of(query), configs
+    )
+    if query.numel() == 0:  # nothing is launched, and keys that nobody saw have a gradient of 0
+        return Gradients(*(x.zero_() for x in gradients[:3]))
+    run(launches, query)
+    return gradients
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
+    reason = supports(query, key, value, options)
+    if reason is not None:
+        raise ValueError(f"options={options.recipe!r} on {query.device}: not for the Triton kernels: {reason}")
+
+
+def target_of(query: Tensor) -> Target:
+    """What the kernels are compiled for where this tensor lies."""
+    from halfulp.kernels.triton_launch import Target
+
+    if query.device.type == "cpu":
+        return Target(80, emulated=query.dtype == torch.bfloat16)
+    if torch.version.hip is not None:
+        return Target(0)
+    major, minor = torch.cuda.get_device_capability(query.device)
+    return Target(10 * major + minor, packs=True)
+
+
+def run(launches: list[Launch], query: Tensor) -> None:
+    """Launch kernels where `query` lies; nothing for an empty query."""
+    if query.numel() == 0:
+        return
+    if query.device.type == "cpu":
+        _launch_all(launches)
+        return
+    with torch.cuda.device(query.device):
+        _launch_all(launches)
+
+
+def _launch_all(launches: list[Launch]) -> None:
+    import triton
+
+    for kernel, grid, arguments, config in launches:
+        if arguments.get("DESCRIPTORS"):
+            triton.set_allocator(_workspace)
+        kernel[grid](**arguments, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True)
+
+
+def _workspace(size: int, alignment: int, stream: Any) -> Tensor:  # noqa: ARG001 - triton's signature
+    """Device memory in which Triton builds tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

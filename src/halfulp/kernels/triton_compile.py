@@ -1,0 +1,194 @@
+"""The kernels compiled for chips that are not at hand: registers, shared memory, spills, instructions per score.
+
+The same launch plan that runs on a GPU is compiled for a named target, so the figures are of the code that will run.
+What a figure cannot say without the chip is time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from halfulp.kernels.options import Options, Saved
+from halfulp.kernels.triton_configs import Config
+from halfulp.kernels.triton_launch import Launch, Target, backward_launches, forward_launch
+
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8",
+}  # fmt: skip
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+KERNELS = ("forward", "query", "key")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one compiled kernel takes, and what its inner loop does for one score."""
+
+    registers: int  # a thread
+    shared: int  # bytes a block
+    spills: int  # bytes of stack a thread
+    instructions: dict[str, float]  # a thread and score, by kind, in the loop without masks; empty where unread
+
+
+def launches(
+    recipe: str = "halfulp",
+    dim: int = 128,
+    *,
+    causal: bool = False,
+    target: str = "sm_90",
+    dtype: torch.dtype = torch.bfloat16,
+    config: Config | None = None,
+    length: int = 4096,
+) -> dict[str, Launch]:
+    """The launches of one call by kind ("forward", "query", "key"), on tensors without memory."""
+    shape = (1, 16, length, dim)
+    q, k, v, do = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(4))
+    options = Options(recipe=recipe, is_causal=causal, scale=dim**-0.5)
+    chip = TARGETS[target]
+    capability = Target(chip.arch, packs=True) if chip.backend == "cuda" else Target(0)
+    forward, saved = forward_launch(q, k, v, options, capability, config)
+    configs = None if config is None else {"query": config, "key": config}
+    backward, _ = backward_launches(do, None, q, k, v, Saved(*saved), options, capability, configs)
+    return {"forward": forward, "query": backward[-1], "key": backward[-2]}
+
+
+def compile_launch(launch: Launch, target: str) -> Any:
+    """Triton's compiled kernel of one launch for one of TARGETS."""
+    signature, constants, attributes = {}, {}, {}
+    names = launch.kernel.arg_names
+    for index, (name, parameter) in enumerate(zip(names, launch.kernel.params, strict=True)):
+        value = launch.arguments[name]
+        if parameter.is_constexpr or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    schedule = {"num_warps": launch.config.warps, "num_stages": launch.config.stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=TARGETS[target], options=schedule)
+
+
+def measure(launch: Launch, target: str) -> Compiled:
+    """Compile one launch and read what it takes from the compiled code."""
+    compiled = compile_launch(launch, target)
+    if TARGETS[target].backend == "hip":
+        text = compiled.asm["amdgcn"]
+        spills = _number(r"\.vgpr_spill_count:\s*(\d+)", text) + _number(r"\.sgpr_spill_count:\s*(\d+)", text)
+        return Compiled(_number(r"\.vgpr_count:\s*(\d+)", text), compiled.metadata.shared, spills, {})
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        usage = _cuobjdump("-res-usage", binary)
+        assembly = _cuobjdump("-sass", binary)
+    scores = launch.config.block_m * launch.config.block_n / (32 * launch.config.warps)
+    counts = {kind: n / scores for kind, n in inner_loop(assembly).items()}
+    spills = _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage)
+    return Compiled(_number(r"REG:(\d+)", usage), compiled.metadata.shared, spills, counts)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"compiled code without {pattern!r}")
+    return int(found[1])
+
+
+def _cuobjdump(option: str, binary: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, binary], capture_output=True, text=True, check=True).stdout
+
+
+# What an instruction is, by how its name begins; the first match counts, and the rest is "other".
+KINDS = {
+    "mma": ("HMMA", "HGMMA", "UTC", "QGMMA"),
+    "exp2": ("MUFU",),
+    "convert": ("F2FP", "F2F", "HADD2"),
+    "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "FRND", "FCHK"),
+    "memory": ("LD", "ST", "UTMA", "CCTL"),
+    "uniform": ("U", "R2UR"),
+    "integer": ("IMAD", "IADD", "LOP", "SHF", "PRMT", "ISETP", "SEL", "LEA", "MOV", "VIADD", "PLOP", "IMNMX", "VIMN"),
+}
+
+
+def inner_loop(assembly: str) -> dict[str, int]:
+    """Instructions of the loop over tiles without masks, by kind, with their "total"; from `cuobjdump -sass`.
+
+    Among the loops that hold both matrix products and exponentials it is the shortest: a mask only adds to it.
+    """
+    code = [(int(m[1], 16), m[2].strip()) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+([^/;]*[A-Z][^;]*);", assembly)]
+    loops = []
+    for end, text in code:
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < end:
+            names = [_opcode(t) for at, t in code if int(jump[1], 16) <= at <= end]
+            kinds = Counter(map(_kind, names))
+            if kinds["mma"] >= 4 and kinds["exp2"] >= 4:
+                loops.append(dict(kinds) | {"total": len(names)})
+    if not loops:
+        raise ValueError("compiled code without a loop of products and exponentials")
+    return min(loops, key=lambda kinds: kinds["total"])
+
+
+def _opcode(text: str) -> str:
+    words = text.split()
+    return words[1] if words[0].startswith("@") and len(words) > 1 else words[0]
+
+
+def _kind(opcode: str) -> str:
+    return next((kind for kind, starts in KINDS.items() if opcode.startswith(starts)), "other")
+
+
+def row_name(target: str, dim: int, kind: str, recipe: str, causal: bool) -> str:
+    """The key of one kernel in the table."""
+    return " ".join((target, str(dim), kind, recipe, *(["causal"] if causal else [])))
+
+
+def row(target: str, dim: int, kind: str, recipe: str, causal: bool) -> dict[str, Any]:
+    """One row of the table: tile sizes and what the compiled kernel takes, its instructions to two places. bf16."""
+    launch = launches(recipe, dim, causal=causal, target=target)[kind]
+    measured = asdict(measure(launch, target))
+    instructions = {name: round(count, 2) for name, count in sorted(measured["instructions"].items())}
+    return measured | {"instructions": instructions, "config": list(launch.config[:4])}
+
+
+def rows() -> list[tuple[str, int, str, str, bool]]:
+    """What the table holds: the two recipes to be compared everywhere, under a causal mask on Hopper too."""
+    return [
+        (target, dim, kind, recipe, causal)
+        for causal in (False, True)
+        for target in (TARGETS if not causal else ("sm_90",))
+        for dim in (64, 128, 256)
+        for kind in KERNELS
+        for recipe in ("halfulp", "stock")
+    ]
+
+
+def shipped_rows() -> dict[str, dict[str, Any]]:
+    """The table of the package, made with the triton version that it names under "triton"."""
+    text = resources.files("halfulp.kernels").joinpath("triton_compiled.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    return found

@@ -1,0 +1,134 @@
+"""What autocast and vmap make of the operators of `schema`: the same as of PyTorch's own attention.
+
+Under autocast, float32 operands are read in the autocast dtype. Under vmap, the mapped dimension joins the batch; where
+that cannot be (dropout, whose masks depend on the place in the batch, and mapped sinks) the calls run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+from halfulp.ops.schema import attention_backward, attention_forward, gradients, keep
+
+_FORWARD_OPERANDS, _BACKWARD_OPERANDS = 3, 11  # leading arguments that have a batch dimension: all but grad_lse's None
+
+
+def _autocast_rule(device_type: str) -> Callable[..., Any]:
+    key = DispatchKeySet(getattr(DispatchKey, "Autocast" + {"cpu": "CPU", "cuda": "CUDA"}[device_type]))
+
+    def cast(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        operands = [x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in args[:3]]
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return torch.ops.halfulp.attention_forward(*operands, *args[3:])
+
+    return cast
+
+
+for _device in ("cpu", "cuda"):
+    torch.library.impl("halfulp::attention_forward", "Autocast" + _device.upper())(_autocast_rule(_device))
+
+
+@attention_forward.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    return _mapped(attention_forward, _FORWARD_OPERANDS, info, in_dims, args)
+
+
+@attention_backward.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    return _mapped(attention_backward, _BACKWARD_OPERANDS, info, in_dims, args)
+
+
+class _Functional(torch.autograd.Function):
+    """The operator for `torch.func`, which differentiates functions of this form and no operators."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return gradients(ctx, *grads, operator=_FunctionalBackward.apply)
+
+
+class _FunctionalBackward(torch.autograd.Function):
+    """The backward operator for `torch.func`, which takes it with gradients on; once differentiable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise NotImplementedError("halfulp.attention is differentiable once, as PyTorch's flash kernels are")
+
+
+def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Call `attention_forward` with its arguments, under `torch.func` too; returns (out, lse)."""
+    if torch._C._are_functorch_transforms_active():
+        out, lse, *_ = _Functional.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        out, lse, *_ = attention_forward(*arguments)
+    return out, lse
+
+
+def _mapped(
+    operator: Callable[..., Any], operands: int, info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    size: int = info.batch_size
+    mask, sinks, seed = args[operands : operands + 3]
+    wants_mask = bool(args[-1])
+    if sinks is not None or seed is not None or (wants_mask and mask is not None):
+        return _one_by_one(operator, size, in_dims, args)
+    joined = [None if x is None else _join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)]
+    assert joined[0] is not None
+    if mask is not None:
+        mask = _join_mask(mask, in_dims[operands], size, joined[0].shape[0] // size)
+    results = operator(*joined, mask, *args[operands + 1 :])
+    split = tuple(x.view(size, x.shape[0] // size, *x.shape[1:]) if x.ndim > 1 else x for x in results)
+    return split, tuple(0 if x.ndim > 1 else None for x in results)
+
+
+def _join(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """`[B, …]` with a mapped dimension anywhere, or none, as `[size · B, …]`."""
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.reshape(size * x.shape[1], *x.shape[2:])
+
+
+def _join_mask(mask: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """The mask of every mapped call, as one that broadcasts to `[size · B, H, N, N_k]`."""
+    if dim is None:
+        if mask.ndim < 4 or mask.shape[0] == 1:
+            return mask
+        mask, dim = mask.unsqueeze(0).expand(size, *mask.shape), 0
+    mask = mask.movedim(dim, 0)
+    mask = mask.reshape(size, *(1,) * (5 - mask.ndim), *mask.shape[1:])
+    return mask.expand(size, batch, *mask.shape[2:]).reshape(size * batch, *mask.shape[2:])
+
+
+def _one_by_one(
+    operator: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    calls = [
+        operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
+        for i in range(size)
+    ]
+    results = tuple(torch.stack(column) for column in zip(*calls, strict=True))
+    return results, (0,) * len(results)

@@ -1,0 +1,108 @@
+"""Tiny random Llama, GPT-2 and Qwen3 with `attn_implementation="halfulp"`, held to transformers' own attention."""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+
+import halfulp
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+SIZE = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WIDE = SIZE | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "Llama": WIDE | {"num_key_value_heads": 2},
+    "GPT2": SIZE | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0},
+    "Qwen3": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "use_sliding_window": True, "sliding_window": 5,
+                     "max_window_layers": 1},
+    "GptOss": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1,
+                      "sliding_window": 5},
+}  # fmt: skip
+HEADS = {"GPT2": "LMHeadModel"}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    halfulp.register_transformers()
+    name = request.param
+    config = getattr(transformers, f"{name}Config")(**MODELS[name])
+    torch.manual_seed(0)
+    built = getattr(transformers, f"{name}{HEADS.get(name, 'ForCausalLM')}")(config).eval()
+    torch.manual_seed(1)
+    for parameter in built.parameters():  # as initialized, attention would hardly differ from an average
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return built
+
+
+@pytest.fixture
+def tokens():
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return ids, mask
+
+
+def run(model, implementation, ids, mask):
+    """Logits and the gradients of all parameters."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    logits = model(ids, attention_mask=mask).logits[mask.bool()]
+    logits.square().mean().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_and_gradients_as_eager(model, tokens, padded):
+    ids, mask = tokens
+    mask = mask if padded else torch.ones_like(ids)
+    logits, grads = run(model, "halfulp", ids, mask)
+    wanted, grads_w = run(model, "eager", ids, mask)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert grads.keys() == grads_w.keys()
+    for name, grad in grads.items():
+        assert float((grad - grads_w[name]).norm()) <= 1e-4 * float(grads_w[name].norm()) + 1e-6, name
+
+
+def test_generation_with_a_cache(model, tokens):
+    """Greedy decoding token by token from padded prompts: the tokens that eager attention gives."""
+    ids, mask = tokens
+    texts = []
+    for implementation in ("halfulp", "eager"):
+        model.set_attn_implementation(implementation)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            texts.append(model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, use_cache=True))
+    assert torch.equal(*texts)
+
+
+def test_it_is_halfulp_that_runs(model, tokens, monkeypatch):
+    calls = []
+    real = halfulp.attention
+
+    def count(*args, **options):
+        calls.append(args[0].shape)
+        return real(*args, **options)
+
+    monkeypatch.setattr(importlib.import_module("halfulp.attention.transformers"), "attention", count)
+    model.set_attn_implementation("halfulp")
+    with torch.no_grad():
+        model(tokens[0], attention_mask=tokens[1])
+    assert len(calls) == 2, "one call a layer"
+
+
+def test_position_bias_and_paged_caches():
+    from halfulp.attention.transformers import attention_forward
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(3))
+    bias = torch.randn(1, 2, 6, 6, generator=generator)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    hidden = bias.masked_fill(~causal, -torch.inf)
+    for mask, is_causal in ((None, True), (causal, False), (hidden - bias, False)):
+        out, _ = attention_forward(None, q, k, v, mask, is_causal=is_causal, position_bias=bias)
+        torch.testing.assert_close(out.transpose(1, 2), halfulp.attention(q, k, v, hidden), equal_nan=True)
+    with pytest.raises(ValueError, match="paged"):
+        attention_forward(None, q, k, v, None, cache=object())

@@ -1,0 +1,85 @@
+"""The door to the Triton kernels where there is no GPU: what it refuses, what it imports, which tiles it would take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfulp.kernels import triton_attention as door
+from halfulp.kernels.options import Options
+from halfulp.kernels.triton_configs import KINDS, Config, config_for, shipped_table
+
+X = torch.zeros(1, 4, 8, 16, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"recipe": "paper"}, "none of halfulp, stock"), ({"scale": 0.0}, "not positive"), ({"scale": -1.0}, "positive"),
+     ({"scale": float("inf")}, "finite"), ({"attn_mask": X}, "attn_mask"), ({"softcap": 1.0}, "softcap"),
+     ({"sinks": X}, "sinks"), ({"dropout_p": 0.1}, "dropout")],
+)  # fmt: skip
+def test_options_that_the_kernels_lack_are_named(changes: dict, reason: str) -> None:
+    found = door.supports(X, X, X, replace(Options(), **changes))
+    assert found is not None
+    assert reason in found
+    with pytest.raises(ValueError, match="not for the Triton kernels"):
+        door.forward(X, X, X, replace(Options(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "reason"),
+    [(X.double(), X.double(), "float64"), (X, X.half(), "not query's"), (X[:, :3], X[:, :2], "do not divide"),
+     (X, X[:, :, :0], "no key"), (X.expand(1, 4, 8, 16).repeat(1, 1, 1, 17), X.repeat(1, 1, 1, 17), "above 256")],
+)  # fmt: skip
+def test_operands_that_the_kernels_lack_are_named(query: torch.Tensor, key: torch.Tensor, reason: str) -> None:
+    found = door.supports(query, key, key, Options())
+    assert found is not None
+    assert reason in found
+
+
+def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
+    assert door.supports(X, X, X, Options()) == "tensors on cpu: the Triton kernels run on GPUs"
+    with pytest.raises(ValueError, match="run on GPUs"):
+        door.backward(X, None, X, X, X, None, Options())  # type: ignore[arg-type]
+
+
+def test_triton_is_imported_for_gpus_alone() -> None:
+    code = """
+import json, sys, torch
+before = set(sys.modules)
+from halfulp.kernels import triton_attention as door
+from halfulp.kernels.options import Options
+x = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
+door.supports(x, x, x, Options())
+print(json.dumps([name for name in set(sys.modules) - before if name.split(".")[0] == "triton"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_every_chip_has_tiles() -> None:
+    for capability in (0, 80, 86, 89, 90, 100, 103, 120, 121):
+        for dim in (16, 64, 128, 256):
+            for kind in KINDS:
+                config = config_for(kind, capability, dim, causal=False)
+                assert config.block_m * config.block_n >= 32 * 32
+                assert config == config_for(kind, capability, dim, causal=True)  # no row of its own is shipped
+    assert config_for("forward", 86, 64, False) == config_for("forward", 80, 64, False)
+    assert config_for("forward", 120, 128, False) != config_for("forward", 100, 128, False)  # a third of the memory
+    assert config_for("key", 90, 32, False) == config_for("key", 90, 64, False)
+    assert config_for("key", 90, 64, False, itemsize=4) == Config(32, 32, 4, 1)
+    with pytest.raises(ValueError, match="accepted are 'forward', 'query', 'key'"):
+        config_for("backward", 90, 64, False)
+
+
+def test_a_row_for_causal_calls_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = json.loads(json.dumps(shipped_table()))
+    table["90"]["64"]["key causal"] = {"block_m": 16, "block_n": 16, "warps": 1, "stages": 1, "descriptors": True}
+    monkeypatch.setattr("halfulp.kernels.triton_configs.shipped_table", lambda: table)
+    assert config_for("key", 90, 64, True) == Config(16, 16, 1, 1, True)
+    assert config_for("key", 90, 64, False) != Config(16, 16, 1, 1, True)

@@ -1,0 +1,87 @@
+"""The kernels compiled for chips that are not at hand: no spills, and the table of what they take is that of this code.
+
+A few rows are compiled; `python -m benchmarks.gpu_attention --compile` makes the whole table, in minutes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from halfulp.kernels import triton_compile as compiling  # noqa: E402
+from halfulp.kernels.triton_configs import Config, config_for  # noqa: E402
+
+SHIPPED = compiling.shipped_rows()
+SOME = [
+    ("sm_90", 128, "forward", "halfulp", False),
+    ("sm_90", 64, "key", "halfulp", True),
+    ("sm_80", 64, "query", "stock", False),
+    ("sm_100", 64, "key", "stock", False),
+]
+
+
+def test_the_table_is_whole_and_of_these_tiles() -> None:
+    assert set(SHIPPED) == {compiling.row_name(*row) for row in compiling.rows()} | {"triton"}
+    for row in compiling.rows():
+        target, dim, kind, _, causal = row
+        chip = compiling.TARGETS[target]
+        capability = chip.arch if chip.backend == "cuda" else 0
+        assert Config(*SHIPPED[compiling.row_name(*row)]["config"]) == config_for(kind, capability, dim, causal)
+
+
+def test_nothing_spills_and_everything_fits() -> None:
+    memory = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB a block may have
+    for row in compiling.rows():
+        found = SHIPPED[compiling.row_name(*row)]
+        assert found["spills"] == 0, row
+        assert found["registers"] <= (512 if row[0] == "gfx942" else 255), row
+        assert found["shared"] <= memory[row[0]] * 1024, row
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:triton")
+@pytest.mark.parametrize("row", SOME, ids=lambda row: compiling.row_name(*row))
+def test_compiled_now(row: tuple[str, int, str, str, bool]) -> None:
+    now, shipped = compiling.row(*row), SHIPPED[compiling.row_name(*row)]
+    assert now["spills"] == 0
+    if triton.__version__ == SHIPPED["triton"]["version"]:
+        assert now == shipped
+
+
+def test_the_overhead_of_the_recipe_in_instructions() -> None:
+    """Per score and thread, against the stock recipe in the same source: what the repair costs before any clock."""
+    for dim in (64, 128):
+        for kind, most in (("forward", 1.0), ("query", 2.0), ("key", 5.0)):
+            ours, stock = (SHIPPED[compiling.row_name("sm_90", dim, kind, recipe, False)]["instructions"]
+                           for recipe in ("halfulp", "stock"))  # fmt: skip
+            assert ours["exp2"] <= stock["exp2"]
+            assert 0 < ours["total"] - stock["total"] <= most
+            # one at a time, rounding takes the slow unit; packed it takes half an instruction a score
+            assert ours["convert"] <= stock["convert"] + 0.5
+
+
+LOOP = """
+        /*0100*/                   LDG.E R1, [R2.64] ;
+        /*0110*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0120*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0130*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0140*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0150*/              @!P0 MUFU.EX2 R5, R5 ;
+        /*0160*/                   MUFU.EX2 R5, R5 ;
+        /*0170*/                   MUFU.EX2 R5, R5 ;
+        /*0180*/                   MUFU.EX2 R5, R5 ;
+        /*0190*/                   F2FP.BF16.F32.PACK_AB R6, R5, R5 ;
+        /*01a0*/               @P1 BRA 0x100 ;
+        /*01b0*/                   EXIT ;
+        /*01c0*/                   BRA 0x1c0;
+"""
+
+
+def test_the_inner_loop_is_read_from_assembly() -> None:
+    counts = compiling.inner_loop(LOOP)
+    assert counts == {"memory": 1, "mma": 4, "exp2": 4, "convert": 1, "other": 1, "total": 11}
+    masked = LOOP.replace("/*0190*/", "/*0188*/ FSEL R5, R5, R6, P2 ;\n /*0190*/")
+    assert compiling.inner_loop(masked)["float"] == 1
+    assert compiling.inner_loop(masked + LOOP.replace("*01", "*11").replace("0x100", "0x1110"))["total"] == 10
+    with pytest.raises(ValueError, match="without a loop"):
+        compiling.inner_loop(LOOP.replace("@P1 BRA 0x100", "NOP"))

@@ -1,0 +1,65 @@
+"""Two processes: DDP and FSDP2 give one process's gradients through the operators."""
+
+import socket
+import subprocess
+import sys
+
+PROCESS = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import halfulp
+torch.set_num_threads(1)
+rank, port = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 24)
+        self.outer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.inner(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        out = halfulp.attention(q, k, v, is_causal=True, backend="torch")
+        return self.outer(out.transpose(1, 2).flatten(2))
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+torch.manual_seed(0)
+x = torch.randn(4, 9, 8)
+alone = Block()
+loss_of(alone, x).backward()
+expected = {n: p.grad.clone() for n, p in alone.named_parameters()}
+for wrap in ("ddp", "fsdp"):
+    model = Block()
+    model.load_state_dict(alone.state_dict())
+    if wrap == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    loss_of(model, x[2 * rank : 2 * rank + 2]).backward()
+    for name, p in model.named_parameters():
+        grad = p.grad.full_tensor() if wrap == "fsdp" else p.grad
+        torch.testing.assert_close(grad, expected[name.removeprefix("module.")], rtol=1e-5, atol=1e-7)
+    print(wrap, "agrees")
+dist.destroy_process_group()
+"""
+
+
+def test_ddp_and_fsdp2():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err.decode()[-3000:]
+        assert out.decode().split("\n")[:2] == ["ddp agrees", "fsdp agrees"]
