@@ -16,6 +16,7 @@ from typing import Any
 
 from halfulp import __version__
 from halfulp.cli.audits import audit
+from halfulp.cli.bench import bench
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
 from halfulp.cli.lab import compare, isolate, tokens, train
 from halfulp.cli.pages import report
@@ -33,6 +34,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare,
     "report": report,
     "explain": explain,
+    "bench": bench,
     "ls": ls,
 }
 

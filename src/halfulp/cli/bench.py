@@ -1,0 +1,92 @@
+"""`halfulp bench`: attention kernels timed beside each other, with their error in the same table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from halfulp.cli.shell import print_json, typed_command
+
+if TYPE_CHECKING:
+    from halfulp.experiments.bench import Setting
+
+STDOUT = Path("-")
+
+
+def bench(
+    kernels: tuple[str, ...] = (),
+    /,
+    *,
+    shapes: tuple[str, ...] = (),
+    dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    rounds: int = 9,
+    threads: int | None = None,
+    device: str = "cpu",
+    json: Path | None = None,
+    svg: Path | None = None,
+) -> int:
+    """Time attention kernels beside each other, forward and backward, and say how exact each is: halfulp bench
+
+    Ratios are medians over interleaved rounds; where their spread hides the difference there is none. Errors are
+    multiples of the floor, the least that a kernel with these formats must round.
+
+    Args:
+        kernels: Names of `halfulp ls targets`, file.py:function, or halfulp:stock and halfulp:exact_delta, our kernel
+            with another recipe; every one that runs here by default. sdpa is the baseline and always takes part.
+        shapes: B,H,N,D in elements, with ",causal" where wanted; three sizes, causal and not, by default.
+        dtype: Of query, key, value and their gradients.
+        rounds: Timed rounds, at least 3.
+        threads: Of torch; its own number by default.
+        device: Where the kernels run, such as cpu or cuda.
+        json: File to write every figure to; - prints them instead of the tables.
+        svg: File to draw the ratios to.
+    """
+    import torch
+
+    from halfulp.experiments.bench import bench as benched
+    from halfulp.report.figures import draw_panels
+    from halfulp.report.terminal import console, print_table, progress_bar
+    from halfulp.runs.folder import check_file, write_json, write_text
+
+    sizes = [_setting(text) for text in shapes]
+    check_file("json", None if json == STDOUT else json)
+    check_file("svg", svg)
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}: accepted is an integer of at least 1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "rounds": rounds,
+        "device": device,
+        "command": typed_command(),
+    }
+    try:
+        with progress_bar("bench") as progress:
+            plain = benched(kernels, sizes, progress=progress, **options).as_dict()
+    finally:
+        torch.set_num_threads(before)
+    if json == STDOUT:
+        print_json(plain)
+    else:
+        for table in plain["tables"]:
+            print_table(table, console())
+        for name, reason in plain["skipped"].items():
+            console().print(f"{name}: not timed, {reason}", style="dim", highlight=False)
+    if json is not None and json != STDOUT:
+        write_json(json, plain)
+    if svg is not None and plain["figures"]:
+        write_text(svg, draw_panels(plain["figures"], columns=1))
+    return 0
+
+
+def _setting(text: str) -> Setting:
+    from halfulp.experiments.bench import Setting
+
+    *numbers, last = [part.strip() for part in text.split(",")]
+    causal = last == "causal"
+    sizes = numbers if causal else [*numbers, last]
+    if len(sizes) != 4 or not all(size.isdigit() and int(size) > 0 for size in sizes):
+        raise ValueError(f"shape={text!r}: accepted is B,H,N,D or B,H,N,D,causal")
+    b, h, n, d = map(int, sizes)
+    return Setting((b, h, n, d), causal)
