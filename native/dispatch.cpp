@@ -12,6 +12,9 @@
 #if defined(__unix__) || defined(__APPLE__)
 #include <dlfcn.h>
 #endif
+#if defined(HALFULP_X86)
+#include <cpuid.h>
+#endif
 
 #include "call.hpp"
 
@@ -86,14 +89,26 @@ int spread(Work& work, long threads) {
   return work.failed;
 }
 
+#if defined(HALFULP_X86)
+// avx512_bf16 by the processor's own word (leaf 7.1, EAX bit 5), for compilers that do not know its name.
+bool multiplies_pairs() {
+#if defined(HALFULP_PAIRS)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+#else
+  return false;
+#endif
+}
+#endif
+
 int best_isa() {
 #if defined(HALFULP_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    return __builtin_cpu_supports("avx512bf16") ? HALFULP_AVX512_BF16 : HALFULP_AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    return HALFULP_AVX2;
+    return multiplies_pairs() ? HALFULP_AVX512_BF16 : HALFULP_AVX512;
+  // every processor with AVX2 has F16C, which older compilers cannot ask for
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return HALFULP_AVX2;
 #endif
   return HALFULP_PORTABLE;
 }
@@ -103,7 +118,9 @@ const Kernels& kernels_for(int isa, int dtype, int recipe) {
   if (isa < 0 || isa > best) isa = best;
   const bool integer = recipe == HALFULP_RECIPE_HALFULP;
 #if defined(HALFULP_X86)
+#if defined(HALFULP_PAIRS)
   if (isa == HALFULP_AVX512_BF16 && dtype == HALFULP_BF16) return avx512_bf16_table[0][integer];
+#endif
   if (isa >= HALFULP_AVX512) return avx512_table[dtype][integer];
   if (isa == HALFULP_AVX2) return avx2_table[dtype][integer];
 #endif

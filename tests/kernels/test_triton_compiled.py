@@ -48,6 +48,21 @@ def test_compiled_now(row: tuple[str, int, str, str, bool]) -> None:
         assert now == shipped
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:triton")
+def test_what_the_table_leaves_out_compiles_too() -> None:
+    """Row statistics, δ over P, and tiles by tensor descriptors."""
+    planned = compiling.launches("exact_delta", 64)
+    assert compiling.measure(planned["rows"], "sm_90").spills == 0
+    assert compiling.measure(planned["delta"], "sm_90").spills == 0
+    plain, described = (Config(128, 64, 8, 2, descriptors) for descriptors in (False, True))
+    by_pointer, by_descriptor = (
+        compiling.measure(compiling.launches("halfulp", 64, causal=True, config=config)["query"], "sm_90")
+        for config in (plain, described)
+    )
+    assert by_descriptor.spills == 0
+    assert by_descriptor.instructions["total"] < by_pointer.instructions["total"]
+
+
 def test_the_overhead_of_the_recipe_in_instructions() -> None:
     """Per score and thread, against the stock recipe in the same source: what the repair costs before any clock."""
     for dim in (64, 128):

@@ -39,13 +39,7 @@ def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     given = (query, key, value)
     q, k, v = (x if x.ndim >= max(dims, 3) else x[(None,) * (max(dims, 3) - x.ndim)] for x in given)
     heads = _heads(q.shape[-3], k.shape[-3], v.shape[-3], enable_gqa)
-    try:
-        leading = tuple(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
-        raise ValueError(
-            f"query, key and value of shapes {shapes}: their leading dimensions do not broadcast"
-        ) from None
+    leading = _leading(q, k, v)
     full = (*leading, heads, q.shape[-2], k.shape[-2])
     q = _flat(q, leading, heads)
     if k.shape[-3] != v.shape[-3]:  # whichever has fewer heads repeats them
@@ -138,6 +132,19 @@ def _heads(query: int, key: int, value: int, enable_gqa: bool) -> int:
     if heads and max(key, value) % min(key, value):
         raise ValueError(f"value of {value} heads: accepted is a divisor or a multiple of key's, {key}")
     return heads
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """All dimensions before the heads, broadcast."""
+    leading = tuple(query.shape[:-3])
+    if key.shape[:-3] == leading == value.shape[:-3]:  # broadcast_shapes costs more than a small kernel
+        return leading
+    try:
+        return tuple(torch.broadcast_shapes(leading, key.shape[:-3], value.shape[:-3]))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        message = f"query, key and value of shapes {shapes}: their leading dimensions do not broadcast"
+        raise ValueError(message) from None
 
 
 def _flat(x: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:

@@ -8,7 +8,7 @@ fp32 dust is never compared with zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -173,6 +173,9 @@ def measure(result: AttentionResult, truth: AttentionResult, noise: Noise, x: In
         leans.append(Lean(name, _lean(difference, exact, getattr(noise, name), fmt)))
         ulps[name] = _in_ulps(difference, exact, fmt)
     figures += _sums(result, truth, noise, x, fmt, probe, nonfinite)
+    if probe is not None and probe.judged_by is not None:
+        figures = [replace(f, slack=f.slack * probe.slack) for f in figures if f.name == probe.judged_by]
+        leans = []
     return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
 
 

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from halfulp.kernels.options import Options, Saved
 from halfulp.kernels.triton_configs import Config
+from halfulp.kernels.triton_kernels import rows_kernel
 from halfulp.kernels.triton_launch import Launch, Target, backward_launches, forward_launch
 
 POINTERS = {
@@ -46,7 +47,7 @@ class Compiled:
     registers: int  # a thread
     shared: int  # bytes a block
     spills: int  # bytes of stack a thread
-    instructions: dict[str, float]  # a thread and score, by kind, in the loop without masks; empty where unread
+    instructions: dict[str, float]  # a thread and score, by kind, in the loop without masks; {}: no loop, or AMD
 
 
 def launches(
@@ -59,7 +60,10 @@ def launches(
     config: Config | None = None,
     length: int = 4096,
 ) -> dict[str, Launch]:
-    """The launches of one call by kind ("forward", "query", "key"), on tensors without memory."""
+    """The launches of one call by kind ("forward", "rows", "query", "key", "delta" where the recipe sums it over P).
+
+    They are planned on tensors without memory.
+    """
     shape = (1, 16, length, dim)
     q, k, v, do = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(4))
     options = Options(recipe=recipe, is_causal=causal, scale=dim**-0.5)
@@ -68,7 +72,8 @@ def launches(
     forward, saved = forward_launch(q, k, v, options, capability, config)
     configs = None if config is None else {"query": config, "key": config}
     backward, _ = backward_launches(do, None, q, k, v, Saved(*saved), options, capability, configs)
-    return {"forward": forward, "query": backward[-1], "key": backward[-2]}
+    kinds = {"forward": forward, "rows": backward[0], "query": backward[-1], "key": backward[-2]}
+    return kinds | ({"delta": backward[1]} if recipe == "exact_delta" else {})
 
 
 def compile_launch(launch: Launch, target: str) -> Any:
@@ -105,7 +110,8 @@ def measure(launch: Launch, target: str) -> Compiled:
         usage = _cuobjdump("-res-usage", binary)
         assembly = _cuobjdump("-sass", binary)
     scores = launch.config.block_m * launch.config.block_n / (32 * launch.config.warps)
-    counts = {kind: n / scores for kind, n in inner_loop(assembly).items()}
+    found = {} if launch.kernel is rows_kernel else inner_loop(assembly)
+    counts = {kind: n / scores for kind, n in found.items()}
     spills = _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage)
     return Compiled(_number(r"REG:(\d+)", usage), compiled.metadata.shared, spills, counts)
 
@@ -176,11 +182,11 @@ def row(target: str, dim: int, kind: str, recipe: str, causal: bool) -> dict[str
 
 
 def rows() -> list[tuple[str, int, str, str, bool]]:
-    """What the table holds: the two recipes to be compared everywhere, under a causal mask on Hopper too."""
+    """What the table holds: the two recipes to be compared, on every chip."""
     return [
         (target, dim, kind, recipe, causal)
         for causal in (False, True)
-        for target in (TARGETS if not causal else ("sm_90",))
+        for target in TARGETS
         for dim in (64, 128, 256)
         for kind in KERNELS
         for recipe in ("halfulp", "stock")

@@ -141,17 +141,15 @@ def _key_range(start, N_k, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 @triton.jit
 def _row_range(start, N_q, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
                HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """Rows of one key block, as `_key_range`: only visibility needs a mask, since rows beyond N_q are read as 0."""
-    low, whole, high, rest = 0, 0, N_q, tl.cdiv(N_q, BLOCK_M) * BLOCK_M
+    """Rows [low, high) of one key block; without a left bound [whole, high) needs no mask: rows past N_q are 0."""
+    low, whole, high, end = 0, 0, N_q, tl.cdiv(N_q, BLOCK_M) * BLOCK_M
     if HAS_RIGHT:
-        low = tl.minimum(tl.maximum(start - right, 0) // BLOCK_M * BLOCK_M, rest)
-        whole = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N - 1 - right, 0), BLOCK_M) * BLOCK_M, rest)
+        low = tl.minimum(tl.maximum(start - right, 0) // BLOCK_M * BLOCK_M, end)
+        whole = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N - 1 - right, 0), BLOCK_M) * BLOCK_M, end)
         whole = tl.maximum(whole, low)
     if HAS_LEFT:
         high = tl.minimum(high, tl.maximum(start + BLOCK_N + left, 0))
-        rest = tl.minimum(rest, tl.maximum(start + left + 1, 0) // BLOCK_M * BLOCK_M)
-        rest = tl.maximum(rest, whole)
-    return low, whole, rest, high
+    return low, whole, high
 
 
 @triton.jit
@@ -442,7 +440,7 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
     v = _rows_of(V, V, start, v_n, N_k, D_v, VALUE_DIM, BLOCK_N, True, False, EMULATED)
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
-    low, whole, rest, high = _row_range(start, N_q, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    low, whole, high = _row_range(start, N_q, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
     for group in range(groups):
         query_head = own * groups + group
         Q_head = Q + batch * q_b + query_head * q_h
@@ -450,26 +448,21 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
         Q_tiles = _descriptor(Q_head, q_n, N_q, D, HEAD_DIM, BLOCK_M, DESCRIPTORS)
         Grad_tiles = _descriptor(Grad_head, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, DESCRIPTORS)
         at = (batch * heads + query_head) * N_q
-        # Wide heads leave no registers for a second loop, so there the mask stays on in every tile.
-        split: tl.constexpr = (HAS_LEFT or HAS_RIGHT) and HEAD_DIM + VALUE_DIM < 256
-        if split and HAS_RIGHT:
+        # Wide heads and windows leave no registers for a second loop: there the mask stays on in every tile.
+        split: tl.constexpr = HAS_RIGHT and not HAS_LEFT and HEAD_DIM + VALUE_DIM < 256
+        if split:
             dk, dv = _key_tiles(
                 dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
                 Inverse_value + at, Delta + at, columns, low, whole, N_q, N_k, left, right, scale, D, D_v, HEAD_DIM,
                 VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
-        first, last = low, high
+        first = low
         if split:
-            first, last = whole, tl.minimum(rest, high)
+            first = whole
         dk, dv = _key_tiles(
             dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
-            Inverse_value + at, Delta + at, columns, first, last, N_q, N_k, left, right, scale, D, D_v, HEAD_DIM,
+            Inverse_value + at, Delta + at, columns, first, high, N_q, N_k, left, right, scale, D, D_v, HEAD_DIM,
             VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, (HAS_LEFT or HAS_RIGHT) and not split, DESCRIPTORS,
             PACKED, EMULATED)  # fmt: skip
-        if split and HAS_LEFT:
-            dk, dv = _key_tiles(
-                dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
-                Inverse_value + at, Delta + at, columns, rest, high, N_q, N_k, left, right, scale, D, D_v, HEAD_DIM,
-                VALUE_DIM, BLOCK_M, ROUNDED, HAS_LEFT, HAS_RIGHT, True, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
     offset = tl.cast(key_head, tl.int64) * N_k
     dk, dv = _round(dk * alpha, K.dtype.element_ty, EMULATED), _round(dv, V.dtype.element_ty, EMULATED)
     _store(Grad_key + offset * D, dk, start, N_k, D, HEAD_DIM, BLOCK_N)

@@ -46,11 +46,14 @@ def attention_forward(
     options = _options(attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe)
     kernel = choose(query, key, value, options, backend, mask_gradient=mask_gradient)
     saved: Saved = kernel.forward(query, key, value, options)
-    empties = [torch.empty_like(x) for x in _fake_forward(query, value, recipe)[2:6:3]]
-    residual = empties[0] if saved.residual is None else saved.residual
-    own_lse = empties[1]
-    if own_lse.numel():
-        own_lse = saved.lse * LOG2_E if saved.own_lse is None else saved.own_lse
+    batch, heads, count = query.shape[:3]
+    residual, own_lse = saved.residual, saved.own_lse
+    if residual is None:
+        residual = query.new_empty(batch, heads, count, 0, dtype=torch.int8)
+    if tiled.recipe_of(recipe, query.dtype).base != "2":
+        own_lse = saved.lse.new_empty(batch, heads, 0)
+    elif own_lse is None:
+        own_lse = saved.lse * LOG2_E
     return saved.out, saved.lse, residual, saved.row_max, saved.row_sum, own_lse
 
 

@@ -1,0 +1,302 @@
+"""halfulp.attention on a GPU: is it right, is it sound, how fast is it beside the stock kernels?
+
+usage: python -m benchmarks.gpu_attention [--out gpu-attention] [--seconds 570] [--device cuda] [--small] [--only …]
+       python -m benchmarks.gpu_attention --compile FILE     (no GPU: compile every kernel for every chip)
+       python -m benchmarks.gpu_attention --tune FILE        (time tile sizes on this GPU and write their table)
+
+A call ends after --seconds and the next one goes on where it ended: every figure is kept in --out as soon as it is
+there, and results.json is written again at the end of each call.
+
+- weights: do the forward and the two backward kernels round to the same weights, in spite of an approximate exp2?
+- golden: relative error of O, dQ, dK, dV against fp64, per kernel and length.
+- audit: halfulp's own audit of every kernel.
+- speed: TFLOP/s forward and backward, every kernel in turn in each round: median, smallest and largest round.
+
+--small does it on a CPU, with PyTorch's path in place of the Triton kernels; it is how the script is tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import halfulp
+from halfulp.audit import targets
+from halfulp.audit.calling import Target
+from halfulp.audit.probes import Shape
+from halfulp.audit.run import audit
+from halfulp.runs.folder import write_json
+from halfulp.runs.machine import describe_machine, describe_versions
+from halfulp.testing import attend, errors, gaussian, golden, value_offset
+
+RECIPES = ("halfulp", "stock", "published", "exact_delta")
+STOCK = ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex:compiled", "flash_attn")
+PARTS = ("weights", "golden", "audit", "speed")
+ROUNDS = 7
+
+
+class Unit(NamedTuple):
+    """One thing to measure: its part, its name, and what measures it."""
+
+    part: str
+    name: str
+    measure: Callable[[], Any]
+
+
+def kernel(name: str, device: str) -> Callable[..., Any]:
+    """The attention function of a name: "halfulp:RECIPE" is ours, anything else an audit target."""
+    family, _, recipe = name.partition(":")
+    if family == "halfulp":
+        backend = "triton" if device == "cuda" else "torch"
+        return partial(halfulp.attention, recipe=recipe, backend=backend)
+    target = targets.resolve(name)
+    if target.missing is not None:
+        raise ValueError(f"{name}: {target.missing}")
+    return target.call
+
+
+def units(device: str, small: bool) -> Iterator[Unit]:
+    """What is to be measured, the quick and telling first."""
+    ours = [f"halfulp:{recipe}" for recipe in RECIPES]
+    stock = ["sdpa:flash"] if small else list(STOCK)
+    if device == "cuda":
+        for dtype in ("bfloat16", "float16"):
+            for causal in (False, True):
+                yield Unit("weights", f"{dtype}{' causal' * causal}", partial(weights, dtype, causal))
+    for length in (128,) if small else (1024, 4096, 16384):
+        for name in (*ours, *stock):
+            yield Unit("golden", f"{name} N={length}", partial(error, name, length, device))
+    for name in ("halfulp:halfulp",) if small else (*ours, *stock):
+        yield Unit("audit", name, partial(audited, name, device, small))
+    for dim in (64,) if small else (64, 128):
+        for causal in (False, True):
+            for length in (128,) if small else (1024, 2048, 4096, 8192, 16384):
+                case = f"d={dim} N={length}{' causal' * causal}"
+                yield Unit("speed", case, partial(speeds, [*ours, *stock], dim, length, causal, device, small))
+
+
+def weights(dtype: str, causal: bool) -> dict[str, int]:
+    """How many rounded weights differ between kernels, of a quarter of a million."""
+    from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
+
+    q, k, _, _ = gaussian(0, batch=8, heads=8, length=64, dim=64)
+    q, k = (x.to("cuda", getattr(torch, dtype)) for x in (q, k))
+    return weights_that_differ(rounded_weights(q, k, scale=0.125, is_causal=causal))
+
+
+def error(name: str, length: int, device: str) -> dict[str, float]:
+    """Relative errors against fp64 on inputs that show the stock recipe's: a common offset of V, causal."""
+    inputs = value_offset(gaussian(0, heads=2, length=length, dim=64), 4.0)
+    exact = golden(*(x.to(device) for x in inputs), is_causal=True)
+    moved = type(inputs)(*(x.to(device, torch.bfloat16) for x in inputs))
+    return errors(attend(kernel(name, device), moved, is_causal=True, scale=None), exact)
+
+
+def audited(name: str, device: str, small: bool) -> dict[str, Any]:
+    """Verdict and reason of the audit, and its seconds."""
+    shapes = [Shape(2, 2, 64, 64, 32)] if small else []
+    target: Target | str = name
+    if name.startswith("halfulp:"):  # no masks: the Triton kernels read none
+        target = Target(name, partial(kernel(name, device), return_lse=True), frozenset({"enable_gqa"}), "")
+    report = audit(target, device=device, shapes=shapes, explain=False)
+    return {"verdict": report.verdict, "reason": report.reason, "seconds": report.seconds}
+
+
+def operations(batch: int, heads: int, length: int, dim: int, causal: bool) -> float:
+    """Floating-point operations of the forward pass, as FlashAttention counts; the backward pass has 2.5 as many."""
+    return 4.0 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
+
+
+def speeds(names: list[str], dim: int, length: int, causal: bool, device: str, small: bool) -> dict[str, Any]:
+    """TFLOP/s of every kernel, forward and backward: rounds in which each has its turn, so that clocks are shared."""
+    batch, heads = (1, 2) if small else (max(1, 16384 // length), 2048 // dim)
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, heads, length, dim)
+    q, k, v, do = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for _ in range(4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            forward = partial(_forward, prepared(name, length, causal, device), q, k, v, causal)
+            out = forward()
+            backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
+            backward()
+            calls[name] = (forward, backward)
+        except Exception as problem:  # a kernel that this chip or these arguments lack
+            refused[name] = " ".join(str(problem).split())[:200]
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in calls}
+    for _ in range(2 if small else ROUNDS):
+        for name, passes in calls.items():
+            for kept, call in zip(times[name], passes, strict=True):
+                kept.append(seconds_of(call, device, 1 if small else 10))
+    work = operations(batch, heads, length, dim, causal)
+    found: dict[str, Any] = {
+        name: {"forward": _rates(work, forward), "backward": _rates(2.5 * work, backward)}
+        for name, (forward, backward) in times.items()
+    }
+    return found | {name: {"refused": why} for name, why in refused.items()}
+
+
+def prepared(name: str, length: int, causal: bool, device: str) -> Callable[..., Any]:
+    """`kernel`, with FlexAttention's block mask made beforehand, as its users do."""
+    if name != "flex:compiled":
+        return kernel(name, device)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def below(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001 - FlexAttention's signature
+        return j <= i
+
+    mask = create_block_mask(below, None, None, length, length, device=device) if causal else None
+    compiled = torch.compile(flex_attention)
+    return lambda q, k, v, is_causal, scale: compiled(q, k, v, block_mask=mask, scale=scale)  # noqa: ARG005
+
+
+def _forward(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    result = function(q, k, v, is_causal=causal, scale=None)
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def seconds_of(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """Seconds of one call, from the device's own clock where there is one; the first call is not counted."""
+    call()
+    if device != "cuda":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - start) / repeats
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / repeats
+
+
+def _rates(work: float, times: list[float]) -> dict[str, float]:
+    """TFLOP/s: the median round, the slowest and the fastest."""
+    rates = sorted(work / t / 1e12 for t in times)
+    return {"median": statistics.median(rates), "least": rates[0], "most": rates[-1], "rounds": len(rates)}
+
+
+def describe(found: dict[str, Any]) -> list[Table]:
+    """Tables of what was measured, one for every part; ratios are to our own stock recipe, round for round medians."""
+    tables = []
+    for part in PARTS:
+        rows = {name.removeprefix(f"{part}/"): one for name, one in found.items() if name.startswith(f"{part}/")}
+        if not rows:
+            continue
+        if part != "speed":
+            table = Table(part, "figures")
+            for name, one in rows.items():
+                table.add_row(name, json.dumps(one, default=str))
+        else:
+            table = Table("speed", "kernel", "forward TFLOP/s", "of our stock", "backward TFLOP/s", "of our stock")
+            for case, kernels in rows.items():
+                for name, one in kernels.items():
+                    table.add_row(case, name, *_speed_cells(one, kernels.get("halfulp:stock", {})))
+        tables.append(table)
+    return tables
+
+
+def _speed_cells(one: dict[str, Any], stock: dict[str, Any]) -> list[str]:
+    if "refused" in one:
+        return [one["refused"], "", "", ""]
+    cells = []
+    for which in ("forward", "backward"):
+        rates = one[which]
+        cells.append(f"{rates['median']:.4g} ({rates['least']:.4g} to {rates['most']:.4g})")
+        spread = (rates["most"] - rates["least"]) / rates["median"]
+        ratio = rates["median"] / stock[which]["median"] if which in stock else None
+        # a ratio nearer to 1 than the rounds are to each other says nothing
+        cells.append("" if ratio is None else "within the spread" if abs(ratio - 1) < spread else f"{ratio:.3f}")
+    return cells
+
+
+def run(todo: list[Unit], out: Path, deadline: float) -> tuple[dict[str, Any], list[str]]:
+    """Measure what is not in `out` yet until the deadline; every figure so far, and the names of what is left."""
+    kept = out / "measured"
+    kept.mkdir(parents=True, exist_ok=True)
+    found, left = {}, []
+    for unit in todo:
+        key = f"{unit.part}/{unit.name}"
+        file = kept / f"{key.replace('/', '-').replace(' ', '_').replace(':', '-')}.json"
+        if not file.is_file():
+            if time.time() >= deadline:
+                left.append(key)
+                continue
+            try:
+                write_json(file, unit.measure())
+            except Exception as problem:  # a kernel that this machine lacks, or memory
+                write_json(file, {"refused": " ".join(str(problem).split())[:300]})
+        found[key] = json.loads(file.read_text(encoding="utf-8"))
+    return found, left
+
+
+def compile_table(file: Path) -> None:
+    """Write what every kernel takes on every chip, to the shipped table's form; goes on where it ended."""
+    import triton
+
+    from halfulp.kernels import triton_compile
+
+    version = {"triton": {"version": triton.__version__}}
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    done = kept if kept.get("triton") == version["triton"] else version
+    for row in triton_compile.rows():
+        name = triton_compile.row_name(*row)
+        if name not in done:
+            done[name] = triton_compile.row(*row)
+            file.write_text(table_text(done), encoding="utf-8")
+
+
+def table_text(table: dict[str, Any]) -> str:
+    """JSON with one row on a line, so that a change of one kernel is a change of one line."""
+    return "{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in table.items()) + "\n}\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure what time allows, print the tables, write results.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu-attention"), help="folder of figures, made if missing")
+    parser.add_argument("--seconds", type=float, default=570.0, help="of this call; the next one goes on")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="where the kernels run")
+    parser.add_argument("--small", action="store_true", help="sizes that say nothing, to test the script on a CPU")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--compile", type=Path, metavar="FILE", help="only compile for every chip; needs no GPU")
+    parser.add_argument("--tune", type=Path, metavar="FILE", help="only time tile sizes and write their table")
+    options = parser.parse_args(argv)
+    if options.compile is not None:
+        return compile_table(options.compile)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; --device cpu --small tests the script")
+    if options.tune is not None:
+        from halfulp.kernels.triton_tune import tune
+
+        tune(write=options.tune)
+        return None
+    todo = [unit for unit in units(options.device, options.small) if unit.part in options.only]
+    found, left = run(todo, options.out, time.time() + options.seconds)
+    console = Console(width=180)
+    for table in describe(found):
+        console.print(table)
+    console.print(f"not measured: {', '.join(left)}; the same command goes on" if left else "everything is measured")
+    record = {"machine": describe_machine(), "versions": describe_versions(), "left": left, "figures": found}
+    write_json(options.out / "results.json", record)
+    return None
+
+
+if __name__ == "__main__":
+    main()
