@@ -44,9 +44,8 @@ def bench(
     import torch
 
     from halfulp.experiments.bench import bench as benched
-    from halfulp.report.figures import draw_panels
-    from halfulp.report.terminal import console, print_table, progress_bar
-    from halfulp.runs.folder import check_file, write_json, write_text
+    from halfulp.report.terminal import progress_bar
+    from halfulp.runs.folder import check_file
 
     sizes = [_setting(text) for text in shapes]
     check_file("json", None if json == STDOUT else json)
@@ -55,17 +54,22 @@ def bench(
         raise ValueError(f"threads={threads}: accepted is an integer of at least 1")
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, dtype),
-        "rounds": rounds,
-        "device": device,
-        "command": typed_command(),
-    }
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "rounds": rounds, "device": device}
     try:
         with progress_bar("bench") as progress:
-            plain = benched(kernels, sizes, progress=progress, **options).as_dict()
+            plain = benched(kernels, sizes, progress=progress, command=typed_command(), **options).as_dict()
     finally:
         torch.set_num_threads(before)
+    _show(plain, json, svg)
+    return 0
+
+
+def _show(plain: dict[str, Any], json: Path | None, svg: Path | None) -> None:
+    """Print and write what was measured."""
+    from halfulp.report.figures import draw_panels
+    from halfulp.report.terminal import console, print_table
+    from halfulp.runs.folder import write_json, write_text
+
     if json == STDOUT:
         print_json(plain)
     else:
@@ -77,7 +81,6 @@ def bench(
         write_json(json, plain)
     if svg is not None and plain["figures"]:
         write_text(svg, draw_panels(plain["figures"], columns=1))
-    return 0
 
 
 def _setting(text: str) -> Setting:
