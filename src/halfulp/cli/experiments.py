@@ -138,7 +138,7 @@ def claims(
         json: Print JSON instead of text.
     """
     from halfulp.experiments.claims.ledger import run_claims, selected
-    from halfulp.experiments.claims.model import FULL_SEEDS, Lab
+    from halfulp.experiments.claims.model import FULL_SEEDS, FULL_STEPS, Lab
     from halfulp.report.ledger import ledger_page, print_ledger
     from halfulp.report.terminal import console, progress_bar
     from halfulp.runs.folder import check_file, write_text
@@ -146,7 +146,7 @@ def claims(
     check_file("html", html)
     chosen = [claim.id for claim in selected(ids)] if ids else None
     with progress_bar("claims") as progress:
-        lab = Lab(workers, FULL_SEEDS, full=True) if all else Lab(workers)
+        lab = Lab(workers, FULL_SEEDS, FULL_STEPS, full=True) if all else Lab(workers)
         plain = [verdict.as_dict() for verdict in run_claims(chosen, progress, lab=lab)]
     if json:
         print_json(plain)
