@@ -82,7 +82,8 @@ def _factor(lab: Lab) -> Measured:
     shown = "; ".join(f"{family} × {min(f):.2g} to {max(f):.2g}" for family, f in factors.items())
     largest = where[max(range(len(where)), key=lambda i: factors[_UNIFORM][i])]
     text = (
-        f"max error of flash over the baseline's, {len(settings)} settings of {_few(lab)} seeds: {shown}; largest at {largest}"
+        f"max error of flash over the baseline's, {len(settings)} settings of {_few(lab)} seeds: {shown}; largest at "
+        f"{largest}"
     )
     low, high = min(factors[_UNIFORM]), max(factors[_UNIFORM])
     return Measured({"low": low, "high": high, "stock": max(factors["flash2 stock"])}, text)
