@@ -49,23 +49,34 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
 
 
 def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") -> str:
-    """Return the page of a ledger."""
-    columns = ("id", "verdict", "claim", "paper", "measured here", "rule", "repeat")
-    keys = ("id", "verdict", "statement", "paper", "measured", "rule", "command")
-    rows = [[verdict[key] for key in keys] for verdict in verdicts]
+    """Return the page of a ledger: all verdicts in one table, then claim by claim what was measured, with pictures."""
+    rows = [[verdict[key] for key in ("id", "verdict", "statement", "paper")] for verdict in verdicts]
+    columns = ("id", "verdict", "claim", "paper")
     table = {"kind": "table", "title": "", "columns": columns, "rows": rows, "command": command}
-    lead = (
-        "Every claim with the paper's figure, the figure measured here, and a verdict computed by the rule beside it."
-    )
-    sections: list[dict[str, Any]] = [{"heading": "Claims", "finding": f"{counts(verdicts)}.", "blocks": [table]}]
-    drawn = [verdict for verdict in verdicts if verdict.get("pictures")]
-    if drawn:
-        blocks: list[dict[str, Any]] = []
-        for verdict in drawn:
-            blocks.append({"kind": "heading", "text": f"{verdict['id']}: {verdict['statement']}"})
-            sheets = [picture for picture in verdict["pictures"] if picture.get("kind") == "picture"]
-            figures = [picture for picture in verdict["pictures"] if picture not in sheets]
-            blocks += [{"kind": "figures", "figures": figures}] if figures else []
-            blocks += sheets
-        sections.append({"heading": "Figures", "blocks": blocks})
+    lead = "Every claim with the paper's figure, the figure measured here, and a verdict computed by a stated rule."
+    measured = [block for verdict in verdicts for block in _claim(verdict)]
+    sections: list[dict[str, Any]] = [
+        {"heading": "Verdicts", "finding": f"{counts(verdicts)}.", "blocks": [table]},
+        {"heading": "What was measured", "finding": "", "blocks": measured},
+    ]
     return page("The claims ledger", lead, sections, meta=meta)
+
+
+def _claim(verdict: Verdict) -> list[dict[str, Any]]:
+    """One claim: its figures and rule in words, then its pictures."""
+    named = (
+        ("verdict", "verdict"),
+        ("paper", "paper"),
+        ("measured", "measured"),
+        ("rule", "rule"),
+        ("repeat", "command"),
+    )
+    pairs = [(name, verdict[key]) for name, key in named if verdict[key]]
+    blocks: list[dict[str, Any]] = [
+        {"kind": "heading", "text": f"{verdict['id']}: {verdict['statement']}"},
+        {"kind": "facts", "pairs": pairs},
+    ]
+    pictures = verdict.get("pictures") or ()
+    sheets = [picture for picture in pictures if picture.get("kind") == "picture"]
+    figures = [picture for picture in pictures if picture not in sheets]
+    return blocks + ([{"kind": "figures", "figures": figures}] if figures else []) + sheets
