@@ -28,7 +28,7 @@ from halfulp.watch.taps import Call
 
 STOCK_TILES = "block_query=none,block_key=16"
 TASK_STOCK = f"BF16_FLASH2[{STOCK_TILES}]"
-"""The stock recipe as the ladder has it: two tiles of keys for 32 tokens."""
+"""The stock recipe as `rungs` has it: two tiles of keys for 32 tokens."""
 
 
 @dataclass(frozen=True)
