@@ -24,6 +24,7 @@ from halfulp.audit.references import references
 from halfulp.audit.run import plan
 from halfulp.runs.folder import write_text
 from halfulp.runs.results import Progress
+from halfulp.runs.threads import one_thread
 
 RECIPES = (
     "recipe:BF16_HALFULP",
@@ -154,17 +155,6 @@ class Auditors:
         futures = [self.pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
         _relay(futures, self.messages, report)
         return [future.result() for future in futures]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread: the same bits everywhere, and the other cores left to other processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _audit(job: Job, progress: Progress) -> dict[str, Any]:

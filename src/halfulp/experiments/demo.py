@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import __version__
 from halfulp.audit import Shape
-from halfulp.experiments.audits import Job, auditors, choose_targets, one_thread
+from halfulp.experiments.audits import Job, auditors, choose_targets
 from halfulp.experiments.capture import save_captured, train_and_capture
 from halfulp.experiments.demo_findings import (
     audit_finding,
@@ -38,6 +38,7 @@ from halfulp.isolate.run import isolate
 from halfulp.runs.folder import write_json
 from halfulp.runs.machine import describe_machine, describe_versions, git_revision
 from halfulp.runs.results import Progress, Table
+from halfulp.runs.threads import one_thread
 from halfulp.training.config import RunConfig
 from halfulp.training.presets import capture, seconds
 

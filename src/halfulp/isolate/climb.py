@@ -89,11 +89,6 @@ class Ladder:
         return sum(run.made for run in self._runs.values())
 
     @property
-    def all_runs(self) -> list[RungRun]:
-        """Every run, once."""
-        return list(self._runs.values())
-
-    @property
     def seconds(self) -> float:
         """Since this call began."""
         return time.time() - self._began

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -104,11 +104,6 @@ def only(cells: Cells, kept: Iterable[Place]) -> dict[Place, str]:
     """Return the cells with attention in fp32 everywhere but in some heads."""
     left = set(kept)
     return {place: choice if place in left else EXACT for place, choice in cells.items()}
-
-
-def with_attention(config: RunConfig, cells: Cells) -> RunConfig:
-    """Return the run with another attention in some of its heads."""
-    return replace(config, attention=plan_of(cells))
 
 
 def emulations(choice: str, device: str) -> tuple[str, ...]:

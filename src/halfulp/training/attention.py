@@ -8,7 +8,7 @@ user's ("kernel.py:attention").
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -193,11 +193,6 @@ def set_tap(model: nn.Module, tap: Tap | None) -> None:
     for module in model.modules():
         if isinstance(module, Attend):
             module.tap = tap
-
-
-def plan_choices(plan: AttentionPlan) -> Iterable[str]:
-    """The different attentions that a plan names."""
-    return dict.fromkeys(a.attention for a in plan.assignments)
 
 
 def _torch_fp32(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
