@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp import emulate, golden
 from halfulp.kernels import cpu
 from halfulp.kernels.options import Options
+from halfulp.native import best_isa, missing
 from halfulp.recipes import BF16_FLOOR
 from halfulp.runs.machine import describe_machine
 
@@ -152,10 +153,10 @@ def main() -> None:
     parser.add_argument("--error", metavar="SHAPE", help="also measure gradient errors over the floor at this shape")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    if (reason := cpu.missing()) is not None:
+    if (reason := missing()) is not None:
         raise SystemExit(reason)
     torch.set_num_threads(chosen.threads)
-    report: dict[str, Any] = {"machine": describe_machine(), "threads": chosen.threads, "isa": cpu.best_isa()}
+    report: dict[str, Any] = {"machine": describe_machine(), "threads": chosen.threads, "isa": best_isa()}
     print(f"{chosen.threads} threads, {report['isa']}, {chosen.rounds} rounds")
     print("                 forward backward  over PyTorch         share of the gemm")
     report["shapes"] = []

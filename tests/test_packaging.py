@@ -95,7 +95,7 @@ def test_wheel_ships_every_source_file(wheel):
 def test_a_wheel_built_without_a_compiler_says_what_it_lacks(wheel, tmp_path):
     assert not [name for name in wheel.namelist() if "libhalfulp" in name]
     wheel.extractall(tmp_path)
-    code = "from halfulp.kernels import cpu; print(cpu.__file__); print(cpu.missing())"
+    code = "from halfulp import native; print(native.__file__); print(native.missing())"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     file, reason = done.stdout.splitlines()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfulp import emulate, golden
+from halfulp import emulate, golden, native
 from halfulp.algorithms.problem import _fixed_point
 from halfulp.audit.inputs import Case
 from halfulp.audit.probes import Shape
@@ -22,9 +22,9 @@ from halfulp.kernels.options import Options, Saved
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, FP16_FLASH2, FP32, FP64
 from halfulp.recipes.named import flash2
 
-pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
-ISAS = () if cpu.missing() else cpu.ISAS[: cpu.ISAS.index(cpu.best_isa()) + 1]
+ISAS = () if native.missing() else native.ISAS[: native.ISAS.index(native.best_isa()) + 1]
 EXACT_DELTA = BF16_FLASH2.with_(name="EXACT_DELTA", delta_from="probabilities")
 RECIPES = {"halfulp": BF16_HALFULP, "stock": BF16_FLASH2, "exact_delta": EXACT_DELTA}
 FP16_HALFULP = flash2(
@@ -45,7 +45,7 @@ def drawn(seed: int, b: int, h: int, hk: int, n: int, nk: int, d: int, dv: int, 
     return tuple(torch.randn(b, *shape, generator=generator).to(dtype) for shape in shapes)
 
 
-def native(x: Operands, options: Options, isa=None, grad_lse: Tensor | None = None) -> dict[str, Tensor]:
+def library_results(x: Operands, options: Options, isa=None, grad_lse: Tensor | None = None) -> dict[str, Tensor]:
     q, k, v, do = x
     saved = cpu.forward(q, k, v, options, isa=isa)
     gradients = cpu.backward(do, grad_lse, q, k, v, saved, options, isa=isa)
@@ -74,7 +74,7 @@ def error(found: Tensor, true: Tensor) -> float:
 
 def assert_within(x: Operands, options: Options, recipe, isa=None, factor: float = 1.15, **call: Any) -> None:
     """Every result's error at most `factor` times that of the recipe emulated, but for the ulp that any result has."""
-    true, like, found = exact(x, **call), emulated(x, recipe, **call), native(x, options, isa)
+    true, like, found = exact(x, **call), emulated(x, recipe, **call), library_results(x, options, isa)
     unit = 2.0**-24 if x[0].dtype == torch.float32 else torch.finfo(x[0].dtype).eps / 4
     for name in true:
         mask = true[name].isfinite()
@@ -141,7 +141,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape, recipe):
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(native(x, Options(recipe=recipe, scale=0.125)))
+        results.append(library_results(x, Options(recipe=recipe, scale=0.125)))
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
 
@@ -153,16 +153,16 @@ def test_avx2_and_avx512_give_the_same_bits(recipe, dtype):
     for causal, shape in ((True, (1, 2, 1, 233, 350, 64, 72)), (False, (1, 1, 1, 100, 700, 40, 33))):
         x = drawn(3, *shape, dtype=dtype)
         options = Options(recipe=recipe, is_causal=causal, scale=0.3)
-        assert_same(native(x, options, "avx512"), native(x, options, "avx2"))
+        assert_same(library_results(x, options, "avx512"), library_results(x, options, "avx2"))
 
 
 def test_callers_in_parallel_do_not_disturb_each_other():
     calls = [drawn(seed, 1, 2, 2, 150 + 90 * seed, 200, 64, 64) for seed in range(4)]
     options = Options(scale=0.125)
-    alone = [native(x, options) for x in calls]
+    alone = [library_results(x, options) for x in calls]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            for one, other in zip(alone, pool.map(lambda x: native(x, options), calls), strict=True):
+            for one, other in zip(alone, pool.map(lambda x: library_results(x, options), calls), strict=True):
                 assert_same(one, other)
 
 
@@ -170,10 +170,10 @@ def test_bits_do_not_depend_on_batch_position_or_on_later_tokens():
     """With an integer shift the weights know no tile: a causal prefix gives the bits of the whole."""
     x = drawn(3, 2, 2, 2, 500, 500, 64, 64)
     options = Options(is_causal=True, scale=0.125)
-    whole = native(x, options)
-    alone = native(tuple(t[1:2] for t in x), options)
+    whole = library_results(x, options)
+    alone = library_results(tuple(t[1:2] for t in x), options)
     assert_same({name: value[1:2] for name, value in whole.items()}, alone)
-    prefix = native(tuple(t[:, :, :333] for t in x), options)
+    prefix = library_results(tuple(t[:, :, :333] for t in x), options)
     for name in ("out", "residual", "lse", "dq"):
         assert torch.equal(whole[name][:, :, :333], prefix[name]), name
 
@@ -184,7 +184,7 @@ def test_layout_does_not_matter():
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:3]]
     strided[1] = x[1].mT.contiguous().mT
     grad = torch.ones(()).bfloat16().expand(x[3].shape)
-    assert_same(native((*x[:3], grad.contiguous()), options), native((*strided, grad), options))
+    assert_same(library_results((*x[:3], grad.contiguous()), options), library_results((*strided, grad), options))
 
 
 def test_the_residual_is_the_recipes():
@@ -226,7 +226,7 @@ def test_windows_offsets_and_rows_that_see_nothing(window, causal, offset):
     seen = bands(n, nk, left, (0 if right < 0 else min(0, right)) if causal else right, offset)
     options = Options(is_causal=causal, scale=0.2, window=window, causal_offset=offset)
     assert_within(x, options, BF16_HALFULP, attn_mask=seen, scale=0.2)
-    found = native(x, options, grad_lse=torch.full((1, 2, n), torch.inf))
+    found = library_results(x, options, grad_lse=torch.full((1, 2, n), torch.inf))
     blind = ~seen.any(-1)
     assert blind.any() == (offset < 0)
     assert (found["out"][:, :, blind] == 0).all()
@@ -259,26 +259,26 @@ def test_masks(shape, kind, isa):
 def test_a_mask_may_have_any_layout():
     x = drawn(9, 2, 2, 1, 130, 150, 48, 40)
     mask = torch.randn(150, 130, generator=torch.Generator().manual_seed(3))
-    one = native(x, Options(scale=0.2, attn_mask=mask.mT))
-    assert_same(one, native(x, Options(scale=0.2, attn_mask=mask.mT.contiguous())))
-    assert_same(one, native(x, Options(scale=0.2, attn_mask=mask.mT.expand(2, 2, 130, 150))))
+    one = library_results(x, Options(scale=0.2, attn_mask=mask.mT))
+    assert_same(one, library_results(x, Options(scale=0.2, attn_mask=mask.mT.contiguous())))
+    assert_same(one, library_results(x, Options(scale=0.2, attn_mask=mask.mT.expand(2, 2, 130, 150))))
 
 
 def test_nothing_to_attend_to_and_nothing_that_attends():
     options = Options(scale=1.0)
-    found = native(drawn(0, 1, 2, 2, 5, 0, 8, 8), options)
+    found = library_results(drawn(0, 1, 2, 2, 5, 0, 8, 8), options)
     assert (found["out"] == 0).all()
     assert (found["lse"] == -math.inf).all()
     assert (found["dq"] == 0).all()
-    found = native(drawn(0, 1, 2, 2, 0, 5, 8, 8), options)
+    found = library_results(drawn(0, 1, 2, 2, 0, 5, 8, 8), options)
     assert (found["dk"] == 0).all()
-    assert native(drawn(0, 0, 2, 2, 5, 5, 8, 8), options)["dv"].shape == (0, 2, 5, 8)
+    assert library_results(drawn(0, 0, 2, 2, 5, 5, 8, 8), options)["dv"].shape == (0, 2, 5, 8)
 
 
 def test_the_gradient_of_lse():
     x = drawn(6, 1, 2, 2, 60, 80, 32, 32)
     grad_lse = torch.randn(1, 2, 60, generator=torch.Generator().manual_seed(1))
-    found = native(x, Options(scale=0.2), grad_lse=grad_lse)
+    found = library_results(x, Options(scale=0.2), grad_lse=grad_lse)
     q, k, v = (t.double().requires_grad_() for t in x[:3])
     out, lse = emulate(q, k, v, scale=0.2, recipe=FP64, return_lse=True)
     true = torch.autograd.grad((out * x[3].double()).sum() + (lse * grad_lse).sum(), (q, k, v))
@@ -288,9 +288,9 @@ def test_the_gradient_of_lse():
 
 def test_nan_reaches_its_own_row_and_no_other():
     x = drawn(7, 1, 1, 1, 100, 100, 64, 64)
-    clean = native(x, Options(scale=0.125))
+    clean = library_results(x, Options(scale=0.125))
     x[0][0, 0, 50, 3] = math.nan
-    found = native(x, Options(scale=0.125))
+    found = library_results(x, Options(scale=0.125))
     assert found["out"][0, 0, 50].isnan().all()
     rest = torch.arange(100) != 50
     assert torch.equal(found["out"][:, :, rest], clean["out"][:, :, rest])
@@ -303,8 +303,8 @@ def test_each_repair_is_at_work():
     x = (inputs.query, inputs.key, inputs.value, inputs.grad_out)
     options = Options(is_causal=inputs.is_causal, scale=inputs.scale)
     true = exact(x, is_causal=inputs.is_causal, scale=inputs.scale)["dq"]
-    repaired = error(native(x, options)["dq"], true)
-    assert error(native(x, replace(options, recipe="stock"))["dq"], true) > 3 * repaired
+    repaired = error(library_results(x, options)["dq"], true)
+    assert error(library_results(x, replace(options, recipe="stock"))["dq"], true) > 3 * repaired
     saved = cpu.forward(*x[:3], options)
     assert saved.residual is not None
     lost = saved._replace(residual=torch.zeros_like(saved.residual))
@@ -379,13 +379,13 @@ def test_lse_alone_stands_in_for_its_own_base():
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
-    cpu._library.cache_clear()
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    native._found.cache_clear()
     try:
-        assert "no C++ compiler" in cpu.missing()
-        assert cpu.supports(*X[:3], Options()) == cpu.missing()
+        assert "no C++ compiler" in native.missing()
+        assert cpu.supports(*X[:3], Options()) == native.missing()
         (tmp_path / "libhalfulp.so").write_bytes(b"no library")
-        cpu._library.cache_clear()
-        assert "does not load" in cpu.missing()
+        native._found.cache_clear()
+        assert "does not load" in native.missing()
     finally:
-        cpu._library.cache_clear()
+        native._found.cache_clear()

@@ -1,27 +1,20 @@
-"""The door to the native library: attention forward and backward on CPU at the speed of its matrix instructions.
+"""Attention forward and backward on CPU at the speed of its matrix instructions, in the native library.
 
-The library is plain C behind ctypes (sources and specification: native/), built with the package where a C++ compiler
-was there. Everything that could make it read beyond a tensor is checked here, before the call.
+Everything that could make the library read beyond a tensor is checked here, before the call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import sys
-from functools import lru_cache
-from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from halfulp.kernels.options import Gradients, Options, Saved
+from halfulp.native import Isa, isa_number, library, missing
 
-Isa = Literal["portable", "avx2", "avx512", "avx512_bf16"]
-ISAS: tuple[str, ...] = get_args(Isa)
 MAX_HEAD_DIM = 256
-_ABI = 1
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _RECIPES = {"halfulp": 0, "stock": 1, "exact_delta": 2}
 _LOG2_E = math.log2(math.e)
@@ -51,35 +44,6 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "residual", "lse", "row_max", "row_sum", "own_lse", "grad_lse")),
         *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value")),
     )
-
-
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
-    name = "libhalfulp.dylib" if sys.platform == "darwin" else "libhalfulp.so"
-    file = Path(__file__).with_name(name)
-    if not file.is_file():
-        return "the native library was not built: no C++ compiler was found when halfulp was installed"
-    try:
-        library = ctypes.CDLL(str(file))
-        abi = library.halfulp_abi()
-    except (OSError, AttributeError) as error:
-        return f"the native library does not load: {error}"
-    if abi != _ABI:
-        return f"the native library speaks version {abi} of its interface, this halfulp {_ABI}: install halfulp again"
-    return library
-
-
-def missing() -> str | None:
-    """Why there is no native library here, in words; None where there is one."""
-    found = _library()
-    return found if isinstance(found, str) else None
-
-
-def best_isa() -> Isa:
-    """The fastest instruction set that this machine and the library share; ValueError without a library."""
-    name: Isa = ISAS[_loaded().halfulp_best_isa()]
-    return name
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
@@ -203,22 +167,8 @@ def round_out(exact: Tensor, dtype: torch.dtype, *, isa: Isa | None = None) -> t
     exact = _checked("exact", exact, tuple(exact.shape), torch.float32)
     out, residual = torch.empty(exact.shape, dtype=dtype), torch.empty(exact.shape, dtype=torch.int8)
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (exact, out, residual))
-    _loaded().halfulp_round_out(_isa(isa), _DTYPES[dtype], *pointers, ctypes.c_int64(exact.numel()))
+    library().halfulp_round_out(isa_number(isa), _DTYPES[dtype], *pointers, ctypes.c_int64(exact.numel()))
     return out, residual
-
-
-def _loaded() -> ctypes.CDLL:
-    found = _library()
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
-
-
-def _isa(isa: Isa | None) -> int:
-    best = _loaded().halfulp_best_isa()
-    if isa is not None and (isa not in ISAS or ISAS.index(isa) > best):
-        raise ValueError(f"isa={isa!r}: accepted here are {', '.join(ISAS[: best + 1])}")
-    return int(best) if isa is None else ISAS.index(isa)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -264,10 +214,10 @@ def _call(
     shape = (b, h, hk, n, nk, d, dv, left, right, options.causal_offset)
     kind, held = _mask(options, (b, h, n, nk))
     mask = _Tensor() if kind == 0 else _pointer(held)
-    ints = (_isa(isa), _DTYPES[query.dtype], _RECIPES[options.recipe], torch.get_num_threads())
+    ints = (isa_number(isa), _DTYPES[query.dtype], _RECIPES[options.recipe], torch.get_num_threads())
     return _Call(*ints, *shape, options.scale, 0, kind, 0, *map(_pointer, operands), _Tensor(), mask), (*operands, held)
 
 
 def _run(name: str, call: _Call) -> None:
-    if getattr(_loaded(), name)(ctypes.byref(call)):
+    if getattr(library(), name)(ctypes.byref(call)):
         raise MemoryError(f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys")
