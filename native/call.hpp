@@ -39,4 +39,39 @@ struct Kernels {
 using Table = const Kernels (*)[2];
 extern Table portable_table, avx2_table, avx512_table, avx512_bf16_table;
 
+// --- the emulator
+
+struct Emulation {
+  const halfulp_emulation* call;
+  long parts;  // of one head
+};
+struct Numbers {
+  const void* x;
+  void* y;
+  long count, parts;
+  int wide;      // rounding: doubles; exponential: base 2
+  long columns;  // of a row, of which there are `count`
+  const halfulp_format* format;
+};
+struct Product {
+  const halfulp_matrix *left, *right;
+  float* out;
+  long m, n, k;
+};
+constexpr long kProductRows = 240;
+
+// The emulator on one instruction set.
+struct Emulations {
+  size_t (*bytes)(const Emulation&, bool backward);
+  void (*forward)(const Emulation&, long unit, char* scratch);
+  void (*backward)(const Emulation&, long unit, char* scratch);
+  void (*delta)(const Emulation&, long unit, char* scratch);
+  void (*round)(const Numbers&, long unit, char*);
+  void (*exp)(const Numbers&, long unit, char*);
+  void (*row_sum)(const Numbers&, long unit, char*);
+  size_t (*product_bytes)();
+  void (*product)(const Product&, long unit, char* scratch);
+};
+extern const Emulations portable_emulations, avx2_emulations, avx512_emulations;
+
 }  // namespace halfulp

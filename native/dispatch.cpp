@@ -1,93 +1,15 @@
-// The C interface: which instruction set runs, how the work is cut up, and on which threads.
-//
-// Threads are those of the OpenMP runtime that torch has loaded, found by name in the process, so that nobody's threads
-// spin against another's; where there is none, threads are started for the call. Work units are cut by the shape alone
-// wherever a sum depends on it, and taken from a counter: bits do not depend on the number of threads.
-#include <atomic>
-#include <cmath>
-#include <cstdlib>
-#include <new>
-#include <thread>
-#include <vector>
-#if defined(__unix__) || defined(__APPLE__)
-#include <dlfcn.h>
-#endif
+// The C interface of attention: which instruction set runs, and how the work is cut up. Units are cut by the shape alone
+// wherever a sum depends on it: bits do not depend on the number of threads.
 #if defined(HALFULP_X86)
 #include <cpuid.h>
 #endif
 
+#include "buffer.hpp"
 #include "call.hpp"
+#include "threads.hpp"
 
 namespace halfulp {
 namespace {
-
-struct Buffer {
-  char* data = nullptr;
-  size_t size = 0;
-  ~Buffer() { std::free(data); }
-  char* at_least(size_t bytes) {
-    if (bytes > size) {
-      std::free(data);
-      size = (bytes + 4095) / 4096 * 4096;
-      data = static_cast<char*>(std::aligned_alloc(4096, size));
-      if (!data) size = 0;
-    }
-    return data;
-  }
-  // Kept for the next call unless it is large.
-  void trim() {
-    if (size <= size_t(32) << 20) return;
-    std::free(data);
-    data = nullptr, size = 0;
-  }
-};
-thread_local Buffer scratch, partials;
-
-struct Work {
-  const Plan* plan;
-  void (*run)(const Plan&, long, char*);
-  size_t bytes;
-  long units;
-  std::atomic<long> next{0};
-  std::atomic<int> failed{0};
-};
-
-void work_on(void* argument) {
-  Work& work = *static_cast<Work*>(argument);
-  char* memory = scratch.at_least(work.bytes);
-  if (!memory) {
-    work.failed = 1;
-    return;
-  }
-  for (long unit; (unit = work.next.fetch_add(1)) < work.units;) work.run(*work.plan, unit, memory);
-  scratch.trim();
-}
-
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-Parallel openmp_of_the_process() {
-#if defined(__unix__) || defined(__APPLE__)
-  static const Parallel found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return found;
-#else
-  return nullptr;
-#endif
-}
-
-int spread(Work& work, long threads) {
-  if (threads > work.units) threads = work.units;
-  if (threads <= 1) {
-    work_on(&work);
-  } else if (Parallel parallel = openmp_of_the_process()) {
-    parallel(work_on, &work, unsigned(threads), 0);
-  } else {
-    std::vector<std::thread> others;
-    for (long t = 1; t < threads; ++t) others.emplace_back(work_on, &work);
-    work_on(&work);
-    for (std::thread& other : others) other.join();
-  }
-  return work.failed;
-}
 
 #if defined(HALFULP_X86)
 // avx512_bf16 by the processor's own word (leaf 7.1, EAX bit 5), for compilers that do not know its name.
@@ -101,6 +23,8 @@ bool multiplies_pairs() {
 }
 #endif
 
+}  // namespace
+
 int best_isa() {
 #if defined(HALFULP_X86)
   __builtin_cpu_init();
@@ -112,6 +36,10 @@ int best_isa() {
 #endif
   return HALFULP_PORTABLE;
 }
+
+namespace {
+
+thread_local Buffer partials;
 
 const Kernels& kernels_for(int isa, int dtype, int recipe) {
   const int best = best_isa();
@@ -164,8 +92,8 @@ int32_t halfulp_forward(const halfulp_call* call) {
   if (call->n_query == 0) return 0;
   const Kernels& kernels = kernels_for(call->isa, call->dtype, call->recipe);
   const Plan plan = plan_of(*call);
-  Work work{&plan, kernels.forward, kernels.forward_bytes(plan), call->batch * call->key_heads * plan.spans};
-  return spread(work, call->threads);
+  const long units = call->batch * call->key_heads * plan.spans;
+  return spread(plan, kernels.forward, kernels.forward_bytes(plan), units, call->threads);
 }
 
 static void add_chunks(const Plan& plan, long unit, char*) {
@@ -180,11 +108,10 @@ int32_t halfulp_backward(const halfulp_call* call) {
     plan.partial = reinterpret_cast<float*>(partials.at_least(size));
     if (!plan.partial) return 1;
   }
-  Work work{&plan, kernels.backward, kernels.backward_bytes(plan), call->batch * call->key_heads * plan.chunks};
-  if (spread(work, call->threads)) return 1;
+  const long units = call->batch * call->key_heads * plan.chunks;
+  if (spread(plan, kernels.backward, kernels.backward_bytes(plan), units, call->threads)) return 1;
   if (plan.chunks == 1) return 0;
-  Work sum{&plan, add_chunks, 64, call->batch * call->heads};
-  const int failed = spread(sum, call->threads);
+  const int failed = spread(plan, add_chunks, 64, call->batch * call->heads, call->threads);
   partials.trim();
   return failed;
 }

@@ -50,6 +50,88 @@ HALFULP_API int32_t halfulp_backward(const halfulp_call* call);
 // The rounding of O that closes the forward pass: `n` exact values to out (dtype) and 8-bit residual (may be null).
 HALFULP_API int32_t halfulp_round_out(int32_t isa, int32_t dtype, const float* exact, void* out, int8_t* residual, int64_t n);
 
+
+// --- The emulator (recipes, formats): everything in float32 but for the formats that a step is rounded to.
+
+enum halfulp_rounding {
+  HALFULP_NEAREST_EVEN = 0,
+  HALFULP_NEAREST_AWAY = 1,
+  HALFULP_TOWARD_ZERO = 2,
+  HALFULP_UP = 3,
+  HALFULP_DOWN = 4
+};
+enum halfulp_overflow { HALFULP_TO_INFINITY = 0, HALFULP_TO_MAX = 1, HALFULP_TO_NAN = 2 };
+
+// A scalar format that lies within the container: exponents and fraction no wider than its own.
+typedef struct {
+  int32_t active;  // 0: nothing is rounded
+  int32_t rounding, overflow, infinities, subnormals;
+  int32_t mantissa_bits, min_exponent, bias;
+  double max;
+} halfulp_format;
+
+// A matrix [rows, columns] in a batch, strides in elements.
+typedef struct {
+  const float* data;
+  int64_t batch, row, column;
+} halfulp_matrix;
+
+// What is rounded, in the recipe's words; halfulp_step_name tells them.
+#define HALFULP_STEPS(X)                                                                                             \
+  X(product) X(scores) X(tie_threshold) X(row_max) X(shifted_scores) X(weights) X(weights_operand) X(block_sum)      \
+  X(max_change) X(rescale) X(rescaled) X(row_sum) X(block_out) X(accumulator) X(delta_products) X(probabilities)     \
+  X(probabilities_operand) X(scaled_probabilities) X(grad_probabilities) X(grad_centered) X(grad_scores)             \
+  X(scaled_grad_scores) X(grad_block) X(grad_accumulator)
+enum halfulp_step {
+#define HALFULP_STEP(name) HALFULP_STEP_##name,
+  HALFULP_STEPS(HALFULP_STEP)
+#undef HALFULP_STEP
+  HALFULP_STEP_COUNT
+};
+enum halfulp_shift { HALFULP_MAXIMUM = 0, HALFULP_INTEGER = 1, HALFULP_OFFSET = 2, HALFULP_STABILIZED = 3 };
+enum halfulp_scale_at { HALFULP_AT_PRODUCTS = 0, HALFULP_AT_SCORES = 1, HALFULP_AT_PROBABILITIES = 2 };
+
+// One emulated call: operands as the recipe reads them, contiguous [batch, heads, n, d], as many key as query heads.
+typedef struct {
+  int32_t isa, threads;
+  int64_t batch, heads, n_query, n_key, d, dv, block_query, block_key;
+  int32_t bounded_below, bounded_above;  // query i sees keys i + least .. i + greatest
+  int64_t least, greatest;
+  halfulp_tensor mask;
+  int32_t mask_kind;
+  float mask_factor;   // on an additive mask
+  float score_factor;  // on the products of query and key
+  float gradient_scale;
+  int32_t base2, split, shift, unconditional;
+  float beta, gamma, tie_tolerance, offset;
+  int32_t row_sum_rounded, row_sum_exact;  // l from rounded weights; lse from the others all the same
+  float weights_scale, row_sum_floor;
+  int32_t weights_rounded, scale_at;  // in the backward pass
+  halfulp_format formats[HALFULP_STEP_COUNT];
+  const float *query, *key, *value;
+  float *out, *row_max, *row_sum, *exact_row_sum;  // forward, before what closes it
+  // backward; divisor, value_divisor: null where the weights are probabilities already
+  const float *grad_out, *shifts, *divisor, *value_divisor, *delta;
+  float *grad_query, *grad_key, *grad_value;  // before what closes it; zero at the call
+  float* summed_delta;                        // rowsum(dP P), zero at the call
+} halfulp_emulation;
+
+HALFULP_API int64_t halfulp_emulation_size(void);
+HALFULP_API const char* halfulp_step_name(int32_t step);  // null past the last
+// `n` numbers (float, or double if `wide`) rounded; y may be x.
+HALFULP_API void halfulp_round(int32_t isa, int32_t threads, int32_t wide, const halfulp_format* format, const void* x,
+                               void* y, int64_t n);
+// e^x, or 2^x if `base2`, in float64 and rounded once; y may be x.
+HALFULP_API void halfulp_exp(int32_t isa, int32_t threads, int32_t base2, const float* x, float* y, int64_t n);
+// The sums of `rows` contiguous rows of n floats: sixteen lanes in increasing order, then the tree.
+HALFULP_API void halfulp_row_sum(int32_t isa, int32_t threads, const float* x, float* sums, int64_t rows, int64_t n);
+// out [batch, m, n] (contiguous) = left [m, k] right [k, n], k in increasing order by fused multiply-add. 1: no memory.
+HALFULP_API int32_t halfulp_product(int32_t isa, int32_t threads, int64_t batch, int64_t m, int64_t n, int64_t k,
+                                    const halfulp_matrix* left, const halfulp_matrix* right, float* out);
+HALFULP_API int32_t halfulp_emulate_forward(const halfulp_emulation* call);
+HALFULP_API int32_t halfulp_emulate_backward(const halfulp_emulation* call);
+HALFULP_API int32_t halfulp_emulate_delta(const halfulp_emulation* call);
+
 #ifdef __cplusplus
 }
 #endif

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from halfulp.algorithms import fused
+from halfulp.algorithms.arithmetic import row_sum
 from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, read_input, shift_of
 from halfulp.recipes import Step
@@ -25,6 +27,20 @@ def backward(
     do = read_input("grad_out", grad_out, step)
     rows_of = Rows(problem, saved, step)
     delta = Delta(problem, saved, rows_of, do, grad_lse, step)
+    if fused.refused(problem, step) is None:
+        dq, dk, dv = fused.backward(problem, *rows_of.statistics(), delta.rows(rows_of, do), do)
+    else:
+        dq, dk, dv = _tiles(problem, rows_of, delta, do, step)
+    if problem.recipe.gradient_scale_at == "products":
+        dq, dk = dq * problem.alpha, dk * problem.alpha
+    if problem.dropout is not None:
+        dv = dv * problem.dropout.scale
+    dk, dv = _sum_groups(dk, problem.groups), _sum_groups(dv, problem.groups)
+    return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
+
+
+def _tiles(problem: Problem, rows_of: Rows, delta: Delta, do: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV summed tile by tile."""
     dq = torch.zeros_like(problem.query)
     dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
     for cols in problem.col_tiles():
@@ -40,12 +56,7 @@ def backward(
             ds = _grad_scores(problem, p, dp, delta.tile(rows, dp, p), slope, step)
             _add(dq[:, :, rows], product(ds, problem.key[:, :, cols], step), step)
             _add(dk[:, :, cols], product(ds.mT, problem.query[:, :, rows], step), step)
-    if problem.recipe.gradient_scale_at == "products":
-        dq, dk = dq * problem.alpha, dk * problem.alpha
-    if problem.dropout is not None:
-        dv = dv * problem.dropout.scale
-    dk, dv = _sum_groups(dk, problem.groups), _sum_groups(dv, problem.groups)
-    return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
+    return dq, dk, dv
 
 
 def grad_probabilities(problem: Problem, do: Tensor, rows: slice, cols: slice, step: Step) -> Tensor:
@@ -99,6 +110,10 @@ class Rows:
         p = step("probabilities", weights / self.divisor[:, :, rows])
         return p, torch.div(exact, self.value_divisor[:, :, rows], out=step.scratch(exact))
 
+    def statistics(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What `probabilities` reads a row, `[B, H, N_q, 1]`: shift, divisor, and that of dV's P."""
+        return self.shift, self.divisor, self.value_divisor
+
     def _row_sum(self, lse: Tensor) -> Tensor:
         """l under this shift, from lse; 1 where no key is attended to."""
         return torch.where(lse == -math.inf, 1.0, self.problem.exp(lse - self.shift))
@@ -116,14 +131,14 @@ class Delta:
             # A fully masked row's lse is constant, and the gradient that reaches it may be infinite or NaN.
             self.grad_lse = torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(do.dtype))
         if problem.recipe.delta_from != "probabilities":
-            self.delta = step("delta", step("delta_products", do * saved.out_for_delta).sum(-1, keepdim=True))
+            self.delta = step("delta", row_sum(step("delta_products", do * saved.out_for_delta)))
         elif len(problem.row_tiles()) > 1 or len(problem.col_tiles()) > 1:
             self.delta = step("delta", self._summed(problem, saved, rows_of, do))
 
     def tile(self, rows: slice, dp: Tensor, p: Tensor) -> Tensor:
         """δ − dLSE `[B, H, rows, 1]`; where one tile is the whole problem, δ is summed from what is at hand."""
         if self.delta is None:
-            delta = self.step("delta", self.step("delta_products", dp * p).sum(-1, keepdim=True))
+            delta = self.step("delta", row_sum(self.step("delta_products", dp * p)))
         else:
             delta = self.delta[:, :, rows]
         return delta if self.grad_lse is None else delta - self.grad_lse[:, :, rows]
@@ -135,13 +150,16 @@ class Delta:
         return self.delta if self.grad_lse is None else self.delta - self.grad_lse
 
     def _summed(self, problem: Problem, saved: Saved, rows_of: Rows, do: Tensor) -> Tensor:
-        step, delta = self.step, torch.zeros_like(saved.lse)
+        step = self.step
+        if fused.refused(problem, step) is None:
+            return fused.summed_delta(problem, *rows_of.statistics(), do)
+        delta = torch.zeros_like(saved.lse)
         for rows in problem.row_tiles():
             for cols in problem.col_tiles():
                 if not problem.mask.hides(rows, cols):
                     dp = grad_probabilities(problem, do, rows, cols, step)
                     terms = step("delta_products", dp * rows_of.probabilities(rows, cols)[0])
-                    delta[:, :, rows] += terms.sum(-1, keepdim=True)
+                    delta[:, :, rows] += row_sum(terms)
         return delta
 
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from halfulp.algorithms import fused
 from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
 from halfulp.algorithms.stabilize import row_shift
@@ -22,6 +23,8 @@ _State: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def forward(problem: Problem, step: Step) -> Saved:
     """Online softmax over key blocks; memory O(N) beside one tile."""
+    if fused.refused(problem, step) is None:
+        return finish(problem, *fused.forward(problem), step)
     parts = [_rows(problem, rows, step) for rows in problem.row_tiles()]
     out, m, l, l_exact = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
     return finish(problem, out, m, l, l_exact, step)

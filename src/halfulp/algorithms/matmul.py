@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfulp.algorithms import arithmetic
 from halfulp.formats import FP32, FP64, round_to
 from halfulp.recipes import Matmul, Step
 
@@ -13,17 +14,17 @@ def product(left: Tensor, right: Tensor, step: Step) -> Tensor:
     """`left [..., M, K] @ right [..., K, N]` as the recipe of `step` sums products."""
     spec = step.recipe.matmul
     if spec.order == "native" and (spec.accumulate == FP32) == (left.dtype == torch.float32):
-        return left @ right
+        return _native(left, right)
     return matmul(left, right, spec, seed=step.next_seed("matmul"))
 
 
 def matmul(left: Tensor, right: Tensor, spec: Matmul, *, seed: int = 0) -> Tensor:
     """`left [..., M, K] @ right [..., K, N]` summed as `spec` says; returns left's dtype (float32 or float64).
 
-    Operands are taken as they are: round them first. In the emulated orders products and their addition to the running
-    sum are done in float64 and then rounded. In sequential order that is free of double rounding where operands have at
-    most 13 significant bits (bf16, fp16, fp8); with float32 operands it is met once in about 2²⁹ additions. `seed` is
-    that of a stochastic accumulate format.
+    Operands are taken as they are: round them first. In native order float32 products on a CPU are the native
+    library's, which has the bits of sequential order in FP32; without it, and elsewhere, they are torch's. In the
+    emulated orders every addition to the running sum is rounded once: exactly computed in sequential order on float32
+    operands (a fused multiply-add), to float64 first otherwise. `seed` is that of a stochastic accumulate format.
 
     Raises:
         ValueError: native order, float64 operands and fp32 accumulation, which no library gemm offers.
@@ -33,11 +34,31 @@ def matmul(left: Tensor, right: Tensor, spec: Matmul, *, seed: int = 0) -> Tenso
             return (left.double() @ right.double()).to(left.dtype)
         if left.dtype != torch.float32:
             raise ValueError(f"left of dtype {left.dtype}: accepted is float32 where a native gemm accumulates in fp32")
-        return left @ right
+        return _native(left, right)
+    sequential = spec.order == "sequential"
+    if sequential and spec.accumulate == FP32 and arithmetic.compiled(left, right):
+        return arithmetic.product(left, right)
     a, b = left.double(), right.double()
-    width = 1 if spec.order == "sequential" else spec.block
+    width = 1 if sequential else spec.block
+    add = _sum_to_odd if sequential and left.dtype == torch.float32 else torch.add
     total = a.new_zeros(()).expand((a[..., :0] @ b[..., :0, :]).shape)
     for i, k in enumerate(range(0, a.shape[-1], width)):
-        exact = total + a[..., k : k + width] @ b[..., k : k + width, :]
+        exact = add(total, a[..., k : k + width] @ b[..., k : k + width, :])
         total = round_to(exact, spec.accumulate, seed=seed + i)
     return total.to(left.dtype)
+
+
+def _native(left: Tensor, right: Tensor) -> Tensor:
+    return arithmetic.product(left, right) if arithmetic.compiled(left, right) else left @ right
+
+
+def _sum_to_odd(total: Tensor, term: Tensor) -> Tensor:
+    """total + term in float64, rounded to odd: rounding that to a narrower format is rounding the sum itself, once."""
+    near = total + term
+    other = near - total
+    lost = (total - (near - other)) + (term - other)
+    bits = near.view(torch.int64)
+    # A sum that is not exact becomes the neighbor, on the side of what was lost, whose last bit is odd.
+    inexact = (lost != 0) & near.isfinite() & (bits & 1 == 0)
+    outward = (lost > 0) == (near > 0)
+    return torch.where(inexact, bits + torch.where(outward, 1, -1), bits).view(torch.float64)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.arithmetic import exponential, logarithm, row_sum
 from halfulp.algorithms.matmul import product
 from halfulp.formats import Format
 from halfulp.formats.counter import keep_mask
@@ -155,13 +156,13 @@ class Problem:
         if self.recipe.exponential == "split":
             # S − rint S is exact and the power of two too: the bits before the last factor do not know the shift.
             whole = scores.round().clamp_min(-LARGEST_SHIFT)
-            return torch.exp2(step("shifted_scores", scores - whole)) * torch.exp2(whole - shift)
+            return self.exp(step("shifted_scores", scores - whole)) * self.exp(whole - shift)
         shifted = step("shifted_scores", torch.sub(scores, shift, out=step.scratch(scores)))
         return self.exp(shifted, out=step.scratch(shifted))
 
     def exp(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The exponential of the recipe's base."""
-        return torch.exp2(x, out=out) if self.recipe.base == "2" else torch.exp(x, out=out)
+        return exponential(x, self.recipe.base == "2", out)
 
     def rescale(self, m: Tensor, shift: Tensor, step: Step) -> Tensor:
         """exp(m − shift): what a sum shifted by m is multiplied by to be shifted by `shift`."""
@@ -169,13 +170,13 @@ class Problem:
 
     def log(self, x: Tensor) -> Tensor:
         """The logarithm of the recipe's base."""
-        return torch.log2(x) if self.recipe.base == "2" else torch.log(x)
+        return logarithm(x, self.recipe.base == "2")
 
     def row_sums(self, weights: Tensor, operand: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """l of one tile as the recipe sums it, and as lse needs it."""
         rounded = self.recipe.row_sum_from == "rounded"
-        l = (operand if rounded else weights).sum(-1, keepdim=True)
-        exact = weights.sum(-1, keepdim=True) if rounded and self.recipe.lse_from == "exact" else l
+        l = row_sum(operand if rounded else weights)
+        exact = row_sum(weights) if rounded and self.recipe.lse_from == "exact" else l
         return step("block_sum", l).clamp_min(self.recipe.row_sum_floor), exact
 
     def weights_operand(self, weights: Tensor, step: Step) -> Tensor:

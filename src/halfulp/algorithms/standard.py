@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.arithmetic import row_sum
 from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
 from halfulp.algorithms.stabilize import row_shift
@@ -19,7 +20,7 @@ def forward(problem: Problem, step: Step) -> Saved:
         scores = problem.scores(rows, cols, step)
         m = step("row_max", row_shift(scores, step))
         weights = step("weights", problem.weights(scores, shift_of(m), step))
-        l = step("row_sum", step("block_sum", weights.sum(-1, keepdim=True)).clamp_min(problem.recipe.row_sum_floor))
+        l = step("row_sum", step("block_sum", row_sum(weights)).clamp_min(problem.recipe.row_sum_floor))
         operand = problem.weights_operand(weights / divisor_of(l, m), step)
         parts.append((step("accumulator", step("block_out", product(operand, problem.value, step))), m, l))
     out, m, l = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))

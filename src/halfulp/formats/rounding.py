@@ -1,8 +1,8 @@
 """The one door through which a number is put into a low-precision format.
 
 Every experiment in halfulp stands on this step, so it has one meaning: the value as if computed exactly and rounded
-once, by the format's own rules. `round_to` picks the quickest way that has those bits: nothing where the format holds
-the dtype, torch's own cast where it is proven equal (tests/formats), and the general way for the rest.
+once, by the format's own rules. `round_to` picks the quickest way that has those bits (tests/formats holds them equal):
+nothing where the format holds the dtype, the native library, torch's own cast, and the general way for the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final, get_args
 import torch
 from torch import Tensor
 
+from halfulp.formats import compiled
 from halfulp.formats.blocks import BlockFormat, round_blocks
 from halfulp.formats.format import Format, Rounding
 from halfulp.formats.general import fits_container, power_of_two_below, round_general
@@ -53,6 +54,9 @@ def round_to(
         raise ValueError("x.requires_grad=True is not accepted: rounding has no gradient; accepted: x.detach()")
     if isinstance(fmt, BlockFormat):
         return round_blocks(x, fmt, mode, seed, offset)
+    found = compiled.rounded(x, fmt, mode)
+    if found is not None:
+        return found
     native = _native_dtype(fmt, mode, x.dtype)
     if native is not None:
         y = x.to(native).to(x.dtype)

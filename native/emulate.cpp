@@ -1,0 +1,100 @@
+// The C interface of the emulator: which instruction set runs, and how the work is cut up.
+#include "call.hpp"
+#include "threads.hpp"
+
+namespace halfulp {
+namespace {
+
+const Emulations& emulations_for(int isa) {
+  const int best = best_isa();
+  if (isa < 0 || isa > best) isa = best;
+#if defined(HALFULP_X86)
+  if (isa >= HALFULP_AVX512) return avx512_emulations;
+  if (isa == HALFULP_AVX2) return avx2_emulations;
+#endif
+  return portable_emulations;
+}
+
+// Elements that are worth a thread.
+constexpr long kWorthwhile = 1 << 15;
+
+long parts_of(long count, long threads) {
+  const long parts = count / kWorthwhile < 4 * threads ? count / kWorthwhile : 4 * threads;
+  return parts < 1 || threads == 1 ? 1 : parts;
+}
+
+// Parts of one head that keep every thread busy; rows, and sums over them, are independent of the cut.
+Emulation cut(const halfulp_emulation& call, bool fine) {
+  const long heads = call.batch * call.heads;
+  const long wanted = call.threads == 1 || heads >= (fine ? 2 * call.threads : call.threads) || heads == 0
+                          ? 1
+                          : (4 * call.threads + heads - 1) / heads;
+  const long tiles = (call.n_query + call.block_query - 1) / call.block_query;
+  return {&call, wanted < tiles ? wanted : tiles < 1 ? 1 : tiles};
+}
+
+}  // namespace
+}  // namespace halfulp
+
+using namespace halfulp;
+
+extern "C" {
+
+int64_t halfulp_emulation_size(void) { return sizeof(halfulp_emulation); }
+
+const char* halfulp_step_name(int32_t step) {
+  static const char* const names[] = {
+#define HALFULP_STEP(name) #name,
+      HALFULP_STEPS(HALFULP_STEP)
+#undef HALFULP_STEP
+  };
+  return step >= 0 && step < HALFULP_STEP_COUNT ? names[step] : nullptr;
+}
+
+void halfulp_round(int32_t isa, int32_t threads, int32_t wide, const halfulp_format* format, const void* x, void* y,
+                   int64_t n) {
+  const Numbers numbers{x, y, n, parts_of(n, threads), wide, 0, format};
+  spread(numbers, emulations_for(isa).round, 0, numbers.parts, threads);
+}
+
+void halfulp_exp(int32_t isa, int32_t threads, int32_t base2, const float* x, float* y, int64_t n) {
+  const Numbers numbers{x, y, n, parts_of(n, threads), base2, 0, nullptr};
+  spread(numbers, emulations_for(isa).exp, 0, numbers.parts, threads);
+}
+
+void halfulp_row_sum(int32_t isa, int32_t threads, const float* x, float* sums, int64_t rows, int64_t n) {
+  const Numbers numbers{x, sums, rows, parts_of(rows * n, threads), 0, n, nullptr};
+  spread(numbers, emulations_for(isa).row_sum, 0, numbers.parts, threads);
+}
+
+int32_t halfulp_product(int32_t isa, int32_t threads, int64_t batch, int64_t m, int64_t n, int64_t k,
+                        const halfulp_matrix* left, const halfulp_matrix* right, float* out) {
+  const Emulations& emulations = emulations_for(isa);
+  const Product product{left, right, out, m, n, k};
+  const long units = batch * ((n + 63) / 64) * ((m + kProductRows - 1) / kProductRows);
+  const long worthwhile = batch * m * n * k / kWorthwhile + 1;
+  return spread(product, emulations.product, emulations.product_bytes(), units, worthwhile < threads ? worthwhile : threads);
+}
+
+int32_t halfulp_emulate_forward(const halfulp_emulation* call) {
+  const Emulations& emulations = emulations_for(call->isa);
+  const Emulation whole = cut(*call, true);
+  return spread(whole, emulations.forward, emulations.bytes(whole, false), call->batch * call->heads * whole.parts,
+                call->threads);
+}
+
+int32_t halfulp_emulate_backward(const halfulp_emulation* call) {
+  const Emulations& emulations = emulations_for(call->isa);
+  const Emulation whole = cut(*call, false);
+  const long units = call->batch * call->heads * (whole.parts == 1 ? 1 : 2 * whole.parts);
+  return spread(whole, emulations.backward, emulations.bytes(whole, true), units, call->threads);
+}
+
+int32_t halfulp_emulate_delta(const halfulp_emulation* call) {
+  const Emulations& emulations = emulations_for(call->isa);
+  const Emulation whole = cut(*call, true);
+  return spread(whole, emulations.delta, emulations.bytes(whole, true), call->batch * call->heads * whole.parts,
+                call->threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,101 @@
+"""The float32 arithmetic that torch leaves open on a CPU, fixed to the bit so that one recipe means one result.
+
+torch's exponential, sums and gemms differ with the machine, the number of threads and the place in a tensor. Here
+float32 tensors on a CPU get
+
+- e^x, 2^x and their logarithms: float64's, rounded once,
+- sums of a row: element j to lane j mod 16, lanes in increasing order, then the tree i + 8, i + 4, i + 2, i + 1,
+- products: one accumulator for each element, k in increasing order, fused multiply-add,
+
+from the native library, or without it from torch operations that have those bits (products in native order excepted:
+see `matmul`). On other devices, and in float64, all three are torch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfulp.native import BEST_ISA, library, missing
+
+_LANES = 16
+
+
+class CMatrix(ctypes.Structure):
+    """`halfulp_matrix` of native/halfulp.h: strides in elements."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "row", "column")),
+    )
+
+
+def compiled(*tensors: Tensor) -> bool:
+    """Whether the native library computes with these."""
+    return all(type(x) is Tensor and x.dtype is torch.float32 and x.device.type == "cpu" for x in tensors) and (
+        missing() is None
+    )
+
+
+def exponential(x: Tensor, base2: bool, out: Tensor | None = None) -> Tensor:
+    """e^x, or 2^x, elementwise; `out` may be x."""
+    if compiled(x):
+        x = x.contiguous()
+        y = torch.empty_like(x) if out is None or not out.is_contiguous() else out
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
+        library().halfulp_exp(BEST_ISA, torch.get_num_threads(), base2, *pointers, ctypes.c_int64(x.numel()))
+        return y
+    function = torch.exp2 if base2 else torch.exp
+    return function(x.double()).to(x.dtype) if fixed(x) else function(x, out=out)
+
+
+def logarithm(x: Tensor, base2: bool) -> Tensor:
+    """The natural logarithm, or that in base 2, elementwise."""
+    function = torch.log2 if base2 else torch.log
+    return function(x.double()).to(x.dtype) if fixed(x) else function(x)
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """The sum over the last dimension, which stays with a length of 1."""
+    if not fixed(x):
+        return x.sum(-1, keepdim=True)
+    n = x.shape[-1]
+    if compiled(x) and x.numel() > 0:
+        x = x.contiguous()
+        sums = x.new_empty(*x.shape[:-1], 1)
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, sums))
+        sizes = (ctypes.c_int64(size) for size in (sums.numel(), n))
+        library().halfulp_row_sum(BEST_ISA, torch.get_num_threads(), *pointers, *sizes)
+        return sums
+    padded = functional.pad(x, (0, -n % _LANES if n else _LANES))
+    lanes = padded[..., :_LANES]
+    for j in range(_LANES, n, _LANES):
+        lanes = lanes + padded[..., j : j + _LANES]
+    for width in (8, 4, 2, 1):
+        lanes = lanes[..., :width] + lanes[..., width : 2 * width]
+    return lanes
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left [..., M, K] @ right [..., K, N]`, equal leading dimensions, float32 on a CPU; the library must be there."""
+    lead, (m, k), n = left.shape[:-2], left.shape[-2:], right.shape[-1]
+    out = left.new_empty(*lead, m, n)
+    if out.numel() == 0:
+        return out
+    held = [x if x.ndim <= 3 else x.flatten(0, -3) for x in (left, right)]  # a copy only where strides demand it
+    matrices = [
+        CMatrix(x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1)) for x in held
+    ]
+    sizes = (ctypes.c_int64(size) for size in (out.numel() // (m * n), m, n, k))
+    pointers = (*map(ctypes.byref, matrices), ctypes.c_void_p(out.data_ptr()))
+    if library().halfulp_product(BEST_ISA, torch.get_num_threads(), *sizes, *pointers):
+        raise MemoryError(f"no memory for a product of {tuple(left.shape)} and {tuple(right.shape)}")
+    return out
+
+
+def fixed(x: Tensor) -> bool:
+    """Whether the bits are laid down for such a tensor."""
+    return x.dtype is torch.float32 and x.device.type == "cpu"

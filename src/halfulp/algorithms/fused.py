@@ -1,0 +1,206 @@
+"""The tile loops of FlashAttention-2 and of the shared backward pass in the native library: the same bits, one call.
+
+`refused` says which calls stay with the PyTorch loops. What opens and closes a pass, O(N) work, stays in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from halfulp.algorithms.arithmetic import fixed
+from halfulp.algorithms.problem import Problem
+from halfulp.formats import FP32, Format
+from halfulp.formats.compiled import CFormat, c_format
+from halfulp.native import BEST_ISA, library, missing
+from halfulp.recipes import Recipe, Step
+
+_MASKS = {torch.bool: 1, torch.float32: 2}
+_SHIFTS = {"maximum": 0, "integer": 1, "offset": 2, "stabilized": 3}
+_SCALE_AT = {"products": 0, "scores": 1, "probabilities": 2}
+
+
+class _CTensor(ctypes.Structure):
+    """`halfulp_tensor` of native/halfulp.h: strides in elements."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
+
+
+@lru_cache(maxsize=1)
+def _steps() -> tuple[str, ...]:
+    """The steps that the library rounds, in its order."""
+    name = library().halfulp_step_name
+    name.restype = ctypes.c_char_p
+    names: list[str] = []
+    while (found := name(len(names))) is not None:
+        names.append(found.decode())
+    return tuple(names)
+
+
+@lru_cache(maxsize=1)
+def _structure() -> type[ctypes.Structure]:
+    """`halfulp_emulation` of native/halfulp.h."""
+
+    def several(kind: type, *names: str) -> list[tuple[str, type]]:
+        return [(name, kind) for name in names]
+
+    fields = (
+        *several(ctypes.c_int32, "isa", "threads"),
+        *several(ctypes.c_int64, "batch", "heads", "n_query", "n_key", "d", "dv", "block_query", "block_key"),
+        *several(ctypes.c_int32, "bounded_below", "bounded_above"),
+        *several(ctypes.c_int64, "least", "greatest"),
+        ("mask", _CTensor),
+        ("mask_kind", ctypes.c_int32),
+        *several(ctypes.c_float, "mask_factor", "score_factor", "gradient_scale"),
+        *several(ctypes.c_int32, "base2", "split", "shift", "unconditional"),
+        *several(ctypes.c_float, "beta", "gamma", "tie_tolerance", "offset"),
+        *several(ctypes.c_int32, "row_sum_rounded", "row_sum_exact"),
+        *several(ctypes.c_float, "weights_scale", "row_sum_floor"),
+        *several(ctypes.c_int32, "weights_rounded", "scale_at"),
+        ("formats", CFormat * len(_steps())),
+        *several(ctypes.c_void_p, "query", "key", "value", "out", "row_max", "row_sum", "exact_row_sum"),
+        *several(ctypes.c_void_p, "grad_out", "shifts", "divisor", "value_divisor", "delta"),
+        *several(ctypes.c_void_p, "grad_query", "grad_key", "grad_value", "summed_delta"),
+    )
+    structure = type("CEmulation", (ctypes.Structure,), {"_fields_": fields})
+    size = library().halfulp_emulation_size
+    size.restype = ctypes.c_int64
+    assert ctypes.sizeof(structure) == size(), "native/halfulp.h has another layout"
+    return structure
+
+
+def refused(problem: Problem, step: Step) -> str | None:
+    """Why the library does not run these loops, in words; None where it does."""
+    recipe = problem.recipe
+    reasons = (
+        "observers" if step.observers else None,
+        None if fixed(problem.query) and type(problem.query) is Tensor else "not float32 on a CPU",
+        "softcap, sinks or dropout" if problem.softcap or problem.sinks is not None or problem.dropout else None,
+        None if recipe.matmul.order in ("native", "sequential") else "products in blocks",
+        None if recipe.matmul.accumulate == FP32 else "products not summed in fp32",
+        "no keys or no queries" if 0 in problem.query.shape or 0 in problem.key.shape else None,
+        missing(),
+    )
+    return next((reason for reason in reasons if reason is not None), None) or _format_refused(recipe)
+
+
+@lru_cache(maxsize=256)
+def _format_refused(recipe: Recipe) -> str | None:
+    for name in _steps():
+        fmt = getattr(recipe, name)
+        if isinstance(fmt, Format) and fmt.holds(recipe.dtype):
+            continue
+        if not isinstance(fmt, Format) or c_format(fmt, fmt.rounding, recipe.dtype) is None:
+            return f"{name} in {fmt}"
+    return None
+
+
+def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """O before rounding, m, l, and l from the exact weights, as flash2's loops make them."""
+    call, held = _call(problem)
+    out = torch.empty(*problem.query.shape[:3], problem.value.shape[3])
+    rows = [torch.empty(*problem.query.shape[:3], 1) for _ in range(3)]
+    call.out = out.data_ptr()
+    call.row_max, call.row_sum, call.exact_row_sum = (x.data_ptr() for x in rows)
+    _run("halfulp_emulate_forward", call)
+    del held
+    m, l, l_exact = rows
+    return out, m, l, l_exact
+
+
+def backward(
+    problem: Problem,
+    shift: Tensor,
+    divisor: Tensor | None,
+    value_divisor: Tensor | None,
+    delta: Tensor,
+    grad_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV as the loops of `backward.backward` sum them; row statistics and δ `[B, H, N_q, 1]`."""
+    call, held = _call(problem, shift, divisor, value_divisor, grad_out)
+    delta = delta.expand(shift.shape).contiguous()
+    gradients = [torch.zeros(x.shape) for x in (problem.query, problem.key, problem.value)]
+    call.delta = delta.data_ptr()
+    call.grad_query, call.grad_key, call.grad_value = (x.data_ptr() for x in gradients)
+    _run("halfulp_emulate_backward", call)
+    del held
+    dq, dk, dv = gradients
+    return dq, dk, dv
+
+
+def summed_delta(
+    problem: Problem, shift: Tensor, divisor: Tensor | None, value_divisor: Tensor | None, grad_out: Tensor
+) -> Tensor:
+    """rowsum(dP ∘ P) `[B, H, N_q, 1]` before its rounding."""
+    call, held = _call(problem, shift, divisor, value_divisor, grad_out)
+    delta = torch.zeros(shift.shape)
+    call.summed_delta = delta.data_ptr()
+    _run("halfulp_emulate_delta", call)
+    del held
+    return delta
+
+
+def _call(
+    problem: Problem,
+    shift: Tensor | None = None,
+    divisor: Tensor | None = None,
+    value_divisor: Tensor | None = None,
+    grad_out: Tensor | None = None,
+) -> tuple[ctypes.Structure, list[Tensor]]:
+    """The call, but for its results, and the tensors that it points into."""
+    recipe, (b, h, n, d), (nk, dv) = problem.recipe, problem.query.shape, problem.value.shape[2:]
+    call = _structure()()
+    call.isa, call.threads = BEST_ISA, torch.get_num_threads()
+    call.batch, call.heads, call.n_query, call.n_key, call.d, call.dv = b, h, n, nk, d, dv
+    call.block_query, call.block_key = recipe.block_query or n, recipe.block_key or nk
+    least, greatest = problem.mask.bounds()
+    call.bounded_below, call.bounded_above = least is not None, greatest is not None
+    call.least, call.greatest = least or 0, greatest or 0
+    call.mask_factor, call.score_factor, call.gradient_scale = problem.unit, problem.alpha * problem.unit, problem.alpha
+    _describe(call, recipe)
+    tensors = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
+    tensors |= {"shifts": shift, "divisor": divisor, "value_divisor": value_divisor}
+    held = []
+    for name, x in tensors.items():
+        if x is not None:
+            held.append(x.contiguous())
+            setattr(call, name, held[-1].data_ptr())
+    mask = problem.mask.attn_mask
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
+        mask = mask.expand(b, h, n, nk)
+        held.append(mask if mask.stride(3) == 1 or nk == 1 else mask.contiguous())
+        call.mask = _CTensor(held[-1].data_ptr(), *held[-1].stride()[:3])
+        call.mask_kind = _MASKS[mask.dtype]
+    return call, held
+
+
+def _describe(call: ctypes.Structure, recipe: Recipe) -> None:
+    """What the recipe says."""
+    shift = recipe.shift
+    call.base2, call.split = recipe.base == "2", recipe.exponential == "split"
+    call.shift, call.unconditional = _SHIFTS[shift.kind], shift.unconditional
+    call.beta, call.gamma, call.tie_tolerance, call.offset = shift.beta, shift.gamma, shift.tie_tolerance, shift.offset
+    call.row_sum_rounded = recipe.row_sum_from == "rounded"
+    call.row_sum_exact = recipe.row_sum_from == "rounded" and recipe.lse_from == "exact"
+    call.weights_scale, call.row_sum_floor = recipe.weights_scale, recipe.row_sum_floor
+    call.weights_rounded, call.scale_at = recipe.backward_weights == "rounded", _SCALE_AT[recipe.gradient_scale_at]
+    call.formats = _formats(recipe)
+
+
+@lru_cache(maxsize=256)
+def _formats(recipe: Recipe) -> ctypes.Array[CFormat]:
+    formats = (CFormat * len(_steps()))()
+    for i, name in enumerate(_steps()):
+        fmt = getattr(recipe, name)
+        if not fmt.holds(recipe.dtype):
+            formats[i] = c_format(fmt, fmt.rounding, recipe.dtype)
+    return formats
+
+
+def _run(name: str, call: ctypes.Structure) -> None:
+    if getattr(library(), name)(ctypes.byref(call)):
+        raise MemoryError(f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys")

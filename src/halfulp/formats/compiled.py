@@ -1,0 +1,56 @@
+"""Rounding in the native library: one pass over the memory for any scalar format, bit for bit what `general` gives."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from halfulp.formats.format import Format, Overflow, Rounding
+from halfulp.formats.general import fits_container
+from halfulp.native import BEST_ISA, library, missing
+
+_ROUNDINGS: dict[Rounding, int] = {"nearest_even": 0, "nearest_away": 1, "toward_zero": 2, "up": 3, "down": 4}
+_OVERFLOWS: dict[Overflow, int] = {"infinity": 0, "saturate": 1, "nan": 2}
+
+
+class CFormat(ctypes.Structure):
+    """`halfulp_format` of native/halfulp.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("active", "rounding", "overflow", "infinities", "subnormals")),
+        *((name, ctypes.c_int32) for name in ("mantissa_bits", "min_exponent", "bias")),
+        ("max", ctypes.c_double),
+    )
+
+
+@lru_cache(maxsize=1024)
+def c_format(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> CFormat | None:
+    """The format as the library reads it; None where it does not round so: stochastically, or beyond the container."""
+    if rounding not in _ROUNDINGS or not fits_container(fmt, dtype):
+        return None
+    policies = (_ROUNDINGS[rounding], _OVERFLOWS[fmt.overflow], fmt.specials == "ieee", fmt.subnormals)
+    return CFormat(1, *policies, fmt.mantissa_bits, fmt.min_exponent, fmt.bias, fmt.max)
+
+
+def rounded(x: Tensor, fmt: Format, rounding: Rounding, isa: int = BEST_ISA) -> Tensor | None:
+    """`x` (float32 or float64) rounded, contiguous; None where the library is missing or does not take the call."""
+    if type(x) is not Tensor or x.device.type != "cpu" or missing() is not None:
+        return None
+    spec = c_format(fmt, rounding, x.dtype)
+    if spec is None:
+        return None
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    library().halfulp_round(
+        isa,
+        torch.get_num_threads(),
+        x.dtype is torch.float64,
+        ctypes.byref(spec),
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_void_p(out.data_ptr()),
+        ctypes.c_int64(x.numel()),
+    )
+    return out
