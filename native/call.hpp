@@ -52,6 +52,8 @@ struct Numbers {
   int wide;      // rounding: doubles; exponential: base 2
   long columns;  // of a row, of which there are `count`
   const halfulp_format* format;
+  const float* out;  // with what follows: of a residual
+  int32_t mantissa_bits, bits, lowest;
 };
 struct Product {
   const halfulp_matrix *left, *right;
@@ -69,6 +71,7 @@ struct Emulations {
   void (*round)(const Numbers&, long unit, char*);
   void (*exp)(const Numbers&, long unit, char*);
   void (*row_sum)(const Numbers&, long unit, char*);
+  void (*residual)(const Numbers&, long unit, char*);
   size_t (*product_bytes)();
   void (*product)(const Product&, long unit, char* scratch);
 };

@@ -18,6 +18,8 @@ const Emulations& emulations_for(int isa) {
 // Elements that are worth a thread.
 constexpr long kWorthwhile = 1 << 15;
 
+long least_of(long a, long b) { return a < b ? a : b; }
+
 long parts_of(long count, long threads) {
   const long parts = count / kWorthwhile < 4 * threads ? count / kWorthwhile : 4 * threads;
   return parts < 1 || threads == 1 ? 1 : parts;
@@ -53,18 +55,31 @@ const char* halfulp_step_name(int32_t step) {
 
 void halfulp_round(int32_t isa, int32_t threads, int32_t wide, const halfulp_format* format, const void* x, void* y,
                    int64_t n) {
-  const Numbers numbers{x, y, n, parts_of(n, threads), wide, 0, format};
+  Numbers numbers{};
+  numbers.x = x, numbers.y = y, numbers.count = n, numbers.parts = parts_of(n, threads);
+  numbers.wide = wide, numbers.format = format;
   spread(numbers, emulations_for(isa).round, 0, numbers.parts, threads);
 }
 
 void halfulp_exp(int32_t isa, int32_t threads, int32_t base2, const float* x, float* y, int64_t n) {
-  const Numbers numbers{x, y, n, parts_of(n, threads), base2, 0, nullptr};
+  Numbers numbers{};
+  numbers.x = x, numbers.y = y, numbers.count = n, numbers.parts = parts_of(n, threads), numbers.wide = base2;
   spread(numbers, emulations_for(isa).exp, 0, numbers.parts, threads);
 }
 
 void halfulp_row_sum(int32_t isa, int32_t threads, const float* x, float* sums, int64_t rows, int64_t n) {
-  const Numbers numbers{x, sums, rows, parts_of(rows * n, threads), 0, n, nullptr};
+  Numbers numbers{};
+  numbers.x = x, numbers.y = sums, numbers.count = rows, numbers.columns = n;
+  numbers.parts = least_of(rows, parts_of(rows * n, threads));
   spread(numbers, emulations_for(isa).row_sum, 0, numbers.parts, threads);
+}
+
+void halfulp_residual(int32_t isa, int32_t threads, const float* exact, const float* out, float* residual, int64_t n,
+                      int32_t mantissa_bits, int32_t bits, int32_t lowest) {
+  Numbers numbers{};
+  numbers.x = exact, numbers.out = out, numbers.y = residual, numbers.count = n, numbers.parts = parts_of(n, threads);
+  numbers.mantissa_bits = mantissa_bits, numbers.bits = bits, numbers.lowest = lowest;
+  spread(numbers, emulations_for(isa).residual, 0, numbers.parts, threads);
 }
 
 int32_t halfulp_product(int32_t isa, int32_t threads, int64_t batch, int64_t m, int64_t n, int64_t k,

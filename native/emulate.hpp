@@ -51,7 +51,7 @@ struct Emulator {
   // packed operands of one head, and one tile's buffers
   float *key_over_d, *value_over_d, *key_panels, *value_panels, *query_panels, *grad_out_panels;
   float *scores, *weights, *powers, *gradients, *wide, *block_key, *block_value;
-  float *acc, *m, *l, *exact;
+  float *acc, *m, *l, *exact, *tile_scale;
   size_t bytes;
 
   Emulator(const halfulp_emulation& call, bool backward, char* base)
@@ -79,7 +79,7 @@ struct Emulator {
     block_key = take(backward ? widest * dp : 0);
     block_value = take(backward ? widest * dvp : 0);
     acc = take(rows_at_once * dvp);
-    m = take(rows_at_once), l = take(rows_at_once), exact = take(rows_at_once);
+    m = take(rows_at_once), l = take(rows_at_once), exact = take(rows_at_once), tile_scale = take(rows_at_once);
     bytes = size_t(at - base);
   }
 
@@ -198,66 +198,106 @@ struct Emulator {
   // --- forward
 
   void forward_rows(Range rows) {
+    const bool divided = e.algorithm != HALFULP_FLASH2;  // O is normalized in every step
     for (long i = rows.from; i < rows.to; i += rows_at_once) {
       const long count = least(rows_at_once, rows.to - i);
-      bool started = false;
+      bool started = e.algorithm == HALFULP_FLASH1;  // from a state of nothing
       for (long r = 0; r < count; ++r) m[r] = -HALFULP_INF, l[r] = exact[r] = 0;
       std::memset(acc, 0, size_t(count * dvp) * sizeof(float));
       for (long t = 0; t < col_tiles(); ++t) {
-        if (hides(rows, cols_of(t))) continue;
+        if (e.algorithm != HALFULP_STANDARD && hides(rows, cols_of(t))) continue;
         forward_tile(i, count, cols_of(t), started);
         started = true;
       }
       for (long r = 0; r < count; ++r) {
         const long at = head * e.n_query + i + r;
-        const float divisor = m[r] == -HALFULP_INF ? 1.f : l[r];
+        const float divisor = divided || m[r] == -HALFULP_INF ? 1.f : l[r];
         for (long j = 0; j < e.dv; ++j) e.out[at * e.dv + j] = acc[r * dvp + j] / divisor;
         e.row_max[at] = m[r], e.row_sum[at] = l[r], e.exact_row_sum[at] = exact[r];
       }
     }
   }
 
+  // What one tile of one row adds, shifted by its own maximum in FlashAttention-1.
+  struct TileSums {
+    float sum, exact;
+  };
+  TileSums weigh_row(float* s, float shift, long columns, long width) {
+    weigh(s, shift, columns, width);
+    round[HALFULP_STEP_weights](s, width);
+    float sum = 0, exact_sum = 0;
+    if (!e.row_sum_rounded || e.row_sum_exact) sum = exact_sum = row_sum(s, width);
+    if (e.algorithm != HALFULP_STANDARD) make_operand(s, width);
+    if (e.row_sum_rounded) sum = row_sum(s, width);
+    if (!e.row_sum_exact) exact_sum = sum;
+    sum = round[HALFULP_STEP_block_sum](sum);
+    return {sum < e.row_sum_floor ? e.row_sum_floor : sum, exact_sum};
+  }
+  static float shift_of(float m) { return m == -HALFULP_INF ? 0.f : m; }
+  static float greater(float a, float b) { return a != a ? a : b != b || b > a ? b : a; }  // as torch.maximum: NaN wins
+  float rescale(float m, float shift) const {
+    const float change = round[HALFULP_STEP_max_change](m - shift);
+    return round[HALFULP_STEP_rescale](change == 0 ? 1.f : exp(change));
+  }
+  float rescaled(float x) const { return round[HALFULP_STEP_rescaled](x); }
+
   void forward_tile(long i, long count, Range cols, bool started) {
     const long columns = cols.size(), width = up(columns, 16);
     score(i, count, cols);
     for (long r = 0; r < count; ++r) {
-      float* s = scores + r * width;
+      float *s = scores + r * width, *a = acc + r * dvp;
       const float top = row_shift(s, columns, width);
-      // as torch.maximum: NaN wins
-      const float greater = !started ? top : m[r] != m[r] ? m[r] : top != top || top > m[r] ? top : m[r];
-      const float m_new = round[HALFULP_STEP_row_max](greater), shift = m_new == -HALFULP_INF ? 0.f : m_new;
-      weigh(s, shift, columns, width);
-      round[HALFULP_STEP_weights](s, width);
-      float sum = 0, exact_sum = 0;
-      if (!e.row_sum_rounded || e.row_sum_exact) sum = exact_sum = row_sum(s, width);
-      make_operand(s, width);
-      if (e.row_sum_rounded) sum = row_sum(s, width);
-      if (!e.row_sum_exact) exact_sum = sum;
-      sum = round[HALFULP_STEP_block_sum](sum);
-      sum = sum < e.row_sum_floor ? e.row_sum_floor : sum;
+      if (e.algorithm == HALFULP_FLASH1) {
+        const float m_tile = round[HALFULP_STEP_row_max](top), m_new = greater(m[r], m_tile), shift = shift_of(m_new);
+        const TileSums tile = weigh_row(s, shift_of(m_tile), columns, width);
+        const float old_scale = rescale(m[r], shift), l_old = rescaled(l[r] * old_scale);
+        tile_scale[r] = rescale(m_tile, shift);
+        l[r] = round[HALFULP_STEP_row_sum](l_old + rescaled(tile.sum * tile_scale[r]));
+        exact[r] = exact[r] * old_scale + tile.exact * tile_scale[r];
+        for (long j = 0; j < dvp; ++j) a[j] *= l_old;
+        round[HALFULP_STEP_rescaled](a, dvp);
+        m[r] = m_new;
+        continue;
+      }
+      const float m_new = round[HALFULP_STEP_row_max](started ? greater(m[r], top) : top), shift = shift_of(m_new);
+      const TileSums tile = weigh_row(s, shift, columns, width);
       if (!started) {
-        l[r] = round[HALFULP_STEP_row_sum](sum), exact[r] = exact_sum;
+        l[r] = round[HALFULP_STEP_row_sum](tile.sum), exact[r] = tile.exact;
       } else {
-        const float change = round[HALFULP_STEP_max_change](m[r] - shift);
-        const float rescale = round[HALFULP_STEP_rescale](change == 0 ? 1.f : exp(change));
-        l[r] = round[HALFULP_STEP_row_sum](round[HALFULP_STEP_rescaled](l[r] * rescale) + sum);
-        exact[r] = exact[r] * rescale + exact_sum;
-        float* a = acc + r * dvp;
-        for (long j = 0; j < dvp; ++j) a[j] *= rescale;
+        const float scale = rescale(m[r], shift);
+        l[r] = round[HALFULP_STEP_row_sum](rescaled(l[r] * scale) + tile.sum);
+        exact[r] = exact[r] * scale + tile.exact;
+        for (long j = 0; j < dvp; ++j) a[j] *= scale;
         round[HALFULP_STEP_rescaled](a, dvp);
       }
       m[r] = m_new;
+      if (e.algorithm == HALFULP_STANDARD) {
+        exact[r] = l[r];
+        const float divisor = m_new == -HALFULP_INF ? 1.f : l[r];
+        for (long j = 0; j < width; ++j) s[j] /= divisor;
+        make_operand(s, width);
+      }
     }
     multiply(scores, width, 1, count, {value_panels, e.n_key, dvp}, cols.from, columns, wide, dvp, false);
-    for (long r = 0; r < count; ++r) {
-      float *block = wide + r * dvp, *a = acc + r * dvp;
-      round[HALFULP_STEP_block_out](block, dvp);
-      if (started)
-        for (long j = 0; j < dvp; ++j) a[j] += block[j];
-      else
-        std::memcpy(a, block, size_t(dvp) * sizeof(float));
-      round[HALFULP_STEP_accumulator](a, dvp);
+    for (long r = 0; r < count; ++r) take_block(wide + r * dvp, acc + r * dvp, r, started);
+  }
+
+  // Row r of a tile's P̄V goes into Ō, or in FlashAttention-1 into O.
+  void take_block(float* block, float* a, long r, bool started) {
+    round[HALFULP_STEP_block_out](block, dvp);
+    if (e.algorithm == HALFULP_FLASH1) {
+      for (long j = 0; j < dvp; ++j) block[j] *= tile_scale[r];
+      round[HALFULP_STEP_rescaled](block, dvp);
     }
+    if (started)
+      for (long j = 0; j < dvp; ++j) a[j] += block[j];
+    else
+      std::memcpy(a, block, size_t(dvp) * sizeof(float));
+    round[HALFULP_STEP_accumulator](a, dvp);
+    if (e.algorithm != HALFULP_FLASH1) return;
+    const float divisor = m[r] == -HALFULP_INF ? 1.f : l[r];
+    for (long j = 0; j < dvp; ++j) a[j] /= divisor;
+    round[HALFULP_STEP_renormalized](a, dvp);
   }
 
   // --- backward
@@ -430,6 +470,22 @@ static void row_sum_part(const Numbers& call, long unit, char*) {
   }
 }
 
+static void residual_part(const Numbers& call, long unit, char*) {
+  const Range range = part(call.count, unit, call.parts);
+  const float steps = float(1 << (call.bits - 1)), *exact = static_cast<const float*>(call.x), *out = call.out;
+  float* residual = static_cast<float*>(call.y);
+  for (long i = range.from; i < range.to; ++i) {
+    const int32_t field = int32_t(bits_as<uint32_t>(out[i]) >> 23 & 255) - 127;
+    const int32_t exponent = out[i] == 0.f ? -1 : field;  // as frexp has it: 0 is in the binade of 1/2
+    const int32_t unit_exponent = (exponent < call.lowest ? call.lowest : exponent) - call.mantissa_bits - call.bits;
+    const float scaled = (exact[i] - out[i]) * bits_as<float>(uint32_t(127 - unit_exponent) << 23);
+    float whole = std::rint(scaled);
+    whole = whole < -steps ? -steps : whole;
+    whole = whole > steps - 1 ? steps - 1 : whole;
+    residual[i] = whole * bits_as<float>(uint32_t(127 + unit_exponent) << 23);
+  }
+}
+
 constexpr long kProductK = 256;
 
 static size_t product_bytes() { return size_t(64 * (kProductK + kProductRows)) * sizeof(float); }
@@ -452,7 +508,8 @@ static void product_part(const Product& p, long unit, char* scratch) {
 }
 
 static const Emulations emulations = {emulate_bytes, emulate_forward, emulate_backward, emulate_delta,
-                                      round_part,    exp_part,        row_sum_part,     product_bytes, product_part};
+                                      round_part,    exp_part,        row_sum_part,     residual_part,
+                                      product_bytes, product_part};
 
 }  // namespace HALFULP_ISA
 }  // namespace halfulp

@@ -79,21 +79,22 @@ typedef struct {
 // What is rounded, in the recipe's words; halfulp_step_name tells them.
 #define HALFULP_STEPS(X)                                                                                             \
   X(product) X(scores) X(tie_threshold) X(row_max) X(shifted_scores) X(weights) X(weights_operand) X(block_sum)      \
-  X(max_change) X(rescale) X(rescaled) X(row_sum) X(block_out) X(accumulator) X(delta_products) X(probabilities)     \
-  X(probabilities_operand) X(scaled_probabilities) X(grad_probabilities) X(grad_centered) X(grad_scores)             \
-  X(scaled_grad_scores) X(grad_block) X(grad_accumulator)
+  X(max_change) X(rescale) X(rescaled) X(row_sum) X(block_out) X(accumulator) X(renormalized) X(delta_products)      \
+  X(probabilities) X(probabilities_operand) X(scaled_probabilities) X(grad_probabilities) X(grad_centered)            \
+  X(grad_scores) X(scaled_grad_scores) X(grad_block) X(grad_accumulator)
 enum halfulp_step {
 #define HALFULP_STEP(name) HALFULP_STEP_##name,
   HALFULP_STEPS(HALFULP_STEP)
 #undef HALFULP_STEP
   HALFULP_STEP_COUNT
 };
+enum halfulp_algorithm { HALFULP_FLASH2 = 0, HALFULP_FLASH1 = 1, HALFULP_STANDARD = 2 };
 enum halfulp_shift { HALFULP_MAXIMUM = 0, HALFULP_INTEGER = 1, HALFULP_OFFSET = 2, HALFULP_STABILIZED = 3 };
 enum halfulp_scale_at { HALFULP_AT_PRODUCTS = 0, HALFULP_AT_SCORES = 1, HALFULP_AT_PROBABILITIES = 2 };
 
 // One emulated call: operands as the recipe reads them, contiguous [batch, heads, n, d], as many key as query heads.
 typedef struct {
-  int32_t isa, threads;
+  int32_t isa, threads, algorithm, reserved;
   int64_t batch, heads, n_query, n_key, d, dv, block_query, block_key;
   int32_t bounded_below, bounded_above;  // query i sees keys i + least .. i + greatest
   int64_t least, greatest;
@@ -123,6 +124,10 @@ HALFULP_API void halfulp_round(int32_t isa, int32_t threads, int32_t wide, const
                                void* y, int64_t n);
 // e^x, or 2^x if `base2`, in float64 and rounded once; y may be x.
 HALFULP_API void halfulp_exp(int32_t isa, int32_t threads, int32_t base2, const float* x, float* y, int64_t n);
+// The residual of O, exact - out, in `bits` bits of half an ulp of `out` each way: in units of 2^-bits ulp; O below
+// 2^lowest share one unit.
+HALFULP_API void halfulp_residual(int32_t isa, int32_t threads, const float* exact, const float* out, float* residual,
+                                  int64_t n, int32_t mantissa_bits, int32_t bits, int32_t lowest);
 // The sums of `rows` contiguous rows of n floats: sixteen lanes in increasing order, then the tree.
 HALFULP_API void halfulp_row_sum(int32_t isa, int32_t threads, const float* x, float* sums, int64_t rows, int64_t n);
 // out [batch, m, n] (contiguous) = left [m, k] right [k, n], k in increasing order by fused multiply-add. 1: no memory.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfulp import emulate, golden, native
-from halfulp.algorithms.problem import _fixed_point
+from halfulp.algorithms.problem import _residual
 from halfulp.audit.inputs import Case
 from halfulp.audit.probes import Shape
 from halfulp.kernels import cpu
@@ -195,11 +195,11 @@ def test_the_residual_is_the_recipes():
     for dtype, recipe in ((torch.bfloat16, BF16_HALFULP), (torch.float16, FP16_HALFULP)):
         values = x.clamp(-6e4, 6e4) if dtype == torch.float16 else x
         out = values.to(dtype).float()
-        true = _fixed_point(values - out, out, recipe)
+        true = _residual(values, out, recipe)
         for isa in ISAS:
             rounded, residual = cpu.round_out(values, dtype, isa=isa)
             assert torch.equal(rounded.float(), out), (dtype, isa)
-            units = _fixed_point(torch.full_like(out, torch.inf), out, recipe) / 127  # one unit of the residual
+            units = _residual(torch.full_like(out, torch.inf), out, recipe) / 127  # one unit of the residual
             assert torch.equal(residual * units, true), (dtype, isa)
     assert residual.abs().max() > 100
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 from halfulp.native import BEST_ISA, library, missing
 
 _LANES = 16
+LARGEST_UNIT = 24  # of mantissa bits and the bits of a residual, so that the unit and its inverse are normal numbers
 
 
 class CMatrix(ctypes.Structure):
@@ -77,6 +78,20 @@ def row_sum(x: Tensor) -> Tensor:
     for width in (8, 4, 2, 1):
         lanes = lanes[..., :width] + lanes[..., width : 2 * width]
     return lanes
+
+
+def fixed_point(exact: Tensor, out: Tensor, mantissa_bits: int, bits: int, lowest: int) -> Tensor:
+    """exact − out rounded to `bits` bits, in units of 2^−bits ulp of out; the library must be there.
+
+    `mantissa_bits` are those of out's format, and together with `bits` at most `LARGEST_UNIT`; out below 2^lowest share
+    one unit.
+    """
+    exact, out = exact.contiguous(), out.contiguous()
+    residual = torch.empty_like(exact)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (exact, out, residual))
+    count = ctypes.c_int64(exact.numel())
+    library().halfulp_residual(BEST_ISA, torch.get_num_threads(), *pointers, count, mantissa_bits, bits, lowest)
+    return residual
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from halfulp.algorithms import fused
 from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
 from halfulp.algorithms.stabilize import row_shift
@@ -18,6 +19,8 @@ from halfulp.recipes import Step
 
 def forward(problem: Problem, step: Step) -> Saved:
     """O ← diag(l_new)⁻¹ (diag(l) e^{m − m_new} O + e^{m̃ − m_new} P̃V) tile by tile, m and l kept between tiles."""
+    if fused.refused(problem, step) is None:
+        return finish(problem, *fused.forward(problem), step)
     rows_shape = (*problem.query.shape[:3], 1)
     m = problem.query.new_full(rows_shape, -math.inf)
     l, l_exact = problem.query.new_zeros(rows_shape), problem.query.new_zeros(rows_shape)

@@ -1,4 +1,4 @@
-"""The tile loops of FlashAttention-2 and of the shared backward pass in the native library: the same bits, one call.
+"""The tile loops of the algorithms and of their shared backward pass in the native library: the same bits, one call.
 
 `refused` says which calls stay with the PyTorch loops. What opens and closes a pass, O(N) work, stays in Python.
 """
@@ -19,6 +19,7 @@ from halfulp.native import BEST_ISA, library, missing
 from halfulp.recipes import Recipe, Step
 
 _MASKS = {torch.bool: 1, torch.float32: 2}
+_ALGORITHMS = {"flash2": 0, "flash1": 1, "standard": 2}
 _SHIFTS = {"maximum": 0, "integer": 1, "offset": 2, "stabilized": 3}
 _SCALE_AT = {"products": 0, "scores": 1, "probabilities": 2}
 
@@ -48,7 +49,7 @@ def _structure() -> type[ctypes.Structure]:
         return [(name, kind) for name in names]
 
     fields = (
-        *several(ctypes.c_int32, "isa", "threads"),
+        *several(ctypes.c_int32, "isa", "threads", "algorithm", "reserved"),
         *several(ctypes.c_int64, "batch", "heads", "n_query", "n_key", "d", "dv", "block_query", "block_key"),
         *several(ctypes.c_int32, "bounded_below", "bounded_above"),
         *several(ctypes.c_int64, "least", "greatest"),
@@ -99,8 +100,9 @@ def _format_refused(recipe: Recipe) -> str | None:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """O before rounding, m, l, and l from the exact weights, as flash2's loops make them."""
-    call, held = _call(problem)
+    """O before rounding, m, l, and l from the exact weights, as the loops of the recipe's algorithm make them."""
+    call, held = _call(problem, whole_rows=problem.recipe.algorithm == "standard")
+    call.algorithm = _ALGORITHMS[problem.recipe.algorithm]
     out = torch.empty(*problem.query.shape[:3], problem.value.shape[3])
     rows = [torch.empty(*problem.query.shape[:3], 1) for _ in range(3)]
     call.out = out.data_ptr()
@@ -149,13 +151,16 @@ def _call(
     divisor: Tensor | None = None,
     value_divisor: Tensor | None = None,
     grad_out: Tensor | None = None,
+    *,
+    whole_rows: bool = False,
 ) -> tuple[ctypes.Structure, list[Tensor]]:
     """The call, but for its results, and the tensors that it points into."""
     recipe, (b, h, n, d), (nk, dv) = problem.recipe, problem.query.shape, problem.value.shape[2:]
     call = _structure()()
     call.isa, call.threads = BEST_ISA, torch.get_num_threads()
     call.batch, call.heads, call.n_query, call.n_key, call.d, call.dv = b, h, n, nk, d, dv
-    call.block_query, call.block_key = recipe.block_query or n, recipe.block_key or nk
+    call.block_query = recipe.block_query or n
+    call.block_key = nk if whole_rows else recipe.block_key or nk
     least, greatest = problem.mask.bounds()
     call.bounded_below, call.bounded_above = least is not None, greatest is not None
     call.least, call.greatest = least or 0, greatest or 0

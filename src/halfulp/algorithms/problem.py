@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.algorithms.arithmetic import exponential, logarithm, row_sum
+from halfulp.algorithms.arithmetic import LARGEST_UNIT, compiled, exponential, fixed_point, logarithm, row_sum
 from halfulp.algorithms.matmul import product
 from halfulp.formats import Format
 from halfulp.formats.counter import keep_mask
@@ -206,29 +206,36 @@ def finish(
     if recipe.delta_from == "exact_out":
         for_delta = exact_out
     elif recipe.delta_from == "residual":
-        for_delta = out + step("residual", _fixed_point(exact_out - out, out, recipe))
+        for_delta = out + step("residual", _residual(exact_out, out, recipe))
     summed = exact_row_sum if recipe.lse_from == "exact" else row_sum
     lse = step("lse", row_max + step("log_row_sum", problem.log(summed)))
     return Saved(out, for_delta, lse, row_max, row_sum)
 
 
-def _fixed_point(residual: Tensor, out: Tensor, recipe: Recipe) -> Tensor:
-    """The residual in `residual_bits` bits, scaled by half an ulp of O."""
+def _residual(exact: Tensor, out: Tensor, recipe: Recipe) -> Tensor:
+    """O before rounding minus O, in `residual_bits` bits, scaled by half an ulp of O."""
     if recipe.residual_bits is None or not isinstance(recipe.out, Format):
-        return residual
-    unit, steps = residual_unit(out, recipe.out, recipe.residual_bits), 2.0 ** (recipe.residual_bits - 1)
-    q = torch.ldexp(residual, -unit).round_().clamp_(-steps, steps - 1)
+        return exact - out
+    bits, mantissa_bits = recipe.residual_bits, recipe.out.mantissa_bits
+    if compiled(exact, out) and mantissa_bits + bits <= LARGEST_UNIT:
+        return fixed_point(exact, out, mantissa_bits, bits, _lowest(recipe.out))
+    unit, steps = residual_unit(out, recipe.out, bits), 2.0 ** (bits - 1)
+    q = torch.ldexp(exact - out, -unit).round_().clamp_(-steps, steps - 1)
     return torch.ldexp(q, unit)
+
+
+def _lowest(fmt: Format) -> int:
+    """The binade whose unit all smaller O share: below 2⁻¹⁰⁰ the scale would leave fp32."""
+    return max(fmt.min_exponent, -101)
 
 
 def residual_unit(out: Tensor, fmt: Format, bits: int) -> Tensor:
     """The exponent of two, int32 in out's shape, that one step of a residual in `bits` bits stands for: ulp · 2^−bits.
 
-    O's binade is told by its exponent alone: a full ulp() costs more than the whole step. Below 2⁻¹⁰⁰ the scale would
-    leave fp32, so smaller O share that binade's.
+    O's binade is told by its exponent alone: a full ulp() costs more than the whole step.
     """
     _, exponent = torch.frexp(out)
-    return exponent.clamp_min(max(fmt.min_exponent + 1, -100)) - 1 - fmt.mantissa_bits - bits
+    return exponent.clamp_min(_lowest(fmt) + 1) - 1 - fmt.mantissa_bits - bits
 
 
 def read_input(name: str, x: Tensor, step: Step) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfulp.algorithms import fused
 from halfulp.algorithms.arithmetic import row_sum
 from halfulp.algorithms.matmul import product
 from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
@@ -14,6 +15,8 @@ from halfulp.recipes import Step
 
 def forward(problem: Problem, step: Step) -> Saved:
     """One pass over blocks of query rows, all keys at once; memory O(block_query · N)."""
+    if fused.refused(problem, step) is None:
+        return finish(problem, *fused.forward(problem), step)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     cols = slice(0, problem.key.shape[2])
     for rows in problem.row_tiles():
