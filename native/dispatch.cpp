@@ -23,9 +23,7 @@ bool multiplies_pairs() {
 }
 #endif
 
-}  // namespace
-
-int best_isa() {
+int ask_for_isa() {
 #if defined(HALFULP_X86)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -35,6 +33,14 @@ int best_isa() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return HALFULP_AVX2;
 #endif
   return HALFULP_PORTABLE;
+}
+
+}  // namespace
+
+// The instruction that asks takes microseconds where a hypervisor answers it.
+int best_isa() {
+  static const int best = ask_for_isa();
+  return best;
 }
 
 namespace {

@@ -113,7 +113,7 @@ struct Rounder {
       if constexpr (mode != HALFULP_NEAREST_EVEN) {
         w = w > t ? w - 1 : w;
         if constexpr (mode == HALFULP_NEAREST_AWAY) w = t - w >= Real(0.5) ? w + 1 : w;
-        if constexpr (mode == HALFULP_UP || mode == HALFULP_DOWN) w = outward && t > w ? w + 1 : w;
+        if constexpr (mode == HALFULP_UP || mode == HALFULP_DOWN) w = outward && (t > w || (w == 0 && a != 0)) ? w + 1 : w;
       }
       const Bits s = bits_as<Bits>(w * from_units[0] * from_units[1]);
       v = a < min_normal ? s : v;

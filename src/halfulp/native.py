@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Isa = Literal["portable", "avx2", "avx512", "avx512_bf16"]
 ISAS: tuple[str, ...] = get_args(Isa)
@@ -46,6 +47,21 @@ def library() -> ctypes.CDLL:
     found = _found()
     if isinstance(found, str):
         raise ValueError(found)
+    return found
+
+
+_TYPES: dict[str, Any] = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p}
+
+
+@lru_cache(maxsize=64)
+def function(name: str, arguments: str, result: type | None = None) -> Callable[..., Any]:
+    """One function of the library: a letter an argument, i for int32, l for int64, p for a pointer as an integer.
+
+    Raises ValueError where there is no library.
+    """
+    found = library()[name]
+    found.argtypes = [_TYPES[letter] for letter in arguments]
+    found.restype = result
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfulp.native import BEST_ISA, library, missing
+from halfulp.native import BEST_ISA, function, missing
 
 _LANES = 16
 LARGEST_UNIT = 24  # of mantissa bits and the bits of a residual, so that the unit and its inverse are normal numbers
@@ -46,17 +46,17 @@ def exponential(x: Tensor, base2: bool, out: Tensor | None = None) -> Tensor:
     if compiled(x):
         x = x.contiguous()
         y = torch.empty_like(x) if out is None or not out.is_contiguous() else out
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, y))
-        library().halfulp_exp(BEST_ISA, torch.get_num_threads(), base2, *pointers, ctypes.c_int64(x.numel()))
+        call = function("halfulp_exp", "iiippl")
+        call(BEST_ISA, torch.get_num_threads(), base2, x.data_ptr(), y.data_ptr(), x.numel())
         return y
-    function = torch.exp2 if base2 else torch.exp
-    return function(x.double()).to(x.dtype) if fixed(x) else function(x, out=out)
+    of_torch = torch.exp2 if base2 else torch.exp
+    return of_torch(x.double()).to(x.dtype) if fixed(x) else of_torch(x, out=out)
 
 
 def logarithm(x: Tensor, base2: bool) -> Tensor:
     """The natural logarithm, or that in base 2, elementwise."""
-    function = torch.log2 if base2 else torch.log
-    return function(x.double()).to(x.dtype) if fixed(x) else function(x)
+    of_torch = torch.log2 if base2 else torch.log
+    return of_torch(x.double()).to(x.dtype) if fixed(x) else of_torch(x)
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -67,9 +67,8 @@ def row_sum(x: Tensor) -> Tensor:
     if compiled(x) and x.numel() > 0:
         x = x.contiguous()
         sums = x.new_empty(*x.shape[:-1], 1)
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, sums))
-        sizes = (ctypes.c_int64(size) for size in (sums.numel(), n))
-        library().halfulp_row_sum(BEST_ISA, torch.get_num_threads(), *pointers, *sizes)
+        call = function("halfulp_row_sum", "iippll")
+        call(BEST_ISA, torch.get_num_threads(), x.data_ptr(), sums.data_ptr(), sums.numel(), n)
         return sums
     padded = functional.pad(x, (0, -n % _LANES if n else _LANES))
     lanes = padded[..., :_LANES]
@@ -88,9 +87,9 @@ def fixed_point(exact: Tensor, out: Tensor, mantissa_bits: int, bits: int, lowes
     """
     exact, out = exact.contiguous(), out.contiguous()
     residual = torch.empty_like(exact)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (exact, out, residual))
-    count = ctypes.c_int64(exact.numel())
-    library().halfulp_residual(BEST_ISA, torch.get_num_threads(), *pointers, count, mantissa_bits, bits, lowest)
+    pointers = (x.data_ptr() for x in (exact, out, residual))
+    call = function("halfulp_residual", "iipppliii")
+    call(BEST_ISA, torch.get_num_threads(), *pointers, exact.numel(), mantissa_bits, bits, lowest)
     return residual
 
 
@@ -101,12 +100,10 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     held = [x if x.ndim <= 3 else x.flatten(0, -3) for x in (left, right)]  # a copy only where strides demand it
-    matrices = [
-        CMatrix(x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1)) for x in held
-    ]
-    sizes = (ctypes.c_int64(size) for size in (out.numel() // (m * n), m, n, k))
-    pointers = (*map(ctypes.byref, matrices), ctypes.c_void_p(out.data_ptr()))
-    if library().halfulp_product(BEST_ISA, torch.get_num_threads(), *sizes, *pointers):
+    matrices = [CMatrix(x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1)) for x in held]
+    sizes, pointers = (out.numel() // (m * n), m, n, k), (*map(ctypes.addressof, matrices), out.data_ptr())
+    call = function("halfulp_product", "iillllppp", ctypes.c_int32)
+    if call(BEST_ISA, torch.get_num_threads(), *sizes, *pointers):
         raise MemoryError(f"no memory for a product of {tuple(left.shape)} and {tuple(right.shape)}")
     return out
 

@@ -15,7 +15,7 @@ from halfulp.algorithms.arithmetic import fixed
 from halfulp.algorithms.problem import Problem
 from halfulp.formats import FP32, Format
 from halfulp.formats.compiled import CFormat, c_format
-from halfulp.native import BEST_ISA, library, missing
+from halfulp.native import BEST_ISA, function, missing
 from halfulp.recipes import Recipe, Step
 
 _MASKS = {torch.bool: 1, torch.float32: 2}
@@ -33,8 +33,7 @@ class _CTensor(ctypes.Structure):
 @lru_cache(maxsize=1)
 def _steps() -> tuple[str, ...]:
     """The steps that the library rounds, in its order."""
-    name = library().halfulp_step_name
-    name.restype = ctypes.c_char_p
+    name = function("halfulp_step_name", "i", ctypes.c_char_p)
     names: list[str] = []
     while (found := name(len(names))) is not None:
         names.append(found.decode())
@@ -67,9 +66,8 @@ def _structure() -> type[ctypes.Structure]:
         *several(ctypes.c_void_p, "grad_query", "grad_key", "grad_value", "summed_delta"),
     )
     structure = type("CEmulation", (ctypes.Structure,), {"_fields_": fields})
-    size = library().halfulp_emulation_size
-    size.restype = ctypes.c_int64
-    assert ctypes.sizeof(structure) == size(), "native/halfulp.h has another layout"
+    size = function("halfulp_emulation_size", "", ctypes.c_int64)()
+    assert ctypes.sizeof(structure) == size, "native/halfulp.h has another layout"
     return structure
 
 
@@ -90,12 +88,11 @@ def refused(problem: Problem, step: Step) -> str | None:
 
 @lru_cache(maxsize=256)
 def _format_refused(recipe: Recipe) -> str | None:
-    for name in _steps():
-        fmt = getattr(recipe, name)
-        if isinstance(fmt, Format) and fmt.holds(recipe.dtype):
+    for name, fmt in recipe.rounded_steps.items():
+        if name not in _steps():
             continue
         if not isinstance(fmt, Format) or c_format(fmt, fmt.rounding, recipe.dtype) is None:
-            return f"{name} in {fmt}"
+            return f"{name} in {fmt.name}"
     return None
 
 
@@ -200,12 +197,12 @@ def _describe(call: ctypes.Structure, recipe: Recipe) -> None:
 def _formats(recipe: Recipe) -> ctypes.Array[CFormat]:
     formats = (CFormat * len(_steps()))()
     for i, name in enumerate(_steps()):
-        fmt = getattr(recipe, name)
-        if not fmt.holds(recipe.dtype):
-            formats[i] = c_format(fmt, fmt.rounding, recipe.dtype)
+        fmt = recipe.rounded_steps.get(name)
+        if isinstance(fmt, Format) and (found := c_format(fmt, fmt.rounding, recipe.dtype)) is not None:
+            formats[i] = found
     return formats
 
 
 def _run(name: str, call: ctypes.Structure) -> None:
-    if getattr(library(), name)(ctypes.byref(call)):
+    if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
         raise MemoryError(f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys")

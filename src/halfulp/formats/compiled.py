@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfulp.formats.format import Format, Overflow, Rounding
 from halfulp.formats.general import fits_container
-from halfulp.native import BEST_ISA, library, missing
+from halfulp.native import BEST_ISA, function, missing
 
 _ROUNDINGS: dict[Rounding, int] = {"nearest_even": 0, "nearest_away": 1, "toward_zero": 2, "up": 3, "down": 4}
 _OVERFLOWS: dict[Overflow, int] = {"infinity": 0, "saturate": 1, "nan": 2}
@@ -44,13 +44,7 @@ def rounded(x: Tensor, fmt: Format, rounding: Rounding, isa: int = BEST_ISA) -> 
         return None
     x = x.contiguous()
     out = torch.empty_like(x)
-    library().halfulp_round(
-        isa,
-        torch.get_num_threads(),
-        x.dtype is torch.float64,
-        ctypes.byref(spec),
-        ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_int64(x.numel()),
-    )
+    call = function("halfulp_round", "iiipppl")
+    wide, pointers = x.dtype is torch.float64, (ctypes.addressof(spec), x.data_ptr(), out.data_ptr())
+    call(isa, torch.get_num_threads(), wide, *pointers, x.numel())
     return out

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -192,6 +193,19 @@ class Recipe:
         if self.compute == "float64" and self.matmul.order == "native" and self.matmul.accumulate != formats.FP64:
             accepted = "accepted is Matmul(FP64), or order='sequential' or 'blocked'"
             raise ValueError(f"matmul={self.matmul.accumulate.name}: a native gemm on float64 sums in fp64; {accepted}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    @cached_property
+    def rounded_steps(self) -> dict[str, AnyFormat]:
+        """The steps that change bits, with their formats."""
+        every = ((name, getattr(self, name)) for name in STEPS)
+        return {name: fmt for name, fmt in every if isinstance(fmt, BlockFormat) or not fmt.holds(self.dtype)}
 
     def with_(self, **changes: Any) -> Recipe:
         """The same recipe with fields replaced; raises ValueError for a name that is no field."""

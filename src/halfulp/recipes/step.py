@@ -23,11 +23,7 @@ class Step:
         self.recipe = recipe
         self.observers = tuple(observers)
         self._passed: dict[str, int] = {}
-        self._active = {
-            name: fmt
-            for name in STEPS
-            if isinstance(fmt := getattr(recipe, name), BlockFormat) or not fmt.holds(recipe.dtype)
-        }
+        self._active = recipe.rounded_steps
 
     def __call__(self, name: str, exact: Tensor) -> Tensor:
         """Round `exact` (float32 or float64) to the step's format, in the same dtype."""
