@@ -94,12 +94,13 @@ def fixed_point(exact: Tensor, out: Tensor, mantissa_bits: int, bits: int, lowes
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left [..., M, K] @ right [..., K, N]`, equal leading dimensions, float32 on a CPU; the library must be there."""
-    lead, (m, k), n = left.shape[:-2], left.shape[-2:], right.shape[-1]
+    """`left [..., M, K] @ right [..., K, N]`, float32 on a CPU; the library must be there."""
+    lead, (m, k), n = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2:], right.shape[-1]
     out = left.new_empty(*lead, m, n)
     if out.numel() == 0:
         return out
-    held = [x if x.ndim <= 3 else x.flatten(0, -3) for x in (left, right)]  # a copy only where strides demand it
+    held = [x.expand(*lead, *x.shape[-2:]) for x in (left, right)]
+    held = [x if x.ndim <= 3 else x.flatten(0, -3) for x in held]  # a copy only where strides demand it
     matrices = [CMatrix(x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1)) for x in held]
     sizes, pointers = (out.numel() // (m * n), m, n, k), (*map(ctypes.addressof, matrices), out.data_ptr())
     call = function("halfulp_product", "iillllppp", ctypes.c_int32)
