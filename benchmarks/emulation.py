@@ -7,7 +7,8 @@ it more: see the ratio of processor times too, which with --threads 1 holds on a
 
     python benchmarks/emulation.py [--shape B,H,N,D] [--recipes NAME ...] [--rounds N] [--threads N] [--json FILE]
 
-The target: BF16_FLASH2 at (1, 12, 1024, 64) within 1.3 times naive attention on 2 threads.
+The target: every recipe at (1, 12, 1024, 64) within 0.6 times naive attention on 2 threads. Formats written as e5m7 stand
+for FlashAttention-2 with every intermediate rounded to them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import emulate
-from halfulp.recipes import recipe_named
+from halfulp.formats import Format, parse_format
+from halfulp.recipes import Recipe, recipe_named
+from halfulp.recipes.named import uniform
 
-TARGET = {"recipe": "BF16_FLASH2", "shape": "1,12,1024,64", "ratio": 1.3}
-DEFAULT = ("BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_FLASH1", "BF16_AUTHORS", "FP32")
+SHAPE, TARGET = "1,12,1024,64", 0.6
+DEFAULT = ("BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_FLASH1", "FP32")
+FORMATS = ("bf16", "fp16", "tf32", "ocp_e4m3", "ocp_e5m2", "e5m7", "e8m2", "e3m4")
 NAIVE = "naive fp32, autograd"
 WARM_UP = 2
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,10 +55,21 @@ def contestants(recipes: list[str], causal: bool) -> dict[str, Attention]:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     def emulated(name: str) -> Attention:
-        recipe = recipe_named(name)
+        recipe = recipe_of(name)
         return lambda q, k, v: emulate(q, k, v, is_causal=causal, recipe=recipe)
 
     return {NAIVE: naive, "PyTorch's bf16 kernel": kernel} | {name: emulated(name) for name in recipes}
+
+
+def recipe_of(name: str) -> Recipe:
+    """A built-in recipe by its name, or everything in one format; ValueError for a name that is neither."""
+    try:
+        return recipe_named(name)
+    except ValueError:
+        fmt = parse_format(name)
+        if not isinstance(fmt, Format):
+            raise ValueError(f"recipe={name!r}: accepted are built-in recipes and scalar formats") from None
+        return uniform(fmt)
 
 
 def once(attention: Attention, inputs: list[Tensor]) -> tuple[float, float, float]:
@@ -91,8 +106,8 @@ def measure(ways: dict[str, Attention], shape: tuple[int, ...], rounds: int) -> 
 def options() -> argparse.Namespace:
     """The command line; a bad value is answered in one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", default=TARGET["shape"], help=f"B,H,N,D (default: {TARGET['shape']})")
-    parser.add_argument("--recipes", nargs="+", default=list(DEFAULT), help="names of built-in recipes")
+    parser.add_argument("--shape", default=SHAPE, help=f"B,H,N,D (default: {SHAPE})")
+    parser.add_argument("--recipes", nargs="+", default=[*DEFAULT, *FORMATS], help="built-in recipes, formats")
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: 15)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
@@ -106,7 +121,7 @@ def options() -> argparse.Namespace:
             parser.error(f"--{name} {getattr(chosen, name)}: accepted is an integer of at least {least}")
     try:
         for recipe in chosen.recipes:
-            recipe_named(recipe)
+            recipe_of(recipe)
     except ValueError as error:
         parser.error(str(error))
     return chosen
@@ -125,11 +140,9 @@ def main() -> None:
         spread = f"({row['ratio_quartile_1']:.2f} to {row['ratio_quartile_3']:.2f}; {row['ratio_min']:.2f})"
         spent = f"{row['forward_ms']:7.0f} ms{row['backward_ms']:8.0f} ms"
         print(f"{name:24}{spent}   {row['ratio']:.2f} {spread}, {row['processor_ratio']:.2f}")
-    if not chosen.causal and chosen.shape == TARGET["shape"] and TARGET["recipe"] in figures:
-        ratio = figures[str(TARGET["recipe"])]["ratio"]
-        print(
-            f"target: {TARGET['recipe']} at most {TARGET['ratio']}: {'met' if ratio <= TARGET['ratio'] else 'missed'}"
-        )
+    if not chosen.causal and chosen.shape == SHAPE:
+        missed = [name for name in chosen.recipes if figures[name]["ratio"] > TARGET]
+        print(f"target: every recipe at most {TARGET}: {'missed by ' + ', '.join(missed) if missed else 'met'}")
     if chosen.json:
         settings: dict[str, Any] = {"shape": chosen.shape, "causal": chosen.causal, "threads": chosen.threads}
         settings |= {"rounds": chosen.rounds, "torch": torch.__version__}

@@ -95,7 +95,8 @@ def fixed_point(exact: Tensor, out: Tensor, mantissa_bits: int, bits: int, lowes
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left [..., M, K] @ right [..., K, N]`, float32 on a CPU; the library must be there."""
-    lead, (m, k), n = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2:], right.shape[-1]
+    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
+    (m, k), n = left.shape[-2:], right.shape[-1]
     out = left.new_empty(*lead, m, n)
     if out.numel() == 0:
         return out
