@@ -7,8 +7,8 @@ it more: see the ratio of processor times too, which with --threads 1 holds on a
 
     python benchmarks/emulation.py [--shape B,H,N,D] [--recipes NAME ...] [--rounds N] [--threads N] [--json FILE]
 
-The target: every recipe at (1, 12, 1024, 64) within 0.6 times naive attention on 2 threads. Formats written as e5m7 stand
-for FlashAttention-2 with every intermediate rounded to them.
+The target: every recipe at (1, 12, 1024, 64) within 0.6 times naive attention on 2 threads. A format
+stands for FlashAttention-2 with every intermediate rounded to them.
 """
 
 from __future__ import annotations

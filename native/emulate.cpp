@@ -15,22 +15,27 @@ const Emulations& emulations_for(int isa) {
   return portable_emulations;
 }
 
-// Elements that are worth a thread.
-constexpr long kWorthwhile = 1 << 15;
+// A thread more is worth about a tenth of a millisecond: waking it takes longer where other programs hold the cores.
+constexpr long kNumbers = 1 << 17, kProducts = 1 << 22;
 
 long least_of(long a, long b) { return a < b ? a : b; }
 
 long parts_of(long count, long threads) {
-  const long parts = count / kWorthwhile < 4 * threads ? count / kWorthwhile : 4 * threads;
+  const long parts = least_of(count / kNumbers, 4 * threads);
   return parts < 1 || threads == 1 ? 1 : parts;
+}
+
+long threads_of(const halfulp_emulation& call) {
+  const long products = call.batch * call.heads * call.n_query * call.n_key * (call.d + call.dv);
+  return least_of(call.threads, products / kProducts + 1);
 }
 
 // Parts of one head that keep every thread busy; rows, and sums over them, are independent of the cut.
 Emulation cut(const halfulp_emulation& call, bool fine) {
   const long heads = call.batch * call.heads;
-  const long wanted = call.threads == 1 || heads >= (fine ? 2 * call.threads : call.threads) || heads == 0
-                          ? 1
-                          : (4 * call.threads + heads - 1) / heads;
+  const long threads = threads_of(call);
+  const bool whole = threads == 1 || heads >= (fine ? 2 * threads : threads) || heads == 0;
+  const long wanted = whole ? 1 : (4 * threads + heads - 1) / heads;
   const long tiles = (call.n_query + call.block_query - 1) / call.block_query;
   return {&call, wanted < tiles ? wanted : tiles < 1 ? 1 : tiles};
 }
@@ -87,29 +92,29 @@ int32_t halfulp_product(int32_t isa, int32_t threads, int64_t batch, int64_t m, 
   const Emulations& emulations = emulations_for(isa);
   const Product product{left, right, out, m, n, k};
   const long units = batch * ((n + 63) / 64) * ((m + kProductRows - 1) / kProductRows);
-  const long worthwhile = batch * m * n * k / kWorthwhile + 1;
-  return spread(product, emulations.product, emulations.product_bytes(), units, worthwhile < threads ? worthwhile : threads);
+  const long worthwhile = batch * m * n * k / kProducts + 1;
+  return spread(product, emulations.product, emulations.product_bytes(), units, least_of(worthwhile, threads));
 }
 
 int32_t halfulp_emulate_forward(const halfulp_emulation* call) {
   const Emulations& emulations = emulations_for(call->isa);
   const Emulation whole = cut(*call, true);
   return spread(whole, emulations.forward, emulations.bytes(whole, false), call->batch * call->heads * whole.parts,
-                call->threads);
+                threads_of(*call));
 }
 
 int32_t halfulp_emulate_backward(const halfulp_emulation* call) {
   const Emulations& emulations = emulations_for(call->isa);
   const Emulation whole = cut(*call, false);
   const long units = call->batch * call->heads * (whole.parts == 1 ? 1 : 2 * whole.parts);
-  return spread(whole, emulations.backward, emulations.bytes(whole, true), units, call->threads);
+  return spread(whole, emulations.backward, emulations.bytes(whole, true), units, threads_of(*call));
 }
 
 int32_t halfulp_emulate_delta(const halfulp_emulation* call) {
   const Emulations& emulations = emulations_for(call->isa);
   const Emulation whole = cut(*call, true);
   return spread(whole, emulations.delta, emulations.bytes(whole, true), call->batch * call->heads * whole.parts,
-                call->threads);
+                threads_of(*call));
 }
 
 }  // extern "C"
