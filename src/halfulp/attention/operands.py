@@ -42,8 +42,8 @@ def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     leading = _leading(q, k, v)
     full = (*leading, heads, q.shape[-2], k.shape[-2])
     q = _flat(q, leading, heads)
-    if k.shape[-3] != v.shape[-3]:  # whichever has fewer heads repeats them
-        key_heads = max(k.shape[-3], v.shape[-3])
+    if k.shape[-3] != v.shape[-3]:  # both repeat theirs until there are as many
+        key_heads = math.lcm(k.shape[-3], v.shape[-3])
         k, v = (x.repeat_interleave(key_heads // x.shape[-3], dim=-3) for x in (k, v))
     k, v = (_flat(x, leading, x.shape[-3]) for x in (k, v))
     mask = None if attn_mask is None else _mask(attn_mask, full)
@@ -129,8 +129,6 @@ def _heads(query: int, key: int, value: int, enable_gqa: bool) -> int:
     heads = max(query, key, value) if 0 not in (query, key, value) else 0
     if query == 1 and not all(count in (1, heads) for count in (key, value)):
         raise ValueError(f"value of {value} heads: accepted are 1 and key's, {key}")
-    if heads and max(key, value) % min(key, value):
-        raise ValueError(f"value of {value} heads: accepted is a divisor or a multiple of key's, {key}")
     return heads
 
 
@@ -163,6 +161,5 @@ def _mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
         raise ValueError(f"attn_mask of shape {shape}: accepted is what broadcasts to {full}")
     if len(full) <= 4:
         return mask[(None,) * (2 - mask.ndim)] if mask.ndim < 2 else mask
-    return mask.expand(*full[:-3], *(1,) * (3 - len(shape)), *shape[-3:]).reshape(
-        -1, *(1,) * (3 - len(shape)), *shape[-3:]
-    )
+    inner = (*(1,) * (3 - len(shape)), *shape[-3:])
+    return mask.expand(*full[:-3], *inner).reshape(math.prod(full[:-3]), *inner)
