@@ -181,7 +181,7 @@ def test_vmap_of_sinks_and_dropout():
 def test_gradients_once_and_not_twice():
     tensors = leaves(*[(1, 2, 5, 8)] * 3)
     (first,) = torch.autograd.grad(attend(*tensors).square().sum(), tensors[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="attention_backward"):
+    with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(first.sum(), tensors[:1])
     with pytest.raises(NotImplementedError, match="differentiable once"):
         torch.func.grad(lambda q: torch.func.grad(lambda q: attend(q, *tensors[1:]).sum())(q).sum())(tensors[0])

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
 
-from halfulp.ops.schema import attention_backward, attention_forward, gradients, keep
+from halfulp.ops.schema import ONCE, attention_backward, attention_forward, gradients, keep
 
+_NO_FORWARD_MODE = "halfulp.attention has no forward-mode derivative, as PyTorch's flash kernels have none"
 _FORWARD_OPERANDS, _BACKWARD_OPERANDS = 3, 11  # leading arguments that have a batch dimension: all but grad_lse's None
 
 
@@ -61,6 +63,10 @@ class _Functional(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return gradients(ctx, *grads, operator=_FunctionalBackward.apply)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
 
 class _FunctionalBackward(torch.autograd.Function):
     """The backward operator for `torch.func`, which takes it with gradients on; once differentiable."""
@@ -77,7 +83,7 @@ class _FunctionalBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise NotImplementedError("halfulp.attention is differentiable once, as PyTorch's flash kernels are")
+        raise NotImplementedError(ONCE)
 
 
 def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -85,8 +91,15 @@ def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     if torch._C._are_functorch_transforms_active():
         out, lse, *_ = _Functional.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
+        # The operator would drop a tangent without a word.
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+            raise NotImplementedError(_NO_FORWARD_MODE)
         out, lse, *_ = attention_forward(*arguments)
     return out, lse
+
+
+def _has_tangent(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _mapped(
