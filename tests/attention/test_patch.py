@@ -193,6 +193,24 @@ def test_compiles_inside():
         assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(*x), ours)
 
 
+def test_compiled_code_follows():
+    """Compiled before a block, in it, in one inside that asks for another recipe, and called after all of them."""
+    x, ours, stock = both()
+    torch._dynamo.reset()
+    block = torch.compile(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True), backend="aot_eager")
+    flash = halfulp.attention(*x, is_causal=True, recipe="stock", backend="torch")
+    assert torch.equal(block(*x), stock)
+    for _ in range(2):
+        with patched():
+            assert torch.equal(block(*x), ours)
+            with halfulp.patch(recipe="stock", backend="torch"):
+                assert torch.equal(block(*x), flash)
+            assert torch.equal(block(*x), ours)
+        with halfulp.patch(recipe="stock", backend="torch"):
+            assert torch.equal(block(*x), flash)
+        assert torch.equal(block(*x), stock)
+
+
 @pytest.fixture
 def flash_attn(monkeypatch):
     """A module in the place of the package flash_attn, whose kernels need a GPU."""
