@@ -50,9 +50,9 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
     and diffusers' "sdpa" models, and flash_attn's `flash_attn_func` and `flash_attn_varlen_func` where it is installed.
     Not reached: functions kept outside modules' globals (a default argument, a partial, an attribute of an object),
     C++ code and `torch.ops.aten` calls, FlexAttention, exported programs, and threads started in it. Code of
-    `torch.compile` is traced again inside and outside of blocks; threads that share it share its attention too. What `torch.nn.attention.sdpa_kernel` asks for
-    is not looked at. Blocks nest; the innermost counts. The stock function is back when the last block is left, by an
-    exception too.
+    `torch.compile` is traced again inside and outside of blocks; threads that share it share its attention too. What
+    `torch.nn.attention.sdpa_kernel` asks for is not looked at. Blocks nest; the innermost counts. The stock function
+    is back when the last block is left, by an exception too.
 
     Args:
         recipe: as `attention`.
