@@ -1,5 +1,6 @@
 """`halfulp.patch()`: what it reaches, what it leaves alone, and that nothing of it remains."""
 
+import contextvars
 import importlib
 import sys
 import threading
@@ -146,6 +147,20 @@ def test_threads_of_the_backward_pass_follow():
         Recomputes.apply(x[0]).sum().backward()
     assert torch.equal(seen[0], ours.detach())
     assert torch.equal(held()(*x, is_causal=True), stock)
+
+
+def test_a_generator_that_is_closed_elsewhere_gives_it_back():
+    """Its context variable belongs to another context; the stock function is back all the same."""
+
+    def entered():
+        with patched():
+            yield
+
+    before, block = held(), entered()
+    contextvars.copy_context().run(next, block)
+    assert held() is not before
+    block.close()
+    assert held() is before
 
 
 def test_checkpoints_inside_recompute_with_it():

@@ -147,6 +147,9 @@ def test_autocast_casts_as_for_pytorch(dtype):
         assert attend(q, k, v).dtype == torch.float32
     with torch.autocast("cpu", dtype=dtype):  # float64 is left alone, as there
         assert attend(*(x.double() for x in (q, k, v))).dtype == torch.float64
+        for mixed in ((q.double(), k, v), (q, k, v.double())):
+            with pytest.raises(ValueError, match="of dtype"):
+                attend(*mixed)
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, 1, None, None), (None, 2, 0, 1), (0, 0, 0, None)])

@@ -107,7 +107,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} is nested or sparse: accepted is a dense tensor, or halfulp.attention_varlen")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} of dtype {x.dtype}: accepted are float64, float32, bfloat16 and float16")
-        if x.dtype != query.dtype and not cast:
+        if x.dtype != query.dtype and not (cast and torch.float64 not in (x.dtype, query.dtype)):  # it casts no float64
             raise ValueError(f"{name} of dtype {x.dtype}: accepted is query's, {query.dtype}")
         if x.ndim < 2:
             raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 2 dimensions or more, [..., H, N, D]")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
@@ -75,12 +75,13 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
     try:
         yield
     finally:
-        _chosen.reset(token)
         with _lock:
             _entered.remove(choice)
             _renew()
             if not _entered:
                 _uninstall()
+        with suppress(ValueError):  # a generator may be closed in another context, whose choice this is not
+            _chosen.reset(token)
 
 
 def _renew() -> None:
