@@ -213,6 +213,8 @@ REFUSED = [
     ({"window": (-2, 0)}, "window=(-2, 0)"),
     ({"softcap": -1.0}, "softcap=-1.0"),
     ({"sinks": torch.zeros(3)}, "sinks of shape (3,)"),
+    ({"sinks": torch.zeros(4, device="meta")}, "sinks on meta"),
+    ({"attn_mask": torch.zeros(5, 5, device="meta")}, "attn_mask on meta"),
     ({"recipe": "BF16_HALFULP"}, "recipe='BF16_HALFULP'"),
     ({"backend": "cuda"}, "backend='cuda'"),
     ({"query": torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged)}, "query is nested"),

@@ -170,6 +170,24 @@ def test_vmap(in_dims):
         torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
+def test_vmap_and_gradients_compile():
+    q = leaves((3, 1, 2, 5, 8))[0].detach()
+
+    def loss(q):
+        return attend(q, q, q, is_causal=True).square().sum()
+
+    for function, x in ((torch.func.vmap(loss), q), (torch.func.grad(loss), q[0])):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), function(x))
+
+
+def test_vmap_over_nothing():
+    q = torch.zeros(0, 2, 2, 5, 8)
+    assert torch.func.vmap(attend)(q, q, q).shape == q.shape
+
+
 def test_vmap_of_sinks_and_dropout():
     q, sinks = leaves((3, 2, 2, 5, 8), (3, 2))
     out = torch.func.vmap(lambda q, s: attend(q, q, q, sinks=s))(q, sinks)

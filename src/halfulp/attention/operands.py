@@ -46,6 +46,8 @@ def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
         key_heads = math.lcm(k.shape[-3], v.shape[-3])
         k, v = (x.repeat_interleave(key_heads // x.shape[-3], dim=-3) for x in (k, v))
     k, v = (_flat(x, leading, x.shape[-3]) for x in (k, v))
+    if attn_mask is not None:
+        _check_device("attn_mask", attn_mask, query)
     mask = None if attn_mask is None else _mask(attn_mask, full)
     shape = (*full[:-1], v.shape[-1])
     return Operands(q, k, v, mask, shape[-dims:] if dims >= 3 else shape[-2:])
@@ -96,6 +98,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
     if sinks.shape != query.shape[1:2] or not sinks.is_floating_point():
         given = f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}"
         raise ValueError(f"{given}: accepted is one floating-point number a head, {tuple(query.shape[1:2])}")
+    _check_device("sinks", sinks, query)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -111,12 +114,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} of dtype {x.dtype}: accepted is query's, {query.dtype}")
         if x.ndim < 2:
             raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 2 dimensions or more, [..., H, N, D]")
-        if x.device != query.device:
-            raise ValueError(f"{name} on {x.device}: accepted is query's device, {query.device}")
+        _check_device(name, x, query)
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key of head dimension {key.shape[-1]}: accepted is query's, {query.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value of length {value.shape[-2]}: accepted is key's, {key.shape[-2]}")
+
+
+def _check_device(name: str, x: Tensor, query: Tensor) -> None:
+    if x.device != query.device:
+        raise ValueError(f"{name} on {x.device}: accepted is query's device, {query.device}")
 
 
 def _heads(query: int, key: int, value: int, enable_gqa: bool) -> int:

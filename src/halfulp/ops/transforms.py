@@ -6,6 +6,7 @@ that cannot be (dropout, whose masks depend on the place in the batch, and mappe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -63,10 +64,6 @@ class _Functional(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return gradients(ctx, *grads, operator=_FunctionalBackward.apply)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise NotImplementedError(_NO_FORWARD_MODE)
-
 
 class _FunctionalBackward(torch.autograd.Function):
     """The backward operator for `torch.func`, which takes it with gradients on; once differentiable."""
@@ -84,6 +81,11 @@ class _FunctionalBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         raise NotImplementedError(ONCE)
+
+
+# The compiler counts the parameters of `forward` to tell whether the first of them is a context.
+for _function, _operator in ((_Functional, attention_forward), (_FunctionalBackward, attention_backward)):
+    setattr(_function.forward, "__signature__", inspect.signature(_operator._init_fn))  # noqa: B010
 
 
 def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -111,11 +113,11 @@ def _mapped(
     if sinks is not None or seed is not None or (wants_mask and mask is not None):
         return _one_by_one(operator, size, in_dims, args)
     joined = [None if x is None else _join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)]
-    assert joined[0] is not None
+    batch: int = args[0].shape[1 if in_dims[0] == 0 else 0]
     if mask is not None:
-        mask = _join_mask(mask, in_dims[operands], size, joined[0].shape[0] // size)
+        mask = _join_mask(mask, in_dims[operands], size, batch)
     results = operator(*joined, mask, *args[operands + 1 :])
-    split = tuple(x.view(size, x.shape[0] // size, *x.shape[1:]) if x.ndim > 1 else x for x in results)
+    split = tuple(x.view(size, batch, *x.shape[1:]) if x.ndim > 1 else x for x in results)
     return split, tuple(0 if x.ndim > 1 else None for x in results)
 
 
