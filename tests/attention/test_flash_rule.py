@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import halfulp
+from halfulp import native
 from halfulp.attention import emulate
 from halfulp.recipes import recipe_named
 
@@ -109,7 +110,7 @@ def runs(cases):
     return [
         pytest.param(case, backend, id=f"{name}-{backend}")
         for name, case in cases.items()
-        for backend in (("torch",) if case[5] else ("cpu", "torch"))
+        for backend in (("torch",) if case[5] or native.missing() else ("cpu", "torch"))
     ]
 
 
