@@ -150,6 +150,18 @@ def test_packed_sequences_are_sequences(is_causal):
     assert_same((out, lse), (torch.cat(parts), torch.cat(lses, 1)), (q, k, v))
 
 
+@pytest.mark.parametrize("ends", [[0], [0, 0]])
+def test_no_sequences(ends):
+    """Nothing, in the dtypes of something, and of no gradient: a share of a batch may be empty."""
+    q, k = (torch.zeros(0, h, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2))
+    out, lse = halfulp.attention_varlen(q, k, k, torch.tensor(ends), return_lse=True)
+    assert (out.shape, out.dtype) == ((0, 4, 4), torch.float64)
+    assert (lse.shape, lse.dtype) == ((4, 0), torch.float64)
+    assert torch.autograd.grad(out.sum() + lse.sum(), q)[0].shape == q.shape
+    with pytest.raises(ValueError, match="dropout_p"):
+        halfulp.attention_varlen(q, k, k, torch.tensor(ends), dropout_p=2.0)
+
+
 @pytest.mark.parametrize(
     ("ends", "text"),
     [([0, 3, 2, 5], "rise"), ([1, 5], "rise"), ([0, 4], "rise from 0 to 5"), ([[0, 5]], "one dimension")],

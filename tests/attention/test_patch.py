@@ -1,5 +1,6 @@
 """`halfulp.patch()`: what it reaches, what it leaves alone, and that nothing of it remains."""
 
+import contextvars
 import importlib
 import sys
 import threading
@@ -148,6 +149,20 @@ def test_threads_of_the_backward_pass_follow():
     assert torch.equal(held()(*x, is_causal=True), stock)
 
 
+def test_a_generator_that_is_closed_elsewhere_gives_it_back():
+    """Its context variable belongs to another context; the stock function is back all the same."""
+
+    def entered():
+        with patched():
+            yield
+
+    before, block = held(), entered()
+    contextvars.copy_context().run(next, block)
+    assert held() is not before
+    block.close()
+    assert held() is before
+
+
 def test_checkpoints_inside_recompute_with_it():
     x = inputs()
     with patched():
@@ -191,6 +206,24 @@ def test_compiles_inside():
 
     with patched():
         assert torch.equal(torch.compile(block, fullgraph=True, backend="aot_eager")(*x), ours)
+
+
+def test_compiled_code_follows():
+    """Compiled before a block, in it, in one inside that asks for another recipe, and called after all of them."""
+    x, ours, stock = both()
+    torch._dynamo.reset()
+    block = torch.compile(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True), backend="aot_eager")
+    flash = halfulp.attention(*x, is_causal=True, recipe="stock", backend="torch")
+    assert torch.equal(block(*x), stock)
+    for _ in range(2):
+        with patched():
+            assert torch.equal(block(*x), ours)
+            with halfulp.patch(recipe="stock", backend="torch"):
+                assert torch.equal(block(*x), flash)
+            assert torch.equal(block(*x), ours)
+        with halfulp.patch(recipe="stock", backend="torch"):
+            assert torch.equal(block(*x), flash)
+        assert torch.equal(block(*x), stock)
 
 
 @pytest.fixture

@@ -5,14 +5,16 @@ The runs are the `seconds` preset, true bf16 with nothing accelerated but the ta
 
 import functools
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 
 import halfulp
+from halfulp import native
 from halfulp.attention import emulate
 from halfulp.audit import Shape, audit
-from halfulp.recipes import recipe_named
+from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe, recipe_named
 from halfulp.training.loop import train
 from halfulp.training.presets import seconds
 
@@ -23,18 +25,24 @@ BACK_TO_STOCK = {
     "other weights in the backward pass": "backward_weights=lse",
     "a maximum that is no integer": "shift=maximum",
 }
+AUDITED = BACK_TO_STOCK | {"lse of the weights after rounding": "lse_from=row_sum"}
 
 
-@functools.cache
-def run(recipe):
+KERNELS = ("torch",) if native.missing() else ("torch", "cpu")
+
+
+def run(recipe, seed=0, backend="torch"):
     """Loss and mean score at step 800 of the run that asks for torch:flash, with attention patched in."""
-    with halfulp.patch(recipe=recipe, backend="torch"):
-        last = train(seconds("torch:flash", seed=0, steps=800)).metrics[-1]
+    with halfulp.patch(recipe=recipe, backend=backend):
+        last = train(seconds("torch:flash", seed=seed, steps=800)).metrics[-1]
     return last["loss"], last["mean_score"]
 
 
 def test_the_failing_run_lives_with_nothing_else_changed():
-    """Stock arithmetic through the same patch runs away (mean score 9), so it is the recipe that repairs."""
+    """Stock arithmetic through the same patch runs away (mean score 9), so it is the recipe that repairs.
+
+    benchmarks/repair_seeds.py runs as many seeds as asked for to step 4000.
+    """
     loss, score = run("halfulp")
     stock_loss, stock_score = run("stock")
     assert loss < 4e-5
@@ -43,14 +51,29 @@ def test_the_failing_run_lives_with_nothing_else_changed():
     assert stock_score > 5
 
 
-def test_the_audit_finds_it_sound():
-    report = audit("halfulp:torch", shapes=(SMALL,), explain=False)
+def test_another_seed_lives_with_the_kernel_that_is_chosen():
+    loss, score = run("halfulp", seed=1, backend=None)
+    assert loss < 4e-5
+    assert abs(score) < 1.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_audit_finds_it_sound(kernel):
+    """On every probe: none is left out, and none is unmeasured."""
+    report = audit(f"halfulp:{kernel}", shapes=(SMALL,), explain=False)
     assert report.verdict == "sound", report.reason
 
 
-@pytest.mark.parametrize("name", BACK_TO_STOCK)
+def test_every_difference_from_the_stock_recipe_is_taken_back_below():
+    """But base 2, without which an integer maximum is not exact, and where dV's weights come from (the last test)."""
+    differ = {f.name for f in fields(Recipe) if getattr(BF16_HALFULP, f.name) != getattr(BF16_FLASH2, f.name)}
+    changed = {part.split("=")[0] for text in AUDITED.values() for part in text.split(",")}
+    assert differ - changed == {"name", "base", "grad_value_from"}
+
+
+@pytest.mark.parametrize("name", AUDITED)
 def test_the_audit_notices_a_missing_ingredient(name):
-    recipe = recipe_named(f"BF16_HALFULP[{BACK_TO_STOCK[name]}]")
+    recipe = recipe_named(f"BF16_HALFULP[{AUDITED[name]}]")
 
     def attention(query, key, value, *, is_causal, scale, attn_mask=None, enable_gqa=False):
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "recipe": recipe}
@@ -91,3 +114,19 @@ def test_every_ingredient_is_needed_to_agree_on_the_weights(name):
     whole = row_sums("torch")
     assert whole < row_sums("BF16_FLASH2") / 20
     assert row_sums(f"BF16_HALFULP[{BACK_TO_STOCK[name]}]") > 8 * whole
+
+
+def sum_of_grad_value(name):
+    """‖Σ_j dV_j − Σ_i dO_i‖ / ‖dO‖ in unit roundoffs, on diffuse rows of 256 keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 16, 256, 32, generator=generator) for _ in range(4))
+    leaves = [x.bfloat16().requires_grad_() for x in (q * 0.1, k, v)]
+    do = do.bfloat16()
+    grad_value = torch.autograd.grad(emulate(*leaves, recipe=recipe_named(name)), leaves[2], do)[0]
+    return float((grad_value.double().sum(2) - do.double().sum(2)).norm() / do.double().norm()) * 2**8
+
+
+def test_weights_of_grad_value_are_needed_where_rows_are_diffuse():
+    """Measured: 0.038 as stock, 0.24 with the weights of dS; the audit allows 0.4, which rounding dO would make."""
+    assert sum_of_grad_value("BF16_HALFULP") < 1.05 * sum_of_grad_value("BF16_FLASH2")
+    assert sum_of_grad_value("BF16_HALFULP[grad_value_from=probabilities]") > 5 * sum_of_grad_value("BF16_FLASH2")

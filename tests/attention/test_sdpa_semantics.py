@@ -35,6 +35,7 @@ CASES = {
     "wide heads": ((1, 1, 5, 256), (1, 1, 6, 256), (1, 1, 6, 256), {}),
     "grouped heads": ((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), {"enable_gqa": True, "is_causal": True}),
     "grouped heads, unlike": ((2, 6, 5, 8), (2, 3, 7, 8), (2, 1, 7, 8), {"enable_gqa": True}),
+    "grouped heads, that share no divisor": ((2, 6, 5, 8), (2, 3, 7, 8), (2, 2, 7, 8), {"enable_gqa": True}),
     "one key head, broadcast": ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8), {}),
     "one query head, broadcast": ((2, 1, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), {}),
     "no batch entry": ((0, 2, 5, 8), (0, 2, 6, 8), (0, 2, 6, 8), {}),
@@ -94,6 +95,27 @@ def test_masks_of_more_dimensions():
     tensors = leaves((2, 3, 2, 5, 8), (2, 3, 2, 7, 8), (2, 3, 2, 7, 8))
     for shape in ((5, 7), (2, 5, 7), (3, 1, 5, 7), (2, 1, 2, 1, 7)):
         assert_same(tensors, {"attn_mask": leaves(shape, seed=3)[0] > 0})
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 7), (5, 0)])
+def test_masks_of_empty_problems(queries, keys):
+    q, k = (x.detach() for x in leaves((2, 3, 2, queries, 8), (2, 3, 2, keys, 8)))
+    mask = torch.ones(2, 1, 2, queries, keys, dtype=torch.bool)
+    assert torch.equal(ours(q, k, k, mask), math_backend(q, k, k, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("low", [-1e9, -1e30])
+def test_rows_of_very_low_masks_are_averages(dtype, low):
+    """Scores vanish beside such a mask, so that a row which has nothing else weighs all keys alike, as in PyTorch."""
+    q, k, v = (x.detach().to(dtype) for x in leaves((1, 2, 5, 8), (1, 2, 140, 8), (1, 2, 140, 8)))
+    mask = torch.zeros(5, 140, dtype=dtype)
+    mask[2], mask[3, 100:] = low, low
+    q.requires_grad_()
+    out, lse = ours(q, k, v, mask, return_lse=True)
+    torch.testing.assert_close(out, math_backend(q, k, v, mask), rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
+    torch.testing.assert_close(lse[:, :, 2], torch.full((1, 2), float(mask[2, 0])))
+    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])
@@ -191,6 +213,8 @@ REFUSED = [
     ({"window": (-2, 0)}, "window=(-2, 0)"),
     ({"softcap": -1.0}, "softcap=-1.0"),
     ({"sinks": torch.zeros(3)}, "sinks of shape (3,)"),
+    ({"sinks": torch.zeros(4, device="meta")}, "sinks on meta"),
+    ({"attn_mask": torch.zeros(5, 5, device="meta")}, "attn_mask on meta"),
     ({"recipe": "BF16_HALFULP"}, "recipe='BF16_HALFULP'"),
     ({"backend": "cuda"}, "backend='cuda'"),
     ({"query": torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged)}, "query is nested"),

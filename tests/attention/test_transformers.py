@@ -1,4 +1,4 @@
-"""Tiny random Llama, GPT-2 and Qwen3 with `attn_implementation="halfulp"`, held to transformers' own attention."""
+"""Tiny random language models with `attn_implementation="halfulp"`, held to transformers' own attention."""
 
 import importlib
 import warnings
@@ -20,6 +20,8 @@ MODELS = {
                      "max_window_layers": 1},
     "GptOss": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1,
                       "sliding_window": 5},
+    "Gemma2": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "attn_logit_softcapping": 2.0, "sliding_window": 5,
+                      "query_pre_attn_scalar": 9},
 }  # fmt: skip
 HEADS = {"GPT2": "LMHeadModel"}
 
@@ -39,10 +41,14 @@ def model(request):
 
 @pytest.fixture
 def tokens():
+    return padded_tokens("left")
+
+
+def padded_tokens(side):
     ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    return ids, mask
+    mask[0, slice(4) if side == "left" else slice(-4, None)] = 0
+    return ids, mask if side else torch.ones_like(ids)
 
 
 def run(model, implementation, ids, mask):
@@ -54,19 +60,18 @@ def run(model, implementation, ids, mask):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_logits_and_gradients_as_eager(model, tokens, padded):
-    ids, mask = tokens
-    mask = mask if padded else torch.ones_like(ids)
-    logits, grads = run(model, "halfulp", ids, mask)
-    wanted, grads_w = run(model, "eager", ids, mask)
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_logits_and_gradients_as_eager(model, side):
+    logits, grads = run(model, "halfulp", *padded_tokens(side))
+    wanted, grads_w = run(model, "eager", *padded_tokens(side))
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     assert grads.keys() == grads_w.keys()
     for name, grad in grads.items():
         assert float((grad - grads_w[name]).norm()) <= 1e-4 * float(grads_w[name].norm()) + 1e-6, name
 
 
-def test_generation_with_a_cache(model, tokens):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_with_a_cache(model, tokens, cache):
     """Greedy decoding token by token from padded prompts: the tokens that eager attention gives."""
     ids, mask = tokens
     texts = []
@@ -74,8 +79,28 @@ def test_generation_with_a_cache(model, tokens):
         model.set_attn_implementation(implementation)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            texts.append(model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, use_cache=True))
+            texts.append(
+                model.generate(
+                    ids, attention_mask=mask, max_new_tokens=10, do_sample=False, cache_implementation=cache,
+                    disable_compile=True,
+                )
+            )  # fmt: skip
     assert torch.equal(*texts)
+    assert texts[0].shape[1] > 12
+
+
+def test_chunks_of_a_prompt_with_a_cache(model, tokens):
+    """The last logits are those of the prompt read at once: queries that start in the middle see the keys before."""
+    ids = tokens[0]
+    model.set_attn_implementation("halfulp")
+    with torch.no_grad():
+        whole, cache = model(ids).logits, None
+        parts = []
+        for part in ids.split(5, dim=1):
+            result = model(part, past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            parts.append(result.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
 def test_it_is_halfulp_that_runs(model, tokens, monkeypatch):

@@ -73,8 +73,8 @@ def attention(
         query: `[..., H, N, D]`, float64, float32, bfloat16 or float16; leading dimensions broadcast.
         key: `[..., H_k, N_k, D]`.
         value: `[..., H_k, N_k, D_v]`.
-        attn_mask: broadcastable to `[..., H, N, N_k]`: bool (True: may attend), float (added to the scaled scores, and
-            differentiable), or one of `torch.nn.attention.bias`'s causal ones.
+        attn_mask: broadcastable to `[..., H, N, N_k]`: bool (True: may attend), float (added to the scaled scores,
+            differentiable; what overflows times log₂ e hides), or one of `torch.nn.attention.bias`'s causal ones.
         dropout_p: share of the weights that is dropped; always applied, as there. The mask is a function of a seed
             from torch's CPU generator, so checkpointing and the backward pass drop the same.
         is_causal: query i attends to keys 0..i + causal_offset; not together with `attn_mask`.

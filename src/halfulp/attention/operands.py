@@ -42,10 +42,12 @@ def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
     leading = _leading(q, k, v)
     full = (*leading, heads, q.shape[-2], k.shape[-2])
     q = _flat(q, leading, heads)
-    if k.shape[-3] != v.shape[-3]:  # whichever has fewer heads repeats them
-        key_heads = max(k.shape[-3], v.shape[-3])
+    if k.shape[-3] != v.shape[-3]:  # both repeat theirs until there are as many
+        key_heads = math.lcm(k.shape[-3], v.shape[-3])
         k, v = (x.repeat_interleave(key_heads // x.shape[-3], dim=-3) for x in (k, v))
     k, v = (_flat(x, leading, x.shape[-3]) for x in (k, v))
+    if attn_mask is not None:
+        _check_device("attn_mask", attn_mask, query)
     mask = None if attn_mask is None else _mask(attn_mask, full)
     shape = (*full[:-1], v.shape[-1])
     return Operands(q, k, v, mask, shape[-dims:] if dims >= 3 else shape[-2:])
@@ -96,6 +98,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
     if sinks.shape != query.shape[1:2] or not sinks.is_floating_point():
         given = f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}"
         raise ValueError(f"{given}: accepted is one floating-point number a head, {tuple(query.shape[1:2])}")
+    _check_device("sinks", sinks, query)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -107,16 +110,20 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name} is nested or sparse: accepted is a dense tensor, or halfulp.attention_varlen")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} of dtype {x.dtype}: accepted are float64, float32, bfloat16 and float16")
-        if x.dtype != query.dtype and not cast:
+        if x.dtype != query.dtype and not (cast and torch.float64 not in (x.dtype, query.dtype)):  # it casts no float64
             raise ValueError(f"{name} of dtype {x.dtype}: accepted is query's, {query.dtype}")
         if x.ndim < 2:
             raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 2 dimensions or more, [..., H, N, D]")
-        if x.device != query.device:
-            raise ValueError(f"{name} on {x.device}: accepted is query's device, {query.device}")
+        _check_device(name, x, query)
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key of head dimension {key.shape[-1]}: accepted is query's, {query.shape[-1]}")
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value of length {value.shape[-2]}: accepted is key's, {key.shape[-2]}")
+
+
+def _check_device(name: str, x: Tensor, query: Tensor) -> None:
+    if x.device != query.device:
+        raise ValueError(f"{name} on {x.device}: accepted is query's device, {query.device}")
 
 
 def _heads(query: int, key: int, value: int, enable_gqa: bool) -> int:
@@ -129,8 +136,6 @@ def _heads(query: int, key: int, value: int, enable_gqa: bool) -> int:
     heads = max(query, key, value) if 0 not in (query, key, value) else 0
     if query == 1 and not all(count in (1, heads) for count in (key, value)):
         raise ValueError(f"value of {value} heads: accepted are 1 and key's, {key}")
-    if heads and max(key, value) % min(key, value):
-        raise ValueError(f"value of {value} heads: accepted is a divisor or a multiple of key's, {key}")
     return heads
 
 
@@ -163,6 +168,5 @@ def _mask(mask: Tensor, full: tuple[int, ...]) -> Tensor:
         raise ValueError(f"attn_mask of shape {shape}: accepted is what broadcasts to {full}")
     if len(full) <= 4:
         return mask[(None,) * (2 - mask.ndim)] if mask.ndim < 2 else mask
-    return mask.expand(*full[:-3], *(1,) * (3 - len(shape)), *shape[-3:]).reshape(
-        -1, *(1,) * (3 - len(shape)), *shape[-3:]
-    )
+    inner = (*(1,) * (3 - len(shape)), *shape[-3:])
+    return mask.expand(*full[:-3], *inner).reshape(math.prod(full[:-3]), *inner)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
@@ -37,6 +37,7 @@ class _Choice:
 _chosen: ContextVar[_Choice | None] = ContextVar("halfulp_patch", default=None)
 _lock = threading.Lock()
 _entered: list[_Choice] = []  # of all contexts, in the order they entered
+_newest: tuple[str, str | None] | None = None  # of `_entered`, as compiled code can watch it
 _undo: list[Callable[[], None]] = []
 
 
@@ -48,10 +49,10 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
     `nn.MultiheadAttention` and `nn.Transformer` layers (their fused C++ path is switched off meanwhile), transformers'
     and diffusers' "sdpa" models, and flash_attn's `flash_attn_func` and `flash_attn_varlen_func` where it is installed.
     Not reached: functions kept outside modules' globals (a default argument, a partial, an attribute of an object),
-    C++ code and `torch.ops.aten` calls, FlexAttention, code compiled before the block (code compiled in it keeps the
-    repaired attention afterwards), and threads started in it. What `torch.nn.attention.sdpa_kernel` asks for is not
-    looked at. Blocks nest; the innermost counts. The stock function is back when the last block is left, by an
-    exception too.
+    C++ code and `torch.ops.aten` calls, FlexAttention, exported programs, and threads started in it. Code of
+    `torch.compile` is traced again inside and outside of blocks; threads that share it share its attention too. What
+    `torch.nn.attention.sdpa_kernel` asks for is not looked at. Blocks nest; the innermost counts. The stock function
+    is back when the last block is left, by an exception too.
 
     Args:
         recipe: as `attention`.
@@ -69,19 +70,30 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
         if not _entered:
             _install()
         _entered.append(choice)
+        _renew()
     token = _chosen.set(choice)
     try:
         yield
     finally:
-        _chosen.reset(token)
         with _lock:
             _entered.remove(choice)
+            _renew()
             if not _entered:
                 _uninstall()
+        with suppress(ValueError):  # a generator may be closed in another context, whose choice this is not
+            _chosen.reset(token)
 
 
-def _choice() -> tuple[str, str | None] | None:
-    """Recipe and backend of the calling context; in a thread of the backward pass, of who entered last anywhere."""
+def _renew() -> None:
+    global _newest
+    _newest = (_entered[-1].recipe, _entered[-1].backend) if _entered else None
+
+
+def _choice(newest: tuple[str, str | None] | None) -> tuple[str, str | None] | None:  # noqa: ARG001
+    """Recipe and backend of the calling context; in a thread of the backward pass, of who entered last anywhere.
+
+    `newest` is `_newest`: compiled code is traced again when it is another.
+    """
     choice = _chosen.get()
     if choice is None and _entered and torch._C._current_graph_task_id() != -1:
         choice = _entered[-1]
@@ -89,7 +101,7 @@ def _choice() -> tuple[str, str | None] | None:
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler: a compiled function keeps the choice
-# that it was traced under.
+# that it was traced under for as long as what it watches is the same, the patched function and `_newest`.
 setattr(_choice, "_dynamo_marked_constant", True)  # noqa: B010  # functions have no such attribute, says mypy
 
 
@@ -107,7 +119,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """PyTorch's function, which runs `halfulp.attention` where the patch is on."""
-    choice = _choice()
+    choice = _choice(_newest)
     if choice is not None:
         return attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
@@ -129,7 +141,7 @@ def _flash_attn_func(stock: Callable[..., Any]) -> Callable[..., Any]:
         causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
         alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     ) -> Any:  # fmt: skip
-        choice = _choice()
+        choice = _choice(_newest)
         if choice is None:
             return stock(
                 q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -157,7 +169,7 @@ def _flash_attn_varlen_func(stock: Callable[..., Any]) -> Callable[..., Any]:
         window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
         deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        choice = _choice()
+        choice = _choice(_newest)
         if choice is None:
             return stock(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,

@@ -53,6 +53,8 @@ def attention_varlen(
         ValueError: for what does not fit, in one line.
     """
     q_ends, k_ends = _boundaries(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    if len(q_ends) == 1:  # no sequence is computed as one without tokens, whose results have a gradient too
+        q_ends = k_ends = [0, 0]
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "recipe": recipe, "backend": backend}
@@ -67,10 +69,8 @@ def attention_varlen(
         )  # fmt: skip
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
-    out = torch.cat(outs) if outs else query.new_zeros(0, query.shape[1], value.shape[2])
-    if not return_lse:
-        return out
-    return out, torch.cat(lses, 1) if lses else query.new_zeros(query.shape[1], 0, dtype=torch.float32)
+    out = torch.cat(outs)
+    return (out, torch.cat(lses, 1)) if return_lse else out
 
 
 def _boundaries(

@@ -19,6 +19,7 @@ from halfulp.ops.dispatch import choose
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Backward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 LOG2_E = 1.4426950408889634
+ONCE = "halfulp.attention is differentiable once, as PyTorch's flash kernels are"
 
 
 @torch.library.custom_op("halfulp::attention_forward", mutates_args=())
@@ -167,3 +168,8 @@ def gradients(
 
 
 attention_forward.register_autograd(gradients, setup_context=keep)
+
+
+@attention_backward.register_autograd
+def _(ctx: Any, *grads: Tensor | None) -> Any:
+    raise NotImplementedError(ONCE)

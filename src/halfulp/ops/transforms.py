@@ -6,15 +6,18 @@ that cannot be (dropout, whose masks depend on the place in the batch, and mappe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
 
-from halfulp.ops.schema import attention_backward, attention_forward, gradients, keep
+from halfulp.ops.schema import ONCE, attention_backward, attention_forward, gradients, keep
 
+_NO_FORWARD_MODE = "halfulp.attention has no forward-mode derivative, as PyTorch's flash kernels have none"
 _FORWARD_OPERANDS, _BACKWARD_OPERANDS = 3, 11  # leading arguments that have a batch dimension: all but grad_lse's None
 
 
@@ -77,7 +80,12 @@ class _FunctionalBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise NotImplementedError("halfulp.attention is differentiable once, as PyTorch's flash kernels are")
+        raise NotImplementedError(ONCE)
+
+
+# The compiler counts the parameters of `forward` to tell whether the first of them is a context.
+for _function, _operator in ((_Functional, attention_forward), (_FunctionalBackward, attention_backward)):
+    setattr(_function.forward, "__signature__", inspect.signature(_operator._init_fn))  # noqa: B010
 
 
 def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -85,8 +93,15 @@ def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
     if torch._C._are_functorch_transforms_active():
         out, lse, *_ = _Functional.apply(*arguments)  # type: ignore[no-untyped-call]
     else:
+        # The operator would drop a tangent without a word.
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
+            raise NotImplementedError(_NO_FORWARD_MODE)
         out, lse, *_ = attention_forward(*arguments)
     return out, lse
+
+
+def _has_tangent(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _mapped(
@@ -98,11 +113,11 @@ def _mapped(
     if sinks is not None or seed is not None or (wants_mask and mask is not None):
         return _one_by_one(operator, size, in_dims, args)
     joined = [None if x is None else _join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)]
-    assert joined[0] is not None
+    batch: int = args[0].shape[1 if in_dims[0] == 0 else 0]
     if mask is not None:
-        mask = _join_mask(mask, in_dims[operands], size, joined[0].shape[0] // size)
+        mask = _join_mask(mask, in_dims[operands], size, batch)
     results = operator(*joined, mask, *args[operands + 1 :])
-    split = tuple(x.view(size, x.shape[0] // size, *x.shape[1:]) if x.ndim > 1 else x for x in results)
+    split = tuple(x.view(size, batch, *x.shape[1:]) if x.ndim > 1 else x for x in results)
     return split, tuple(0 if x.ndim > 1 else None for x in results)
 
 
