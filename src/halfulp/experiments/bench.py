@@ -18,6 +18,7 @@ from torch import Tensor
 
 from halfulp.attention import attention, emulate, golden
 from halfulp.audit import Target, resolve
+from halfulp.audit.calling import check_device
 from halfulp.audit.targets import builtin_targets
 from halfulp.experiments.bench_result import (
     BASELINE,
@@ -74,7 +75,7 @@ def bench(
         raise ValueError(f"rounds={rounds}: accepted is an integer of at least {_LEAST_ROUNDS}")
     if dtype not in _FLOORS:
         raise ValueError(f"dtype={dtype}: accepted are torch.bfloat16 and torch.float16")
-    _check_device(device)
+    check_device(device)
     chosen, skipped = _choose(kernels)
     sizes = list(settings) or [Setting(shape, causal) for shape in SHAPES for causal in (False, True)]
     report = progress or no_progress
@@ -266,14 +267,6 @@ def _own(recipe: str) -> Target:
         return attention(query, key, value, is_causal=is_causal, scale=scale, recipe=recipe)
 
     return Target(f"halfulp:{recipe}", call, frozenset(), f"halfulp.attention with the recipe {recipe}")
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        reason = " ".join(str(error).split()).partition(":")[0]
-        raise ValueError(f"device={device!r}: {reason}; accepted is one that torch has here, such as cpu") from error
 
 
 def _draw(setting: Setting, dtype: torch.dtype, device: str) -> list[Tensor]:
