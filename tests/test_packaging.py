@@ -210,6 +210,31 @@ def test_import_adds_little_to_torch(added_modules):
     assert not [name for name in foreign if name.startswith(slow)]
 
 
+WITHOUT_POSIX = """
+import importlib, os, pkgutil, sys, torch
+for name in ("fork", "sched_getaffinity", "sysconf", "getuid", "uname"):
+    if hasattr(os, name):
+        delattr(os, name)
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Absent())
+import halfulp
+from halfulp.runs.machine import describe_machine
+describe_machine()
+for module in pkgutil.walk_packages(halfulp.__path__, "halfulp."):
+    if "libhalfulp" not in module.name and "triton" not in module.name:
+        importlib.import_module(module.name)
+"""
+
+
+def test_every_module_imports_where_posix_is_not():
+    """As on Windows; Triton's own modules need Triton."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_POSIX], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", ["matplotlib.pyplot", "scipy.stats", "tyro", "rich.progress", "transformers"])
 def test_third_parties_import_without_a_warning(name):
     pytest.importorskip(name)

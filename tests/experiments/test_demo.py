@@ -3,6 +3,9 @@
 import functools
 import json
 import math
+import queue
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from tests.report.markup import Page, problems
@@ -17,13 +20,14 @@ from halfulp.experiments.demo_findings import audit_finding, failure_finding, gr
 from halfulp.experiments.failure import FailureRun
 from halfulp.runs.folder import read_json
 from halfulp.runs.machine import describe_machine, describe_versions
+from halfulp.runs.parallel import WorkerKilledError
 from halfulp.training.config import Language, RunConfig
 
 
 def run(name, outcome, seed=0, loss=(1.0, 1e-5, 1e-3), score=110.0, broke_at=None):
     scores = (0.0, score / 2, score)
     return FailureRun(
-        name, seed, (1, 2, 3), tuple(loss), scores, scores, scores, scores, 3, broke_at, outcome, "by decree"
+        name, seed, (1, 2, 3), tuple(loss), scores, scores, scores, scores, broke_at, outcome, "by decree"
     )
 
 
@@ -236,6 +240,18 @@ def test_the_record_as_json(capsys, tmp_path):
     code, said, _ = demo_in(capsys, tmp_path / "demo", "--seeds", "1", "--json")
     assert code == 0
     assert json.loads(said)["status"] == "done"
+
+
+def test_a_killed_auditor_is_told_in_one_line():
+    class Killed:
+        def submit(self, *_):
+            future = Future()
+            future.set_exception(BrokenProcessPool("a process in the pool was terminated abruptly"))
+            return future
+
+    auditors = Auditors(Killed(), queue.Queue())
+    with pytest.raises(WorkerKilledError, match="a worker process was killed"):
+        auditors.audit([Job("sdpa", (), (), 0)], lambda fraction, message: None)
 
 
 def test_flash_attention_is_found_or_explained():

@@ -77,7 +77,6 @@ def test_real_twins_drift_the_repeated_run_does_not_and_finished_runs_are_not_ma
     again = measure_drift(SMALL, (0, 1), tmp_path / "runs", pairs=wanted, checkpoints=3, workers=1)
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert again.compared == compared
-    assert [row[0] for row in result.ratio_table().rows] == [INITIALIZATION]
     with pytest.raises(ValueError, match="pairs='nonsense'"):
         measure_drift(SMALL, pairs=["nonsense"])
 

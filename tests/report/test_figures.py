@@ -243,3 +243,30 @@ def test_what_cannot_be_drawn_is_refused(wrong, says):
 def test_no_figures_are_refused():
     with pytest.raises(ValueError, match="at least one"):
         draw_panels([])
+
+
+ROWS = figure(series("speed", [1.0, None, 3.25], x=["sdpa", "noisy", "a_kernel_with_a_long_name"], style="row"))
+
+
+def test_rows_have_their_name_and_their_value_beside_each_other():
+    shown = texts(draw(ROWS))
+    heights = [shown[name] for name in ROWS["series"][0]["x"]]
+    assert heights == sorted(heights)
+    assert [shown["1.00"], shown["–"], shown["3.25"]] == pytest.approx(heights, abs=2)
+
+
+def test_rows_fit_into_their_panel():
+    svg = draw_panels([ROWS, ROWS])
+    width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
+    at = [float(x) for x in re.findall(r'<text[^>]*? x="(-?[\d.]+)"', svg)]
+    assert min(at) >= 0
+    assert max(at) <= width
+
+
+def test_rows_stand_alone():
+    with pytest.raises(ValueError, match="accepted is one series of rows"):
+        draw(figure(ROWS["series"][0], series("a", [1.0])))
+
+
+def test_a_picture_in_a_file_shrinks_with_its_window():
+    assert "max-width:100%" in draw(TWO, inline=False)

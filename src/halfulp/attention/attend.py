@@ -166,7 +166,7 @@ def _arguments(
     if backend is not None and backend not in ops.BACKENDS:
         raise ValueError(f"backend={backend!r}: accepted are None, {', '.join(ops.BACKENDS)}")
     check_tensors(query, key, value)
-    check_numbers(dropout_p, window, softcap)
+    check_numbers(dropout_p, is_causal, window, softcap, causal_offset)
     diagonal = causal(attn_mask, is_causal, (query.shape[-2], key.shape[-2]), causal_offset)
     given = operands(query, key, value, diagonal.attn_mask, enable_gqa)
     check_sinks(sinks, given.query)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -12,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from halfulp import algorithms
 from halfulp.algorithms import AttentionResult, Mask, Problem, Saved
+from halfulp.attention.operands import check_given, scale_of
 from halfulp.recipes import BF16_FLASH2, Observer, Recipe, Step, recipe_named
 
 
@@ -78,6 +78,8 @@ def emulate(
         ValueError: for shapes, dtypes or a recipe that do not fit, in one line.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe={recipe!r}: accepted is a Recipe or the name of a built-in one")
     q, k, v, mask, alpha = _checked(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     out, lse = _Emulated.apply(q, k, v, mask, alpha, recipe, tuple(observers))  # type: ignore[no-untyped-call]
     out, lse = out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
@@ -100,6 +102,7 @@ def golden(
     Arguments as `emulate`, with all four dimensions `[B, H, N, D]`; results are float64. It runs outside anybody's
     autocast and records no gradients. Raises ValueError for shapes or dtypes that do not fit.
     """
+    check_given(query=query, **({} if grad_out is None else {"grad_out": grad_out}))
     if query.ndim != 4:
         raise ValueError(f"query of shape {tuple(query.shape)}: accepted are 4 dimensions [B, H, N, D]")
     q, k, v, mask, alpha = _checked(query, key, value, attn_mask, is_causal, scale, enable_gqa)
@@ -158,6 +161,7 @@ def _checked(
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Mask, float]:
     """Inputs with four dimensions, the mask and the scale; one clear line for what does not fit."""
+    check_given(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         shape = tuple(x.shape)
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -182,16 +186,15 @@ def _checked(
     if heads != key_heads and (not enable_gqa or heads % key_heads):
         accepted = f"accepted are query's {heads}, or a divisor of it with enable_gqa=True"
         raise ValueError(f"key of {key_heads} heads: {accepted}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: accepted is a finite number, or None for 1/√D")
     mask = _checked_mask(attn_mask, is_causal, (*q.shape[:3], k.shape[2]))
-    return q, k, v, mask, 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    return q, k, v, mask, scale_of(scale, query.shape[-1])
 
 
 def _checked_mask(attn_mask: Tensor | None, is_causal: bool, full: tuple[int, ...]) -> Mask:
     """The mask with at least two dimensions, if it broadcasts to `full`."""
     if attn_mask is None:
         return Mask(is_causal)
+    check_given(attn_mask=attn_mask)
     if is_causal:
         raise ValueError("is_causal=True: accepted is False where attn_mask is given")
     if not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):

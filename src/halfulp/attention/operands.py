@@ -7,7 +7,7 @@ key and value heads be fewer. All that is undone here, once, without copying whe
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ class Causal(NamedTuple):
     is_causal: bool
     offset: int
     attn_mask: Tensor | None
+
+
+def check_given(**tensors: Any) -> None:
+    """Raise ValueError for what should be a tensor, or None where it may be left out, and is neither."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} of type {type(x).__name__}: accepted is a tensor")
 
 
 def operands(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> Operands:
@@ -57,6 +64,8 @@ def causal(attn_mask: Tensor | None, is_causal: bool, lengths: tuple[int, int], 
     """Take in PyTorch's `causal_lower_right` and `causal_upper_left`, which stand for a mask and hold none."""
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal=True: accepted is False where attn_mask is given")
+    if attn_mask is not None:
+        check_given(attn_mask=attn_mask)
     if attn_mask is None or not is_causal_bias(attn_mask):
         return Causal(is_causal, offset, attn_mask)
     lower = attn_mask.variant.name == "LOWER_RIGHT"  # type: ignore[attr-defined]
@@ -76,25 +85,42 @@ def scale_of(scale: float | None, head_dim: int) -> float:
     """1/√D where no scale is given; raises ValueError for one that is not finite."""
     if scale is None:
         return 1 / math.sqrt(head_dim) if head_dim else 1.0
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: accepted is a finite number, or None for 1/√D")
+    if not (_is_number(scale) and math.isfinite(scale)):
+        raise ValueError(f"scale={scale!r}: accepted is a finite number, or None for 1/√D")
     return float(scale)
 
 
-def check_numbers(dropout_p: float, window: tuple[int, int] | None, softcap: float) -> None:
-    """Raise ValueError for a number that no kernel takes."""
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p={dropout_p}: accepted are 0 to 1")
-    if window is not None and (len(window) != 2 or min(window) < -1):
-        raise ValueError(f"window={window}: accepted is (left, right) of integers of at least 0, or -1 for no bound")
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap={softcap}: accepted is a finite number above 0, or 0 for none")
+def check_numbers(
+    dropout_p: float, is_causal: bool, window: tuple[int, int] | None, softcap: float, causal_offset: int
+) -> None:
+    """Raise ValueError for a number or a switch that no kernel takes."""
+    if not (_is_number(dropout_p) and 0 <= dropout_p <= 1):
+        raise ValueError(f"dropout_p={dropout_p!r}: accepted are 0 to 1")
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"is_causal={is_causal!r}: accepted are True and False")
+    if window is not None and not _is_window(window):
+        raise ValueError(f"window={window!r}: accepted is (left, right) of integers of at least 0, or -1 for no bound")
+    if not (_is_number(softcap) and 0 <= softcap < math.inf):
+        raise ValueError(f"softcap={softcap!r}: accepted is a finite number above 0, or 0 for none")
+    if not isinstance(causal_offset, (int, torch.SymInt)):
+        raise ValueError(f"causal_offset={causal_offset!r}: accepted is an integer")
+
+
+def _is_window(window: Any) -> bool:
+    pair = isinstance(window, (tuple, list)) and len(window) == 2
+    return pair and all(isinstance(side, (int, torch.SymInt)) and side >= -1 for side in window)
+
+
+def _is_number(x: object) -> bool:
+    """Whether it is a number, of another library too, rather than text or a list."""
+    return isinstance(x, (int, float)) or hasattr(x, "__float__")
 
 
 def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
     """Raise ValueError unless there is one floating-point number a head."""
     if sinks is None:
         return
+    check_given(sinks=sinks)
     if sinks.shape != query.shape[1:2] or not sinks.is_floating_point():
         given = f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}"
         raise ValueError(f"{given}: accepted is one floating-point number a head, {tuple(query.shape[1:2])}")
@@ -103,6 +129,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise ValueError for dtypes, devices and shapes that no kernel takes, whatever the other arguments."""
+    check_given(query=query, key=key, value=value)
     device = query.device.type
     cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     for name, x in (("query", query), ("key", key), ("value", value)):

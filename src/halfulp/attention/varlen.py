@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention.attend import attention
+from halfulp.attention.operands import check_given
 
 
 def attention_varlen(
@@ -77,13 +78,19 @@ def _boundaries(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None
 ) -> tuple[list[int], list[int]]:
     """Where the sequences of queries and of keys begin and end."""
+    check_given(query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_k is not None:
+        check_given(cu_seqlens_k=cu_seqlens_k)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
             raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 3 dimensions [T, H, D]")
     q_ends = _ends("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     k_ends = q_ends if cu_seqlens_k is None else _ends("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     if len(k_ends) != len(q_ends) or k_ends[-1] != key.shape[0]:
-        raise ValueError(f"cu_seqlens_k of {len(k_ends)} entries to {k_ends[-1]}: accepted is as many as for queries")
+        given, accepted = f"{len(k_ends)} entries to {k_ends[-1]}", f"{len(q_ends)} entries to {key.shape[0]}"
+        raise ValueError(f"cu_seqlens_k of {given}: accepted are cu_seqlens_q's {accepted}, key's length")
+    if value.shape[0] != key.shape[0]:
+        raise ValueError(f"value of length {value.shape[0]}: accepted is key's, {key.shape[0]}")
     return q_ends, k_ends
 
 

@@ -16,6 +16,8 @@ LEVELS = {"all_negative", "deep_negative", "lse_below_88", "very_large", "ties_n
 RAGGED = {"odd_lengths", "odd_lengths_causal", "cross", "wider_values"}
 CAUSAL = {"gaussian_causal", "sink", "lse_below_88", "gqa", "odd_lengths_causal"}
 PLAIN = {"gaussian", "gaussian_causal", "diffuse", "odd_lengths", "odd_lengths_causal", "cross"}
+FEW_KEYS = {"sink", "ties_two", "ties_three", "ties_many", "ties_negative", "ties_apart"}  # that carry a row
+_AS_STOCK = 0.5  # times the stock recipe's error: as large as that
 OUTGROWS = 0.15  # exponent of N by which an error outgrows the stock recipe's
 
 
@@ -35,6 +37,7 @@ class Evidence:
     findings: tuple[Finding, ...]
     growth: dict[str, float]  # tensor → exponent by which its error outgrows the stock recipe's
     accumulates: bool  # the fingerprint found rounded gradient accumulators
+    uneven: frozenset[str] = frozenset()  # probes whose rows of dS do not sum to 0, findings of any grade
 
     def probes(self, kind: str | None = None, tensor: str | None = None) -> set[str]:
         """Probes with a finding of that kind and tensor; relations between calls have none."""
@@ -120,6 +123,25 @@ def _coarse_scores(e: Evidence) -> bool:
     return bool(failing & {"deep_negative", "very_large"}) and "diffuse" not in failing
 
 
+def _weights_miscounted(e: Evidence) -> bool:
+    # Where few keys carry a row, their rounding does not average out between the row sum and P̄ V.
+    leaning = e.probes("lean", "out")
+    few = bool(leaning & FEW_KEYS) and not e.probes(tensor="out") & PLAIN
+    return few or bool(e.probes(tensor="out") & {"value_constant", "value_offset"})
+
+
+def _delta_as_stock(e: Evidence) -> bool:
+    # Rows of one sign read δ from the rounded O as large as the stock recipe's, l before rounding a tenth of it. Who
+    # rounds O for δ hides what l is summed from.
+    found = [f for f in e.findings if f.case is not None and f.case.probe == "value_one_sign"]
+    return any((f.times_stock or 0.0) > _AS_STOCK for f in found if f.property.startswith("row sums"))
+
+
+def _other_weights_backward(e: Evidence) -> bool:
+    # Where two keys carry a row, dS is what forward and backward pass disagree on; δ's rounding shows on more probes.
+    return e.forward_clean and e.tensors <= {"grad_query", "grad_key"} and e.uneven == {"two_live_keys"}
+
+
 def _delta(e: Evidence) -> bool:
     sums = e.property_starts("row sums") or e.property_starts("Σ dK")
     return e.forward_clean and "grad_value" not in e.tensors and sums
@@ -132,6 +154,13 @@ def _only_dq_and_dk(e: Evidence) -> bool:
 def _rows_do_not_sum(e: Evidence) -> bool:
     return e.forward_clean and e.property_starts("Σ dV")
 
+
+_EVERYONE = "FlashAttention-2 as everyone ships it (Qiu & Yao, arXiv 2510.04212)"
+OTHER_WEIGHTS = Cause(
+    "the backward pass takes other weights than the forward pass (P from lse, or rescaled by no power of two)",
+    "FlashAttention-2, whose backward pass takes P from lse",
+    DELTA,
+)
 
 Rule = tuple[Callable[[Evidence], bool], Cause]
 
@@ -172,6 +201,7 @@ RULES: tuple[Rule, ...] = (
             GRADIENT,
         ),
     ),
+    (_other_weights_backward, OTHER_WEIGHTS),
     (
         _delta,
         Cause(
@@ -238,7 +268,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     (
-        lambda e: bool(e.probes(tensor="out") & {"value_constant", "value_offset"}),
+        _weights_miscounted,
         Cause("weights and row sum disagree", "flash-attention PR 2721 (l and P̄ disagree)", FORWARD),
     ),
     (
@@ -263,10 +293,17 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-STOCK = Cause(
-    "δ = rowsum(dO ∘ O) from the rounded O, or l from the weights before rounding",
-    "FlashAttention-2 as everyone ships it (Qiu & Yao, arXiv 2510.04212)",
-    DELTA,
+STOCK_RULES: tuple[Rule, ...] = (
+    (_delta_as_stock, Cause("δ = rowsum(dO ∘ O) from the rounded O", _EVERYONE, DELTA)),
+    (
+        lambda e: "value_constant" in e.probes("error"),
+        Cause("l is summed from the weights before rounding, P̄ V from those after", _EVERYONE, DELTA),
+    ),
+    (lambda e: e.probes() == {"two_live_keys"}, OTHER_WEIGHTS),
+    (
+        lambda e: bool(e.findings),
+        Cause("δ, l or the backward pass's weights are coarser than they need be", _EVERYONE, DELTA),
+    ),
 )
 
 
@@ -277,13 +314,15 @@ def diagnose(findings: Sequence[Finding], growth: dict[str, float], accumulates:
     """
     defects = tuple(f for f in findings if f.grade == "defect")
     if not defects:
-        return (STOCK,) if findings else ()
+        evidence = Evidence(tuple(findings), growth, accumulates)
+        return tuple(cause for fits, cause in STOCK_RULES if fits(evidence))[:1]
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
     rest = tuple(f for f in defects if f not in broken and not _same_place(f, broken))
+    uneven = frozenset(f.case.probe for f in findings if f.case is not None and f.property.startswith("row sums"))
     causes = []
     for group in (broken, rest):
         if group:
-            evidence = Evidence(group, growth, accumulates)
+            evidence = Evidence(group, growth, accumulates, uneven)
             causes.append(next(cause for fits, cause in RULES if fits(evidence)))
     return tuple(dict.fromkeys(causes))
 

@@ -12,6 +12,7 @@ import torch
 
 from halfulp.algorithms import AttentionResult
 from halfulp.audit import invariants
+from halfulp.audit.calling import check_device
 from halfulp.audit.diagnosis import Cause, diagnose
 from halfulp.audit.figures import GRADIENTS, Measured, measure
 from halfulp.audit.fingerprint import Fingerprint, fingerprint
@@ -50,6 +51,11 @@ def plan(depth: Depth, dtype: str, seed: int = 0, shapes: Sequence[Shape] = (), 
     """
     if depth not in ("quick", "full"):
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
+    for shape in shapes:
+        if not isinstance(shape, Shape):
+            raise ValueError(
+                f"shapes={shape!r}: accepted is halfulp.audit.Shape(batch, heads, n_query, n_key, head_dim)"
+            )
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
     main = tuple(shapes) or (
@@ -130,6 +136,7 @@ def audit(
         ValueError: for an unknown or missing target, dtype, depth or file, in one line.
     """
     todo = plan(depth, dtype, seed, shapes, captured)
+    check_device(device)
     return _audit(_target(target), todo, dtype, depth, device, explain, progress or _silent)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -139,8 +138,3 @@ def script(target: str, finding: Finding, case: Case) -> str:
         f"case = Case({case.probe!r}, Shape({arguments}), seed={case.seed}, dtype={case.dtype!r}{file})\n"
         f"raise SystemExit(reproduce({target!r}, case, {finding.kind!r}, {finding.property!r}, {finding.tensor!r}))\n"
     )
-
-
-def write_script(path: Path, target: str, finding: Finding, case: Case) -> None:
-    """Write `script` to a file."""
-    path.write_text(script(target, finding, case), encoding="utf-8")

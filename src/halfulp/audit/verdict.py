@@ -36,6 +36,7 @@ class Finding:
     case: Case | None
     figure: str  # the measured figure in words
     ratio: float  # times the limit's reference; how bad it is, for sorting
+    times_stock: float | None = None  # an error's, over the stock recipe's on the same inputs
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -114,11 +115,15 @@ def judge_case(case: Case, measured: Measured, reference: References, level: flo
         )
         rows.append(row)
         if times_stock.lower > STOCK_LIMIT and times_floor.lower > STOCK_LIMIT:
-            findings.append(Finding("defect", "error", got.name, got.tensor, case, _error_text(row), times_stock.mean))
+            findings.append(_too_large("defect", got, case, row, times_stock.mean))
         elif times_floor.lower > FLOOR_LIMIT:
-            findings.append(Finding("stock", "error", got.name, got.tensor, case, _error_text(row), times_floor.mean))
+            findings.append(_too_large("stock", got, case, row, times_floor.mean))
     findings += _leans(case, measured, reference, level)
     return rows, findings
+
+
+def _too_large(grade: Grade, got: Figure, case: Case, row: Row, ratio: float) -> Finding:
+    return Finding(grade, "error", got.name, got.tensor, case, _error_text(row), ratio, row.times_stock.mean)
 
 
 def _error_text(row: Row) -> str:

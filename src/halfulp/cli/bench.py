@@ -28,18 +28,19 @@ def bench(
     """Time attention kernels beside each other, forward and backward, and say how exact each is: halfulp bench
 
     Ratios are medians over interleaved rounds; where their spread hides the difference there is none. Errors are
-    multiples of the floor, the least that a kernel with these formats must round.
+    multiples of the floor, the least that a kernel whose products take operands of this dtype must round. Takes a few
+    minutes by default, most of it for the slow peers. Exit code 2: a kernel that was named cannot be timed.
 
     Args:
         kernels: Names of `halfulp ls targets`, file.py:function, or halfulp:stock and halfulp:exact_delta, our kernel
             with another recipe; every one that runs here by default. sdpa is the baseline and always takes part.
         shapes: B,H,N,D in elements, with ",causal" where wanted; three sizes, causal and not, by default.
         dtype: Of query, key, value and their gradients.
-        rounds: Timed rounds, at least 3.
+        rounds: Timed rounds, at least 6.
         threads: Of torch; its own number by default.
         device: Where the kernels run, such as cpu or cuda.
         json: File to write every figure to; - prints them instead of the tables.
-        svg: File to draw the ratios to.
+        svg: File to draw speed and error to.
     """
     import torch
 
@@ -61,7 +62,7 @@ def bench(
     finally:
         torch.set_num_threads(before)
     _show(plain, json, svg)
-    return 0
+    return 2 if kernels and plain["skipped"] else 0
 
 
 def _show(plain: dict[str, Any], json: Path | None, svg: Path | None) -> None:
@@ -73,14 +74,15 @@ def _show(plain: dict[str, Any], json: Path | None, svg: Path | None) -> None:
     if json == STDOUT:
         print_json(plain)
     else:
-        for table in plain["tables"]:
+        *others, last = plain["tables"]
+        for table in [*({**table, "caption": None} for table in others), last]:
             print_table(table, console())
         for name, reason in plain["skipped"].items():
             console().print(f"{name}: not timed, {reason}", style="dim", highlight=False)
     if json is not None and json != STDOUT:
         write_json(json, plain)
-    if svg is not None and plain["figures"]:
-        write_text(svg, draw_panels(plain["figures"], columns=1))
+    if svg is not None:
+        write_text(svg, draw_panels(plain["figures"]))
 
 
 def _setting(text: str) -> Setting:

@@ -12,6 +12,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from halfulp.audit import AuditReport, Shape, Target, audit, builtin_targets
 from halfulp.audit.references import references
 from halfulp.audit.run import plan
 from halfulp.runs.folder import write_text
+from halfulp.runs.parallel import WorkerKilledError
 from halfulp.runs.results import Progress
 from halfulp.runs.threads import one_thread
 
@@ -148,13 +150,18 @@ class Auditors:
     messages: Any
 
     def audit(self, jobs: Sequence[Job], report: Progress) -> list[dict[str, Any]]:
-        """Return the audits' plain data in the order of the jobs."""
+        """Return the audits' plain data in the order of the jobs; raises WorkerKilledError where a process dies."""
         if self.pool is None:
             with one_thread():
                 return [_audit(job, _share(report, number, len(jobs), job)) for number, job in enumerate(jobs)]
-        futures = [self.pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
-        _relay(futures, self.messages, report)
-        return [future.result() for future in futures]
+        try:
+            futures = [self.pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
+            _relay(futures, self.messages, report)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise WorkerKilledError(
+                "a worker process was killed, perhaps for want of memory, while auditing"
+            ) from error
 
 
 def _audit(job: Job, progress: Progress) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class FailureRun:
     max_score: tuple[float, ...]
     sigma_query: tuple[float, ...]  # largest singular value of W_Q
     sigma_key: tuple[float, ...]
-    planned_steps: int
     broke_at: int | None  # the step whose loss was not finite; the run ends there
     outcome: Outcome
     reason: str
@@ -103,7 +102,7 @@ def run_failure(
     curves_of = ("loss", "mean_score", "max_score", "sigma_query", "sigma_key")
     loss, mean, largest, sigma_q, sigma_k = (run.curve(curve) for curve in curves_of)
     outcome, reason = judge(loss, mean, broke_at)
-    return FailureRun(label, seed, run.steps, loss, mean, largest, sigma_q, sigma_k, steps, broke_at, outcome, reason)
+    return FailureRun(label, seed, run.steps, loss, mean, largest, sigma_q, sigma_k, broke_at, outcome, reason)
 
 
 def run_failures(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.runs.results import Progress, Table, no_progress
+from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, Pictures, RunConfig
@@ -153,21 +153,3 @@ def _stepper(config: RunConfig) -> Callable[[], None]:
         torch.autograd.backward(loss)
 
     return step
-
-
-def speed_table(found: list[Speed], command: str) -> Table:
-    """Return the measurements as a table."""
-    rows = tuple(
-        (
-            one.workload,
-            1000 * statistics.median(one.baseline),
-            1000 * statistics.median(one.flash),
-            one.speed_up,
-            *one.interval,
-            len(one.flash),
-        )
-        for one in found
-    )
-    columns = ("workload", "baseline, ms", "flash, ms", "speed-up", "low", "high", "pairs")
-    caption = "Forward and backward pass, bf16 autocast, one thread; steps alternate; the median ratio of pairs, 95 %."
-    return Table("Speed of the whole model", columns, rows, caption, command)

@@ -17,7 +17,7 @@ from pathlib import Path
 from halfulp.experiments.compare import INITIALIZATION, REPEATED, CompareResult, Drift, drift_between
 from halfulp.experiments.compare_summary import Interval, slope_ratio
 from halfulp.runs.parallel import run_jobs
-from halfulp.runs.results import Progress, Table
+from halfulp.runs.results import Progress
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, Optimizer, Pictures, RunConfig
 from halfulp.training.loop import train
@@ -80,17 +80,6 @@ class DriftResult:
     def ratio(self, low_precision: str) -> Interval:
         """How many times as steep the drift of low precision is as that of flash attention (the paper: 2 to 5)."""
         return slope_ratio(self.compared.of(low_precision), self.compared.of(FLASH))
-
-    def ratio_table(self) -> Table:
-        """Return every comparison's slope as a multiple of that of flash attention."""
-        rows = []
-        for name in self.compared.names:
-            if name not in (FLASH, REPEATED):
-                ratio = slope_ratio(self.compared.of(name), self.compared.of(FLASH))
-                rows.append((name, ratio.value, ratio.low, ratio.high, ratio.count))
-        caption = "Geometric mean over seeds, 95 % interval by Student's t on the logarithm. The paper: 2 to 5."
-        columns = ("difference", "× flash", "low", "high", "seeds")
-        return Table("Slopes as multiples of flash attention's", columns, tuple(rows), caption, self.compared.command)
 
 
 def small_pictures(steps: int = 300) -> RunConfig:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from halfulp.report.rows import draw_rows, is_rows
 from halfulp.report.text import tick_text
 
 WIDTH = 4.9  # inches at 72 points: 353 points, one phone
@@ -40,12 +41,12 @@ def draw(figure: FigureData, *, inline: bool = True) -> str:
 
     Args:
         figure: {"title", "x_label", "y_label", "x_log", "y_log", "series", "caption", "command"}; a series is
-            {"label", "x", "y", "low", "high", "style"} with style "line", "points" or "bar" and None for a missing
-            number. Title, caption and command are not part of the picture, except as its accessible name.
+            {"label", "x", "y", "low", "high", "style"} with style "line", "points", "bar" or, alone, "row" and None
+            for a missing number. Title, caption and command are not part of the picture, except as its accessible name.
         inline: for a page, in whose text and grid colors it is then drawn; else a file with a white ground.
 
     Raises:
-        ValueError: there is no series, or a style is unknown.
+        ValueError: there is no series, a style is unknown, or rows are not the only series.
     """
     return draw_panels([figure], columns=1, inline=inline)
 
@@ -83,8 +84,10 @@ def _check(figure: FigureData) -> None:
     if not figure["series"]:
         raise ValueError(f"figure {figure['title']!r} without series: accepted is at least one")
     for series in figure["series"]:
-        if series["style"] not in ("line", "points", "bar"):
-            raise ValueError(f"style={series['style']!r}: accepted are line, points, bar")
+        if series["style"] not in ("line", "points", "bar", "row"):
+            raise ValueError(f"style={series['style']!r}: accepted are line, points, bar, row")
+    if len(figure["series"]) > 1 and any(one["style"] == "row" for one in figure["series"]):
+        raise ValueError(f"figure {figure['title']!r} with rows and more: accepted is one series of rows")
 
 
 def _settings() -> Any:
@@ -151,7 +154,9 @@ def _place(axes: Any, cell: tuple[int, int], height: float, room: float) -> None
 def _draw_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
     series = figure["series"]
     bars = any(one["style"] == "bar" for one in series)
-    if bars:
+    if is_rows(series):
+        draw_rows(axes, series[0], panel=_panel(axes), color=COLORS[1], ink=_INK)
+    elif bars:
         _draw_bars(axes, figure)
     else:
         _set_scales(axes, figure)
@@ -260,9 +265,9 @@ def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
     for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
         if axis.get_scale() == "log" and axis.get_transform().base == 10 and high < 30 * low:
             _short_log_ticks(axis, low, high)
-    if axes.get_yscale() == "linear":
+    if axes.get_yscale() == "linear" and not is_rows(figure["series"]):
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    if axes.get_xscale() == "linear" and not any(one["style"] == "bar" for one in figure["series"]):
+    if axes.get_xscale() == "linear" and not any(one["style"] in ("bar", "row") for one in figure["series"]):
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
@@ -284,11 +289,14 @@ def _from_panel_edge(axes: Any) -> Any:
     """x from the panel's left edge in fractions of the picture, y in fractions of the axes."""
     from matplotlib.transforms import Affine2D, blended_transform_factory
 
-    box = axes.get_position()
-    whole = axes.get_figure()
-    panel = WIDTH / whole.get_size_inches()[0]
-    left = box.x0 - (_LEFT - 0.01) * panel
-    return blended_transform_factory(Affine2D().translate(left, 0) + whole.transFigure, axes.transAxes)
+    panel = _panel(axes)
+    left = (math.floor(axes.get_position().x0 / panel) + 0.01) * panel
+    return blended_transform_factory(Affine2D().translate(left, 0) + axes.get_figure().transFigure, axes.transAxes)
+
+
+def _panel(axes: Any) -> float:
+    """A panel's width as a fraction of the picture's."""
+    return float(WIDTH / axes.get_figure().get_size_inches()[0])
 
 
 def _text(text: object) -> str:
@@ -367,7 +375,8 @@ def _finish(svg: str, title: str, inline: bool) -> str:
         svg = svg.replace(_INK, "currentColor").replace(_GRID, "var(--grid, #d9d9d6)")
         svg = re.sub(r' (?:width|height)="[^"]*pt"', "", svg, count=2)
         svg = svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")
-    style = f"font-family:{_CSS_FONT};stroke-linejoin:round;stroke-linecap:butt"
+    fitted = "" if inline else ";max-width:100%;height:auto"
+    style = f"font-family:{_CSS_FONT};stroke-linejoin:round;stroke-linecap:butt{fitted}"
     named = f'<svg role="img" aria-label="{escape(title)}" style="{style}" '
     return _own_ids(svg.replace("<svg ", named, 1).strip() + "\n")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH = 100
+_WHOLE = 24  # characters of a cell that stay on one line
+_GAP = 2  # between columns
 Advance = Callable[[float, str], None]
 
 
@@ -25,22 +27,45 @@ def console() -> Console:
 
 
 def print_table(table: Mapping[str, Any], to: Console) -> None:
-    """Print a table's plain data: {"title", "columns", "rows", "caption"}."""
+    """Print a table's plain data: {"title", "columns", "rows", "caption"}.
+
+    No figure is cut: long text wraps, and columns that do not fit beside each other follow below, after the first
+    column once more.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(title=table["title"], title_justify="left", title_style="bold", box=None, pad_edge=False)
     texts = [[cell_text(cell) for cell in row] for row in table["rows"]]
-    for i, name in enumerate(table["columns"]):
-        cells = [row[i] for row in table["rows"]]
-        number = all(isinstance(cell, (int, float)) or cell is None for cell in cells)
-        longest = max((len(row[i]) for row in texts), default=0)
-        grid.add_column(name, justify="right" if number else "left", no_wrap=longest <= 24, overflow="fold")
-    for row in texts:
-        grid.add_row(*map(Text, row))
-    to.print(grid)
+    lengths = [max([len(str(name)), *(len(row[i]) for row in texts)]) for i, name in enumerate(table["columns"])]
+    widths = [min(length, _WHOLE) for length in lengths]
+    title = table["title"]
+    for part in _parts(widths, to.width):
+        grid = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        fits = sum(widths[i] + _GAP for i in part) - _GAP <= to.width  # else two columns of which both wrap
+        for i in part:
+            cells = [row[i] for row in table["rows"]]
+            number = all(isinstance(cell, (int, float)) or cell is None for cell in cells)
+            whole = fits and lengths[i] <= _WHOLE
+            grid.add_column(
+                str(table["columns"][i]), justify="right" if number else "left", no_wrap=whole, overflow="fold",
+                min_width=widths[i] if fits else None,
+            )  # fmt: skip
+        for row in texts:
+            grid.add_row(*(Text(row[i]) for i in part))
+        to.print(grid)
+        title = None
     if table.get("caption"):
         to.print(Text(str(table["caption"]), style="dim"))
+
+
+def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Columns that fit beside each other in so many characters, each part opening with the first column."""
+    parts = [[0]]
+    for i in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[j] + _GAP for j in parts[-1]) + widths[i] > room:
+            parts.append([0])
+        parts[-1].append(i)
+    return parts
 
 
 def print_act(act: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-Style: TypeAlias = Literal["line", "points", "bar"]
+Style: TypeAlias = Literal["line", "points", "bar", "row"]
 Cell: TypeAlias = str | int | float | None
 Progress: TypeAlias = Callable[[float, str], None]
 """Called with the fraction done, 0 to 1, and what is being worked on."""
@@ -22,7 +22,7 @@ class Series:
     """One curve: y over x, with a range per point where there is one."""
 
     label: str
-    x: tuple[float | str, ...]  # numbers, or names for bars
+    x: tuple[float | str, ...]  # numbers, or names for bars and rows
     y: tuple[float, ...]  # the median where a point stands for several seeds
     low: tuple[float, ...] | None = None  # smallest of the seeds
     high: tuple[float, ...] | None = None  # largest of the seeds

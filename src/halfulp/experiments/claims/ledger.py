@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from halfulp.experiments.claims import (
     benchmark,
@@ -22,7 +22,7 @@ from halfulp.experiments.claims import (
     weak,
 )
 from halfulp.experiments.claims.model import Claim, Lab, Verdict, judge_claim
-from halfulp.runs.results import Progress, Table, no_progress
+from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread
 
 _TOPICS = (
@@ -83,14 +83,6 @@ def selected(ids: Iterable[str]) -> tuple[Claim, ...]:
         if identifier not in known:
             raise ValueError(f"claim={identifier!r}: accepted are {', '.join(known)}")
     return tuple(claim for claim in CLAIMS if claim.id in wanted)
-
-
-def ledger_table(verdicts: Sequence[Verdict], command: str = "halfulp claims") -> Table:
-    """Return the verdicts as a table: id, claim, the paper's figure, the figure here, the verdict, the command."""
-    columns = ("id", "claim", "paper", "measured here", "verdict", "rule", "command")
-    rows = tuple((v.id, v.statement, v.paper, v.measured, v.verdict, v.rule, v.command) for v in verdicts)
-    counts = {kind: sum(v.verdict == kind for v in verdicts) for kind in dict.fromkeys(v.verdict for v in verdicts)}
-    return Table("Claims ledger", columns, rows, ", ".join(f"{n} {kind}" for kind, n in counts.items()), command)
 
 
 def _run(claim: Claim, lab: Lab) -> Verdict:
