@@ -91,6 +91,8 @@ class Rows:
             self.divisor = self._row_sum(saved.lse)
         else:
             self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum, saved.row_max)
+        if recipe.divisor_from == "lse" and self.divisor is not None:
+            self.divisor = self._row_sum(saved.lse)
         separate = recipe.grad_value_from == "lse" and self.divisor is not None
         self.value_divisor = self._row_sum(saved.lse) if separate else None
 
