@@ -163,7 +163,8 @@ def test_each_option_is_at_work_in_the_forward_pass():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_maxima_are_counted_in_blocks_of_128_keys(isa):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_maxima_are_counted_in_blocks_of_128_keys(dtype, isa):
     """One query of 1; the scores are the keys."""
     key = torch.full((1, 5, 300, 1), -40.0)
     key[0, 0, [3, 7]] = 2.0  # twice in one block: 7 · 2
@@ -171,12 +172,12 @@ def test_maxima_are_counted_in_blocks_of_128_keys(isa):
     key[0, 2, [5, 260, 299]] = 3.0  # twice in the last block
     key[0, 3] = -1.0  # negative and repeated: 0
     key[0, 4, [3, 7, 200]] = torch.tensor([1.0, 1.0, 8.0])[:, None]  # 7 · 1 against a single 8
-    x = (torch.ones(1, 5, 1, 1), key, torch.ones(1, 5, 300, 1), torch.ones(1, 5, 1, 1))
-    saved = cpu.forward(*x[:3], Options(recipe="published"), isa=isa)
+    x = (torch.ones(1, 5, 1, 1, dtype=dtype), key.to(dtype), torch.ones(1, 5, 300, 1, dtype=dtype))
+    saved = cpu.forward(*x, Options(recipe="published"), isa=isa)
     unit = math.log2(math.e)
     wanted = torch.tensor([14.0, 2.0, 21.0, 0.0, 8.0])[None, :, None]
     torch.testing.assert_close(saved.row_max / unit, wanted)
-    torch.testing.assert_close(saved.row_max / unit, tiled.forward(*x[:3], Options(recipe="published")).row_max)
+    torch.testing.assert_close(saved.row_max / unit, tiled.forward(*x, Options(recipe="published")).row_max)
     torch.testing.assert_close(saved.lse, torch.logsumexp(key.mT, -1))
 
 
