@@ -6,7 +6,10 @@ attention's products (14·N·N_k·d·H for d = d_v, half of it if causal) over w
 ratio is printed where its quartiles lie on both sides of 1. From the repository root:
 
     python benchmarks/cpu_attention.py [--shape B,H,N,D[,causal] ...] [--recipes NAME ...] [--rounds N] [--threads N]
-                                       [--error SHAPE] [--json FILE]
+                                       [--options NAME ...] [--error SHAPE] [--calls] [--json FILE]
+
+--options adds the same recipes with softcap, sinks or dropout; --calls measures what a call costs beside its
+arithmetic, in microseconds, on one head of 16 tokens.
 
 The target: "halfulp" 1.5 times as fast as PyTorch's kernel and 55 % of the gemm at every shape, on 2 threads, with
 gradient errors within 1.3 times the format's floor (--error 1,1,16384,64).
@@ -28,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfulp import emulate, golden
+from halfulp import attention, emulate, golden
 from halfulp.kernels import cpu
 from halfulp.kernels.options import Options
 from halfulp.native import best_isa, missing
@@ -38,13 +41,17 @@ from halfulp.runs.machine import describe_machine
 SHAPES = ("1,12,1024,64", "1,8,2048,64", "1,8,2048,64,causal", "1,8,4096,128", "4,12,256,64")
 TORCH, GEMM = "PyTorch flash", "bf16 gemm"
 GEMM_SIZE = 2048
+DROPOUT = {"dropout_p": 0.1, "seed": 1}
 WARM_UP = 3
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def native(recipe: str, inputs: list[Tensor], causal: bool) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
+def native(name: str, inputs: list[Tensor], causal: bool) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
+    """The library in a recipe, or in "recipe+option"."""
     q, k, v, do = inputs
-    options = Options(recipe=recipe, is_causal=causal, scale=q.shape[-1] ** -0.5)
+    recipe, _, option = name.partition("+")
+    more = {"": {}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": torch.zeros(q.shape[1])}, "dropout": DROPOUT}
+    options = Options(recipe=recipe, is_causal=causal, scale=q.shape[-1] ** -0.5, **more[option])
 
     def backward(saved: Any) -> Gradients:
         return cpu.backward(do, None, q, k, v, saved, options)[:3]
@@ -113,7 +120,7 @@ def line(name: str, row: dict[str, list[float]]) -> str:
     share = "{1:.0%} ({0:.0%}-{2:.0%})".format(*row["gemm_share"])
     if name == TORCH:
         ratio = "1"
-    return f"  {name:14} {row['forward_ms'][1]:8.2f} {row['backward_ms'][1]:8.2f}  {ratio:20} {share}"
+    return f"  {name:21} {row['forward_ms'][1]:8.2f} {row['backward_ms'][1]:8.2f}  {ratio:20} {share}"
 
 
 def errors(shape: tuple[int, ...], causal: bool, recipes: list[str]) -> dict[str, list[float]]:
@@ -134,6 +141,29 @@ def errors(shape: tuple[int, ...], causal: bool, recipes: list[str]) -> dict[str
     return result
 
 
+def calls(rounds: int) -> dict[str, float]:
+    """Medians in microseconds of calls on (1, 1, 16, 64), each way in its turn."""
+    q = draw((1, 1, 16, 64))[0]
+    leaf, ones = q.clone().requires_grad_(), torch.ones_like(q)
+    sdpa, options = functional.scaled_dot_product_attention, Options(scale=0.125)
+    ways: dict[str, Callable[[], Any]] = {
+        "PyTorch's SDPA": lambda: sdpa(q, q, q),
+        "halfulp.attention": lambda: attention(q, q, q),
+        "of it the kernel": lambda: cpu.forward(q, q, q, options),
+        "PyTorch's SDPA, forward and backward": lambda: torch.autograd.grad(sdpa(leaf, leaf, leaf), leaf, ones),
+        "halfulp.attention, forward and backward": lambda: torch.autograd.grad(attention(leaf, leaf, leaf), leaf, ones),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name, way in ways.items():
+            for _ in range(200):
+                start = time.perf_counter()
+                way()
+                if turn:
+                    spent[name].append(1e6 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in spent.items()}
+
+
 def relative(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
 
@@ -147,7 +177,9 @@ def parse(text: str) -> tuple[tuple[int, ...], bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", nargs="+", default=SHAPES)
-    parser.add_argument("--recipes", nargs="+", default=["halfulp", "stock", "exact_delta"])
+    parser.add_argument("--recipes", nargs="+", default=["halfulp", "stock", "published", "exact_delta"])
+    parser.add_argument("--options", nargs="+", default=[], choices=["softcap", "sinks", "dropout"])
+    parser.add_argument("--calls", action="store_true", help="measure small calls alone")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--error", metavar="SHAPE", help="also measure gradient errors over the floor at this shape")
@@ -158,8 +190,14 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     report: dict[str, Any] = {"machine": describe_machine(), "threads": chosen.threads, "isa": best_isa()}
     print(f"{chosen.threads} threads, {report['isa']}, {chosen.rounds} rounds")
-    print("                 forward backward  over PyTorch         share of the gemm")
+    if chosen.calls:
+        report["calls_us"] = calls(chosen.rounds)
+        print("\n".join(f"  {name:40} {value:6.1f} µs" for name, value in report["calls_us"].items()))
+        chosen.shape = []
+    chosen.recipes += [f"{recipe}+{option}" for recipe in chosen.recipes for option in chosen.options]
     report["shapes"] = []
+    if chosen.shape:
+        print(f"{'':24} forward backward  over PyTorch         share of the gemm")
     for text in chosen.shape:
         report["shapes"].append(measure(*parse(text), chosen.recipes, chosen.rounds))
         print(f"{text}   gemm {report['shapes'][-1]['gemm_gflops'][1]:.0f} Gflop/s")

@@ -13,7 +13,8 @@ namespace halfulp {
 namespace HALFULP_ISA {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kNever = -1e30f;  // stands for −∞ in the exponential: 2^kNever is 0
+constexpr float kLowest = -3.4028235e38f;  // stands for −∞ where a difference must not be NaN
+constexpr float kRepeated = 7.f;  // β of the published shift
 #define HALFULP_INF __builtin_inff()
 
 // 2^f for |f| ≤ 1/2: relative error 1e-7, exactly 1 at 0.
@@ -30,15 +31,112 @@ static inline V exp2_fraction(V f) {
 template <bool integer>
 static inline V weight(V s, V m) {
   if constexpr (integer) {
-    s = max(set1(kNever), s);
+    s = max(set1(kLowest), s);
     const V n = round_even(s);
     return scale2(exp2_fraction(sub(s, n)), sub(n, m));
   } else {
-    const V x = max(set1(kNever), sub(s, m));
+    const V x = max(set1(kLowest), sub(s, m));
     const V n = round_even(x);
     return scale2(exp2_fraction(sub(x, n)), n);
   }
 }
+
+// tanh x and its derivative, relative error below 4e-7, from e²ˣ − 1 = (2ⁿ − 1) + 2ⁿ (2^f − 1): nothing cancels near 0,
+// nor does the slope where tanh is all but ±1.
+static inline V tanh_and_slope(V x, V& slope) {
+  const V y = min(set1(126.f), max(set1(-126.f), mul(x, set1(2.f * kLog2E))));
+  const V n = round_even(y), f = sub(y, n), power = scale2(set1(1.f), n);
+  V p = set1(0x1.4308d6p-13f);
+  p = fma(p, f, set1(0x1.5f07b4p-10f));
+  p = fma(p, f, set1(0x1.3b2bap-7f));
+  p = fma(p, f, set1(0x1.c6af6ep-5f));
+  p = fma(p, f, set1(0x1.ebfbdep-3f));
+  p = fma(p, f, set1(0x1.62e43p-1f));
+  p = mul(p, f);
+  const V grown = fma(power, p, sub(power, set1(1.f))), inverse = div(set1(1.f), add(grown, set1(2.f)));
+  slope = mul(mul(mul(set1(4.f), fma(power, p, power)), inverse), inverse);
+  return mul(grown, inverse);
+}
+
+// What products of query and key are multiplied by: their scale in base 2, or what tanh takes.
+static inline float score_factor(const halfulp_call& c) {
+  return float(c.softcap > 0.f ? double(c.scale) / double(c.softcap) : double(c.scale) * 1.4426950408889634);
+}
+// Scores of base 2 from what tanh takes, for [row, row + n) and, unless it is null, their slopes.
+__attribute__((noinline)) static void cap(const halfulp_call& c, float* row, long n, float* slopes) {
+  const V height = set1(float(double(c.softcap) * 1.4426950408889634));
+  for (long j = 0; j < n; j += 16) {
+    V slope;
+    store(row + j, mul(tanh_and_slope(load(row + j), slope), height));
+    if (slopes) store(slopes + j, slope);
+  }
+}
+
+// Dropout's words: formats/counter.py is the specification.
+static inline uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+static inline uint32_t word_of_row(const halfulp_call& c, long row) {
+  return mix(mix(mix(uint32_t(c.seed)) ^ uint32_t(c.seed >> 32)) ^ uint32_t(row));
+}
+static inline uint32_t word_of(uint32_t row_word, long key) { return mix(row_word ^ uint32_t(key) * 0x9e3779b1u); }
+
+// Packed weights of one row, `count` keys from `key` on: the dropped ones become 0.
+template <long KP>
+__attribute__((noinline)) static void drop(Unit* row, uint32_t row_word, uint32_t below, long key, long count) {
+  for (long u = 0; u < count / KP; ++u) {
+    if constexpr (KP == 2) {
+      const Unit low = word_of(row_word, key + 2 * u) >= below ? 0xffffu : 0u;
+      const Unit high = word_of(row_word, key + 2 * u + 1) >= below ? 0xffff0000u : 0u;
+      row[u] &= low | high;
+    } else {
+      row[u] = word_of(row_word, key + u) >= below ? row[u] : 0u;
+    }
+  }
+}
+
+// NaN and infinities. A hidden pair's weight is 0, and 0 · NaN would carry a NaN to rows that do not see it. So operands
+// whose rows meet weights of 0 lose what is not finite, and it is added where it is seen. Asked first, of all operands,
+// is what costs least: whether an exponent has its two highest bits, which is 2⁶⁵ and more.
+template <long KP>
+__attribute__((noinline)) static bool large(const Unit* x, long units) {
+  Unit found = 0;
+  for (long u = 0; u < units; ++u) found |= x[u] & x[u] << 1;
+  return found & (KP == 2 ? 0x40004000u : 0x40000000u);
+}
+constexpr Unit kNotFinite = 255;  // the exponent of NaN and infinities
+template <long KP>
+__attribute__((noinline)) static bool infinite(const Unit* x, long units) {
+  bool found = false;
+  for (long u = 0; u < units; ++u)
+    found |= (KP == 2 && (x[u] >> 7 & 255) == kNotFinite) || (x[u] >> 23 & 255) == kNotFinite;
+  return found;
+}
+template <long KP>
+__attribute__((noinline)) static void finite_only(Unit* x, long units) {
+  for (long u = 0; u < units; ++u) {
+    const bool low = KP == 2 && (x[u] >> 7 & 255) == kNotFinite, high = (x[u] >> 23 & 255) == kNotFinite;
+    x[u] &= KP == 2 ? (low ? 0u : 0xffffu) | (high ? 0u : 0xffff0000u) : high ? 0u : 0xffffffffu;
+  }
+}
+// Of one row and panel of scores and dP: which pairs are seen, which weights dV takes, as masks of bits; dP with dropout
+// undone, 0 where nothing is seen.
+__attribute__((noinline)) static void veil(const halfulp_call& c, const float* __restrict scores,
+                                           float* __restrict grad_weights, long row, long key, Unit* __restrict seen,
+                                           Unit* __restrict kept) {
+  for (long k = 0; k < kPanel; ++k) kept[k] = seen[k] = scores[k] == -HALFULP_INF ? 0u : ~0u;
+  if (c.drop_below) {
+    const uint32_t word = word_of_row(c, row), below = c.drop_below;
+    const float scale = c.kept_scale;
+    for (long k = 0; k < kPanel; ++k) kept[k] &= word_of(word, key + k) >= below ? ~0u : 0u;
+    for (long k = 0; k < kPanel; ++k) grad_weights[k] *= scale;
+  }
+  for (long k = 0; k < kPanel; ++k) grad_weights[k] = kept[k] ? grad_weights[k] : 0.f;
+}
+
+static inline bool finite(float x) { return x - x == 0.f; }
 
 // The fixed tree of every row sum: lanes i and i + 8, i + 4, i + 2, i + 1.
 static inline float tree(const float* lanes) {
@@ -90,7 +188,7 @@ static inline void hide(const halfulp_call& c, long b, long h, long i, float* ro
       for (long j = 0; j < count; ++j) row[j] = mask[j] ? row[j] : -HALFULP_INF;
     } else {
       const float* mask = static_cast<const float*>(c.mask.data) + at;
-      for (long j = 0; j < count; ++j) row[j] += mask[j] * kLog2E;
+      for (long j = 0; j < count; ++j) row[j] = mask[j] == -HALFULP_INF ? mask[j] : row[j] + mask[j] * kLog2E;
     }
   }
   const long lo = least(to, first_key(c, i)), hi = most(from, end_key(c, i));

@@ -19,8 +19,8 @@ struct Backward {
   Unit *query, *grad_out, *query_t, *grad_out_t, *rows, *paired;
   float *grad_query, *shift, *inverse, *exact_inverse, *delta, *delta_lanes, *o;
   // of a tile
-  float *scores, *grad_weights;
-  Unit *p, *ds, *ds_rows;
+  float *scores, *grad_weights, *slopes;
+  Unit *seen_bits, *kept_bits, *p, *ds, *ds_rows;
   size_t bytes;
 
   Backward(const Plan& pl, char* base)
@@ -47,6 +47,9 @@ struct Backward {
     o = s.take<float>(2 * widest);
     scores = s.take<float>(6 * kPanel);
     grad_weights = s.take<float>(6 * kPanel);
+    slopes = s.take<float>(6 * kPanel);
+    seen_bits = s.take<Unit>(6 * kPanel);
+    kept_bits = s.take<Unit>(6 * kPanel);
     p = s.take<Unit>(kRows / KP * BK);
     ds = s.take<Unit>(kRows / KP * BK);
     ds_rows = s.take<Unit>(kRows * BK / KP);
@@ -63,18 +66,28 @@ struct Backward {
 
   long first, count;  // keys of this chunk
   long batch, head;   // of the rows at hand
+  long valid;         // of them, how many exist
+  bool odd_keys;      // K or V of this chunk is not finite, or 2⁶⁵ and more
+  bool odd_grads;     // dO of the rows at hand is not finite
+  bool careful;       // the rows at hand have an option, or something is not finite or large
 
   void chunk_of(long b, long hk, long chunk) {
     first = chunk * plan.chunk_keys;
     count = least(c.n_key - first, plan.chunk_keys);
+    odd_keys = false;
+    for (long j = 0; j < 6 * kPanel; ++j) slopes[j] = 1.f;
     for (long j = 0; j < count; j += kPanel) {
-      const long valid = least(kPanel, count - j);
-      read_rows<E>(c.key, b, hk, first + j, kPanel, valid, wd, rows);
+      const long real = least(kPanel, count - j);
+      read_rows<E>(c.key, b, hk, first + j, kPanel, real, wd, rows);
       panel_over_features<E>(rows, wd, key + j * wd.units);
-      for (long col = 0; col < wd.columns; col += 64)
-        pair_rows<E>(rows, kPanel, col, wd.panel(col), wd, key_rows + col * (keys / KP) + j / KP * wd.panel(col),
-                     wd.panel(col));
-      read_rows<E>(c.value, b, hk, first + j, kPanel, valid, wv, rows);
+      odd_keys |= large<KP>(rows, kPanel * row_stride(wd));
+      for (long col = 0; col < wd.columns; col += 64) {
+        Unit* to = key_rows + col * (keys / KP) + j / KP * wd.panel(col);
+        pair_rows<E>(rows, kPanel, col, wd.panel(col), wd, to, wd.panel(col));
+        if (odd_keys) finite_only<KP>(to, kPanel / KP * wd.panel(col));
+      }
+      read_rows<E>(c.value, b, hk, first + j, kPanel, real, wv, rows);
+      odd_keys |= large<KP>(rows, kPanel * row_stride(wv));
       panel_over_features<E>(rows, wv, value + j * wv.units);
     }
     std::memset(grad_key, 0, size_t(keys * wd.columns) * sizeof(float));
@@ -82,7 +95,7 @@ struct Backward {
     for (long g = 0; g < plan.groups; ++g)
       for (long i0 = 0; i0 < c.n_query; i0 += kRows) rows_of(b, hk * plan.groups + g, i0, chunk);
     write_transposed(grad_key, wd, c.scale, c.grad_key, (b * c.key_heads + hk) * c.n_key + first);
-    write_transposed(grad_value, wv, 1.f, c.grad_value, (b * c.key_heads + hk) * c.n_key + first);
+    write_transposed(grad_value, wv, c.drop_below ? c.kept_scale : 1.f, c.grad_value, (b * c.key_heads + hk) * c.n_key + first);
   }
 
   // Keys that rows i .. i + rows touch, counted from the chunk's first, inside [from, to).
@@ -92,14 +105,18 @@ struct Backward {
   }
 
   void rows_of(long b, long h, long i0, long chunk) {
-    batch = b, head = h;
-    const long valid = least(kRows, c.n_query - i0), groups = (valid + 5) / 6, at = (b * c.heads + h) * c.n_query + i0;
+    batch = b, head = h, valid = least(kRows, c.n_query - i0);
+    const long groups = (valid + 5) / 6, at = (b * c.heads + h) * c.n_query + i0;
     const Span block = seen(i0, kRows, 0, up(count, kPanel));
     std::memset(grad_query, 0, size_t(kRows * wd.columns) * sizeof(float));
-    if (!block.empty()) {
-      read_block(c.query, b, h, i0, valid, wd, query, query_t);
-      read_block(c.grad_out, b, h, i0, valid, wv, grad_out, grad_out_t);
-      statistics(b, h, i0, valid, at);
+    const bool for_sinks = plan.sink_rows && chunk == 0;
+    if (!block.empty() || for_sinks) {
+      careful = odd_keys || c.softcap > 0.f || c.drop_below;
+      read_block(c.query, b, h, i0, wd, query, query_t);
+      read_block(c.grad_out, b, h, i0, wv, grad_out, grad_out_t);
+      odd_grads = careful && infinite<KP>(grad_out, kRows * row_stride(wv));
+      statistics(b, h, i0, at);
+      if (for_sinks) sink_terms(h, at);
       for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(i0, groups, k0);
     }
     if (plan.chunks > 1) {
@@ -116,54 +133,85 @@ struct Backward {
     E::narrow(row, dst, w.d);
   }
 
-  void read_block(const halfulp_tensor& x, long b, long h, long i0, long valid, Width<E> w, Unit* as_rows, Unit* t) {
+  void read_block(const halfulp_tensor& x, long b, long h, long i0, Width<E> w, Unit* as_rows, Unit* t) {
     read_rows<E>(x, b, h, i0, kRows, valid, w, as_rows);
     pair_rows<E>(as_rows, kRows, 0, w.columns, w, paired, w.columns);
+    if (large<KP>(as_rows, kRows * row_stride(w))) {
+      careful = true;
+      finite_only<KP>(paired, kRows / KP * w.columns);
+    }
     for (long k = 0; k < kRows / KP; k += 16)
       for (long col = 0; col < w.columns; col += 16)
         transpose16(paired + k * w.columns + col, w.columns, t + col * (kRows / KP) + k, kRows / KP, 16);
   }
 
   // What a row's weights are shifted and divided by, and its δ.
-  void statistics(long b, long h, long i0, long valid, long at) {
+  void statistics(long b, long h, long i0, long at) {
     for (long r = 0; r < kRows; ++r) {
       const bool seen = r < valid && c.own_lse[at + r] != -HALFULP_INF;
       shift[r] = inverse[r] = exact_inverse[r] = delta[r] = 0.f;
-      if (!seen) continue;
+      if (!seen) {
+        // a row sum that underflowed, in the published recipe alone
+        if (r < valid && c.row_max[at + r] != -HALFULP_INF) inverse[r] = exact_inverse[r] = __builtin_nanf("");
+        continue;
+      }
       shift[r] = integer ? c.row_max[at + r] : c.own_lse[at + r];
       inverse[r] = integer ? 1.f / c.row_sum[at + r] : 1.f;
       exact_inverse[r] = integer ? std::exp2(c.row_max[at + r] - c.own_lse[at + r]) : 1.f;
     }
-    if (c.recipe == HALFULP_RECIPE_EXACT_DELTA) {
-      exact_delta(i0, (valid + 5) / 6);
-    } else {
-      std::memset(o, 0, size_t(2 * wv.columns) * sizeof(float));
-      float* go = o + wv.columns;
-      const auto* base = static_cast<const typename E::Element*>(c.grad_out.data) + b * c.grad_out.batch + h * c.grad_out.head;
-      for (long r = 0; r < valid; ++r) {
-        read_out<E>(static_cast<const typename E::Element*>(c.out) + (at + r) * c.dv,
-                    c.residual ? c.residual + (at + r) * c.dv : nullptr, o, c.dv);
-        E::widen(base + (i0 + r) * c.grad_out.row, go, c.dv);
-        V sum = set1(0.f);
-        for (long j = 0; j < wv.columns; j += 16) sum = fma(load(o + j), load(go + j), sum);
-        float lanes[16];
-        store(lanes, sum);
-        delta[r] = tree(lanes);
-      }
-    }
+    const bool summed = !integer && c.recipe == HALFULP_RECIPE_EXACT_DELTA;
+    if (!summed) delta_of_out(b, h, i0, at);
+    if constexpr (!integer)
+      if (summed) exact_delta(i0, (valid + 5) / 6);
     for (long r = 0; r < valid; ++r)
       if (c.grad_lse && c.own_lse[at + r] != -HALFULP_INF) delta[r] -= c.grad_lse[at + r];
+    for (long r = 0; r < valid; ++r) careful |= !finite(delta[r] + shift[r] + inverse[r] + exact_inverse[r]);
+  }
+
+  // δ = Σ dO ∘ O.
+  void delta_of_out(long b, long h, long i0, long at) {
+    std::memset(o, 0, size_t(2 * wv.columns) * sizeof(float));
+    float* go = o + wv.columns;
+    const auto* base = static_cast<const typename E::Element*>(c.grad_out.data) + b * c.grad_out.batch + h * c.grad_out.head;
+    for (long r = 0; r < valid; ++r) {
+      read_out<E>(static_cast<const typename E::Element*>(c.out) + (at + r) * c.dv,
+                  c.residual ? c.residual + (at + r) * c.dv : nullptr, o, c.dv);
+      E::widen(base + (i0 + r) * c.grad_out.row, go, c.dv);
+      V sum = set1(0.f);
+      for (long j = 0; j < wv.columns; j += 16) sum = fma(load(o + j), load(go + j), sum);
+      float lanes[16];
+      store(lanes, sum);
+      delta[r] = tree(lanes);
+    }
+  }
+
+  // A sink is a score whose value is 0: its dS is −P (δ − dLSE).
+  void sink_terms(long h, long at) {
+    const float sink = float(double(c.sinks[h]) * 1.4426950408889634);
+    for (long r = 0; r < valid; ++r)
+      plan.sink_rows[at + r] = sink == -HALFULP_INF ? 0.f : -(std::exp2(sink - shift[r]) * inverse[r]) * delta[r];
   }
 
   // S and dP of six rows and one panel.
   void products(long i0, long g, long j) {
-    const float scale = float(double(c.scale) * 1.4426950408889634), one = 1.f;
+    const float scale = score_factor(c), one = 1.f;
     six_rows<E, kSet>(query + 6 * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64, wd.units, scores, kPanel,
                       &scale);
     six_rows<E, kSet>(grad_out + 6 * g * row_stride(wv), row_stride(wv), value + j * wv.units, 64, wv.units,
                       grad_weights, kPanel, &one);
+    if (careful && c.softcap > 0.f) cap(c, scores, 6 * kPanel, slopes);
     for (long r = 0; r < 6; ++r)
       hide(c, batch, head, i0 + 6 * g + r, scores + r * kPanel, first + j, first + j + kPanel);
+    if (careful) veil_rows(i0, 6 * g, first + j);
+  }
+
+  __attribute__((noinline)) void veil_rows(long i0, long from, long key) {
+    for (long r = 0; r < 6; ++r) {
+      float* row = scores + r * kPanel;
+      for (long k = 0; k < kPanel && from + r >= valid; ++k) row[k] = -HALFULP_INF;
+      veil(c, row, grad_weights + r * kPanel, (batch * c.heads + head) * c.n_query + i0 + from + r, key,
+           seen_bits + r * kPanel, kept_bits + r * kPanel);
+    }
   }
 
   // δ = Σ dP ∘ P over all keys: one more pass.
@@ -195,7 +243,12 @@ struct Backward {
         if (s.empty()) continue;
         g0 = least(g0, g), g1 = g + 1;
         products(i0, g, j);
-        for (long r = 0; r < 6; r += 2) pair_of(6 * g + r, r, j - k0);
+        if (careful) {
+          for (long r = 0; r < 6; r += 2) pair_of<true>(6 * g + r, r, j - k0);
+          if (odd_grads) add_odd(i0, 6 * g, j);
+        } else {
+          for (long r = 0; r < 6; r += 2) pair_of<false>(6 * g + r, r, j - k0);
+        }
       }
       if (g0 >= g1) continue;
       const long k = 6 * g0 / KP, length = 6 * (g1 - g0) / KP, tile = (j - k0) * (kRows / KP) + k * kPanel;
@@ -212,7 +265,24 @@ struct Backward {
       }
   }
 
-  // P and dS of rows r and r + 1 of the block (t and t + 1 of the tile), in both layouts.
+  // What is not finite in dO, for dV of the keys that its rows see.
+  __attribute__((noinline)) void add_odd(long i0, long from, long j) {
+    const auto* base = static_cast<const typename E::Element*>(c.grad_out.data) + batch * c.grad_out.batch + head * c.grad_out.head;
+    float* go = o + wv.columns;
+    for (long r = from; r < least(from + 6, valid); ++r) {
+      E::widen(base + (i0 + r) * c.grad_out.row, go, c.dv);
+      for (long col = 0; col < c.dv; ++col)
+        for (long k = 0; k < kPanel && !finite(go[col]); ++k) {
+          const float s = scores[(r - from) * kPanel + k], p = integer ? exact_inverse[r] : 1.f;
+          if (s != -HALFULP_INF) grad_value[j * wv.columns + col * kPanel + k] += std::exp2(s - shift[r]) * p * go[col];
+        }
+    }
+  }
+
+  // P and dS of rows r and r + 1 of the block (t and t + 1 of the tile), in both layouts. `careful`: hidden pairs count
+  // 0 whatever stands there, dropout and the slope of softcap come in.
+  static V bits(const Unit* at) { return load(reinterpret_cast<const float*>(at)); }
+  template <bool careful>
   void pair_of(long r, long t, long column) {
     Unit* p_at = p + column * (kRows / KP) + r / KP * kPanel;
     Unit* ds_at = ds + column * (kRows / KP) + r / KP * kPanel;
@@ -220,22 +290,20 @@ struct Backward {
       typename E::Packed pp[2], pds[2];
 #pragma GCC unroll 2
       for (int x = 0; x < 2; ++x) {
-        const float* s = scores + (t + x) * kPanel + j;
-        const float* dp = grad_weights + (t + x) * kPanel + j;
-        const V m = set1(shift[r + x]), d = set1(delta[r + x]);
-        V w0 = weight<integer>(load(s), m), w1 = weight<integer>(load(s + 16), m);
-        if constexpr (integer) {
-          const V le = set1(exact_inverse[r + x]), l = set1(inverse[r + x]);
-          pp[x] = E::pack(mul(w0, le), mul(w1, le));
-          E::unpack(E::pack(w0, w1), w0, w1);
-          w0 = mul(w0, l), w1 = mul(w1, l);
-        } else {
-          // a padded or fully masked row has an inverse of 0
-          const V l = set1(inverse[r + x]);
-          w0 = mul(w0, l), w1 = mul(w1, l);
-          pp[x] = E::pack(w0, w1);
-        }
-        pds[x] = E::pack(mul(w0, sub(load(dp), d)), mul(w1, sub(load(dp + 16), d)));
+        const long at = (t + x) * kPanel + j;
+        const V s0 = load(scores + at), s1 = load(scores + at + 16), m = set1(shift[r + x]), d = set1(delta[r + x]);
+        V w0 = weight<integer>(s0, m), w1 = weight<integer>(s1, m);
+        V dp0 = sub(load(grad_weights + at), d), dp1 = sub(load(grad_weights + at + 16), d);
+        if constexpr (careful) dp0 = mul(dp0, load(slopes + at)), dp1 = mul(dp1, load(slopes + at + 16));
+        // a padded or fully masked row has inverses of 0
+        const V l = set1(inverse[r + x]), le = integer ? set1(exact_inverse[r + x]) : l;
+        V v0 = mul(w0, le), v1 = mul(w1, le);
+        if constexpr (careful) v0 = both(v0, bits(kept_bits + at)), v1 = both(v1, bits(kept_bits + at + 16));
+        pp[x] = E::pack(v0, v1);
+        if constexpr (integer) E::unpack(E::pack(w0, w1), w0, w1);
+        dp0 = mul(mul(w0, l), dp0), dp1 = mul(mul(w1, l), dp1);
+        if constexpr (careful) dp0 = both(dp0, bits(seen_bits + at)), dp1 = both(dp1, bits(seen_bits + at + 16));
+        pds[x] = E::pack(dp0, dp1);
         E::put_row(ds_rows + ((r + x) * BK + column + j) / KP, pds[x]);
       }
       E::put_pair(p_at + j, kPanel, pp[0], pp[1]);

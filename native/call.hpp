@@ -14,6 +14,7 @@ static_assert(kRows % 96 == 0, "six rows to a tile, and sixteen pairs to a trans
 constexpr long kPanel = 64;        // keys of a panel
 constexpr long kForwardKeys = 256; // keys of a forward block
 constexpr long kBackwardKeys = 128;
+constexpr long kTieKeys = 128;     // keys of a forward block of the published recipe, whose ties are counted in a block
 
 struct Plan {
   const halfulp_call* call;
@@ -23,6 +24,7 @@ struct Plan {
   long chunks;      // backward: parts of one key head's keys, one work unit each
   long chunk_keys;
   float* partial;   // backward with several chunks: dQ of each, [chunks, B, H, N, D]
+  float* sink_rows; // backward with sinks: each row's share of their gradient, [B, H, N]
 };
 
 // The kernels of one instruction set for one dtype and one exponential.

@@ -106,18 +106,31 @@ static void add_chunks(const Plan& plan, long unit, char*) {
   kernels_for(plan.call->isa, plan.call->dtype, plan.call->recipe).add_chunks(plan, unit);
 }
 
+// The gradient of each sink: its rows in their order.
+static void add_sinks(const Plan& plan) {
+  const halfulp_call& c = *plan.call;
+  for (long h = 0; h < c.heads; ++h) {
+    double sum = 0;
+    for (long b = 0; b < c.batch; ++b)
+      for (long i = 0; i < c.n_query; ++i) sum += double(plan.sink_rows[(b * c.heads + h) * c.n_query + i]);
+    c.grad_sinks[h] = float(sum);
+  }
+}
+
 int32_t halfulp_backward(const halfulp_call* call) {
   const Kernels& kernels = kernels_for(call->isa, call->dtype, call->recipe);
   Plan plan = plan_of(*call);
-  if (plan.chunks > 1) {
-    const size_t size = size_t(plan.chunks * call->batch * call->heads * call->n_query * call->d) * sizeof(float);
-    plan.partial = reinterpret_cast<float*>(partials.at_least(size));
+  const long rows = call->batch * call->heads * call->n_query, partial = plan.chunks > 1 ? plan.chunks * rows * call->d : 0;
+  const long of_sinks = call->sinks ? rows : 0;
+  if (partial + of_sinks > 0) {
+    plan.partial = reinterpret_cast<float*>(partials.at_least(size_t(partial + of_sinks) * sizeof(float)));
     if (!plan.partial) return 1;
+    if (of_sinks) plan.sink_rows = plan.partial + partial;
   }
-  const long units = call->batch * call->key_heads * plan.chunks;
+  const long units = call->batch * call->key_heads * plan.chunks, heads = plan.chunks > 1 ? call->batch * call->heads : 0;
   if (spread(plan, kernels.backward, kernels.backward_bytes(plan), units, call->threads)) return 1;
-  if (plan.chunks == 1) return 0;
-  const int failed = spread(plan, add_chunks, 64, call->batch * call->heads, call->threads);
+  if (call->sinks) add_sinks(plan);
+  const int failed = spread(plan, add_chunks, 64, heads, call->threads);
   partials.trim();
   return failed;
 }

@@ -12,11 +12,14 @@ struct Forward {
   const halfulp_call& c;
   Width<E> wd, wv;
   long keys;  // of a head, in whole panels
+  long step;  // keys of a block
   Unit *key, *value, *query, *weights, *rows;
   float *scores, *out, *lanes, *exact_lanes, *m;
+  uint8_t* odd;  // panels of V that hold NaN or an infinity
 
   Forward(const Plan& p, char* base)
-      : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)) {
+      : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)),
+        step(c.recipe == HALFULP_RECIPE_PUBLISHED ? kTieKeys : BK) {
     Scratch s{base};
     key = s.take<Unit>(keys * wd.units);
     value = s.take<Unit>(keys / KP * wv.columns);
@@ -28,6 +31,7 @@ struct Forward {
     lanes = s.take<float>(kRows * 16);
     exact_lanes = s.take<float>(kRows * 16);
     m = s.take<float>(kRows);
+    odd = s.take<uint8_t>(keys / kPanel);
     bytes = s.at - base;
   }
   size_t bytes;
@@ -54,8 +58,11 @@ struct Forward {
       read_rows<E>(c.key, b, hk, j, kPanel, valid, wd, rows);
       panel_over_features<E>(rows, wd, key + j * wd.units);
       read_rows<E>(c.value, b, hk, j, kPanel, valid, wv, rows);
-      for (long col = 0; col < wv.columns; col += 64)
+      odd[j / kPanel] = large<KP>(rows, kPanel * row_stride(wv)) && infinite<KP>(rows, kPanel * row_stride(wv));
+      for (long col = 0; col < wv.columns; col += 64) {
         pair_rows<E>(rows, kPanel, col, wv.panel(col), wv, value_at(col, j), wv.panel(col));
+        if (odd[j / kPanel]) finite_only<KP>(value_at(col, j), kPanel / KP * wv.panel(col));
+      }
     }
   }
   Unit* value_at(long col, long j) { return value + col * (keys / KP) + j / KP * wv.panel(col); }
@@ -66,18 +73,22 @@ struct Forward {
     std::memset(out, 0, size_t(groups * 6 * wv.columns) * sizeof(float));
     std::memset(lanes, 0, sizeof(float) * kRows * 16);
     std::memset(exact_lanes, 0, sizeof(float) * kRows * 16);
-    for (long r = 0; r < kRows; ++r) m[r] = -HALFULP_INF;
+    const float sink = c.sinks ? float(double(c.sinks[h]) * 1.4426950408889634) : -HALFULP_INF;
+    for (long r = 0; r < kRows; ++r) {
+      m[r] = integer ? std::ceil(sink) : sink;
+      if (sink != -HALFULP_INF) lanes[16 * r] = exact_lanes[16 * r] = std::exp2(sink - m[r]);
+    }
     const Span block = seen_by(c, i0, kRows, 0, keys);
-    for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(b, h, i0, groups, k0);
+    for (long k0 = block.from / step * step; k0 < block.to; k0 += step) keys_of(b, h, i0, groups, k0);
     finish(b, h, i0, valid);
   }
 
   // One block of keys: scores, weights, and their product with V.
   void keys_of(long b, long h, long i0, long groups, long k0) {
-    const float scale = float(double(c.scale) * 1.4426950408889634);
+    const float scale = score_factor(c);
     Span span[GROUPS];
-    for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + 6 * g, 6, k0, least(keys, k0 + BK));
-    for (long j = k0; j < least(keys, k0 + BK); j += kPanel)
+    for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + 6 * g, 6, k0, least(keys, k0 + step));
+    for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       for (long g = 0; g < groups; ++g)
         if (span[g].from <= j && j < span[g].to)
           six_rows<E, kSet>(query + 6 * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64, wd.units,
@@ -92,18 +103,49 @@ struct Forward {
           six_rows<E, kScaleAdd>(weights + (6 * g * BK + span[g].from - k0) / KP, BK / KP,
                                  value_at(col, span[g].from), wv.panel(col), (span[g].to - span[g].from) / KP,
                                  out + 6 * g * wv.columns + col, wv.columns, rescale + 6 * g);
+    for (long j = k0; j < least(keys, k0 + step); j += kPanel)
+      if (odd[j / kPanel]) add_odd(b, h / plan.groups, groups, k0, j, span);
+  }
+
+  // What is not finite in one panel of V, for the rows that see it.
+  __attribute__((noinline)) void add_odd(long b, long hk, long groups, long k0, long from, const Span* span) {
+    float v[256];
+    const auto* base = static_cast<const typename E::Element*>(c.value.data) + b * c.value.batch + hk * c.value.head;
+    for (long j = from; j < least(c.n_key, from + kPanel); ++j) {
+      E::widen(base + j * c.value.row, v, c.dv);
+      for (long col = 0; col < c.dv; ++col)
+        for (long r = 0; r < 6 * groups && !finite(v[col]); ++r) {
+          const float s = scores[r * BK + j - k0];
+          if (j >= span[r / 6].from && j < span[r / 6].to && s != -HALFULP_INF)
+            out[r * wv.columns + col] += std::exp2(s - m[r]) * v[col];
+        }
+    }
+  }
+
+  static float row_largest(const float* row, long from, long to) {
+    V top = load(row + from), top2 = load(row + from + 16);
+    for (long j = from + 32; j < to; j += 32) {
+      top = max(load(row + j), top);
+      top2 = max(load(row + j + 16), top2);
+    }
+    return largest(max(top, top2));
+  }
+
+  // The published shift: the maximum of a block times β if it is repeated and positive, 0 if it is repeated and negative.
+  __attribute__((noinline)) static float stabilized(const float* row, long from, long to) {
+    const float top = row_largest(row, from, to);
+    long count = 0;
+    for (long j = from; j < to; ++j) count += row[j] == top;
+    return count > 1 && finite(top) ? top * (top > 0.f ? kRepeated : 0.f) : top;
   }
 
   // Weights of one row; the factor by which what was summed before is shifted anew.
   float softmax(long b, long h, long i, long r, long k0, Span s) {
     float* row = scores + r * BK - k0;
+    if (c.softcap > 0.f) cap(c, row + s.from, s.to - s.from, nullptr);
     hide(c, b, h, i, row + s.from, s.from, s.to);
-    V top = load(row + s.from), top2 = load(row + s.from + 16);
-    for (long j = s.from + 32; j < s.to; j += 32) {
-      top = max(load(row + j), top);
-      top2 = max(load(row + j + 16), top2);
-    }
-    float now = largest(max(top, top2));
+    float now = !integer && c.recipe == HALFULP_RECIPE_PUBLISHED ? stabilized(row, s.from, s.to)
+                                                                 : row_largest(row, s.from, s.to);
     if constexpr (integer) now = std::ceil(now);
     if (now < m[r]) now = m[r];
     const float shift = now == -HALFULP_INF ? 0.f : now;
@@ -123,6 +165,8 @@ struct Forward {
     }
     store(lanes + 16 * r, l);
     store(exact_lanes + 16 * r, exact);
+    if (c.drop_below)
+      drop<KP>(dst + s.from / KP, word_of_row(c, (b * c.heads + h) * c.n_query + i), c.drop_below, s.from, s.to - s.from);
     return factor;
   }
 
@@ -130,10 +174,11 @@ struct Forward {
     const long at = (b * c.heads + h) * c.n_query + i0;
     for (long r = 0; r < valid; ++r) {
       const float exact = tree(exact_lanes + 16 * r), l = integer ? tree(lanes + 16 * r) : exact;
-      const bool seen = m[r] != -HALFULP_INF;
+      const bool seen = m[r] != -HALFULP_INF || exact != exact;  // the maximum does not tell of NaN
       const V divisor = set1(seen ? l : 1.f);
       float* row = out + r * wv.columns;
       for (long j = 0; j < wv.columns; j += 16) store(row + j, div(load(row + j), divisor));
+      for (long j = 0; j < wv.columns && c.drop_below; j += 16) store(row + j, mul(load(row + j), set1(c.kept_scale)));
       round_out<E>(row, static_cast<typename E::Element*>(c.out) + (at + r) * c.dv,
                    c.residual ? c.residual + (at + r) * c.dv : nullptr, c.dv);
       c.row_max[at + r] = m[r];

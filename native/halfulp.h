@@ -13,12 +13,17 @@
 extern "C" {
 #endif
 
-enum { HALFULP_ABI = 1 };
+enum { HALFULP_ABI = 2 };
 enum halfulp_isa { HALFULP_PORTABLE = 0, HALFULP_AVX2 = 1, HALFULP_AVX512 = 2, HALFULP_AVX512_BF16 = 3 };
 enum halfulp_dtype { HALFULP_BF16 = 0, HALFULP_FP16 = 1, HALFULP_FP32 = 2 };
 // Masks: bool (0: hidden) or float (added to the scaled scores), rows of n_key neighboring elements, strides may be 0.
 enum halfulp_mask { HALFULP_NO_MASK = 0, HALFULP_BOOL_MASK = 1, HALFULP_FLOAT_MASK = 2 };
-enum halfulp_recipe { HALFULP_RECIPE_HALFULP = 0, HALFULP_RECIPE_STOCK = 1, HALFULP_RECIPE_EXACT_DELTA = 2 };
+enum halfulp_recipe {
+  HALFULP_RECIPE_HALFULP = 0,
+  HALFULP_RECIPE_STOCK = 1,
+  HALFULP_RECIPE_EXACT_DELTA = 2,
+  HALFULP_RECIPE_PUBLISHED = 3
+};
 
 // One tensor [batch, heads, rows, width] of the call's dtype: strides in elements, the last one is 1.
 typedef struct {
@@ -33,13 +38,19 @@ typedef struct {
   int64_t left, right, offset;  // query i sees keys i + offset - left .. i + offset + right; negative: no bound
   float scale;                  // of the scores, in natural units
   int32_t chunks;               // key chunks of the backward pass; 0: chosen by the shape
-  int32_t mask_kind, reserved;
+  int32_t mask_kind;
+  float softcap;                // c > 0: scores become c tanh(S / c); 0: none
+  uint32_t drop_below;          // dropout: weights are dropped where formats/counter.py's word is below; 0: none
+  float kept_scale;             // what makes up for the dropped weights
+  uint64_t seed;                // of dropout
+  const float* sinks;           // [H], natural units, or null
   halfulp_tensor query, key, value, grad_out, mask;
   void* out;                    // [B, H, N, Dv]; read again by the backward pass
   int8_t* residual;             // [B, H, N, Dv] or null
   float *lse, *row_max, *row_sum, *own_lse;  // own_lse, row_max: base 2
   const float* grad_lse;        // or null
   void *grad_query, *grad_key, *grad_value;  // [B, H, N, D], [B, Hk, Nk, D], [B, Hk, Nk, Dv]
+  float* grad_sinks;            // [H], where there are sinks
 } halfulp_call;
 
 HALFULP_API int32_t halfulp_abi(void);

@@ -18,11 +18,13 @@ static inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
 static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
 static inline V div(V a, V b) { return _mm512_div_ps(a, b); }
 static inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
-static inline V max(V a, V b) { return _mm512_max_ps(a, b); }
+static inline V max(V a, V b) { return _mm512_max_ps(a, b); }  // of max and min: b where one is NaN
+static inline V min(V a, V b) { return _mm512_min_ps(a, b); }
 static inline V round_even(V x) { return _mm512_roundscale_ps(x, 8); }
 static inline V scale2(V x, V n) { return _mm512_scalef_ps(x, n); }  // x · 2ⁿ for integer n, n very negative too
 
 static inline float largest(V x) { return _mm512_reduce_max_ps(x); }
+static inline V both(V a, V b) { return _mm512_and_ps(a, b); }  // the bits that both have
 
 static inline V round_bf16(V x) {
   __m512i b = _mm512_castps_si512(x);
@@ -138,9 +140,10 @@ struct PairEngine {
   static void read(const void* src, long n, Unit* dst, long units) {
     const uint16_t* s = static_cast<const uint16_t*>(src);
     for (long u = 0; u < units; u += 16) {
-      long left = n - 2 * u;
-      __mmask32 m = left >= 32 ? 0xffffffffu : left <= 0 ? 0u : (1u << left) - 1;
-      _mm512_storeu_si512(dst + u, _mm512_maskz_loadu_epi16(m, s + 2 * u));
+      const long left = n - 2 * u;
+      __m512i x = _mm512_setzero_si512();  // a load that is masked out, of an address that is none, takes 0.2 µs
+      if (left > 0) x = _mm512_maskz_loadu_epi16(left >= 32 ? 0xffffffffu : (1u << left) - 1, s + 2 * u);
+      _mm512_storeu_si512(dst + u, x);
     }
   }
   static void widen(const void* src, float* dst, long n) { widen_bf16(src, dst, n); }

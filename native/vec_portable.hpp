@@ -44,8 +44,20 @@ static inline V div(const V& a, const V& b) {
 static inline V fma(const V& a, const V& b, const V& c) {
   return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; });
 }
-static inline V max(const V& a, const V& b) {
+static inline V max(const V& a, const V& b) {  // of max and min: b where one is NaN
   return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
+}
+static inline V min(const V& a, const V& b) {
+  return each([&](int i) { return a.x[i] < b.x[i] ? a.x[i] : b.x[i]; });
+}
+static inline V both(const V& a, const V& b) {  // the bits that both have
+  uint32_t x[16], y[16];
+  std::memcpy(x, a.x, sizeof x);
+  std::memcpy(y, b.x, sizeof y);
+  for (int i = 0; i < 16; ++i) x[i] &= y[i];
+  V r;
+  std::memcpy(r.x, x, sizeof x);
+  return r;
 }
 static inline float largest(const V& a) {
   float top = a.x[0];

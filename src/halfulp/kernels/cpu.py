@@ -16,8 +16,9 @@ from halfulp.native import Isa, isa_number, library, missing
 
 MAX_HEAD_DIM = 256
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_RECIPES = {"halfulp": 0, "stock": 1, "exact_delta": 2}
+_RECIPES = {"halfulp": 0, "stock": 1, "exact_delta": 2, "published": 3}
 _LOG2_E = math.log2(math.e)
+_LARGEST = 2e38  # its product with log₂e is a float32
 
 
 class _Tensor(ctypes.Structure):
@@ -39,26 +40,40 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "n_query", "n_key", "d", "dv")),
         *((name, ctypes.c_int64) for name in ("left", "right", "offset")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("chunks", "mask_kind", "reserved")),
+        *((name, ctypes.c_int32) for name in ("chunks", "mask_kind")),
+        ("softcap", ctypes.c_float),
+        ("drop_below", ctypes.c_uint32),
+        ("kept_scale", ctypes.c_float),
+        ("seed", ctypes.c_uint64),
+        ("sinks", ctypes.c_void_p),
         *((name, _Tensor) for name in ("query", "key", "value", "grad_out", "mask")),
         *((name, ctypes.c_void_p) for name in ("out", "residual", "lse", "row_max", "row_sum", "own_lse", "grad_lse")),
-        *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value")),
+        *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value", "grad_sinks")),
     )
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
     """None if the library computes this call; else the reason in words."""
-    reasons = (
-        missing(),
-        next((f"{x.device.type} tensors" for x in (query, key, value) if x.device.type != "cpu"), None),
-        None if query.dtype in _DTYPES else f"dtype {query.dtype}",
-        None if query.dtype == key.dtype == value.dtype else "query, key and value of different dtypes",
-        None if options.recipe in _RECIPES else f"recipe {options.recipe!r}: its ties are counted in tiles by PyTorch",
-        None if query.ndim == key.ndim == value.ndim == 4 else "tensors that are not [B, H, N, D]",
+    return (
+        missing()
+        or _operand_refused(query, key, value)
+        or _shape_refused(query, key, value)
+        or _mask_refused(options, (*query.shape[:3], key.shape[2]))
+        or _option_refused(options, query.shape[1])
     )
-    refused = next((reason for reason in reasons if reason is not None), None)
-    shape = (*query.shape[:3], key.shape[2]) if refused is None else ()
-    return refused or _shape_refused(query, key, value) or _mask_refused(options, shape) or _option_refused(options)
+
+
+def _operand_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    for x in (query, key, value):
+        if not x.is_cpu:
+            return f"{x.device.type} tensors"
+        if x.layout != torch.strided:
+            return "tensors that are not strided"
+        if x.ndim != 4:
+            return "tensors that are not [B, H, N, D]"
+    if query.dtype not in _DTYPES:
+        return f"dtype {query.dtype}"
+    return None if query.dtype == key.dtype == value.dtype else "query, key and value of different dtypes"
 
 
 def _shape_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -69,8 +84,6 @@ def _shape_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"{h} query heads over {hk} key heads"
     if not (1 <= d <= MAX_HEAD_DIM and 1 <= dv <= MAX_HEAD_DIM):
         return f"head dimensions {d} and {dv}: accepted are 1 to {MAX_HEAD_DIM}"
-    if any(x.layout != torch.strided for x in (query, key, value)):
-        return "tensors that are not strided"
     return None
 
 
@@ -88,14 +101,20 @@ def _mask_refused(options: Options, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _option_refused(options: Options) -> str | None:
-    refused = {
-        "softcap": options.softcap != 0,
-        "sinks": options.sinks is not None,
-        "dropout": options.dropout_p != 0,
-        "a scale that is not a finite float32": not math.isfinite(options.scale) or abs(options.scale) > 3e38,
-    }
-    return next((name for name, met in refused.items() if met), None)
+def _option_refused(options: Options, heads: int) -> str | None:
+    if options.recipe not in _RECIPES:
+        return f"recipe {options.recipe!r}"
+    if not (math.isfinite(options.scale) and abs(options.scale) <= _LARGEST):
+        return "a scale that is not a finite float32"
+    if options.softcap != 0 and not 1 / _LARGEST < options.softcap < _LARGEST:
+        return f"a softcap of {options.softcap}: accepted are 0 and {1 / _LARGEST:g} to {_LARGEST:g}"
+    if not 0 <= options.dropout_p <= 1:
+        return f"a dropout_p of {options.dropout_p}: accepted are 0 to 1"
+    sinks = options.sinks
+    if sinks is not None and not (tuple(sinks.shape) == (heads,) and sinks.is_floating_point() and sinks.is_cpu):
+        found = f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype} on {sinks.device}"
+        return f"{found}: accepted is one floating-point number a head on the CPU, ({heads},)"
+    return None
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, *, isa: Isa | None = None) -> Saved:
@@ -155,9 +174,12 @@ def backward(
         call.grad_lse = held[-1].data_ptr()
     gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)))
     call.grad_query, call.grad_key, call.grad_value = (x.data_ptr() for x in gradients[:3] if x is not None)
+    if options.sinks is not None:
+        of_sinks = torch.empty(h, dtype=torch.float32)
+        call.grad_sinks = of_sinks.data_ptr()
     _run("halfulp_backward", call)
     del operands, held
-    return gradients
+    return gradients if options.sinks is None else gradients._replace(sinks=of_sinks.to(options.sinks.dtype))
 
 
 def round_out(exact: Tensor, dtype: torch.dtype, *, isa: Isa | None = None) -> tuple[Tensor, Tensor]:
@@ -215,7 +237,12 @@ def _call(
     kind, held = _mask(options, (b, h, n, nk))
     mask = _Tensor() if kind == 0 else _pointer(held)
     ints = (isa_number(isa), _DTYPES[query.dtype], _RECIPES[options.recipe], torch.get_num_threads())
-    return _Call(*ints, *shape, options.scale, 0, kind, 0, *map(_pointer, operands), _Tensor(), mask), (*operands, held)
+    sinks = None if options.sinks is None else options.sinks.detach().to(torch.float32).contiguous()
+    dropped = min(int(options.dropout_p * 2**32), 2**32 - 1)  # of p = 1 one weight in 2³² is left, times 0
+    kept_scale = 0.0 if options.dropout_p == 1 else 1 / (1 - options.dropout_p)
+    more = (options.softcap, dropped, kept_scale, options.seed % 2**64, None if sinks is None else sinks.data_ptr())
+    call = _Call(*ints, *shape, options.scale, 0, kind, *more, *map(_pointer, operands), _Tensor(), mask)
+    return call, (*operands, held) if sinks is None else (*operands, held, sinks)
 
 
 def _run(name: str, call: _Call) -> None:

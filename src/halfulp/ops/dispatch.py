@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 from torch import Tensor
@@ -100,6 +101,7 @@ def _candidates(query: Tensor) -> tuple[str, ...]:
     return ("cpu", "torch") if query.device.type == "cpu" else ("triton", "torch")
 
 
+@cache
 def _module(name: str) -> ModuleType:
     return tiled if name == "torch" else importlib.import_module(_MODULES[name])
 
