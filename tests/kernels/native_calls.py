@@ -18,7 +18,16 @@ FP16_HALFULP = flash2(
     name="FP16_HALFULP",
     **{
         name: getattr(BF16_HALFULP, name)
-        for name in ("base", "shift", "row_sum_from", "backward_weights", "delta_from", "residual_bits", "lse_from")
+        for name in (
+            "base",
+            "shift",
+            "row_sum_from",
+            "backward_weights",
+            "delta_from",
+            "residual_bits",
+            "lse_from",
+            "divisor_from",
+        )
     },
     grad_value_from="lse",
 )

@@ -181,9 +181,7 @@ def _leading(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
 
 def _flat(x: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:
     """`[..., H or 1, N, D]` as `[B, H, N, D]`."""
-    shape = (*leading, heads, *x.shape[-2:])
-    if x.shape != shape:
-        x = x.expand(shape)
+    x = x.expand(*leading, heads, *x.shape[-2:])  # even to its own shape: compiled torch.func needs the view
     if len(leading) == 1:
         return x
     return x.reshape(math.prod(leading), *x.shape[-3:])
