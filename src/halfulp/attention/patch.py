@@ -38,7 +38,9 @@ _chosen: ContextVar[_Choice | None] = ContextVar("halfulp_patch", default=None)
 _lock = threading.Lock()
 _entered: list[_Choice] = []  # of all contexts, in the order they entered
 _newest: tuple[str, str | None] | None = None  # of `_entered`, as compiled code can watch it
+_holders = 0  # who needs the stock functions replaced: patches, and taps on models
 _undo: list[Callable[[], None]] = []
+_fused: list[bool] = []  # whether nn.MultiheadAttention's C++ path was on before the first entered
 
 
 @contextmanager
@@ -66,9 +68,11 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
     if backend is not None and backend not in ops.BACKENDS:
         raise ValueError(f"backend={backend!r}: accepted are None, {', '.join(ops.BACKENDS)}")
     choice = _Choice(recipe, backend)
+    hold()
     with _lock:
         if not _entered:
-            _install()
+            _fused.append(torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
         _entered.append(choice)
         _renew()
     token = _chosen.set(choice)
@@ -79,9 +83,28 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
             _entered.remove(choice)
             _renew()
             if not _entered:
-                _uninstall()
+                torch.backends.mha.set_fastpath_enabled(_fused.pop())
+        release()
         with suppress(ValueError):  # a generator may be closed in another context, whose choice this is not
             _chosen.reset(token)
+
+
+def hold() -> None:
+    """Have the stock functions replaced until `release`, by ones that do the same wherever no patch is on."""
+    global _holders
+    with _lock:
+        if not _holders:
+            _install()
+        _holders += 1
+
+
+def release() -> None:
+    """Undo one `hold`."""
+    global _holders
+    with _lock:
+        _holders -= 1
+        if not _holders:
+            _uninstall()
 
 
 def _renew() -> None:
@@ -211,9 +234,6 @@ def _install() -> None:
                 if id(held) in replacements:
                     setattr(module, name, replacements[id(held)])
                     _undo.append(_restore(module, name, held))
-    fused: bool = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    _undo.append(lambda: torch.backends.mha.set_fastpath_enabled(fused))
 
 
 def _restore(module: ModuleType, name: str, held: Any) -> Callable[[], None]:

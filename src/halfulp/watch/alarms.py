@@ -49,23 +49,26 @@ def alarms(rows: Sequence[Mapping[str, Any]]) -> list[Alarm]:
         return []
     last, middle = (measured[i]["measure"] for i in (-1, len(measured) // 2))
     ts = last["delta_error_in_gradient_steps_t"]
-    least = _threshold(sum(map(len, ts)), len(measured))
+    least = threshold(sum(map(len, ts)), len(measured))
     found = []
     for layer, heads in enumerate(ts):
         for head, t in enumerate(heads):
             if t is None or not abs(t) > least:
                 continue
-            now, before = (_number(figures["mean_score"][layer][head]) for figures in (last, middle))
+            now, before = (_figure(measure["mean_score"], layer, head) for measure in (last, middle))
             kind: Literal["biased", "run-away"] = "run-away" if abs(now - before) > SCORE_MOVE else "biased"
             found.append(Alarm(kind, measured[-1]["step"], layer, head, t, now - before))
     return found
 
 
-def _threshold(heads: int, measurements: int) -> float:
+def threshold(heads: int, measurements: int) -> float:
+    """The |t| that is beyond the level, over all heads of one measurement."""
     from scipy.special import stdtrit
 
     return float(-stdtrit(measurements - 1, LEVEL / (2 * max(heads, 1))))
 
 
-def _number(value: float | None) -> float:
+def _figure(rows: Sequence[Sequence[float | None]], layer: int, head: int) -> float:
+    """NaN where it was not finite, or the layer not measured."""
+    value = rows[layer][head] if layer < len(rows) and head < len(rows[layer]) else None
     return math.nan if value is None else value
