@@ -8,6 +8,7 @@ last.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -156,57 +157,52 @@ def scaled_dot_product_attention(
     return _STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _flash_attn_func(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """FlashAttention's function of `[B, N, H, D]`, causal at the bottom right."""
+def _where_on(stock: Callable[..., Any], repaired: Callable[..., Any]) -> Callable[..., Any]:
+    """FlashAttention's function, whichever arguments its version takes, and the repaired one where the patch is on."""
 
-    def flash_attn_func(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-    ) -> Any:  # fmt: skip
+    @functools.wraps(stock)
+    def either(*args: Any, **kwargs: Any) -> Any:
         choice = _choice(_newest)
-        if choice is None:
-            return stock(
-                q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                return_attn_probs,
-            )  # fmt: skip
-        _refuse(alibi_slopes=alibi_slopes)
-        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = attention(
-            query, key, value, None, dropout_p, causal, softmax_scale, True, return_lse=True,
-            window=_window(window_size), softcap=softcap, causal_offset=key.shape[2] - query.shape[2],
-            recipe=choice[0], backend=choice[1],
-        )  # fmt: skip
-        out = out.transpose(1, 2)
-        return (out, lse, None) if return_attn_probs else out
+        return stock(*args, **kwargs) if choice is None else repaired(choice, *args, **kwargs)
 
-    return flash_attn_func
+    return either
 
 
-def _flash_attn_varlen_func(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """FlashAttention's function of packed sequences `[T, H, D]`."""
+def _flash_attn_func(
+    choice: tuple[str, str | None],
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """FlashAttention's function of `[B, N, H, D]`, causal at the bottom right; always deterministic."""
+    del deterministic
+    _refuse(alibi_slopes=alibi_slopes)
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = attention(
+        query, key, value, None, dropout_p, causal, softmax_scale, True, return_lse=True,
+        window=_window(window_size), softcap=softcap, causal_offset=key.shape[2] - query.shape[2],
+        recipe=choice[0], backend=choice[1],
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    return (out, lse, None) if return_attn_probs else out
 
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        choice = _choice(_newest)
-        if choice is None:
-            return stock(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
-            )  # fmt: skip
-        _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
-        out, lse = attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale,
-            window=_window(window_size), softcap=softcap, recipe=choice[0], backend=choice[1],
-            return_lse=True,
-        )  # fmt: skip
-        return (out, lse, None) if return_attn_probs else out
 
-    return flash_attn_varlen_func
+def _flash_attn_varlen_func(
+    choice: tuple[str, str | None],
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """FlashAttention's function of packed sequences `[T, H, D]`; always deterministic."""
+    del max_seqlen_q, max_seqlen_k, deterministic
+    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    out, lse = attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale,
+        window=_window(window_size), softcap=softcap, recipe=choice[0], backend=choice[1],
+        return_lse=True,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
@@ -224,10 +220,10 @@ def _install() -> None:
     """Replace the stock functions in every loaded module; called with the lock held."""
     replacements: dict[int, Callable[..., Any]] = {id(_STOCK): scaled_dot_product_attention}
     flash_attn = sys.modules.get("flash_attn")
-    for name, wrapped in (("flash_attn_func", _flash_attn_func), ("flash_attn_varlen_func", _flash_attn_varlen_func)):
+    for name, repaired in (("flash_attn_func", _flash_attn_func), ("flash_attn_varlen_func", _flash_attn_varlen_func)):
         stock = getattr(flash_attn, name, None)
         if stock is not None:
-            replacements[id(stock)] = wrapped(stock)
+            replacements[id(stock)] = _where_on(stock, repaired)
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__ not in (__name__, "torch._C._nn"):
             for name, held in list(vars(module).items()):

@@ -22,6 +22,9 @@ MOST_SCORES = 2**22
 CHUNK = 2**21
 """Scores held at once, of one head at least; a head with more is measured in some of its rows, evenly spread."""
 
+NOT_ATTENTION = 0.25
+"""Relative error of a head's O beyond which the call is not understood: a mask or another scale inside the function."""
+
 Figures = dict[str, Tensor]
 
 
@@ -33,8 +36,8 @@ def entries_of(query: Tensor, key: Tensor) -> int:
 def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     """Figures `[H]` of a call, and the parts of δ's error by batch entry `[E, H]`, in fp64.
 
-    grad_query_error, grad_key_error and grad_value_error: ‖g − golden‖ / ‖golden‖ of the gradients that the attention
-    gave, the last two of the key head that a head reads and NaN where only some rows are measured. rows: query rows
+    out_error, grad_query_error, grad_key_error and grad_value_error: ‖x − golden‖ / ‖golden‖ of what the attention
+    gave, the last two of the key head that a head reads and NaN where some rows are left out. rows: query rows
     measured. All others as `measures` documents. Under dropout, whose mask is not known, everything is NaN that takes
     the exact O; the error of δ in dK remains, in units of what bf16's rounding of O would make.
     """
@@ -59,12 +62,17 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
         chunks.append(_chunk(call, part, rows, seen, whole))
     found = {name: torch.cat([figures[name] for figures, _ in chunks]) for name in chunks[0][0]}
     parts = {name: torch.cat([parts[name] for _, parts in chunks], 1) for name in chunks[0][1]}
+    far = float(found["out_error"].nan_to_num(0.0).max())
+    if far > NOT_ATTENTION:
+        call.unseen = f"its O is {far:.0%} off the attention that it was asked for"
+        return {}, {}
     for name, count in (("entries", len(query)), ("rows", len(rows))):
         found[name] = torch.full((heads,), float(count))
     return found, parts
 
 
 _READ = ("query", "key", "value")
+_BY_ROW = ("query", "out", "grad_out", "grad_query")
 _BY_KEY_HEAD = ("key", "value", "grad_key", "grad_value")
 
 
@@ -93,6 +101,7 @@ def _chunk(call: Foreign, tensors: Figures, rows: Tensor, mask: Tensor | None, w
         nan = torch.full_like(in_gradient, math.nan)
         unit = (part.grad_out * part.out).double().square().sum(-1).sqrt().sum(-1) * _HALF_ULP  # type: ignore[operator]
         return found | _unknown(found["mean_score"]), {SIZE: unit, TOTAL: nan, IN_GRADIENT: in_gradient}
+    found["out_error"] = measures.relative_error(by_row["out"], exact.out)
     error = measures.delta_error(part, exact)
     found |= measures.row_sum_figures(part, exact, error) | measures.sign_figures(part, exact)
     golden = measures.exact_gradients(part, exact)
@@ -118,10 +127,8 @@ def _gradient_errors(tensors: Figures, by_row: Figures, golden: tuple[Tensor, Te
 
 
 _ERRORS = ("grad_query_error", "grad_key_error", "grad_value_error")
-_NEED_OUT = (
-    *_ERRORS, "row_sum_grad_scores", "key_gradient_sum", "sign_agreement", "guilty_feature", "guilty_sign_agreement",
-    "guilty_share",
-)  # fmt: skip
+_SIGNS = ("sign_agreement", "guilty_feature", "guilty_sign_agreement", "guilty_share")
+_NEED_OUT = (*_ERRORS, *_SIGNS, "out_error", "row_sum_grad_scores", "key_gradient_sum")
 
 
 def _unknown(like: Tensor) -> Figures:
@@ -137,7 +144,9 @@ def _rows(call: Foreign, n: int, n_k: int, device: torch.device) -> tuple[Tensor
         return rows, None, whole
     mask = _visible(call, rows, n_k)
     seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    alive = seen.any(-1).flatten(0, 1).all(0)
+    sees = seen.any(-1).flatten(0, 1)
+    alive = sees.all(0)
+    whole = whole and not bool((sees.any(0) & ~alive).any())  # a row that only some entries hide is left out for all
     return rows[alive], mask[:, :, alive], whole
 
 

@@ -21,18 +21,19 @@ from halfulp.watch.functions import Asked, Form, Listener, close_taps, listen, o
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _OPERANDS = ("query", "key", "value")
+ITSELF = "(model)"
 UNANSWERED = "no gradient came back to it"
 
 
 def module_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its path, without what DDP, FSDP, compile and checkpoint wrappers add; the model itself is ""."""
+    """Every module by its path, without what DDP, FSDP, compile and checkpoint wrappers add."""
     for path, module in model.named_modules():
         kept, parent = [], model
         for part in path.split(".") if path else []:
             if not (part in _WRAPPERS and type(parent).__module__.startswith("torch.")):
                 kept.append(part)
             parent = getattr(parent, part)
-        yield ".".join(kept), module
+        yield ".".join(kept) or ITSELF, module
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Taps:
         for name, module in module_names(self.model):
             if module is not self.model:
                 self._handles += _hooks(module, partial(self._call, name))
-        self._before, self._listening = listen(partial(self._call, "")), True
+        self._before, self._listening = listen(partial(self._call, ITSELF)), True
         self._handles.append(self.model.register_forward_hook(lambda *_: self.leave(), always_call=True))
 
     def leave(self) -> None:

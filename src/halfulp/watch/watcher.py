@@ -25,7 +25,7 @@ from halfulp.watch.calls import IN_GRADIENT, Figures, call_figures, entries_of
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
-from halfulp.watch.watching import COLUMNS, HeadAlarm, WatchReport, explained
+from halfulp.watch.watching import COLUMNS, MOST_ALARMS, HeadAlarm, WatchReport, explained
 
 LOG = logging.getLogger("halfulp.watch")
 _PASSES_WITHOUT_STEP = 1000
@@ -103,7 +103,7 @@ class Watcher:
                 row: dict[str, Any] = {"layer": layer, "head": head, "leaning": leaning[head]}
                 row |= {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure}
                 rows.append(row)
-        unseen = tuple(f"{layer or 'the model itself'} ({why})" for layer, why in self._unseen.items())
+        unseen = tuple(f"{layer} ({why})" for layer, why in self._unseen.items())
         last = self._rows[-1]["step"] if self._rows else None
         return WatchReport(self.steps, self.measurements, tuple(self._layers), tuple(rows), self._now, unseen, last)
 
@@ -190,7 +190,7 @@ class Watcher:
                 measure[name][self._layers.index(layer)] = figure.double().cpu().tolist()
         row: dict[str, Any] = {"step": self.steps + 1, "measure": measure}
         if loss is not None:
-            row["loss"] = float(loss)
+            row["loss"] = float(loss.detach() if isinstance(loss, Tensor) else loss)
         self._rows.append(row)
         self._write(row)
         if self.measurements == 1:
@@ -204,7 +204,7 @@ class Watcher:
         if not calls:
             self._say(f"no attention was seen in {where}: accepted are {ACCEPTED}")
         elif self._failures >= _PATIENCE or any(call.unseen != UNANSWERED for call in calls):
-            whys = "; ".join(dict.fromkeys(f"{call.layer or 'the model itself'}: {call.unseen}" for call in calls[:3]))
+            whys = "; ".join(dict.fromkeys(f"{call.layer}: {call.unseen}" for call in calls[:3]))
             self._say(f"no attention call could be measured in {where} ({whys}): accepted are {ACCEPTED}")
 
     def _alarm(self) -> None:
@@ -212,12 +212,15 @@ class Watcher:
         found = tuple(explained(alarm, rows, self._layers) for alarm in alarms(rows))
         before = {(alarm.kind, alarm.layer, alarm.head) for alarm in self._now}
         self._now = found
-        for alarm in found:
-            if (alarm.kind, alarm.layer, alarm.head) not in before:
-                self.alarms.append(alarm)
-                LOG.warning("%s", alarm)
-                if self.on_alarm is not None:
-                    self.on_alarm(alarm)
+        new = [alarm for alarm in found if (alarm.kind, alarm.layer, alarm.head) not in before]
+        self.alarms += new
+        for alarm in new[:MOST_ALARMS]:
+            LOG.warning("%s", alarm)
+        if len(new) > MOST_ALARMS:
+            LOG.warning("step %d: %d more heads alarm; see Watcher.report()", new[0].step, len(new) - MOST_ALARMS)
+        if self.on_alarm is not None:
+            for alarm in new:
+                self.on_alarm(alarm)
 
     def _say(self, text: str) -> None:
         """Warn, once."""

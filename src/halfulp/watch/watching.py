@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfulp.watch.alarms import LEVEL, Alarm, threshold
-from halfulp.watch.running import WINDOW
+from halfulp.watch.calls import IN_GRADIENT
+from halfulp.watch.running import SIZE, TOTAL, WINDOW
 
 OPERATIONS = {
     "delta": "δ = rowsum(dO ∘ O) leans: the rounding error of O goes along with dO",
-    "backward": "the rows of dS do not sum to 0, and O is not to blame: it is the kernel's backward pass",
+    "backward": "Rows of dS do not sum to 0, and O is not to blame: it is the kernel's backward pass",
+    "unknown": "Rows of dS do not sum to 0; whether O is to blame cannot be told under dropout",
 }
+"""What leans, by the name that an alarm gives it."""
 FIXES = {
     "delta": 'train inside `with halfulp.patch():`, or with attn_implementation="halfulp"',
     "backward": "audit the kernel (`halfulp audit`), or train inside `with halfulp.patch():`",
+    "unknown": "train inside `with halfulp.patch():`",
 }
+MOST_ALARMS = 10
 MOST_LINES = 40
 
 
@@ -35,39 +40,47 @@ class HeadAlarm:
     measurements: int  # that t rests on
     operation: str  # of OPERATIONS
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Step, layer, head, and how sure."""
         sure = f"t = {self.t:.1f} over {self.measurements} measurements, mean score moved by {self.score_moved:+.1f}"
-        where = f"step {self.step}, {self.layer}, head {self.head}: {self.kind} ({sure})"
-        return f"{where}. {OPERATIONS[self.operation]}. Fix: {FIXES[self.operation]}."
+        return f"step {self.step}, {self.layer}, head {self.head}: {self.kind} ({sure})"
+
+    def __str__(self) -> str:
+        return f"{self.where}. {OPERATIONS[self.operation]}. Fix: {FIXES[self.operation]}."
 
 
 def explained(alarm: Alarm, rows: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> HeadAlarm:
-    """Name an alarm's layer, and the operation: is the error in dK that of O?"""
-    measure = rows[-1]["measure"]
-    ts = measure["delta_error_in_gradient_steps_t"]
-    of_out = measure["delta_error_steps_t"][alarm.layer][alarm.head]
-    measurements = min(len(rows), WINDOW)
-    by_out = of_out is not None and of_out * alarm.t > 0
-    by_out = by_out and abs(of_out) > threshold(sum(map(len, ts)), measurements)
+    """Name an alarm's layer, and the operation: does the error of O account for half of that in the gradient?"""
+    of_out, in_gradient = (_mean(rows, name, alarm.layer, alarm.head) for name in (TOTAL, IN_GRADIENT))
+    operation = "delta" if of_out / in_gradient >= 0.5 else "backward"
     return HeadAlarm(
-        alarm.kind, alarm.step, layers[alarm.layer], alarm.head, alarm.t, alarm.score_moved, measurements,
-        "delta" if by_out else "backward",
+        alarm.kind, alarm.step, layers[alarm.layer], alarm.head, alarm.t, alarm.score_moved, min(len(rows), WINDOW),
+        "unknown" if math.isnan(of_out) else operation,
     )  # fmt: skip
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str, layer: int, head: int) -> float:
+    """The mean over measurements of a part of δ's error, in units of its size."""
+    measures = [row["measure"] for row in rows]
+    pairs = [(m[name][layer][head], m[SIZE][layer][head]) for m in measures if layer < len(m[SIZE]) and m[SIZE][layer]]
+    return float(sum(part / size for part, size in pairs if size)) / len(pairs)
 
 
 COLUMNS = (
     ("max score", "max_score", "{:.1f}"),
     ("tied", "tied_rows", "{:.0%}"),
-    ("dQ error", "grad_query_error", "{:.1e}"),
-    ("dK error", "grad_key_error", "{:.1e}"),
-    ("dV error", "grad_value_error", "{:.1e}"),
+    ("O error", "out_error", "{:.1e}"),
+    ("dQ", "grad_query_error", "{:.1e}"),
+    ("dK", "grad_key_error", "{:.1e}"),
+    ("dV", "grad_value_error", "{:.1e}"),
     ("δ leans", "leaning", "{:+.0%}"),
     ("t", "delta_error_in_gradient_steps_t", "{:+.1f}"),
 )
 LEGEND = (
-    "max score: largest α q·k, natural units; tied: rows that repeat their maximum; errors: relative, of this kernel's "
-    "gradients against their exact values; δ leans: mean error of δ in the gradient over the last {window} "
-    "measurements, in units of the sum of its sizes, and t, in standard errors: beyond {least:.1f} it alarms."
+    "max score: largest α q·k, natural units; tied: rows that repeat their maximum; O error, dQ, dK, dV: relative "
+    "error of O and of the gradients, against their exact values; δ leans: mean error of δ in the gradient over the "
+    "last {window} measurements, as a share of Σ|δ − golden|, and t, in standard errors: beyond {least:.1f} it alarms."
 )
 
 
@@ -99,8 +112,8 @@ class WatchReport:
             least = threshold(len(self.rows), max(2, min(self.measurements, WINDOW)))
             said += ["", *_wrapped(LEGEND.format(window=min(self.measurements, WINDOW), least=least), width)]
         said += [line for sentence in self.unseen for line in _wrapped(f"Not measured: {sentence}.", width)]
-        for alarm in self.alarms:
-            said += ["", *_wrapped(f"ALARM {alarm}", width)]
+        if self.alarms:
+            said += ["", *self._alarms(width)]
         if not self.alarms and self.rows:
             said += ["", *_wrapped(self._no_alarm(), width)]
         return "\n".join(said)
@@ -109,6 +122,14 @@ class WatchReport:
         count = f"{self.measurements} measurement{'s' * (self.measurements != 1)}"
         last = "" if self.measured_step is None else f", the last at step {self.measured_step}"
         return f"halfulp.watch: {self.steps} steps, {count}{last}, {len(self.layers)} attention layers"
+
+    def _alarms(self, width: int) -> list[str]:
+        said = [line for alarm in self.alarms[:MOST_ALARMS] for line in _wrapped(f"ALARM {alarm.where}", width)]
+        if len(self.alarms) > MOST_ALARMS:
+            said.append(f"and {len(self.alarms) - MOST_ALARMS} more")
+        for operation in dict.fromkeys(alarm.operation for alarm in self.alarms):
+            said += _wrapped(f"{OPERATIONS[operation]}. Fix: {FIXES[operation]}.", width)
+        return said
 
     def _no_alarm(self) -> str:
         if self.measurements < WINDOW // 2:
@@ -139,7 +160,7 @@ def _table(rows: Sequence[Mapping[str, Any]], alarmed: Mapping[tuple[str, int], 
     for row in rows:
         figures = [_figure(row.get(name), form) for _, name, form in COLUMNS]
         kind = alarmed.get((row["layer"], row["head"]), "")
-        lines.append([row["layer"] or "(model)", str(row["head"]), *figures, kind])
+        lines.append([row["layer"], str(row["head"]), *figures, kind])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     first = min(widths[0], max(8, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     texts = []
