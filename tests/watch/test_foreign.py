@@ -17,8 +17,6 @@ from halfulp.watch.calls import call_figures
 from tests.watch.gpt import BIASED_HEAD, GPT, HEADS, LENGTH, biased, train
 from tests.watch.test_watcher import ALL_HEADS, LAYER_NAMES, STOCK, hooks_of, layers_measured, warnings_of
 
-torch_compile = torch.compile
-
 
 class One(nn.Module):
     """A model that is one attention call, of four heads unless it splits its input by itself."""
@@ -124,10 +122,8 @@ def test_masks(kind):
 def test_a_long_head_is_measured_in_some_of_its_rows(monkeypatch):
     """The figures that rows have by themselves are those of these rows; a share of Σ over all rows is kept."""
     found = {}
-    taken = []
     model = One(lambda *x: functional.scaled_dot_product_attention(*(y.bfloat16() for y in x), is_causal=True).float())
     with halfulp.watch(model) as watcher:
-        watcher._take = lambda call: taken.append(copy.copy(call)) or taken[-1].tensors.__class__
         watcher._take = lambda call: found.update(full=call_figures(call), call=copy.deepcopy(call))
         one_step(model)
     call = found["call"]
@@ -206,6 +202,17 @@ def test_an_exception_in_the_model_leaves_nothing():
     assert watcher.measurements == 0
 
 
+def test_a_copy_is_not_watched_and_a_model_can_be_stored(tmp_path):
+    with halfulp.watch(model := GPT(), every=1) as watcher:
+        again = copy.deepcopy(model)
+        train(again, 1)
+        reduced = model.__reduce_ex__(4)[2]["_forward_pre_hooks"]
+        assert [hook.__reduce__()[1] for hook in reduced.values()] == [(None,)]
+        assert watcher.steps == 0
+        train(model, 1)
+    assert watcher.measurements == 1
+
+
 def test_other_models_and_evaluation_are_not_looked_at():
     model, other = GPT(), GPT()
     with halfulp.watch(model, every=1) as watcher:
@@ -220,7 +227,7 @@ def test_other_models_and_evaluation_are_not_looked_at():
     assert (watcher.measurements, second.measurements) == (2, 1)
 
 
-def test_what_was_not_seen_is_said(caplog):
+def test_what_was_not_seen_is_said(caplog, monkeypatch):
     watched_step(One(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
     (said,) = warnings_of(caplog)
     assert said.startswith("no attention was seen in step 1 of One: accepted are F.scaled_dot_product_attention")
@@ -233,8 +240,8 @@ def test_what_was_not_seen_is_said(caplog):
     def wrong(query, key, value, *, is_causal=False):
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    globals()["wrong"] = wrong
-    watched_step(One(lambda *x: sys.modules[__name__].wrong(*x)), functions=(wrong,))
+    monkeypatch.setattr(sys.modules[__name__], "wrong_causal", wrong, raising=False)
+    watched_step(One(lambda *x: wrong_causal(*x)), functions=(wrong,))  # noqa: F821
     (said,) = warnings_of(caplog)
     assert "off the attention that it was asked for" in said
     caplog.clear()

@@ -1,14 +1,17 @@
 """`halfulp.watch` on models that know nothing of it: what it finds, what it leaves alone, what it says it misses."""
 
+import contextlib
 import json
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import halfulp
 from halfulp.runs.threads import one_thread
 from halfulp.watch.calls import call_figures
+from halfulp.watch.watching import COLUMNS, HeadAlarm, WatchReport
 from tests.watch.gpt import (
     BIASED_HEAD,
     BIASED_LAYER,
@@ -147,3 +150,78 @@ def test_a_planted_error_is_named_with_layer_and_head(caplog, tmp_path):
     assert watcher.alarms == []
     assert warnings_of(caplog) == []
     assert "No head alarms" in str(watcher.report())
+
+
+class Layer(nn.Module):
+    """The example of the README: its attention ruins it within 4000 steps."""
+
+    def __init__(self, seed, scale):
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        weights = torch.randn(4, 32, 32, generator=draw) * scale / 32**0.5
+        self.query, self.key, self.value, self.out = (nn.Parameter(weight) for weight in weights)
+
+    def forward(self, x, dtype=torch.bfloat16):
+        operands = [(x @ weight.mT).to(dtype) for weight in (self.query, self.key, self.value)]
+        out = functional.scaled_dot_product_attention(*(y[:, None] for y in operands), is_causal=True)
+        return out[:, 0].float() @ self.out.mT
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_run_that_will_fail_is_named_and_its_repaired_twin_is_not(repaired):
+    """Step 1000 of the 4000 that it takes; O errs alike in both, and the fix is the one that the alarm names."""
+    x = torch.randn(16, 32, 32, generator=torch.Generator().manual_seed(0))
+    x[..., :8] = 1
+    target = Layer(1, 1.5)(x, torch.float32).detach()
+    model = Layer(2, 0.5)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    with halfulp.watch(model, every=25) as watcher, halfulp.patch() if repaired else contextlib.nullcontext():
+        for _ in range(1000):
+            (model(x) - target).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+    report = watcher.report()
+    assert report.measurements == 41
+    assert 1e-3 < report.rows[0]["out_error"] < 3e-3
+    if repaired:
+        assert watcher.alarms == []
+        return
+    (alarm,) = report.alarms
+    assert (alarm.kind, alarm.operation, alarm.layer, alarm.head) == ("run-away", "delta", "(model)", 0)
+    assert alarm.step == 1000
+    assert "halfulp.patch()" in str(alarm)
+
+
+def report_of(layers, heads, alarms=()):
+    """Rows written by hand."""
+    rows = [
+        {name: 0.25 for _, name, _ in COLUMNS} | {"layer": layer, "head": head, "max_score": 100.0 + head}
+        for layer in layers
+        for head in range(heads)
+    ]
+    rows[-1]["delta_error_in_gradient_steps_t"] = 9.0
+    return WatchReport(400, 20, tuple(layers), tuple(rows), tuple(alarms), ("frozen (no gradient)",), 400)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_report_keeps_its_width_and_tells_heads_apart(width):
+    layers = [f"transformer.layers.{i}.attention" for i in range(12)]
+    alarm = HeadAlarm("biased", 400, layers[11], 0, 8.0, 0.5, 20, "delta")
+    text = report_of(layers, 4, [alarm]).text(width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    table = [line.split() for line in lines if line.endswith(("+0.2", "+9.0", "ALARM"))]
+    names = [str(i) for i in range(12)] if width == 80 else layers
+    assert [line[0] for line in table] == [*names, names[-1]], "the worst of each layer, and the one that alarms"
+    assert [line[1] for line in table[-2:]] == ["0", "3"]
+    assert ("layer: the * in transformer.layers.*.attention" in text) == (width == 80)
+    assert "Not measured: frozen (no gradient)." in text
+    assert len(report_of(layers, 4).text(width, lines=48).splitlines()) > 48
+    odd = report_of(["encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"], 2).text(80)
+    assert max(map(len, odd.splitlines())) <= 80
+    assert "decoder.layers.0.cross_attention\n" in odd
+
+
+def test_a_report_before_any_measurement():
+    with halfulp.watch(GPT()) as watcher:
+        assert str(watcher.report()) == "halfulp.watch: 0 steps, 0 measurements, 0 attention layers"

@@ -225,7 +225,9 @@ def _install() -> None:
         if stock is not None:
             replacements[id(stock)] = _where_on(stock, repaired)
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__ not in (__name__, "torch._C._nn"):
+        if not isinstance(module, ModuleType) or module.__name__ in (__name__, "torch._C._nn"):
+            continue
+        if not replacements.keys().isdisjoint(map(id, list(vars(module).values()))):  # most modules hold none
             for name, held in list(vars(module).items()):
                 if id(held) in replacements:
                     setattr(module, name, replacements[id(held)])

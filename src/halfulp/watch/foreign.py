@@ -197,22 +197,31 @@ class Taps:
                     self.take(call)
                 else:
                     call.unseen = "its checkpoint was not recomputed by a module"
-        except (RuntimeError, ValueError, IndexError) as error:  # running out of memory is one of the first
-            call.unseen = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        except Exception as error:  # a lack of memory, first of all
+            call.unseen = _said(error)
         if call.unseen or call.taken:
             call.tensors.clear()
 
     def _asked(self, name: str, form: Form, given: Mapping[str, Any]) -> Foreign:
-        """What a call asks for, and whether it can be measured."""
+        """What a call asks for, and whether it can be measured; the function itself judges wrong arguments."""
+        try:
+            return self._read(name, form, given)
+        except Exception as error:
+            return Foreign(name, Asked(1.0), unseen=_said(error))
+
+    def _read(self, name: str, form: Form, given: Mapping[str, Any]) -> Foreign:
         query, key, value = _three(form, given)
-        if any(x.is_nested or x.layout != torch.strided for x in (query, key, value)):
-            return Foreign(name, Asked(1.0), unseen="its operands are nested or sparse")
+        if torch._C._are_functorch_transforms_active():
+            return Foreign(name, Asked(1.0), unseen="it runs inside a transform of torch.func")
+        for x in (query, key, value):
+            if type(x) not in (Tensor, nn.Parameter) or x.is_nested or x.layout != torch.strided:
+                return Foreign(name, Asked(1.0), unseen="its operands are not plain dense tensors")
         if form.heads == -2:
             query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
         asked = form.read(given, query, key)
         call = Foreign(name, asked, unseen=asked.unseen or _misfit(asked, query, key, value))
         device = query.device.type
-        if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        if form.casts and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
             call.cast = torch.get_autocast_dtype(device)
         if not call.unseen:
             call.entries = self.entries(_four(query), _four(key))
@@ -237,6 +246,12 @@ def _hooks(module: nn.Module, listener: Any) -> list[Any]:
             listen(before.pop())
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+
+
+def _said(error: Exception) -> str:
+    """An error in a line."""
+    line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return line if len(line) <= 120 else f"{line[:119]}…"
 
 
 def _keeping() -> str:

@@ -50,6 +50,7 @@ class Form:
     names: tuple[str, ...]  # by position; the first three are the operands
     heads: int  # where the heads are in them: −3 for [..., H, N, D], −2 for [B, N, H, D]
     read: Callable[[Mapping[str, Any], Tensor, Tensor], Asked]  # of arguments, query and key as [..., H, N, D]
+    casts: bool = False  # its operands to autocast's dtype
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
@@ -103,7 +104,7 @@ def _read_packed(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     return Asked(1.0, unseen="its sequences are packed")
 
 
-_SDPA_FORM = Form(_SDPA, -3, _read_sdpa)
+_SDPA_FORM = Form(_SDPA, -3, _read_sdpa, casts=True)
 _FLASH_FORM = Form(_FLASH, -2, _read_flash)
 _PACKED_FORM = Form(("q", "k", "v"), -2, _read_packed)
 
@@ -177,7 +178,9 @@ def _exchange(by_id: Mapping[int, Callable[..., Any]]) -> None:
     if not by_id:
         return
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module not in (_PATCH, sys.modules[__name__]):
+        if not isinstance(module, ModuleType) or module in (_PATCH, sys.modules[__name__]):
+            continue
+        if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):  # most modules hold none
             for name, held in list(vars(module).items()):
                 if id(held) in by_id:
                     setattr(module, name, by_id[id(held)])

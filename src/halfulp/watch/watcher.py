@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfulp.runs.folder import check_folder, line_text, write_json
-from halfulp.watch.alarms import RULE, alarms
+from halfulp.watch.alarms import alarms, rule
 from halfulp.watch.calls import IN_GRADIENT, Figures, call_figures, entries_of
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
-from halfulp.watch.watching import COLUMNS, MOST_ALARMS, HeadAlarm, WatchReport, explained
+from halfulp.watch.watching import COLUMNS, LEVEL, MOST_ALARMS, HeadAlarm, WatchReport, explained
 
 LOG = logging.getLogger("halfulp.watch")
 _PASSES_WITHOUT_STEP = 1000
@@ -71,7 +71,7 @@ class Watcher:
         self._folder = None if folder is None else _new_folder(Path(folder))
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._handles = [
-            model.register_forward_pre_hook(self._pass_begins),
+            model.register_forward_pre_hook(_Begins(self)),
             register_optimizer_step_post_hook(self._optimizer_stepped),
         ]
         self._record("running")
@@ -103,7 +103,10 @@ class Watcher:
                 row: dict[str, Any] = {"layer": layer, "head": head, "leaning": leaning[head]}
                 row |= {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure}
                 rows.append(row)
-        unseen = tuple(f"{layer} ({why})" for layer, why in self._unseen.items())
+        unseen = tuple(
+            f"{', '.join(layer for layer in self._unseen if self._unseen[layer] == why)} ({why})"
+            for why in dict.fromkeys(self._unseen.values())
+        )
         last = self._rows[-1]["step"] if self._rows else None
         return WatchReport(self.steps, self.measurements, tuple(self._layers), tuple(rows), self._now, unseen, last)
 
@@ -204,12 +207,12 @@ class Watcher:
         if not calls:
             self._say(f"no attention was seen in {where}: accepted are {ACCEPTED}")
         elif self._failures >= _PATIENCE or any(call.unseen != UNANSWERED for call in calls):
-            whys = "; ".join(dict.fromkeys(f"{call.layer}: {call.unseen}" for call in calls[:3]))
+            whys = "; ".join(f"{call.layer}: {call.unseen}" for call in {c.unseen: c for c in calls}.values())
             self._say(f"no attention call could be measured in {where} ({whys}): accepted are {ACCEPTED}")
 
     def _alarm(self) -> None:
         rows = list(self._rows)
-        found = tuple(explained(alarm, rows, self._layers) for alarm in alarms(rows))
+        found = tuple(explained(alarm, rows, self._layers) for alarm in alarms(rows, LEVEL))
         before = {(alarm.kind, alarm.layer, alarm.head) for alarm in self._now}
         self._now = found
         new = [alarm for alarm in found if (alarm.kind, alarm.layer, alarm.head) not in before]
@@ -241,9 +244,26 @@ class Watcher:
 
         now = datetime.now(UTC).isoformat(timespec="seconds")
         config = {"model": type(self.model).__name__, "every": self.every, "eager": self.eager}
-        plain = {"halfulp": __version__, "kind": "watch", "config": config, "layers": self._layers, "rule": RULE}
+        plain = {"halfulp": __version__, "kind": "watch", "config": config, "layers": self._layers, "rule": rule(LEVEL)}
         ended = {"ended": now} if status == "done" else {}
         write_json(self._folder / "run.json", plain | {"status": status, "started": self._started} | ended)
+
+
+class _Begins:
+    """The model's hook. A copy of the model is not watched, and a model that is watched can be pickled."""
+
+    def __init__(self, watcher: Watcher | None) -> None:
+        self.watcher = watcher
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if self.watcher is not None:
+            self.watcher._pass_begins(model, args)
+
+    def __deepcopy__(self, memo: Any) -> _Begins:
+        return _Begins(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Begins, (None,)
 
 
 def _check_model(model: nn.Module, eager: bool) -> None:

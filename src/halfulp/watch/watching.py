@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfulp.watch.alarms import LEVEL, Alarm, threshold
+from halfulp.watch.alarms import Alarm, threshold
 from halfulp.watch.calls import IN_GRADIENT
 from halfulp.watch.running import SIZE, TOTAL, WINDOW
 
@@ -23,6 +23,8 @@ FIXES = {
     "backward": "audit the kernel (`halfulp audit`), or train inside `with halfulp.patch():`",
     "unknown": "train inside `with halfulp.patch():`",
 }
+LEVEL = 1e-5
+"""Of one look over all heads: a run is looked at after each of its measurements, a thousand times maybe."""
 MOST_ALARMS = 10
 MOST_LINES = 40
 
@@ -68,9 +70,9 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str, layer: int, head: int) -
 
 
 COLUMNS = (
-    ("max score", "max_score", "{:.1f}"),
+    ("max S", "max_score", "{:.1f}"),
     ("tied", "tied_rows", "{:.0%}"),
-    ("O error", "out_error", "{:.1e}"),
+    ("O", "out_error", "{:.1e}"),
     ("dQ", "grad_query_error", "{:.1e}"),
     ("dK", "grad_key_error", "{:.1e}"),
     ("dV", "grad_value_error", "{:.1e}"),
@@ -78,9 +80,9 @@ COLUMNS = (
     ("t", "delta_error_in_gradient_steps_t", "{:+.1f}"),
 )
 LEGEND = (
-    "max score: largest α q·k, natural units; tied: rows that repeat their maximum; O error, dQ, dK, dV: relative "
-    "error of O and of the gradients, against their exact values; δ leans: mean error of δ in the gradient over the "
-    "last {window} measurements, as a share of Σ|δ − golden|, and t, in standard errors: beyond {least:.1f} it alarms."
+    "max S: largest score α q·k, natural units; tied: rows that repeat their maximum; O, dQ, dK, dV: relative errors "
+    "against their exact values; δ leans: mean error of δ in the gradient over the "
+    "last {window}, as a share of Σ|δ − golden|; t: the same in standard errors{alarms}."
 )
 
 
@@ -102,15 +104,17 @@ class WatchReport:
 
     def text(self, width: int = 100, lines: int = MOST_LINES) -> str:
         """The report as text; with more heads than `lines`, the worst of each layer and those that alarm."""
-        said = [self._head()]
+        said = _wrapped(self._head(), width)
         if self.rows:
             shown = self.rows if len(self.rows) <= lines else self._worst()
-            said += ["", *_table(shown, {(a.layer, a.head): a.kind for a in self.alarms}, width)]
+            said += ["", *_table(shown, {(a.layer, a.head) for a in self.alarms}, width)]
             if len(shown) < len(self.rows):
                 rest = f"The worst head of each layer; text(lines={len(self.rows)}) has all {len(self.rows)}."
                 said += _wrapped(rest, width)
-            least = threshold(len(self.rows), max(2, min(self.measurements, WINDOW)))
-            said += ["", *_wrapped(LEGEND.format(window=min(self.measurements, WINDOW), least=least), width)]
+            window = min(self.measurements, WINDOW)
+            least = threshold(len(self.rows), window, LEVEL) if window >= WINDOW // 2 else None
+            alarm = "" if least is None else f", beyond {least:.1f} it alarms"
+            said += ["", *_wrapped(LEGEND.format(window=_count(window, "measurement"), alarms=alarm), width)]
         said += [line for sentence in self.unseen for line in _wrapped(f"Not measured: {sentence}.", width)]
         if self.alarms:
             said += ["", *self._alarms(width)]
@@ -119,9 +123,9 @@ class WatchReport:
         return "\n".join(said)
 
     def _head(self) -> str:
-        count = f"{self.measurements} measurement{'s' * (self.measurements != 1)}"
         last = "" if self.measured_step is None else f", the last at step {self.measured_step}"
-        return f"halfulp.watch: {self.steps} steps, {count}{last}, {len(self.layers)} attention layers"
+        steps, measurements = _count(self.steps, "step"), _count(self.measurements, "measurement")
+        return f"halfulp.watch: {steps}, {measurements}{last}, {_count(len(self.layers), 'attention layer')}"
 
     def _alarms(self, width: int) -> list[str]:
         said = [line for alarm in self.alarms[:MOST_ALARMS] for line in _wrapped(f"ALARM {alarm.where}", width)]
@@ -134,7 +138,7 @@ class WatchReport:
     def _no_alarm(self) -> str:
         if self.measurements < WINDOW // 2:
             return f"No alarm yet: it takes {WINDOW // 2} measurements."
-        return f"No head alarms, at a level of {LEVEL:g} over all heads."
+        return f"No head alarms, at a level of {LEVEL:g} over all heads of one measurement."
 
     def _worst(self) -> tuple[dict[str, Any], ...]:
         alarmed = {(alarm.layer, alarm.head) for alarm in self.alarms}
@@ -150,33 +154,53 @@ class WatchReport:
     __repr__ = __str__
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _badness(row: Mapping[str, Any]) -> float:
     t = row["delta_error_in_gradient_steps_t"]
     return -1.0 if t is None or math.isnan(t) else abs(t)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], alarmed: Mapping[tuple[str, int], str], width: int) -> list[str]:
+def _table(rows: Sequence[Mapping[str, Any]], alarmed: Collection[tuple[str, int]], width: int) -> list[str]:
     lines = [["layer", "head", *(title for title, _, _ in COLUMNS), ""]]
     for row in rows:
         figures = [_figure(row.get(name), form) for _, name, form in COLUMNS]
-        kind = alarmed.get((row["layer"], row["head"]), "")
-        lines.append([row["layer"], str(row["head"]), *figures, kind])
+        alarm = "ALARM" if (row["layer"], row["head"]) in alarmed else ""
+        lines.append([row["layer"], str(row["head"]), *figures, alarm])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    first = min(widths[0], max(8, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
-    texts = []
+    room = width - sum(widths[1:]) - 2 * (len(widths) - 1)
+    texts, names = [], dict.fromkeys(line[0] for line in lines[1:])
+    alone = False  # the path stands on a line of its own
+    if widths[0] > room:
+        pattern, short = _shortened(names)
+        alone = max(map(len, short.values())) > room
+        texts = [] if alone else [f"layer: the * in {pattern}"]
+        lines[1:] = [[line[0] if alone else short[line[0]], *line[1:]] for line in lines[1:]]
+        widths[0] = 0 if alone else max(len(line[0]) for line in lines)
+    above = "layer"
     for layer, *cells in lines:
+        if alone and layer != above:
+            texts.append(layer)
+        above = layer
         rest = [cell.rjust(wide) for cell, wide in zip(cells, widths[1:], strict=True)]
-        texts.append("  ".join([_shortened(layer, first).ljust(first), *rest]).rstrip())
+        texts.append("  ".join(["" if alone else layer.ljust(widths[0]), *rest]).rstrip())
     return texts
 
 
+def _shortened(paths: Collection[str]) -> tuple[str, dict[str, str]]:
+    """What paths have in common, with * for what they have not; and what they have not."""
+    parts = [path.split(".") for path in paths]
+    first = next((i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1), 0)
+    ends = [part[first + 1 :][::-1] for part in parts]
+    last = next((i for i, column in enumerate(zip(*ends, strict=False)) if len(set(column)) > 1), min(map(len, ends)))
+    middle = {path: ".".join(part[first : len(part) - last]) for path, part in zip(paths, parts, strict=True)}
+    return ".".join([*parts[0][:first], "*", *parts[0][len(parts[0]) - last :]]), middle
+
+
 def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else form.format(value)
-
-
-def _shortened(path: str, width: int) -> str:
-    """The end of a path tells layers apart, and its numbers do."""
-    return path if len(path) <= width else f"…{path[len(path) - width + 1 :]}"
+    return "-" if value is None or not math.isfinite(value) else form.format(value).replace("e-0", "e-")
 
 
 def _wrapped(text: str, width: int) -> list[str]:
