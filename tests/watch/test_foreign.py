@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as by_name
 import halfulp
 from halfulp.runs.threads import one_thread
 from halfulp.watch import calls as calls_module
+from halfulp.watch import watcher as watcher_module
 from halfulp.watch.calls import call_figures
 from tests.watch.gpt import BIASED_HEAD, GPT, HEADS, LENGTH, biased, train
 from tests.watch.test_watcher import ALL_HEADS, LAYER_NAMES, STOCK, hooks_of, layers_measured, warnings_of
@@ -200,6 +201,37 @@ def test_an_exception_in_the_model_leaves_nothing():
     assert functional.scaled_dot_product_attention is STOCK
     assert hooks_of(model) == []
     assert watcher.measurements == 0
+
+
+def test_pytorchs_own_layers():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    report = watched_step(layer)
+    assert report.layers == ("self_attn",)
+    assert len(report.rows) == 4
+
+
+def test_a_measurement_that_fails_harms_nothing(caplog, monkeypatch):
+    def full(call):
+        raise torch.OutOfMemoryError("planted\nsecond line")
+
+    monkeypatch.setattr(watcher_module, "call_figures", full)
+    with one_thread():
+        plain = train(GPT(), 2)
+        with halfulp.watch(model := GPT(), every=1) as watcher:
+            assert train(model, 2) == plain
+    assert watcher.measurements == 0
+    (said,) = warnings_of(caplog)
+    assert "blocks.1.attention: OutOfMemoryError: planted)" in said
+
+
+def test_a_model_compiled_afterwards_is_said_to_be_out_of_sight(caplog):
+    model = GPT()
+    with one_thread(), halfulp.watch(model, every=1) as watcher:
+        losses = train(model, 2, call=torch.compile(model, backend="eager"))
+        assert losses == train(GPT(), 2)
+    assert watcher.measurements == 0
+    (said,) = warnings_of(caplog)
+    assert "no forward pass of GPT: accepted is the module that the training calls" in said
 
 
 def test_a_copy_is_not_watched_and_a_model_can_be_stored(tmp_path):

@@ -36,7 +36,7 @@ def watch(
     Args:
         model: the module that the training calls, wrapped by DDP or not.
         every: steps between two measurements.
-        folder: where run.json and metrics.jsonl are written; must be new or empty.
+        folder: where run.json and metrics.jsonl are written, for `halfulp report`; must be new or empty.
         on_alarm: called with every new alarm.
         functions: attention functions of your own to watch too, called like `F.scaled_dot_product_attention`.
         eager: take a model of `torch.compile`, and run its measured steps without the compiler; their bits are then

@@ -21,9 +21,9 @@ def rule(level: float) -> str:
     """What alarms, in words."""
     return (
         f"biased: over the last {WINDOW} measurements (half as many at least) the error of δ that the gradient has, "
-        f"read from dK in units of Σ|δ_lp − δ_hp|, is not zero in the mean, by Student's t, at a level of {level:g} "
-        f"over all heads of one measurement; run-away: biased, and the head's mean score has moved by more than "
-        f"{SCORE_MOVE:g} since the middle of these measurements"
+        f"read from dK (or dQ, where heads share a key) in units of Σ|δ_lp − δ_hp|, is not zero in the mean, by "
+        f"Student's t, at a level of {level:g} over all heads of one measurement; run-away: biased, and the head's "
+        f"mean score has moved by more than {SCORE_MOVE:g} since the middle of these measurements"
     )
 
 

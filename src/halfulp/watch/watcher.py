@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfulp.runs.folder import check_folder, line_text, write_json
-from halfulp.watch.alarms import alarms, rule
-from halfulp.watch.calls import IN_GRADIENT, Figures, call_figures, entries_of
+from halfulp.runs.machine import describe_machine, describe_versions, git_revision
+from halfulp.watch.alarms import rule
+from halfulp.watch.calls import Figures, call_figures, entries_of
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
-from halfulp.watch.watching import COLUMNS, LEVEL, MOST_ALARMS, HeadAlarm, WatchReport, explained
+from halfulp.watch.watching import LEVEL, MOST_ALARMS, HeadAlarm, WatchReport, alarmed_heads, report_of
 
 LOG = logging.getLogger("halfulp.watch")
 _PASSES_WITHOUT_STEP = 1000
@@ -69,6 +70,7 @@ class Watcher:
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._folder = None if folder is None else _new_folder(Path(folder))
+        self._made: dict[str, Any] = {}  # where
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._handles = [
             model.register_forward_pre_hook(_Begins(self)),
@@ -93,22 +95,14 @@ class Watcher:
 
     def report(self) -> WatchReport:
         """What is known after the last measurement; print it."""
-        rows = []
-        measure = self._rows[-1]["measure"] if self._rows else {}
-        for number, layer in enumerate(self._layers):
-            running = self._running.get(f"{layer}/{IN_GRADIENT}")
-            leaning = [] if running is None else running.recent.mean(0).tolist()
-            heads = measure["max_score"][number] if measure else []
-            for head in range(len(heads)):
-                row: dict[str, Any] = {"layer": layer, "head": head, "leaning": leaning[head]}
-                row |= {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure}
-                rows.append(row)
-        unseen = tuple(
-            f"{', '.join(layer for layer in self._unseen if self._unseen[layer] == why)} ({why})"
-            for why in dict.fromkeys(self._unseen.values())
+        return report_of(
+            list(self._rows),
+            self._layers,
+            self._now,
+            steps=self.steps,
+            measurements=self.measurements,
+            unseen=self._unseen,
         )
-        last = self._rows[-1]["step"] if self._rows else None
-        return WatchReport(self.steps, self.measurements, tuple(self._layers), tuple(rows), self._now, unseen, last)
 
     def close(self) -> None:
         """Take every hook away; what was measured stays to be reported. Nothing if that has been done."""
@@ -211,8 +205,7 @@ class Watcher:
             self._say(f"no attention call could be measured in {where} ({whys}): accepted are {ACCEPTED}")
 
     def _alarm(self) -> None:
-        rows = list(self._rows)
-        found = tuple(explained(alarm, rows, self._layers) for alarm in alarms(rows, LEVEL))
+        found = alarmed_heads(list(self._rows), self._layers)
         before = {(alarm.kind, alarm.layer, alarm.head) for alarm in self._now}
         self._now = found
         new = [alarm for alarm in found if (alarm.kind, alarm.layer, alarm.head) not in before]
@@ -242,11 +235,23 @@ class Watcher:
             return
         from halfulp import __version__
 
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        config = {"model": type(self.model).__name__, "every": self.every, "eager": self.eager}
-        plain = {"halfulp": __version__, "kind": "watch", "config": config, "layers": self._layers, "rule": rule(LEVEL)}
-        ended = {"ended": now} if status == "done" else {}
-        write_json(self._folder / "run.json", plain | {"status": status, "started": self._started} | ended)
+        if not self._made:
+            self._made = {"versions": describe_versions(), "machine": describe_machine(), "git": git_revision()}
+        ended = datetime.now(UTC).isoformat(timespec="seconds") if status == "done" else None
+        plain = {
+            "halfulp": __version__,
+            "kind": "watch",
+            "command": "",
+            "config": {"model": type(self.model).__name__, "every": self.every, "eager": self.eager},
+            "layers": self._layers,
+            "not measured": self._unseen,
+            "rule": rule(LEVEL),
+            "status": status,
+            "steps": self.steps,
+            "started": self._started,
+            "ended": ended,
+        }
+        write_json(self._folder / "run.json", plain | self._made)
 
 
 class _Begins:

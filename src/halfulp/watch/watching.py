@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfulp.watch.alarms import Alarm, threshold
+from halfulp.watch.alarms import Alarm, alarms, threshold
 from halfulp.watch.calls import IN_GRADIENT
 from halfulp.watch.running import SIZE, TOTAL, WINDOW
 
@@ -63,9 +63,11 @@ def explained(alarm: Alarm, rows: Sequence[Mapping[str, Any]], layers: Sequence[
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str, layer: int, head: int) -> float:
-    """The mean over measurements of a part of δ's error, in units of its size."""
+    """The mean over measurements of a part of δ's error, in units of its size; NaN where there is none."""
     measures = [row["measure"] for row in rows]
     pairs = [(m[name][layer][head], m[SIZE][layer][head]) for m in measures if layer < len(m[SIZE]) and m[SIZE][layer]]
+    if not pairs or any(part is None or size is None for part, size in pairs):
+        return math.nan
     return float(sum(part / size for part, size in pairs if size)) / len(pairs)
 
 
@@ -152,6 +154,44 @@ class WatchReport:
         return self.text(min(shutil.get_terminal_size((100, 24)).columns, 140))
 
     __repr__ = __str__
+
+
+def report_of(
+    rows: Sequence[Mapping[str, Any]],
+    layers: Sequence[str],
+    alarmed: Sequence[HeadAlarm],
+    *,
+    steps: int,
+    measurements: int,
+    unseen: Mapping[str, str],
+) -> WatchReport:
+    """The report after the last of some measurements.
+
+    Args:
+        rows: the last `WINDOW`, {"step", "measure"}.
+        layers: their names, in the order of the measures.
+        alarmed: what the last one alarms about.
+        steps: that have ended.
+        measurements: that were made.
+        unseen: why a layer was not measured.
+    """
+    heads: list[dict[str, Any]] = []
+    measure = rows[-1]["measure"] if rows else {}
+    for number, layer in enumerate(layers if rows else ()):
+        for head in range(len(measure["max_score"][number])):
+            row: dict[str, Any] = {"layer": layer, "head": head, "leaning": _mean(rows, IN_GRADIENT, number, head)}
+            heads.append(row | {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure})
+    reasons = [
+        f"{', '.join(layer for layer in unseen if unseen[layer] == why)} ({why})"
+        for why in dict.fromkeys(unseen.values())
+    ]
+    last = rows[-1]["step"] if rows else None
+    return WatchReport(steps, measurements, tuple(layers), tuple(heads), tuple(alarmed), tuple(reasons), last)
+
+
+def alarmed_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> tuple[HeadAlarm, ...]:
+    """What the last of some measurements alarms about."""
+    return tuple(explained(alarm, rows, layers) for alarm in alarms(rows, LEVEL))
 
 
 def _count(number: int, noun: str) -> str:
