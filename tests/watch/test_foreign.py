@@ -186,9 +186,27 @@ def test_a_step_of_ones_own_and_a_pass_without_a_backward_pass(caplog):
             loss.backward()
             watcher.step(loss)
     assert watcher.steps == 14
+    assert [row["step"] for row in watcher._rows][-1] == 14
     assert watcher.measurements >= 2, "after a failure the next pass is tried"
     assert layers_measured(watcher) == ALL_HEADS
     assert warnings_of(caplog) == []
+
+
+def test_a_step_of_ones_own_beside_an_optimizer_is_one_step():
+    with halfulp.watch(model := GPT(), every=1) as watcher:
+        train(model, 4, after=watcher.step)
+    assert (watcher.steps, watcher.measurements) == (4, 4)
+    assert ["loss" in row for row in watcher._rows] == [False, True, True, True], "the first came with the optimizer"
+
+
+def test_a_model_without_attention_is_not_tapped_for_ever(monkeypatch):
+    opened = []
+    monkeypatch.setattr(watcher_module.Taps, "open", lambda self: opened.append(self))
+    model = nn.Linear(2, 2)
+    with halfulp.watch(model, every=50):
+        for _ in range(120):
+            one_step(model, torch.ones(1, 2))
+    assert len(opened) == 8, "six tries, then at steps 50 and 100"
 
 
 def test_an_exception_in_the_model_leaves_nothing():

@@ -11,6 +11,7 @@ from torch.nn import functional
 import halfulp
 from halfulp.runs.threads import one_thread
 from halfulp.watch.calls import call_figures
+from halfulp.watch.foreign import Taps
 from halfulp.watch.watching import COLUMNS, HeadAlarm, WatchReport
 from tests.watch.gpt import (
     BIASED_HEAD,
@@ -75,6 +76,14 @@ def test_a_watched_run_has_the_bits_of_an_unwatched_one(kind, caplog):
     watcher.close()
     assert hooks_of(model) == []
     assert warnings_of(caplog) == []
+
+
+def test_a_tap_that_does_disturb_is_caught_by_that_comparison(monkeypatch):
+    monkeypatch.setattr(Taps, "_came", lambda self, call, form, name, grad: grad * 1.01)
+    with one_thread():
+        losses = train(GPT(), 2)
+        with halfulp.watch(model := GPT()):
+            assert train(model, 2) != losses
 
 
 def test_figures_do_not_depend_on_checkpoints():

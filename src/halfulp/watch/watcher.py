@@ -53,7 +53,7 @@ class Watcher:
         _check_model(model, eager)
         self.model, self.every, self.on_alarm, self.eager = model, every, on_alarm, eager
         self.functions = tuple(functions)
-        self.steps = start  # that have ended
+        self.steps = self._start = start  # that have ended
         self.measurements = 0
         self.alarms: list[HeadAlarm] = []  # every one that was new
         self._now: tuple[HeadAlarm, ...] = ()  # of the last measurement
@@ -90,8 +90,10 @@ class Watcher:
         Args:
             loss: written down with a measurement.
         """
+        counted = not self._by_hand and self.steps > self._start and not self._passes  # by an optimizer, just now
         self._by_hand = True
-        self._step_ended(loss)
+        if not counted:
+            self._step_ended(loss)
 
     def report(self) -> WatchReport:
         """What is known after the last measurement; print it."""
@@ -143,7 +145,7 @@ class Watcher:
             return
         if self._passes:
             self._step_ended(None)
-        elif self._ours[optimizer] and not self.steps:
+        elif self._ours[optimizer] and self.steps == self._start:
             self._say(
                 f"an optimizer step and no forward pass of {type(self.model).__name__}: accepted is the module that "
                 f"the training calls, model(batch), watched after torch.compile and not before"
@@ -195,8 +197,9 @@ class Watcher:
         self._alarm()
 
     def _failed(self, calls: Sequence[Foreign]) -> None:
-        """A pass has been tapped and nothing measured; the next step, or another pass of it, is tried."""
+        """A pass has been tapped and nothing measured; another is tried soon, and then at the usual interval."""
         self._failures += 1
+        self._due = self._failures < 2 * _PATIENCE
         where = f"step {self.steps + 1} of {type(self.model).__name__}"
         if not calls:
             self._say(f"no attention was seen in {where}: accepted are {ACCEPTED}")
