@@ -16,6 +16,7 @@ from halfulp.attention import (
 from halfulp.audit import AuditReport, audit
 from halfulp.formats import Format, round_to
 from halfulp.recipes import Recipe, Step
+from halfulp.watch import watch
 
 __version__ = "0.1.0"
 
@@ -34,4 +35,5 @@ __all__ = [
     "patch",
     "register_transformers",
     "round_to",
+    "watch",
 ]

@@ -8,6 +8,7 @@ last.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +39,9 @@ _chosen: ContextVar[_Choice | None] = ContextVar("halfulp_patch", default=None)
 _lock = threading.Lock()
 _entered: list[_Choice] = []  # of all contexts, in the order they entered
 _newest: tuple[str, str | None] | None = None  # of `_entered`, as compiled code can watch it
+_holders = 0  # who needs the stock functions replaced: patches, and taps on models
 _undo: list[Callable[[], None]] = []
+_fused: list[bool] = []  # whether nn.MultiheadAttention's C++ path was on before the first entered
 
 
 @contextmanager
@@ -66,9 +69,11 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
     if backend is not None and backend not in ops.BACKENDS:
         raise ValueError(f"backend={backend!r}: accepted are None, {', '.join(ops.BACKENDS)}")
     choice = _Choice(recipe, backend)
+    hold()
     with _lock:
         if not _entered:
-            _install()
+            _fused.append(torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
         _entered.append(choice)
         _renew()
     token = _chosen.set(choice)
@@ -79,9 +84,28 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
             _entered.remove(choice)
             _renew()
             if not _entered:
-                _uninstall()
+                torch.backends.mha.set_fastpath_enabled(_fused.pop())
+        release()
         with suppress(ValueError):  # a generator may be closed in another context, whose choice this is not
             _chosen.reset(token)
+
+
+def hold() -> None:
+    """Have the stock functions replaced until `release`, by ones that do the same wherever no patch is on."""
+    global _holders
+    with _lock:
+        if not _holders:
+            _install()
+        _holders += 1
+
+
+def release() -> None:
+    """Undo one `hold`."""
+    global _holders
+    with _lock:
+        _holders -= 1
+        if not _holders:
+            _uninstall()
 
 
 def _renew() -> None:
@@ -133,57 +157,52 @@ def scaled_dot_product_attention(
     return _STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _flash_attn_func(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """FlashAttention's function of `[B, N, H, D]`, causal at the bottom right."""
+def _where_on(stock: Callable[..., Any], repaired: Callable[..., Any]) -> Callable[..., Any]:
+    """FlashAttention's function, whichever arguments its version takes, and the repaired one where the patch is on."""
 
-    def flash_attn_func(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-    ) -> Any:  # fmt: skip
+    @functools.wraps(stock)
+    def either(*args: Any, **kwargs: Any) -> Any:
         choice = _choice(_newest)
-        if choice is None:
-            return stock(
-                q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-                return_attn_probs,
-            )  # fmt: skip
-        _refuse(alibi_slopes=alibi_slopes)
-        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = attention(
-            query, key, value, None, dropout_p, causal, softmax_scale, True, return_lse=True,
-            window=_window(window_size), softcap=softcap, causal_offset=key.shape[2] - query.shape[2],
-            recipe=choice[0], backend=choice[1],
-        )  # fmt: skip
-        out = out.transpose(1, 2)
-        return (out, lse, None) if return_attn_probs else out
+        return stock(*args, **kwargs) if choice is None else repaired(choice, *args, **kwargs)
 
-    return flash_attn_func
+    return either
 
 
-def _flash_attn_varlen_func(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """FlashAttention's function of packed sequences `[T, H, D]`."""
+def _flash_attn_func(
+    choice: tuple[str, str | None],
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """FlashAttention's function of `[B, N, H, D]`, causal at the bottom right; always deterministic."""
+    del deterministic
+    _refuse(alibi_slopes=alibi_slopes)
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = attention(
+        query, key, value, None, dropout_p, causal, softmax_scale, True, return_lse=True,
+        window=_window(window_size), softcap=softcap, causal_offset=key.shape[2] - query.shape[2],
+        recipe=choice[0], backend=choice[1],
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    return (out, lse, None) if return_attn_probs else out
 
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        choice = _choice(_newest)
-        if choice is None:
-            return stock(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
-            )  # fmt: skip
-        _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
-        out, lse = attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale,
-            window=_window(window_size), softcap=softcap, recipe=choice[0], backend=choice[1],
-            return_lse=True,
-        )  # fmt: skip
-        return (out, lse, None) if return_attn_probs else out
 
-    return flash_attn_varlen_func
+def _flash_attn_varlen_func(
+    choice: tuple[str, str | None],
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """FlashAttention's function of packed sequences `[T, H, D]`; always deterministic."""
+    del max_seqlen_q, max_seqlen_k, deterministic
+    _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
+    out, lse = attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale,
+        window=_window(window_size), softcap=softcap, recipe=choice[0], backend=choice[1],
+        return_lse=True,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
@@ -201,19 +220,18 @@ def _install() -> None:
     """Replace the stock functions in every loaded module; called with the lock held."""
     replacements: dict[int, Callable[..., Any]] = {id(_STOCK): scaled_dot_product_attention}
     flash_attn = sys.modules.get("flash_attn")
-    for name, wrapped in (("flash_attn_func", _flash_attn_func), ("flash_attn_varlen_func", _flash_attn_varlen_func)):
+    for name, repaired in (("flash_attn_func", _flash_attn_func), ("flash_attn_varlen_func", _flash_attn_varlen_func)):
         stock = getattr(flash_attn, name, None)
         if stock is not None:
-            replacements[id(stock)] = wrapped(stock)
+            replacements[id(stock)] = _where_on(stock, repaired)
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__ not in (__name__, "torch._C._nn"):
+        if not isinstance(module, ModuleType) or module.__name__ in (__name__, "torch._C._nn"):
+            continue
+        if not replacements.keys().isdisjoint(map(id, list(vars(module).values()))):  # most modules hold none
             for name, held in list(vars(module).items()):
                 if id(held) in replacements:
                     setattr(module, name, replacements[id(held)])
                     _undo.append(_restore(module, name, held))
-    fused: bool = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    _undo.append(lambda: torch.backends.mha.set_fastpath_enabled(fused))
 
 
 def _restore(module: ModuleType, name: str, held: Any) -> Callable[[], None]:

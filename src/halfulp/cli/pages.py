@@ -8,6 +8,8 @@ from typing import Any
 from halfulp import __version__
 from halfulp.cli.shell import print_json, typed_command
 
+_FOLDERS = "folders of halfulp train, halfulp.watch, halfulp isolate or halfulp demo"
+
 
 def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = False) -> int:
     """Make one HTML page of run folders, pictures inline: halfulp report RUN RUN --html FILE
@@ -15,7 +17,7 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
     Training runs come on the same axes, also while they train; a demo or an isolation has its own section.
 
     Args:
-        runs: Folders of `halfulp train`, `halfulp isolate` or `halfulp demo`.
+        runs: Folders of `halfulp train`, `halfulp.watch`, `halfulp isolate` or `halfulp demo`.
         html: File to write; report.html in the folder of a single run by default.
         json: Print what the page shows of training runs as JSON instead.
     """
@@ -23,7 +25,9 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
     from halfulp.runs.folder import check_file, write_text
 
     if not runs:
-        raise ValueError("runs: none given; accepted are folders of halfulp train, isolate or demo")
+        raise ValueError(
+            "runs: none given; accepted are folders of halfulp train, halfulp.watch, halfulp isolate or demo"
+        )
     if html is None and len(runs) > 1 and not json:
         raise ValueError("html is missing; accepted is a file for the page of several runs")
     kinds = {path: _kind(path) for path in dict.fromkeys(runs)}
@@ -39,6 +43,8 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
             sections += _demo(path)
         elif kind == "isolate":
             sections += _isolation(path)
+        elif kind == "watch":
+            sections += _watched(path)
     if trained:
         sections += _trained(trained)[1]
     write_text(
@@ -52,9 +58,8 @@ def _kind(path: Path) -> str:
     from halfulp.runs.folder import read_json
 
     record = read_json(path / "run.json")
-    if not isinstance(record, dict) or record.get("kind") not in ("train", "isolate", "demo"):
-        accepted = "accepted are folders of halfulp train, isolate or demo"
-        raise ValueError(f"run={str(path)!r}: there is no run.json of one; {accepted}")
+    if not isinstance(record, dict) or record.get("kind") not in ("train", "watch", "isolate", "demo"):
+        raise ValueError(f"run={str(path)!r}: there is no run.json of one; accepted are {_FOLDERS}")
     return str(record["kind"])
 
 
@@ -70,6 +75,17 @@ def _trained(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     seen = overview(runs, typed_command())
     sections = [training_section(seen, finding(runs), sheets_of(paths))]
     return seen, sections + [record_section(run.name, run.record) for run in runs]
+
+
+def _watched(path: Path) -> list[dict[str, Any]]:
+    from halfulp.experiments.watched import watched
+    from halfulp.report.run_page import record_section, training_section
+    from halfulp.runs.folder import read_json
+
+    seen, finding = watched(path, typed_command())
+    name = path.resolve().name
+    section = training_section(seen, finding) | {"heading": f"Watched: {name}"}
+    return [section, record_section(name, read_json(path / "run.json"))]
 
 
 def _demo(path: Path) -> list[dict[str, Any]]:

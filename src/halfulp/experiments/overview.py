@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,11 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 def overview(runs: Sequence[RecordedRun], command: str) -> dict[str, Any]:
     """Return figures and tables of runs as plain data: {"figures": …, "tables": …}."""
     figures = [*_metric_figures(runs, command)]
-    figures += _measured_by_head(runs[0], command) if len(runs) == 1 else _measured_by_run(runs, command)
+    if len(runs) == 1:
+        drawn = {name for row in runs[0].metrics for name in row}
+        figures += measured_by_head(runs[0].measures, command, without=drawn)
+    else:
+        figures += _measured_by_run(runs, command)
     tables = [_outcomes(runs, command)]
     if any(run.measures for run in runs):
         tables.append(_alarms(runs, command))
@@ -130,23 +134,32 @@ def _metric_figures(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
     return figures
 
 
-def _measured_by_head(run: RecordedRun, command: str) -> list[Figure]:
-    """One run: a curve a head where there are few, else a layer's median with the range over its heads."""
+def measured_by_head(
+    measures: Sequence[Row], command: str, *, names: Sequence[str] = (), without: Collection[str] = ()
+) -> list[Figure]:
+    """One run: a curve a head where there are few, else a layer's median with the range over its heads.
+
+    Args:
+        measures: rows {"step", "measure"}.
+        command: that the figures came from.
+        names: of the layers; their numbers if empty.
+        without: figures that are drawn already.
+    """
     figures = []
     for name, title, axis, log in MEASURES:
-        rows = [row for row in run.measures if isinstance(row["measure"].get(name), list)]
-        if not rows or any(name in row for row in run.metrics):  # drawn already
+        rows = [row for row in measures if isinstance(row["measure"].get(name), list)]
+        if not rows or name in without:
             continue
-        shape = [(layer, len(heads)) for layer, heads in enumerate(rows[0]["measure"][name]) if heads]
+        shape = [(layer, len(heads)) for layer, heads in enumerate(rows[-1]["measure"][name]) if heads]
         if sum(count for _, count in shape) <= _CURVES:
             series = [
-                _curve(f"layer {layer}, head {head}", rows, _at(name, layer, head))
+                _curve(f"{_layer_name(names, layer)}, head {head}", rows, _at(name, layer, head))
                 for layer, count in shape
                 for head in range(count)
             ]
             caption = "One curve a head."
         else:
-            series = [_layer_curve(rows, name, layer) for layer, _ in shape[:_CURVES]]
+            series = [_layer_curve(rows, name, layer, _layer_name(names, layer)) for layer, _ in shape[:_CURVES]]
             caption = "Each line is the median over a layer's heads, the band around it their range."
             caption += f" The first {_CURVES} layers." if len(shape) > _CURVES else ""
         figures.append(Figure(title, "step", axis, tuple(series), caption, command, y_log=log))
@@ -171,7 +184,11 @@ def _metric(name: str) -> Callable[[Row], Any]:
 
 
 def _at(name: str, layer: int, head: int) -> Callable[[Row], Any]:
-    return lambda row: row["measure"][name][layer][head]
+    def value(row: Row) -> float | None:
+        heads = row["measure"][name][layer]  # none where the layer was not measured that time
+        return heads[head] if head < len(heads) else None
+
+    return value
 
 
 def _extreme(name: str) -> Callable[[Row], Any]:
@@ -182,12 +199,16 @@ def _extreme(name: str) -> Callable[[Row], Any]:
     return largest
 
 
-def _layer_curve(rows: Sequence[Row], name: str, layer: int) -> Series:
+def _layer_name(names: Sequence[str], layer: int) -> str:
+    return names[layer] if names else f"layer {layer}"
+
+
+def _layer_curve(rows: Sequence[Row], name: str, layer: int, label: str) -> Series:
     rows = _thinned(rows)
     columns = [[x for x in row["measure"][name][layer] if x is not None] or [math.nan] for row in rows]
     steps = tuple(row["step"] for row in rows)
     low, high = tuple(min(column) for column in columns), tuple(max(column) for column in columns)
-    return Series(f"layer {layer}", steps, tuple(statistics.median(column) for column in columns), low, high)
+    return Series(label, steps, tuple(statistics.median(column) for column in columns), low, high)
 
 
 def _curve(label: str, rows: Sequence[Row], value: Callable[[Row], Any]) -> Series:

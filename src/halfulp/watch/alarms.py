@@ -15,12 +15,19 @@ from halfulp.watch.running import WINDOW
 
 LEVEL = 1e-3
 SCORE_MOVE = 2.0
-RULE = (
-    f"biased: over the last {WINDOW} measurements (half as many at least) the error of δ that the gradient has, read "
-    f"from dK in units of Σ|δ_lp − δ_hp|, is not zero in the mean, by Student's t, at a level of {LEVEL:g} over all "
-    f"heads of one measurement; run-away: biased, and the head's mean score has moved by more than {SCORE_MOVE:g} "
-    f"since the middle of these measurements"
-)
+
+
+def rule(level: float) -> str:
+    """What alarms, in words."""
+    return (
+        f"biased: over the last {WINDOW} measurements (half as many at least) the error of δ that the gradient has, "
+        f"read from dK (or dQ, where heads share a key) in units of Σ|δ_lp − δ_hp|, is not zero in the mean, by "
+        f"Student's t, at a level of {level:g} over all heads of one measurement; run-away: biased, and the head's "
+        f"mean score has moved by more than {SCORE_MOVE:g} since the middle of these measurements"
+    )
+
+
+RULE = rule(LEVEL)
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,8 @@ class Alarm:
         return f"step {self.step}, layer {self.layer}, head {self.head}: {self.kind} (t = {self.t:.1f}, {moved})"
 
 
-def alarms(rows: Sequence[Mapping[str, Any]]) -> list[Alarm]:
-    """Return what the last of some measurements alarms about, by `RULE`; rows {"step", "measure"} as runs record them.
+def alarms(rows: Sequence[Mapping[str, Any]], level: float = LEVEL) -> list[Alarm]:
+    """Return what the last of some measurements alarms about, by `rule`; rows {"step", "measure"} as runs record them.
 
     Looking after every measurement of a long run is a test each time: the level is that of one look.
     """
@@ -49,23 +56,26 @@ def alarms(rows: Sequence[Mapping[str, Any]]) -> list[Alarm]:
         return []
     last, middle = (measured[i]["measure"] for i in (-1, len(measured) // 2))
     ts = last["delta_error_in_gradient_steps_t"]
-    least = _threshold(sum(map(len, ts)), len(measured))
+    least = threshold(sum(map(len, ts)), len(measured), level)
     found = []
     for layer, heads in enumerate(ts):
         for head, t in enumerate(heads):
             if t is None or not abs(t) > least:
                 continue
-            now, before = (_number(figures["mean_score"][layer][head]) for figures in (last, middle))
+            now, before = (_figure(measure["mean_score"], layer, head) for measure in (last, middle))
             kind: Literal["biased", "run-away"] = "run-away" if abs(now - before) > SCORE_MOVE else "biased"
             found.append(Alarm(kind, measured[-1]["step"], layer, head, t, now - before))
     return found
 
 
-def _threshold(heads: int, measurements: int) -> float:
+def threshold(heads: int, measurements: int, level: float = LEVEL) -> float:
+    """The |t| that is beyond the level, over all heads of one measurement."""
     from scipy.special import stdtrit
 
-    return float(-stdtrit(measurements - 1, LEVEL / (2 * max(heads, 1))))
+    return float(-stdtrit(measurements - 1, level / (2 * max(heads, 1))))
 
 
-def _number(value: float | None) -> float:
+def _figure(rows: Sequence[Sequence[float | None]], layer: int, head: int) -> float:
+    """NaN where it was not finite, or the layer not measured."""
+    value = rows[layer][head] if layer < len(rows) and head < len(rows[layer]) else None
     return math.nan if value is None else value

@@ -27,19 +27,23 @@ class Exact:
     lse: Tensor  # [B, H, N, 1]
     weights: Tensor  # P = exp(S − lse) [B, H, N, N_k]
     out: Tensor  # PV [B, H, N, D_v]
-    visible: int  # pairs that are not hidden, of one head of one batch entry
+    visible: int | Tensor  # pairs that are not hidden, of one head of one batch entry, or their mean over these [H]
 
 
 def exact_call(call: Call, dtype: torch.dtype = torch.float64) -> Exact:
-    """Compute a call by the definition, from its query, key and value as they are."""
+    """Compute a call by the definition, from its query, key and value as they are; no row may be hidden wholly."""
     query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
     scores = (query @ key.mT).mul_(call.scale)
     n, n_k = scores.shape[-2:]
-    visible = n * n_k
-    if call.is_causal:
+    visible: int | Tensor = n * n_k
+    if call.attn_mask is not None:
+        given = call.attn_mask
+        scores = scores.masked_fill_(~given, -math.inf) if given.dtype == torch.bool else scores.add_(given)
+        visible = (scores > -math.inf).sum((0, 2, 3)).double() / len(scores)
+    elif call.is_causal:
         hidden = torch.ones(n, n_k, dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(hidden, -math.inf)
-        visible -= int(hidden.sum())
+        visible = n * n_k - int(hidden.sum())
     row_max = scores.amax(-1, keepdim=True)
     weights = (scores - row_max).exp_()
     row_sum = weights.sum(-1, keepdim=True)
@@ -115,6 +119,36 @@ def delta_error_in_gradient(call: Call) -> Tensor:
     mean = query.mean((0, 2))
     along = (call.grad_key.double().sum(2) * mean).sum(-1)
     return -along / (call.scale * mean.square().sum(-1))
+
+
+def exact_gradients(call: Call, exact: Exact) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ `[B, H, N, D]`, dK `[B, H, N_k, D]` and dV `[B, H, N_k, D_v]` by the definition, of the call's dO."""
+    grad_out = _grad_out(call, exact)
+    grad_scores = grad_out @ call.value.to(grad_out.dtype).mT
+    grad_scores.sub_((grad_out * exact.out).sum(-1, keepdim=True)).mul_(exact.weights).mul_(call.scale)
+    query, key = (x.to(grad_out.dtype) for x in (call.query, call.key))
+    return grad_scores @ key, grad_scores.mT @ query, exact.weights.mT @ grad_out
+
+
+def relative_error(given: Tensor, golden: Tensor) -> Tensor:
+    """‖given − golden‖ / ‖golden‖ `[H]` of `[B, H, N, D]`, over batch entries and rows; NaN where golden is 0."""
+    return (given.to(golden.dtype) - golden).square().sum((0, 2, 3)).div(golden.square().sum((0, 2, 3))).sqrt()
+
+
+def delta_error_in_query_gradient(call: Call, exact: Exact, grad_query: Tensor, golden: Tensor) -> Tensor:
+    """Σ_i w_i e_i `[B, H]` as `delta_error_in_gradient`, read from dQ, for heads that share a key and so a dK.
+
+    An error e of δ changes row i of dQ by −α e_i (PK)_i. Along (PK)_i that gives w_i = ‖(PK)_i‖² over its mean.
+
+    Args:
+        call: its query, key and value.
+        exact: the same call's.
+        grad_query: dQ as the attention gave it `[B, H, N, D]`.
+        golden: its exact value, of `exact_gradients`.
+    """
+    means = exact.weights @ call.key.to(golden.dtype)  # PK
+    along = ((grad_query.to(golden.dtype) - golden) * means).sum((2, 3))
+    return -along / (call.scale * means.square().sum(-1).mean((0, 2)))
 
 
 def row_sum_figures(call: Call, exact: Exact, error: Tensor) -> dict[str, Tensor]:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from halfulp.watch import measures
-from halfulp.watch.curvature import t_value
 from halfulp.watch.directions import Direction, direction_of, step_figures, unit_matrix
 from halfulp.watch.passes import Recorder, attention_modules, exact_pass, record
-from halfulp.watch.running import Running
+from halfulp.watch.running import CUMULATIVE, SIZE, Running, errors_of_delta
 from halfulp.watch.spectral import head_sigmas
 from halfulp.watch.taps import Call
 
@@ -27,7 +26,6 @@ MOST_SCORES = 2**22
 CHUNK = 2**21
 """Scores of a layer held at once; at least one head's."""
 PARTS = ("delta_error", "delta_error_first_order", "delta_error_curvature", "delta_error_in_gradient")
-_SIZE, _CUMULATIVE = "delta_error_size", "delta_error_cumulative"
 
 Figures = dict[str, Tensor]
 
@@ -146,7 +144,7 @@ class Monitor:
         self.running, self.vectors, self.errors, self.means = {}, {}, {}, {}
         for layer in layers:
             device = self.modules[layer].head_weights()[0].device
-            for part in (*PARTS, _CUMULATIVE):
+            for part in (*PARTS, CUMULATIVE):
                 self.running[f"{layer}/{part}"] = Running.of(f"{layer}/{part}", state)
             first, second, third = (state[f"{layer}/vector{i}"].to(device) for i in range(3))
             self.vectors[layer] = (first, second, third)
@@ -170,7 +168,7 @@ class Monitor:
             chunks.append(self._chunk(call.heads(start, stop), grad, generator))
         found = {name: torch.cat([figures[name] for figures, _, _ in chunks]) for name in chunks[0][0]}
         parts = {name: torch.cat([parts[name] for _, parts, _ in chunks], 1) for name in chunks[0][1]}
-        found |= self._errors_of_delta(layer, parts)
+        found |= errors_of_delta(self.running, layer, parts)
         found |= self._sigmas(layer, call.scale, generator)
         if chunks[0][2] is not None:
             directions = [direction for _, _, direction in chunks if direction is not None]
@@ -191,27 +189,9 @@ class Monitor:
         if exact_grad is not None:
             first = (exact_grad.to(self.dtype) * (call.out.to(self.dtype) - exact.out)).sum((2, 3))
         read = measures.delta_error_in_gradient(call).to(self.dtype)
-        parts = dict(zip(PARTS, (total, first, total - first, read), strict=True)) | {_SIZE: error.abs().sum(-1)}
+        parts = dict(zip(PARTS, (total, first, total - first, read), strict=True)) | {SIZE: error.abs().sum(-1)}
         direction = None if call.inputs is None else direction_of(call, exact, error, generator)
         return found | ({} if direction is None else direction.figures), parts, direction
-
-    def _errors_of_delta(self, layer: int, parts: Figures) -> Figures:
-        size = parts[_SIZE].sum(0)
-        found: Figures = {_SIZE: size}
-        for name in PARTS:
-            total = parts[name].sum(0)
-            running = self._running(layer, name, total / size.clamp_min(torch.finfo(size.dtype).tiny))
-            found |= {name: total, f"{name}_t": t_value(parts[name]), f"{name}_steps_t": running.t}
-        running = self._running(layer, _CUMULATIVE, found[PARTS[0]])
-        found[_CUMULATIVE] = running.total
-        found["delta_error_positive"] = running.positive.double() / running.count
-        return found | {"delta_error_sign_p": running.sign_p}
-
-    def _running(self, layer: int, name: str, figures: Tensor) -> Running:
-        """What is known of a figure once this measurement has joined."""
-        running = self.running.setdefault(f"{layer}/{name}", Running.start(tuple(figures.shape)))
-        running.add(figures)
-        return running
 
     def _sigmas(self, layer: int, scale: float, generator: torch.Generator) -> Figures:
         query, key = self.modules[layer].head_weights()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from halfulp.watch.curvature import t_value
+
 WINDOW = 20
 """Measurements that a mean and its t value look back on: a run's first steps say little about its present."""
 
@@ -68,3 +70,39 @@ class Running:
     def of(cls, name: str, state: dict[str, Tensor]) -> Running:
         """What `tensors` gave."""
         return cls(**{field.name: state[f"{name}/{field.name}"].cpu().clone() for field in fields(cls)})
+
+
+SIZE, TOTAL, CUMULATIVE = "delta_error_size", "delta_error", "delta_error_cumulative"
+
+
+def errors_of_delta(running: dict[str, Running], layer: int | str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a measurement adds to what is known of a layer's error of δ.
+
+    Args:
+        running: by "layer/part", brought up to date here.
+        layer: whose.
+        parts: by batch entry `[B, H]`: `SIZE`, the unit of the others; `TOTAL`; and more parts.
+
+    Returns:
+        `[H]` each: SIZE; every part summed, with _t over batch entries and _steps_t over measurements; CUMULATIVE,
+        delta_error_positive and delta_error_sign_p of TOTAL.
+    """
+    size = parts[SIZE].sum(0)
+    found = {SIZE: size}
+    for name, part in parts.items():
+        if name == SIZE:
+            continue
+        total = part.sum(0)
+        known = _known(running, f"{layer}/{name}", total / size.clamp_min(torch.finfo(size.dtype).tiny))
+        found |= {name: total, f"{name}_t": t_value(part), f"{name}_steps_t": known.t}
+    known = _known(running, f"{layer}/{CUMULATIVE}", found[TOTAL])
+    found[CUMULATIVE] = known.total
+    found["delta_error_positive"] = known.positive.double() / known.count
+    return found | {"delta_error_sign_p": known.sign_p}
+
+
+def _known(running: dict[str, Running], name: str, figures: Tensor) -> Running:
+    """What is known of a figure once this measurement has joined."""
+    known = running.setdefault(name, Running.start(tuple(figures.shape)))
+    known.add(figures)
+    return known

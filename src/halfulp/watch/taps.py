@@ -36,12 +36,15 @@ class Call:
     grad_out: Tensor | None = None  # [B, H, N, D_v]
     grad_key: Tensor | None = None  # [B, H, N_k, D], as the attention under test computed it
     inputs: Tensor | None = None  # X [B, N, width]: what W_Q reads
+    attn_mask: Tensor | None = None  # broadcasts to [B, H, N, N_k]: bool (True: may attend) or added to the scores
 
     def heads(self, start: int, stop: int) -> Call:
         """Return the same call for some of the heads; views, no copies."""
         part: dict[str, Any] = {
             field.name: x[:, start:stop]
             for field in fields(self)
-            if isinstance(x := getattr(self, field.name), Tensor) and field.name != "inputs"
+            if isinstance(x := getattr(self, field.name), Tensor) and field.name not in ("inputs", "attn_mask")
         }
+        if self.attn_mask is not None and self.attn_mask.ndim == 4 and self.attn_mask.shape[1] > 1:
+            part["attn_mask"] = self.attn_mask[:, start:stop]
         return replace(self, **part)

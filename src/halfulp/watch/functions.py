@@ -1,0 +1,200 @@
+"""The attention functions that models call, and how their arguments are read.
+
+While somebody taps, each of them is replaced wherever a loaded module holds it by one that asks, in the calling thread,
+whether a tapped model is running. Elsewhere it does what it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from halfulp.attention import attention, attention_varlen, patch
+from halfulp.attention.operands import causal, scale_of
+
+_PATCH = sys.modules[patch.__module__]
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_FLASH = (
+    "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+    "return_attn_probs",
+)  # fmt: skip
+ACCEPTED = "F.scaled_dot_product_attention, flash_attn_func, halfulp.attention, and your own in functions=(...)"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks for beside its operands."""
+
+    scale: float
+    is_causal: bool = False
+    offset: int = 0  # query i sees keys 0..i + offset
+    attn_mask: Tensor | None = None
+    window: tuple[int, int] | None = None
+    dropout: bool = False
+    unseen: str = ""  # why nothing of this call is measured
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a function takes its arguments."""
+
+    names: tuple[str, ...]  # by position; the first three are the operands
+    heads: int  # where the heads are in them: −3 for [..., H, N, D], −2 for [B, N, H, D]
+    read: Callable[[Mapping[str, Any], Tensor, Tensor], Asked]  # of arguments, query and key as [..., H, N, D]
+    casts: bool = False  # its operands to autocast's dtype
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        return dict(zip(self.names, args, strict=False)) | dict(kwargs)
+
+
+class Listener(Protocol):
+    """Shown a call of an attention function in a thread that runs a tapped model."""
+
+    def __call__(self, form: Form, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the function and return what it returned."""
+        ...
+
+
+def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
+    lengths = (query.shape[-2], key.shape[-2])
+    offset = given.get("causal_offset") or 0
+    diagonal = causal(given.get("attn_mask"), bool(given.get("is_causal", False)), lengths, offset)
+    unseen = next((f"{name} is given" for name in ("softcap", "sinks") if _asks(given.get(name))), "")
+    return Asked(
+        scale_of(given.get("scale"), query.shape[-1]),
+        diagonal.is_causal,
+        diagonal.offset,
+        None if diagonal.attn_mask is None else diagonal.attn_mask.detach(),
+        given.get("window"),
+        bool(given.get("dropout_p", 0.0)),
+        unseen,
+    )
+
+
+def _read_flash(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
+    window = tuple(given.get("window_size") or (-1, -1))
+    unseen = next((f"{name} is given" for name in ("softcap", "alibi_slopes") if _asks(given.get(name))), "")
+    return Asked(
+        scale_of(given.get("softmax_scale"), query.shape[-1]),
+        bool(given.get("causal", False)),
+        key.shape[-2] - query.shape[-2],
+        None,
+        None if max(window) < 0 else (window[0], window[1]),
+        bool(given.get("dropout_p", 0.0)),
+        unseen,
+    )
+
+
+def _asks(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _read_packed(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
+    del given, query, key
+    return Asked(1.0, unseen="its sequences are packed")
+
+
+_SDPA_FORM = Form(_SDPA, -3, _read_sdpa, casts=True)
+_FLASH_FORM = Form(_FLASH, -2, _read_flash)
+_PACKED_FORM = Form(("q", "k", "v"), -2, _read_packed)
+
+_lock = threading.Lock()
+_open: dict[object, tuple[Callable[..., Any], ...]] = {}  # who taps, and which functions beside the known ones
+_replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []  # (stock, tapped)
+_here = threading.local()
+
+
+def listen(listener: Listener | None) -> Listener | None:
+    """Have calls of this thread shown to a listener; return the one before."""
+    before = listening()
+    _here.listener = listener
+    return before
+
+
+def listening() -> Listener | None:
+    """Who listens in this thread."""
+    found: Listener | None = getattr(_here, "listener", None)
+    return found
+
+
+def open_taps(who: object, own: Sequence[Callable[..., Any]] = ()) -> None:
+    """Replace the attention functions until `close_taps`."""
+    with _lock:
+        _take_out()
+        if not _open:
+            _PATCH.hold()  # so that no patch comes or goes beneath the replacements
+        _open[who] = tuple(own)
+        _put_in()
+
+
+def close_taps(who: object) -> None:
+    """Undo `open_taps`; nothing if that has been done."""
+    with _lock:
+        if who not in _open:
+            return
+        _take_out()
+        del _open[who]
+        if _open:
+            _put_in()
+        else:
+            _PATCH.release()
+
+
+def _put_in() -> None:
+    forms: dict[int, tuple[Callable[..., Any], Form]] = {}
+    for module, name, form in (
+        (torch.nn.functional, "scaled_dot_product_attention", _SDPA_FORM),
+        (sys.modules.get("flash_attn"), "flash_attn_func", _FLASH_FORM),
+        (sys.modules.get("flash_attn"), "flash_attn_varlen_func", _PACKED_FORM),
+    ):
+        function = getattr(module, name, None)
+        if function is not None:
+            forms[id(function)] = (function, form)
+    mine: list[tuple[Callable[..., Any], Form]] = [(attention, _SDPA_FORM), (attention_varlen, _PACKED_FORM)]
+    for function in (function for functions in _open.values() for function in functions):
+        mine.append((function, Form(tuple(inspect.signature(function).parameters), -3, _read_sdpa)))
+    forms |= {id(function): (function, form) for function, form in mine}
+    _replaced.extend((function, _tapped(function, form)) for function, form in forms.values())
+    _exchange({id(stock): tapped for stock, tapped in _replaced})
+
+
+def _take_out() -> None:
+    _exchange({id(tapped): stock for stock, tapped in _replaced})
+    _replaced.clear()
+
+
+def _exchange(by_id: Mapping[int, Callable[..., Any]]) -> None:
+    """Put other functions wherever a module holds one of these; halfulp's patch calls its own directly."""
+    if not by_id:
+        return
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module in (_PATCH, sys.modules[__name__]):
+            continue
+        if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):  # most modules hold none
+            for name, held in list(vars(module).items()):
+                if id(held) in by_id:
+                    setattr(module, name, by_id[id(held)])
+
+
+def _tapped(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        listener = listen(None)  # what the function calls itself is part of it
+        if listener is None:
+            return function(*args, **kwargs)
+        try:
+            return listener(form, function, args, kwargs)
+        finally:
+            listen(listener)
+
+    return tapped
