@@ -30,7 +30,7 @@ def test_names_lead_to_the_kernel_they_name() -> None:
     assert torch.equal(
         attention_function(changed)(q, k, v, **options), emulate(q, k, v, recipe=recipe_named(changed), **options)
     )
-    for name in ("torch:flash", "torch:math", "BF16_FLASH2"):
+    for name in ("torch:flash", "torch:math", "BF16_FLASH2", "halfulp", "halfulp:torch"):
         out = attention_function(name)(q, k, v, **options)
         assert out.dtype == q.dtype
         assert not torch.equal(out, exact)

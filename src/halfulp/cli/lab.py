@@ -47,7 +47,7 @@ def train(
         preset: seconds, minutes, capture, pictures or gpt2 (`halfulp ls presets` says what each is and takes).
         out: New folder for the run.
         resume: Folder of a run to go on with, from its last checkpoint; its own configuration holds.
-        attention: Who computes attention: torch:flash, torch:math, torch:fp32, a recipe, or file.py:function.
+        attention: Who computes attention: torch:flash, torch:math, torch:fp32, halfulp, a recipe, or file.py:function.
             Given again with a place, such as "layer 1 head 2,5: torch:math", it holds there alone.
         steps: Steps to train.
         seed: Of weights, data and their order.

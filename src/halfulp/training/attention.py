@@ -124,7 +124,7 @@ def attention_function(choice: str, own: Mapping[str, AttentionFunction] | None 
 
     Args:
         choice: "torch", "torch:fp32", one of `TORCH_BACKENDS`, a recipe (see `halfulp.recipes.recipe_named`),
-            "module:function" or "file.py:function", or a name in `own`.
+            "halfulp" (`halfulp.attention` in bf16; "halfulp:torch" and so on for one backend), "module:function" or "file.py:function", or a name in `own`.
         own: functions of the caller's by name.
 
     Raises:
@@ -140,12 +140,13 @@ def attention_function(choice: str, own: Mapping[str, AttentionFunction] | None 
         return partial(_torch_backend, TORCH_BACKENDS[choice])
     if choice.partition("[")[0].strip().upper() in RECIPES:
         return partial(emulate, recipe=recipe_named(choice))
-    if ":" in choice and not choice.startswith("torch:"):
+    if choice == "halfulp" or (":" in choice and not choice.startswith("torch:")):
         target = resolve(choice)
         if target.missing is not None:
             raise ValueError(f"attention={choice!r}: {target.missing}; accepted is one that runs here")
         return partial(_out_of, target.call)
-    accepted = f"torch, torch:fp32, {', '.join(TORCH_BACKENDS)}, file.py:function, or a recipe: {', '.join(RECIPES)}"
+    torchs = ", ".join(TORCH_BACKENDS)
+    accepted = f"torch, torch:fp32, {torchs}, halfulp, file.py:function, or a recipe: {', '.join(RECIPES)}"
     raise ValueError(f"attention={choice!r}: accepted are {accepted}")
 
 
