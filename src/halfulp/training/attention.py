@@ -124,7 +124,8 @@ def attention_function(choice: str, own: Mapping[str, AttentionFunction] | None 
 
     Args:
         choice: "torch", "torch:fp32", one of `TORCH_BACKENDS`, a recipe (see `halfulp.recipes.recipe_named`),
-            "halfulp" (`halfulp.attention` in bf16; "halfulp:torch" and so on for one backend), "module:function" or "file.py:function", or a name in `own`.
+            "halfulp" (`halfulp.attention` in bf16; "halfulp:torch" and so on for one backend), "module:function" or
+            "file.py:function", or a name in `own`.
         own: functions of the caller's by name.
 
     Raises:
