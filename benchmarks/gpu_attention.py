@@ -1,8 +1,10 @@
 """halfulp.attention on a GPU: is it right, is it sound, how fast is it beside the stock kernels?
 
 usage: python -m benchmarks.gpu_attention [--out gpu-attention] [--seconds 570] [--device cuda] [--small] [--only …]
+       python -m benchmarks.gpu_attention --dry-run      (no GPU: plan every measurement, down to the launches)
        python -m benchmarks.gpu_attention --compile FILE     (no GPU: compile every kernel for every chip)
        python -m benchmarks.gpu_attention --tune FILE        (time tile sizes on this GPU and write their table)
+       python -m benchmarks.gpu_attention --tiles FILE       (measure with a table that --tune wrote)
 
 A call ends after --seconds and the next one goes on where it ended: every figure is kept in --out as soon as it is
 there, and results.json is written again at the end of each call.
@@ -33,6 +35,7 @@ from torch import Tensor
 
 import halfulp
 from halfulp.audit import targets
+from halfulp.audit.builtin import BOTH
 from halfulp.audit.calling import Target
 from halfulp.audit.probes import Shape
 from halfulp.audit.run import audit
@@ -41,7 +44,7 @@ from halfulp.runs.machine import describe_machine, describe_versions
 from halfulp.testing import attend, errors, gaussian, golden, value_offset
 
 RECIPES = ("halfulp", "stock", "published", "exact_delta")
-STOCK = ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex:compiled", "flash_attn")
+STOCK = ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex:compiled", "flash_attn", "flash_attn:3", "flash_attn:4")
 PARTS = ("weights", "golden", "audit", "speed")
 ROUNDS = 7
 
@@ -79,11 +82,15 @@ def units(device: str, small: bool) -> Iterator[Unit]:
             yield Unit("golden", f"{name} N={length}", partial(error, name, length, device))
     for name in ("halfulp:halfulp",) if small else (*ours, *stock):
         yield Unit("audit", name, partial(audited, name, device, small))
-    for dim in (64,) if small else (64, 128):
-        for causal in (False, True):
-            for length in (128,) if small else (1024, 2048, 4096, 8192, 16384):
-                case = f"d={dim} N={length}{' causal' * causal}"
-                yield Unit("speed", case, partial(speeds, [*ours, *stock], dim, length, causal, device, small))
+    for dim, causal, length in speed_cases(small):
+        case = f"d={dim} N={length}{' causal' * causal}"
+        yield Unit("speed", case, partial(speeds, [*ours, *stock], dim, length, causal, device, small))
+
+
+def speed_cases(small: bool) -> list[tuple[int, bool, int]]:
+    """Head dimension, causal, length."""
+    lengths = (128,) if small else (1024, 2048, 4096, 8192, 16384)
+    return [(d, causal, n) for d in ((64,) if small else (64, 128)) for causal in (False, True) for n in lengths]
 
 
 def weights(dtype: str, causal: bool) -> dict[str, int]:
@@ -107,8 +114,8 @@ def audited(name: str, device: str, small: bool) -> dict[str, Any]:
     """Verdict and reason of the audit, and its seconds."""
     shapes = [Shape(2, 2, 64, 64, 32)] if small else []
     target: Target | str = name
-    if name.startswith("halfulp:"):  # no masks: the Triton kernels read none
-        target = Target(name, partial(kernel(name, device), return_lse=True), frozenset({"enable_gqa"}), "")
+    if name.startswith("halfulp:"):
+        target = Target(name, partial(kernel(name, device), return_lse=True), BOTH, "")
     report = audit(target, device=device, shapes=shapes, explain=False)
     return {"verdict": report.verdict, "reason": report.reason, "seconds": report.seconds}
 
@@ -120,33 +127,41 @@ def operations(batch: int, heads: int, length: int, dim: int, causal: bool) -> f
 
 def speeds(names: list[str], dim: int, length: int, causal: bool, device: str, small: bool) -> dict[str, Any]:
     """TFLOP/s of every kernel, forward and backward: rounds in which each has its turn, so that clocks are shared."""
-    batch, heads = (1, 2) if small else (max(1, 16384 // length), 2048 // dim)
+    shape = (1, 2, length, dim) if small else speed_shape(dim, length)
     generator = torch.Generator().manual_seed(0)
-    shape = (batch, heads, length, dim)
     q, k, v, do = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for _ in range(4))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
-    refused: dict[str, str] = {}
+    calls: dict[str, dict[str, Callable[[], Any]]] = {}
+    refused: dict[str, dict[str, str]] = {}
     for name in names:
+        calls[name], refused[name] = {}, {}
+        which = "forward"
         try:
             forward = partial(_forward, prepared(name, length, causal, device), q, k, v, causal)
             out = forward()
+            calls[name]["forward"] = forward
+            which = "backward"
             backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
             backward()
-            calls[name] = (forward, backward)
-        except Exception as problem:  # a kernel that this chip or these arguments lack
-            refused[name] = " ".join(str(problem).split())[:200]
-    times: dict[str, list[list[float]]] = {name: [[], []] for name in calls}
+            calls[name]["backward"] = backward
+        except Exception as problem:  # a kernel that this chip or these arguments lack, or a forward pass alone
+            refused[name][which] = " ".join(str(problem).split())[:200]
+    times: dict[str, dict[str, list[float]]] = {name: {which: [] for which in passes} for name, passes in calls.items()}
     for _ in range(2 if small else ROUNDS):
         for name, passes in calls.items():
-            for kept, call in zip(times[name], passes, strict=True):
-                kept.append(seconds_of(call, device, 1 if small else 10))
-    work = operations(batch, heads, length, dim, causal)
-    found: dict[str, Any] = {
-        name: {"forward": _rates(work, forward), "backward": _rates(2.5 * work, backward)}
-        for name, (forward, backward) in times.items()
-    }
-    return found | {name: {"refused": why} for name, why in refused.items()}
+            for which, call in passes.items():
+                times[name][which].append(seconds_of(call, device, 1 if small else 10))
+    work = operations(*shape, causal)
+    found: dict[str, Any] = {}
+    for name in names:
+        rates = {w: _rates(work * (1.0 if w == "forward" else 2.5), seconds) for w, seconds in times[name].items()}
+        found[name] = rates | ({"refused": refused[name]} if refused[name] else {})
+    return found
+
+
+def speed_shape(dim: int, length: int) -> tuple[int, int, int, int]:
+    """[B, H, N, D] with 16,384 tokens and 2,048 features, as FlashAttention's own benchmark has it."""
+    return max(1, 16384 // length), 2048 // dim, length, dim
 
 
 def prepared(name: str, length: int, causal: bool, device: str) -> Callable[..., Any]:
@@ -204,26 +219,52 @@ def describe(found: dict[str, Any]) -> list[Table]:
             for name, one in rows.items():
                 table.add_row(name, json.dumps(one, default=str))
         else:
-            table = Table("speed", "kernel", "forward TFLOP/s", "of our stock", "backward TFLOP/s", "of our stock")
+            ratios = ("of our stock", "of the fastest other")
+            table = Table("speed", "kernel", "forward TFLOP/s", *ratios, "backward TFLOP/s", *ratios)
             for case, kernels in rows.items():
                 for name, one in kernels.items():
-                    table.add_row(case, name, *_speed_cells(one, kernels.get("halfulp:stock", {})))
+                    table.add_row(case, name, *_speed_cells(one, kernels))
         tables.append(table)
     return tables
 
 
-def _speed_cells(one: dict[str, Any], stock: dict[str, Any]) -> list[str]:
-    if "refused" in one:
-        return [one["refused"], "", "", ""]
+def _speed_cells(one: dict[str, Any], kernels: dict[str, dict[str, Any]]) -> list[str]:
+    """TFLOP/s and ratios of one kernel; a ratio nearer to 1 than the rounds are to each other says nothing."""
     cells = []
     for which in ("forward", "backward"):
-        rates = one[which]
+        rates = one.get(which)
+        if rates is None:
+            cells += [one["refused"].get(which, "no forward pass"), "", ""]
+            continue
         cells.append(f"{rates['median']:.4g} ({rates['least']:.4g} to {rates['most']:.4g})")
         spread = (rates["most"] - rates["least"]) / rates["median"]
-        ratio = rates["median"] / stock[which]["median"] if which in stock else None
-        # a ratio nearer to 1 than the rounds are to each other says nothing
-        cells.append("" if ratio is None else "within the spread" if abs(ratio - 1) < spread else f"{ratio:.3f}")
+        others = [k[which]["median"] for name, k in kernels.items() if which in k and not name.startswith("halfulp:")]
+        ours = kernels.get("halfulp:stock", {}).get(which, {}).get("median")
+        for against in (ours, max(others, default=None)):
+            ratio = None if against is None else rates["median"] / against
+            cells.append("" if ratio is None else "within the spread" if abs(ratio - 1) < spread else f"{ratio:.3f}")
     return cells
+
+
+def dry_run(todo: list[Unit]) -> dict[str, Any]:
+    """What would be measured: which kernels are missing here and why, and what ours would launch in every speed case.
+
+    Everything up to the launches is done, for every chip, on tensors without memory: blocks of the grid and tiles.
+    """
+    from halfulp.kernels import triton_compile
+
+    found: dict[str, Any] = {"units": [f"{unit.part}/{unit.name}" for unit in todo]}
+    found["missing"] = {name: why for name in STOCK if (why := targets.resolve(name).missing) is not None}
+    found["launches"] = {}
+    for dim, causal, length in speed_cases(small=False):
+        for target in triton_compile.TARGETS:
+            for recipe in RECIPES:
+                shape = speed_shape(dim, length)
+                planned = triton_compile.launches(recipe, dim, causal=causal, target=target, shape=shape[:3])
+                found["launches"][f"{target} {recipe} d={dim} N={length}{' causal' * causal}"] = {
+                    kind: [launch.grid[0], *launch.config] for kind, launch in planned.items()
+                }
+    return found
 
 
 def run(todo: list[Unit], out: Path, deadline: float) -> tuple[dict[str, Any], list[str]]:
@@ -275,11 +316,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="where the kernels run")
     parser.add_argument("--small", action="store_true", help="sizes that say nothing, to test the script on a CPU")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--dry-run", action="store_true", help="only plan, and print the plan as JSON; needs no GPU")
+    parser.add_argument(
+        "--tiles", type=Path, metavar="FILE", help="a table that --tune wrote, in place of the package's"
+    )
     parser.add_argument("--compile", type=Path, metavar="FILE", help="only compile for every chip; needs no GPU")
     parser.add_argument("--tune", type=Path, metavar="FILE", help="only time tile sizes and write their table")
     options = parser.parse_args(argv)
     if options.compile is not None:
         return compile_table(options.compile)
+    if options.dry_run:
+        print(json.dumps(dry_run([u for u in units("cuda", small=False) if u.part in options.only]), indent=1))
+        return None
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu --small tests the script")
     if options.tune is not None:
@@ -287,6 +335,10 @@ def main(argv: list[str] | None = None) -> None:
 
         tune(write=options.tune)
         return None
+    if options.tiles is not None:
+        from halfulp.kernels import triton_configs
+
+        triton_configs.use(options.tiles)
     todo = [unit for unit in units(options.device, options.small) if unit.part in options.only]
     found, left = run(todo, options.out, time.time() + options.seconds)
     console = Console(width=180)

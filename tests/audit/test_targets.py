@@ -7,6 +7,7 @@ import shutil
 import sys
 import types
 import warnings
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -131,6 +132,7 @@ def test_flash_attn_gets_its_own_layout(monkeypatch):
         return out.transpose(1, 2), scores.logsumexp(-1), None
 
     fake = types.ModuleType("flash_attn")
+    fake.__spec__ = ModuleSpec("flash_attn", None)
     fake.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
     real = resolve_without_missing(monkeypatch)
@@ -142,9 +144,39 @@ def test_flash_attn_gets_its_own_layout(monkeypatch):
     assert "bottom right" in run_target(real, q, k, v, is_causal=True, scale=None).refusal
 
 
-def resolve_without_missing(monkeypatch):
-    monkeypatch.setattr(BUILTIN, "_no_flash_attn", lambda: None)
-    return resolve("flash_attn")
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("flash_attn:3", ["flash_attn_interface"]), ("flash_attn:3", ["fa3_fwd_interface"]),
+     ("flash_attn:4", ["flash_attn", "flash_attn.cute"])],
+)  # fmt: skip
+@pytest.mark.parametrize("gives_lse", [False, True])
+def test_later_versions_of_flash_attn(monkeypatch, name, modules, gives_lse):
+    """They take no return_attn_probs and give lse, none, or O alone."""
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=causal, enable_gqa=True)
+        out = out.transpose(1, 2)
+        if name == "flash_attn:3" and not gives_lse:
+            return out
+        return out, torch.logsumexp(q.float() @ k.float().mT * softmax_scale, -1) if gives_lse else None
+
+    assert f"{modules[-1]}" in resolve(name).missing
+    assert resolve(name).missing.endswith("is not installed")
+    for module in modules:
+        fake = types.ModuleType(module)
+        fake.__spec__ = ModuleSpec(module, None, is_package=True)
+        fake.flash_attn_func = flash_attn_func
+        monkeypatch.setitem(sys.modules, module, fake)
+    if not torch.cuda.is_available():
+        assert resolve(name).missing == "needs a CUDA device"
+    real = resolve_without_missing(monkeypatch, name)
+    assert (run(real, scale=0.4).result.lse is not None) == gives_lse
+
+
+def resolve_without_missing(monkeypatch, name="flash_attn"):
+    monkeypatch.setattr(BUILTIN, "_no_flash_attn", lambda *modules: None)
+    return resolve(name)
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from halfulp.kernels import triton_attention as door
 from halfulp.kernels.options import Options
-from halfulp.kernels.triton_configs import KINDS, Config, config_for, shipped_table
+from halfulp.kernels.triton_configs import KINDS, Config, config_for, shipped_table, use
 
 X = torch.zeros(1, 4, 8, 16, dtype=torch.bfloat16)
 
@@ -20,8 +21,11 @@ X = torch.zeros(1, 4, 8, 16, dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [({"recipe": "paper"}, "none of halfulp, stock"), ({"scale": 0.0}, "not positive"), ({"scale": -1.0}, "positive"),
-     ({"scale": float("inf")}, "finite"), ({"attn_mask": X}, "attn_mask"), ({"softcap": 1.0}, "softcap"),
-     ({"sinks": X}, "sinks"), ({"dropout_p": 0.1}, "dropout")],
+     ({"scale": float("inf")}, "finite"), ({"attn_mask": X[..., 0]}, "does not broadcast"),
+     ({"attn_mask": X[:, :2, :, :8]}, "does not broadcast"), ({"attn_mask": X[0, 0, 0].int()}, "dtype torch.int32"),
+     ({"attn_mask": X.to("meta")}, "attn_mask on meta"), ({"softcap": -1.0}, "softcap -1.0"),
+     ({"sinks": X[0, :3, 0, 0]}, "for 4 heads"), ({"sinks": X[0, :, 0, 0].to("meta")}, "sinks on meta"),
+     ({"dropout_p": 1.5}, "1.5 is not between")],
 )  # fmt: skip
 def test_options_that_the_kernels_lack_are_named(changes: dict, reason: str) -> None:
     found = door.supports(X, X, X, replace(Options(), **changes))
@@ -62,6 +66,13 @@ print(json.dumps([name for name in set(sys.modules) - before if name.split(".")[
     assert json.loads(done.stdout) == []
 
 
+def test_no_kernel_adds_by_atomics() -> None:
+    """Their order is the chip's own, so that a second run would have other bits."""
+    files = sorted(Path(door.__file__).parent.glob("triton_*.py"))
+    assert len(files) >= 9
+    assert not [file.name for file in files if "tl.atomic" in file.read_text(encoding="utf-8")]
+
+
 def test_every_chip_has_tiles() -> None:
     for capability in (0, 80, 86, 89, 90, 100, 103, 120, 121):
         for dim in (16, 64, 128, 256):
@@ -75,6 +86,33 @@ def test_every_chip_has_tiles() -> None:
     assert config_for("key", 90, 64, False, itemsize=4) == Config(32, 32, 4, 1)
     with pytest.raises(ValueError, match="accepted are 'forward', 'query', 'key'"):
         config_for("backward", 90, 64, False)
+
+
+def test_calls_with_options_take_tiles_of_their_own() -> None:
+    assert config_for("forward", 90, 64, False, options=2) != config_for("forward", 90, 64, False)
+    assert config_for("forward", 90, 64, True, options=3) == config_for("forward", 90, 64, False, options=2)
+    assert config_for("forward", 80, 128, False, options=1) == config_for("forward", 80, 128, False, options=2)
+    assert config_for("key", 90, 64, False, options=1) != config_for("key", 90, 64, False, options=2)
+    assert config_for("key", 90, 64, False, itemsize=4, options=1) == Config(32, 32, 4, 1)
+
+
+def test_a_table_of_ones_own_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    table = json.loads(json.dumps(shipped_table()))
+    table["90"]["64"]["key"] = {"block_m": 16, "block_n": 16, "warps": 1, "stages": 1}
+    file.write_text(json.dumps(table))
+    before = config_for("key", 90, 64, False)
+    try:
+        use(file)
+        assert config_for("key", 90, 64, False) == Config(16, 16, 1, 1)
+        for wrong in ("{", '{"90": {"64": {}}}', '{"90": 3}', '{"ninety": {}}'):
+            file.write_text(wrong)
+            with pytest.raises(ValueError, match="no table of tile sizes"):
+                use(file)
+        assert config_for("key", 90, 64, False) == Config(16, 16, 1, 1)
+    finally:
+        use(None)
+    assert config_for("key", 90, 64, False) == before
 
 
 def test_a_row_for_causal_calls_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

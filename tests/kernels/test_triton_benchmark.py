@@ -55,7 +55,7 @@ def test_the_plan_on_a_gpu_is_whole() -> None:
     for dim in (64, 128):
         for length in (1024, 2048, 4096, 8192, 16384):
             assert {f"speed/d={dim} N={length}", f"speed/d={dim} N={length} causal"} <= names
-    for name in ("sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "flex:compiled", "halfulp:halfulp"):
+    for name in (*gpu_attention.STOCK, "halfulp:halfulp"):
         assert {f"audit/{name}", f"golden/{name} N=16384"} <= names
     assert "weights/bfloat16 causal" in names
 
@@ -78,14 +78,50 @@ def test_no_ratio_within_the_spread() -> None:
         rates = {"median": median, "least": median - half, "most": median + half}
         return {"forward": rates, "backward": rates}
 
-    assert gpu_attention._speed_cells(one(101.0, 2.0), one(100.0, 0.1))[1] == "within the spread"
-    assert gpu_attention._speed_cells(one(97.0, 0.1), one(100.0, 0.1))[1] == "0.970"
+    kernels = {"halfulp:stock": one(100.0, 0.1), "sdpa:flash": one(120.0, 0.1), "sdpa:cudnn": one(125.0, 0.1)}
+    cells = gpu_attention._speed_cells(one(101.0, 2.0), kernels)
+    assert len(cells) == 6
+    assert cells[1:3] == ["within the spread", "0.808"]
+    assert gpu_attention._speed_cells(one(97.0, 0.1), kernels)[4] == "0.970"
+    alone = {"forward": one(200.0, 0.1)["forward"], "refused": {"backward": "no backward pass"}}  # as fa3-fwd
+    assert gpu_attention._speed_cells(alone, kernels)[1:] == ["2.000", "1.600", "no backward pass", "", ""]
+
+
+def test_a_forward_pass_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward_only(query, key, value, *, is_causal, scale):
+        return query.detach() * 2
+
+    monkeypatch.setattr(gpu_attention, "prepared", lambda *arguments: forward_only)
+    found = gpu_attention.speeds(["flash_attn:3"], 16, 16, False, "cpu", small=True)["flash_attn:3"]
+    assert found["forward"]["median"] > 0
+    assert "grad" in found["refused"]["backward"]
+    assert "backward" not in found
+
+
+def test_a_dry_run_plans_everything(capsys) -> None:
+    pytest.importorskip("triton")
+    gpu_attention.main(["--dry-run"])
+    plan = json.loads(capsys.readouterr().out)
+    assert "audit/flash_attn:4" in plan["units"]
+    assert "is not installed" in plan["missing"]["flash_attn:3"]
+    assert len(plan["launches"]) == 5 * 4 * 20  # chips, recipes, cases
+    launched = plan["launches"]["sm_90 exact_delta d=128 N=16384 causal"]
+    assert set(launched) == {"forward", "rows", "delta", "query", "key"}
+    assert launched["forward"][0] == 16384 // launched["forward"][1] * 16
+
+
+def test_tiles_of_ones_own_are_measured(tmp_path, monkeypatch) -> None:
+    used = []
+    monkeypatch.setattr("halfulp.kernels.triton_configs.use", used.append)
+    arguments = ["--out", str(tmp_path / "out"), "--device", "cpu", "--small", "--seconds", "0"]
+    gpu_attention.main([*arguments, "--tiles", str(tmp_path / "table.json")])
+    assert used == [tmp_path / "table.json"]
 
 
 def test_the_table_of_compiled_kernels_goes_on(tmp_path, monkeypatch) -> None:
     triton_compile = pytest.importorskip("halfulp.kernels.triton_compile")
     asked = []
-    monkeypatch.setattr(triton_compile, "rows", lambda: [("sm_90", 64, "key", recipe, False) for recipe in "ab"])
+    monkeypatch.setattr(triton_compile, "rows", lambda: [("sm_90", 64, "key", recipe, False, "") for recipe in "ab"])
     monkeypatch.setattr(triton_compile, "row", lambda *row: asked.append(row) or {"spills": 0})
     file = tmp_path / "table.json"
     gpu_attention.main(["--compile", str(file)])

@@ -14,20 +14,25 @@ from halfulp.kernels.triton_configs import Config, config_for  # noqa: E402
 
 SHIPPED = compiling.shipped_rows()
 SOME = [
-    ("sm_90", 128, "forward", "halfulp", False),
-    ("sm_90", 64, "key", "halfulp", True),
-    ("sm_80", 64, "query", "stock", False),
-    ("sm_100", 64, "key", "stock", False),
+    ("sm_90", 128, "forward", "halfulp", False, ""),
+    ("sm_90", 64, "key", "halfulp", True, ""),
+    ("sm_80", 64, "query", "stock", False, ""),
+    ("sm_100", 64, "key", "stock", False, ""),
+    ("sm_90", 64, "key", "halfulp", False, "all"),
+    ("sm_80", 64, "forward", "halfulp", False, "sinks"),
+    ("gfx942", 64, "query", "halfulp", False, "dropout"),
 ]
 
 
 def test_the_table_is_whole_and_of_these_tiles() -> None:
     assert set(SHIPPED) == {compiling.row_name(*row) for row in compiling.rows()} | {"triton"}
     for row in compiling.rows():
-        target, dim, kind, _, causal = row
+        target, dim, kind, _, causal, variant = row
         chip = compiling.TARGETS[target]
         capability = chip.arch if chip.backend == "cuda" else 0
-        assert Config(*SHIPPED[compiling.row_name(*row)]["config"]) == config_for(kind, capability, dim, causal)
+        options = {"": 0, "sinks": 0, "all": 3}.get(variant, 1)
+        expected = config_for(kind, capability, dim, causal, options=options)
+        assert Config(*SHIPPED[compiling.row_name(*row)]["config"]) == expected
 
 
 def test_nothing_spills_and_everything_fits() -> None:
@@ -41,7 +46,7 @@ def test_nothing_spills_and_everything_fits() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:triton")
 @pytest.mark.parametrize("row", SOME, ids=lambda row: compiling.row_name(*row))
-def test_compiled_now(row: tuple[str, int, str, str, bool]) -> None:
+def test_compiled_now(row: tuple[str, int, str, str, bool, str]) -> None:
     now, shipped = compiling.row(*row), SHIPPED[compiling.row_name(*row)]
     assert now["spills"] == 0
     if triton.__version__ == SHIPPED["triton"]["version"]:

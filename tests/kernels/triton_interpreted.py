@@ -1,7 +1,6 @@
 """Every Triton kernel under Triton's interpreter against the emulator. `test_triton_interpreter.py` runs this file.
 
-It needs a process of its own, since TRITON_INTERPRET decides when triton is imported. The interpreter computes exp2 and
-log2 with numpy, whose last bits are not torch's; here both sides take torch's, so that what is compared is the kernel.
+It needs a process of its own, since TRITON_INTERPRET decides when triton is imported.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -27,56 +24,20 @@ from halfulp.kernels.options import Options, Saved
 from halfulp.kernels.triton_configs import Config, shipped_table
 from halfulp.kernels.triton_tune import tune
 from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
-from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe, Shift, Step, flash2
+from halfulp.recipes import BF16_HALFULP, Step, flash2
 from halfulp.testing import Inputs, assert_within_budget, attend, gaussian, golden, relative_error, value_offset
+from tests.kernels.triton_reference import (
+    RECIPES,
+    TILES,
+    UNIT,
+    WIDE,
+    emulated,
+    exact_inputs,
+    run,
+    same_functions,
+)
 
-assert triton.knobs.runtime.interpret, "run by test_triton_interpreter.py, with TRITON_INTERPRET=1"
-
-STOCK = BF16_FLASH2.with_(base="2")
-RECIPES = {
-    "halfulp": BF16_HALFULP,
-    "stock": STOCK,
-    "published": STOCK.with_(shift=Shift("stabilized", beta=7.0)),
-    "exact_delta": STOCK.with_(delta_from="probabilities"),
-}
-TILES = Config(16, 32, 4, 1)
-WIDE = Config(32, 32, 4, 1)
-UNIT = 1 / math.log2(math.e)  # the scale at which base-2 scores are q·k itself
-
-
-def torch_unary(function: Any) -> Any:
-    return lambda self, arg: self.unary_op(arg, lambda x: function(torch.from_numpy(np.ascontiguousarray(x))).numpy())
-
-
-@pytest.fixture(autouse=True)
-def same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InterpreterBuilder, "create_exp2", torch_unary(torch.exp2))
-    monkeypatch.setattr(InterpreterBuilder, "create_log2", torch_unary(torch.log2))
-
-
-def run(inputs: Inputs, options: Options, tiles: Config = TILES, grad_lse: Tensor | None = None) -> Any:
-    """The kernels' result as `testing.attend` gives an emulation's."""
-    q, k, v, do = inputs
-    saved = door.forward(q, k, v, options, config=tiles)
-    grads = door.backward(do, grad_lse, q, k, v, saved, options, configs={"query": tiles, "key": tiles})
-    return algorithms.AttentionResult(saved.out, saved.lse, *grads[:3])
-
-
-def emulated(recipe: Recipe, inputs: Inputs, options: Options, tiles: Config = TILES) -> tuple[Any, ...]:
-    """The emulator's problem, step and what its forward pass keeps, in the kernels' blocks."""
-    step = Step(recipe.with_(block_query=tiles.block_m, block_key=tiles.block_n))
-    problem = Problem.read(*inputs[:3], Mask(options.is_causal), options.scale, step)
-    return problem, step, algorithms.attend(problem, step)
-
-
-def exact_inputs(seed: int, length: int, key_length: int) -> Inputs:
-    """Numbers so small and few that every sum of products is exact in fp32, in any order; scores have fractions."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def whole(limit: int, *shape: int) -> Tensor:
-        return torch.randint(-limit, limit + 1, (1, 2, *shape), generator=draw).bfloat16()
-
-    return Inputs(whole(4, length, 16) / 16, whole(1, key_length, 16), whole(3, key_length, 16), whole(2, length, 16))
+__all__ = ["same_functions"]  # a fixture of every test here
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -324,8 +285,11 @@ def test_tuning_keeps_the_fastest_and_writes_a_table(tmp_path: Path) -> None:
     table = tune((16,), length=16, timer=clock, device="cpu", choices=lambda kind, dim: [slow, fast, large],
                  write=tmp_path / "table.json")  # fmt: skip
     assert json.loads((tmp_path / "table.json").read_text()) == table
-    assert {Config(**row) for row in table["80"]["16"].values()} == {fast}
-    assert set(table["80"]["16"]) == {"forward", "forward causal", "query", "query causal", "key", "key causal"}
+    rows = table["80"]["16"]
+    names = {f"{kind}{which}" for kind in ("forward", "query", "key") for which in ("", " causal")}
+    assert {Config(**rows[name]) for name in names} == {fast}
+    untimed = {f"{kind} {which}" for kind in ("forward", "query", "key") for which in ("option", "options")}
+    assert set(rows) == names | untimed
     assert table["90"] == shipped_table()["90"]
     with pytest.raises(ZeroDivisionError):
         tune((16,), length=16, timer=lambda call: 1 / 0, device="cpu", choices=lambda kind, dim: [])

@@ -7,6 +7,7 @@ than none.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import math
 import shutil
@@ -36,6 +37,17 @@ _TRANSFORMERS = {
 }
 
 
+# Name of the target: what it is, and the modules that may hold its flash_attn_func.
+_FLASH_ATTN = {
+    "flash_attn": ("flash_attn_func of the package flash_attn", ("flash_attn",)),
+    "flash_attn:3": (
+        "FlashAttention-3; fa3-fwd has its forward pass alone",
+        ("flash_attn_interface", "fa3_fwd_interface"),
+    ),
+    "flash_attn:4": ("FlashAttention-4, of the package flash-attn-4", ("flash_attn.cute",)),
+}
+
+
 def builtin_targets() -> tuple[Target, ...]:
     """Every built-in target, those that cannot run here too (their `missing` says why)."""
     sdpa = [
@@ -57,13 +69,7 @@ def builtin_targets() -> tuple[Target, ...]:
         Target("flex", _flex, BOTH, flex_text),
         Target("flex:compiled", _flex_compiled, BOTH, compiled_text, _cannot_compile()),
         Target("eager", _eager, BOTH, "softmax(q @ k.mT * scale) @ v in the input's dtype, the softmax in fp32"),
-        Target(
-            "flash_attn",
-            _flash_attn,
-            frozenset({"enable_gqa"}),
-            "flash_attn_func of the package flash_attn",
-            _no_flash_attn(),
-        ),
+        *map(_flash_attn_target, _FLASH_ATTN),
     ]
     others += [_halfulp_target(None), *(_halfulp_target(backend) for backend in BACKENDS)]
     transformers = [transformers_target(name) for name in _TRANSFORMERS]
@@ -229,14 +235,24 @@ def _eager(
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
 
-def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **_: Any) -> Any:
-    """flash_attn has `[B, N, H, D]`, groups heads by itself, and aligns a causal mask at the bottom right."""
-    import flash_attn
+def _flash_attn_target(name: str) -> Target:
+    """A version of flash_attn: `[B, N, H, D]`, heads grouped by itself, a causal mask aligned at the bottom right."""
+    text, modules = _FLASH_ATTN[name]
 
-    _same_lengths(query, key, is_causal)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, _ = flash_attn.flash_attn_func(q, k, v, softmax_scale=scale, causal=is_causal, return_attn_probs=True)
-    return out.transpose(1, 2), lse
+    def call(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **_: Any) -> Any:
+        function = importlib.import_module(next(filter(_installed, modules))).flash_attn_func
+        _same_lengths(query, key, is_causal)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        wants = (
+            {"return_attn_probs": True} if name == "flash_attn" else {}
+        )  # the others give lse, or none, by themselves
+        returned = function(q, k, v, softmax_scale=scale, causal=is_causal, **wants)
+        if isinstance(returned, Tensor):
+            return returned.transpose(1, 2)
+        out, lse, *_ = returned
+        return out.transpose(1, 2) if lse is None else (out.transpose(1, 2), lse)
+
+    return Target(name, call, frozenset({"enable_gqa"}), text, _no_flash_attn(modules))
 
 
 def _transformers(
@@ -301,11 +317,12 @@ def _same_lengths(query: Tensor, key: Tensor, is_causal: bool) -> None:
         raise UnsupportedError("aligns a causal mask of unequal lengths at the bottom right, not at the top left")
 
 
-def _no_flash_attn() -> str | None:
-    if not _installed("flash_attn"):
-        return "flash_attn is not installed"
+def _no_flash_attn(modules: tuple[str, ...] = ("flash_attn",)) -> str | None:
+    if not any(map(_installed, modules)):
+        return f"{' or '.join(modules)} is not installed"
     return None if torch.cuda.is_available() else _NO_CUDA
 
 
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def _installed(module: str) -> bool:
+    package = module.partition(".")[0]  # find_spec imports the parents of what it looks for
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None

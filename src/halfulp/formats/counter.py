@@ -12,11 +12,12 @@ dropout, which any kernel must be able to repeat in 32-bit integers, Wellons' `l
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
+_Word = TypeVar("_Word", int, Tensor)
 _WEYL: Final = 0x9E37_79B9_7F4A_7C15
 _FIRST: Final = 0xBF58_476D_1CE4_E5B9
 _SECOND: Final = 0x94D0_49BB_1331_11EB
@@ -60,14 +61,22 @@ def keep_mask(seed: int, dropout_p: float, rows: Tensor, columns: Tensor) -> Ten
         rows: int64, any shape.
         columns: int64, one dimension.
     """
-    words = torch.tensor([seed & _HALF, seed >> 32 & _HALF], device=rows.device)
-    start = _mix32(_mix32(words[0]) ^ words[1])
-    r = _mix32(start ^ (rows & _HALF))
-    return _mix32(r[..., None] ^ (columns * 0x9E37_79B1 & _HALF)) >= int(dropout_p * 2**32)
+    r = _mix32(seed_word(seed) ^ (rows & _HALF))
+    return _mix32(r[..., None] ^ (columns * 0x9E37_79B1 & _HALF)) >= least_kept(dropout_p)
 
 
-def _mix32(x: Tensor) -> Tensor:
-    """Hash int64 tensors that hold 32-bit words."""
+def seed_word(seed: int) -> int:
+    """s of `keep_mask`, which is the same in all rows: what a kernel is handed."""
+    return _mix32(_mix32(seed & _HALF) ^ (seed >> 32 & _HALF))
+
+
+def least_kept(dropout_p: float) -> int:
+    """The least x of `keep_mask` that is kept, from 0 to 2³²."""
+    return int(dropout_p * 2**32)
+
+
+def _mix32(x: _Word) -> _Word:
+    """Hash a 32-bit word, or an int64 tensor of them."""
     x = (x ^ (x >> 16)) * 0x7FEB_352D & _HALF
     x = (x ^ (x >> 15)) * 0x846C_A68B & _HALF
     return x ^ (x >> 16)

@@ -35,18 +35,27 @@ def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str
         return f"{key.shape[1]} key heads do not divide {query.shape[1]} query heads"
     if not 0 < options.scale < float("inf"):
         return f"the scale {options.scale} is not positive and finite: the row maximum is taken before it"
-    return _unsupported_option(options) or _unsupported_device(query)
+    shape = (*query.shape[:3], key.shape[2])
+    return _unsupported_option(options, shape, query.device) or _unsupported_device(query)
 
 
-def _unsupported_option(options: Options) -> str | None:
-    if options.attn_mask is not None:
-        return "attn_mask is not read by these kernels; is_causal and window are"
-    if options.softcap:
-        return "softcap is not in these kernels"
-    if options.sinks is not None:
-        return "sinks are not in these kernels"
-    if options.dropout_p:
-        return "dropout is not in these kernels"
+def _unsupported_option(options: Options, shape: tuple[int, ...], device: torch.device) -> str | None:
+    mask, sinks = options.attn_mask, options.sinks
+    if not 0 <= options.softcap < float("inf"):
+        return f"the softcap {options.softcap} is not 0 or positive and finite"
+    if not 0 <= options.dropout_p <= 1:
+        return f"the dropout probability {options.dropout_p} is not between 0 and 1"
+    for name, x in (("attn_mask", mask), ("sinks", sinks)):
+        if x is not None and (x.device != device or x.layout != torch.strided):
+            return f"{name} on {x.device} ({x.layout}) where query is on {device}"
+    if mask is not None:
+        if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+            return f"attn_mask of dtype {mask.dtype}, neither bool nor floating point"
+        given = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        if len(given) != 4 or any(g not in (1, n) for g, n in zip(given, shape, strict=True)):
+            return f"attn_mask of shape {tuple(mask.shape)} does not broadcast to the scores' {shape}"
+    if sinks is not None and tuple(sinks.shape) != (shape[1],):
+        return f"sinks of shape {tuple(sinks.shape)} for {shape[1]} heads"
     return None
 
 
@@ -95,21 +104,23 @@ def backward(
     *,
     configs: dict[str, Config] | None = None,
 ) -> Gradients:
-    """dQ, dK, dV, without atomics: the same bits on every run. `saved` is what `forward` gave with these options.
+    """dQ, dK, dV and the sinks' gradient, without atomics: the same bits on every run.
 
-    `grad_lse [B, H, N]` is the gradient of the natural lse. `configs` overrides tile sizes ("query", "key"). Raises
-    ValueError where `supports` gives a reason.
+    `saved` is what `forward` gave with these options; `grad_lse [B, H, N]` is the gradient of the natural lse.
+    `configs` overrides tile sizes ("query", "key"). Raises ValueError where `supports` gives a reason.
     """
     _check(query, key, value, options)
-    from halfulp.kernels.triton_launch import backward_launches
+    from halfulp.kernels.triton_launch import backward_launches, grad_sinks
 
     launches, gradients = backward_launches(
         grad_out, grad_lse, query, key, value, saved, options, target_of(query), configs
     )
+    sinks = options.sinks
     if query.numel() == 0:  # nothing is launched, and keys that nobody saw have a gradient of 0
-        return Gradients(*(x.zero_() for x in gradients[:3]))
+        nothing = Gradients(*(x.zero_() for x in gradients[:3]))
+        return nothing if sinks is None else nothing._replace(sinks=torch.zeros_like(sinks))
     run(launches, query)
-    return gradients
+    return gradients if sinks is None else gradients._replace(sinks=grad_sinks(launches, sinks))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:

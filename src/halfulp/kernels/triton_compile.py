@@ -23,8 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from halfulp.kernels.options import Options, Saved
+from halfulp.kernels.triton_backward import rows_kernel
 from halfulp.kernels.triton_configs import Config
-from halfulp.kernels.triton_kernels import rows_kernel
 from halfulp.kernels.triton_launch import Launch, Target, backward_launches, forward_launch
 
 POINTERS = {
@@ -38,6 +38,15 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 KERNELS = ("forward", "query", "key")
+VARIANTS = (
+    "",
+    "boolean",
+    "additive",
+    "softcap",
+    "sinks",
+    "dropout",
+    "all",
+)  # options of a call; "all" has a window and is causal too
 
 
 @dataclass(frozen=True)
@@ -55,18 +64,18 @@ def launches(
     dim: int = 128,
     *,
     causal: bool = False,
+    variant: str = "",
     target: str = "sm_90",
     dtype: torch.dtype = torch.bfloat16,
     config: Config | None = None,
-    length: int = 4096,
+    shape: tuple[int, int, int] = (1, 16, 4096),
 ) -> dict[str, Launch]:
     """The launches of one call by kind ("forward", "rows", "query", "key", "delta" where the recipe sums it over P).
 
-    They are planned on tensors without memory.
+    They are planned on tensors without memory; `shape` is B, H, N.
     """
-    shape = (1, 16, length, dim)
-    q, k, v, do = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(4))
-    options = Options(recipe=recipe, is_causal=causal, scale=dim**-0.5)
+    q, k, v, do = (torch.empty(*shape, dim, dtype=dtype, device="meta") for _ in range(4))
+    options = Options(**{"recipe": recipe, "is_causal": causal, "scale": dim**-0.5} | _variant(variant, shape, dtype))
     chip = TARGETS[target]
     capability = Target(chip.arch, packs=True) if chip.backend == "cuda" else Target(0)
     forward, saved = forward_launch(q, k, v, options, capability, config)
@@ -76,13 +85,30 @@ def launches(
     return kinds | ({"delta": backward[1]} if recipe == "exact_delta" else {})
 
 
+def _variant(variant: str, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """The options that a variant stands for; its mask is one for all batches and heads."""
+    _, heads, length = shape
+    boolean, additive = (torch.empty(length, length, dtype=kind, device="meta") for kind in (torch.bool, dtype))
+    each: dict[str, dict[str, Any]] = {
+        "boolean": {"attn_mask": boolean},
+        "additive": {"attn_mask": additive},
+        "softcap": {"softcap": 50.0},
+        "sinks": {"sinks": torch.empty(heads, device="meta")},
+        "dropout": {"dropout_p": 0.1},
+        "": {},
+    }
+    every = {name: value for one in each.values() for name, value in one.items()}
+    return every | {"is_causal": True, "window": (1000, -1)} if variant == "all" else each[variant]
+
+
 def compile_launch(launch: Launch, target: str) -> Any:
     """Triton's compiled kernel of one launch for one of TARGETS."""
     signature, constants, attributes = {}, {}, {}
     names = launch.kernel.arg_names
     for index, (name, parameter) in enumerate(zip(names, launch.kernel.params, strict=True)):
         value = launch.arguments[name]
-        if parameter.is_constexpr or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        one = isinstance(value, int) and not isinstance(value, bool) and value == 1
+        if parameter.is_constexpr or (one and not parameter.do_not_specialize):
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
@@ -90,7 +116,7 @@ def compile_launch(launch: Launch, target: str) -> Any:
             signature[name] = "fp32"
         else:
             signature[name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
     schedule = {"num_warps": launch.config.warps, "num_stages": launch.config.stages, "enable_fp_fusion": True}
@@ -102,7 +128,7 @@ def measure(launch: Launch, target: str) -> Compiled:
     compiled = compile_launch(launch, target)
     if TARGETS[target].backend == "hip":
         text = compiled.asm["amdgcn"]
-        spills = _number(r"\.vgpr_spill_count:\s*(\d+)", text) + _number(r"\.sgpr_spill_count:\s*(\d+)", text)
+        spills = _number(r"\.private_segment_fixed_size:\s*(\d+)", text)  # scalars that spill go to lanes of registers
         return Compiled(_number(r"\.vgpr_count:\s*(\d+)", text), compiled.metadata.shared, spills, {})
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
@@ -168,28 +194,39 @@ def _kind(opcode: str) -> str:
     return next((kind for kind, starts in KINDS.items() if opcode.startswith(starts)), "other")
 
 
-def row_name(target: str, dim: int, kind: str, recipe: str, causal: bool) -> str:
+def row_name(target: str, dim: int, kind: str, recipe: str, causal: bool, variant: str = "") -> str:
     """The key of one kernel in the table."""
-    return " ".join((target, str(dim), kind, recipe, *(["causal"] if causal else [])))
+    return " ".join((target, str(dim), kind, recipe, *(["causal"] if causal else []), *([variant] if variant else [])))
 
 
-def row(target: str, dim: int, kind: str, recipe: str, causal: bool) -> dict[str, Any]:
+def row(target: str, dim: int, kind: str, recipe: str, causal: bool, variant: str = "") -> dict[str, Any]:
     """One row of the table: tile sizes and what the compiled kernel takes, its instructions to two places. bf16."""
-    launch = launches(recipe, dim, causal=causal, target=target)[kind]
+    launch = launches(recipe, dim, causal=causal, variant=variant, target=target)[kind]
     measured = asdict(measure(launch, target))
     instructions = {name: round(count, 2) for name, count in sorted(measured["instructions"].items())}
     return measured | {"instructions": instructions, "config": list(launch.config[:4])}
 
 
-def rows() -> list[tuple[str, int, str, str, bool]]:
-    """What the table holds: the two recipes to be compared, on every chip."""
-    return [
-        (target, dim, kind, recipe, causal)
+def rows() -> list[tuple[str, int, str, str, bool, str]]:
+    """What the table holds: the two recipes to be compared, and options in the recipe that takes more, on every chip.
+
+    Sinks are read by the forward kernel alone.
+    """
+    plain = [
+        (target, dim, kind, recipe, causal, "")
         for causal in (False, True)
         for target in TARGETS
         for dim in (64, 128, 256)
         for kind in KERNELS
         for recipe in ("halfulp", "stock")
+    ]
+    return plain + [
+        (target, dim, kind, "halfulp", False, variant)
+        for target in TARGETS
+        for dim in (64, 128)
+        for kind in KERNELS
+        for variant in VARIANTS
+        if variant and (variant != "sinks" or kind == "forward")
     ]
 
 

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.kernels import triton_kernels as kernels
+from halfulp.formats.counter import least_kept, seed_word
 from halfulp.kernels.options import Gradients, Options, Saved
+from halfulp.kernels.triton_backward import key_kernel, query_kernel, rows_kernel
 from halfulp.kernels.triton_configs import Config, config_for
+from halfulp.kernels.triton_forward import INTEGER, MAXIMUM, STABILIZED, forward_kernel
+from halfulp.kernels.triton_scores import ADDITIVE, BOOLEAN, NO_MASK
 
 LOG2_E = math.log2(math.e)
 
@@ -63,15 +66,16 @@ def forward_launch(
         *(torch.empty(batch, heads, length, dtype=torch.float32, device=query.device) for _ in range(3)),
     )
     config = config or _config("forward", call, target)
-    shift = {"halfulp": kernels.INTEGER, "published": kernels.STABILIZED}.get(options.recipe, kernels.MAXIMUM)
+    shift = {"halfulp": INTEGER, "published": STABILIZED}.get(options.recipe, MAXIMUM)
     arguments = {
         "Q": call.q, "K": call.k, "V": call.v, "Out": saved.out,
         "Residual": saved.out if saved.residual is None else saved.residual,
         "Lse": saved.lse, "Row_max": saved.row_max, "Row_sum": saved.row_sum, **call.shared,
+        "Sinks": saved.lse if options.sinks is None else _base_2(options.sinks), "SINKS": options.sinks is not None,
         "SHIFT": shift.value, "ROUNDED": call.residual, "RESIDUAL": call.residual, **_tiles(config, call, target),
     }  # fmt: skip
     grid = (-(-length // config.block_m) * batch * heads,)
-    return Launch(kernels.forward_kernel, grid, arguments, config), saved
+    return Launch(forward_kernel, grid, arguments, config), saved
 
 
 def backward_launches(
@@ -90,7 +94,7 @@ def backward_launches(
     query_config = configs.get("query") or _config("query", call, target)
     key_config = configs.get("key") or _config("key", call, target)
     do = _dense(grad_out.to(query.dtype))
-    shift, inverse, inverse_value, delta = (torch.empty_like(saved.lse) for _ in range(4))
+    shift, inverse, delta = (torch.empty_like(saved.lse) for _ in range(3))
     gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)))
     batch, heads, length, _ = query.shape
     do_strides = dict(zip(("do_b", "do_h", "do_n"), do.stride(), strict=False))
@@ -104,7 +108,7 @@ def backward_launches(
         out = delta if sum_delta else gradients.query
         # δ = rowsum(dP ∘ P) is a pass of its own, with dQ's tiles; the gradient's pointer is not used there.
         named = operands | {"Delta": delta, "Grad_query": out} | shared | {"SUM_DELTA": sum_delta}
-        return Launch(kernels.query_kernel, query_grid, named | _tiles(query_config, call, target), query_config)
+        return Launch(query_kernel, query_grid, named | _tiles(query_config, call, target), query_config)
 
     exact = options.recipe == "exact_delta"
     rows_config = Config(16 if call.dim > 128 else 32, 1, 4, 1)
@@ -112,23 +116,23 @@ def backward_launches(
         "Out": saved.out, "Residual": saved.out if saved.residual is None else saved.residual, "Grad_out": do,
         "Grad_lse": saved.lse if grad_lse is None else grad_lse.to(torch.float32).contiguous(), "Lse": saved.lse,
         "Row_max": saved.row_max, "Row_sum": saved.row_sum, "Shift": shift, "Inverse": inverse,
-        "Inverse_value": inverse_value, "Delta": delta, **do_strides, "heads": heads, "N_q": length,
+        "Delta": delta, **do_strides, "heads": heads, "N_q": length,
         "D_v": value.shape[3], "VALUE_DIM": call.shared["VALUE_DIM"], "BLOCK_M": rows_config.block_m,
         "ROUNDED": call.rounded, "RESIDUAL": call.residual, "FROM_OUT": not exact,
         "HAS_GRAD_LSE": grad_lse is not None, "EMULATED": target.emulated,
     }  # fmt: skip
     rows_grid = (-(-length // rows_config.block_m) * batch * heads,)
-    launches = [Launch(kernels.rows_kernel, rows_grid, rows, rows_config)]
+    launches = [Launch(rows_kernel, rows_grid, rows, rows_config)]
     if exact:  # the shift first, then δ, then once more if there is a dLSE to subtract
         first = rows | {"FROM_OUT": True, "HAS_GRAD_LSE": False}
         subtract = launches if grad_lse is not None else []
-        launches = [Launch(kernels.rows_kernel, rows_grid, first, rows_config), over_queries(True), *subtract]
+        launches = [Launch(rows_kernel, rows_grid, first, rows_config), over_queries(True), *subtract]
     named = operands | {
-        "Inverse_value": inverse_value, "Delta": delta, "Grad_key": gradients.key, "Grad_value": gradients.value
+        "Delta": delta, "Grad_key": gradients.key, "Grad_value": gradients.value
     } | shared  # fmt: skip
     key_grid = (-(-key.shape[2] // key_config.block_n) * batch * key.shape[1],)
     tiles = _tiles(key_config, call, target, do)
-    launches.append(Launch(kernels.key_kernel, key_grid, named | tiles, key_config))
+    launches.append(Launch(key_kernel, key_grid, named | tiles, key_config))
     launches.append(over_queries(False))
     return launches, gradients
 
@@ -141,20 +145,59 @@ def _call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> _Call:
     strides = {f"{name}_{axis}": x.stride(i) for name, x in zip("qkv", (q, k, v), strict=True)
                for i, axis in enumerate("bhn")}  # fmt: skip
     dim, value_dim = (max(16, 1 << (x.shape[3] - 1).bit_length()) for x in (query, value))
-    shared = strides | {
+    shared = strides | _optional(options, (*query.shape[:3], key.shape[2]), q) | {
         "heads": query.shape[1], "groups": query.shape[1] // key.shape[1],
         "N_q": query.shape[2], "N_k": key.shape[2],
         "left": left - options.causal_offset if left >= 0 else 0,
         "right": right + options.causal_offset if right >= 0 else 0,
-        "scale": options.scale * LOG2_E, "D": query.shape[3], "D_v": value.shape[3],
+        "scale": (options.softcap or options.scale) * LOG2_E, "D": query.shape[3], "D_v": value.shape[3],
         "HEAD_DIM": dim, "VALUE_DIM": value_dim, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
     }  # fmt: skip
     rounded = options.recipe == "halfulp"
     return _Call(shared, q, k, v, right >= 0, rounded, rounded and query.dtype != torch.float32, max(dim, value_dim))
 
 
+def _optional(options: Options, shape: tuple[int, ...], unused: Tensor) -> dict[str, Any]:
+    """The arguments of masks, softcap and dropout; what a call does not use is a number and a pointer never read."""
+    mask, kind = options.attn_mask, NO_MASK
+    if mask is None:
+        strides: tuple[int, ...] = (0,) * 4
+    else:
+        kind = BOOLEAN if mask.dtype == torch.bool else ADDITIVE
+        mask = mask.detach().to(torch.float32) if mask.dtype == torch.float64 else mask.detach()
+        mask = (mask.view(torch.int8) if kind is BOOLEAN else mask).expand(shape)
+        strides = mask.stride()
+    least = least_kept(options.dropout_p)
+    dropped = least > 0  # below 2⁻³² nothing is dropped
+    return dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), strides, strict=True)) | {
+        "Mask": unused if mask is None else mask, "MASK": kind.value,
+        "CAPPED": bool(options.softcap), "cap_scale": options.scale / options.softcap if options.softcap else 0.0,
+        "DROPPED": dropped, "dropout_start": _int32(seed_word(options.seed)) if dropped else 0,
+        "last_dropped": _int32(least - 1) if dropped else 0,
+        "kept_scale": 1 / (1 - options.dropout_p) if options.dropout_p < 1 else 0.0,
+    }  # fmt: skip
+
+
+def _int32(word: int) -> int:
+    """A 32-bit word as the signed number of the same bits: every word has then one type, and one compiled kernel."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+def grad_sinks(launches: list[Launch], sinks: Tensor) -> Tensor:
+    """The gradient of the sinks, once the kernels ran: a sink's value is 0, so its dS is −p (δ − dLSE)."""
+    rows = launches[0].arguments
+    weights = torch.exp2(_base_2(sinks)[:, None] - rows["Shift"])
+    products: Tensor = weights * rows["Delta"]
+    return -products.sum((0, 2)).to(sinks.dtype)
+
+
+def _base_2(sinks: Tensor) -> Tensor:
+    return (sinks.detach().to(torch.float32) * LOG2_E).contiguous()
+
+
 def _config(kind: str, call: _Call, target: Target) -> Config:
-    return config_for(kind, target.capability, call.dim, call.causal, call.q.element_size())
+    options = (call.shared["MASK"] != NO_MASK.value) + call.shared["CAPPED"] + call.shared["DROPPED"]
+    return config_for(kind, target.capability, call.dim, call.causal, call.q.element_size(), options=options)
 
 
 def _tiles(config: Config, call: _Call, target: Target, *others: Tensor) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Tile sizes by measurement: times every candidate on the GPU at hand and writes a table for `triton_configs`.
 
-Run once for a kind of GPU and keep the file; nothing is tuned while a model runs.
+Run once for a kind of GPU and keep the file; `triton_configs.use` takes it. Nothing is tuned while a model runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tune(
     device: str = "cuda",
     choices: Callable[[str, int], list[Config]] = candidates,
 ) -> dict[str, Any]:
-    """The fastest configuration of every kernel on this GPU, as a table; bf16, causal and not.
+    """The fastest configuration of every kernel on this GPU, as a table; bf16, causal and not, without options.
 
     Where nothing is faster than the shipped choice, or a candidate does not fit, the shipped choice stays. `write` is a
     JSON file that gets the shipped table with this GPU's rows replaced. Minutes a dimension: each candidate compiles.
@@ -64,7 +64,12 @@ def tune(
             for kind in KINDS
             for causal in (False, True)
         }
-    table = shipped_table() | {str(door.target_of(q).capability): rows}
+    capability = door.target_of(q).capability
+    for dim in dims:  # what calls with options run with is not timed
+        for kind in KINDS:
+            for count, name in ((1, "option"), (2, "options")):
+                rows[str(dim)][f"{kind} {name}"] = config_for(kind, capability, dim, False, options=count)._asdict()
+    table = shipped_table() | {str(capability): rows}
     if write is not None:
         write.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return table
