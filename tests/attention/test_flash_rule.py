@@ -110,7 +110,7 @@ def runs(cases):
     return [
         pytest.param(case, backend, id=f"{name}-{backend}")
         for name, case in cases.items()
-        for backend in (("torch",) if case[5] or native.missing() else ("cpu", "torch"))
+        for backend in (("torch",) if native.missing() else ("cpu", "torch"))
     ]
 
 
