@@ -93,16 +93,24 @@ def test_ray_is_put_into_the_registry_by_its_own_function(monkeypatch: pytest.Mo
 
 INTERRUPTED = """
 import os, signal
+from pathlib import Path
 from halfulp.runs.parallel import run_jobs
 
-def wait(number):
-    if number == 1:
-        os.killpg(os.getpgrp(), signal.SIGINT)  # what Ctrl-C does: every process of the terminal's group gets it
-    signal.pause()  # until somebody ends it
+BOTH_RUN = Path(__file__).with_name("both-run")
+
+def wait(job):
+    number, other_runs = job
+    if number == 0:
+        other_runs.touch()
+        signal.pause()  # until somebody ends it
+    while not other_runs.exists():
+        os.sched_yield()
+    os.killpg(os.getpgrp(), signal.SIGINT)  # what Ctrl-C does: every process of the terminal's group gets it
+    signal.pause()
 
 if __name__ == "__main__":
     try:
-        run_jobs(wait, [0, 1], workers=2)
+        run_jobs(wait, [(0, BOTH_RUN), (1, BOTH_RUN)], workers=2)
     except KeyboardInterrupt:
         print("interrupted")
 """
