@@ -17,7 +17,7 @@ struct Backward {
   float *grad_key, *grad_value;
   // of a block of query rows, as rows and with k over rows
   Unit *query, *grad_out, *query_t, *grad_out_t, *rows, *paired;
-  float *grad_query, *shift, *inverse, *delta, *delta_lanes, *o;
+  float *grad_query, *shift, *inverse, *exact_inverse, *delta, *delta_lanes, *o;
   // of a tile
   float *scores, *grad_weights, *slopes;
   Unit *seen_bits, *kept_bits, *p, *ds, *ds_rows;
@@ -41,6 +41,7 @@ struct Backward {
     grad_query = s.take<float>(kRows * wd.columns);
     shift = s.take<float>(kRows);
     inverse = s.take<float>(kRows);
+    exact_inverse = s.take<float>(kRows);
     delta = s.take<float>(kRows);
     delta_lanes = s.take<float>(kRows * 16);
     o = s.take<float>(2 * widest);
@@ -148,14 +149,15 @@ struct Backward {
   void statistics(long b, long h, long i0, long at) {
     for (long r = 0; r < kRows; ++r) {
       const bool seen = r < valid && c.own_lse[at + r] != -HALFULP_INF;
-      shift[r] = inverse[r] = delta[r] = 0.f;
+      shift[r] = inverse[r] = exact_inverse[r] = delta[r] = 0.f;
       if (!seen) {
         // a row sum that underflowed, in the published recipe alone
-        if (r < valid && c.row_max[at + r] != -HALFULP_INF) inverse[r] = __builtin_nanf("");
+        if (r < valid && c.row_max[at + r] != -HALFULP_INF) inverse[r] = exact_inverse[r] = __builtin_nanf("");
         continue;
       }
       shift[r] = integer ? c.row_max[at + r] : c.own_lse[at + r];
       inverse[r] = integer ? 1.f / c.row_sum[at + r] : 1.f;
+      exact_inverse[r] = integer ? std::exp2(c.row_max[at + r] - c.own_lse[at + r]) : 1.f;
     }
     const bool summed = !integer && c.recipe == HALFULP_RECIPE_EXACT_DELTA;
     if (!summed) delta_of_out(b, h, i0, at);
@@ -163,7 +165,7 @@ struct Backward {
       if (summed) exact_delta(i0, (valid + 5) / 6);
     for (long r = 0; r < valid; ++r)
       if (c.grad_lse && c.own_lse[at + r] != -HALFULP_INF) delta[r] -= c.grad_lse[at + r];
-    for (long r = 0; r < valid; ++r) careful |= !finite(delta[r] + shift[r] + inverse[r]);
+    for (long r = 0; r < valid; ++r) careful |= !finite(delta[r] + shift[r] + inverse[r] + exact_inverse[r]);
   }
 
   // δ = Σ dO ∘ O.
@@ -271,7 +273,7 @@ struct Backward {
       E::widen(base + (i0 + r) * c.grad_out.row, go, c.dv);
       for (long col = 0; col < c.dv; ++col)
         for (long k = 0; k < kPanel && !finite(go[col]); ++k) {
-          const float s = scores[(r - from) * kPanel + k], p = inverse[r];
+          const float s = scores[(r - from) * kPanel + k], p = integer ? exact_inverse[r] : 1.f;
           if (s != -HALFULP_INF) grad_value[j * wv.columns + col * kPanel + k] += std::exp2(s - shift[r]) * p * go[col];
         }
     }
@@ -293,9 +295,9 @@ struct Backward {
         V w0 = weight<integer>(s0, m), w1 = weight<integer>(s1, m);
         V dp0 = sub(load(grad_weights + at), d), dp1 = sub(load(grad_weights + at + 16), d);
         if constexpr (careful) dp0 = mul(dp0, load(slopes + at)), dp1 = mul(dp1, load(slopes + at + 16));
-        // a padded or fully masked row has an inverse of 0
-        const V l = set1(inverse[r + x]);
-        V v0 = mul(w0, l), v1 = mul(w1, l);
+        // a padded or fully masked row has inverses of 0
+        const V l = set1(inverse[r + x]), le = integer ? set1(exact_inverse[r + x]) : l;
+        V v0 = mul(w0, le), v1 = mul(w1, le);
         if constexpr (careful) v0 = both(v0, bits(kept_bits + at)), v1 = both(v1, bits(kept_bits + at + 16));
         pp[x] = E::pack(v0, v1);
         if constexpr (integer) E::unpack(E::pack(w0, w1), w0, w1);

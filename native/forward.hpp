@@ -182,7 +182,7 @@ struct Forward {
       round_out<E>(row, static_cast<typename E::Element*>(c.out) + (at + r) * c.dv,
                    c.residual ? c.residual + (at + r) * c.dv : nullptr, c.dv);
       c.row_max[at + r] = m[r];
-      c.row_sum[at + r] = exact;
+      c.row_sum[at + r] = l;
       const double lse = seen ? double(m[r]) + std::log2(double(exact)) : -HALFULP_INF;
       c.own_lse[at + r] = float(lse);
       c.lse[at + r] = float(lse * 0.6931471805599453);

@@ -26,11 +26,11 @@ from halfulp.kernels.triton_tiles import LOG2_E, binade, descriptor, rounded, ro
 
 
 @triton.jit
-def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift, Inverse, Delta,
+def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift, Inverse, Inverse_value, Delta,
                 do_b, do_h, do_n, heads, N_q, D_v: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
                 ROUNDED: tl.constexpr, RESIDUAL: tl.constexpr, FROM_OUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
                 EMULATED: tl.constexpr):  # fmt: skip
-    """What the backward pass needs of every row: its shift, 1 / l and δ − dLSE over l if ROUNDED, else δ − dLSE."""
+    """What the backward pass needs of every row: its shift, 1 / l (twice if ROUNDED), δ − dLSE (over l if ROUNDED)."""
     blocks = tl.cdiv(N_q, BLOCK_M)
     head = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK_M
@@ -62,10 +62,11 @@ def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift,
         delta -= tl.where(empty, 0.0, tl.load(Grad_lse + at, mask=inside, other=0.0))
     if ROUNDED:
         shift = tl.where(empty, 0.0, m)
-        # The l of lse, of unrounded weights: rounding one large weight would reach the others of its row through l.
-        inverse = 1.0 / tl.where(empty, 1.0, tl.exp2(lse * LOG2_E - shift))
+        inverse = 1.0 / tl.where(empty, 1.0, l)
         delta *= inverse
         tl.store(Inverse + at, inverse, mask=inside)
+        exact = tl.exp2(lse * LOG2_E - shift)
+        tl.store(Inverse_value + at, 1.0 / tl.where(empty, 1.0, exact), mask=inside)
     else:
         shift = m + tl.log2(l)
         shift = tl.where(shift == float("-inf"), 0.0, shift)
@@ -197,7 +198,7 @@ def query_kernel(Q, K, V, Grad_out, Shift, Inverse, Delta, Grad_query, Mask,
 
 
 @triton.jit
-def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift, Inverse, Delta,
+def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift, Inverse, Inverse_value, Delta,
                columns, low, high, N_q, N_k, left, right, scale, more, D: tl.constexpr, D_v: tl.constexpr,
                HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                ROUNDED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr,
@@ -230,7 +231,7 @@ def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift,
         if ROUNDED:
             # bf16(bf16(w) / l) would round twice, alike in all of a diffuse row: dV takes the weights before rounding.
             inverse = _row_values(Inverse, start, N_q, BLOCK_M)
-            for_value = weights * inverse[None, :]
+            for_value = weights * _row_values(Inverse_value, start, N_q, BLOCK_M)[None, :]
         for_value = rounded(for_value, DTYPE, EMULATED)
         if DROPPED:
             keep = kept(dropout_row(dropout_start, first_row + rows)[None, :], columns[:, None], last_dropped)
@@ -246,7 +247,7 @@ def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift,
 
 
 @triton.jit(do_not_specialize=["dropout_start", "last_dropped"])
-def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Delta, Grad_key, Grad_value, Mask,
+def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key, Grad_value, Mask,
                q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, mask_b, mask_h, mask_m, mask_n, heads,
                groups, N_q, N_k, left, right, scale, alpha, cap_scale, dropout_start, last_dropped, kept_scale,
                D: tl.constexpr, D_v: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -283,7 +284,7 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Delta, Grad_key, Grad_value, M
         if split:
             dk, dv = _key_tiles(
                 dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
-                Delta + at, columns, low, whole, N_q, N_k, left, right, scale, more, D, D_v,
+                Inverse_value + at, Delta + at, columns, low, whole, N_q, N_k, left, right, scale, more, D, D_v,
                 HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, ROUNDED, HAS_LEFT, HAS_RIGHT, True, MASK, CAPPED, DROPPED,
                 DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
         first = low
@@ -291,7 +292,7 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Delta, Grad_key, Grad_value, M
             first = whole
         dk, dv = _key_tiles(
             dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
-            Delta + at, columns, first, high, N_q, N_k, left, right, scale, more, D, D_v,
+            Inverse_value + at, Delta + at, columns, first, high, N_q, N_k, left, right, scale, more, D, D_v,
             HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, ROUNDED, HAS_LEFT, HAS_RIGHT,
             (HAS_LEFT or HAS_RIGHT) and not split, MASK, CAPPED, DROPPED, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
     offset = tl.cast(key_head, tl.int64) * N_k

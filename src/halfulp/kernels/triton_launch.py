@@ -94,7 +94,7 @@ def backward_launches(
     query_config = configs.get("query") or _config("query", call, target)
     key_config = configs.get("key") or _config("key", call, target)
     do = _dense(grad_out.to(query.dtype))
-    shift, inverse, delta = (torch.empty_like(saved.lse) for _ in range(3))
+    shift, inverse, inverse_value, delta = (torch.empty_like(saved.lse) for _ in range(4))
     gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)))
     batch, heads, length, _ = query.shape
     do_strides = dict(zip(("do_b", "do_h", "do_n"), do.stride(), strict=False))
@@ -116,7 +116,7 @@ def backward_launches(
         "Out": saved.out, "Residual": saved.out if saved.residual is None else saved.residual, "Grad_out": do,
         "Grad_lse": saved.lse if grad_lse is None else grad_lse.to(torch.float32).contiguous(), "Lse": saved.lse,
         "Row_max": saved.row_max, "Row_sum": saved.row_sum, "Shift": shift, "Inverse": inverse,
-        "Delta": delta, **do_strides, "heads": heads, "N_q": length,
+        "Inverse_value": inverse_value, "Delta": delta, **do_strides, "heads": heads, "N_q": length,
         "D_v": value.shape[3], "VALUE_DIM": call.shared["VALUE_DIM"], "BLOCK_M": rows_config.block_m,
         "ROUNDED": call.rounded, "RESIDUAL": call.residual, "FROM_OUT": not exact,
         "HAS_GRAD_LSE": grad_lse is not None, "EMULATED": target.emulated,
@@ -128,7 +128,7 @@ def backward_launches(
         subtract = launches if grad_lse is not None else []
         launches = [Launch(rows_kernel, rows_grid, first, rows_config), over_queries(True), *subtract]
     named = operands | {
-        "Delta": delta, "Grad_key": gradients.key, "Grad_value": gradients.value
+        "Inverse_value": inverse_value, "Delta": delta, "Grad_key": gradients.key, "Grad_value": gradients.value
     } | shared  # fmt: skip
     key_grid = (-(-key.shape[2] // key_config.block_n) * batch * key.shape[1],)
     tiles = _tiles(key_config, call, target, do)

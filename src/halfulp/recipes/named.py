@@ -81,7 +81,6 @@ BF16_HALFULP = flash2(
     delta_from="residual",
     residual_bits=8,
     lse_from="exact",
-    divisor_from="lse",
     grad_value_from="lse",
     **_INTEGER_SHIFT,
 )
