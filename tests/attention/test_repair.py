@@ -147,7 +147,7 @@ def lean(probe, tensor, name):
 def test_what_a_large_weights_rounding_does_to_the_rest_of_its_row():
     """The limit of an integer maximum, for each l that dS's weights may be divided by (docs/log.md).
 
-    Measured on `sink` and `ties_many`: over l̂ −0.72 and −0.01, over the l of lse +0.02 and +0.86, stock +0.02 and −0.01.
+    Measured on `sink`, `ties_many`: over l̂ −0.72, −0.01; over the l of lse +0.02, +0.86; stock +0.02, −0.01.
     """
     over_lse = "BF16_HALFULP[divisor_from=lse]"
     assert abs(lean("ties_many", "key", "BF16_HALFULP")) < 0.15
