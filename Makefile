@@ -1,6 +1,6 @@
 # `make demo` runs the main job, `make test` every check. Both set up $(VENV) first, once: a stamp in it says that the
-# set-up is as new as the files it was made from. A fresh machine needs Python 3.11+, a C compiler and make;
-# with a C++ compiler attention on CPU runs in the native library.
+# set-up is as new as the files it was made from. A fresh machine needs Python 3.11+ and make;
+# with a C++ compiler the emulator and attention on CPU run in the native library.
 
 PYTHON  ?= python3
 VENV    ?= .venv

@@ -145,6 +145,13 @@ struct Backward {
         transpose16(paired + k * w.columns + col, w.columns, t + col * (kRows / KP) + k, kRows / KP, 16);
   }
 
+  // What dS's weights are divided by; algorithms/backward.py says why. The largest weight, 2^score, is at most 1.
+  static float balance(float score, float l, float rounded) {
+    if (l >= 2.f) return rounded;
+    const float share = l / std::exp2(score) - 1.f;
+    return l + (share < 0.f ? 0.f : share > 1.f ? 1.f : share) * (rounded - l);
+  }
+
   // What a row's weights are shifted and divided by, and its δ.
   void statistics(long b, long h, long i0, long at) {
     for (long r = 0; r < kRows; ++r) {
@@ -155,10 +162,15 @@ struct Backward {
         if (r < valid && c.row_max[at + r] != -HALFULP_INF) inverse[r] = exact_inverse[r] = __builtin_nanf("");
         continue;
       }
-      shift[r] = integer ? c.row_max[at + r] : c.own_lse[at + r];
-      inverse[r] = integer ? 1.f / c.row_sum[at + r] : 1.f;
+      if constexpr (!integer) {
+        shift[r] = c.own_lse[at + r], inverse[r] = exact_inverse[r] = 1.f;
+        continue;
+      }
+      shift[r] = std::ceil(c.row_max[at + r]);
       // lse is rounded: in bf16 and fp16 that is nothing, in float32 it is most of the error
-      exact_inverse[r] = E::exact_operands ? inverse[r] : integer ? std::exp2(c.row_max[at + r] - c.own_lse[at + r]) : 1.f;
+      const float l = E::exact_operands ? c.row_sum[at + r] : std::exp2(c.own_lse[at + r] - shift[r]);
+      inverse[r] = 1.f / balance(c.row_max[at + r] - shift[r], l, c.row_sum[at + r]);
+      exact_inverse[r] = 1.f / l;
     }
     const bool summed = !integer && c.recipe == HALFULP_RECIPE_EXACT_DELTA;
     if (!summed) delta_of_out(b, h, i0, at);

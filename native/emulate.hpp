@@ -51,7 +51,7 @@ struct Emulator {
   // packed operands of one head, and one tile's buffers
   float *key_over_d, *value_over_d, *key_panels, *value_panels, *query_panels, *grad_out_panels;
   float *scores, *weights, *powers, *gradients, *wide, *block_key, *block_value;
-  float *acc, *m, *l, *exact, *tile_scale;
+  float *acc, *m, *l, *exact, *tops, *tile_scale;
   size_t bytes;
 
   Emulator(const halfulp_emulation& call, bool backward, char* base)
@@ -79,7 +79,8 @@ struct Emulator {
     block_key = take(backward ? widest * dp : 0);
     block_value = take(backward ? widest * dvp : 0);
     acc = take(rows_at_once * dvp);
-    m = take(rows_at_once), l = take(rows_at_once), exact = take(rows_at_once), tile_scale = take(rows_at_once);
+    m = take(rows_at_once), l = take(rows_at_once), exact = take(rows_at_once);
+    tops = take(rows_at_once), tile_scale = take(rows_at_once);
     bytes = size_t(at - base);
   }
 
@@ -182,8 +183,7 @@ struct Emulator {
       for (long j = 0; j < width; ++j) w[j] /= c;
   }
 
-  float row_shift(const float* s, long columns, long width) const {
-    const float top = maximum(s, width);
+  float row_shift(const float* s, float top, long columns) const {
     if (e.shift == HALFULP_INTEGER) return std::ceil(top);
     if (e.shift == HALFULP_OFFSET) return top + e.offset;
     if (e.shift == HALFULP_STABILIZED && std::isfinite(top)) {
@@ -202,7 +202,7 @@ struct Emulator {
     for (long i = rows.from; i < rows.to; i += rows_at_once) {
       const long count = least(rows_at_once, rows.to - i);
       bool started = e.algorithm == HALFULP_FLASH1;  // from a state of nothing
-      for (long r = 0; r < count; ++r) m[r] = -HALFULP_INF, l[r] = exact[r] = 0;
+      for (long r = 0; r < count; ++r) m[r] = tops[r] = -HALFULP_INF, l[r] = exact[r] = 0;
       std::memset(acc, 0, size_t(count * dvp) * sizeof(float));
       for (long t = 0; t < col_tiles(); ++t) {
         if (e.algorithm != HALFULP_STANDARD && hides(rows, cols_of(t))) continue;
@@ -213,7 +213,7 @@ struct Emulator {
         const long at = head * e.n_query + i + r;
         const float divisor = divided || m[r] == -HALFULP_INF ? 1.f : l[r];
         for (long j = 0; j < e.dv; ++j) e.out[at * e.dv + j] = acc[r * dvp + j] / divisor;
-        e.row_max[at] = m[r], e.row_sum[at] = l[r], e.exact_row_sum[at] = exact[r];
+        e.row_max[at] = m[r], e.row_sum[at] = l[r], e.exact_row_sum[at] = exact[r], e.largest[at] = tops[r];
       }
     }
   }
@@ -246,7 +246,8 @@ struct Emulator {
     score(i, count, cols);
     for (long r = 0; r < count; ++r) {
       float *s = scores + r * width, *a = acc + r * dvp;
-      const float top = row_shift(s, columns, width);
+      const float largest = maximum(s, width), top = row_shift(s, largest, columns);
+      tops[r] = greater(tops[r], largest);
       if (e.algorithm == HALFULP_FLASH1) {
         const float m_tile = round[HALFULP_STEP_row_max](top), m_new = greater(m[r], m_tile), shift = shift_of(m_new);
         const TileSums tile = weigh_row(s, shift_of(m_tile), columns, width);

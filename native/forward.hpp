@@ -75,8 +75,8 @@ struct Forward {
     std::memset(exact_lanes, 0, sizeof(float) * kRows * 16);
     const float sink = c.sinks ? float(double(c.sinks[h]) * 1.4426950408889634) : -HALFULP_INF;
     for (long r = 0; r < kRows; ++r) {
-      m[r] = integer ? std::ceil(sink) : sink;
-      if (sink != -HALFULP_INF) lanes[16 * r] = exact_lanes[16 * r] = std::exp2(sink - m[r]);
+      m[r] = sink;
+      if (sink != -HALFULP_INF) lanes[16 * r] = exact_lanes[16 * r] = std::exp2(sink - shift_of(sink));
     }
     const Span block = seen_by(c, i0, kRows, 0, keys);
     for (long k0 = block.from / step * step; k0 < block.to; k0 += step) keys_of(b, h, i0, groups, k0);
@@ -117,10 +117,13 @@ struct Forward {
         for (long r = 0; r < 6 * groups && !finite(v[col]); ++r) {
           const float s = scores[r * BK + j - k0];
           if (j >= span[r / 6].from && j < span[r / 6].to && s != -HALFULP_INF)
-            out[r * wv.columns + col] += std::exp2(s - m[r]) * v[col];
+            out[r * wv.columns + col] += std::exp2(s - shift_of(m[r])) * v[col];
         }
     }
   }
+
+  // What a row of maximum m is shifted by.
+  static float shift_of(float m) { return integer ? std::ceil(m) : m; }
 
   static float row_largest(const float* row, long from, long to) {
     V top = load(row + from), top2 = load(row + from + 16);
@@ -146,10 +149,9 @@ struct Forward {
     hide(c, b, h, i, row + s.from, s.from, s.to);
     float now = !integer && c.recipe == HALFULP_RECIPE_PUBLISHED ? stabilized(row, s.from, s.to)
                                                                  : row_largest(row, s.from, s.to);
-    if constexpr (integer) now = std::ceil(now);
     if (now < m[r]) now = m[r];
-    const float shift = now == -HALFULP_INF ? 0.f : now;
-    const float factor = m[r] == -HALFULP_INF ? 0.f : m[r] == shift ? 1.f : std::exp2(m[r] - shift);
+    const float before = shift_of(m[r]), shift = now == -HALFULP_INF ? 0.f : shift_of(now);
+    const float factor = before == -HALFULP_INF ? 0.f : before == shift ? 1.f : std::exp2(before - shift);
     m[r] = now;
     V l = mul(load(lanes + 16 * r), set1(factor)), exact = mul(load(exact_lanes + 16 * r), set1(factor));
     Unit* dst = weights + (r * BK - k0) / KP;
@@ -183,7 +185,7 @@ struct Forward {
                    c.residual ? c.residual + (at + r) * c.dv : nullptr, c.dv);
       c.row_max[at + r] = m[r];
       c.row_sum[at + r] = l;
-      const double lse = seen ? double(m[r]) + std::log2(double(exact)) : -HALFULP_INF;
+      const double lse = seen ? double(shift_of(m[r])) + std::log2(double(exact)) : -HALFULP_INF;
       c.own_lse[at + r] = float(lse);
       c.lse[at + r] = float(lse * 0.6931471805599453);
     }

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { HALFULP_ABI = 2 };
+enum { HALFULP_ABI = 3 };
 enum halfulp_isa { HALFULP_PORTABLE = 0, HALFULP_AVX2 = 1, HALFULP_AVX512 = 2, HALFULP_AVX512_BF16 = 3 };
 enum halfulp_dtype { HALFULP_BF16 = 0, HALFULP_FP16 = 1, HALFULP_FP32 = 2 };
 // Masks: bool (0: hidden) or float (added to the scaled scores), rows of n_key neighboring elements, strides may be 0.
@@ -47,7 +47,7 @@ typedef struct {
   halfulp_tensor query, key, value, grad_out, mask;
   void* out;                    // [B, H, N, Dv]; read again by the backward pass
   int8_t* residual;             // [B, H, N, Dv] or null
-  float *lse, *row_max, *row_sum, *own_lse;  // own_lse, row_max: base 2
+  float *lse, *row_max, *row_sum, *own_lse;  // own_lse, row_max: base 2; with an integer shift not yet rounded up
   const float* grad_lse;        // or null
   void *grad_query, *grad_key, *grad_value;  // [B, H, N, D], [B, Hk, Nk, D], [B, Hk, Nk, Dv]
   float* grad_sinks;            // [H], where there are sinks
@@ -121,7 +121,7 @@ typedef struct {
   int32_t weights_rounded, scale_at;  // in the backward pass
   halfulp_format formats[HALFULP_STEP_COUNT];
   const float *query, *key, *value;
-  float *out, *row_max, *row_sum, *exact_row_sum;  // forward, before what closes it
+  float *out, *row_max, *row_sum, *exact_row_sum, *largest;  // forward, before what closes it
   // backward; divisor, value_divisor: null where the weights are probabilities already
   const float *grad_out, *shifts, *divisor, *value_divisor, *delta;
   float *grad_query, *grad_key, *grad_value;  // before what closes it; zero at the call

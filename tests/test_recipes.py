@@ -84,7 +84,7 @@ CHANGES: dict[str, list[tuple[Recipe, Any]]] = {
     "weights_scale": [(BF16_FLASH2.with_(weights_operand=OCP_E4M3), 256.0)],
     "row_sum_floor": [(TILED, 20.0)],
     "lse_from": [(HALFULP, "row_sum")],
-    "divisor_from": [(HALFULP, "lse")],
+    "divisor_from": [(HALFULP, "lse"), (HALFULP.with_(divisor_from="lse"), "row_sum")],
     "grad_value_from": [(HALFULP, "probabilities")],
     "gradient_scale_at": [(uniform(BF16), "scores"), (uniform(BF16), "probabilities")],
     "seed": [(BF16_FLASH2.with_(out=STOCHASTIC), 1)],

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 Isa = Literal["portable", "avx2", "avx512", "avx512_bf16"]
 ISAS: tuple[str, ...] = get_args(Isa)
 BEST_ISA = -1  # in place of a number: the best that this machine has
-_ABI = 2
+_ABI = 3
 
 
 @lru_cache(maxsize=1)

@@ -112,7 +112,7 @@ RECIPE = st.builds(
             "block_query": st.sampled_from([None, 1, 7, 16, 128]),
             "block_key": st.sampled_from([None, 1, 7, 16, 128]),
             "backward_weights": st.sampled_from(["lse", "maximum", "rounded"]),
-            "divisor_from": st.sampled_from(["row_sum", "lse"]),
+            "divisor_from": st.sampled_from(["row_sum", "lse", "balanced"]),
             "grad_value_from": st.sampled_from(["probabilities", "lse"]),
             "delta_from": st.sampled_from(["out", "residual", "exact_out", "probabilities"]),
             "gradient_scale_at": st.sampled_from(["products", "scores", "probabilities"]),

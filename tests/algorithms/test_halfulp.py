@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from halfulp import emulate, golden
+from halfulp.algorithms.backward import balance
 from halfulp.formats import BF16, FP32
 from halfulp.recipes import BF16_FLASH2, BF16_FLOOR, BF16_HALFULP, Recipe
 from halfulp.testing import (
@@ -129,7 +132,8 @@ def test_d11_weights_do_not_depend_on_the_tiling() -> None:
 def test_the_backward_pass_speaks_of_the_forwards_weights(exponential: str, lse_from: str) -> None:
     """P of the backward pass is the forward's rounded weight over its l̂, whatever m the two passes shift by."""
     inputs, seen = exact_scores(1), dict[str, Tensor]()
-    recipe = BF16_HALFULP.with_(block_query=None, block_key=None, exponential=exponential, lse_from=lse_from)
+    changes = {"exponential": exponential, "lse_from": lse_from, "divisor_from": "row_sum"}
+    recipe = BF16_HALFULP.with_(block_query=None, block_key=None, **changes)
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     forward = scaled_weights(recipe, inputs)
     emulate(q, k, v, recipe=recipe, observers=[lambda n, _, r: seen.update({n: r})]).backward(inputs.grad_out)
@@ -220,3 +224,29 @@ def test_integer_shifts_rescale_exactly() -> None:
     mantissa, _ = torch.frexp(torch.cat([r.flatten() for r in rescales]))
     assert set(mantissa.unique().tolist()) <= {0.0, 0.5}
     assert math.isclose(len(rescales), 3)
+
+
+@given(p=st.floats(2.0**-12, 1), error=st.floats(-(2.0**-9), 2.0**-9), repeated=st.integers(1, 9))
+def test_the_largest_weights_rounding_is_balanced(p: float, error: float, repeated: int) -> None:
+    """To first order in the error ε of one weight w = p l its dS is off by ε − p ε, and by what l is off.
+
+    With values that make its dP − δ the only one, δ̂ takes p ε of it. Several largest weights err alike, and over l̂ what
+    is left of ε is what δ̂ takes.
+    """
+    w = torch.tensor(0.75, dtype=torch.float64)
+    p /= repeated
+    l, rounded = w / p, w / p * (1 + repeated * p * error)
+    divisor = balance(w, l, rounded)
+    off = (1 + error) * (1 - p * error) * l / divisor - 1
+    if repeated > 1:
+        assert abs(divisor - rounded) <= 1e-15 * rounded
+    elif p >= 0.5:
+        assert abs(off) <= 2 * error**2 + 1e-15
+    else:
+        assert abs(off) <= (1 - 2 * p) * abs(error) + 2 * error**2 + 1e-15
+    assert min(l, rounded) * (1 - 1e-15) <= divisor <= max(l, rounded) * (1 + 1e-15)
+
+
+def test_a_row_that_sees_nothing_is_divided_by_one() -> None:
+    nothing = torch.zeros(3)
+    assert torch.equal(balance(nothing, torch.ones(3), torch.ones(3)), torch.ones(3))

@@ -30,7 +30,8 @@ PAPER = Shift("stabilized", beta=7.0)
 
 def shifted(scores: Tensor, shift: Shift) -> Tensor:
     """What fp32 scores are shifted by."""
-    return row_shift(scores, Step(FP32.with_(shift=shift, base="2" if shift.kind == "integer" else "e")))
+    base = "2" if shift.kind == "integer" else "e"
+    return row_shift(scores, scores.amax(-1, keepdim=True), Step(FP32.with_(shift=shift, base=base)))
 
 
 def row(*scores: float) -> Inputs:

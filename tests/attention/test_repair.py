@@ -66,10 +66,10 @@ def test_the_audit_finds_it_sound(kernel):
 
 
 def test_every_difference_from_the_stock_recipe_is_taken_back_below():
-    """But base 2, without which an integer maximum is not exact, and where dV's weights come from (a test below)."""
+    """But base 2, without which an integer maximum is not exact, and what dV and dS divide by (tests below)."""
     differ = {f.name for f in fields(Recipe) if getattr(BF16_HALFULP, f.name) != getattr(BF16_FLASH2, f.name)}
     changed = {part.split("=")[0] for text in AUDITED.values() for part in text.split(",")}
-    assert differ - changed == {"name", "base", "grad_value_from"}
+    assert differ - changed == {"name", "base", "grad_value_from", "divisor_from"}
 
 
 @pytest.mark.parametrize("name", AUDITED)
@@ -145,12 +145,15 @@ def lean(probe, tensor, name):
 
 
 def test_what_a_large_weights_rounding_does_to_the_rest_of_its_row():
-    """The limit of an integer maximum, for each l that dS's weights may be divided by (docs/log.md).
+    """An integer maximum rounds it, alike in rows that share it: each l that dS may be over leans somewhere.
 
-    Measured on `sink`, `ties_many`: over l̂ −0.72, −0.01; over the l of lse +0.02, +0.86; stock +0.02, −0.01.
+    Measured on `sink`, `ties_many`: over l̂ −0.72, −0.01; over the l of lse +0.02, +0.86; balanced −0.03, −0.01;
+    stock +0.02, −0.01.
     """
-    over_lse = "BF16_HALFULP[divisor_from=lse]"
-    assert abs(lean("ties_many", "key", "BF16_HALFULP")) < 0.15
-    assert 0.4 < abs(lean("sink", "query", "BF16_HALFULP")) < 1
+    over_row_sum, over_lse = (f"BF16_HALFULP[divisor_from={l}]" for l in ("row_sum", "lse"))
+    assert 0.4 < abs(lean("sink", "query", over_row_sum)) < 1
+    assert abs(lean("ties_many", "key", over_row_sum)) < 0.15
     assert abs(lean("sink", "query", over_lse)) < 0.15
     assert 0.4 < abs(lean("ties_many", "key", over_lse)) < 1.5
+    assert abs(lean("sink", "query", "BF16_HALFULP")) < 0.15
+    assert abs(lean("ties_many", "key", "BF16_HALFULP")) < 0.15

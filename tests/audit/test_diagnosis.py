@@ -20,7 +20,8 @@ PLANTED = {
     "BF16_HALFULP[delta_from=out,residual_bits=none]": ("stock", DELTA),
     "BF16_HALFULP[row_sum_from=exact]": ("defect", "weights and row sum disagree"),
     "BF16_HALFULP[backward_weights=lse]": ("stock", WEIGHTS),
-    "BF16_HALFULP[backward_weights=maximum]": ("defect", WEIGHTS),
+    "BF16_HALFULP[backward_weights=maximum]": ("stock", WEIGHTS),
+    "BF16_HALFULP[backward_weights=maximum,divisor_from=row_sum]": ("defect", WEIGHTS),
     "BF16_HALFULP[shift=maximum]": ("stock", WEIGHTS),
     # Between the others: told to be coarse, and no ingredient named alone.
     "BF16_HALFULP[residual_bits=3]": ("stock", "δ, l or the backward pass's weights"),

@@ -13,9 +13,9 @@ from tests.report.markup import Page, problems
 from halfulp import cli
 from halfulp.audit import Case, Shape
 from halfulp.audit import run as audit_run
+from halfulp.audit.inputs import read_captured
 from halfulp.experiments import demo
 from halfulp.experiments.audits import Auditors, Job, auditors, choose_targets, parse_shape
-from halfulp.experiments.capture import load_captured
 from halfulp.experiments.demo_findings import audit_finding, failure_finding, grouped
 from halfulp.experiments.failure import FailureRun
 from halfulp.runs.folder import read_json
@@ -173,7 +173,7 @@ def test_the_whole_demo(capsys, tmp_path):
     assert "halfulp demo --seeds 2 --isolation-seeds 1" in text
     assert read_json(out / "isolation" / "isolation.json")["verdict"] == record["acts"][1]["finding"]
     assert (out / "failure.svg").read_text(encoding="utf-8").startswith("<svg ")
-    captured = load_captured(out / "tensors" / "gpt.safetensors")
+    captured = read_captured(str(out / "tensors" / "gpt.safetensors"))
     assert captured.query.shape == (2, 2, 24, 8)
     audits = read_json(out / "audit.json")["audits"]
     files = {case["file"] for audit in audits for case in audit["cases"] if case["file"]}

@@ -81,6 +81,8 @@ def test_rounding_of_the_format_and_of_the_call() -> None:
 
 
 def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^x=\[1.0\] is not accepted; accepted: a tensor$"):
+        round_to([1.0], FP16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^x.dtype=torch.bfloat16 is not accepted; accepted: torch.float32 or"):
         round_to(torch.zeros(1, dtype=torch.bfloat16), FP16)
     with pytest.raises(ValueError, match=r"^x.dtype=torch.int64 is not accepted"):

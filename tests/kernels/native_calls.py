@@ -26,6 +26,7 @@ FP16_HALFULP = flash2(
             "delta_from",
             "residual_bits",
             "lse_from",
+            "divisor_from",
         )
     },
     grad_value_from="lse",

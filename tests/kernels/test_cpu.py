@@ -288,6 +288,17 @@ def test_each_repair_is_at_work():
     assert error(cpu.backward(x[3], None, *x[:3], lost, options).query, true) > 2 * repaired
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_weight_that_dominates_its_row_is_balanced(isa):
+    """Scores three times as far apart as usual: what dS's weights are divided by is then neither l nor l̂."""
+    x, scale = drawn(4, 1, 2, 1, 37, 43, 24, 20), 3 * 24**-0.5
+    found = library_results(x, Options(scale=scale), isa)
+    for divisor, agrees in (("balanced", True), ("row_sum", False), ("lse", False)):
+        expected = emulated(x, BF16_HALFULP.with_(divisor_from=divisor), scale=scale)
+        off = [error(found[name], expected[name]) / float(expected[name].double().norm()) for name in ("dq", "dk")]
+        assert max(off) <= 2e-4 if agrees else min(off) > 6e-4, (divisor, off)
+
+
 X = drawn(0, 1, 2, 2, 10, 12, 16, 16)
 
 

@@ -47,7 +47,7 @@ def test_forward_of_halfulp_bit_for_bit(causal: bool) -> None:
     saved = door.forward(*inputs[:3], options, config=TILES)
     _, _, expected = emulated(BF16_HALFULP, inputs, options)
     assert torch.equal(saved.out.float(), expected.out)
-    assert torch.equal(saved.row_max, expected.row_max.squeeze(-1))
+    assert torch.equal(saved.row_max, expected.largest_score.squeeze(-1))
     assert torch.equal(saved.row_sum, expected.row_sum.squeeze(-1))
     assert (saved.lse - expected.lse.squeeze(-1) * UNIT).abs().max() <= 5e-7  # its l sums numbers that are not exact
     assert torch.equal(out_for_delta(saved), expected.out_for_delta)
@@ -70,7 +70,8 @@ def test_forward_with_whole_scores_bit_for_bit(name: str, causal: bool) -> None:
     inputs = inputs._replace(query=inputs.query * 4)
     saved = door.forward(*inputs[:3], options, config=TILES)
     _, _, expected = emulated(RECIPES[name], inputs, options)
-    assert torch.equal(saved.row_max, expected.row_max.squeeze(-1))
+    row_max = expected.largest_score if name == "halfulp" else expected.row_max
+    assert torch.equal(saved.row_max, row_max.squeeze(-1))
     finite = expected.out.isfinite()
     assert finite.any()
     assert torch.equal(saved.out.float()[finite], expected.out[finite])
@@ -86,7 +87,7 @@ def test_backward_bit_for_bit(name: str, causal: bool) -> None:
     problem, step, kept = emulated(RECIPES[name], inputs, options)
     row_max = kept.row_max.ceil()
     whole = torch.randint(-4, 5, kept.out.shape, generator=torch.Generator().manual_seed(3)).float()
-    kept = algorithms.Saved(whole, whole, row_max + 2, row_max, torch.full_like(row_max, 4.0))
+    kept = algorithms.Saved(whole, whole, row_max + 2, row_max, torch.full_like(row_max, 4.0), row_max)
     expected = algorithms.attend_backward(problem, kept, inputs.grad_out.float(), None, step)
     residual = torch.zeros(whole.shape, dtype=torch.int8) if name == "halfulp" else None
     natural = ((row_max + 2).double() / math.log2(math.e)).float().squeeze(-1)
@@ -123,6 +124,18 @@ def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
     unlike = Options("stock" if name == "halfulp" else "halfulp", scale=24**-0.5)
     other = run(Inputs(*(x.to(dtype) for x in inputs)), unlike, WIDE)
     assert relative_error(other.grad_query, expected.grad_query) > 2e-4  # the comparison tells recipes apart
+
+
+def test_a_weight_that_dominates_its_row_is_balanced() -> None:
+    """Scores three times as far apart: what dS's weights are divided by is then neither l nor l̂."""
+    inputs = gaussian(4, heads=2, key_heads=1, length=37, key_length=43, dim=24, value_dim=20)
+    tiles = {"block_query": WIDE.block_m, "block_key": WIDE.block_n}
+    actual = run(Inputs(*(x.bfloat16() for x in inputs)), Options(scale=3 * 24**-0.5), WIDE)
+    for divisor, agrees in (("balanced", True), ("row_sum", False), ("lse", False)):
+        recipe = BF16_HALFULP.with_(divisor_from=divisor, **tiles)
+        expected = attend(recipe, inputs, scale=3 * 24**-0.5, enable_gqa=True)
+        off = [relative_error(getattr(actual, what), getattr(expected, what)) for what in ("grad_query", "grad_key")]
+        assert max(off) <= 2e-4 if agrees else min(off) > 6e-4, (divisor, off)
 
 
 @pytest.mark.parametrize("name", RECIPES)

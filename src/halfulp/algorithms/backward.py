@@ -76,6 +76,18 @@ def _grad_scores(problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: 
     return step("scaled_grad_scores", ds * problem.alpha) if where == "scores" else ds
 
 
+def balance(largest: Tensor, row_sum: Tensor, rounded_row_sum: Tensor) -> Tensor:
+    """What to divide dS's rounded weights by, from a row's largest weight w, l and l̂: l + a (l̂ − l), a ≤ (l − w) / w.
+
+    An integer shift leaves the largest weight rounded, by ε, alike in all rows that share it. To first order its dS is
+    then off by (1 − 2p) ε over l̂, where p = w / l, and by (1 − p) ε over l; over this by 0 if p ≥ 1/2. Where several
+    weights are the largest a = 1, and their common error cancels as it does over l̂.
+    """
+    share = (row_sum / largest - 1).clamp(0, 1)
+    balanced = row_sum + share * (rounded_row_sum - row_sum)
+    return torch.where(largest == 0, rounded_row_sum, balanced)  # nothing to attend to
+
+
 class Rows:
     """The forward pass's weights, recomputed tile by tile as the recipe says."""
 
@@ -93,6 +105,9 @@ class Rows:
             self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum, saved.row_max)
         if recipe.divisor_from == "lse" and self.divisor is not None:
             self.divisor = self._row_sum(saved.lse)
+        elif recipe.divisor_from == "balanced" and self.divisor is not None:
+            largest = problem.exp(saved.largest_score - self.shift)
+            self.divisor = balance(largest, self._row_sum(saved.lse), self.divisor)
         separate = recipe.grad_value_from == "lse" and self.divisor is not None
         self.value_divisor = self._row_sum(saved.lse) if separate else None
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from halfulp.algorithms import fused
 from halfulp.algorithms.matmul import product
-from halfulp.algorithms.problem import Problem, Saved, divisor_of, finish, shift_of
+from halfulp.algorithms.problem import Problem, Saved, State, divisor_of, finish, shift_of
 from halfulp.algorithms.stabilize import row_shift
 from halfulp.recipes import Step
 
@@ -20,25 +19,26 @@ from halfulp.recipes import Step
 def forward(problem: Problem, step: Step) -> Saved:
     """O ← diag(l_new)⁻¹ (diag(l) e^{m − m_new} O + e^{m̃ − m_new} P̃V) tile by tile, m and l kept between tiles."""
     if fused.refused(problem, step) is None:
-        return finish(problem, *fused.forward(problem), step)
+        return finish(problem, fused.forward(problem), step)
     rows_shape = (*problem.query.shape[:3], 1)
     m = problem.query.new_full(rows_shape, -math.inf)
-    l, l_exact = problem.query.new_zeros(rows_shape), problem.query.new_zeros(rows_shape)
+    l = problem.query.new_zeros(rows_shape)
     out = problem.query.new_zeros(*rows_shape[:3], problem.value.shape[3])
+    state = State(out, m, l, l.clone(), m.clone())
     for cols in problem.col_tiles():
         for rows in problem.row_tiles():
             if not problem.mask.hides(rows, cols):
-                state = (out[:, :, rows], m[:, :, rows], l[:, :, rows], l_exact[:, :, rows])
-                new = _tile(problem, rows, cols, state, step)
-                for old, value in zip(state, new, strict=True):
-                    old.copy_(value)
-    return finish(problem, out, m, l, l_exact, step)
+                block = State(*(x[:, :, rows] for x in state))
+                for old, new in zip(block, _tile(problem, rows, cols, block, step), strict=True):
+                    old.copy_(new)
+    return finish(problem, state, step)
 
 
-def _tile(problem: Problem, rows: slice, cols: slice, state: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
-    out, m, l, l_exact = state
+def _tile(problem: Problem, rows: slice, cols: slice, state: State, step: Step) -> State:
+    out, m, l, l_exact, before = state
     scores = problem.scores(rows, cols, step)
-    m_tile = step("row_max", row_shift(scores, step))
+    largest = scores.amax(dim=-1, keepdim=True)
+    m_tile = step("row_max", row_shift(scores, largest, step))
     weights = step("weights", problem.weights(scores, shift_of(m_tile), step))
     operand = problem.weights_operand(weights, step)
     l_tile, exact_sum = problem.row_sums(weights, operand, step)
@@ -50,4 +50,5 @@ def _tile(problem: Problem, rows: slice, cols: slice, state: tuple[Tensor, ...],
     block_out = step("block_out", product(operand, problem.value[:, :, cols], step))
     summed = step("accumulator", step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out))
     new_out = step("renormalized", summed / divisor_of(l_new, m_new))
-    return new_out, m_new, l_new, l_exact * old_scale + exact_sum * tile_scale
+    l_exact = l_exact * old_scale + exact_sum * tile_scale
+    return State(new_out, m_new, l_new, l_exact, torch.maximum(before, largest))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms.arithmetic import fixed
-from halfulp.algorithms.problem import Problem
+from halfulp.algorithms.problem import Problem, State
 from halfulp.formats import FP32, Format
 from halfulp.formats.compiled import CFormat, c_format
 from halfulp.native import BEST_ISA, function, missing
@@ -61,7 +61,7 @@ def _structure() -> type[ctypes.Structure]:
         *several(ctypes.c_float, "weights_scale", "row_sum_floor"),
         *several(ctypes.c_int32, "weights_rounded", "scale_at"),
         ("formats", CFormat * len(_steps())),
-        *several(ctypes.c_void_p, "query", "key", "value", "out", "row_max", "row_sum", "exact_row_sum"),
+        *several(ctypes.c_void_p, "query", "key", "value", "out", "row_max", "row_sum", "exact_row_sum", "largest"),
         *several(ctypes.c_void_p, "grad_out", "shifts", "divisor", "value_divisor", "delta"),
         *several(ctypes.c_void_p, "grad_query", "grad_key", "grad_value", "summed_delta"),
     )
@@ -96,18 +96,17 @@ def _format_refused(recipe: Recipe) -> str | None:
     return None
 
 
-def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """O before rounding, m, l, and l from the exact weights, as the loops of the recipe's algorithm make them."""
+def forward(problem: Problem) -> State:
+    """The state after all key blocks, as the loops of the recipe's algorithm make it."""
     call, held = _call(problem, whole_rows=problem.recipe.algorithm == "standard")
     call.algorithm = _ALGORITHMS[problem.recipe.algorithm]
     out = torch.empty(*problem.query.shape[:3], problem.value.shape[3])
-    rows = [torch.empty(*problem.query.shape[:3], 1) for _ in range(3)]
+    rows = [torch.empty(*problem.query.shape[:3], 1) for _ in range(4)]
     call.out = out.data_ptr()
-    call.row_max, call.row_sum, call.exact_row_sum = (x.data_ptr() for x in rows)
+    call.row_max, call.row_sum, call.exact_row_sum, call.largest = (x.data_ptr() for x in rows)
     _run("halfulp_emulate_forward", call)
     del held
-    m, l, l_exact = rows
-    return out, m, l, l_exact
+    return State(out, *rows)
 
 
 def backward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,6 +185,16 @@ class Problem:
         return step("weights_operand", weights) if c == 1 else step("weights_operand", weights * c) / c
 
 
+class State(NamedTuple):
+    """What a forward pass has of its rows after some key blocks, and at last; statistics have a last dimension of 1."""
+
+    out: Tensor  # Ō; at last O before it is rounded
+    row_max: Tensor  # m
+    row_sum: Tensor  # l
+    exact_row_sum: Tensor  # l of the weights before they are rounded
+    largest_score: Tensor
+
+
 @dataclass(frozen=True)
 class Saved:
     """What the forward pass keeps, `[B, H, N, ...]` in the compute dtype; row statistics have a last dimension of 1."""
@@ -192,24 +202,28 @@ class Saved:
     out: Tensor  # [B, H, N, D_v], rounded
     out_for_delta: Tensor  # what δ is computed from: O, O plus its residual, or O before rounding
     lse: Tensor  # in the recipe's base; −inf for a fully masked row
-    row_max: Tensor
+    row_max: Tensor  # m, what the weights of O were shifted by
     row_sum: Tensor
+    largest_score: Tensor  # in the recipe's base; m, where m is the maximum and not rounded
 
 
-def finish(
-    problem: Problem, exact_out: Tensor, row_max: Tensor, row_sum: Tensor, exact_row_sum: Tensor, step: Step
-) -> Saved:
+def joined(parts: list[State]) -> State:
+    """The state of blocks of query rows, one after the other."""
+    return State(*(torch.cat(column, dim=2) for column in zip(*parts, strict=True)))
+
+
+def finish(problem: Problem, state: State, step: Step) -> Saved:
     """Round O, keep its residual if the recipe asks, form lse = m + log l; O and l of a fully masked row are 0."""
-    recipe = problem.recipe
+    recipe, exact_out = problem.recipe, state.out
     out = step("out", exact_out)
     for_delta = out
     if recipe.delta_from == "exact_out":
         for_delta = exact_out
     elif recipe.delta_from == "residual":
         for_delta = out + step("residual", _residual(exact_out, out, recipe))
-    summed = exact_row_sum if recipe.lse_from == "exact" else row_sum
-    lse = step("lse", row_max + step("log_row_sum", problem.log(summed)))
-    return Saved(out, for_delta, lse, row_max, row_sum)
+    summed = state.exact_row_sum if recipe.lse_from == "exact" else state.row_sum
+    lse = step("lse", state.row_max + step("log_row_sum", problem.log(summed)))
+    return Saved(out, for_delta, lse, state.row_max, state.row_sum, state.largest_score)
 
 
 def _residual(exact: Tensor, out: Tensor, recipe: Recipe) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 from halfulp.recipes import Step
 
 
-def row_shift(scores: Tensor, step: Step) -> Tensor:
-    """What one tile's rows are shifted by, `[..., rows, 1]`, from masked scores `[..., rows, cols]`.
+def row_shift(scores: Tensor, r_m: Tensor, step: Step) -> Tensor:
+    """What one tile's rows are shifted by, `[..., rows, 1]`, from masked scores `[..., rows, cols]` and their maxima.
 
     `stabilized` is Qiu & Yao, Algorithm 1, lines 7 to 9; repeated maxima are counted inside the tile, as printed. Line
     10 of the printed algorithm takes max(m, r_m), which would discard lines 8 and 9; the running maximum here takes the
     shifted value, as the official code does.
     """
-    shift, r_m = step.recipe.shift, scores.amax(dim=-1, keepdim=True)
+    shift = step.recipe.shift
     if shift.kind == "integer":
         return r_m.ceil()
     if shift.kind == "offset":

@@ -65,7 +65,7 @@ def forward(problem: Problem, step: Step, *, exponential: Exponential = weights_
         elif problem.recipe.delta_from == "residual":
             for_delta = out + step("residual", exact - out)
         lse = step("lse", m + step("log_row_sum", scalar_log(divisor)))
-    return Saved(out, for_delta, lse, m, l)
+    return Saved(out, for_delta, lse, m, l, m)
 
 
 def backward(

@@ -148,7 +148,7 @@ class _Emulated(torch.autograd.Function):
 
 
 def _tensors(saved: Saved) -> tuple[Tensor, ...]:
-    return saved.out, saved.out_for_delta, saved.lse, saved.row_max, saved.row_sum
+    return saved.out, saved.out_for_delta, saved.lse, saved.row_max, saved.row_sum, saved.largest_score
 
 
 def _checked(

@@ -64,7 +64,6 @@ class AuditReport:
     tests: int
     family_level: float  # chance of any false alarm over all tests
     smallest: Case | None
-    smallest_finding: Finding | None
     script: str | None  # a runnable Python file that shows the defect
     notes: tuple[str, ...]  # what calls showed beside figures: "not differentiable", "modifies its inputs", warnings
     seconds: float

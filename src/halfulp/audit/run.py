@@ -177,7 +177,6 @@ def _audit(
         tests=tests,
         family_level=FAMILY_LEVEL,
         smallest=smallest,
-        smallest_finding=shown,
         script=text,
         notes=notes,
         seconds=time.perf_counter() - start,

@@ -22,8 +22,8 @@ from halfulp.training.loop import train
 from halfulp.training.presets import capture
 from halfulp.training.workload import Workload
 
-TENSORS = {"query": "q", "key": "k", "value": "v", "grad_out": "do"}
-"""The tensors of a file by name, and the short spelling that is read as well."""
+TENSORS = ("query", "key", "value", "grad_out")
+"""The tensors of a call, and of a file of them."""
 
 
 class Attention(Protocol):
@@ -102,7 +102,7 @@ def train_and_capture(
 
 
 def save_captured(path: str | Path, captured: Captured) -> Path:
-    """Write a safetensors file, whole or not at all: under a temporary name, synced, then renamed.
+    """Write a safetensors file that `halfulp audit --captured` reads, whole or not at all.
 
     Tensors query, key, value, grad_out `[B, H, N, D]`; metadata is_causal, scale, source, layers as text.
     """
@@ -118,37 +118,6 @@ def save_captured(path: str | Path, captured: Captured) -> Path:
     }
     data = save({name: getattr(captured, name).contiguous() for name in TENSORS}, metadata)
     return write_bytes(target, data)
-
-
-def load_captured(path: str | Path) -> Captured:
-    """Read what `save_captured` wrote, or any safetensors file with those tensors (q, k, v, do are accepted too).
-
-    Without metadata the call counts as causal with scale 1/√D.
-
-    Raises:
-        ValueError: the file is missing, torn or lacks a tensor; one line says which.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata, names = file.metadata() or {}, set(file.keys())
-            found = {name: name if name in names else short for name, short in TENSORS.items()}
-            missing = [name for name, spelled in found.items() if spelled not in names]
-            if missing:
-                raise ValueError(
-                    f"path={str(path)!r}: no tensor {missing[0]!r}; accepted are files with {', '.join(TENSORS)}"
-                )
-            tensors = {name: file.get_tensor(spelled) for name, spelled in found.items()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"path={str(path)!r}: {error}; accepted is a whole safetensors file") from None
-    return Captured(
-        **tensors,
-        is_causal=metadata.get("is_causal", "true") == "true",
-        scale=float(metadata.get("scale", tensors["query"].shape[-1] ** -0.5)),
-        source=metadata.get("source", str(path)),
-        layers=int(metadata.get("layers", 1)),
-    )
 
 
 class _Seen:

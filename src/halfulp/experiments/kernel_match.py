@@ -136,35 +136,6 @@ class KernelMatch:
         }
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """What a wrong model of one step costs in identical bits, each half fed with the kernel's own out and lse."""
-
-    costs: tuple[StepCost, ...]
-    shape: Shape
-    causal: bool
-    seeds: tuple[int, ...]
-    command: str
-
-    def table(self) -> Table:
-        """Return one row per model, fractions per tensor where it shows."""
-        names = FORWARD + BACKWARD
-        rows = tuple((c.step, c.model, *(c.identical.get(name) for name in names)) for c in self.costs)
-        caption = f"Fraction of elements identical to the kernel's, [B, H, N, D] = {list(self.shape)}"
-        caption += f"{', causal' if self.causal else ''}, {len(self.seeds)} seeds."
-        return Table("One step modelled wrongly", ("step", "model", *names), rows, caption, self.command)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "costs": [cost.as_dict() for cost in self.costs],
-            "shape": list(self.shape),
-            "causal": self.causal,
-            "seeds": list(self.seeds),
-            "command": self.command,
-        }
-
-
 def bits_expected() -> bool:
     """Whether TORCH_CPU_FLASH claims the kernel's bits here: torch 2.13, AVX-512, no matrix unit with its own sums."""
     release, vectors = torch.__version__.split(".")[:2], torch.backends.cpu.get_cpu_capability()
@@ -214,23 +185,6 @@ def match_torch_cpu_flash(
     total = tuple(_sum(column) for column in zip(*matches, strict=True))
     chosen = (tuple(shapes), tuple(causal), tuple(seeds))
     return KernelMatch(total, len(calls), *chosen, bits_expected(), differing, "halfulp claims B1")
-
-
-def ablation(
-    shape: Shape = (1, 2, 1024, 64),
-    causal: bool = False,
-    seeds: Sequence[int] = (0, 1, 2),
-    *,
-    kernel: Kernel = torch_cpu_flash,
-) -> Ablation:
-    """Measure what a wrong model of one step costs: the fraction of elements still identical to the kernel's."""
-    calls = [(inputs := _inputs(shape, seed), kernel(*inputs, causal)) for seed in seeds]
-    costs = []
-    for model in models():
-        found = [_fractions(real, inputs, causal, model) for inputs, real in calls]
-        mean = {name: sum(f[name] for f in found) / len(found) for name in model.tensors}
-        costs.append(StepCost(model.step, model.model, mean))
-    return Ablation(tuple(costs), shape, causal, tuple(seeds), "halfulp claims B1")
 
 
 def models() -> tuple[StepModel, ...]:

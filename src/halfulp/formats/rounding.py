@@ -41,10 +41,9 @@ def round_to(
         gradient.
 
     Raises:
-        ValueError: x is neither float32 nor float64, the rounding is unknown, or autograd would record the call.
+        ValueError: x is no tensor of float32 or float64, the rounding is unknown, or autograd would record the call.
     """
-    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
-        raise ValueError(f"x.dtype={x.dtype} is not accepted; accepted: torch.float32 or torch.float64")
+    _check_dtype(x)
     mode = rounding if rounding is not None else (fmt.element if isinstance(fmt, BlockFormat) else fmt).rounding
     if mode not in _ROUNDINGS:
         raise ValueError(f"rounding={mode!r} is not accepted; accepted: {', '.join(get_args(Rounding))}")
@@ -88,10 +87,9 @@ def ulp(x: Tensor, fmt: Format) -> Tensor:
         fmt: the format whose spacing is asked for; not a `BlockFormat`.
 
     Raises:
-        ValueError: x is neither float32 nor float64.
+        ValueError: x is no tensor of float32 or float64.
     """
-    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
-        raise ValueError(f"x.dtype={x.dtype} is not accepted; accepted: torch.float32 or torch.float64")
+    _check_dtype(x)
     inside = x.detach() if fits_container(fmt, x.dtype) else x.detach().double()
     binade = power_of_two_below(inside.contiguous()).clamp(fmt.min_normal, 2.0**fmt.max_exponent)
     return binade.mul_(2.0**-fmt.mantissa_bits).masked_fill_(~x.isfinite(), torch.nan).to(x.dtype)
@@ -105,9 +103,16 @@ def is_representable(x: Tensor, fmt: Format) -> Tensor:
         fmt: the format; not a `BlockFormat`, where the answer depends on the neighbors.
 
     Raises:
-        ValueError: x is neither float32 nor float64.
+        ValueError: x is no tensor of float32 or float64.
     """
     x = x.detach()
     nan = fmt.specials == "nan_only" or (fmt.specials == "ieee" and fmt.mantissa_bits > 0)
     finite = round_to(x, fmt.with_(overflow="saturate"), rounding="toward_zero") == x
     return torch.where(x.isnan(), nan, torch.where(x.isinf(), fmt.specials == "ieee", finite))
+
+
+def _check_dtype(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x={x!r} is not accepted; accepted: a tensor")
+    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
+        raise ValueError(f"x.dtype={x.dtype} is not accepted; accepted: torch.float32 or torch.float64")

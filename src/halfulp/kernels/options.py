@@ -43,8 +43,8 @@ class Saved(NamedTuple):
     out: Tensor  # [B, H, N, D_v], query's dtype, contiguous; 0 in a fully masked row
     residual: Tensor | None  # int8 [B, H, N, D_v]
     lse: Tensor  # float32 [B, H, N] (float64 for float64 inputs), natural logarithm; −inf in a fully masked row
-    row_max: Tensor  # as lse, in the kernel's own base
-    row_sum: Tensor  # as lse
+    row_max: Tensor  # as lse, in the kernel's own base: what scores are shifted by, an integer before it is rounded up
+    row_sum: Tensor  # as lse: what O was divided by
     own_lse: Tensor | None = None  # as lse, in the kernel's own base: for a backward pass that wants its very bits
 
 

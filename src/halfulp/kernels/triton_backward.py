@@ -30,7 +30,10 @@ def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift,
                 do_b, do_h, do_n, heads, N_q, D_v: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
                 ROUNDED: tl.constexpr, RESIDUAL: tl.constexpr, FROM_OUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
                 EMULATED: tl.constexpr):  # fmt: skip
-    """What the backward pass needs of every row: its shift, 1 / l (twice if ROUNDED), δ − dLSE (over l if ROUNDED)."""
+    """What the backward pass needs of every row: its shift, δ − dLSE, and if ROUNDED what dS and dV multiply by.
+
+    dS multiplies by 1 / `algorithms.backward.balance`, which its δ then has already; dV by 1 / l.
+    """
     blocks = tl.cdiv(N_q, BLOCK_M)
     head = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK_M
@@ -61,12 +64,17 @@ def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift,
         # The lse of an empty row is constant, and the gradient that reaches it may be infinite or NaN.
         delta -= tl.where(empty, 0.0, tl.load(Grad_lse + at, mask=inside, other=0.0))
     if ROUNDED:
-        shift = tl.where(empty, 0.0, m)
-        inverse = 1.0 / tl.where(empty, 1.0, l)
+        shift = tl.where(empty, 0.0, tl.ceil(m))
+        l = tl.where(empty, 1.0, l)
+        exact = l
+        if RESIDUAL:
+            exact = tl.where(empty, 1.0, tl.exp2(lse * LOG2_E - shift))
+            share = exact / tl.where(empty, 1.0, tl.exp2(m - shift)) - 1.0
+            l = exact + tl.minimum(tl.maximum(share, 0.0), 1.0) * (l - exact)
+        inverse = 1.0 / l
         delta *= inverse
         tl.store(Inverse + at, inverse, mask=inside)
-        exact = tl.exp2(lse * LOG2_E - shift)
-        tl.store(Inverse_value + at, 1.0 / tl.where(empty, 1.0, exact), mask=inside)
+        tl.store(Inverse_value + at, 1.0 / exact, mask=inside)
     else:
         shift = m + tl.log2(l)
         shift = tl.where(shift == float("-inf"), 0.0, shift)

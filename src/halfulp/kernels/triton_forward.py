@@ -62,16 +62,17 @@ def _forward_tiles(acc, m, l, l_rounded, q, K, V, K_tiles, V_tiles, k_n, v_n, ro
             products = hide(products, rows[:, None], columns[None, :], N_k, left, right, HAS_LEFT, HAS_RIGHT)
         largest = tl.max(products, 1)
         top = largest * factor
-        if SHIFT == INTEGER:
-            top = tl.ceil(top)  # every rescale is then a power of two, which commutes with rounding
-        elif SHIFT == STABILIZED:
+        if SHIFT == STABILIZED:
             repeated = (tl.sum((products >= largest[:, None]).to(tl.int32), 1) > 1) & (largest > float("-inf"))
             top = tl.where(repeated, tl.where(top > 0, top * BETA, 0.0), top)
         m_new = tl.maximum(m, top)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        before, shift = m, m_new
+        if SHIFT == INTEGER:  # every rescale is then a power of two, which commutes with rounding
+            before, shift = tl.ceil(m), tl.ceil(m_new)
+        shift = tl.where(m_new == float("-inf"), 0.0, shift)
         weights = tl.exp2(tl.fma(products, factor, -shift[:, None]))
         operand = rounded(weights, V.dtype.element_ty, EMULATED)
-        rescale = power_of_two(m - shift) if SHIFT == INTEGER else tl.exp2(m - shift)
+        rescale = power_of_two(before - shift) if SHIFT == INTEGER else tl.exp2(before - shift)
         if ROUNDED:
             # The tensor cores sum the rounded weights: no unpacking, and V = const gives O = const bit for bit.
             ones = tl.full([BLOCK_N, 8], 1.0, operand.dtype)
@@ -95,7 +96,7 @@ def forward_kernel(Q, K, V, Out, Residual, Lse, Row_max, Row_sum, Mask, Sinks,
                    RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr,
                    CAPPED: tl.constexpr, DROPPED: tl.constexpr, SINKS: tl.constexpr, DESCRIPTORS: tl.constexpr,
                    EMULATED: tl.constexpr):  # fmt: skip
-    """O, its residual, lse, m and l of one query block. Grid: blocks · B · H."""
+    """O, its residual, lse, the largest scores and l of one query block. Grid: blocks · B · H."""
     blocks = tl.cdiv(N_q, BLOCK_M)
     head = tl.program_id(0) // blocks
     # The last query block sees the most keys, so under a causal mask it goes first.
@@ -117,7 +118,7 @@ def forward_kernel(Q, K, V, Out, Residual, Lse, Row_max, Row_sum, Mask, Sinks,
         sink = tl.load(Sinks + query_head)
         sink_max = tl.ceil(sink) if SHIFT == INTEGER else sink
         sink_weight = tl.exp2(sink - tl.where(sink_max == float("-inf"), 0.0, sink_max))
-        m, l, l_rounded = tl.full([BLOCK_M], 0.0, tl.float32) + sink_max, l + sink_weight, l_rounded + sink_weight
+        m, l, l_rounded = tl.full([BLOCK_M], 0.0, tl.float32) + sink, l + sink_weight, l_rounded + sink_weight
     hashes = rows
     if DROPPED:
         hashes = dropout_row(dropout_start, tl.cast(head, tl.int64) * N_q + rows)
@@ -139,7 +140,7 @@ def forward_kernel(Q, K, V, Out, Residual, Lse, Row_max, Row_sum, Mask, Sinks,
         scale, more, D, D_v, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, SHIFT, ROUNDED, HAS_LEFT, HAS_RIGHT, True, MASK,
         CAPPED, DROPPED, DESCRIPTORS, EMULATED)  # fmt: skip
 
-    lse = (m + tl.log2(l)) / LOG2_E
+    lse = ((tl.ceil(m) if SHIFT == INTEGER else m) + tl.log2(l)) / LOG2_E
     if ROUNDED:
         l = tl.max(l_rounded, 1)
     # 0 / 1 in a row with nothing to attend to. A sum that underflowed elsewhere stays 0 and shows as NaN.

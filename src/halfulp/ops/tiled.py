@@ -38,7 +38,8 @@ _IN_BF16: dict[str, Recipe] = {
 def recipe_of(name: str, dtype: torch.dtype) -> Recipe:
     """The recipe that a kernel's recipe means for inputs of `dtype`: what is bf16 in it takes that dtype's format.
 
-    float32 and float64 inputs are worked on in their own dtype, where nothing is rounded and no residual is left.
+    float32 and float64 inputs are worked on in their own dtype, where nothing is rounded, no residual is left, and l is
+    what every weight is over: lse would round it.
     Raises ValueError for a name that is no kernel's recipe.
     """
     if name not in KERNEL_RECIPES:
@@ -49,7 +50,7 @@ def recipe_of(name: str, dtype: torch.dtype) -> Recipe:
     changes: dict[str, Any] = {step: fmt for step in STEPS if getattr(recipe, step) == BF16}
     changes["name"] = recipe.name.replace("BF16", fmt.name.upper())
     if fmt in (FP32, FP64):
-        changes["residual_bits"] = None
+        changes |= {"residual_bits": None, "divisor_from": "row_sum", "grad_value_from": "probabilities"}
         if recipe.delta_from == "residual":
             changes["delta_from"] = "out"
     if fmt == FP64:
@@ -70,7 +71,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Save
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         problem = _problem(query, key, value, options, step)
         saved = algorithms.attend(problem, step)
-        lse, row_max, row_sum = (x.squeeze(-1) for x in (saved.lse, saved.row_max, saved.row_sum))
+        top = saved.largest_score if step.recipe.shift.kind == "integer" else saved.row_max
+        lse, row_max, row_sum = (x.squeeze(-1) for x in (saved.lse, top, saved.row_sum))
         return Saved(
             saved.out.to(query.dtype).contiguous(),
             _to_bits(saved.out_for_delta - saved.out, saved.out, step.recipe),
@@ -154,8 +156,9 @@ def _unpacked(saved: Saved, unit: float, recipe: Recipe) -> algorithms.Saved:
         assert recipe.residual_bits is not None
         for_delta = out + torch.ldexp(saved.residual.float(), residual_unit(out, recipe.out, recipe.residual_bits))
     lse = saved.lse * unit if saved.own_lse is None else saved.own_lse
-    lse, row_max, row_sum = (x.to(recipe.dtype).unsqueeze(-1) for x in (lse, saved.row_max, saved.row_sum))
-    return algorithms.Saved(out, for_delta, lse, row_max, row_sum)
+    lse, top, row_sum = (x.to(recipe.dtype).unsqueeze(-1) for x in (lse, saved.row_max, saved.row_sum))
+    row_max = top.ceil() if recipe.shift.kind == "integer" else top
+    return algorithms.Saved(out, for_delta, lse, row_max, row_sum, top)
 
 
 def _nothing(query: Tensor, value: Tensor, options: Options) -> Saved:

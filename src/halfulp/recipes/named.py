@@ -75,6 +75,7 @@ BF16_PAPER_STABILIZED = BF16_AUTHORS.with_(
     name="BF16_PAPER_STABILIZED", shift=Shift("stabilized", beta=7.0), row_sum_floor=0.0
 )
 # lse and dV come from the weights before rounding: bf16(bf16(w) / l) would round twice, alike in all of a diffuse row.
+# What dS's weights are divided by is balanced against the rounding of a row's largest weight.
 BF16_HALFULP = flash2(
     formats.BF16,
     name="BF16_HALFULP",
@@ -82,6 +83,7 @@ BF16_HALFULP = flash2(
     residual_bits=8,
     lse_from="exact",
     grad_value_from="lse",
+    divisor_from="balanced",
     **_INTEGER_SHIFT,
 )
 FP16_FLASH2 = flash2(formats.FP16)

@@ -25,7 +25,7 @@ BackwardWeights = Literal["lse", "maximum", "rounded"]
 DeltaFrom = Literal["out", "residual", "exact_out", "probabilities"]
 InputScaling = Literal["none", "tensor"]
 LseFrom = Literal["row_sum", "exact"]
-DivisorFrom = Literal["row_sum", "lse"]
+DivisorFrom = Literal["row_sum", "lse", "balanced"]
 GradValueFrom = Literal["probabilities", "lse"]
 GradientScaleAt = Literal["products", "scores", "probabilities"]
 AnyFormat = Format | BlockFormat
@@ -121,7 +121,7 @@ class Recipe:
     weights_scale: float = 1.0  # factor on the weights before they are rounded (fp8 pre-scale)
     row_sum_floor: float = 0.0  # lower bound on one tile's row sum (the paper's official code uses 1e-10)
     lse_from: LseFrom = "row_sum"  # exact: from the weights before rounding even where l is not
-    divisor_from: DivisorFrom = "row_sum"  # lse: dS takes weights over the l of lse, whatever l O was divided by
+    divisor_from: DivisorFrom = "row_sum"  # of dS's weights: the l of O, the l of lse, or between (algorithms.balance)
     grad_value_from: GradValueFrom = "probabilities"  # lse: dV takes exp(S − lse), whatever dS takes
     gradient_scale_at: GradientScaleAt = "products"  # where α enters the backward pass
     seed: int = 0  # of stochastic rounding; a call repeats its draws, so give every call of a run another seed
