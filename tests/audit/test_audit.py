@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from halfulp.attention import emulate
 from halfulp.audit import Case, Shape, Target, audit
 from halfulp.audit.probes import PROBES
+from halfulp.formats import BF16, TF32, Format
 from halfulp.recipes import BF16_HALFULP, Recipe, recipe_named
 
 SMALL = (Shape(4, 4, 128, 128, 32),)
@@ -56,6 +57,26 @@ def test_one_ingredient_of_the_halfulp_recipe_less_is_no_longer_sound(changes):
 @pytest.mark.parametrize(("dtype", "recipe"), [("float16", "FP16_FLOOR"), ("float32", "FP32")])
 def test_other_dtypes(dtype, recipe):
     assert quick(recipe, dtype=dtype).verdict == "sound"
+
+
+@pytest.mark.parametrize("name", ["sdpa:math", "halfulp:torch", "halfulp"])
+def test_kernels_that_sum_in_another_order_are_sound_in_float32(name):
+    report = audit(name, dtype="float32", shapes=SMALL, explain=False)
+    assert report.verdict == "sound", report.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query": TF32, "key": TF32},
+        {"weights_operand": TF32},
+        {"out": BF16},
+        {"grad_scores": TF32},
+        {"accumulator": Format("e8m14", 8, 14)},
+    ],
+)
+def test_a_digit_that_is_lost_in_float32_is_a_defect(changes):
+    assert quick(recipe_named("FP32").with_(block_key=32, **changes), dtype="float32").verdict == "defect"
 
 
 def flash(query, key, value, *, is_causal, scale):

@@ -24,7 +24,7 @@ from halfulp.audit.report import AuditReport, CaseReport, Verdict
 from halfulp.audit.shrink import script, shrink
 from halfulp.audit.statistics import drift_exponent, growth_exponent
 from halfulp.audit.targets import Outcome, Target, resolve, run_target
-from halfulp.audit.verdict import FAMILY_LEVEL, Finding, Row, judge_case, judge_relation, tests_in, verdict_of
+from halfulp.audit.verdict import FAMILY_LEVEL, LIMITS, Finding, Row, judge_case, judge_relation, tests_in, verdict_of
 
 Depth = Literal["quick", "full"]
 Progress = Callable[[float, str], None]
@@ -119,7 +119,7 @@ def audit(
     Args:
         target: a built-in name (`halfulp ls targets`), "module:function", "file.py:function", or a function
             `f(query, key, value, *, is_causal, scale)` on `[B, H, N, D]` tensors that returns out or (out, lse).
-        dtype: "bfloat16", "float16" or "float32".
+        dtype: "bfloat16", "float16" or "float32", in which only errors 32 times the stock recipe's count.
         depth: "quick" (under a minute on two cores) or "full" (under ten).
         shapes: sizes to use instead of the depth's own.
         captured: safetensors files with query, key, value, grad_out (or q, k, v, do) to audit on as well.
@@ -240,7 +240,7 @@ def _judge(gathered: _Gathered, level: float) -> tuple[list[Finding], dict[Case,
         findings += found
     for relation, case in gathered.relations:
         stock = {f.tensor: f for f in references(case).stock.figures if f.name.endswith("error")}
-        broken = judge_relation(relation, stock.get(relation.tensor), level)
+        broken = judge_relation(relation, stock.get(relation.tensor), level, LIMITS[case.dtype])
         if broken is not None:
             findings.append(replace(broken, case=case))
     order = {"non-finite": 0, "error": 1, "lean": 1, "relation": 2}

@@ -12,7 +12,7 @@ from halfulp.audit.figures import Measured, measure
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
-from halfulp.audit.verdict import LEAN_LIMIT, STOCK_LIMIT, Finding
+from halfulp.audit.verdict import LIMITS, Finding, Limits
 
 Run = Callable[[Inputs], AttentionResult | None]
 MOST_CALLS = 40
@@ -25,25 +25,28 @@ def severity(run: Run, case: Case, finding: Finding) -> float:
     if result is None:
         return 0.0
     return _severity(
-        measure(result, reference.truth, reference.noise, reference.inputs, reference.probe), reference, finding
+        measure(result, reference.truth, reference.noise, reference.inputs, reference.probe),
+        reference,
+        finding,
+        LIMITS[case.dtype],
     )
 
 
-def _severity(measured: Measured, reference: References, finding: Finding) -> float:
+def _severity(measured: Measured, reference: References, finding: Finding, limits: Limits) -> float:
     if finding.kind == "non-finite":
         return float(measured.nonfinite.get(finding.tensor, 0) > 0) * 2
     if finding.kind == "lean":
         stock = {f.tensor: f for f in reference.stock.leans}
         for lean in measured.leans:
             if lean.tensor == finding.tensor:
-                return abs(float((lean.lean - stock[lean.tensor].lean).mean())) / LEAN_LIMIT
+                return abs(float((lean.lean - stock[lean.tensor].lean).mean())) / limits.lean
         return 0.0
     by_name = {f.name: f for f in reference.stock.figures}
     for got in measured.figures:
         if got.name == finding.property:
             allowed = torch.maximum(by_name[got.name].error, (got.own.square() + got.through_delta.square()).sqrt())
             stock_error = float((allowed + got.slack).square().sum().sqrt())
-            return float((got.error + got.slack).square().sum().sqrt()) / stock_error / STOCK_LIMIT
+            return float((got.error + got.slack).square().sum().sqrt()) / stock_error / limits.stock
     return 0.0
 
 

@@ -5,6 +5,10 @@ training.
 between calls breaks. `stock`: nothing is worse than the stock recipe, but some error lies above one and a half times
 the floor of the format (δ's known bias).
 `sound`: neither. All comparisons are tests at a level that is divided by their number.
+
+In float32 nothing is rounded but what every kernel rounds in an order of its own, and errors of sound kernels lie up to
+five times, leans up to 70 unit roundoffs apart (docs/log.md). There only an error 32 times the reference's counts, or a
+lean of 128 unit roundoffs beyond its: what a lost digit makes (TF32: 2¹³).
 """
 
 from __future__ import annotations
@@ -19,10 +23,24 @@ from halfulp.audit.references import References
 from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean
 
 Grade = Literal["defect", "stock"]
-STOCK_LIMIT = 1.25  # times the stock recipe's error on the same inputs
-FLOOR_LIMIT = 1.5  # times the floor's error on the same inputs
-LEAN_LIMIT = 0.1  # unit roundoffs beyond the reference's lean
 FAMILY_LEVEL = 0.01  # chance of any false alarm over all tests of one audit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What errors may be before they count."""
+
+    stock: float  # times the stock recipe's error on the same inputs
+    floor: float  # times the floor's
+    lean: float  # unit roundoffs beyond the reference's lean
+
+
+LIMITS = {
+    "bfloat16": Limits(stock=1.25, floor=1.5, lean=0.1),
+    "float16": Limits(stock=1.25, floor=1.5, lean=0.1),
+    "float32": Limits(stock=32.0, floor=32.0, lean=128.0),
+}
+"""By the dtype of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +117,7 @@ def lean_pairs(target: tuple[Lean, ...], reference: tuple[Lean, ...]) -> list[tu
 def judge_case(case: Case, measured: Measured, reference: References, level: float) -> tuple[list[Row], list[Finding]]:
     """All rows and findings of one case, each test at `level`."""
     findings = [_nonfinite(case, tensor, count) for tensor, count in measured.nonfinite.items()]
-    rows = []
+    rows, limits = [], LIMITS[case.dtype]
     floor = {f.name: f for f in reference.floor.figures}
     for got, stock in pairs(measured.figures, reference.stock.figures):
         times_stock = error_ratio(got, stock, level, through_delta=True)
@@ -114,9 +132,9 @@ def judge_case(case: Case, measured: Measured, reference: References, level: flo
             times_stock.samples,
         )
         rows.append(row)
-        if times_stock.lower > STOCK_LIMIT and times_floor.lower > STOCK_LIMIT:
+        if times_stock.lower > limits.stock and times_floor.lower > limits.stock:
             findings.append(_too_large("defect", got, case, row, times_stock.mean))
-        elif times_floor.lower > FLOOR_LIMIT:
+        elif times_floor.lower > limits.floor:
             findings.append(_too_large("stock", got, case, row, times_floor.mean))
     findings += _leans(case, measured, reference, level)
     return rows, findings
@@ -146,7 +164,7 @@ def _leans(case: Case, measured: Measured, reference: References, level: float) 
         # stock recipe's own.
         itself, excess = estimate(got.lean, level / 2), excess_lean(got, stock, level)
         stock_mean = float(stock.lean.mean())
-        if min(itself.reach, excess.reach) <= LEAN_LIMIT or abs(itself.mean) <= abs(stock_mean):
+        if min(itself.reach, excess.reach) <= LIMITS[case.dtype].lean or abs(itself.mean) <= abs(stock_mean):
             continue
         text = (
             f"leans by {itself.mean:+.3g} unit roundoffs of its own size (stock {stock_mean:+.3g}, "
@@ -158,7 +176,7 @@ def _leans(case: Case, measured: Measured, reference: References, level: float) 
     return findings
 
 
-def judge_relation(relation: Relation, stock: Figure | None, level: float) -> Finding | None:
+def judge_relation(relation: Relation, stock: Figure | None, level: float, limits: Limits) -> Finding | None:
     """A defect if two calls differ by more than the rounding of two independent calls, or if NaN escapes its row."""
     if not relation.confined:
         text = "NaN or Inf outside the poisoned rows and heads"
@@ -176,7 +194,7 @@ def judge_relation(relation: Relation, stock: Figure | None, level: float) -> Fi
     ratio = error_ratio(
         replace(stock, name=relation.invariant, error=relation.difference), stock, level, through_delta=True
     )
-    if ratio.lower <= STOCK_LIMIT:
+    if ratio.lower <= limits.stock:
         return None
     text = (
         f"two calls differ by {ratio.mean:.3g} × the rounding of the stock recipe "
