@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from halfulp import native
+
 # The same examples every time, on a slow machine too, and nothing kept between runs: a failure is the code's.
 settings.register_profile("halfulp", derandomize=True, deadline=None, database=None)
 settings.load_profile("halfulp")
@@ -20,6 +22,11 @@ settings.load_profile("halfulp")
 # One torch thread a process: the same bits under any number of workers, and no two workers on one core. A test that
 # needs more sets them itself; the next one starts from one again.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if native.missing():  # said once a process, whichever test comes first
+        config.addinivalue_line("filterwarnings", "ignore:halfulp.attention runs in plain PyTorch:RuntimeWarning")
 
 
 def pytest_runtest_setup() -> None:

@@ -42,15 +42,16 @@ def compiled(*tensors: Tensor) -> bool:
 
 
 def exponential(x: Tensor, base2: bool, out: Tensor | None = None) -> Tensor:
-    """e^x, or 2^x, elementwise; `out` may be x."""
+    """e^x, or 2^x, elementwise, into `out` if given, which may be x."""
     if compiled(x):
         x = x.contiguous()
         y = torch.empty_like(x) if out is None or not out.is_contiguous() else out
         call = function("halfulp_exp", "iiippl")
         call(BEST_ISA, torch.get_num_threads(), base2, x.data_ptr(), y.data_ptr(), x.numel())
-        return y
-    of_torch = torch.exp2 if base2 else torch.exp
-    return of_torch(x.double()).to(x.dtype) if fixed(x) else of_torch(x, out=out)
+    else:
+        of_torch = torch.exp2 if base2 else torch.exp
+        y = of_torch(x.double()).to(x.dtype) if fixed(x) else of_torch(x, out=out)
+    return y if out is None or y is out else out.copy_(y)
 
 
 def logarithm(x: Tensor, base2: bool) -> Tensor:
