@@ -13,7 +13,7 @@ from halfulp.cli.shell import PROGRAM, print_json, typed_command
 
 
 def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, isolation_seeds: int = 1, json: bool = False) -> int:
-    """Run the main job, end to end on a CPU in under three minutes: halfulp demo --out DIR
+    """Run the main job, end to end on a CPU in about three minutes: halfulp demo --out DIR
 
     Act 1 trains a small model that low-precision attention can ruin, act 2 finds the cause, act 3 audits every
     attention kernel of this machine, act 4 writes DIR/report.html, which opens without a network.

@@ -54,7 +54,7 @@ _CURVES = "Each line is the median over the seeds, the band around it their rang
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """How much the demo does; the defaults take under three minutes on two cores."""
+    """How much the demo does; the defaults take about three minutes on two cores."""
 
     seeds: int = 2  # of the failing run
     isolation_seeds: int = 1  # of every run of the isolation
