@@ -11,17 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfulp.kernels.triton_scores import (
-    ADDITIVE,
-    NO_MASK,
-    dropout_row,
-    hide,
-    kept,
-    key_range,
-    masked,
-    row_range,
-    tanh,
-)
+from halfulp.kernels.triton_scores import ADDITIVE, NO_MASK, dropout_row, kept, key_range, row_range, seen_products
 from halfulp.kernels.triton_tiles import LOG2_E, binade, descriptor, rounded, rounded_again, rows_of, store_rows
 
 
@@ -118,19 +108,10 @@ def _query_tiles(dq, delta_sum, q, do, K, V, K_tiles, V_tiles, k_n, v_n, shift, 
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_weights = tl.dot(do, tl.trans(v), input_precision="ieee")
         columns = start + tl.arange(0, BLOCK_N)
-        slope = products
-        if CAPPED:
-            products = tanh(products * cap_scale)
-            slope = 1.0 - products * products
-        if MASK != NO_MASK:
-            inside = rows[:, None] < N_q
-            if EDGE:
-                inside &= columns[None, :] < N_k
-            at = Mask + tl.cast(start, tl.int64) * mask_n
-            row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-            products = masked(products, at, mask_m, mask_n, row[:, None], column[None, :], inside, scale, MASK)
-        if EDGE:
-            products = hide(products, rows[:, None], columns[None, :], N_k, left, right, HAS_LEFT, HAS_RIGHT)
+        products, slope = seen_products(
+            products, Mask + tl.cast(start, tl.int64) * mask_n, mask_m, mask_n, tl.arange(0, BLOCK_M)[:, None],
+            tl.arange(0, BLOCK_N)[None, :], rows[:, None], columns[None, :], N_q, N_k, left, right, scale, cap_scale,
+            HAS_LEFT, HAS_RIGHT, EDGE, EDGE, MASK, CAPPED)  # fmt: skip
         if DROPPED:
             keep = kept(hashes[:, None], columns[None, :], last_dropped)
             grad_weights = tl.where(keep, grad_weights, 0.0) * kept_scale
@@ -223,17 +204,10 @@ def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift,
         delta = _row_values(Delta, start, N_q, BLOCK_M)
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
         rows = start + tl.arange(0, BLOCK_M)
-        slope = products
-        if CAPPED:
-            products = tanh(products * cap_scale)
-            slope = 1.0 - products * products
-        if MASK != NO_MASK:
-            inside = (rows[None, :] < N_q) & (columns[:, None] < N_k)
-            at = Mask + tl.cast(start, tl.int64) * mask_m
-            row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-            products = masked(products, at, mask_m, mask_n, row[None, :], column[:, None], inside, scale, MASK)
-        if EDGE:
-            products = hide(products, rows[None, :], columns[:, None], N_k, left, right, HAS_LEFT, HAS_RIGHT)
+        products, slope = seen_products(
+            products, Mask + tl.cast(start, tl.int64) * mask_m, mask_m, mask_n, tl.arange(0, BLOCK_M)[None, :],
+            tl.arange(0, BLOCK_N)[:, None], rows[None, :], columns[:, None], N_q, N_k, left, right, scale, cap_scale,
+            HAS_LEFT, HAS_RIGHT, EDGE, True, MASK, CAPPED)  # fmt: skip
         weights = tl.exp2(tl.fma(products, factor, -shift[None, :]))
         inverse, for_value = shift, weights
         if ROUNDED:

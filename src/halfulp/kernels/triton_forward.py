@@ -18,16 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfulp.kernels.triton_scores import (
-    ADDITIVE,
-    NO_MASK,
-    dropout_row,
-    hide,
-    kept,
-    key_range,
-    masked,
-    tanh,
-)
+from halfulp.kernels.triton_scores import ADDITIVE, NO_MASK, dropout_row, kept, key_range, seen_products
 from halfulp.kernels.triton_tiles import LOG2_E, binade, descriptor, power_of_two, rounded, rows_of, store_rows
 
 MAXIMUM, INTEGER, STABILIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -49,17 +40,10 @@ def _forward_tiles(acc, m, l, l_rounded, q, K, V, K_tiles, V_tiles, k_n, v_n, ro
         k = rows_of(K, K_tiles, start, k_n, N_k, D, HEAD_DIM, BLOCK_N, EDGE, DESCRIPTORS, EMULATED)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         columns = start + tl.arange(0, BLOCK_N)
-        if CAPPED:
-            products = tanh(products * cap_scale)
-        if MASK != NO_MASK:
-            inside = rows[:, None] < N_q
-            if EDGE:
-                inside &= columns[None, :] < N_k
-            at = Mask + tl.cast(start, tl.int64) * mask_n
-            row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-            products = masked(products, at, mask_m, mask_n, row[:, None], column[None, :], inside, scale, MASK)
-        if EDGE:
-            products = hide(products, rows[:, None], columns[None, :], N_k, left, right, HAS_LEFT, HAS_RIGHT)
+        products, _ = seen_products(
+            products, Mask + tl.cast(start, tl.int64) * mask_n, mask_m, mask_n, tl.arange(0, BLOCK_M)[:, None],
+            tl.arange(0, BLOCK_N)[None, :], rows[:, None], columns[None, :], N_q, N_k, left, right, scale, cap_scale,
+            HAS_LEFT, HAS_RIGHT, EDGE, EDGE, MASK, CAPPED)  # fmt: skip
         largest = tl.max(products, 1)
         top = largest * factor
         if SHIFT == STABILIZED:

@@ -70,6 +70,28 @@ def hide(products, rows, columns, N_k, left, right, HAS_LEFT: tl.constexpr, HAS_
 
 
 @triton.jit
+def seen_products(products, Mask, mask_m, mask_n, row, column, rows, columns, N_q, N_k, left, right, scale, cap_scale,
+                  HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr, PARTIAL: tl.constexpr,
+                  MASK: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
+    """Products q·k under softcap, mask and bounds, as the exponential takes them, and the softcap's slope.
+
+    `Mask` points at the tile, where `row` and `column` count from 0; `PARTIAL`: the tile may reach beyond the last key.
+    """
+    slope = products
+    if CAPPED:
+        products = tanh(products * cap_scale)
+        slope = 1.0 - products * products
+    if MASK != NO_MASK:
+        inside = rows < N_q
+        if PARTIAL:
+            inside &= columns < N_k
+        products = masked(products, Mask, mask_m, mask_n, row, column, inside, scale, MASK)
+    if EDGE:
+        products = hide(products, rows, columns, N_k, left, right, HAS_LEFT, HAS_RIGHT)
+    return products, slope
+
+
+@triton.jit
 def key_range(start, N_k, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
                HAS_RIGHT: tl.constexpr):  # fmt: skip
     """Columns of one query block: [low, whole) and [rest, high) need a mask, [whole, rest) is visible to all rows."""
