@@ -1,18 +1,21 @@
-"""Times the native CPU attention beside PyTorch's flash kernel, forward and backward, with its error.
+"""Times the native CPU attention beside PyTorch's flash kernel, forward and backward, with its
+error.
 
-Every way runs once a round in an order that changes from round to round, a bf16 gemm among them; what is reported is
-the median over the rounds of ratios within the round, with the quartiles. The share of the gemm is the arithmetic of
-attention's products (14·N·N_k·d·H for d = d_v, half of it if causal) over what the gemm does in the same time. No
-ratio is printed where its quartiles lie on both sides of 1. From the repository root:
+Every way runs once a round in an order that changes from round to round, a bf16 gemm among them;
+what is reported is the median over the rounds of ratios within the round, with the quartiles. The
+share of the gemm is the arithmetic of attention's products (14·N·N_k·d·H for d = d_v, half of it if
+causal) over what the gemm does in the same time. No ratio is printed where its quartiles lie on
+both sides of 1. From the repository root:
 
-    python benchmarks/cpu_attention.py [--shape B,H,N,D[,causal] ...] [--recipes NAME ...] [--rounds N] [--threads N]
+    python benchmarks/cpu_attention.py [--shape B,H,N,D[,causal] ...] [--recipes NAME ...] [--rounds
+    N] [--threads N]
                                        [--options NAME ...] [--error SHAPE] [--calls] [--json FILE]
 
---options adds the same recipes with softcap, sinks or dropout; --calls measures what a call costs beside its
-arithmetic, in microseconds, on one head of 16 tokens.
+--options adds the same recipes with softcap, sinks or dropout; --calls measures what a call costs
+beside its arithmetic, in microseconds, on one head of 16 tokens.
 
-The target: "halfulp" 1.5 times as fast as PyTorch's kernel and 55 % of the gemm at every shape, on 2 threads, with
-gradient errors within 1.3 times the format's floor (--error 1,1,16384,64).
+The target: "halfulp" 1.5 times as fast as PyTorch's kernel and 55 % of the gemm at every shape, on
+2 threads, with gradient errors within 1.3 times the format's floor (--error 1,1,16384,64).
 """
 
 from __future__ import annotations
@@ -46,11 +49,18 @@ WARM_UP = 3
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def native(name: str, inputs: list[Tensor], causal: bool) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
+def native(
+    name: str, inputs: list[Tensor], causal: bool
+) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
     """The library in a recipe, or in "recipe+option"."""
     q, k, v, do = inputs
     recipe, _, option = name.partition("+")
-    more = {"": {}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": torch.zeros(q.shape[1])}, "dropout": DROPOUT}
+    more = {
+        "": {},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": torch.zeros(q.shape[1])},
+        "dropout": DROPOUT,
+    }
     options = Options(recipe=recipe, is_causal=causal, scale=q.shape[-1] ** -0.5, **more[option])
 
     def backward(saved: Any) -> Gradients:
@@ -59,7 +69,9 @@ def native(name: str, inputs: list[Tensor], causal: bool) -> tuple[Callable[[], 
     return lambda: cpu.forward(q, k, v, options), backward
 
 
-def pytorch(inputs: list[Tensor], causal: bool) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
+def pytorch(
+    inputs: list[Tensor], causal: bool
+) -> tuple[Callable[[], Any], Callable[[Any], Gradients]]:
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
 
     def forward() -> Tensor:
@@ -82,11 +94,17 @@ def seconds(forward: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple
     return middle - start, time.perf_counter() - middle
 
 
-def measure(shape: tuple[int, ...], causal: bool, recipes: list[str], rounds: int) -> dict[str, Any]:
-    """Medians and quartiles of one shape: milliseconds, speed over PyTorch's kernel, share of the gemm."""
+def measure(
+    shape: tuple[int, ...], causal: bool, recipes: list[str], rounds: int
+) -> dict[str, Any]:
+    """Medians and quartiles of one shape: milliseconds, speed over PyTorch's kernel, share of the
+    gemm.
+    """
     inputs, order = draw(shape), random.Random(0)
     square = torch.randn(GEMM_SIZE, GEMM_SIZE).bfloat16()
-    ways = {TORCH: pytorch(inputs, causal)} | {name: native(name, inputs, causal) for name in recipes}
+    ways = {TORCH: pytorch(inputs, causal)} | {
+        name: native(name, inputs, causal) for name in recipes
+    }
     ways[GEMM] = (lambda: square @ square, lambda _: None)
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(WARM_UP + rounds):
@@ -106,7 +124,12 @@ def measure(shape: tuple[int, ...], causal: bool, recipes: list[str], rounds: in
             "speed": quartiles([sum(t) / x for t, x in zip(spent[TORCH], total, strict=True)]),
             "gemm_share": quartiles([work / x / p for x, p in zip(total, peak, strict=True)]),
         }
-    return {"shape": shape, "causal": causal, "gemm_gflops": [x / 1e9 for x in quartiles(peak)], "ways": rows}
+    return {
+        "shape": shape,
+        "causal": causal,
+        "gemm_gflops": [x / 1e9 for x in quartiles(peak)],
+        "ways": rows,
+    }
 
 
 def quartiles(values: list[float]) -> list[float]:
@@ -116,11 +139,15 @@ def quartiles(values: list[float]) -> list[float]:
 
 def line(name: str, row: dict[str, list[float]]) -> str:
     low, middle, high = row["speed"]
-    ratio = f"{middle:5.2f} ({low:.2f}-{high:.2f})" if low > 1 or high < 1 else "no clear difference"
+    ratio = (
+        f"{middle:5.2f} ({low:.2f}-{high:.2f})" if low > 1 or high < 1 else "no clear difference"
+    )
     share = "{1:.0%} ({0:.0%}-{2:.0%})".format(*row["gemm_share"])
     if name == TORCH:
         ratio = "1"
-    return f"  {name:21} {row['forward_ms'][1]:8.2f} {row['backward_ms'][1]:8.2f}  {ratio:20} {share}"
+    return (
+        f"  {name:21} {row['forward_ms'][1]:8.2f} {row['backward_ms'][1]:8.2f}  {ratio:20} {share}"
+    )
 
 
 def errors(shape: tuple[int, ...], causal: bool, recipes: list[str]) -> dict[str, list[float]]:
@@ -129,14 +156,20 @@ def errors(shape: tuple[int, ...], causal: bool, recipes: list[str]) -> dict[str
     exact = golden(*inputs, is_causal=causal)
     wanted = [x for x in (exact.grad_query, exact.grad_key, exact.grad_value) if x is not None]
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    whole_rows = BF16_FLOOR.with_(block_query=max(1, 2**22 // shape[2]))  # in fp64 blocks change nothing but the memory
-    floor = torch.autograd.grad(emulate(*leaves, is_causal=causal, recipe=whole_rows), leaves, inputs[3])
-    ways = {TORCH: pytorch(inputs, causal)} | {name: native(name, inputs, causal) for name in recipes}
+    # in fp64 blocks change nothing but the memory
+    whole_rows = BF16_FLOOR.with_(block_query=max(1, 2**22 // shape[2]))
+    floor = torch.autograd.grad(
+        emulate(*leaves, is_causal=causal, recipe=whole_rows), leaves, inputs[3]
+    )
+    ways = {TORCH: pytorch(inputs, causal)} | {
+        name: native(name, inputs, causal) for name in recipes
+    }
     result = {"floor itself": [relative(x, y) for x, y in zip(floor, wanted, strict=True)]}
     for name, (forward, backward) in ways.items():
         own = backward(forward())
         result[name] = [
-            relative(x, y) / lowest for x, y, lowest in zip(own, wanted, result["floor itself"], strict=True)
+            relative(x, y) / lowest
+            for x, y, lowest in zip(own, wanted, result["floor itself"], strict=True)
         ]
     return result
 
@@ -150,8 +183,12 @@ def calls(rounds: int) -> dict[str, float]:
         "PyTorch's SDPA": lambda: sdpa(q, q, q),
         "halfulp.attention": lambda: attention(q, q, q),
         "of it the kernel": lambda: cpu.forward(q, q, q, options),
-        "PyTorch's SDPA, forward and backward": lambda: torch.autograd.grad(sdpa(leaf, leaf, leaf), leaf, ones),
-        "halfulp.attention, forward and backward": lambda: torch.autograd.grad(attention(leaf, leaf, leaf), leaf, ones),
+        "PyTorch's SDPA, forward and backward": lambda: torch.autograd.grad(
+            sdpa(leaf, leaf, leaf), leaf, ones
+        ),
+        "halfulp.attention, forward and backward": lambda: torch.autograd.grad(
+            attention(leaf, leaf, leaf), leaf, ones
+        ),
     }
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
@@ -177,24 +214,36 @@ def parse(text: str) -> tuple[tuple[int, ...], bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", nargs="+", default=SHAPES)
-    parser.add_argument("--recipes", nargs="+", default=["halfulp", "stock", "published", "exact_delta"])
+    parser.add_argument(
+        "--recipes", nargs="+", default=["halfulp", "stock", "published", "exact_delta"]
+    )
     parser.add_argument("--options", nargs="+", default=[], choices=["softcap", "sinks", "dropout"])
     parser.add_argument("--calls", action="store_true", help="measure small calls alone")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--error", metavar="SHAPE", help="also measure gradient errors over the floor at this shape")
+    parser.add_argument(
+        "--error", metavar="SHAPE", help="also measure gradient errors over the floor at this shape"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     if (reason := missing()) is not None:
         raise SystemExit(reason)
     torch.set_num_threads(chosen.threads)
-    report: dict[str, Any] = {"machine": describe_machine(), "threads": chosen.threads, "isa": best_isa()}
+    report: dict[str, Any] = {
+        "machine": describe_machine(),
+        "threads": chosen.threads,
+        "isa": best_isa(),
+    }
     print(f"{chosen.threads} threads, {report['isa']}, {chosen.rounds} rounds")
     if chosen.calls:
         report["calls_us"] = calls(chosen.rounds)
-        print("\n".join(f"  {name:40} {value:6.1f} µs" for name, value in report["calls_us"].items()))
+        print(
+            "\n".join(f"  {name:40} {value:6.1f} µs" for name, value in report["calls_us"].items())
+        )
         chosen.shape = []
-    chosen.recipes += [f"{recipe}+{option}" for recipe in chosen.recipes for option in chosen.options]
+    chosen.recipes += [
+        f"{recipe}+{option}" for recipe in chosen.recipes for option in chosen.options
+    ]
     report["shapes"] = []
     if chosen.shape:
         print(f"{'':24} forward backward  over PyTorch         share of the gemm")

@@ -1,14 +1,16 @@
 """Times emulated attention, forward and backward, beside naive fp32 attention with autograd.
 
-Every recipe runs once a round, in an order that changes from round to round; what is reported is the median over the
-rounds of the ratio to naive attention in the same round, with the quartiles. The first rounds are warm-up. Emulation
-takes many small parallel steps where naive attention takes a few large ones, so other programs on the same cores slow
-it more: see the ratio of processor times too, which with --threads 1 holds on a busy machine. From the repository root:
+Every recipe runs once a round, in an order that changes from round to round; what is reported is
+the median over the rounds of the ratio to naive attention in the same round, with the quartiles.
+The first rounds are warm-up. Emulation takes many small parallel steps where naive attention takes
+a few large ones, so other programs on the same cores slow it more: see the ratio of processor times
+too, which with --threads 1 holds on a busy machine. From the repository root:
 
-    python benchmarks/emulation.py [--shape B,H,N,D] [--recipes NAME ...] [--rounds N] [--threads N] [--json FILE]
+    python benchmarks/emulation.py [--shape B,H,N,D] [--recipes NAME ...] [--rounds N] [--threads N]
+    [--json FILE]
 
-The target: every recipe at (1, 12, 1024, 64) within 0.6 times naive attention on 2 threads. A format
-stands for FlashAttention-2 with every intermediate rounded to them.
+The target: every recipe at (1, 12, 1024, 64) within 0.6 times naive attention on 2 threads. A
+format stands for FlashAttention-2 with every intermediate rounded to them.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def contestants(recipes: list[str], causal: bool) -> dict[str, Attention]:
     def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT * q.shape[-1] ** -0.5
         if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf
+            )
         return torch.softmax(scores, -1) @ v
 
     def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,17 +62,23 @@ def contestants(recipes: list[str], causal: bool) -> dict[str, Attention]:
         recipe = recipe_of(name)
         return lambda q, k, v: emulate(q, k, v, is_causal=causal, recipe=recipe)
 
-    return {NAIVE: naive, "PyTorch's bf16 kernel": kernel} | {name: emulated(name) for name in recipes}
+    return {NAIVE: naive, "PyTorch's bf16 kernel": kernel} | {
+        name: emulated(name) for name in recipes
+    }
 
 
 def recipe_of(name: str) -> Recipe:
-    """A built-in recipe by its name, or everything in one format; ValueError for a name that is neither."""
+    """A built-in recipe by its name, or everything in one format; ValueError for a name that is
+    neither.
+    """
     try:
         return recipe_named(name)
     except ValueError:
         fmt = parse_format(name)
         if not isinstance(fmt, Format):
-            raise ValueError(f"recipe={name!r}: accepted are built-in recipes and scalar formats") from None
+            raise ValueError(
+                f"recipe={name!r}: accepted are built-in recipes and scalar formats"
+            ) from None
         return uniform(fmt)
 
 
@@ -82,8 +92,12 @@ def once(attention: Attention, inputs: list[Tensor]) -> tuple[float, float, floa
     return middle - start, time.perf_counter() - middle, time.process_time() - processor
 
 
-def measure(ways: dict[str, Attention], shape: tuple[int, ...], rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds and, paired round by round, the ratio to naive attention with its quartiles."""
+def measure(
+    ways: dict[str, Attention], shape: tuple[int, ...], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Median milliseconds and, paired round by round, the ratio to naive attention with its
+    quartiles.
+    """
     generator, order = torch.Generator().manual_seed(0), random.Random(0)
     inputs = [torch.randn(shape, generator=generator) for _ in range(4)]
     seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
@@ -94,12 +108,26 @@ def measure(ways: dict[str, Attention], shape: tuple[int, ...], rounds: int) -> 
                 seconds[name].append(spent)
     result = {}
     for name, spent in seconds.items():
-        ratios = [sum(mine[:2]) / sum(naive[:2]) for mine, naive in zip(spent, seconds[NAIVE], strict=True)]
+        ratios = [
+            sum(mine[:2]) / sum(naive[:2])
+            for mine, naive in zip(spent, seconds[NAIVE], strict=True)
+        ]
         processor = [mine[2] / naive[2] for mine, naive in zip(spent, seconds[NAIVE], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        forward, backward, _ = (1000 * statistics.median(column) for column in zip(*spent, strict=True))
-        result[name] = {"forward_ms": forward, "backward_ms": backward, "processor_ratio": statistics.median(processor)}
-        result[name] |= {"ratio": middle, "ratio_quartile_1": low, "ratio_quartile_3": high, "ratio_min": min(ratios)}
+        forward, backward, _ = (
+            1000 * statistics.median(column) for column in zip(*spent, strict=True)
+        )
+        result[name] = {
+            "forward_ms": forward,
+            "backward_ms": backward,
+            "processor_ratio": statistics.median(processor),
+        }
+        result[name] |= {
+            "ratio": middle,
+            "ratio_quartile_1": low,
+            "ratio_quartile_3": high,
+            "ratio_min": min(ratios),
+        }
     return result
 
 
@@ -107,7 +135,9 @@ def options() -> argparse.Namespace:
     """The command line; a bad value is answered in one line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default=SHAPE, help=f"B,H,N,D (default: {SHAPE})")
-    parser.add_argument("--recipes", nargs="+", default=[*DEFAULT, *FORMATS], help="built-in recipes, formats")
+    parser.add_argument(
+        "--recipes", nargs="+", default=[*DEFAULT, *FORMATS], help="built-in recipes, formats"
+    )
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: 15)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
@@ -118,7 +148,9 @@ def options() -> argparse.Namespace:
         parser.error(f"--shape {chosen.shape}: accepted are four positive integers B,H,N,D")
     for name, least in (("rounds", 2), ("threads", 1)):
         if getattr(chosen, name) < least:
-            parser.error(f"--{name} {getattr(chosen, name)}: accepted is an integer of at least {least}")
+            parser.error(
+                f"--{name} {getattr(chosen, name)}: accepted is an integer of at least {least}"
+            )
     try:
         for recipe in chosen.recipes:
             recipe_of(recipe)
@@ -135,16 +167,29 @@ def main() -> None:
     figures = measure(ways, tuple(int(size) for size in chosen.shape.split(",")), chosen.rounds)
     kind = "causal" if chosen.causal else "full"
     print(f"shape {chosen.shape}, {kind}, {chosen.threads} threads, {chosen.rounds} rounds")
-    print(f"{'':24}{'forward':>10}{'backward':>11}   ratio to naive (quartiles; least), of processor times")
+    print(
+        f"{'':24}{'forward':>10}{'backward':>11}   ratio to naive (quartiles; least), of processor"
+        " times"
+    )
     for name, row in figures.items():
-        spread = f"({row['ratio_quartile_1']:.2f} to {row['ratio_quartile_3']:.2f}; {row['ratio_min']:.2f})"
+        spread = (
+            f"({row['ratio_quartile_1']:.2f} to {row['ratio_quartile_3']:.2f};"
+            f" {row['ratio_min']:.2f})"
+        )
         spent = f"{row['forward_ms']:7.0f} ms{row['backward_ms']:8.0f} ms"
         print(f"{name:24}{spent}   {row['ratio']:.2f} {spread}, {row['processor_ratio']:.2f}")
     if not chosen.causal and chosen.shape == SHAPE:
         missed = [name for name in chosen.recipes if figures[name]["ratio"] > TARGET]
-        print(f"target: every recipe at most {TARGET}: {'missed by ' + ', '.join(missed) if missed else 'met'}")
+        print(
+            f"target: every recipe at most {TARGET}:"
+            f" {'missed by ' + ', '.join(missed) if missed else 'met'}"
+        )
     if chosen.json:
-        settings: dict[str, Any] = {"shape": chosen.shape, "causal": chosen.causal, "threads": chosen.threads}
+        settings: dict[str, Any] = {
+            "shape": chosen.shape,
+            "causal": chosen.causal,
+            "threads": chosen.threads,
+        }
         settings |= {"rounds": chosen.rounds, "torch": torch.__version__}
         chosen.json.write_text(json.dumps(settings | {"figures": figures}, indent=2) + "\n")
 

@@ -1,7 +1,8 @@
-"""Peak memory of the golden value, forward and gradients, at long sequences: it must grow with N, not with N².
+"""Peak memory of the golden value, forward and gradients, at long sequences: it must grow with N,
+not with N².
 
-Every case runs in a fresh process, which reports the largest resident set it ever had (torch itself included) and what
-it had before the call. Run from the repository root:
+Every case runs in a fresh process, which reports the largest resident set it ever had (torch itself
+included) and what it had before the call. Run from the repository root:
 
     python benchmarks/golden_memory.py [--length N] [--dim D] [--causal] [--threads N] [--json FILE]
 
@@ -37,7 +38,10 @@ def child(case: str, length: int, dim: int, causal: bool, threads: int) -> dict[
     torch.set_num_threads(threads)
     heads, key_heads = CASES[case]
     generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, h, length, dim, generator=generator) for h in (heads, key_heads, key_heads, heads))
+    q, k, v, do = (
+        torch.randn(1, h, length, dim, generator=generator)
+        for h in (heads, key_heads, key_heads, heads)
+    )
     before, start = gib(), time.perf_counter()
     result = golden(q, k, v, do, is_causal=causal, enable_gqa=True)
     assert result.grad_key is not None
@@ -48,7 +52,9 @@ def child(case: str, length: int, dim: int, causal: bool, threads: int) -> dict[
 def main() -> None:
     """Measure every case in a process of its own and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--length", type=int, default=16384, help="queries and keys (default: 16384)")
+    parser.add_argument(
+        "--length", type=int, default=16384, help="queries and keys (default: 16384)"
+    )
     parser.add_argument("--dim", type=int, default=64, help="head dimension (default: 64)")
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: 2)")
@@ -59,7 +65,11 @@ def main() -> None:
         if getattr(chosen, name) < 1:
             parser.error(f"--{name} {getattr(chosen, name)}: accepted is an integer of at least 1")
     if chosen.child:
-        print(json.dumps(child(chosen.child, chosen.length, chosen.dim, chosen.causal, chosen.threads)))
+        print(
+            json.dumps(
+                child(chosen.child, chosen.length, chosen.dim, chosen.causal, chosen.threads)
+            )
+        )
         return
     figures = {}
     for case in CASES:

@@ -1,17 +1,20 @@
-"""What only a GPU can tell: do its kernels ruin the seconds task and a byte GPT in true bf16, and how fast is GPT-2?
+"""What only a GPU can tell: do its kernels ruin the seconds task and a byte GPT in true bf16, and
+how fast is GPT-2?
 
-usage: python -m benchmarks.gpu_lab [--out gpu-lab] [--seconds 570] [--device cuda] [--small] [--only NAME …]
+usage: python -m benchmarks.gpu_lab [--out gpu-lab] [--seconds 570] [--device cuda] [--small]
+[--only NAME …]
 
-Every run is a run folder below --out. A call ends after --seconds and the next one goes on where it ended, so that the
-whole fits machines that are lent for minutes:
+Every run is a run folder below --out. A call ends after --seconds and the next one goes on where it
+ended, so that the whole fits machines that are lent for minutes:
 
-- seconds: the one-layer task, 4000 steps, 3 seeds, with PyTorch's flash, cuDNN, efficient and math kernels, fp32 and
-  halfulp's recipe. Do they fail too?
-- bytes: a byte GPT of one layer in true bf16, 10^6 steps, flash against fp32: on a CPU its failure only shows with
-  coarser numbers than bf16's.
+- seconds: the one-layer task, 4000 steps, 3 seeds, with PyTorch's flash, cuDNN, efficient and math
+  kernels, fp32 and halfulp's recipe. Do they fail too?
+- bytes: a byte GPT of one layer in true bf16, 10^6 steps, flash against fp32: on a CPU its failure
+  only shows with coarser numbers than bf16's.
 - gpt2: the first steps of paper A's GPT-2, 524,288 tokens each, in tokens per second.
 
---small does all of it in a minute on a CPU, at sizes that say nothing about a GPU; it is how the script is tested.
+--small does all of it in a minute on a CPU, at sizes that say nothing about a GPU; it is how the
+script is tested.
 """
 
 from __future__ import annotations
@@ -37,7 +40,14 @@ from halfulp.training.config import Language, RunConfig
 from halfulp.training.loop import TrainedRun, train
 from halfulp.training.presets import gpt2, minutes, seconds
 
-KERNELS = ("torch:flash", "torch:cudnn", "torch:efficient", "torch:math", "torch:fp32", "BF16_HALFULP")
+KERNELS = (
+    "torch:flash",
+    "torch:cudnn",
+    "torch:efficient",
+    "torch:math",
+    "torch:fp32",
+    "BF16_HALFULP",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,9 @@ def tasks(device: str, small: bool) -> Iterator[Task]:
         config = minutes(kernel, steps=200 if small else 1_000_000)
         lines = {"metrics_every": 20, "measure_every": 50, "checkpoint_every": 50} if small else {
             "metrics_every": 1000, "measure_every": 10_000, "checkpoint_every": 20_000}  # fmt: skip
-        yield Task("bytes", f"bytes-{kernel.replace(':', '-')}", replace(config, device=device, **lines))
+        yield Task(
+            "bytes", f"bytes-{kernel.replace(':', '-')}", replace(config, device=device, **lines)
+        )
 
 
 def gpt2_start(device: str, small: bool) -> RunConfig:
@@ -83,15 +95,23 @@ def run(task: Task, out: Path, deadline: float) -> TrainedRun | str:
 
 
 def speed(trained: TrainedRun) -> str:
-    """Tokens per second: the median over lines but the first, which pays for start-up, with the range."""
+    """Tokens per second: the median over lines but the first, which pays for start-up, with the
+    range.
+    """
     rates = sorted(row["tokens_per_second"] for row in trained.metrics[1:]) or [math.nan]
     return f"{rates[len(rates) // 2]:,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f}, n = {len(rates)})"
 
 
 def describe(found: dict[str, TrainedRun | str], names: dict[str, Task]) -> Table:
     """Return the table of runs: how far, what became of them, how fast."""
-    table = Table("run", "steps", "outcome", "figures that decided", "tokens per second: median, range")
-    folders = [one.folder for one in found.values() if not isinstance(one, str) and one.folder and one.metrics]
+    table = Table(
+        "run", "steps", "outcome", "figures that decided", "tokens per second: median, range"
+    )
+    folders = [
+        one.folder
+        for one in found.values()
+        if not isinstance(one, str) and one.folder and one.metrics
+    ]
     judged = {seen.folder: seen.judgement for seen in read_runs(folders)}
     for name, one in found.items():
         if isinstance(one, str):
@@ -106,18 +126,29 @@ def describe(found: dict[str, TrainedRun | str], names: dict[str, Task]) -> Tabl
 
 def write(out: Path, found: dict[str, TrainedRun | str]) -> None:
     """Write results.json and report.html beside the run folders."""
-    runs = read_runs([one.folder for one in found.values() if not isinstance(one, str) and one.folder and one.metrics])
+    runs = read_runs(
+        [
+            one.folder
+            for one in found.values()
+            if not isinstance(one, str) and one.folder and one.metrics
+        ]
+    )
     refused = {name: one for name, one in found.items() if isinstance(one, str)}
     plain = {
         "machine": describe_machine(),
         "versions": describe_versions(),
         "refused": refused,
         "runs": [
-            {"name": r.name, "status": r.record["status"], "steps": r.metrics[-1]["step"], "last": r.metrics[-1],
-             "outcome": r.judgement.outcome if r.judgement else None}
+            {
+                "name": r.name,
+                "status": r.record["status"],
+                "steps": r.metrics[-1]["step"],
+                "last": r.metrics[-1],
+                "outcome": r.judgement.outcome if r.judgement else None,
+            }
             for r in runs
         ],
-    }  # fmt: skip
+    }
     write_json(out / "results.json", plain)
     sections = []
     for part in ("seconds", "bytes", "gpt2"):
@@ -132,12 +163,22 @@ def write(out: Path, found: dict[str, TrainedRun | str]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run what time allows, print the table, write the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu-lab"), help="folder of run folders, made if missing")
-    parser.add_argument("--seconds", type=float, default=570.0, help="of this call; the next one goes on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-lab"), help="folder of run folders, made if missing"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=570.0, help="of this call; the next one goes on"
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--small", action="store_true", help="a minute on a CPU, to test the script")
-    parser.add_argument("--only", nargs="*", default=["seconds", "gpt2", "bytes"], help="parts to run")
+    parser.add_argument(
+        "--small", action="store_true", help="a minute on a CPU, to test the script"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=["seconds", "gpt2", "bytes"], help="parts to run"
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu --small tests the script")
@@ -147,13 +188,23 @@ def main(argv: list[str] | None = None) -> None:
     found: dict[str, TrainedRun | str] = {}
     console = Console(width=180)
     with one_thread():
-        for name, task in track(chosen.items(), "runs", console=Console(stderr=True), disable=not console.is_terminal):
+        for name, task in track(
+            chosen.items(), "runs", console=Console(stderr=True), disable=not console.is_terminal
+        ):
             if time.time() >= deadline:
                 break
             found[name] = run(task, options.out, deadline)
     console.print(describe(found, chosen))
-    left = [name for name in chosen if name not in found or getattr(found[name], "status", "") == "interrupted"]
-    console.print(f"not finished: {', '.join(left)}; the same command goes on" if left else "all runs are over")
+    left = [
+        name
+        for name in chosen
+        if name not in found or getattr(found[name], "status", "") == "interrupted"
+    ]
+    console.print(
+        f"not finished: {', '.join(left)}; the same command goes on"
+        if left
+        else "all runs are over"
+    )
     write(options.out, found)
     console.print(f"{options.out / 'report.html'} and results.json")
 

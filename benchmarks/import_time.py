@@ -1,8 +1,8 @@
 """Time `import halfulp` beside `import torch`, which it contains: the target is a ratio under 1.3.
 
-Fresh processes, in pairs of random order, so that a busy spell of the machine falls on both of a pair; the time is the
-import statement's own, without the start of the interpreter. The ratio is the median over the pairs, which a spell that
-outlasts some of them moves least.
+Fresh processes, in pairs of random order, so that a busy spell of the machine falls on both of a
+pair; the time is the import statement's own, without the start of the interpreter. The ratio is the
+median over the pairs, which a spell that outlasts some of them moves least.
 """
 
 import argparse
@@ -18,7 +18,10 @@ TARGET = 1.3
 
 def import_seconds(module: str) -> float:
     """Return the seconds `import module` takes in a fresh process."""
-    code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    code = (
+        f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() -"
+        " start)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
@@ -26,11 +29,19 @@ def import_seconds(module: str) -> float:
 def summary(values: list[float]) -> dict[str, float]:
     """Return median, quartiles, smallest and largest."""
     low, median, high = statistics.quantiles(values, n=4)
-    return {"median": median, "quartile_1": low, "quartile_3": high, "min": min(values), "max": max(values)}
+    return {
+        "median": median,
+        "quartile_1": low,
+        "quartile_3": high,
+        "min": min(values),
+        "max": max(values),
+    }
 
 
 def measure(pairs: int) -> dict[str, dict[str, float]]:
-    """Time both imports `pairs` times each, after one untimed round that fills the file cache; a summary each."""
+    """Time both imports `pairs` times each, after one untimed round that fills the file cache; a
+    summary each.
+    """
     for module in MODULES:
         import_seconds(module)
     order = random.Random(0)
@@ -38,15 +49,21 @@ def measure(pairs: int) -> dict[str, dict[str, float]]:
     for _ in range(pairs):
         for module in order.sample(MODULES, len(MODULES)):
             seconds[module].append(import_seconds(module))
-    paired = [ours / torch for torch, ours in zip(seconds["torch"], seconds["halfulp"], strict=True)]
+    paired = [
+        ours / torch for torch, ours in zip(seconds["torch"], seconds["halfulp"], strict=True)
+    ]
     return {name: summary(values) for name, values in (seconds | {"paired": paired}).items()}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=11, help="timed imports of each module (default: 11)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--pairs", type=int, default=11, help="timed imports of each module (default: 11)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     options = parser.parse_args()
     if options.pairs < 2:
         parser.error(f"--pairs {options.pairs}: a spread needs 2 or more")

@@ -1,7 +1,9 @@
-"""Whether `halfulp.patch()` alone saves the seconds task: as many seeds as asked for, with it and without.
+"""Whether `halfulp.patch()` alone saves the seconds task: as many seeds as asked for, with it and
+without.
 
-Every run is `train(seconds("torch:flash", seed=...))`, PyTorch's flash kernel in true bf16, with nothing changed. A run
-fails if its loss ends above twice its smallest mean of ten recorded steps, or if the mean score leaves ±4.
+Every run is `train(seconds("torch:flash", seed=...))`, PyTorch's flash kernel in true bf16, with
+nothing changed. A run fails if its loss ends above twice its smallest mean of ten recorded steps,
+or if the mean score leaves ±4.
 
     python benchmarks/repair_seeds.py --seeds 5 --backend torch
 """
@@ -29,10 +31,14 @@ def outcome(seed: int, steps: int, patched: bool, backend: str | None) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--backend", default=None, help="cpu, triton or torch; the first that fits if left out")
+    parser.add_argument(
+        "--backend", default=None, help="cpu, triton or torch; the first that fits if left out"
+    )
     parser.add_argument("--stock", action="store_true", help="run the seeds without the patch, too")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -42,7 +48,10 @@ def main() -> None:
             survives, loss, score = outcome(seed, chosen.steps, patched, chosen.backend)
             lived += survives
             name = "patched" if patched else "stock"
-            print(f"{name}, seed {seed}: {'lives' if survives else 'fails'}, loss {loss:.2e}, mean score {score:+.1f}")
+            print(
+                f"{name}, seed {seed}: {'lives' if survives else 'fails'}, loss {loss:.2e}, mean"
+                f" score {score:+.1f}"
+            )
         print(f"{'patched' if patched else 'stock'}: {lived} of {chosen.seeds} live")
 
 

@@ -1,14 +1,16 @@
 """Times rounding beside the packages that people use for it, and a copy of the same memory.
 
-Every package rounds the same tensor to the same format in turn, one call each a round, so that a busy machine slows all
-of them alike and the ratios hold; what is reported is the median of the rounds' ratios, the smallest and the largest.
-The first round is warm-up. Run from the repository root, in an environment with the `bench` extra:
+Every package rounds the same tensor to the same format in turn, one call each a round, so that a
+busy machine slows all of them alike and the ratios hold; what is reported is the median of the
+rounds' ratios, the smallest and the largest. The first round is warm-up. Run from the repository
+root, in an environment with the `bench` extra:
 
     python benchmarks/rounding.py [--elements N] [--rounds N] [--json FILE]
 
-Every package allocates its result through torch, and handing out 64 MiB of fresh memory in pages of 4 KiB takes Linux
-longer than rounding takes: the times would be the kernel's. Torch is therefore asked for large pages, for all packages
-alike; THP_MEM_ALLOC_ENABLE=0 in the environment leaves them out.
+Every package allocates its result through torch, and handing out 64 MiB of fresh memory in pages of
+4 KiB takes Linux longer than rounding takes: the times would be the kernel's. Torch is therefore
+asked for large pages, for all packages alike; THP_MEM_ALLOC_ENABLE=0 in the environment leaves them
+out.
 
 The target for a format without a native cast: 5 times qtorch and 50 times pychop on 2**24 numbers.
 """
@@ -42,13 +44,17 @@ def peers(fmt: Format) -> dict[str, Rounder]:
     chop = pychop.Chop(fmt.exponent_bits, fmt.mantissa_bits, rmode=1, subnormal=True)
     return {
         "halfulp": lambda x: round_to(x, fmt),
-        "qtorch": lambda x: qtorch.quant.float_quantize(x, fmt.exponent_bits, fmt.mantissa_bits, "nearest"),
+        "qtorch": lambda x: qtorch.quant.float_quantize(
+            x, fmt.exponent_bits, fmt.mantissa_bits, "nearest"
+        ),
         "pychop": chop,
     }
 
 
 def alone() -> dict[str, Rounder]:
-    """Return what has no peer here: a copy and a native cast for scale, other modes, block formats."""
+    """Return what has no peer here: a copy and a native cast for scale, other modes, block
+    formats.
+    """
     fmt = custom(5, 5)
     return {
         "copy": torch.clone,
@@ -85,11 +91,17 @@ def compare(fmt: Format, x: Tensor, rounds: int) -> dict[str, Any]:
     seconds = interleaved(ways, x, rounds)
     ours, sample = seconds["halfulp"], x.flatten()[: 2**20]
     reference = round_to(sample, fmt)
-    result: dict[str, Any] = {"format": fmt.name, "seconds": {name: spread(times) for name, times in seconds.items()}}
-    result["times_faster_than"] = {
-        name: spread([theirs / mine for theirs, mine in zip(seconds[name], ours, strict=True)]) for name in TARGETS
+    result: dict[str, Any] = {
+        "format": fmt.name,
+        "seconds": {name: spread(times) for name, times in seconds.items()},
     }
-    result["differing_of_2**20"] = {name: int((ways[name](sample) != reference).sum()) for name in TARGETS}
+    result["times_faster_than"] = {
+        name: spread([theirs / mine for theirs, mine in zip(seconds[name], ours, strict=True)])
+        for name in TARGETS
+    }
+    result["differing_of_2**20"] = {
+        name: int((ways[name](sample) != reference).sum()) for name in TARGETS
+    }
     return result
 
 
@@ -98,7 +110,10 @@ def show(title: str, times: dict[str, dict[str, float]], elements: int) -> None:
     for name, value in times.items():
         rate = elements / value["median"] / 1e9
         low, high = value["min"] * 1e3, value["max"] * 1e3
-        print(f"  {name:<28} {value['median'] * 1e3:10.2f} ms  ({low:.2f} to {high:.2f})  {rate:7.3f} Gelem/s")
+        print(
+            f"  {name:<28} {value['median'] * 1e3:10.2f} ms  ({low:.2f} to {high:.2f})  {rate:7.3f}"
+            " Gelem/s"
+        )
 
 
 def main() -> None:
@@ -111,9 +126,16 @@ def main() -> None:
     pychop.backend("torch")
     x = torch.randn(options.elements // 128, 128, generator=torch.Generator().manual_seed(0))
     tile = x.flatten()[: 12 * 128 * 128].view(-1, 128)
-    report: dict[str, Any] = {"elements": x.numel(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    report: dict[str, Any] = {
+        "elements": x.numel(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     report["large_pages"] = os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
-    print(f"{x.numel()} float32 numbers, {report['threads']} threads, torch {report['torch']}, medians (spread)")
+    print(
+        f"{x.numel()} float32 numbers, {report['threads']} threads, torch {report['torch']},"
+        " medians (spread)"
+    )
 
     report["formats"] = []
     for fmt in (custom(5, 5), IEEE_E4M3, TF32):
@@ -123,14 +145,28 @@ def main() -> None:
         for name, ratio in result["times_faster_than"].items():
             verdict = "meets" if ratio["median"] >= TARGETS[name] else "MISSES"
             low, high, differing = ratio["min"], ratio["max"], result["differing_of_2**20"][name]
-            print(f"  {ratio['median']:.1f} ({low:.1f} to {high:.1f}) times faster than {name},", end=" ")
-            print(f"{verdict} the target of {TARGETS[name]:.0f}; {differing} of 2**20 results differ")
+            print(
+                f"  {ratio['median']:.1f} ({low:.1f} to {high:.1f}) times faster than {name},",
+                end=" ",
+            )
+            print(
+                f"{verdict} the target of {TARGETS[name]:.0f}; {differing} of 2**20 results differ"
+            )
 
-    report["alone"] = {name: spread(times) for name, times in interleaved(alone(), x, options.rounds).items()}
+    report["alone"] = {
+        name: spread(times) for name, times in interleaved(alone(), x, options.rounds).items()
+    }
     show("For scale, and without a peer", report["alone"], x.numel())
-    small = {name: spread(times) for name, times in interleaved(alone() | peers(custom(5, 5)), tile, 30).items()}
+    small = {
+        name: spread(times)
+        for name, times in interleaved(alone() | peers(custom(5, 5)), tile, 30).items()
+    }
     report["tile"] = {"elements": tile.numel(), "seconds": small}
-    show(f"An attention tile of {tile.numel()} numbers (halfulp, qtorch, pychop: e5m5)", small, tile.numel())
+    show(
+        f"An attention tile of {tile.numel()} numbers (halfulp, qtorch, pychop: e5m5)",
+        small,
+        tile.numel(),
+    )
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

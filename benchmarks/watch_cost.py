@@ -1,8 +1,9 @@
-"""Times training steps of a watched model beside those of the same model unwatched, and a measured step beside both.
+"""Times training steps of a watched model beside those of the same model unwatched, and a measured
+step beside both.
 
-Rounds of a few steps of each, interleaved in one process on the same batches; what is reported is the median over
-rounds of the ratios, with the quartiles, and what a run takes longer at the default interval. The first rounds are
-warm-up. From the repository root:
+Rounds of a few steps of each, interleaved in one process on the same batches; what is reported is
+the median over rounds of the ratios, with the quartiles, and what a run takes longer at the default
+interval. The first rounds are warm-up. From the repository root:
 
     python benchmarks/watch_cost.py [--case NAME ...] [--rounds N] [--threads N] [--json FILE]
 
@@ -43,11 +44,15 @@ class Block(nn.Module):
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """X `[B, N, width]` to the same."""
-        parts = self.project(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.project(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         out = functional.scaled_dot_product_attention(*parts, is_causal=True)
         x = x + self.out(out.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norms[1](x))
@@ -77,7 +82,9 @@ def timed(step: Callable[[Tensor], None], batches: list[Tensor]) -> float:
     return (time.perf_counter() - start) / len(batches)
 
 
-def measure(layers: int, heads: int, width: int, context: int, batch: int, rounds: int) -> dict[str, float]:
+def measure(
+    layers: int, heads: int, width: int, context: int, batch: int, rounds: int
+) -> dict[str, float]:
     """The ratios with their quartiles, and seconds of a step."""
     _, plain = stepper(layers, heads, width)
     model, step = stepper(layers, heads, width)
@@ -116,7 +123,9 @@ def measure(layers: int, heads: int, width: int, context: int, batch: int, round
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
@@ -127,9 +136,10 @@ def main() -> None:
     for name in arguments.case:
         found[name] = row = measure(*CASES[name], rounds=arguments.rounds)
         print(
-            f"{name}: step {row['step_ms']:.1f} ms; watched {row['ratio']:.3f} of it "
-            f"({row['ratio_low']:.3f} to {row['ratio_high']:.3f}), a measured step {row['measured_step_ratio']:.1f}; "
-            f"at every={DEFAULT_EVERY} the run takes {row['run_longer']:+.1%}"
+            f"{name}: step {row['step_ms']:.1f} ms; watched {row['ratio']:.3f} of it"
+            f" ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}), a measured step"
+            f" {row['measured_step_ratio']:.1f}; at every={DEFAULT_EVERY} the run takes"
+            f" {row['run_longer']:+.1%}"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

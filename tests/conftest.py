@@ -1,4 +1,6 @@
-"""What every test needs: one torch thread a process, the same hypothesis examples, and imports seen from outside."""
+"""What every test needs: one torch thread a process, the same hypothesis examples, and imports seen
+from outside.
+"""
 
 import functools
 import json
@@ -14,19 +16,22 @@ from hypothesis import settings
 
 from halfulp import native
 
-# The same examples every time, on a slow machine too, and nothing kept between runs: a failure is the code's.
+# The same examples every time, on a slow machine too, and nothing kept between runs: a failure is
+# the code's.
 settings.register_profile("halfulp", derandomize=True, deadline=None, database=None)
 settings.load_profile("halfulp")
 
 
-# One torch thread a process: the same bits under any number of workers, and no two workers on one core. A test that
-# needs more sets them itself; the next one starts from one again.
+# One torch thread a process: the same bits under any number of workers, and no two workers on one
+# core. A test that needs more sets them itself; the next one starts from one again.
 torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if native.missing():  # said once a process, whichever test comes first
-        config.addinivalue_line("filterwarnings", "ignore:halfulp.attention runs in plain PyTorch:RuntimeWarning")
+        config.addinivalue_line(
+            "filterwarnings", "ignore:halfulp.attention runs in plain PyTorch:RuntimeWarning"
+        )
 
 
 def pytest_runtest_setup() -> None:
@@ -42,7 +47,9 @@ def _added_modules(package: str, folder: Path | None) -> frozenset[str]:
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     environment = os.environ | ({"PYTHONPATH": str(folder)} if folder else {})
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     return frozenset(json.loads(done.stdout))
 
 

@@ -1,7 +1,9 @@
-"""Holds the shape of the source: who may import whom, how long things grow, and what may not be used at all.
+"""Holds the shape of the source: who may import whom, how long things grow, and what may not be
+used at all.
 
-Every rule is a function from a package folder to the violations in it, one line each. It is run on the real tree,
-which must have none, and on a small tree with one planted fault, which must be flagged: a rule that went blind fails.
+Every rule is a function from a package folder to the violations in it, one line each. It is run on
+the real tree, which must have none, and on a small tree with one planted fault, which must be
+flagged: a rule that went blind fails.
 """
 
 import ast
@@ -13,10 +15,12 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "halfulp"
 PACKAGE = SOURCE.name
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+# at 100 columns; what 400 and 60 lines of 120 columns take
+MAX_FILE_LINES = 480
+MAX_FUNCTION_LINES = 72
 
-# From the bottom up: a layer may import the rows above its own in this table and nothing in its own row but itself.
+# From the bottom up: a layer may import the rows above its own in this table and nothing in its own
+# row but itself.
 ORDER = [
     {"native", "runs"},
     {"formats"},
@@ -31,25 +35,47 @@ ORDER = [
     {"experiments"},
     {"cli"},
 ]
-MAY_IMPORT = {layer: set().union(*ORDER[:row]) for row, layers in enumerate(ORDER) for layer in layers}
-MAY_IMPORT["kernels"] = {"native", "formats"}  # held equal to the algorithms by tests, so neither may lean on the other
+MAY_IMPORT = {
+    layer: set().union(*ORDER[:row]) for row, layers in enumerate(ORDER) for layer in layers
+}
+# held equal to the algorithms by tests, so neither may lean on the other
+MAY_IMPORT["kernels"] = {"native", "formats"}
 MAY_IMPORT["ops"] |= {"kernels"}  # the one door to the kernels
 MAY_IMPORT["report"] = {"formats", "recipes"}  # reads run folders and results, runs nothing
 MAY_IMPORT["cli"] |= {"report", ""}  # "" is the package's face, halfulp/__init__.py
 MAY_IMPORT["__main__"] = {"cli"}
 
-EXPECTED = {"formats", "recipes", "algorithms", "attention", "audit", "experiments", "report", "cli"}
+EXPECTED = {
+    "formats",
+    "recipes",
+    "algorithms",
+    "attention",
+    "audit",
+    "experiments",
+    "report",
+    "cli",
+}
 NUMERIC = {"formats", "recipes", "algorithms", "kernels", "ops", "attention", "audit"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb"}
 PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib.numpy_pickle"}
-CODE_LOADERS = {"eval", "exec", "torch.load", "torch.serialization.load", "torch.save", "torch.serialization.save"}
-CODE_LOADERS |= {"joblib.load", "joblib.dump", "joblib.Memory"}  # files of pickles; joblib.Parallel writes none
+CODE_LOADERS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "torch.serialization.load",
+    "torch.save",
+    "torch.serialization.save",
+}
+# files of pickles; joblib.Parallel writes none
+CODE_LOADERS |= {"joblib.load", "joblib.dump", "joblib.Memory"}
 HEAVY = {"triton", "matplotlib", "transformers", "scipy", "rich", "tyro", "joblib"}
 
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its path inside the package, its dotted name and layer, and its syntax tree."""
+    """One source file: its path inside the package, its dotted name and layer, and its syntax
+    tree.
+    """
 
     path: Path
     name: str
@@ -74,7 +100,9 @@ def read_modules(package: Path) -> list[Module]:
 
 
 def imported_names(module: Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of every import, wherever it stands, `import_module("…")` with a literal included."""
+    """Yield (line, dotted name) of every import, wherever it stands, `import_module("…")` with a
+    literal included.
+    """
     for node in ast.walk(module.tree):
         match node:
             case ast.Import():
@@ -82,7 +110,9 @@ def imported_names(module: Module) -> Iterator[tuple[int, str]]:
             case ast.ImportFrom():
                 base = _absolute(module, node)
                 yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-            case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name)), *_]
+            ):
                 yield node.lineno, f"{PACKAGE}{name}" if name.startswith(".") else name
 
 
@@ -96,13 +126,18 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
 
 
 def used_names(module: Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of everything imported or used, with `import numpy as np` undone."""
+    """Yield (line, dotted name) of everything imported or used, with `import numpy as np`
+    undone.
+    """
     aliases = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom):
-            aliases |= {alias.asname or alias.name: f"{_absolute(module, node)}.{alias.name}" for alias in node.names}
+            aliases |= {
+                alias.asname or alias.name: f"{_absolute(module, node)}.{alias.name}"
+                for alias in node.names
+            }
     yield from imported_names(module)
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Name | ast.Attribute):
@@ -111,13 +146,19 @@ def used_names(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def upward_imports(package: Path) -> list[str]:
-    """Imports point downward. The package's face re-exports: it may import all, and none but cli imports it."""
+    """Imports point downward. The package's face re-exports: it may import all, and none but cli
+    imports it.
+    """
     found = []
     for module in read_modules(package):
         if not module.layer:
             continue
         if module.layer not in MAY_IMPORT:
-            found.append(module.at(1, f"{module.layer} has no place in the layer table of {Path(__file__).name}"))
+            found.append(
+                module.at(
+                    1, f"{module.layer} has no place in the layer table of {Path(__file__).name}"
+                )
+            )
             continue
         for line, name in imported_names(module):
             top, *inner = name.split(".")
@@ -139,7 +180,11 @@ def strayed_triton(package: Path) -> list[str]:
 
 
 def long_files(package: Path) -> list[str]:
-    sizes = [(module, len(module.text.splitlines())) for module in read_modules(package) if module.layer != "kernels"]
+    sizes = [
+        (module, len(module.text.splitlines()))
+        for module in read_modules(package)
+        if module.layer != "kernels"
+    ]
     return [module.at(1, f"{size} lines") for module, size in sizes if size > MAX_FILE_LINES]
 
 
@@ -156,14 +201,19 @@ def long_functions(package: Path) -> list[str]:
 
 def drawers(package: Path) -> list[str]:
     """A `utils` module has no subject, so everything ends up in it."""
-    return [module.at(1, "say what is in it") for module in read_modules(package) if "utils" in module.path.stem]
+    return [
+        module.at(1, "say what is in it")
+        for module in read_modules(package)
+        if "utils" in module.path.stem
+    ]
 
 
 def undocumented_modules(package: Path) -> list[str]:
     return [
         module.at(1, "no docstring")
         for module in read_modules(package)
-        if not any(part.startswith("_") for part in module.name.split(".")) and not ast.get_docstring(module.tree)
+        if not any(part.startswith("_") for part in module.name.split("."))
+        and not ast.get_docstring(module.tree)
     ]
 
 
@@ -178,14 +228,22 @@ def environment_numerics(package: Path) -> list[str]:
 
 
 def arbitrary_code(package: Path) -> list[str]:
-    """Files are data: nothing unpickles or evaluates. Audit targets are imported, which the user asks for by name."""
+    """Files are data: nothing unpickles or evaluates. Audit targets are imported, which the user
+    asks for by name.
+    """
     found = []
     for module in read_modules(package):
         for line, name in used_names(module):
-            if name in CODE_LOADERS or any(f"{name}.".startswith(f"{banned}.") for banned in PICKLING):
+            if name in CODE_LOADERS or any(
+                f"{name}.".startswith(f"{banned}.") for banned in PICKLING
+            ):
                 found.append(module.at(line, name))
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            if (
+                isinstance(node, ast.keyword)
+                and node.arg == "allow_pickle"
+                and ast.unparse(node.value) != "False"
+            ):
                 found.append(module.at(node.lineno, "allow_pickle"))
     return found
 
@@ -210,7 +268,9 @@ CLEAN = {
     "formats/__init__.py": '"""Formats."""\n',
     "recipes.py": '"""Recipes."""\nfrom halfulp.formats import Format\n',
     "algorithms/__init__.py": '"""Algorithms."""\n',
-    "algorithms/flash2.py": '"""Flash."""\nfrom halfulp import recipes\nfrom halfulp.algorithms import matmul\n',
+    "algorithms/flash2.py": (
+        '"""Flash."""\nfrom halfulp import recipes\nfrom halfulp.algorithms import matmul\n'
+    ),
     "kernels/triton.py": '"""Kernels."""\nimport triton\nfrom halfulp.formats import Format\n',
     "ops.py": '"""Dispatch."""\ndef load():\n    from halfulp.kernels import triton\n',
     "runs/parallel.py": '"""Jobs."""\ndef f():\n    from joblib import Parallel, parallel_config\n',
@@ -222,28 +282,83 @@ CLEAN = {
 
 # rule, the file it breaks in, that file's text, what the one violation says
 PLANTED = [
-    (upward_imports, "formats/up.py", "from halfulp.recipes import Recipe\n", "formats imports halfulp.recipes"),
-    (upward_imports, "formats/up.py", "from ..audit import verdict\n", "formats imports halfulp.audit.verdict"),
+    (
+        upward_imports,
+        "formats/up.py",
+        "from halfulp.recipes import Recipe\n",
+        "formats imports halfulp.recipes",
+    ),
+    (
+        upward_imports,
+        "formats/up.py",
+        "from ..audit import verdict\n",
+        "formats imports halfulp.audit.verdict",
+    ),
     (upward_imports, "formats/__init__.py", "from .. import cli\n", "formats imports halfulp.cli"),
-    (upward_imports, "recipes.py", "def f():\n    import halfulp.attention\n", "recipes imports halfulp.att"),
-    (upward_imports, "algorithms/up.py", "from halfulp import kernels\n", "algorithms imports halfulp.kernels"),
-    (upward_imports, "kernels/up.py", "from halfulp.algorithms import x\n", "kernels imports halfulp.algo"),
-    (upward_imports, "audit/up.py", "from halfulp import emulate\n", "audit imports halfulp.emulate"),
+    (
+        upward_imports,
+        "recipes.py",
+        "def f():\n    import halfulp.attention\n",
+        "recipes imports halfulp.att",
+    ),
+    (
+        upward_imports,
+        "algorithms/up.py",
+        "from halfulp import kernels\n",
+        "algorithms imports halfulp.kernels",
+    ),
+    (
+        upward_imports,
+        "kernels/up.py",
+        "from halfulp.algorithms import x\n",
+        "kernels imports halfulp.algo",
+    ),
+    (
+        upward_imports,
+        "audit/up.py",
+        "from halfulp import emulate\n",
+        "audit imports halfulp.emulate",
+    ),
     (upward_imports, "audit/up.py", "import halfulp\n", "audit imports halfulp"),
     (upward_imports, "watch.py", "from halfulp.audit import x\n", "watch imports halfulp.audit"),
-    (upward_imports, "experiments/up.py", "from halfulp.report import x\n", "experiments imports halfulp.rep"),
-    (upward_imports, "report/up.py", "from halfulp.algorithms import x\n", "report imports halfulp.algo"),
-    (upward_imports, "recipes.py", 'importlib.import_module("halfulp.cli")\n', "recipes imports halfulp.cli"),
+    (
+        upward_imports,
+        "experiments/up.py",
+        "from halfulp.report import x\n",
+        "experiments imports halfulp.rep",
+    ),
+    (
+        upward_imports,
+        "report/up.py",
+        "from halfulp.algorithms import x\n",
+        "report imports halfulp.algo",
+    ),
+    (
+        upward_imports,
+        "recipes.py",
+        'importlib.import_module("halfulp.cli")\n',
+        "recipes imports halfulp.cli",
+    ),
     (upward_imports, "misc.py", "", "misc has no place"),
-    (strayed_triton, "audit/up.py", "def f():\n    import triton.language as tl\n", "triton.language outside"),
-    (long_files, "recipes.py", "x = 1\n" * 401, "401 lines"),
-    (long_functions, "recipes.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+    (
+        strayed_triton,
+        "audit/up.py",
+        "def f():\n    import triton.language as tl\n",
+        "triton.language outside",
+    ),
+    (long_files, "recipes.py", "x = 1\n" * 481, "481 lines"),
+    (long_functions, "recipes.py", "def f():\n" + "    x = 1\n" * 72, "f has 73 lines"),
     (drawers, "audit/utils.py", "", "utils.py"),
     (drawers, "formats/_utils.py", "", "utils.py"),
     (undocumented_modules, "algorithms/bare.py", "x = 1\n", "no docstring"),
     (undocumented_modules, "algorithms/__init__.py", "", "no docstring"),
     (environment_numerics, "formats/env.py", 'import os\nx = os.environ["X"]\n', "os.environ"),
-    (environment_numerics, "audit/env.py", 'import os as system\nx = system.getenv("X")\n', "os.getenv"),
+    (
+        environment_numerics,
+        "audit/env.py",
+        'import os as system\nx = system.getenv("X")\n',
+        "os.getenv",
+    ),
     (environment_numerics, "attention.py", "from os import environ\n", "os.environ"),
     (arbitrary_code, "recipes.py", "import pickle\n", "pickle"),
     (arbitrary_code, "recipes.py", 'import torch as t\nx = t.load("x")\n', "torch.load"),
@@ -252,10 +367,20 @@ PLANTED = [
     (arbitrary_code, "recipes.py", "from joblib import load\n", "joblib.load"),
     (arbitrary_code, "recipes.py", 'import joblib as j\nj.dump(1, "x")\n', "joblib.dump"),
     (arbitrary_code, "recipes.py", "def f():\n    from joblib import Memory\n", "joblib.Memory"),
-    (arbitrary_code, "recipes.py", "from joblib.numpy_pickle import load_temporary_memmap\n", "joblib.numpy_pickle"),
+    (
+        arbitrary_code,
+        "recipes.py",
+        "from joblib.numpy_pickle import load_temporary_memmap\n",
+        "joblib.numpy_pickle",
+    ),
     (arbitrary_code, "cli.py", 'x = eval("1")\n', "eval"),
     (arbitrary_code, "cli.py", 'exec("x = 1")\n', "exec"),
-    (arbitrary_code, "cli.py", 'import numpy as np\nnp.load("x", allow_pickle=True)\n', "allow_pickle"),
+    (
+        arbitrary_code,
+        "cli.py",
+        'import numpy as np\nnp.load("x", allow_pickle=True)\n',
+        "allow_pickle",
+    ),
 ]
 
 
@@ -271,8 +396,18 @@ def plant(folder: Path, files: dict[str, str]) -> Path:
 def test_every_layer_is_seen():
     seen = {module.layer for module in read_modules(SOURCE)}
     assert seen >= EXPECTED, f"not found below {SOURCE}: {sorted(EXPECTED - seen)}"
-    imports = {module.layer for module in read_modules(SOURCE) for _, name in imported_names(module) if PACKAGE in name}
-    assert imports >= {"algorithms", "attention", "audit", "cli"}, "imports inside the package go unseen"
+    imports = {
+        module.layer
+        for module in read_modules(SOURCE)
+        for _, name in imported_names(module)
+        if PACKAGE in name
+    }
+    assert imports >= {
+        "algorithms",
+        "attention",
+        "audit",
+        "cli",
+    }, "imports inside the package go unseen"
 
 
 @pytest.mark.parametrize("rule", RULES)

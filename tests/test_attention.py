@@ -1,4 +1,6 @@
-"""The public door: arguments as in PyTorch, gradients through both results, errors in one line, use in training."""
+"""The public door: arguments as in PyTorch, gradients through both results, errors in one line, use
+in training.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from torch.nn import functional
 
 from halfulp import emulate, golden
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, FP32, FP64, RECIPES, Recipe
-from halfulp.testing import Inputs, assert_within_budget, attend, budget, errors, from_scores, gaussian
+from halfulp.testing import (
+    Inputs,
+    assert_within_budget,
+    attend,
+    budget,
+    errors,
+    from_scores,
+    gaussian,
+)
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -21,7 +31,9 @@ DOUBLE = {"dtype": torch.float64}
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_arguments_mean_what_they_mean_in_pytorch(causal: bool, scale: float | None) -> None:
-    q, k, v, _ = gaussian(1, heads=4, key_heads=2, length=33, key_length=45, dim=16, value_dim=8, **DOUBLE)
+    q, k, v, _ = gaussian(
+        1, heads=4, key_heads=2, length=33, key_length=45, dim=16, value_dim=8, **DOUBLE
+    )
     options = {"is_causal": causal, "scale": scale, "enable_gqa": True}
     expected = functional.scaled_dot_product_attention(q, k, v, **options)
     assert (emulate(q, k, v, recipe=FP64, **options) - expected).abs().max() <= 1e-14
@@ -56,7 +68,9 @@ def test_leading_dimensions_may_be_left_out(leading: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_near_the_truth(name: str) -> None:
-    """Forward and backward of every built-in recipe, odd lengths, causal: as wrong as its formats are coarse."""
+    """Forward and backward of every built-in recipe, odd lengths, causal: as wrong as its formats
+    are coarse.
+    """
     inputs = gaussian(3, length=75, dim=32)
     allowed = 0.1 if "FP8" in name else 3e-2 if "AUTHORS" in name or "PAPER" in name else 1e-2
     if name.startswith("FP"):
@@ -71,39 +85,54 @@ def test_dtypes_go_in_and_come_out(dtype: torch.dtype) -> None:
     result = attend(BF16_HALFULP, Inputs(q, k, v, do))
     assert result.lse is not None
     assert result.lse.dtype == torch.float32
-    assert {x.dtype for x in (result.out, result.grad_query, result.grad_key, result.grad_value) if x is not None} == {
-        dtype
-    }
+    assert {
+        x.dtype
+        for x in (result.out, result.grad_query, result.grad_key, result.grad_value)
+        if x is not None
+    } == {dtype}
     wide = attend(BF16_HALFULP, gaussian(4, length=20, dim=8))
     if dtype != torch.float16:  # fp16 lacks the range of small bf16 gradients
         assert all(
-            torch.equal(a.double(), b.double()) for a, b in zip(vars(result).values(), vars(wide).values(), strict=True)
+            torch.equal(a.double(), b.double())
+            for a, b in zip(vars(result).values(), vars(wide).values(), strict=True)
         )
 
 
-@pytest.mark.parametrize("recipe", [FP64, FP64.with_(algorithm="flash1"), FP64.with_(algorithm="standard", base="2")])
+@pytest.mark.parametrize(
+    "recipe", [FP64, FP64.with_(algorithm="flash1"), FP64.with_(algorithm="standard", base="2")]
+)
 @pytest.mark.parametrize("kind", ["causal", "bool", "additive"])
 def test_gradcheck_of_out_and_lse(recipe: Recipe, kind: str) -> None:
-    q, k, v, _ = gaussian(5, heads=4, key_heads=2, length=5, key_length=6, dim=3, value_dim=2, **DOUBLE)
+    q, k, v, _ = gaussian(
+        5, heads=4, key_heads=2, length=5, key_length=6, dim=3, value_dim=2, **DOUBLE
+    )
     mask = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     attn_mask = {"causal": None, "bool": mask > -1, "additive": mask}[kind]
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         tiled = recipe.with_(block_query=2, block_key=4)
-        options: dict[str, Any] = {"is_causal": kind == "causal", "enable_gqa": True, "recipe": tiled}
+        options: dict[str, Any] = {
+            "is_causal": kind == "causal",
+            "enable_gqa": True,
+            "recipe": tiled,
+        }
         return emulate(q, k, v, attn_mask, return_lse=True, **options)
 
     assert torch.autograd.gradcheck(function, tuple(x.clone().requires_grad_() for x in (q, k, v)))
 
 
-@pytest.mark.parametrize("name", ["FP32", "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_FLASH1"])
+@pytest.mark.parametrize(
+    "name", ["FP32", "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_FLASH1"]
+)
 def test_a_loss_on_lse_alone(name: str) -> None:
     """The z-loss of language models: Σ lse², no gradient of out at all."""
     q, k, v, _ = gaussian(6, length=40, dim=16)
     results = []
     for recipe in (FP64, RECIPES[name]):
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        emulate(*leaves, is_causal=True, recipe=recipe, return_lse=True)[1].double().square().sum().backward()
+        emulate(*leaves, is_causal=True, recipe=recipe, return_lse=True)[
+            1
+        ].double().square().sum().backward()
         results.append([x.grad for x in leaves])
     for exact, rounded in zip(*results, strict=True):
         assert exact is not None
@@ -124,7 +153,9 @@ def test_a_gradient_of_lse_that_is_infinite_on_masked_rows_does_no_harm() -> Non
 
 def test_gradients_are_computed_once_only() -> None:
     q, k, v, _ = gaussian(6, length=4, dim=4)
-    (grad,) = torch.autograd.grad(emulate(q.requires_grad_(), k, v).square().sum(), q, create_graph=True)
+    (grad,) = torch.autograd.grad(
+        emulate(q.requires_grad_(), k, v).square().sum(), q, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
         grad.sum().backward()
 
@@ -135,7 +166,9 @@ class Attention(nn.Module):
     def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.weights = nn.Parameter(torch.randn(4, 16, 16, generator=generator, dtype=torch.float64) / 4)
+        self.weights = nn.Parameter(
+            torch.randn(4, 16, 16, generator=generator, dtype=torch.float64) / 4
+        )
         self.attention = attention
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +176,9 @@ class Attention(nn.Module):
         return self.attention(q, k, v).transpose(1, 2).flatten(-2) @ self.weights[3].T
 
 
-def train(attention: Callable[[Tensor, Tensor, Tensor], Tensor], *, autocast: bool = False) -> list[float]:
+def train(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], *, autocast: bool = False
+) -> list[float]:
     """The losses of 12 steps of Adam."""
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(3, 12, 16, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -162,7 +197,11 @@ def train(attention: Callable[[Tensor, Tensor, Tensor], Tensor], *, autocast: bo
 
 def test_training_follows_the_definition() -> None:
     sdpa = train(lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-    mine = train(lambda q, k, v: emulate(q, k, v, is_causal=True, recipe=FP64.with_(block_query=5, block_key=4)))
+    mine = train(
+        lambda q, k, v: emulate(
+            q, k, v, is_causal=True, recipe=FP64.with_(block_query=5, block_key=4)
+        )
+    )
     assert mine == pytest.approx(sdpa, abs=1e-10)
     assert mine[-1] < 0.9 * mine[0]
     bf16 = train(lambda q, k, v: emulate(q, k, v, is_causal=True, recipe=BF16_HALFULP))
@@ -172,12 +211,17 @@ def test_training_follows_the_definition() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_autocast_changes_nothing(name: str) -> None:
-    """A recipe is a statement about arithmetic; somebody's autocast must not add to it, forward or backward."""
+    """A recipe is a statement about arithmetic; somebody's autocast must not add to it, forward or
+    backward.
+    """
     inputs = gaussian(7, length=40, dim=16)
     expected = attend(RECIPES[name], inputs, is_causal=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = attend(RECIPES[name], inputs, is_causal=True)
-    assert all(torch.equal(a, b) for a, b in zip(vars(actual).values(), vars(expected).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(vars(actual).values(), vars(expected).values(), strict=True)
+    )
 
 
 def test_a_model_trains_the_same_under_autocast_where_everything_else_is_out_of_its_reach() -> None:
@@ -219,25 +263,46 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     (r"query of dtype torch\.int64: accepted are float64", {"query": Q.long()}),
     (r"key of dtype torch\.complex64: accepted are float64", {"key": Q.to(torch.complex64)}),
     (r"query of shape \(8,\): accepted are 2 to 4 dimensions", {"query": Q[0, 0, 0]}),
-    (r"key of shape \(4, 5, 8\): accepted are 2 to 4 dimensions .* as many as query's", {"key": Q[0]}),
-    (r"value of shape \(2, 4, 5, 0\): accepted are dimensions of at least 1", {"value": Q[..., :0]}),
+    (
+        r"key of shape \(4, 5, 8\): accepted are 2 to 4 dimensions .* as many as query's",
+        {"key": Q[0]},
+    ),
+    (
+        r"value of shape \(2, 4, 5, 0\): accepted are dimensions of at least 1",
+        {"value": Q[..., :0]},
+    ),
     (r"key of head dimension 7: accepted is query's, 8", {"key": Q[..., :7]}),
-    (r"value of shape \(2, 4, 4, 8\): accepted are key's leading dimensions \(2, 4, 5\)", {"value": Q[:, :, :4]}),
+    (
+        r"value of shape \(2, 4, 4, 8\): accepted are key's leading dimensions \(2, 4, 5\)",
+        {"value": Q[:, :, :4]},
+    ),
     (r"key of batch 1: accepted is query's, 2", {"key": Q[:1], "value": Q[:1]}),
     (
         r"key of 2 heads: accepted are query's 4, or a divisor of it with enable_gqa",
         {"key": Q[:, :2], "value": Q[:, :2]},
     ),
-    (r"key of 3 heads: accepted are query's 4", {"key": Q[:, :3], "value": Q[:, :3], "enable_gqa": True}),
+    (
+        r"key of 3 heads: accepted are query's 4",
+        {"key": Q[:, :3], "value": Q[:, :3], "enable_gqa": True},
+    ),
     (r"scale=inf: accepted is a finite number, or None", {"scale": math.inf}),
-    (r"attn_mask of shape \(5, 6\): accepted is what broadcasts to \(2, 4, 5, 5\)", {"attn_mask": torch.zeros(5, 6)}),
+    (
+        r"attn_mask of shape \(5, 6\): accepted is what broadcasts to \(2, 4, 5, 5\)",
+        {"attn_mask": torch.zeros(5, 6)},
+    ),
     (r"attn_mask of shape \(1, 1, 1, 1, 1\): accepted", {"attn_mask": torch.zeros(1, 1, 1, 1, 1)}),
-    (r"attn_mask of dtype torch\.int64: accepted are bool and floating point", {"attn_mask": torch.zeros(5, 5).long()}),
+    (
+        r"attn_mask of dtype torch\.int64: accepted are bool and floating point",
+        {"attn_mask": torch.zeros(5, 5).long()},
+    ),
     (
         r"is_causal=True: accepted is False where attn_mask is given",
         {"is_causal": True, "attn_mask": torch.zeros(5, 5)},
     ),
-    (r"attn_mask\.requires_grad=True: accepted is False", {"attn_mask": torch.zeros(5, 5, requires_grad=True)}),
+    (
+        r"attn_mask\.requires_grad=True: accepted is False",
+        {"attn_mask": torch.zeros(5, 5, requires_grad=True)},
+    ),
     (r"key on meta: accepted is query's device, cpu", {"key": Q.to("meta")}),
 ]
 
@@ -259,12 +324,16 @@ def test_errors_of_one_door_alone() -> None:
         emulate(Q, Q, Q, recipe="BF61")
     with pytest.raises(ValueError, match=r"query of shape \(4, 5, 8\): accepted are 4 dimensions"):
         golden(Q[0], Q[0], Q[0])
-    with pytest.raises(ValueError, match=r"grad_out of shape \(2, 4, 5\): accepted is out's shape \(2, 4, 5, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"grad_out of shape \(2, 4, 5\): accepted is out's shape \(2, 4, 5, 8\)"
+    ):
         golden(Q, Q, Q, Q[..., 0])
 
 
 def test_the_error_budget_lets_equals_pass_and_worse_fail() -> None:
-    """The helper that other kernels are judged with: planted faults of 1e-2 that `allclose` would let through."""
+    """The helper that other kernels are judged with: planted faults of 1e-2 that `allclose` would
+    let through.
+    """
     inputs = gaussian(10, length=96, dim=32)
     other_blocks = attend(BF16_FLASH2.with_(block_query=16, block_key=32), inputs, is_causal=True)
     assert_within_budget(other_blocks, inputs, BF16_FLASH2, is_causal=True)
@@ -290,5 +359,10 @@ def test_kernels_without_gradient_or_lse_are_attended_too() -> None:
         result = attend(functional.scaled_dot_product_attention, inputs, is_causal=True)
     assert (result.lse, result.grad_query) == (None, None)
     full = attend(functional.scaled_dot_product_attention, inputs, is_causal=True)
-    assert set(errors(full, golden(*inputs, is_causal=True))) == {"out", "grad_query", "grad_key", "grad_value"}
+    assert set(errors(full, golden(*inputs, is_causal=True))) == {
+        "out",
+        "grad_query",
+        "grad_key",
+        "grad_value",
+    }
     assert_within_budget(full, inputs, FP32, is_causal=True)

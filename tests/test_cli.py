@@ -1,4 +1,6 @@
-"""The command line: what it prints, what it writes, how it ends, and how it complains: in one line, before the work."""
+"""The command line: what it prints, what it writes, how it ends, and how it complains: in one line,
+before the work.
+"""
 
 import json
 import re
@@ -23,8 +25,9 @@ import torch
 from torch.nn import functional
 
 def good(query, key, value, *, is_causal, scale):
-    return functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), is_causal=is_causal,
-                                                   scale=scale).to(query.dtype)
+    operands = (x.double() for x in (query, key, value))
+    out = functional.scaled_dot_product_attention(*operands, is_causal=is_causal, scale=scale)
+    return out.to(query.dtype)
 
 def biased(query, key, value, *, is_causal, scale):
     return good(query, key, value, is_causal=is_causal, scale=scale) * 1.02
@@ -50,11 +53,15 @@ def small_plan(monkeypatch):
         shape = shapes[0] if shapes else Shape(2, 4, 48, 48, 16)
         cases = tuple(Case(name, shape, seed, dtype) for name in ("gaussian", "value_constant"))
         small = Shape(2, 2, 32, 32, 16)
-        relations = (Case("free_feature", small, seed, dtype), Case("free_feature_causal", small, seed, dtype))
+        relations = (
+            Case("free_feature", small, seed, dtype),
+            Case("free_feature_causal", small, seed, dtype),
+        )
         return audit_run.Plan(cases, (), relations)
 
     monkeypatch.setattr(audit_run, "plan", plan)
-    monkeypatch.setattr(audit_run, "fingerprint", lambda *_: None)  # the slowest part, and not what is tested here
+    # the slowest part, and not what is tested here
+    monkeypatch.setattr(audit_run, "fingerprint", lambda *_: None)
 
 
 def run(capsys, *arguments):
@@ -68,26 +75,53 @@ def run(capsys, *arguments):
     [
         (["nosuch"], "'nosuch' is not known; accepted are the commands demo, audit, "),
         (["ls", "--nosuch"], "'--nosuch' is not known; accepted are the options of --help"),
-        (["ls", "colors"], "what='colors': accepted are all, formats, recipes, targets, probes, claims, presets"),
+        (
+            ["ls", "colors"],
+            "what='colors': accepted are all, formats, recipes, targets, probes, claims, presets",
+        ),
         (["explain", "1"], "values of length 1: accepted for 'sum' is at least two"),
         (["explain", "1", "two"], "values='two': accepted are finite numbers"),
         (["explain", "1", "inf"], "values='inf': accepted are finite numbers"),
         (["explain", "1", "2", "--format", "fp12"], "format='fp12' is not known; accepted: fp64, "),
         (["explain", "1", "2", "--format", "mxfp4"], "mxfp4: accepted is a scalar format"),
         (["explain", "1", "2", "--format"], "format: its value is missing"),
-        (["explain", "1", "2", "--operation", "root"], "operation='root': accepted are sum, product, dot"),
+        (
+            ["explain", "1", "2", "--operation", "root"],
+            "operation='root': accepted are sum, product, dot",
+        ),
         (["explain", "1", "2", "3", "--operation", "dot"], "accepted for 'dot' is an even number"),
         (["audit"], "targets: none given; accepted are names of `halfulp ls targets`"),
         (["audit", "sdap"], "target='sdap': accepted is a built-in name"),
         (["audit", "nosuch.py:f"], "target='nosuch.py:f': there is no file nosuch.py"),
-        (["audit", "sdpa", "--dtype", "int8"], "dtype='int8': accepted are bfloat16, float16, float32"),
+        (
+            ["audit", "sdpa", "--dtype", "int8"],
+            "dtype='int8': accepted are bfloat16, float16, float32",
+        ),
         (["audit", "sdpa", "--seed", "one"], "seed='one': accepted is an integer"),
-        (["audit", "sdpa", "--quick", "--full"], "quick and full are both given; accepted is one of them"),
-        (["audit", "sdpa", "--shapes", "4,4"], "shapes='4,4': accepted is B,H,N,D in positive integers"),
-        (["audit", "sdpa", "--shapes", "1,1,0,8"], "shapes='1,1,0,8': accepted is B,H,N,D in positive integers"),
-        (["audit", "sdpa", "--shapes", "1,3/2,8,8"], "shapes='1,3/2,8,8': accepted are key heads that divide the 3"),
-        (["audit", "sdpa", "--json", "no/where.json"], "json='no/where.json': there is no folder 'no'"),
-        (["audit", "sdpa", "--html", "no/where.html"], "html='no/where.html': there is no folder 'no'"),
+        (
+            ["audit", "sdpa", "--quick", "--full"],
+            "quick and full are both given; accepted is one of them",
+        ),
+        (
+            ["audit", "sdpa", "--shapes", "4,4"],
+            "shapes='4,4': accepted is B,H,N,D in positive integers",
+        ),
+        (
+            ["audit", "sdpa", "--shapes", "1,1,0,8"],
+            "shapes='1,1,0,8': accepted is B,H,N,D in positive integers",
+        ),
+        (
+            ["audit", "sdpa", "--shapes", "1,3/2,8,8"],
+            "shapes='1,3/2,8,8': accepted are key heads that divide the 3",
+        ),
+        (
+            ["audit", "sdpa", "--json", "no/where.json"],
+            "json='no/where.json': there is no folder 'no'",
+        ),
+        (
+            ["audit", "sdpa", "--html", "no/where.html"],
+            "html='no/where.html': there is no folder 'no'",
+        ),
         (["audit", "sdpa", "--html", "."], "html='.' is a folder; accepted is a file"),
         (["audit", "sdpa", "--repro", "no/where"], "repro='no/where': there is no folder"),
         (["audit", "sdpa", "--captured", "no.safetensors"], "captured='no.safetensors': "),
@@ -110,7 +144,9 @@ def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, sa
     assert err.count("\n") == 1
     assert says in err
     assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == [], "nothing is written before the arguments are known to be good"
+    assert list(tmp_path.iterdir()) == [], (
+        "nothing is written before the arguments are known to be good"
+    )
 
 
 def test_a_demo_does_not_replace_other_files(capsys, tmp_path):
@@ -125,7 +161,9 @@ def test_version(capsys):
     assert run(capsys, "--version") == (0, f"halfulp {halfulp.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)]
+)
 def test_help(capsys, arguments):
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (0, "")
@@ -178,7 +216,9 @@ def test_explain_as_json(capsys):
 
 
 def test_explain_takes_exponents_and_other_operations(capsys):
-    code, out, _ = run(capsys, "explain", "-1e-3", "3", "--operation", "product", "--format", "fp16", "--json")
+    code, out, _ = run(
+        capsys, "explain", "-1e-3", "3", "--operation", "product", "--format", "fp16", "--json"
+    )
     found = json.loads(out)
     assert code == 0
     assert (found["operation"], found["format"]) == ("product", "fp16")
@@ -224,7 +264,11 @@ def test_audit_of_a_sound_target(capsys, kernels, tmp_path):
     page = html_file.read_text(encoding="utf-8")
     assert problems(page) == []
     assert "halfulp audit " in page
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"kernels.py", "a.json", "a.html"}
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        "kernels.py",
+        "a.json",
+        "a.html",
+    }
 
 
 @pytest.mark.usefixtures("small_plan")
@@ -243,7 +287,12 @@ def test_audit_of_a_defect_writes_a_program_that_shows_it(capsys, kernels, tmp_p
 @pytest.mark.usefixtures("small_plan")
 @pytest.mark.parametrize(
     ("names", "code"),
-    [(["raising"], 2), (["good", "raising"], 2), (["raising", "biased", "good"], 1), (["good", "good"], 0)],
+    [
+        (["raising"], 2),
+        (["good", "raising"], 2),
+        (["raising", "biased", "good"], 1),
+        (["good", "good"], 0),
+    ],
 )
 def test_the_exit_code_of_several_targets(capsys, kernels, names, code):
     found, out, err = run(capsys, "audit", *map(kernels, names))
@@ -257,7 +306,9 @@ def test_the_exit_code_of_several_targets(capsys, kernels, names, code):
 
 @pytest.mark.usefixtures("small_plan")
 def test_audit_prints_json_alone_when_asked(capsys, kernels):
-    code, out, _ = run(capsys, "audit", kernels("good"), "--json", "-", "--shapes", "2,2,24x40,8", "--seed", "3")
+    code, out, _ = run(
+        capsys, "audit", kernels("good"), "--json", "-", "--shapes", "2,2,24x40,8", "--seed", "3"
+    )
     assert code == 0
     (found,) = json.loads(out)
     assert {(case["shape"], case["seed"]) for case in found["cases"]} == {("(2, 2, 24×40, 8)", 3)}
@@ -296,7 +347,10 @@ def test_sweep(capsys, tmp_path):
 
 def test_python_m_halfulp():
     done = subprocess.run(
-        [sys.executable, "-m", "halfulp", "ls", "colors"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "halfulp", "ls", "colors"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -304,7 +358,9 @@ def test_python_m_halfulp():
 
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m halfulp ls probes --json | head -n 1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.stderr) == ("[\n", "")
 
 
@@ -320,10 +376,17 @@ def test_interrupt(capsys, monkeypatch):
 def test_an_interrupted_audit_writes_what_is_done(capsys, kernels, tmp_path):
     """Ctrl-C while the second of three targets is audited."""
     file = tmp_path / "stopping.py"
-    file.write_text("def f(query, key, value, *, is_causal, scale):\n    raise KeyboardInterrupt\n", encoding="utf-8")
+    file.write_text(
+        "def f(query, key, value, *, is_causal, scale):\n    raise KeyboardInterrupt\n",
+        encoding="utf-8",
+    )
     saved = tmp_path / "a.json"
-    code, out, err = run(capsys, "audit", kernels("good"), f"{file}:f", kernels("biased"), "--json", saved)
+    code, out, err = run(
+        capsys, "audit", kernels("good"), f"{file}:f", kernels("biased"), "--json", saved
+    )
     assert code == 130
     assert err == "halfulp: interrupted after 1 of 3 targets\n"
     assert out.startswith("✓ SOUND")
-    assert [report["verdict"] for report in json.loads(saved.read_text(encoding="utf-8"))] == ["sound"]
+    assert [report["verdict"] for report in json.loads(saved.read_text(encoding="utf-8"))] == [
+        "sound"
+    ]

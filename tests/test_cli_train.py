@@ -1,4 +1,6 @@
-"""`halfulp train`: what it writes, that it repeats and resumes bit for bit, how it ends, and how it complains."""
+"""`halfulp train`: what it writes, that it repeats and resumes bit for bit, how it ends, and how it
+complains.
+"""
 
 import json
 
@@ -8,7 +10,16 @@ from safetensors.numpy import load_file
 
 from halfulp import cli
 
-TINY = ["--steps", "6", "--set", "workload.width=16", "--set", "workload.context=8", "--set", "batch=2"]
+TINY = [
+    "--steps",
+    "6",
+    "--set",
+    "workload.width=16",
+    "--set",
+    "workload.context=8",
+    "--set",
+    "batch=2",
+]
 TINY += ["--set", "metrics_every=1", "--data", "synthetic"]
 KERNEL = """
 import os, signal
@@ -23,7 +34,8 @@ def attention(query, key, value, *, is_causal, scale):
         if count == 0:
             armed.unlink()
             os.kill(os.getpid(), signal.SIGINT)
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+    attend = functional.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=is_causal, scale=scale)
 """
 
 
@@ -35,8 +47,14 @@ def run(capsys, *arguments):
 
 def rows(folder):
     """Lines of metrics without what a clock says."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+    lines = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return [
+        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")}
+        for line in lines
+    ]
 
 
 def weights(folder, step):
@@ -50,27 +68,66 @@ def same(one, two):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "preset is missing: accepted are seconds, minutes, capture, pictures, gpt2, or --resume DIR alone"),
+        (
+            [],
+            (
+                "preset is missing: accepted are seconds, minutes, capture, pictures, gpt2, or"
+                " --resume DIR alone"
+            ),
+        ),
         (["minuets", "--out", "run"], "preset='minuets': accepted are seconds, minutes"),
-        (["minutes"], "out is missing; accepted is a new folder for the run (--out), or --resume DIR"),
+        (
+            ["minutes"],
+            "out is missing; accepted is a new folder for the run (--out), or --resume DIR",
+        ),
         (["minutes", "--out", "no/where"], "out='no/where': there is no folder for it"),
-        (["minutes", "--out", "run", "--steps", "0"], "steps=0: accepted is an integer of at least 1"),
+        (
+            ["minutes", "--out", "run", "--steps", "0"],
+            "steps=0: accepted is an integer of at least 1",
+        ),
         (["minutes", "--out", "run", "--steps", "many"], "steps='many': accepted is an integer"),
-        (["minutes", "--out", "run", "--attention", "torch:fast"], "attention='torch:fast': accepted are torch, "),
-        (["minutes", "--out", "run", "--attention", "layer 7: torch"], "accepted are layers 0 to 0"),
-        (["minutes", "--out", "run", "--data", "nosuch.npy"], "data='nosuch.npy': accepted are synthetic, english, or"),
-        (["seconds", "--out", "run", "--data", "english"], "data='english': accepted with another preset"),
-        (["minutes", "--out", "run", "--set", "lr=1"], "'lr' is no field of RunConfig; accepted: workload, attention"),
-        (["minutes", "--out", "run", "--set", "optimizer.lr=1"], "'lr' is no field of Optimizer; accepted: learning_r"),
+        (
+            ["minutes", "--out", "run", "--attention", "torch:fast"],
+            "attention='torch:fast': accepted are torch, ",
+        ),
+        (
+            ["minutes", "--out", "run", "--attention", "layer 7: torch"],
+            "accepted are layers 0 to 0",
+        ),
+        (
+            ["minutes", "--out", "run", "--data", "nosuch.npy"],
+            "data='nosuch.npy': accepted are synthetic, english, or",
+        ),
+        (
+            ["seconds", "--out", "run", "--data", "english"],
+            "data='english': accepted with another preset",
+        ),
+        (
+            ["minutes", "--out", "run", "--set", "lr=1"],
+            "'lr' is no field of RunConfig; accepted: workload, attention",
+        ),
+        (
+            ["minutes", "--out", "run", "--set", "optimizer.lr=1"],
+            "'lr' is no field of Optimizer; accepted: learning_r",
+        ),
         (["minutes", "--out", "run", "--set", "batch=x"], "batch='x': accepted is an integer"),
         (["minutes", "--out", "run", "--set", "batch"], "set='batch': accepted is field=value"),
-        (["minutes", "--out", "run", "--set", "workload.width=33"], "heads=2: accepted is a divisor of width=33"),
+        (
+            ["minutes", "--out", "run", "--set", "workload.width=33"],
+            "heads=2: accepted is a divisor of width=33",
+        ),
         (["minutes", "--out", "run", "--batches", "nosuch"], "batches='nosuch': "),
-        (["minutes", "--out", "run", "--parallel", "ddp"], "parallel='ddp': accepted under torchrun"),
+        (
+            ["minutes", "--out", "run", "--parallel", "ddp"],
+            "parallel='ddp': accepted under torchrun",
+        ),
         (["--resume", "nosuch"], "run='nosuch': there is no run.json of a training"),
         (["--resume", "nosuch", "--steps", "3"], "steps='3': accepted without --resume"),
         (["minutes", "--resume", "nosuch"], "preset='minutes': accepted without --resume"),
-        (["minutes", "--out", "run", "--wandb", "project"], "wandb: accepted where it is installed"),
+        (
+            ["minutes", "--out", "run", "--wandb", "project"],
+            "wandb: accepted where it is installed",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, says):
@@ -81,7 +138,9 @@ def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, sa
     assert err.startswith("halfulp: ")
     assert err.count("\n") == 1
     assert says in err
-    assert list(tmp_path.iterdir()) == [], "nothing is written before the arguments are known to be good"
+    assert list(tmp_path.iterdir()) == [], (
+        "nothing is written before the arguments are known to be good"
+    )
 
 
 def test_a_run_says_where_it_is_and_repeats(capsys, tmp_path):
@@ -92,11 +151,20 @@ def test_a_run_says_where_it_is_and_repeats(capsys, tmp_path):
     last = rows(one)[-1]
     assert f"loss {last['loss']:.6g} at step 6 of 6; the run lies in {one}\n" in out
     record = json.loads((one / "run.json").read_text(encoding="utf-8"))
-    assert (record["kind"], record["status"], record["config"]["workload"]["width"]) == ("train", "done", 16)
+    assert (record["kind"], record["status"], record["config"]["workload"]["width"]) == (
+        "train",
+        "done",
+        16,
+    )
     assert record["command"].startswith("halfulp train minutes --out ")
     code, out, _ = run(capsys, "minutes", "--out", two, *TINY, "--json")
     said = json.loads(out)
-    assert (said["folder"], said["status"], said["step"], said["loss"]) == (str(two), "done", 6, last["loss"])
+    assert (said["folder"], said["status"], said["step"], said["loss"]) == (
+        str(two),
+        "done",
+        6,
+        last["loss"],
+    )
     assert rows(one) == rows(two)
     assert same(weights(one, 6), weights(two, 6))
     other = tmp_path / "other"
@@ -108,7 +176,9 @@ def test_the_order_of_another_run_is_replayed(capsys, tmp_path):
     """Same weights, another seed for the data: with the first run's order its losses come back."""
     first, replayed, fresh = (tmp_path / name for name in ("first", "replayed", "fresh"))
     data = tmp_path / "text.npy"
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40, encoding="utf-8")
+    (tmp_path / "text.txt").write_text(
+        "the quick brown fox jumps over the lazy dog\n" * 40, encoding="utf-8"
+    )
     assert cli.main(["tokens", str(tmp_path / "text.txt"), str(data)]) == 0
     shared = [*TINY[:-1], str(data)]
     run(capsys, "minutes", "--out", first, *shared)
@@ -124,7 +194,8 @@ def test_ctrl_c_leaves_a_run_that_goes_on_as_if_nothing_had_been(capsys, tmp_pat
     attention = ["--attention", f"{kernel}:attention"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(capsys, "minutes", "--out", whole, *TINY, *attention)
-    (tmp_path / "armed").write_text("4", encoding="utf-8")  # the fourth call of attention is that of step 4
+    # the fourth call of attention is that of step 4
+    (tmp_path / "armed").write_text("4", encoding="utf-8")
     code, out, _ = run(capsys, "minutes", "--out", broken, *TINY, *attention)
     assert code == 130
     assert "interrupted (asked to stop after step 4)" in out
@@ -133,17 +204,21 @@ def test_ctrl_c_leaves_a_run_that_goes_on_as_if_nothing_had_been(capsys, tmp_pat
     code, out, _ = run(capsys, "--resume", broken)
     assert (code, rows(broken)) == (0, rows(whole))
     assert same(weights(broken, 6), weights(whole, 6))
-    code, again, _ = run(capsys, "--resume", broken)  # over: it says so once more and trains nothing
+    # over: it says so once more and trains nothing
+    code, again, _ = run(capsys, "--resume", broken)
     assert (code, again, rows(broken)) == (0, out, rows(whole))
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_1(capsys, tmp_path):
     kernel = tmp_path / "kernel.py"
     kernel.write_text(
-        "def attention(query, key, value, *, is_causal, scale):\n    return query / 0\n", encoding="utf-8"
+        "def attention(query, key, value, *, is_causal, scale):\n    return query / 0\n",
+        encoding="utf-8",
     )
     folder = tmp_path / "run"
-    code, out, _ = run(capsys, "minutes", "--out", folder, *TINY, "--attention", f"{kernel}:attention")
+    code, out, _ = run(
+        capsys, "minutes", "--out", folder, *TINY, "--attention", f"{kernel}:attention"
+    )
     assert code == 1
     assert "failed (the loss of step 1 is nan)" in out
     assert "loss none yet" not in out

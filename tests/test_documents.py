@@ -22,7 +22,9 @@ def text(name):
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_python_runs_as_written(name, monkeypatch, capsys):
-    """One after the other, in one namespace. Audits are of a small size, which changes what they find, not how."""
+    """One after the other, in one namespace. Audits are of a small size, which changes what they
+    find, not how.
+    """
     if name != "README.md":
         pytest.importorskip("transformers")
         pytest.importorskip("diffusers")

@@ -1,4 +1,6 @@
-"""The GPU script on a CPU at a small size: it runs, ends on time, goes on, and its figures are those of its runs."""
+"""The GPU script on a CPU at a small size: it runs, ends on time, goes on, and its figures are
+those of its runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from benchmarks import gpu_lab
 
 
 def test_it_goes_on_where_time_ended_and_ends_in_one_page(tmp_path, capsys) -> None:
-    arguments = ["--out", str(tmp_path / "lab"), "--device", "cpu", "--small", "--only", "gpt2", "bytes"]
+    arguments = [
+        "--out",
+        str(tmp_path / "lab"),
+        "--device",
+        "cpu",
+        "--small",
+        "--only",
+        "gpt2",
+        "bytes",
+    ]
     gpu_lab.main([*arguments, "--seconds", "0"])
     assert "not finished: gpt2, bytes-torch-flash, bytes-torch-fp32" in capsys.readouterr().out
     gpu_lab.main(arguments)
@@ -35,7 +46,9 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys) -> None:
 
 def test_the_plan_is_paper_as_and_every_kernels() -> None:
     plan = list(gpu_lab.tasks("cuda", small=False))
-    assert {t.config.attention.choice(0, 0) for t in plan if t.part == "seconds"} == set(gpu_lab.KERNELS)
+    assert {t.config.attention.choice(0, 0) for t in plan if t.part == "seconds"} == set(
+        gpu_lab.KERNELS
+    )
     assert {t.config.steps for t in plan if t.part == "bytes"} == {1_000_000}
     (start,) = (t.config for t in plan if t.part == "gpt2")
     assert start.batch * start.workload.context == 524_288

@@ -1,4 +1,6 @@
-"""Holds what is shipped: one version, a console script, the types, all files, and pins for every dependency."""
+"""Holds what is shipped: one version, a console script, the types, all files, and pins for every
+dependency.
+"""
 
 import importlib.metadata
 import os
@@ -22,15 +24,21 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 TESTED_TORCH = Version("2.13.0")
 
-# Modules, standard library apart, that `import halfulp` may add to those of `import torch`: a small library fits, a
-# plotting library does not. The time itself is measured by benchmarks/import_time.py.
+# Modules, standard library apart, that `import halfulp` may add to those of `import torch`: a small
+# library fits, a plotting library does not. The time itself is measured by
+# benchmarks/import_time.py.
 MAX_ADDED_MODULES = 40
 
 
 def requirements() -> dict[str, Requirement]:
     """Every dependency of halfulp and of its extras, by name."""
-    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
-    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)}
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for extra in PROJECT["optional-dependencies"].values() for line in extra),
+    ]
+    return {
+        canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)
+    }
 
 
 def pins(text: str) -> dict[str, Version]:
@@ -45,10 +53,16 @@ CONSTRAINTS = pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
 
 
 def installed_needs(name: str, extras: frozenset[str]) -> list[Requirement]:
-    """Return what an installed distribution asks for here; exact versions it pins by itself are left out."""
+    """Return what an installed distribution asks for here; exact versions it pins by itself are
+    left out.
+    """
     found = map(Requirement, importlib.metadata.requires(name) or [])
     chosen = extras or {""}
-    wanted = [need for need in found if not need.marker or any(need.marker.evaluate({"extra": e}) for e in chosen)]
+    wanted = [
+        need
+        for need in found
+        if not need.marker or any(need.marker.evaluate({"extra": e}) for e in chosen)
+    ]
     return [need for need in wanted if not any(part.operator == "==" for part in need.specifier)]
 
 
@@ -60,12 +74,19 @@ def bounds(specifier: SpecifierSet) -> tuple[list[Version], list[Version]]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source distribution, built without a network and without a C++ compiler."""
+    """A folder with the wheel and the source distribution, built without a network and without a
+    C++ compiler.
+    """
     folder = tmp_path_factory.mktemp("built")
-    code = f"from scikit_build_core.build import *; build_sdist({str(folder)!r}); build_wheel({str(folder)!r})"
+    code = (
+        f"from scikit_build_core.build import *; build_sdist({str(folder)!r});"
+        f" build_wheel({str(folder)!r})"
+    )
     environment = os.environ | {"CXX": str(folder / "no-compiler")}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -85,11 +106,18 @@ def test_wheel_ships_every_source_file(wheel):
     shipped = set(wheel.namelist())
     assert "halfulp/py.typed" in shipped
     source = ROOT / "src"
-    files = {file.relative_to(source).as_posix() for file in source.glob("halfulp/**/*") if file.is_file()}
+    files = {
+        file.relative_to(source).as_posix()
+        for file in source.glob("halfulp/**/*")
+        if file.is_file()
+    }
     files = {file for file in files if "__pycache__" not in file and "/libhalfulp." not in file}
     assert files
     assert files <= shipped
-    assert {name.split("/")[0] for name in shipped} == {"halfulp", f"halfulp-{halfulp.__version__}.dist-info"}
+    assert {name.split("/")[0] for name in shipped} == {
+        "halfulp",
+        f"halfulp-{halfulp.__version__}.dist-info",
+    }
 
 
 def test_a_wheel_built_without_a_compiler_says_what_it_lacks(wheel, tmp_path):
@@ -145,7 +173,9 @@ def test_torch_is_a_range_around_the_tested_version():
 
 def test_runtime_dependencies_are_not_pinned():
     pinned = [line for line in PROJECT["dependencies"] if re.search("===?|~=", line)]
-    assert not pinned, "a library's users must be able to move; constraints.txt holds the exact versions"
+    assert not pinned, (
+        "a library's users must be able to move; constraints.txt holds the exact versions"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(requirements()))
@@ -170,7 +200,9 @@ def test_the_tests_have_every_extra_but_wandb():
 
 
 def test_constraints_are_complete():
-    """Whatever the dependencies bring along is pinned too, so a set-up next year is the set-up of today."""
+    """Whatever the dependencies bring along is pinned too, so a set-up next year is the set-up of
+    today.
+    """
     open_needs = list(requirements().values())
     seen: set[tuple[str, frozenset[str]]] = set()
     while open_needs:
@@ -204,7 +236,9 @@ def test_every_install_is_constrained():
 
 def test_import_adds_little_to_torch(added_modules):
     added = added_modules("halfulp")
-    foreign = {name for name in added if name.split(".")[0] not in sys.stdlib_module_names | {"halfulp"}}
+    foreign = {
+        name for name in added if name.split(".")[0] not in sys.stdlib_module_names | {"halfulp"}
+    }
     assert len(foreign) <= MAX_ADDED_MODULES, sorted(foreign)
     slow = ("torch._dynamo", "torch._inductor", "torch.utils.cpp_extension")
     assert not [name for name in foreign if name.startswith(slow)]
@@ -231,11 +265,15 @@ for module in pkgutil.walk_packages(halfulp.__path__, "halfulp."):
 
 def test_every_module_imports_where_posix_is_not():
     """As on Windows; Triton's own modules need Triton."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_POSIX], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_POSIX], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["matplotlib.pyplot", "scipy.stats", "tyro", "rich.progress", "transformers"])
+@pytest.mark.parametrize(
+    "name", ["matplotlib.pyplot", "scipy.stats", "tyro", "rich.progress", "transformers"]
+)
 def test_third_parties_import_without_a_warning(name):
     pytest.importorskip(name)
     subprocess.run([sys.executable, "-W", "error", "-c", f"import {name}"], check=True)

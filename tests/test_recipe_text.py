@@ -13,8 +13,12 @@ from halfulp.recipes import BF16_FLASH2, RECIPES, STEPS, Matmul, Shift, recipe_n
 FORMATS = st.one_of(
     st.sampled_from([*formats.FORMATS]),
     # e2m1 and its like name the OCP format of that width, not the IEEE-style one
-    st.builds(custom, st.integers(2, 8), st.integers(1, 23)).filter(lambda fmt: parse_format(fmt.name) == fmt),
-    st.sampled_from(["stochastic", "toward_zero", "up"]).map(lambda mode: formats.BF16.with_(rounding=mode)),
+    st.builds(custom, st.integers(2, 8), st.integers(1, 23)).filter(
+        lambda fmt: parse_format(fmt.name) == fmt
+    ),
+    st.sampled_from(["stochastic", "toward_zero", "up"]).map(
+        lambda mode: formats.BF16.with_(rounding=mode)
+    ),
 )
 CHANGES = st.fixed_dictionaries(
     {},
@@ -24,7 +28,9 @@ CHANGES = st.fixed_dictionaries(
         "delta_from": st.sampled_from(["out", "residual", "exact_out", "probabilities"]),
         "row_sum_floor": st.floats(0, 1e-3),
         "seed": st.integers(0, 100),
-        "shift": st.builds(Shift, st.just("stabilized"), st.floats(1.5, 8), unconditional=st.booleans()),
+        "shift": st.builds(
+            Shift, st.just("stabilized"), st.floats(1.5, 8), unconditional=st.booleans()
+        ),
         "matmul": st.builds(Matmul, st.just(formats.BF16), st.just("blocked"), st.integers(1, 64)),
     },
 )
@@ -46,7 +52,11 @@ def test_built_ins_are_their_names() -> None:
 
 def test_parts_have_a_dot_or_stand_for_their_kind() -> None:
     short = recipe_named("BF16_FLASH2[shift=stabilized, shift.beta=4, matmul=sequential]")
-    assert (short.shift.kind, short.shift.beta, short.matmul.order) == ("stabilized", 4.0, "sequential")
+    assert (short.shift.kind, short.shift.beta, short.matmul.order) == (
+        "stabilized",
+        4.0,
+        "sequential",
+    )
     assert recipe_named("BF16_FLASH2[out=bf16/stochastic]").out.rounding == "stochastic"
 
 

@@ -1,4 +1,6 @@
-"""Recipes are data that every algorithm obeys: each field and each step changes bits, each observer only looks."""
+"""Recipes are data that every algorithm obeys: each field and each step changes bits, each observer
+only looks.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ INPUTS.key[:, :, 1::2] = INPUTS.key[:, :, ::2]  # every maximum is repeated
 def run(recipe: Recipe, inputs: Inputs = INPUTS, observers: Iterable[Any] = ()) -> list[Tensor]:
     """out, lse and the three gradients of a loss that uses both results."""
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-    out, lse = emulate(q, k, v, is_causal=True, recipe=recipe, observers=tuple(observers), return_lse=True)
+    out, lse = emulate(
+        q, k, v, is_causal=True, recipe=recipe, observers=tuple(observers), return_lse=True
+    )
     ((out * inputs.grad_out).sum() + lse.sum()).backward()
     return [out.detach(), lse.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
 
@@ -96,14 +100,16 @@ def test_every_field_has_a_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "start", "value"), [(f, start, value) for f, cases in CHANGES.items() for start, value in cases]
+    ("field", "start", "value"),
+    [(f, start, value) for f, cases in CHANGES.items() for start, value in cases],
 )
 def test_every_field_changes_bits(field: str, start: Recipe, value: Any) -> None:
     assert getattr(start, field) != value
     assert not same(run(start), run(start.with_(**{field: value})))
 
 
-# Steps that an algorithm has no use for: standard attention rescales nothing, and FlashAttention-1 alone renormalizes.
+# Steps that an algorithm has no use for: standard attention rescales nothing, and FlashAttention-1
+# alone renormalizes.
 WITHOUT = {
     "standard": {"max_change", "rescale", "rescaled", "renormalized"},
     "flash1": set(),
@@ -113,7 +119,11 @@ COARSE_BASES = {
     algorithm: [
         TILED.with_(algorithm=algorithm, **structure)
         for structure in (
-            {"delta_from": "residual", "out": BF16, "shift": Shift("stabilized", beta=2.0, tie_tolerance=0.05)},
+            {
+                "delta_from": "residual",
+                "out": BF16,
+                "shift": Shift("stabilized", beta=2.0, tie_tolerance=0.05),
+            },
             {"gradient_scale_at": "scores"},
             {"gradient_scale_at": "probabilities"},
             {"backward_weights": "maximum"},
@@ -126,9 +136,13 @@ COARSE_BASES = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_step_changes_bits(algorithm: str, step: str) -> None:
-    """Rounding it to one mantissa bit changes a result or a gradient in every algorithm that has it."""
+    """Rounding it to one mantissa bit changes a result or a gradient in every algorithm that has
+    it.
+    """
     coarse = custom(8, 1)
-    changes = any(not same(run(base), run(base.with_(**{step: coarse}))) for base in COARSE_BASES[algorithm])
+    changes = any(
+        not same(run(base), run(base.with_(**{step: coarse}))) for base in COARSE_BASES[algorithm]
+    )
     assert changes != (step in WITHOUT[algorithm])
 
 
@@ -152,9 +166,15 @@ def fields_read(base: Recipe, kind: type[Recipe] = Recording) -> set[str]:
 
 
 def unread(kind: type[Recipe], bases: Iterable[Recipe]) -> set[str]:
-    """Fields that no algorithm reads. Step names are read by `Step` itself, so they are not proof of anything here."""
+    """Fields that no algorithm reads. Step names are read by `Step` itself, so they are not proof
+    of anything here.
+    """
     ignored = {"name", *STEPS}
-    return {f.name for f in fields(kind)} - ignored - set().union(*(fields_read(base, kind) for base in bases))
+    return (
+        {f.name for f in fields(kind)}
+        - ignored
+        - set().union(*(fields_read(base, kind) for base in bases))
+    )
 
 
 SEEN = [
@@ -216,13 +236,20 @@ def test_the_same_command_gives_the_same_bits(name: str) -> None:
 def test_what_observers_keep_stays_as_it_was() -> None:
     """Tiles are worked on in place only where nobody looks."""
     kept: list[tuple[Tensor, Tensor]] = []
-    run(HALFULP, observers=[lambda _, exact, rounded: kept.extend((x, x.clone()) for x in (exact, rounded))])
+    run(
+        HALFULP,
+        observers=[lambda _, exact, rounded: kept.extend((x, x.clone()) for x in (exact, rounded))],
+    )
     assert kept
     assert all(torch.equal(x, copy) for x, copy in kept)
 
 
-@pytest.mark.parametrize("change", [lambda e, r: r.zero_(), lambda e, r: e.add_(1), lambda e, r: r[..., :1].mul_(2)])
-def test_an_observer_that_changes_something_is_refused(change: Callable[[Tensor, Tensor], Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda e, r: r.zero_(), lambda e, r: e.add_(1), lambda e, r: r[..., :1].mul_(2)]
+)
+def test_an_observer_that_changes_something_is_refused(
+    change: Callable[[Tensor, Tensor], Any],
+) -> None:
     def meddle(name: str, exact: Tensor, rounded: Tensor) -> None:
         if name == "weights_operand":
             change(exact, rounded)
@@ -235,11 +262,15 @@ def test_in_inference_mode_observers_get_copies() -> None:
     q, k, v, _ = INPUTS
     expected = emulate(q, k, v, recipe=BF16_FLASH2)
     with torch.inference_mode():
-        out = emulate(q, k, v, recipe=BF16_FLASH2, observers=[lambda name, exact, rounded: rounded.zero_()])
+        out = emulate(
+            q, k, v, recipe=BF16_FLASH2, observers=[lambda name, exact, rounded: rounded.zero_()]
+        )
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("step", ["weights_operand", "scores", "grad_scores", "out", "grad_accumulator", "grad_query"])
+@pytest.mark.parametrize(
+    "step", ["weights_operand", "scores", "grad_scores", "out", "grad_accumulator", "grad_query"]
+)
 def test_stochastic_recipes_repeat_by_seed(step: str) -> None:
     recipe = BF16_FLASH2.with_(**{step: STOCHASTIC}, block_query=16, block_key=16)
     assert same(run(recipe), run(recipe))
@@ -247,7 +278,9 @@ def test_stochastic_recipes_repeat_by_seed(step: str) -> None:
 
 
 def test_stochastic_tiles_do_not_share_their_draws() -> None:
-    """Two tiles of equal content are rounded differently; with one seed for all they would agree bit by bit."""
+    """Two tiles of equal content are rounded differently; with one seed for all they would agree
+    bit by bit.
+    """
     inputs = Inputs(*(torch.cat([x[:, :, :16]] * 2, 2) for x in INPUTS))
     seen: list[Tensor] = []
     recipe = BF16_FLASH2.with_(weights_operand=STOCHASTIC, block_query=16, block_key=16)
@@ -274,7 +307,9 @@ def test_seeds_are_the_same_on_every_machine() -> None:
         142262455,
         1371923004,
     ]
-    assert len({hash_seed(s, n, c) for s in range(20) for n in STEPS for c in range(20)}) == 400 * len(STEPS)
+    assert len(
+        {hash_seed(s, n, c) for s in range(20) for n in STEPS for c in range(20)}
+    ) == 400 * len(STEPS)
 
 
 def test_named_recipes() -> None:
@@ -301,12 +336,21 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: FP64.with_(block_query=0), r"block_query=0: accepted is an integer of at least 1"),
     (lambda: FP64.with_(block_key=2.5), r"block_key=2\.5: accepted is an integer of at least 1"),
     (lambda: FP64.with_(block_key=True), r"block_key=True: accepted is an integer"),
-    (lambda: FP64.with_(algorithm="flash3"), r"algorithm='flash3': accepted are 'standard', 'flash1'"),
-    (lambda: FP64.with_(compute="bfloat16"), r"compute='bfloat16': accepted are 'float32', 'float64'"),
+    (
+        lambda: FP64.with_(algorithm="flash3"),
+        r"algorithm='flash3': accepted are 'standard', 'flash1'",
+    ),
+    (
+        lambda: FP64.with_(compute="bfloat16"),
+        r"compute='bfloat16': accepted are 'float32', 'float64'",
+    ),
     (lambda: FP64.with_(base=2), r"base=2: accepted are 'e', '2'"),
     (lambda: FP64.with_(row_sum_from="P"), r"row_sum_from='P': accepted are 'exact', 'rounded'"),
     (lambda: FP64.with_(delta_from="O"), r"delta_from='O': accepted are 'out', 'residual'"),
-    (lambda: FP64.with_(weights_scale=0.0), r"weights_scale=0\.0: accepted is a finite number above 0"),
+    (
+        lambda: FP64.with_(weights_scale=0.0),
+        r"weights_scale=0\.0: accepted is a finite number above 0",
+    ),
     (lambda: FP64.with_(row_sum_floor=math.inf), r"row_sum_floor=inf: accepted is a finite number"),
     (lambda: FP64.with_(residual_bits=1), r"residual_bits=1: accepted are 2 to 16, or None"),
     (
@@ -314,9 +358,18 @@ BAD: list[tuple[Callable[[], object], str]] = [
         r"residual_bits=8: accepted is None where out is .* mxfp8_e4m3",
     ),
     (lambda: FP64.with_(scores="bf16"), r"scores='bf16': accepted is a format"),
-    (lambda: FP64.with_(score=BF16), r"score=.*: not a recipe field; accepted are accumulator, algorithm"),
-    (lambda: FP64.with_(shift=Shift("integer")), r"base='e': an integer shift is exact only with base '2'"),
-    (lambda: FP64.with_(exponential="split"), r"exponential='split': accepted only with an integer shift"),
+    (
+        lambda: FP64.with_(score=BF16),
+        r"score=.*: not a recipe field; accepted are accumulator, algorithm",
+    ),
+    (
+        lambda: FP64.with_(shift=Shift("integer")),
+        r"base='e': an integer shift is exact only with base '2'",
+    ),
+    (
+        lambda: FP64.with_(exponential="split"),
+        r"exponential='split': accepted only with an integer shift",
+    ),
     (
         lambda: FP64.with_(algorithm="standard", row_sum_from="rounded"),
         r"row_sum_from='rounded': .*; accepted is 'exact'",
@@ -328,15 +381,23 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: Matmul(BF16, "blocked", 0), r"block=0: accepted is an integer of at least 1"),
     (lambda: Shift("median"), r"kind='median': accepted are 'maximum'"),  # type: ignore[arg-type]
     (lambda: Shift("stabilized", beta=1.0), r"beta=1\.0: accepted is a finite factor above 1"),
-    (lambda: Shift("stabilized", gamma=-0.5), r"gamma=-0\.5: accepted is a finite factor of at least 0"),
-    (lambda: Shift(tie_tolerance=-1.0), r"tie_tolerance=-1\.0: accepted is a finite number of at least 0"),
+    (
+        lambda: Shift("stabilized", gamma=-0.5),
+        r"gamma=-0\.5: accepted is a finite factor of at least 0",
+    ),
+    (
+        lambda: Shift(tie_tolerance=-1.0),
+        r"tie_tolerance=-1\.0: accepted is a finite number of at least 0",
+    ),
     (lambda: Shift("offset", offset=math.nan), r"offset=nan: accepted is a finite number"),
     (lambda: recipe_named("BF17"), r"recipe='BF17': accepted are FP64, FP32, BF16_STANDARD"),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)
-def test_errors_name_argument_value_and_what_is_accepted(make: Callable[[], object], message: str) -> None:
+def test_errors_name_argument_value_and_what_is_accepted(
+    make: Callable[[], object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)

@@ -1,7 +1,8 @@
-"""halfulp finds, explains and fixes the rounding errors that break low-precision transformer training.
+"""halfulp finds, explains and fixes the rounding errors that break low-precision transformer
+training.
 
-The names below are the public surface; everything heavy (the command line, plots, other libraries' kernels) is imported
-when called.
+The names below are the public surface; everything heavy (the command line, plots, other libraries'
+kernels) is imported when called.
 """
 
 from halfulp.attention import (

@@ -1,7 +1,7 @@
 """The door to the native library: plain C behind ctypes (sources and specification: native/).
 
-It is built with the package where a C++ compiler was there. Whoever calls into it checks before the call everything
-that could make it read beyond a tensor.
+It is built with the package where a C++ compiler was there. Whoever calls into it checks before the
+call everything that could make it read beyond a tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ def _found() -> ctypes.CDLL | str:
     name = "libhalfulp.dylib" if sys.platform == "darwin" else "libhalfulp.so"
     file = Path(__file__).with_name(name)
     if not file.is_file():
-        return "the native library was not built: no C++ compiler was found when halfulp was installed"
+        return (
+            "the native library was not built: no C++ compiler was found when halfulp was installed"
+        )
     try:
         opened = ctypes.CDLL(str(file))
         abi = opened.halfulp_abi()
     except (OSError, AttributeError) as error:
         return f"the native library does not load: {error}"
     if abi != _ABI:
-        return f"the native library speaks version {abi} of its interface, this halfulp {_ABI}: install halfulp again"
+        return (
+            f"the native library speaks version {abi} of its interface, this halfulp {_ABI}:"
+            " install halfulp again"
+        )
     return opened
 
 
@@ -55,7 +60,8 @@ _TYPES: dict[str, Any] = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.
 
 @lru_cache(maxsize=64)
 def function(name: str, arguments: str, result: type | None = None) -> Callable[..., Any]:
-    """One function of the library: a letter an argument, i for int32, l for int64, p for a pointer as an integer.
+    """One function of the library: a letter an argument, i for int32, l for int64, p for a pointer
+    as an integer.
 
     Raises ValueError where there is no library.
     """
@@ -66,13 +72,17 @@ def function(name: str, arguments: str, result: type | None = None) -> Callable[
 
 
 def best_isa() -> Isa:
-    """The fastest instruction set that this machine and the library share; ValueError without a library."""
+    """The fastest instruction set that this machine and the library share; ValueError without a
+    library.
+    """
     name: Isa = ISAS[library().halfulp_best_isa()]
     return name
 
 
 def isa_number(isa: Isa | None) -> int:
-    """The library's number for an instruction set, None for the best; ValueError for one that this machine lacks."""
+    """The library's number for an instruction set, None for the best; ValueError for one that this
+    machine lacks.
+    """
     best = library().halfulp_best_isa()
     if isa is not None and (isa not in ISAS or ISAS.index(isa) > best):
         raise ValueError(f"isa={isa!r}: accepted here are {', '.join(ISAS[: best + 1])}")

@@ -1,7 +1,8 @@
 """Inputs and error budgets for tests of attention kernels, ours and other people's.
 
-A kernel is held to the error that its own recipe must make: error against the fp64 value, at most a small factor of
-what the same recipe emulated makes on the same inputs. No tolerance is tuned by hand.
+A kernel is held to the error that its own recipe must make: error against the fp64 value, at most a
+small factor of what the same recipe emulated makes on the same inputs. No tolerance is tuned by
+hand.
 
     inputs = value_offset(gaussian(length=256), 8.0)
     assert_within_budget(attend(my_kernel, inputs), inputs, BF16_FLASH2)
@@ -43,13 +44,21 @@ def gaussian(
     fmt: Format = BF16,
     dtype: torch.dtype = torch.float32,
 ) -> Inputs:
-    """Standard normal numbers rounded to `fmt`, so that a kernel which reads `fmt` starts without error."""
+    """Standard normal numbers rounded to `fmt`, so that a kernel which reads `fmt` starts without
+    error.
+    """
     generator = torch.Generator().manual_seed(seed)
     key_heads = heads if key_heads is None else key_heads
     key_length = length if key_length is None else key_length
     value_dim = dim if value_dim is None else value_dim
-    shapes = ((heads, length, dim), (key_heads, key_length, dim), (key_heads, key_length, value_dim))
-    q, k, v, do = (torch.randn(batch, *s, generator=generator) for s in (*shapes, (heads, length, value_dim)))
+    shapes = (
+        (heads, length, dim),
+        (key_heads, key_length, dim),
+        (key_heads, key_length, value_dim),
+    )
+    q, k, v, do = (
+        torch.randn(batch, *s, generator=generator) for s in (*shapes, (heads, length, value_dim))
+    )
     return Inputs(*(round_to(x, fmt).to(dtype) for x in (q, k, v, do)))
 
 
@@ -59,7 +68,9 @@ def value_offset(inputs: Inputs, offset: float, *, fmt: Format = BF16) -> Inputs
 
 
 def attention_sink(inputs: Inputs, strength: float, *, fmt: Format = BF16) -> Inputs:
-    """Key 0 on a direction that all queries share, so that rows give it a score of about `strength` above the rest."""
+    """Key 0 on a direction that all queries share, so that rows give it a score of about `strength`
+    above the rest.
+    """
     dim = inputs.query.shape[-1]
     query, key = inputs.query.clone(), inputs.key.clone()
     query[..., 0] = dim**0.5
@@ -69,24 +80,35 @@ def attention_sink(inputs: Inputs, strength: float, *, fmt: Format = BF16) -> In
 
 
 def common_key(inputs: Inputs, size: float, *, fmt: Format = BF16) -> Inputs:
-    """Keys with a large common component, which softmax cannot see and dQ multiplies by Σ_j dS_ij."""
+    """Keys with a large common component, which softmax cannot see and dQ multiplies by Σ_j
+    dS_ij.
+    """
     return inputs._replace(key=round_to(inputs.key + size, fmt))
 
 
 def from_scores(scores: Tensor, value: Tensor, grad_out: Tensor | None = None) -> Inputs:
-    """A problem whose scores are `scores [N_q, N_k]` when called with scale=1: keys are the unit vectors.
+    """A problem whose scores are `scores [N_q, N_k]` when called with scale=1: keys are the unit
+    vectors.
 
     value is `[N_k, D_v]`; grad_out `[N_q, D_v]` is 1 if None.
     """
     key = torch.eye(scores.shape[1], dtype=scores.dtype)
-    do = torch.ones(scores.shape[0], value.shape[1], dtype=value.dtype) if grad_out is None else grad_out
+    do = (
+        torch.ones(scores.shape[0], value.shape[1], dtype=value.dtype)
+        if grad_out is None
+        else grad_out
+    )
     return Inputs(*(x[None, None] for x in (scores, key, value, do)))
 
 
-def attend(target: Recipe | Callable[..., Any], inputs: Inputs, *args: Any, **kwargs: Any) -> AttentionResult:
-    """Forward and backward of a recipe or of any `f(query, key, value, ...)`; arguments after `inputs` are passed on.
+def attend(
+    target: Recipe | Callable[..., Any], inputs: Inputs, *args: Any, **kwargs: Any
+) -> AttentionResult:
+    """Forward and backward of a recipe or of any `f(query, key, value, ...)`; arguments after
+    `inputs` are passed on.
 
-    `f` returns out or (out, lse); lse is None where it is not offered, as are gradients of a result without graph.
+    `f` returns out or (out, lse); lse is None where it is not offered, as are gradients of a result
+    without graph.
     """
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
     if isinstance(target, Recipe):
@@ -100,7 +122,9 @@ def attend(target: Recipe | Callable[..., Any], inputs: Inputs, *args: Any, **kw
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in fp64, over the elements where `expected` is finite; 0 where both are 0."""
+    """‖actual − expected‖ / ‖expected‖ in fp64, over the elements where `expected` is finite; 0
+    where both are 0.
+    """
     finite = expected.isfinite()
     exact = expected[finite].double()
     size, error = float(exact.norm()), float((actual[finite].double() - exact).norm())
@@ -110,22 +134,37 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def errors(actual: AttentionResult, expected: AttentionResult) -> dict[str, float]:
     """The relative error of every tensor that both offer, by its name in `AttentionResult`."""
     both = {name: (getattr(actual, name), value) for name, value in vars(expected).items()}
-    return {name: relative_error(a, e) for name, (a, e) in both.items() if a is not None and e is not None}
+    return {
+        name: relative_error(a, e)
+        for name, (a, e) in both.items()
+        if a is not None and e is not None
+    }
 
 
 def budget(inputs: Inputs, recipe: Recipe, *args: Any, **kwargs: Any) -> dict[str, float]:
-    """The relative errors that `recipe` must make on these inputs: emulated, against the fp64 value."""
+    """The relative errors that `recipe` must make on these inputs: emulated, against the fp64
+    value.
+    """
     return errors(attend(recipe, inputs, *args, **kwargs), golden(*inputs, *args, **kwargs))
 
 
 def assert_within_budget(
-    actual: AttentionResult, inputs: Inputs, recipe: Recipe, *args: Any, factor: float = 1.25, **kwargs: Any
+    actual: AttentionResult,
+    inputs: Inputs,
+    recipe: Recipe,
+    *args: Any,
+    factor: float = 1.25,
+    **kwargs: Any,
 ) -> None:
-    """Raise AssertionError unless every error of `actual` is at most `factor` times what `recipe` must make.
+    """Raise AssertionError unless every error of `actual` is at most `factor` times what `recipe`
+    must make.
 
-    Below 1e-6 an error is accepted in any case: two fp32 computations differ by that in a tensor that neither rounds.
+    Below 1e-6 an error is accepted in any case: two fp32 computations differ by that in a tensor
+    that neither rounds.
     """
     allowed = budget(inputs, recipe, *args, **kwargs)
     for name, error in errors(actual, golden(*inputs, *args, **kwargs)).items():
         if not error <= max(factor * allowed[name], 1e-6):
-            raise AssertionError(f"{name}: relative error {error:.2e}, {recipe.name} makes {allowed[name]:.2e}")
+            raise AssertionError(
+                f"{name}: relative error {error:.2e}, {recipe.name} makes {allowed[name]:.2e}"
+            )

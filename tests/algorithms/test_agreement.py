@@ -1,4 +1,6 @@
-"""In fp64 every algorithm, shift, base, block size and structural choice is the same function: the plain definition."""
+"""In fp64 every algorithm, shift, base, block size and structural choice is the same function: the
+plain definition.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,12 @@ STRUCTURES = {
 }
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """softmax(α QKᵀ + mask) V and lse by the definition, for autograd; a fully masked row is 0 and −inf."""
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(α QKᵀ + mask) V and lse by the definition, for autograd; a fully masked row is 0 and
+    −inf.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     s = q @ k.mT / math.sqrt(q.shape[-1])
@@ -67,7 +73,13 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     heads, key_heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (2, 2), (3, 1)]))
     n_q, n_k, batch = draw(st.integers(1, 24)), draw(st.integers(1, 24)), draw(st.integers(1, 2))
-    sizes = {"batch": batch, "heads": heads, "key_heads": key_heads, "length": n_q, "key_length": n_k}
+    sizes = {
+        "batch": batch,
+        "heads": heads,
+        "key_heads": key_heads,
+        "length": n_q,
+        "key_length": n_k,
+    }
     seed = draw(st.integers(0, 10**6))
     dims = {"dim": draw(st.integers(1, 9)), "value_dim": draw(st.integers(1, 9))}
     inputs = gaussian(seed, **sizes, **dims, dtype=torch.float64)
@@ -104,7 +116,14 @@ def emulated(case: Case, recipe: Recipe, *, with_lse: bool) -> list[Tensor]:
         case,
         with_lse,
         lambda q, k, v: emulate(
-            q, k, v, case.mask, is_causal=case.causal, enable_gqa=True, recipe=recipe, return_lse=True
+            q,
+            k,
+            v,
+            case.mask,
+            is_causal=case.causal,
+            enable_gqa=True,
+            recipe=recipe,
+            return_lse=True,
         ),
     )
 
@@ -136,7 +155,9 @@ def assert_agree(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @settings(max_examples=250)
 @given(case=cases(), recipe=recipes, with_lse=st.booleans())
-def test_every_algorithm_is_the_plain_definition(case: Case, recipe: Recipe, with_lse: bool) -> None:
+def test_every_algorithm_is_the_plain_definition(
+    case: Case, recipe: Recipe, with_lse: bool
+) -> None:
     assert_agree(emulated(case, recipe, with_lse=with_lse), by_definition(case, with_lse=with_lse))
 
 
@@ -153,7 +174,9 @@ def test_golden_is_the_plain_definition(case: Case) -> None:
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("memory", [200, 3000, 10**6])
 def test_blocks_for_any_memory(algorithm: str, exchanged: bool, square: bool, memory: int) -> None:
-    recipe = FP64.with_(algorithm=algorithm, **blocks_for_memory(memory, 16, exchanged=exchanged, square=square))
+    recipe = FP64.with_(
+        algorithm=algorithm, **blocks_for_memory(memory, 16, exchanged=exchanged, square=square)
+    )
     inputs = gaussian(3, heads=1, length=70, key_length=90, dim=16, dtype=torch.float64)
     case = Case(inputs, None, False, torch.zeros(1, 1, 70, dtype=torch.float64))
     assert_agree(emulated(case, recipe, with_lse=False), by_definition(case, with_lse=False))
@@ -207,8 +230,12 @@ def _planted() -> Iterator[tuple[object, str, object]]:
     yield flash2, "shift_of", lambda m: shift_of(m) + 1e-9 * (m > 0)  # m that lse does not know of
 
 
-@pytest.mark.parametrize(("owner", "name", "fault"), list(_planted()), ids=["mask", "rescale", "shift"])
-def test_a_planted_fault_is_caught(owner: object, name: str, fault: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"), list(_planted()), ids=["mask", "rescale", "shift"]
+)
+def test_a_planted_fault_is_caught(
+    owner: object, name: str, fault: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = gaussian(2, length=20, dim=4, dtype=torch.float64)
     case = Case(inputs, None, True, torch.ones(1, 2, 20, dtype=torch.float64))
     recipe, expected = FP64.with_(block_query=8, block_key=8), by_definition(case, with_lse=True)

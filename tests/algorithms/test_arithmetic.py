@@ -1,4 +1,6 @@
-"""Exponentials, sums and products on a CPU: the bits that native/README.md lays down, on every instruction set."""
+"""Exponentials, sums and products on a CPU: the bits that native/README.md lays down, on every
+instruction set.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,18 @@ def test_the_exponential_is_float64s_rounded_once(base2: bool, scale: float) -> 
 
 
 def test_torchs_own_exponential_is_another() -> None:
-    """What the fixed one is for: torch's is off by an ulp on some numbers, and the comparison sees it."""
+    """What the fixed one is for: torch's is off by an ulp on some numbers, and the comparison sees
+    it.
+    """
     x = -20 * torch.rand(100_000, generator=torch.Generator().manual_seed(0))
     assert not same(arithmetic.exponential(x, False), torch.exp(x))
 
 
 def slow_row_sum(row: list[float]) -> float:
     def add(a: float, b: float) -> float:
-        return float((torch.tensor(a, dtype=torch.float32) + torch.tensor(b, dtype=torch.float32)).item())
+        return float(
+            (torch.tensor(a, dtype=torch.float32) + torch.tensor(b, dtype=torch.float32)).item()
+        )
 
     lanes: list[float] = [*row[:16], *[0.0] * (16 - len(row[:16]))]
     for j in range(16, len(row)):
@@ -110,12 +116,17 @@ def test_products_are_sequential_fused_multiply_adds(
         x = torch.randn(*(shape[:-2] + shape[:-3:-1] if turned else shape), generator=g)
         return x.mT if turned else x
 
-    left, right = drawn(*lead, m, k, turned=turn_left), drawn(*([] if shared else lead), k, n, turned=turn_right)
+    left, right = (
+        drawn(*lead, m, k, turned=turn_left),
+        drawn(*([] if shared else lead), k, n, turned=turn_right),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arithmetic, "BEST_ISA", isa)
         found = matmul(left, right, Matmul(FP32))
         patch.setattr(native, "_found", lambda: "taken away by the test")
-        expected = matmul(left.expand(*lead, m, k), right.expand(*lead, k, n), Matmul(FP32, "sequential"))
+        expected = matmul(
+            left.expand(*lead, m, k), right.expand(*lead, k, n), Matmul(FP32, "sequential")
+        )
     assert torch.equal(found, expected)
 
 

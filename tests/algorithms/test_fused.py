@@ -1,4 +1,6 @@
-"""The native tile loops against the same recipes step by step, and against plain torch: every bit of every result."""
+"""The native tile loops against the same recipes step by step, and against plain torch: every bit
+of every result.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ VARIANTS |= {
     "exact out": BF16_FLASH2.with_(delta_from="exact_out"),
     "offset": BF16_FLASH2.with_(shift=Shift("offset", offset=1.5)),
     "published": BF16_FLASH2.with_(shift=Shift("stabilized", beta=7.0)),
-    "always shifted": uniform(BF16, shift=Shift("stabilized", beta=3.0, unconditional=True, tie_tolerance=0.1)),
+    "always shifted": uniform(
+        BF16, shift=Shift("stabilized", beta=3.0, unconditional=True, tie_tolerance=0.1)
+    ),
     "odd blocks": uniform(FP16, block_query=17, block_key=23),
     "odd blocks, flash1": uniform(FP16, "flash1", block_query=17, block_key=23),
     "odd blocks, standard": uniform(FP16, "standard", block_query=17),
@@ -54,10 +58,16 @@ def masked(kind: str, n: int, nk: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(n)
     if kind == "bool":
         return {"attn_mask": torch.rand(n, nk, generator=g) > 0.3}
-    return {"attn_mask": torch.randn(1, nk, generator=g)} if kind == "additive" else {"is_causal": kind == "causal"}
+    return (
+        {"attn_mask": torch.randn(1, nk, generator=g)}
+        if kind == "additive"
+        else {"is_causal": kind == "causal"}
+    )
 
 
-def run(x: list[Tensor], recipe: Recipe, *, step_by_step: bool = False, **options: Any) -> dict[str, Tensor]:
+def run(
+    x: list[Tensor], recipe: Recipe, *, step_by_step: bool = False, **options: Any
+) -> dict[str, Tensor]:
     leaves = [t.clone().requires_grad_() for t in x[:3]]
     observers = ((lambda *_: None),) if step_by_step else ()
     out, lse = emulate(*leaves, recipe=recipe, return_lse=True, observers=observers, **options)
@@ -83,7 +93,9 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 def test_the_bits_of_the_step_by_step_loops(name: str, mask: str) -> None:
     for shape in ((1, 2, 40, 33, 20, 72), (1, 1, 150, 140, 16, 16)):
         x, options = drawn(0, *shape), masked(mask, *shape[2:4])
-        assert_same(run(x, VARIANTS[name], **options), run(x, VARIANTS[name], step_by_step=True, **options))
+        assert_same(
+            run(x, VARIANTS[name], **options), run(x, VARIANTS[name], step_by_step=True, **options)
+        )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -132,7 +144,9 @@ RECIPE = st.builds(
     st.sampled_from(MASKS),
     st.integers(0, 99),
 )
-def test_any_recipe(recipe: Recipe, isa: int, sizes: tuple[int, int, int, int], mask: str, seed: int) -> None:
+def test_any_recipe(
+    recipe: Recipe, isa: int, sizes: tuple[int, int, int, int], mask: str, seed: int
+) -> None:
     x, options = drawn(seed, 1, 2, *sizes), masked(mask, *sizes[:2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "BEST_ISA", isa)

@@ -1,4 +1,6 @@
-"""Claims A7, A8 and C1: the identities that lead from δ's error to the weights' gradient, and FlashAttention-1."""
+"""Claims A7, A8 and C1: the identities that lead from δ's error to the weights' gradient, and
+FlashAttention-1.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def run(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
     """dQ and δ of one recipe."""
     delta: dict[str, Tensor] = {}
     q = q.clone().requires_grad_()
-    out = emulate(q, k, v, recipe=recipe, observers=[lambda name, _, rounded: delta.update({name: rounded})])
+    out = emulate(
+        q, k, v, recipe=recipe, observers=[lambda name, _, rounded: delta.update({name: rounded})]
+    )
     out.backward(do)
     assert q.grad is not None
     return q.grad, delta["delta"]
@@ -27,10 +31,13 @@ def run(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
 
 @pytest.mark.parametrize("fmt", [BF16, custom(8, 2)], ids=str)
 def test_a7_and_a8(fmt: Format) -> None:
-    """dQ_hp − dQ_lp = α diag(δ_lp − δ_hp) (P K), and dW_Q likewise through X; only O differs between the two runs."""
+    """dQ_hp − dQ_lp = α diag(δ_lp − δ_hp) (P K), and dW_Q likewise through X; only O differs
+    between the two runs.
+    """
     g = torch.Generator().manual_seed(0)
     x, w_q, w_k = (
-        torch.randn(s, generator=g, dtype=torch.float64) for s in ((LENGTH, WIDTH), (DIM, WIDTH), (DIM, WIDTH))
+        torch.randn(s, generator=g, dtype=torch.float64)
+        for s in ((LENGTH, WIDTH), (DIM, WIDTH), (DIM, WIDTH))
     )
     v, do = (torch.randn(1, 1, LENGTH, DIM, generator=g, dtype=torch.float64) for _ in range(2))
     q, k = (x @ w_q.T)[None, None] / 3, (x @ w_k.T)[None, None] / 3
@@ -49,12 +56,16 @@ def test_a7_and_a8(fmt: Format) -> None:
 
 
 def test_c1_flash_attention_1_is_the_same_function_rounded_differently() -> None:
-    """Equal in fp64; with Ō in bf16, renormalizing in every step costs accuracy that grows with the number of steps."""
+    """Equal in fp64; with Ō in bf16, renormalizing in every step costs accuracy that grows with the
+    number of steps.
+    """
     q, k, v, _ = gaussian(3, heads=4, length=256, dim=32, dtype=torch.float64)
     blocks = {"block_query": 64, "block_key": 16}
     exact = emulate(q, k, v, recipe=FP64.with_(algorithm="standard"))
     for algorithm in ("flash1", "flash2"):
-        assert (emulate(q, k, v, recipe=FP64.with_(algorithm=algorithm, **blocks)) - exact).abs().max() <= 1e-14
+        assert (
+            emulate(q, k, v, recipe=FP64.with_(algorithm=algorithm, **blocks)) - exact
+        ).abs().max() <= 1e-14
     error = {
         (algorithm, block): _relative(emulate(q, k, v, recipe=_coarse(algorithm, block)), exact)
         for algorithm in ("flash1", "flash2")

@@ -1,4 +1,6 @@
-"""Matrix products against exact fractions, one rounding at a time, and what a coarse running sum does."""
+"""Matrix products against exact fractions, one rounding at a time, and what a coarse running sum
+does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from halfulp.testing import gaussian
 
 
 def nearest_even(x: Fraction, fmt: Format) -> Fraction:
-    """The nearest number of `fmt` (no overflow), ties to the even significand; in exact arithmetic."""
+    """The nearest number of `fmt` (no overflow), ties to the even significand; in exact
+    arithmetic.
+    """
     if x == 0:
         return x
     exponent = 0
@@ -36,7 +40,10 @@ def slow(a: Tensor, b: Tensor, spec: Matmul) -> Tensor:
     out = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
     for i in range(a.shape[0]):
         for j in range(b.shape[1]):
-            terms = [Fraction(x) * Fraction(y) for x, y in zip(a[i].tolist(), b[:, j].tolist(), strict=True)]
+            terms = [
+                Fraction(x) * Fraction(y)
+                for x, y in zip(a[i].tolist(), b[:, j].tolist(), strict=True)
+            ]
             total = Fraction(0)
             for k in range(0, len(terms), width):
                 total = nearest_even(total + sum(terms[k : k + width]), spec.accumulate)
@@ -47,7 +54,10 @@ def slow(a: Tensor, b: Tensor, spec: Matmul) -> Tensor:
 def operands(fmt: Format, seed: int, spread: float = 1.0) -> tuple[Tensor, Tensor]:
     """`[5, 37]` and `[37, 4]` with magnitudes over several binades."""
     g = torch.Generator().manual_seed(seed)
-    a, b = (torch.randn(s, generator=g) * torch.exp2(spread * torch.randn(s, generator=g)) for s in ((5, 37), (37, 4)))
+    a, b = (
+        torch.randn(s, generator=g) * torch.exp2(spread * torch.randn(s, generator=g))
+        for s in ((5, 37), (37, 4))
+    )
     return round_to(a, fmt), round_to(b, fmt)
 
 
@@ -62,7 +72,9 @@ def test_emulated_orders_bit_for_bit(accumulate: Format, order: str, block: int)
 
 
 def test_the_order_of_terms_is_seen() -> None:
-    """A planted fault: the same terms from the other end give other bits, and the slow loop notices."""
+    """A planted fault: the same terms from the other end give other bits, and the slow loop
+    notices.
+    """
     a, b = operands(BF16, 2)
     spec = Matmul(BF16, "sequential")
     assert not torch.equal(matmul(a.flip(1), b.flip(0), spec), slow(a, b, spec))
@@ -81,9 +93,13 @@ def test_batches_are_summed_alike() -> None:
     assert torch.equal(both, torch.stack([slow(a0, b0, spec), slow(a1, b1, spec)]))
 
 
-@pytest.mark.parametrize(("accumulate", "stuck_at"), [(BF16, 256.0), (FP16, 2048.0), (OCP_E5M2, 8.0)], ids=str)
+@pytest.mark.parametrize(
+    ("accumulate", "stuck_at"), [(BF16, 256.0), (FP16, 2048.0), (OCP_E5M2, 8.0)], ids=str
+)
 def test_a_coarse_running_sum_stagnates(accumulate: Format, stuck_at: float) -> None:
-    """One more 1 is half an ulp of the sum and a tie, which goes to the even sum: from there on nothing is added."""
+    """One more 1 is half an ulp of the sum and a tie, which goes to the even sum: from there on
+    nothing is added.
+    """
     ones = torch.ones(1, 4096)
     assert matmul(ones, ones.T, Matmul(accumulate, "sequential")).item() == stuck_at
     assert matmul(ones, ones.T, Matmul(FP32, "sequential")).item() == 4096
@@ -101,7 +117,9 @@ def test_native_orders() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [Matmul(FP32), Matmul(FP64), Matmul(BF16, "sequential"), Matmul(FP16, "blocked", 5)], ids=lambda s: s.order
+    "spec",
+    [Matmul(FP32), Matmul(FP64), Matmul(BF16, "sequential"), Matmul(FP16, "blocked", 5)],
+    ids=lambda s: s.order,
 )
 def test_product_is_matmul_with_the_recipes_spec(spec: Matmul) -> None:
     a, b = operands(FP32, 5)
@@ -119,7 +137,9 @@ def test_stochastic_accumulation_repeats_by_seed_and_is_free_of_stagnation() -> 
 
 
 def test_every_product_of_a_call_draws_anew() -> None:
-    """dK of two equal heads would otherwise carry the same noise as dV, and every tile the same as the first."""
+    """dK of two equal heads would otherwise carry the same noise as dV, and every tile the same as
+    the first.
+    """
     step = Step(FP32_RECIPE.with_(matmul=Matmul(BF16.with_(rounding="stochastic"), "sequential")))
     a, b = operands(BF16, 6)
     assert not torch.equal(product(a, b, step), product(a, b, step))

@@ -1,4 +1,6 @@
-"""The published stabilized softmax on constructed rows: what it promises (A15-A18) and where it breaks (D1-D6)."""
+"""The published stabilized softmax on constructed rows: what it promises (A15-A18) and where it
+breaks (D1-D6).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ PAPER = Shift("stabilized", beta=7.0)
 def shifted(scores: Tensor, shift: Shift) -> Tensor:
     """What fp32 scores are shifted by."""
     base = "2" if shift.kind == "integer" else "e"
-    return row_shift(scores, scores.amax(-1, keepdim=True), Step(FP32.with_(shift=shift, base=base)))
+    return row_shift(
+        scores, scores.amax(-1, keepdim=True), Step(FP32.with_(shift=shift, base=base))
+    )
 
 
 def row(*scores: float) -> Inputs:
@@ -55,7 +59,9 @@ def run(recipe: Recipe, inputs: Inputs) -> tuple[Tensor, float]:
 @pytest.mark.parametrize("beta", [2.0, 7.0, 8.0])
 @pytest.mark.parametrize("top", [-6.0, -0.5, 0.25, 3.0, 12.0])
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2", "standard"])
-def test_a15_the_same_function_with_every_weight_below_one(top: float, beta: float, algorithm: str) -> None:
+def test_a15_the_same_function_with_every_weight_below_one(
+    top: float, beta: float, algorithm: str
+) -> None:
     inputs = Inputs(*(x.double() for x in row(top, top, top - 1, top - 3)))
     recipe = FP64.with_(algorithm=algorithm, shift=Shift("stabilized", beta=beta))
     out, largest = run(recipe, inputs)
@@ -65,7 +71,9 @@ def test_a15_the_same_function_with_every_weight_below_one(top: float, beta: flo
 
 
 def test_rows_are_shifted_as_printed() -> None:
-    scores = torch.tensor([[3.0, 3.0, 1.0], [3.0, 2.9995, 1.0], [-2.0, -2.0, -4.0], [0.0, 0.0, -1.0], [5.0, 1.0, 1.0]])
+    scores = torch.tensor(
+        [[3.0, 3.0, 1.0], [3.0, 2.9995, 1.0], [-2.0, -2.0, -4.0], [0.0, 0.0, -1.0], [5.0, 1.0, 1.0]]
+    )
     exact = shifted(scores, PAPER)[:, 0]
     assert exact.tolist() == [21.0, 3.0, 0.0, 0.0, 5.0]
     tolerant = shifted(scores, Shift("stabilized", beta=2.0, gamma=0.5, tie_tolerance=1e-3))[:, 0]
@@ -83,7 +91,9 @@ def test_rows_without_a_visible_key_are_not_shifted() -> None:
 
 
 def tied_rows(seed: int, gap: float = 9.5) -> Inputs:
-    """300 rows with two equal maxima between 1 and 8 and 30 keys about `gap` below; 512 features, V from −4 to −1."""
+    """300 rows with two equal maxima between 1 and 8 and 30 keys about `gap` below; 512 features, V
+    from −4 to −1.
+    """
     g = torch.Generator().manual_seed(seed)
     top = 1 + 7 * torch.rand(300, 1, generator=g)
     scores = (top - gap - torch.rand(300, 32, generator=g)).bfloat16().float()
@@ -92,7 +102,9 @@ def tied_rows(seed: int, gap: float = 9.5) -> Inputs:
 
 
 def bias(recipe: Recipe, inputs: Inputs) -> tuple[float, float]:
-    """Mean signed error of O in |O|·2⁻⁸ and its standard error; features are the independent draws."""
+    """Mean signed error of O in |O|·2⁻⁸ and its standard error; features are the independent
+    draws.
+    """
     exact = golden(*inputs[:3], scale=1.0).out[0, 0]
     out = emulate(*inputs[:3], scale=1.0, recipe=recipe.with_(block_query=None))[0, 0]
     by_feature = ((out.double() - exact) / exact.abs() * 256).mean(0)
@@ -100,7 +112,9 @@ def bias(recipe: Recipe, inputs: Inputs) -> tuple[float, float]:
 
 
 def test_two_tied_maxima_and_values_of_one_sign_lean() -> None:
-    """Coarse recipes lose the tail of l or round P up to 1/2; kernels that keep fp32 sums do not lean."""
+    """Coarse recipes lose the tail of l or round P up to 1/2; kernels that keep fp32 sums do not
+    lean.
+    """
     inputs = tied_rows(0)
     for recipe in (BF16_AUTHORS, BF16_STANDARD):
         mean, error = bias(recipe, inputs)
@@ -113,7 +127,9 @@ def test_two_tied_maxima_and_values_of_one_sign_lean() -> None:
 
 @pytest.mark.parametrize("offset", [1.0, 2.0])
 def test_a16_a_fixed_offset_leans_as_the_rounding_of_one_number(offset: float) -> None:
-    """Every row's top weight is exp(−c), rounded by the same amount; the dynamic shift spreads it over the rows."""
+    """Every row's top weight is exp(−c), rounded by the same amount; the dynamic shift spreads it
+    over the rows.
+    """
     inputs = tied_rows(1)
     weight = torch.tensor(-offset).exp()
     predicted = -256 * ((weight.bfloat16().float() - weight) / weight).item()  # O is negative
@@ -126,7 +142,9 @@ def test_a16_a_fixed_offset_leans_as_the_rounding_of_one_number(offset: float) -
 
 
 def test_d6_the_shift_leans_row_by_row_unless_l_is_rounded_too() -> None:
-    """V = 1: the signed error of a row depends on its maximum; l from the rounded weights has none."""
+    """V = 1: the signed error of a row depends on its maximum; l from the rounded weights has
+    none.
+    """
     tops = torch.linspace(1, 8, 200)[:, None].bfloat16().float()
     scores = torch.cat([tops, tops, tops - 30], 1)
     inputs = from_scores(scores, torch.ones(3, 1))
@@ -158,7 +176,8 @@ def test_d1_d2_a_repeated_maximum_underflows(top: float) -> None:
     exact = golden(*inputs[:3], scale=1.0).out[0, 0]
     assert run(BF16_PAPER_STABILIZED, inputs)[0].isnan().all()
     assert run(BF16_FLASH2.with_(shift=PAPER), inputs)[0].isnan().all()  # the fix in a stock kernel
-    floored = run(BF16_AUTHORS_STABILIZED.with_(shift=PAPER), inputs)[0]  # the official code's l ≥ 1e-10: 0 for 1.6
+    # the official code's l ≥ 1e-10: 0 for 1.6
+    floored = run(BF16_AUTHORS_STABILIZED.with_(shift=PAPER), inputs)[0]
     assert floored.item() == 0
     for recipe in (BF16_FLASH2, BF16_HALFULP, BF16_AUTHORS):
         assert run(recipe, inputs)[0].item() == pytest.approx(exact.item(), rel=2**-7)
@@ -182,7 +201,9 @@ def test_d4_equal_maxima_in_two_tiles_are_not_seen() -> None:
 
 
 def test_d5_ties_are_as_common_as_the_scores_are_coarse() -> None:
-    """Rows of 256 Gaussian scores: bf16 scores tie in a few percent of the rows, fp32 scores almost never."""
+    """Rows of 256 Gaussian scores: bf16 scores tie in a few percent of the rows, fp32 scores almost
+    never.
+    """
     scores = torch.randn(4000, 256, generator=torch.Generator().manual_seed(0))
     inert = shifted(scores, PAPER) == scores.amax(-1, keepdim=True)
     coarse = scores.bfloat16().float()

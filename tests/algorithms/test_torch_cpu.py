@@ -1,7 +1,9 @@
-"""TORCH_CPU_FLASH has the bits of the kernel that it is named after, and a wrong idea of any step is seen in them.
+"""TORCH_CPU_FLASH has the bits of the kernel that it is named after, and a wrong idea of any step
+is seen in them.
 
-Bits are asserted where the recipe claims them (torch 2.13, AVX-512). Elsewhere vectors have another width, sums another
-order and some bits differ; there the same tests ask that both compute the same thing.
+Bits are asserted where the recipe claims them (torch 2.13, AVX-512). Elsewhere vectors have another
+width, sums another order and some bits differ; there the same tests ask that both compute the same
+thing.
 """
 
 from __future__ import annotations
@@ -28,15 +30,43 @@ from halfulp.testing import Inputs, gaussian, relative_error
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 FORWARD_STEPS = {
-    "query", "key", "value", "product", "scores", "row_max", "shifted_scores", "weights", "weights_operand",
-    "block_sum", "max_change", "rescale", "rescaled", "row_sum", "block_out", "accumulator", "out", "log_row_sum",
+    "query",
+    "key",
+    "value",
+    "product",
+    "scores",
+    "row_max",
+    "shifted_scores",
+    "weights",
+    "weights_operand",
+    "block_sum",
+    "max_change",
+    "rescale",
+    "rescaled",
+    "row_sum",
+    "block_out",
+    "accumulator",
+    "out",
+    "log_row_sum",
     "lse",
-}  # fmt: skip
+}
 BACKWARD_STEPS = {
-    "grad_out", "delta_products", "delta", "scores", "shifted_scores", "probabilities", "probabilities_operand",
-    "grad_probabilities", "grad_centered", "grad_scores", "grad_block", "grad_accumulator", "grad_query", "grad_key",
+    "grad_out",
+    "delta_products",
+    "delta",
+    "scores",
+    "shifted_scores",
+    "probabilities",
+    "probabilities_operand",
+    "grad_probabilities",
+    "grad_centered",
+    "grad_scores",
+    "grad_block",
+    "grad_accumulator",
+    "grad_query",
+    "grad_key",
     "grad_value",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,12 @@ class Call:
 
     def emulated(self, recipe: Recipe = TORCH_CPU_FLASH, observers=()) -> AttentionResult:
         leaves = [x.clone().requires_grad_() for x in self.inputs[:3]]
-        options = {"is_causal": self.causal, "scale": self.scale, "enable_gqa": True, "recipe": recipe}
+        options = {
+            "is_causal": self.causal,
+            "scale": self.scale,
+            "enable_gqa": True,
+            "recipe": recipe,
+        }
         out, lse = emulate(*leaves, self.mask, observers=observers, return_lse=True, **options)
         gradients = torch.autograd.grad(out, leaves, self.inputs.grad_out)
         return AttentionResult(out.detach(), lse.detach(), *gradients)
@@ -68,11 +103,15 @@ def bf16(seed: int = 0, **sizes: int) -> Inputs:
 
 
 def assert_same(real: AttentionResult, ours: AttentionResult) -> None:
-    """Bit for bit where that is claimed; elsewhere most elements, and no more than rounding errors between the rest."""
+    """Bit for bit where that is claimed; elsewhere most elements, and no more than rounding errors
+    between the rest.
+    """
     # The kernel stores 0 where a row is fully masked.
     masked = ours.lse == -math.inf
     assert bool((real.lse[masked] == 0).all())
-    ours = AttentionResult(ours.out, ours.lse.masked_fill(masked, 0.0), ours.grad_query, ours.grad_key, ours.grad_value)
+    ours = AttentionResult(
+        ours.out, ours.lse.masked_fill(masked, 0.0), ours.grad_query, ours.grad_key, ours.grad_value
+    )
     for match in compare(real, ours):
         if bits_expected():
             assert match.identical == match.elements, match
@@ -99,7 +138,8 @@ def test_bits_over_lengths_and_head_dimensions(length, causal):
     ("batch", "heads", "key_heads", "length", "key_length", "dim"),
     [
         (2, 3, 3, 200, 200, 64),
-        (2, 4, 2, 130, 130, 64),  # groups add up in the key head's gradient, one query head after the other
+        # groups add up in the key head's gradient, one query head after the other
+        (2, 4, 2, 130, 130, 64),
         (1, 6, 1, 300, 77, 80),
         (2, 4, 1, 33, 600, 32),  # a query block of one row: the matrix-vector products
         (1, 2, 2, 1, 1100, 128),
@@ -107,8 +147,16 @@ def test_bits_over_lengths_and_head_dimensions(length, causal):
         (1, 2, 2, 770, 513, 256),
     ],
 )
-def test_bits_over_batches_groups_and_unequal_lengths(batch, heads, key_heads, length, key_length, dim):
-    sizes = {"batch": batch, "heads": heads, "key_heads": key_heads, "length": length, "key_length": key_length}
+def test_bits_over_batches_groups_and_unequal_lengths(
+    batch, heads, key_heads, length, key_length, dim
+):
+    sizes = {
+        "batch": batch,
+        "heads": heads,
+        "key_heads": key_heads,
+        "length": length,
+        "key_length": key_length,
+    }
     for causal in (False, True):
         call = Call(bf16(1, **sizes, dim=dim), causal)
         assert_same(call.real(), call.emulated())
@@ -126,8 +174,10 @@ def masks(n_q: int, n_k: int) -> dict[str, Tensor]:
         "bf16": torch.randn(2, 4, n_q, n_k, generator=generator).bfloat16(),
         "fp32": 3 * torch.randn(n_q, n_k, generator=generator),
         "fp32 per head": torch.randn(1, 4, 1, n_k, generator=generator),
-        "fp32 with a block of hidden keys": torch.randn(n_q, n_k, generator=generator).index_fill_(
-            1, torch.arange(min(512, n_k - 1)), -math.inf
+        "fp32 with a block of hidden keys": (
+            torch.randn(n_q, n_k, generator=generator).index_fill_(
+                1, torch.arange(min(512, n_k - 1)), -math.inf
+            )
         ),
     }
 
@@ -151,11 +201,16 @@ def test_bits_with_another_scale(scale, length):
 def test_bits_with_tiny_and_huge_inputs(size):
     inputs = bf16(5, length=70, dim=64)
     for name in ("query", "value", "grad_out"):
-        call = Call(inputs._replace(**{name: (getattr(inputs, name).float() * size).bfloat16()}), causal=True)
+        call = Call(
+            inputs._replace(**{name: (getattr(inputs, name).float() * size).bfloat16()}),
+            causal=True,
+        )
         assert_same(call.real(), call.emulated())
 
 
-@pytest.mark.parametrize(("name", "value"), [("query", math.nan), ("key", math.inf), ("value", -math.inf)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("query", math.nan), ("key", math.inf), ("value", -math.inf)]
+)
 def test_what_is_not_finite_spreads_as_in_the_kernel(name, value):
     inputs = bf16(6, length=77, dim=32)
     getattr(inputs, name)[0, 0, 5, 3] = value
@@ -168,11 +223,22 @@ def test_what_is_not_finite_spreads_as_in_the_kernel(name, value):
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 70), st.integers(1, 70), st.integers(1, 24), st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-    st.integers(1, 2), st.booleans(), st.integers(0, 2**20),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.integers(1, 24),
+    st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    st.integers(1, 2),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
 def test_bits_of_drawn_shapes(length, key_length, fours, heads, batch, causal, seed):
-    sizes = {"batch": batch, "heads": heads[0], "key_heads": heads[1], "length": length, "key_length": key_length}
+    sizes = {
+        "batch": batch,
+        "heads": heads[0],
+        "key_heads": heads[1],
+        "length": length,
+        "key_length": key_length,
+    }
     call = Call(bf16(seed, **sizes, dim=4 * fours), causal)
     assert_same(call.real(), call.emulated())
 
@@ -183,7 +249,9 @@ def test_bits_of_the_public_function():
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
     ours = Call(inputs, causal=True).emulated()
-    real = AttentionResult(out.detach(), ours.lse, *torch.autograd.grad(out, leaves, inputs.grad_out))
+    real = AttentionResult(
+        out.detach(), ours.lse, *torch.autograd.grad(out, leaves, inputs.grad_out)
+    )
     assert_same(real, ours)
 
 
@@ -213,7 +281,9 @@ def test_the_callers_threads_come_back_after_an_error():
 def test_observers_see_every_step_and_change_none():
     call = Call(bf16(9, heads=4, key_heads=2, length=40, key_length=600, dim=32))
     seen: list[tuple[str, Tensor, Tensor]] = []
-    watched = call.emulated(observers=[lambda name, exact, rounded: seen.append((name, exact.clone(), rounded))])
+    watched = call.emulated(
+        observers=[lambda name, exact, rounded: seen.append((name, exact.clone(), rounded))]
+    )
     assert all(share == 1 for share in identical(call.emulated(), watched).values())
     names = [name for name, *_ in seen]
     border = names.index("grad_out")
@@ -221,11 +291,18 @@ def test_observers_see_every_step_and_change_none():
     assert set(names[border:]) == BACKWARD_STEPS
     shown = dict.fromkeys(names, 0) | {name: names.count(name) for name in set(names)}
     # two query blocks by two key blocks, twice for the heads of a group in the backward pass
-    assert (shown["weights"], shown["rescale"], shown["probabilities"], shown["grad_block"]) == (4, 2, 8, 24)
+    assert (shown["weights"], shown["rescale"], shown["probabilities"], shown["grad_block"]) == (
+        4,
+        2,
+        8,
+        24,
+    )
     for name, exact, rounded in seen:
         fmt = getattr(TORCH_CPU_FLASH, name)
         assert isinstance(fmt, Format)
-        assert bool(is_representable(rounded, fmt).all()) or not Step(TORCH_CPU_FLASH).rounds(name), name
+        assert bool(is_representable(rounded, fmt).all()) or not Step(TORCH_CPU_FLASH).rounds(
+            name
+        ), name
         if not Step(TORCH_CPU_FLASH).rounds(name):
             assert torch.equal(exact, rounded), name
     (out,) = (rounded for name, _, rounded in seen if name == "out")
@@ -324,7 +401,9 @@ def test_another_sum_is_the_recipes(order):
     fine = call.emulated(TORCH_CPU_FLASH.with_(matmul=Matmul(FP32, order), grad_accumulator=FP32))
     exact = golden(*call.inputs)
     for name in ("out", "lse", *GRADIENTS):
-        coarse_error, fine_error = (relative_error(getattr(run, name), getattr(exact, name)) for run in (coarse, fine))
+        coarse_error, fine_error = (
+            relative_error(getattr(run, name), getattr(exact, name)) for run in (coarse, fine)
+        )
         assert fine_error < 0.5 * coarse_error < 0.05, name
 
 
@@ -334,7 +413,9 @@ def test_the_gradient_of_lse_joins_delta():
     _, lse = emulate(*leaves, recipe=TORCH_CPU_FLASH, return_lse=True)
     twins = [x.double().requires_grad_() for x in inputs[:3]]
     exact = torch.logsumexp(twins[0] @ twins[1].mT / math.sqrt(32), -1)
-    ours, expected = (torch.autograd.grad(x.sum(), y[:2]) for x, y in ((lse, leaves), (exact, twins)))
+    ours, expected = (
+        torch.autograd.grad(x.sum(), y[:2]) for x, y in ((lse, leaves), (exact, twins))
+    )
     for a, b in zip(ours, expected, strict=True):
         assert relative_error(a, b) < 0.01
 
@@ -342,7 +423,8 @@ def test_the_gradient_of_lse_joins_delta():
 def test_no_fraction_meets_double_rounding_in_the_fast_exponential():
     coefficients = [getattr(torch_cpu_math, name) for name in ("_C3", "_C2", "_C1", "_C0")]
     for start in range(0, 2**24, 2**20):
-        f = (torch.arange(start, start + 2**20 + 1) / 2**24).float()  # every fraction that s − ⌊s⌋ can be
+        # every fraction that s − ⌊s⌋ can be
+        f = (torch.arange(start, start + 2**20 + 1) / 2**24).float()
         plain = exact = torch.full_like(f, coefficients[0])
         for coefficient in coefficients[1:]:
             plain = (plain.double() * f.double() + coefficient).float()
@@ -359,7 +441,9 @@ def test_the_fast_exponential_is_as_exact_as_its_name_says():
 @given(*[st.floats(width=32, min_value=-(2.0**40), max_value=2.0**40)] * 3, st.integers(-30, 30))
 def test_fused_multiply_add_rounds_once(a, b, c, power):
     c = math.ldexp(c, power)
-    ours = torch_cpu_math.fused_multiply_add(*(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))).item()
+    ours = torch_cpu_math.fused_multiply_add(
+        *(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))
+    ).item()
     exact = Fraction(a) * Fraction(b) + Fraction(torch.tensor(c, dtype=torch.float32).item())
     rounded = torch.tensor(ours, dtype=torch.float32)
     below, above = (torch.nextafter(rounded, torch.tensor(x)).item() for x in (-math.inf, math.inf))
@@ -369,15 +453,21 @@ def test_fused_multiply_add_rounds_once(a, b, c, power):
         assert distance < other or (distance == other and int(rounded.view(torch.int32)) % 2 == 0)
 
 
-@pytest.mark.parametrize(("a", "b", "c"), [(1 + 2**-12, 1 + 2**-12, 2**-60), (1 + 2**-12, -1 - 2**-12, -(2**-60))])
+@pytest.mark.parametrize(
+    ("a", "b", "c"), [(1 + 2**-12, 1 + 2**-12, 2**-60), (1 + 2**-12, -1 - 2**-12, -(2**-60))]
+)
 def test_fused_multiply_add_breaks_a_tie_that_float64_cannot_see(a, b, c):
     # a · b = 1 + 2⁻¹¹ + 2⁻²⁴ lies midway between two float32 numbers; c is lost in a float64 sum
-    ours = torch_cpu_math.fused_multiply_add(*(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))).item()
+    ours = torch_cpu_math.fused_multiply_add(
+        *(torch.tensor([x], dtype=torch.float32) for x in (a, b, c))
+    ).item()
     assert abs(ours) == 1 + 2**-11 + 2**-23
     assert abs(float(torch.tensor(a * b + c, dtype=torch.float32))) == 1 + 2**-11
 
 
-@pytest.mark.skipif(ctypes.util.find_library("m") is None, reason="no C library's libm to compare with")
+@pytest.mark.skipif(
+    ctypes.util.find_library("m") is None, reason="no C library's libm to compare with"
+)
 def test_scalar_functions_are_the_c_librarys():
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
     x = torch.cat([torch.linspace(-104, 0, 20_000), torch.tensor([-math.inf])])
@@ -393,21 +483,34 @@ def test_scalar_functions_are_the_c_librarys():
 def test_the_vector_exponential_is_log_softmaxs():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(50, 77, generator=generator) * 30
-    padded = torch.cat([x, torch.zeros(50, 19)], -1)  # whole vectors, and a column for a one-hot gradient
+    # whole vectors, and a column for a one-hot gradient
+    padded = torch.cat([x, torch.zeros(50, 19)], -1)
     gradient = torch.zeros_like(padded)
     gradient[:, -1] = 1
-    expected = -torch.ops.aten._log_softmax_backward_data(gradient, padded, -1, torch.float32)[:, :77]
+    expected = -torch.ops.aten._log_softmax_backward_data(gradient, padded, -1, torch.float32)[
+        :, :77
+    ]
     assert torch.equal(torch_cpu_math.vector_exp(x), expected)
 
 
 def test_sums_agree_with_exact_sums_whatever_their_order():
     for width in (1, 15, 16, 17, 31, 32, 33, 48, 100, 512):
-        x = torch.randn(64, width, generator=torch.Generator().manual_seed(width)).bfloat16().float()
+        x = (
+            torch.randn(64, width, generator=torch.Generator().manual_seed(width))
+            .bfloat16()
+            .float()
+        )
         exact = x.double().sum(-1, keepdim=True)
         for total in (torch_cpu_math.lane_sum(x), torch_cpu_math.reduced_sum(x)):
-            torch.testing.assert_close(total.double(), exact, rtol=0, atol=float(x.abs().sum(-1).max()) * 2**-22)
-        right = torch.randn(width, 8, generator=torch.Generator().manual_seed(width)).bfloat16().float()
+            torch.testing.assert_close(
+                total.double(), exact, rtol=0, atol=float(x.abs().sum(-1).max()) * 2**-22
+            )
+        right = (
+            torch.randn(width, 8, generator=torch.Generator().manual_seed(width)).bfloat16().float()
+        )
         start = torch.ones(1, 8)
         row = torch_cpu_math.row_product(x[:1], right, start)
         torch.testing.assert_close(row, start + x[:1] @ right, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(torch_cpu_math.vector_product(x[:1], right), x[:1] @ right, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            torch_cpu_math.vector_product(x[:1], right), x[:1] @ right, rtol=1e-5, atol=1e-4
+        )

@@ -1,4 +1,6 @@
-"""What cannot be computed is refused in one line that names the argument, what was given and what is accepted."""
+"""What cannot be computed is refused in one line that names the argument, what was given and what
+is accepted.
+"""
 
 import math
 

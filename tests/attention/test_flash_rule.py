@@ -1,8 +1,9 @@
-"""FlashAttention's own rule, over its own parameters: at most twice the error of PyTorch in the same dtype.
+"""FlashAttention's own rule, over its own parameters: at most twice the error of PyTorch in the
+same dtype.
 
-Three computations: ours; the reference in float32 of the same inputs; and PyTorch's plain operators in the low dtype,
-with the scale on the keys. The largest error of ours, in out and in each gradient, may be twice that of the last; it is
-held to less here, since it is 1.08 times at most.
+Three computations: ours; the reference in float32 of the same inputs; and PyTorch's plain operators
+in the low dtype, with the scale on the keys. The largest error of ours, in out and in each
+gradient, may be twice that of the last; it is held to less here, since it is 1.08 times at most.
 """
 
 import functools
@@ -17,7 +18,8 @@ from halfulp.attention import emulate
 from halfulp.recipes import recipe_named
 
 HEADS = {"mha": 6, "gqa": 2, "mqa": 1}  # key heads, for 6 query heads
-# lengths of queries and keys, head dimension, heads, causal, window (both aligned at the bottom right), softcap
+# lengths of queries and keys, head dimension, heads, causal, window (both aligned at the bottom
+# right), softcap
 DENSE = {
     "d=32": ((113, 203), 32, "mha", False, None, 0.0),
     "d=40, local": ((108, 256), 40, "mha", False, (57, 31), 0.0),
@@ -46,7 +48,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def drawn(case, dtype, batch):
-    """(query, key, value, grad_out) `[B, H, N, D]`; with a softcap the queries are large enough to meet it."""
+    """(query, key, value, grad_out) `[B, H, N, D]`; with a softcap the queries are large enough to
+    meet it.
+    """
     (n, m), d, heads, _, _, softcap = case
     generator = torch.Generator().manual_seed(n + m + d)
     shapes = ((batch, 6, n, d), *[(batch, HEADS[heads], m, d)] * 2, (batch, 6, n, d))
@@ -55,7 +59,9 @@ def drawn(case, dtype, batch):
 
 
 def visible(case, lengths, key_lengths):
-    """`[B, 1, N, N_k]`: which key a query sees, its diagonal at the bottom right of each sequence."""
+    """`[B, 1, N, N_k]`: which key a query sees, its diagonal at the bottom right of each
+    sequence.
+    """
     (n, m), _, _, is_causal, window, _ = case
     rows, columns = torch.arange(n)[:, None], torch.arange(m)
     ends, key_ends = (x.view(-1, 1, 1, 1) for x in (lengths, key_lengths))
@@ -73,7 +79,9 @@ def plain(q, k, v, seen, softcap, *, upcast):
     root = math.sqrt(q.shape[-1])
     scores = (q / root) @ k.mT if upcast else q @ (k / root).mT
     scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-    probabilities = torch.softmax(scores.masked_fill(~seen, -math.inf), -1).masked_fill(~seen.any(-1, True), 0)
+    probabilities = torch.softmax(scores.masked_fill(~seen, -math.inf), -1).masked_fill(
+        ~seen.any(-1, True), 0
+    )
     return probabilities @ v
 
 
@@ -81,12 +89,16 @@ def both_passes(function, operands, grad_out):
     """Out, dQ, dK and dV in float32."""
     leaves = [x.clone().requires_grad_() for x in operands]
     out = function(*leaves)
-    return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad_out.to(out.dtype)))]
+    return [
+        x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad_out.to(out.dtype)))
+    ]
 
 
 @functools.cache
 def judge(case, dtype, batch):
-    """(operands, grad_out, lengths, key_lengths, reference, largest errors of PyTorch); random lengths in a batch."""
+    """(operands, grad_out, lengths, key_lengths, reference, largest errors of PyTorch); random
+    lengths in a batch.
+    """
     (n, m), *_, softcap = case
     *operands, grad_out = drawn(case, dtype, batch)
     generator = torch.Generator().manual_seed(0)
@@ -122,11 +134,18 @@ def test_dense(case, backend, dtype):
 
     def ours(*x):
         return halfulp.attention(
-            *x, is_causal=is_causal, enable_gqa=True, window=window, softcap=softcap, causal_offset=m - n,
+            *x,
+            is_causal=is_causal,
+            enable_gqa=True,
+            window=window,
+            softcap=softcap,
+            causal_offset=m - n,
             backend=backend,
-        )  # fmt: skip
+        )
 
-    for mine, allowed in zip(largest(both_passes(ours, operands, grad_out), reference), stock, strict=True):
+    for mine, allowed in zip(
+        largest(both_passes(ours, operands, grad_out), reference), stock, strict=True
+    ):
         assert mine <= FACTOR * allowed
 
 
@@ -135,15 +154,23 @@ def test_dense(case, backend, dtype):
 def test_padded_at_random_and_packed(case, backend, dtype):
     (n, m), d, _, is_causal, window, _ = case
     operands, grad_out, lengths, key_lengths, reference, stock = judge(case, dtype, 3)
-    ends, key_ends = (torch.cat([x.new_zeros(1), x.cumsum(0)]).int() for x in (lengths, key_lengths))
-    held, key_held = (torch.arange(size) < x[:, None] for size, x in ((n, lengths), (m, key_lengths)))
+    ends, key_ends = (
+        torch.cat([x.new_zeros(1), x.cumsum(0)]).int() for x in (lengths, key_lengths)
+    )
+    held, key_held = (
+        torch.arange(size) < x[:, None] for size, x in ((n, lengths), (m, key_lengths))
+    )
 
     def ours(q, k, v):
         packed = (x.transpose(1, 2)[rows] for x, rows in ((q, held), (k, key_held), (v, key_held)))
-        out = halfulp.attention_varlen(*packed, ends, key_ends, is_causal=is_causal, window=window, backend=backend)
+        out = halfulp.attention_varlen(
+            *packed, ends, key_ends, is_causal=is_causal, window=window, backend=backend
+        )
         return out.new_zeros(3, n, 6, d).index_put((held,), out).transpose(1, 2)
 
-    for mine, allowed in zip(largest(both_passes(ours, operands, grad_out), reference), stock, strict=True):
+    for mine, allowed in zip(
+        largest(both_passes(ours, operands, grad_out), reference), stock, strict=True
+    ):
         assert mine <= FACTOR * allowed
 
 

@@ -1,6 +1,8 @@
-"""What FlashAttention's users expect beyond SDPA: windows, softcap, sinks, packed sequences and dropout.
+"""What FlashAttention's users expect beyond SDPA: windows, softcap, sinks, packed sequences and
+dropout.
 
-Each is held, forward and backward, to a few lines of plain autograd in float64 that hold all scores at once.
+Each is held, forward and backward, to a few lines of plain autograd in float64 that hold all scores
+at once.
 """
 
 import math
@@ -12,13 +14,16 @@ import halfulp
 from halfulp.formats.counter import keep_mask
 
 EXACT = 1e-11
-SHAPES = [(1, 2, 9, 8, 12), (2, 1, 12, 4, 9), (1, 1, 150, 4, 270), (1, 1, 270, 4, 140)]  # B, H, N, D, N_k
+# B, H, N, D, N_k
+SHAPES = [(1, 2, 9, 8, 12), (2, 1, 12, 4, 9), (1, 1, 150, 4, 270), (1, 1, 270, 4, 140)]
 
 
 def leaves(b, h, n, d, m, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((b, h, n, d), (b, h, m, d), (b, h, m, d))
-    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
 
 
 def plain(q, k, v, *, visible=None, softcap=0.0, sinks=None, keep=None, p=0.0, mask=None):
@@ -71,7 +76,9 @@ def seen(n, m, left, right, offset=0):
 def test_window(shape, window):
     tensors = leaves(*shape)
     n, m = shape[2], shape[4]
-    assert_same(ours(*tensors, window=window), plain(*tensors, visible=seen(n, m, *window)), tensors)
+    assert_same(
+        ours(*tensors, window=window), plain(*tensors, visible=seen(n, m, *window)), tensors
+    )
     offset = m - n
     visible = seen(n, m, *window, offset) & seen(n, m, -1, 0, offset)
     got = ours(*tensors, window=window, is_causal=True, causal_offset=offset)
@@ -117,8 +124,13 @@ def test_all_of_it_in_low_precision(dtype):
     out, _ = ours(*low, mask, **options)
     wanted, _ = plain(*exact, visible=mask, softcap=2.0, sinks=sinks.double())
     grads = torch.autograd.grad(out.sum(), low)
-    for g, w in zip((out, *grads), (wanted, *torch.autograd.grad(wanted.sum(), exact)), strict=True):
-        assert float((g.detach().double() - w.detach()).norm() / w.detach().norm()) < 2 * torch.finfo(dtype).eps
+    for g, w in zip(
+        (out, *grads), (wanted, *torch.autograd.grad(wanted.sum(), exact)), strict=True
+    ):
+        assert (
+            float((g.detach().double() - w.detach()).norm() / w.detach().norm())
+            < 2 * torch.finfo(dtype).eps
+        )
 
 
 # Packed sequences.
@@ -133,10 +145,19 @@ def test_packed_sequences_are_sequences(is_causal):
         for n, h in ((lengths, 4), (key_lengths, 2), (key_lengths, 2))
     )
     ends, key_ends = (
-        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (lengths, key_lengths)
+        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for n in (lengths, key_lengths)
     )
     out, lse = halfulp.attention_varlen(
-        q, k, v, ends, key_ends, is_causal=is_causal, window=(50, -1), return_lse=True, backend="torch"
+        q,
+        k,
+        v,
+        ends,
+        key_ends,
+        is_causal=is_causal,
+        window=(50, -1),
+        return_lse=True,
+        backend="torch",
     )
     assert out.shape == (144, 4, 4)
     parts, lses = [], []
@@ -164,7 +185,12 @@ def test_no_sequences(ends):
 
 @pytest.mark.parametrize(
     ("ends", "text"),
-    [([0, 3, 2, 5], "rise"), ([1, 5], "rise"), ([0, 4], "rise from 0 to 5"), ([[0, 5]], "one dimension")],
+    [
+        ([0, 3, 2, 5], "rise"),
+        ([1, 5], "rise"),
+        ([0, 4], "rise from 0 to 5"),
+        ([[0, 5]], "one dimension"),
+    ],
 )
 def test_bad_boundaries(ends, text):
     x = torch.zeros(5, 1, 4)
@@ -208,7 +234,9 @@ def test_dropout_of_everything_and_of_nothing():
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropped_weights_are_independent_and_as_many_as_asked_for(p):
-    """Shares of kept weights, and of pairs kept together, within 4.5 standard errors of independence."""
+    """Shares of kept weights, and of pairs kept together, within 4.5 standard errors of
+    independence.
+    """
     keep = keep_mask(2**40 + 17, p, torch.arange(1000).view(10, 100), torch.arange(1000)).double()
     assert keep.shape == (10, 100, 1000)
     assert abs(float(keep.mean()) - (1 - p)) < 4.5 * math.sqrt(p * (1 - p) / keep.numel())
@@ -216,16 +244,26 @@ def test_dropped_weights_are_independent_and_as_many_as_asked_for(p):
         spread = float((keep.mean(dim) - (1 - p)).square().mean()) * error / (p * (1 - p))
         assert abs(spread - 1) < 4.5 * math.sqrt(2 / (keep.numel() / error))
     flat = keep.view(1000, 1000) - (1 - p)
-    for left, right in ((flat[:, 1:], flat[:, :-1]), (flat[1:], flat[:-1]), (flat[1:, 1:], flat[:-1, :-1])):
+    for left, right in (
+        (flat[:, 1:], flat[:, :-1]),
+        (flat[1:], flat[:-1]),
+        (flat[1:, 1:], flat[:-1, :-1]),
+    ):
         correlation = float((left * right).mean()) / (p * (1 - p))
         assert abs(correlation) < 4.5 / math.sqrt(left.numel())
-    other = keep_mask(2**40 + 18, p, torch.arange(1000).view(10, 100), torch.arange(1000)).double().view(1000, 1000)
+    other = (
+        keep_mask(2**40 + 18, p, torch.arange(1000).view(10, 100), torch.arange(1000))
+        .double()
+        .view(1000, 1000)
+    )
     correlation = float((flat * (other - (1 - p))).mean()) / (p * (1 - p))
     assert abs(correlation) < 4.5 / math.sqrt(flat.numel())
 
 
 def test_dropout_masks_are_fixed_for_all_time():
-    """Checkpoints and other kernels rely on the very bits; the hash written again, in Python's integers."""
+    """Checkpoints and other kernels rely on the very bits; the hash written again, in Python's
+    integers.
+    """
 
     def mix(x):
         x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
@@ -235,6 +273,10 @@ def test_dropout_masks_are_fixed_for_all_time():
     seed, p, rows = -12345678901234567, 0.25, [0, 1, 77, 2**32 + 5]
     start = mix(mix(seed % 2**32) ^ ((seed >> 32) % 2**32))
     expected = [
-        [mix(mix(start ^ (r % 2**32)) ^ (c * 0x9E3779B1 % 2**32)) >= int(p * 2**32) for c in range(50)] for r in rows
+        [
+            mix(mix(start ^ (r % 2**32)) ^ (c * 0x9E3779B1 % 2**32)) >= int(p * 2**32)
+            for c in range(50)
+        ]
+        for r in rows
     ]
     assert keep_mask(seed, p, torch.tensor(rows), torch.arange(50)).tolist() == expected

@@ -26,7 +26,9 @@ def held():
 
 def inputs(seed=0, n=40):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(1, 2, n, 16, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    return [
+        torch.randn(1, 2, n, 16, generator=generator).bfloat16().requires_grad_() for _ in range(3)
+    ]
 
 
 def both():
@@ -90,7 +92,9 @@ def test_a_backend_that_does_not_fit_raises():
 
 
 def test_other_threads_keep_the_stock_function():
-    """A thread that did not enter sees PyTorch's kernel while another is inside, and both leave in any order."""
+    """A thread that did not enter sees PyTorch's kernel while another is inside, and both leave in
+    any order.
+    """
     x, ours, stock = both()
     before, seen = held(), {}
     inside, looked, leave = threading.Event(), threading.Event(), threading.Event()
@@ -120,12 +124,16 @@ def test_other_threads_keep_the_stock_function():
     assert torch.equal(seen["entered"], ours)
     assert torch.equal(seen["outside"], stock)
     assert torch.equal(seen["bias"], stock)
-    assert torch.equal(seen["own"], halfulp.attention(*x, is_causal=True, recipe="stock", backend="torch"))
+    assert torch.equal(
+        seen["own"], halfulp.attention(*x, is_causal=True, recipe="stock", backend="torch")
+    )
     assert held() is before
 
 
 def test_threads_of_the_backward_pass_follow():
-    """On a GPU a checkpoint is recomputed in a thread of autograd's; here a hook asks from such a place."""
+    """On a GPU a checkpoint is recomputed in a thread of autograd's; here a hook asks from such a
+    place.
+    """
     x, ours, stock = both()
     seen = []
 
@@ -190,7 +198,9 @@ def test_multihead_attention_and_transformer_layers(training):
         expected = layer(x)
         with pytest.MonkeyPatch.context() as planted, patched():
             planted.setattr(
-                importlib.import_module("halfulp.attention.patch"), "attention", lambda *a, recipe, backend: count(*a)
+                importlib.import_module("halfulp.attention.patch"),
+                "attention",
+                lambda *a, recipe, backend: count(*a),
             )
             out = layer(x)
     assert calls == [(2, 2, 9, 8)]
@@ -209,10 +219,14 @@ def test_compiles_inside():
 
 
 def test_compiled_code_follows():
-    """Compiled before a block, in it, in one inside that asks for another recipe, and called after all of them."""
+    """Compiled before a block, in it, in one inside that asks for another recipe, and called after
+    all of them.
+    """
     x, ours, stock = both()
     torch._dynamo.reset()
-    block = torch.compile(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True), backend="aot_eager")
+    block = torch.compile(
+        lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True), backend="aot_eager"
+    )
     flash = halfulp.attention(*x, is_causal=True, recipe="stock", backend="torch")
     assert torch.equal(block(*x), stock)
     for _ in range(2):
@@ -240,17 +254,28 @@ def flash_attn(monkeypatch):
 
 
 def test_flash_attn(flash_attn):
-    """Its layout `[B, N, H, D]`, its causal mask at the bottom right, its windows; stock again afterwards."""
+    """Its layout `[B, N, H, D]`, its causal mask at the bottom right, its windows; stock again
+    afterwards.
+    """
     module, user = flash_attn
     q, k, v = (x.transpose(1, 2) for x in inputs())
     k, v = k[:, :, :1], v[:, :, :1]  # grouped without being told
-    visible = torch.ones(30, 40, dtype=torch.bool).tril(10) & torch.ones(30, 40, dtype=torch.bool).triu(10 - 5)
+    visible = torch.ones(30, 40, dtype=torch.bool).tril(10) & torch.ones(
+        30, 40, dtype=torch.bool
+    ).triu(10 - 5)
     expected = halfulp.attention(
-        q[:, :30].transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible, enable_gqa=True, backend="torch"
+        q[:, :30].transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        visible,
+        enable_gqa=True,
+        backend="torch",
     ).transpose(1, 2)
     with patched():
         out = user.attend(q[:, :30], k, v, causal=True, window_size=(5, 0))
-        with_lse = module.flash_attn_func(q[:, :30], k, v, causal=True, window_size=(5, 0), return_attn_probs=True)
+        with_lse = module.flash_attn_func(
+            q[:, :30], k, v, causal=True, window_size=(5, 0), return_attn_probs=True
+        )
         ends, key_ends = torch.tensor([0, 30]), torch.tensor([0, 40])
         packed = module.flash_attn_varlen_func(
             q[0, :30], k[0], v[0], ends, key_ends, 30, 40, causal=True, window_size=(5, 0)

@@ -1,7 +1,8 @@
-"""PyTorch's own samples of scaled_dot_product_attention, put through what its suite does with an operator's samples.
+"""PyTorch's own samples of scaled_dot_product_attention, put through what its suite does with an
+operator's samples.
 
-The description (an OpInfo) ships with torch. It asks for gradients of the first order alone and for no forward mode,
-and so do we: both are refused in words.
+The description (an OpInfo) ships with torch. It asks for gradients of the first order alone and for
+no forward mode, and so do we: both are refused in words.
 """
 
 import functools
@@ -24,7 +25,9 @@ LOW = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def described():
-    """The OpInfo. Its module costs seconds, and what importing it changes in the process is put back."""
+    """The OpInfo. Its module costs seconds, and what importing it changes in the process is put
+    back.
+    """
     kept = os.environ.copy(), list(sys.path), sys.argv
     sys.argv = ["pytest"]  # it reads pytest's own arguments
     try:
@@ -39,9 +42,14 @@ def described():
 
 
 def samples(dtype, *, dropout=None):
-    """(operands, arguments) of every sample, of those with dropout or of those without; all want gradients."""
+    """(operands, arguments) of every sample, of those with dropout or of those without; all want
+    gradients.
+    """
     torch.manual_seed(0)  # the samples are random numbers of the global generator
-    every = [((x.input, *x.args), x.kwargs) for x in described().sample_inputs("cpu", dtype, requires_grad=True)]
+    every = [
+        ((x.input, *x.args), x.kwargs)
+        for x in described().sample_inputs("cpu", dtype, requires_grad=True)
+    ]
     taken = [x for x in every if dropout is None or bool(x[1]["dropout_p"]) == dropout]
     assert len(taken) >= 12
     return taken
@@ -51,7 +59,9 @@ def different(dtype):
     """As `samples`, one of each kind: it lists every one twice."""
     taken = {}
     for operands, options in samples(dtype):
-        kind = tuple((k, v if not isinstance(v, torch.Tensor) else v.shape) for k, v in options.items())
+        kind = tuple(
+            (k, v if not isinstance(v, torch.Tensor) else v.shape) for k, v in options.items()
+        )
         taken[tuple(x.shape for x in operands), kind] = operands, options
     return list(taken.values())
 
@@ -66,7 +76,9 @@ def math_backend(*operands, **options):
 
 
 def both_passes(function, operands, options):
-    """Out and the gradient of all that wants one, the mask too; `out ** 2` has no direction of its own."""
+    """Out and the gradient of all that wants one, the mask too; `out ** 2` has no direction of its
+    own.
+    """
     leaves = [x for x in (*operands, options.get("attn_mask")) if x is not None]
     out = function(*operands, **options)
     return out, *torch.autograd.grad(out.square().sum(), leaves)
@@ -75,7 +87,11 @@ def both_passes(function, operands, options):
 def in_double(operands, options):
     operands = [x.detach().double().requires_grad_() for x in operands]
     mask = options.get("attn_mask")
-    return operands, options if mask is None else options | {"attn_mask": mask.detach().double().requires_grad_()}
+    return operands, (
+        options
+        if mask is None
+        else options | {"attn_mask": mask.detach().double().requires_grad_()}
+    )
 
 
 def test_every_dtype_that_pytorch_takes():
@@ -92,9 +108,11 @@ def test_samples_in_float64():
 @pytest.mark.parametrize("backend", [None, "torch"])
 @pytest.mark.parametrize("dtype", LOW)
 def test_samples_at_most_twice_the_error_of_the_math_backend(dtype, backend):
-    """The largest error of each tensor against float64; one rounding of the largest element is always allowed.
+    """The largest error of each tensor against float64; one rounding of the largest element is
+    always allowed.
 
-    In float32, where scores of 300 alone put the weights off by more, it is the tolerance that the description sets.
+    In float32, where scores of 300 alone put the weights off by more, it is the tolerance that the
+    description sets.
     """
     for operands, options in samples(dtype, dropout=False):
         exact = both_passes(math_backend, *in_double(operands, options))
@@ -105,11 +123,16 @@ def test_samples_at_most_twice_the_error_of_the_math_backend(dtype, backend):
             assert g.dtype == dtype
             size = float(e.detach().abs().max())
             unit = 5e-5 + 5e-6 * size if dtype == torch.float32 else torch.finfo(dtype).eps * size
-            assert float((g - e).detach().abs().max()) <= 2 * float((s - e).detach().abs().max()) + unit
+            assert (
+                float((g - e).detach().abs().max())
+                <= 2 * float((s - e).detach().abs().max()) + unit
+            )
 
 
 def test_gradients_numerically():
-    """Also of batches of gradients at once, and with dropout: the seed that is drawn is in the function."""
+    """Also of batches of gradients at once, and with dropout: the seed that is drawn is in the
+    function.
+    """
     assert described().check_batched_grad
     for operands, options in samples(torch.float64):
         torch.autograd.gradcheck(
@@ -121,7 +144,9 @@ def test_dropout_is_the_same_at_the_same_seed():
     for operands, options in samples(torch.float32, dropout=True):
         first, again = (both_passes(seeded, operands, options) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-        assert not torch.equal(first[0], halfulp.attention(*operands, **options | {"dropout_p": 0.0}))
+        assert not torch.equal(
+            first[0], halfulp.attention(*operands, **options | {"dropout_p": 0.0})
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW])
@@ -148,7 +173,9 @@ def test_without_data_and_compiled_with_dynamic_shapes():
 
 
 def test_tensors_of_another_class():
-    """PyTorch's check that an operator works with any of its arguments wrapped in a tensor subclass, backward too."""
+    """PyTorch's check that an operator works with any of its arguments wrapped in a tensor
+    subclass, backward too.
+    """
     from torch.testing._internal import composite_compliance
 
     def same(a, b, **_):
@@ -168,26 +195,37 @@ def test_mapped_over_every_argument():
         for i in range(1, 8):
             for place in (0, -1):
                 dims = tuple(place if i >> j & 1 else None for j in range(3))
-                many = [x.detach() if d is None else torch.stack([x.detach(), -x.detach()], d) for x, d in
-                        zip(operands, dims, strict=True)]  # fmt: skip
+                many = [
+                    x.detach() if d is None else torch.stack([x.detach(), -x.detach()], d)
+                    for x, d in zip(operands, dims, strict=True)
+                ]
                 out = torch.vmap(functools.partial(halfulp.attention, **options), dims)(*many)
-                each = [[x if d is None else x.select(d, j) for x, d in zip(many, dims, strict=True)] for j in (0, 1)]
+                each = [
+                    [x if d is None else x.select(d, j) for x, d in zip(many, dims, strict=True)]
+                    for j in (0, 1)
+                ]
                 expected = torch.stack([halfulp.attention(*x, **options) for x in each])
                 torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of PyTorch's forward mode
+# of PyTorch's forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 def test_what_the_description_leaves_out_is_refused_in_words():
-    """The tangent of a forward-mode derivative would be dropped without a word, a derivative of zero."""
+    """The tangent of a forward-mode derivative would be dropped without a word, a derivative of
+    zero.
+    """
     assert not described().supports_forward_ad
     operands, options = samples(torch.float32)[0]
     plain = tuple(x.detach() for x in operands)
     call = functools.partial(halfulp.attention, **options)
     with pytest.raises(NotImplementedError, match="forward mode AD"):
         torch.func.jvp(call, plain, plain)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="no forward-mode derivative"),
+    ):
         call(plain[0], plain[1], forward_ad.make_dual(plain[2], plain[2]))
-    (grad, *_) = torch.autograd.grad(call(*operands).sum(), operands, create_graph=True)
+    grad, *_ = torch.autograd.grad(call(*operands).sum(), operands, create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         grad.sum().backward()
 

@@ -1,6 +1,8 @@
-"""That it repairs: the failing run lives, the audit finds nothing, and every ingredient of the recipe is needed.
+"""That it repairs: the failing run lives, the audit finds nothing, and every ingredient of the
+recipe is needed.
 
-The runs are the `seconds` preset, true bf16 with nothing accelerated but the task, asked for PyTorch's flash kernel.
+The runs are the `seconds` preset, true bf16 with nothing accelerated but the task, asked for
+PyTorch's flash kernel.
 """
 
 import functools
@@ -33,14 +35,17 @@ KERNELS = ("torch",) if native.missing() else ("torch", "cpu")
 
 
 def run(recipe, seed=0, backend="torch"):
-    """Loss and mean score at step 800 of the run that asks for torch:flash, with attention patched in."""
+    """Loss and mean score at step 800 of the run that asks for torch:flash, with attention patched
+    in.
+    """
     with halfulp.patch(recipe=recipe, backend=backend):
         last = train(seconds("torch:flash", seed=seed, steps=800)).metrics[-1]
     return last["loss"], last["mean_score"]
 
 
 def test_the_failing_run_lives_with_nothing_else_changed():
-    """Stock arithmetic through the same patch runs away (mean score 9), so it is the recipe that repairs.
+    """Stock arithmetic through the same patch runs away (mean score 9), so it is the recipe that
+    repairs.
 
     benchmarks/repair_seeds.py runs as many seeds as asked for to step 4000.
     """
@@ -66,8 +71,14 @@ def test_the_audit_finds_it_sound(kernel):
 
 
 def test_every_difference_from_the_stock_recipe_is_taken_back_below():
-    """But base 2, without which an integer maximum is not exact, and what dV and dS divide by (tests below)."""
-    differ = {f.name for f in fields(Recipe) if getattr(BF16_HALFULP, f.name) != getattr(BF16_FLASH2, f.name)}
+    """But base 2, without which an integer maximum is not exact, and what dV and dS divide by
+    (tests below).
+    """
+    differ = {
+        f.name
+        for f in fields(Recipe)
+        if getattr(BF16_HALFULP, f.name) != getattr(BF16_FLASH2, f.name)
+    }
     changed = {part.split("=")[0] for text in AUDITED.values() for part in text.split(",")}
     assert differ - changed == {"name", "base", "grad_value_from", "divisor_from"}
 
@@ -77,15 +88,21 @@ def test_the_audit_notices_a_missing_ingredient(name):
     recipe = recipe_named(f"BF16_HALFULP[{AUDITED[name]}]")
 
     def attention(query, key, value, *, is_causal, scale, attn_mask=None, enable_gqa=False):
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "recipe": recipe}
+        options = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+            "recipe": recipe,
+        }
         return emulate(query, key, value, attn_mask, return_lse=True, **options)
 
     assert audit(attention, shapes=(SMALL,), explain=False).verdict != "sound"
 
 
-# Two keys alone carry each row, one in the first tile and one in the last, and all the others weigh exactly nothing.
-# Then dS is two numbers that cancel, their rounding to bf16 cancels too, and what is left in a row of dS is where the
-# backward pass disagrees with the forward pass about the weights.
+# Two keys alone carry each row, one in the first tile and one in the last, and all the others weigh
+# exactly nothing. Then dS is two numbers that cancel, their rounding to bf16 cancels too, and what
+# is left in a row of dS is where the backward pass disagrees with the forward pass about the
+# weights.
 
 
 @functools.cache
@@ -101,17 +118,25 @@ def two_live_keys():
 
 @functools.cache
 def row_sums(name):
-    """Root mean square of Σ_j dS_ij, 0 in exact arithmetic; `name` is a recipe's, or a backend of halfulp.attention."""
+    """Root mean square of Σ_j dS_ij, 0 in exact arithmetic; `name` is a recipe's, or a backend of
+    halfulp.attention.
+    """
     *operands, grad_out = two_live_keys()
     leaves = [x.clone().requires_grad_() for x in operands]
-    out = halfulp.attention(*leaves, backend=name) if name == "torch" else emulate(*leaves, recipe=recipe_named(name))
+    out = (
+        halfulp.attention(*leaves, backend=name)
+        if name == "torch"
+        else emulate(*leaves, recipe=recipe_named(name))
+    )
     grad_query = torch.autograd.grad(out, leaves[0], grad_out)[0]
     return float(grad_query[..., 0].double().square().mean().sqrt()) * math.sqrt(32) / 32
 
 
 @pytest.mark.parametrize("name", BACK_TO_STOCK)
 def test_every_ingredient_is_needed_to_agree_on_the_weights(name):
-    """Measured: 3.0e-4 whole, 3.4e-3 to 7.8e-3 with one ingredient taken back to stock, 8.1e-3 stock."""
+    """Measured: 3.0e-4 whole, 3.4e-3 to 7.8e-3 with one ingredient taken back to stock, 8.1e-3
+    stock.
+    """
     whole = row_sums("torch")
     assert whole < row_sums("BF16_FLASH2") / 20
     assert row_sums(f"BF16_HALFULP[{BACK_TO_STOCK[name]}]") > 8 * whole
@@ -124,18 +149,29 @@ def sum_of_grad_value(name):
     leaves = [x.bfloat16().requires_grad_() for x in (q * 0.1, k, v)]
     do = do.bfloat16()
     grad_value = torch.autograd.grad(emulate(*leaves, recipe=recipe_named(name)), leaves[2], do)[0]
-    return float((grad_value.double().sum(2) - do.double().sum(2)).norm() / do.double().norm()) * 2**8
+    return (
+        float((grad_value.double().sum(2) - do.double().sum(2)).norm() / do.double().norm()) * 2**8
+    )
 
 
 def test_weights_of_grad_value_are_needed_where_rows_are_diffuse():
-    """Measured: 0.038 as stock, 0.24 with the weights of dS; the audit allows 0.4, which rounding dO would make."""
+    """Measured: 0.038 as stock, 0.24 with the weights of dS; the audit allows 0.4, which rounding
+    dO would make.
+    """
     assert sum_of_grad_value("BF16_HALFULP") < 1.05 * sum_of_grad_value("BF16_FLASH2")
-    assert sum_of_grad_value("BF16_HALFULP[grad_value_from=probabilities]") > 5 * sum_of_grad_value("BF16_FLASH2")
+    assert sum_of_grad_value("BF16_HALFULP[grad_value_from=probabilities]") > 5 * sum_of_grad_value(
+        "BF16_FLASH2"
+    )
 
 
 def lean(probe, tensor, name):
-    """Mean error of a gradient in its own direction, in unit roundoffs of it, on one of the audit's probes."""
-    shapes = {"sink": Shape(batch=1, heads=16, n_query=512, n_key=512, head_dim=32), "ties_many": Shape()}
+    """Mean error of a gradient in its own direction, in unit roundoffs of it, on one of the audit's
+    probes.
+    """
+    shapes = {
+        "sink": Shape(batch=1, heads=16, n_query=512, n_key=512, head_dim=32),
+        "ties_many": Shape(),
+    }
     x = Case(probe, shapes[probe]).inputs()
     leaves = [t.clone().requires_grad_() for t in (x.query, x.key, x.value)]
     emulate(*leaves, recipe=recipe_named(name), **x.options()).backward(x.grad_out)
@@ -145,10 +181,11 @@ def lean(probe, tensor, name):
 
 
 def test_what_a_large_weights_rounding_does_to_the_rest_of_its_row():
-    """An integer maximum rounds it, alike in rows that share it: each l that dS may be over leans somewhere.
+    """An integer maximum rounds it, alike in rows that share it: each l that dS may be over leans
+    somewhere.
 
-    Measured on `sink`, `ties_many`: over l̂ −0.72, −0.01; over the l of lse +0.02, +0.86; balanced −0.03, −0.01;
-    stock +0.02, −0.01.
+    Measured on `sink`, `ties_many`: over l̂ −0.72, −0.01; over the l of lse +0.02, +0.86; balanced
+    −0.03, −0.01; stock +0.02, −0.01.
     """
     over_row_sum, over_lse = (f"BF16_HALFULP[divisor_from={l}]" for l in ("row_sum", "lse"))
     assert 0.4 < abs(lean("sink", "query", over_row_sum)) < 1

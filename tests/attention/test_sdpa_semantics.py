@@ -1,7 +1,9 @@
-"""`halfulp.attention` takes what PyTorch's function takes and means the same: held to its math backend in float64.
+"""`halfulp.attention` takes what PyTorch's function takes and means the same: held to its math
+backend in float64.
 
-The shapes are those of PyTorch's own samples for the operator (3 and 4 dimensions, broadcast ones, masks) and those of
-its tests of fused kernels (masks that broadcast, grouped heads, strides, lengths that are no multiple of anything).
+The shapes are those of PyTorch's own samples for the operator (3 and 4 dimensions, broadcast ones,
+masks) and those of its tests of fused kernels (masks that broadcast, grouped heads, strides,
+lengths that are no multiple of anything).
 """
 
 import math
@@ -34,9 +36,19 @@ CASES = {
     "one key": ((1, 2, 9, 8), (1, 2, 1, 8), (1, 2, 1, 8), {}),
     "above a tile": ((1, 1, 131, 8), (1, 1, 257, 8), (1, 1, 257, 8), {"is_causal": True}),
     "wide heads": ((1, 1, 5, 256), (1, 1, 6, 256), (1, 1, 6, 256), {}),
-    "grouped heads": ((2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), {"enable_gqa": True, "is_causal": True}),
+    "grouped heads": (
+        (2, 6, 5, 8),
+        (2, 2, 7, 8),
+        (2, 2, 7, 8),
+        {"enable_gqa": True, "is_causal": True},
+    ),
     "grouped heads, unlike": ((2, 6, 5, 8), (2, 3, 7, 8), (2, 1, 7, 8), {"enable_gqa": True}),
-    "grouped heads, that share no divisor": ((2, 6, 5, 8), (2, 3, 7, 8), (2, 2, 7, 8), {"enable_gqa": True}),
+    "grouped heads, that share no divisor": (
+        (2, 6, 5, 8),
+        (2, 3, 7, 8),
+        (2, 2, 7, 8),
+        {"enable_gqa": True},
+    ),
     "one key head, broadcast": ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8), {}),
     "one query head, broadcast": ((2, 1, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), {}),
     "no batch entry": ((0, 2, 5, 8), (0, 2, 6, 8), (0, 2, 6, 8), {}),
@@ -68,7 +80,9 @@ def assert_same(tensors, options, learned=()):
     results = []
     for function in (ours, math_backend):
         out = function(*tensors[:3], **options)
-        seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        seed = torch.randn(
+            out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         results.append((out, *torch.autograd.grad(out, (*tensors[:3], *learned), seed)))
     for got, expected in zip(*results, strict=True):
         assert got.shape == expected.shape
@@ -89,7 +103,11 @@ def test_masks_broadcast(shape, kind):
     if kind == "bool":
         assert_same(tensors, {"attn_mask": mask > -1})
     else:
-        assert_same(tensors, {"attn_mask": mask if kind == "learned" else mask.detach()}, [mask] * (kind == "learned"))
+        assert_same(
+            tensors,
+            {"attn_mask": mask if kind == "learned" else mask.detach()},
+            [mask] * (kind == "learned"),
+        )
 
 
 def test_masks_of_more_dimensions():
@@ -109,13 +127,17 @@ def test_masks_of_empty_problems(queries, keys):
 @pytest.mark.parametrize("low", [-1e9, -1e30])
 @pytest.mark.parametrize("backend", ["torch"] if native.missing() else ["torch", "cpu"])
 def test_rows_of_very_low_masks_are_averages(dtype, low, backend):
-    """Scores vanish beside such a mask, so that a row which has nothing else weighs all keys alike, as in PyTorch."""
+    """Scores vanish beside such a mask, so that a row which has nothing else weighs all keys alike,
+    as in PyTorch.
+    """
     q, k, v = (x.detach().to(dtype) for x in leaves((1, 2, 5, 8), (1, 2, 140, 8), (1, 2, 140, 8)))
     mask = torch.zeros(5, 140, dtype=dtype)
     mask[2], mask[3, 100:] = low, low
     q.requires_grad_()
     out, lse = ours(q, k, v, mask, return_lse=True, backend=backend)
-    torch.testing.assert_close(out, math_backend(q, k, v, mask), rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
+    torch.testing.assert_close(
+        out, math_backend(q, k, v, mask), rtol=2 * torch.finfo(dtype).eps, atol=1e-2
+    )
     torch.testing.assert_close(lse[:, :, 2], torch.full((1, 2), float(mask[2, 0])))
     assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
 
@@ -123,7 +145,9 @@ def test_rows_of_very_low_masks_are_averages(dtype, low, backend):
 @pytest.mark.parametrize("variant", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("lengths", [(5, 9), (6, 6)])
 def test_causal_biases(variant, lengths):
-    q, k, v = leaves((1, 2, lengths[0], 8), (1, 2, lengths[1], 8), (1, 2, lengths[1], 8), dtype=torch.float32)
+    q, k, v = leaves(
+        (1, 2, lengths[0], 8), (1, 2, lengths[1], 8), (1, 2, lengths[1], 8), dtype=torch.float32
+    )
     bias = variant(*lengths)
     expected = math_backend(q, k, v, attn_mask=torch.ones(lengths, dtype=torch.bool).tril(
         lengths[1] - lengths[0] if variant is causal_lower_right else 0
@@ -157,7 +181,9 @@ def test_strides_do_not_matter():
     views = [torch.cat([x, x], -1)[..., :8] for x in plain]
     assert torch.equal(ours(*views), ours(*plain))
     expanded = plain[1][:, :1].expand(2, 3, 7, 8)
-    assert torch.equal(ours(plain[0], expanded, expanded), ours(plain[0], *[expanded.contiguous()] * 2))
+    assert torch.equal(
+        ours(plain[0], expanded, expanded), ours(plain[0], *[expanded.contiguous()] * 2)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -180,7 +206,9 @@ def test_lse_and_its_gradient(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("offset", [0.0, 8.0])
 def test_error_at_most_that_of_pytorch(dtype, offset):
-    """FlashAttention's rule allows twice PyTorch's error; where V has an offset ours must be below a fifth of it."""
+    """FlashAttention's rule allows twice PyTorch's error; where V has an offset ours must be below
+    a fifth of it.
+    """
     inputs = gaussian(length=256, dim=64)
     inputs = value_offset(inputs, offset) if offset else inputs
     exact = halfulp.golden(*(x.double() for x in inputs), is_causal=True)
@@ -190,7 +218,12 @@ def test_error_at_most_that_of_pytorch(dtype, offset):
         q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
         out = function(q, k, v, is_causal=True)
         got = (out, *torch.autograd.grad(out, (q, k, v), inputs.grad_out.to(dtype)))
-        errors.append([float((g.detach().double() - w).norm() / w.norm()) for g, w in zip(got, wanted, strict=True)])
+        errors.append(
+            [
+                float((g.detach().double() - w).norm() / w.norm())
+                for g, w in zip(got, wanted, strict=True)
+            ]
+        )
     for mine, stock in zip(*errors, strict=True):
         assert mine <= 2 * stock
     if offset and dtype == torch.bfloat16:

@@ -1,4 +1,6 @@
-"""Tiny random language models with `attn_implementation="halfulp"`, held to transformers' own attention."""
+"""Tiny random language models with `attn_implementation="halfulp"`, held to transformers' own
+attention.
+"""
 
 import importlib
 import warnings
@@ -12,17 +14,40 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 SIZE = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-WIDE = SIZE | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = SIZE | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 MODELS = {
     "Llama": WIDE | {"num_key_value_heads": 2},
     "GPT2": SIZE | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0},
-    "Qwen3": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "use_sliding_window": True, "sliding_window": 5,
-                     "max_window_layers": 1},
-    "GptOss": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1,
-                      "sliding_window": 5},
-    "Gemma2": WIDE | {"num_key_value_heads": 2, "head_dim": 16, "attn_logit_softcapping": 2.0, "sliding_window": 5,
-                      "query_pre_attn_scalar": 9},
-}  # fmt: skip
+    "Qwen3": WIDE
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "GptOss": WIDE
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "sliding_window": 5,
+    },
+    "Gemma2": WIDE
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attn_logit_softcapping": 2.0,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 9,
+    },
+}
 HEADS = {"GPT2": "LMHeadModel"}
 
 
@@ -34,7 +59,8 @@ def model(request):
     torch.manual_seed(0)
     built = getattr(transformers, f"{name}{HEADS.get(name, 'ForCausalLM')}")(config).eval()
     torch.manual_seed(1)
-    for parameter in built.parameters():  # as initialized, attention would hardly differ from an average
+    # as initialized, attention would hardly differ from an average
+    for parameter in built.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return built
 
@@ -57,7 +83,9 @@ def run(model, implementation, ids, mask):
     model.zero_grad()
     logits = model(ids, attention_mask=mask).logits[mask.bool()]
     logits.square().mean().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
@@ -67,7 +95,9 @@ def test_logits_and_gradients_as_eager(model, side):
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     assert grads.keys() == grads_w.keys()
     for name, grad in grads.items():
-        assert float((grad - grads_w[name]).norm()) <= 1e-4 * float(grads_w[name].norm()) + 1e-6, name
+        assert float((grad - grads_w[name]).norm()) <= 1e-4 * float(grads_w[name].norm()) + 1e-6, (
+            name
+        )
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -81,16 +111,22 @@ def test_generation_with_a_cache(model, tokens, cache):
             warnings.simplefilter("ignore")
             texts.append(
                 model.generate(
-                    ids, attention_mask=mask, max_new_tokens=10, do_sample=False, cache_implementation=cache,
+                    ids,
+                    attention_mask=mask,
+                    max_new_tokens=10,
+                    do_sample=False,
+                    cache_implementation=cache,
                     disable_compile=True,
                 )
-            )  # fmt: skip
+            )
     assert torch.equal(*texts)
     assert texts[0].shape[1] > 12
 
 
 def test_chunks_of_a_prompt_with_a_cache(model, tokens):
-    """The last logits are those of the prompt read at once: queries that start in the middle see the keys before."""
+    """The last logits are those of the prompt read at once: queries that start in the middle see
+    the keys before.
+    """
     ids = tokens[0]
     model.set_attn_implementation("halfulp")
     with torch.no_grad():
@@ -111,7 +147,9 @@ def test_it_is_halfulp_that_runs(model, tokens, monkeypatch):
         calls.append(args[0].shape)
         return real(*args, **options)
 
-    monkeypatch.setattr(importlib.import_module("halfulp.attention.transformers"), "attention", count)
+    monkeypatch.setattr(
+        importlib.import_module("halfulp.attention.transformers"), "attention", count
+    )
     model.set_attn_implementation("halfulp")
     with torch.no_grad():
         model(tokens[0], attention_mask=tokens[1])
@@ -128,6 +166,8 @@ def test_position_bias_and_paged_caches():
     hidden = bias.masked_fill(~causal, -torch.inf)
     for mask, is_causal in ((None, True), (causal, False), (hidden - bias, False)):
         out, _ = attention_forward(None, q, k, v, mask, is_causal=is_causal, position_bias=bias)
-        torch.testing.assert_close(out.transpose(1, 2), halfulp.attention(q, k, v, hidden), equal_nan=True)
+        torch.testing.assert_close(
+            out.transpose(1, 2), halfulp.attention(q, k, v, hidden), equal_nan=True
+        )
     with pytest.raises(ValueError, match="paged"):
         attention_forward(None, q, k, v, None, cache=object())

@@ -1,4 +1,6 @@
-"""Small attention calls for the tests of targets, and the check that a call that goes through is right."""
+"""Small attention calls for the tests of targets, and the check that a call that goes through is
+right.
+"""
 
 import torch
 from torch.nn import functional
@@ -17,22 +19,29 @@ def tensors(dtype=torch.float32, heads=H, key_heads=H, n_query=N, n_key=N):
     return tuple(torch.randn(B, h, n, D, generator=g).to(dtype) for h, n in shapes)
 
 
-def run(function, *, dtype=torch.float32, differentiate=True, is_causal=False, scale=None, **options) -> Outcome:
+def run(
+    function, *, dtype=torch.float32, differentiate=True, is_causal=False, scale=None, **options
+) -> Outcome:
     target = function if isinstance(function, Target) else Target.of(function)
     q, k, v, do = tensors(dtype)
-    return run_target(target, q, k, v, do if differentiate else None, is_causal=is_causal, scale=scale, **options)
+    return run_target(
+        target, q, k, v, do if differentiate else None, is_causal=is_causal, scale=scale, **options
+    )
 
 
 def plain(query, key, value, *, is_causal=False, scale=None):
     """Attention by the book."""
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+    return functional.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale
+    )
 
 
 def relative(a, b):
     return ((a.double() - b).norm() / b.norm()).item()
 
 
-# What every case that goes through must be: right. One tolerance a dtype, an order above what stock kernels measure.
+# What every case that goes through must be: right. One tolerance a dtype, an order above what stock
+# kernels measure.
 LIMIT = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 

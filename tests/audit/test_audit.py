@@ -1,4 +1,6 @@
-"""The verdict on kernels whose arithmetic is known: our own recipes, and PyTorch's kernels where they run."""
+"""The verdict on kernels whose arithmetic is known: our own recipes, and PyTorch's kernels where
+they run.
+"""
 
 import json
 import subprocess
@@ -49,7 +51,9 @@ def test_verdicts_on_recipes(recipe, verdict):
     assert report.exit_code == (verdict == "defect")
 
 
-@pytest.mark.parametrize("changes", [{"delta_from": "out"}, {"row_sum_from": "exact"}, {"residual_bits": 2}])
+@pytest.mark.parametrize(
+    "changes", [{"delta_from": "out"}, {"row_sum_from": "exact"}, {"residual_bits": 2}]
+)
 def test_one_ingredient_of_the_halfulp_recipe_less_is_no_longer_sound(changes):
     assert quick(BF16_HALFULP.with_(**changes)).verdict != "sound"
 
@@ -76,12 +80,17 @@ def test_kernels_that_sum_in_another_order_are_sound_in_float32(name):
     ],
 )
 def test_a_digit_that_is_lost_in_float32_is_a_defect(changes):
-    assert quick(recipe_named("FP32").with_(block_key=32, **changes), dtype="float32").verdict == "defect"
+    assert (
+        quick(recipe_named("FP32").with_(block_key=32, **changes), dtype="float32").verdict
+        == "defect"
+    )
 
 
 def flash(query, key, value, *, is_causal, scale):
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale
+        )
 
 
 def test_pytorchs_cpu_flash_kernel_accumulates_in_bf16_and_the_audit_says_so():
@@ -121,7 +130,9 @@ def test_a_target_that_always_raises_is_an_error_not_a_traceback():
 def test_forward_only_kernels_are_audited_on_their_output():
     def forward_only(query, key, value, *, is_causal, scale):
         with torch.no_grad():
-            return emulate(query, key, value, is_causal=is_causal, scale=scale, recipe="BF16_HALFULP")
+            return emulate(
+                query, key, value, is_causal=is_causal, scale=scale, recipe="BF16_HALFULP"
+            )
 
     report = audit(forward_only, shapes=SMALL)
     assert report.verdict == "sound"
@@ -154,4 +165,7 @@ def test_the_smallest_input_is_small_and_its_script_runs(tmp_path):
     assert ran.returncode == 1, ran.stderr
     assert "× the limit of a defect" in ran.stdout
     file.write_text(report.script.replace("'recipe:BF16_AUTHORS'", "'recipe:BF16_FLASH2'"))
-    assert subprocess.run([sys.executable, str(file)], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, str(file)], capture_output=True, check=False).returncode
+        == 0
+    )

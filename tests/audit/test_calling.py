@@ -1,4 +1,6 @@
-"""A target may do anything; the caller gets an outcome, one line where it went wrong, and its own world as it was."""
+"""A target may do anything; the caller gets an outcome, one line where it went wrong, and its own
+world as it was.
+"""
 
 import math
 import re
@@ -10,7 +12,19 @@ from torch.nn import functional
 
 from halfulp.attention import golden
 from halfulp.audit.targets import Target, run_target
-from tests.audit.calls import FORWARD_ONLY, MODIFIES, B, D, H, N, check_right, plain, relative, run, tensors
+from tests.audit.calls import (
+    FORWARD_ONLY,
+    MODIFIES,
+    B,
+    D,
+    H,
+    N,
+    check_right,
+    plain,
+    relative,
+    run,
+    tensors,
+)
 
 # Arguments.
 
@@ -33,7 +47,10 @@ def test_arguments_that_a_function_does_not_take_are_never_passed():
     assert run(only_three, scale=0.3).kind == "unsupported"
     assert run(only_three, is_causal=True).refusal == "does not take is_causal"
     assert run(plain, enable_gqa=True).refusal == "does not take enable_gqa"
-    assert run(plain, attn_mask=torch.ones(N, N, dtype=torch.bool)).refusal == "does not take attn_mask"
+    assert (
+        run(plain, attn_mask=torch.ones(N, N, dtype=torch.bool)).refusal
+        == "does not take attn_mask"
+    )
     check_right(Target.of(positional_options), torch.float32, is_causal=True, scale=0.3)
     assert Target.of(with_everything).accepts == {"attn_mask", "enable_gqa"}
     check_right(Target.of(with_everything), torch.float32, enable_gqa=True, scale=0.3)
@@ -76,14 +93,19 @@ def test_lse_is_recognized_in_its_usual_shapes(make, offered):
 
 
 def test_an_unrecognized_second_result_is_noted():
-    assert any("no lse" in note for note in run(returning(lambda out, lse: (out, lse[..., 1:]))).notes)
+    assert any(
+        "no lse" in note for note in run(returning(lambda out, lse: (out, lse[..., 1:]))).notes
+    )
     assert run(returning(lambda out, lse: (out, None))).notes == ()
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda out, lse: out.transpose(1, 2), r"out of shape \(1, 21, 2, 16\): expected \(1, 2, 21, 16\)"),
+        (
+            lambda out, lse: out.transpose(1, 2),
+            r"out of shape \(1, 21, 2, 16\): expected \(1, 2, 21, 16\)",
+        ),
         (lambda out, lse: out.double(), "out of dtype float64: expected float32"),
         (lambda out, lse: None, "returns NoneType"),
         (lambda out, lse: (), "empty tuple"),
@@ -111,7 +133,9 @@ def test_a_kernel_without_gradients_is_noted():
 
 
 def test_a_missing_gradient_is_noted():
-    outcome = run(lambda query, key, value, is_causal=False, scale=None: plain(query, key.detach(), value))
+    outcome = run(
+        lambda query, key, value, is_causal=False, scale=None: plain(query, key.detach(), value)
+    )
     assert outcome.notes == ("no gradient for key",)
     assert outcome.result.grad_key is None
     assert outcome.result.grad_value is not None
@@ -167,7 +191,11 @@ class BackwardRaises(torch.autograd.Function):
         (RuntimeError("bad\nTraceback of it"), "error", "raises RuntimeError: bad"),
         (TypeError("bad"), "error", "raises TypeError: bad"),
         (KeyError("bad"), "error", "raises KeyError: 'bad'"),
-        (NotImplementedError("only bf16"), "unsupported", "refuses: NotImplementedError: only bf16"),
+        (
+            NotImplementedError("only bf16"),
+            "unsupported",
+            "refuses: NotImplementedError: only bf16",
+        ),
         (ValueError("D must be 64"), "unsupported", "refuses: ValueError: D must be 64"),
         (AssertionError(), "unsupported", "refuses: AssertionError"),
         (MemoryError("x" * 900), "error", "raises MemoryError: xxx"),
@@ -214,7 +242,9 @@ def test_writing_into_the_inputs_is_seen_and_harmless(differentiate):
     q, k, v, do = tensors()
     before = [x.clone() for x in (q, k, v, do)]
     target = Target.of(kernel)
-    outcome = run_target(target, q, k, v, do if differentiate else None, is_causal=False, scale=None)
+    outcome = run_target(
+        target, q, k, v, do if differentiate else None, is_causal=False, scale=None
+    )
     assert outcome.kind == "ok"
     assert MODIFIES in outcome.notes
     assert all(torch.equal(a, b) for a, b in zip((q, k, v, do), before, strict=True))
@@ -234,7 +264,9 @@ def test_writing_into_mask_or_grad_out_is_seen():
         def backward(ctx, grad):
             return grad.mul_(2)
 
-    assert MODIFIES in run(lambda query, key, value: ScalesGrad.apply(plain(query, key, value))).notes
+    assert (
+        MODIFIES in run(lambda query, key, value: ScalesGrad.apply(plain(query, key, value))).notes
+    )
 
     def kernel(query, key, value, *, is_causal, scale, attn_mask):
         attn_mask[0, 0] = False

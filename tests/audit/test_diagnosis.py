@@ -1,4 +1,6 @@
-"""The likeliest cause names the ingredient that is coarse, and no other: recipes with one ingredient planted."""
+"""The likeliest cause names the ingredient that is coarse, and no other: recipes with one
+ingredient planted.
+"""
 
 import pytest
 
@@ -33,7 +35,12 @@ def test_the_planted_ingredient_is_named(name):
     recipe = recipe_named(name)
 
     def attention(query, key, value, *, is_causal, scale, attn_mask=None, enable_gqa=False):
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "recipe": recipe}
+        options = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+            "recipe": recipe,
+        }
         return emulate(query, key, value, attn_mask, return_lse=True, **options)
 
     report = audit(attention, shapes=(SMALL,), explain=False)

@@ -25,8 +25,18 @@ def test_probes_repeat_bit_for_bit_and_are_finite(probe, dtype):
         assert a.isfinite().all()
         assert str(a.dtype) == f"torch.{dtype}"
     assert not torch.equal(first.grad_out, other.grad_out)
-    assert first.query.shape == (case.shape.batch, case.shape.heads, case.shape.n_query, case.shape.head_dim)
-    assert first.key.shape == (case.shape.batch, case.shape.key_heads, case.shape.n_key, case.shape.head_dim)
+    assert first.query.shape == (
+        case.shape.batch,
+        case.shape.heads,
+        case.shape.n_query,
+        case.shape.head_dim,
+    )
+    assert first.key.shape == (
+        case.shape.batch,
+        case.shape.key_heads,
+        case.shape.n_key,
+        case.shape.head_dim,
+    )
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)
@@ -43,7 +53,8 @@ def scores(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("ties_two", 2), ("ties_three", 3), ("ties_many", 24), ("ties_negative", 2), ("ties_zero", 2)]
+    ("name", "count"),
+    [("ties_two", 2), ("ties_three", 3), ("ties_many", 24), ("ties_negative", 2), ("ties_zero", 2)],
 )
 def test_ties_hold_every_rows_maximum(name, count):
     s = scores(name)
@@ -59,14 +70,20 @@ def test_levels_lie_where_they_are_built_to_lie():
     assert scores("all_negative").amax() < 0
     assert scores("very_large").amin() > 300
     x = case_of(probe_named("lse_below_88"), SMALL, 0, "bfloat16").inputs()
-    assert torch.ops.aten.logsumexp(x.query.double() @ x.key.double().mT * x.scale, [-1]).amax() < -88.8
+    assert (
+        torch.ops.aten.logsumexp(x.query.double() @ x.key.double().mT * x.scale, [-1]).amax()
+        < -88.8
+    )
 
 
 def test_shared_features_cannot_be_seen_by_softmax_and_golden_dq_vanishes_there():
     for name in ("value_one_sign", "value_offset", "keys_common"):
         reference = references(case_of(probe_named(name), SMALL, 0, "bfloat16"))
         assert (reference.inputs.key[..., 0] == probe_named(name).shared_feature).all()
-        assert reference.truth.grad_query[..., 0].abs().max() < 1e-10 * reference.truth.grad_query.abs().max()
+        assert (
+            reference.truth.grad_query[..., 0].abs().max()
+            < 1e-10 * reference.truth.grad_query.abs().max()
+        )
 
 
 def test_masked_rows_are_fully_masked():
@@ -117,4 +134,6 @@ def test_captured_files_that_cannot_be_read_are_refused_in_one_line(tmp_path):
 
 def test_scale_of_a_probe():
     assert case_of(probe_named("odd_scale"), SMALL, 0, "bfloat16").inputs().scale == 0.173
-    assert case_of(probe_named("gaussian"), SMALL, 0, "bfloat16").inputs().scale == 1 / math.sqrt(32)
+    assert case_of(probe_named("gaussian"), SMALL, 0, "bfloat16").inputs().scale == 1 / math.sqrt(
+        32
+    )

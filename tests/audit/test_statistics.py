@@ -1,5 +1,5 @@
-"""The tests behind the verdict: their false-alarm rate under the null, their power, and the two growth exponents on
-known sequences.
+"""The tests behind the verdict: their false-alarm rate under the null, their power, and the two
+growth exponents on known sequences.
 """
 
 import math
@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from halfulp.audit.figures import Figure, Lean
-from halfulp.audit.statistics import drift_exponent, error_ratio, estimate, excess_lean, growth_exponent
+from halfulp.audit.statistics import (
+    drift_exponent,
+    error_ratio,
+    estimate,
+    excess_lean,
+    growth_exponent,
+)
 
 
 def figure(error: torch.Tensor, slack: float = 1e-9) -> Figure:
     zero = torch.zeros_like(error)
-    return Figure("O error", "out", error, torch.full_like(error, slack), zero, zero, torch.ones_like(error))
+    return Figure(
+        "O error", "out", error, torch.full_like(error, slack), zero, zero, torch.ones_like(error)
+    )
 
 
 def test_one_sided_bound_covers_at_its_level():
@@ -36,7 +44,12 @@ def test_equal_errors_raise_no_alarm_and_a_larger_one_does():
 
 def test_dust_is_not_compared_with_zero():
     dust, zero = torch.full((8,), 1e-12, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
-    assert error_ratio(figure(dust, slack=1e-9), figure(zero, slack=1e-9), 1e-5, through_delta=True).upper < 1.01
+    assert (
+        error_ratio(
+            figure(dust, slack=1e-9), figure(zero, slack=1e-9), 1e-5, through_delta=True
+        ).upper
+        < 1.01
+    )
 
 
 def test_a_lean_is_seen_beside_a_reference_on_the_same_inputs():

@@ -1,4 +1,6 @@
-"""Every built-in target computes attention or says why it cannot, and every name leads to a target or to one line."""
+"""Every built-in target computes attention or says why it cannot, and every name leads to a target
+or to one line.
+"""
 
 import importlib
 import math
@@ -18,7 +20,8 @@ from halfulp.audit.targets import Target, builtin_targets, resolve, run_target
 from halfulp.recipes import RECIPES
 from tests.audit.calls import FORWARD_ONLY, B, D, H, N, check_right, plain, run, tensors
 
-BUILTIN = importlib.import_module("halfulp.audit.builtin")  # `halfulp.audit` itself may be the function
+# `halfulp.audit` itself may be the function
+BUILTIN = importlib.import_module("halfulp.audit.builtin")
 LOCAL = ("sdpa", "sdpa:math", "sdpa:flash", "eager", "flex", "recipe:BF16_HALFULP", "recipe:FP32")
 
 
@@ -32,7 +35,13 @@ def test_builtins_compute_attention_with_each_option(name, dtype):
     mask = torch.rand(N, N, generator=torch.Generator().manual_seed(0)) < 0.7
     mask[:, 0] = True
     additive = torch.randn(1, H, N, N, generator=torch.Generator().manual_seed(1)).to(dtype)
-    cases = ({}, {"is_causal": True, "scale": 0.3}, {"enable_gqa": True}, {"attn_mask": mask}, {"attn_mask": additive})
+    cases = (
+        {},
+        {"is_causal": True, "scale": 0.3},
+        {"enable_gqa": True},
+        {"attn_mask": mask},
+        {"attn_mask": additive},
+    )
     for options in cases:
         outcome = check_right(target, dtype, **options)
     forward_only = name == "flex"
@@ -43,16 +52,27 @@ def test_builtins_compute_attention_with_each_option(name, dtype):
 
 def test_every_builtin_runs_here_or_says_why_not():
     targets = {t.name: t for t in builtin_targets()}
-    assert {"sdpa", "sdpa:math", "sdpa:flash", "sdpa:efficient", "sdpa:cudnn", "flex", "eager", "flash_attn"} <= set(
-        targets
-    )
+    assert {
+        "sdpa",
+        "sdpa:math",
+        "sdpa:flash",
+        "sdpa:efficient",
+        "sdpa:cudnn",
+        "flex",
+        "eager",
+        "flash_attn",
+    } <= set(targets)
     assert {f"recipe:{name}" for name in RECIPES} <= set(targets)
     for name, target in targets.items():
         assert target.description
         assert "\n" not in target.description
         if target.missing is not None:
             outcome = run(target)
-            assert (outcome.kind, outcome.refusal, outcome.result) == ("unsupported", target.missing, None), name
+            assert (outcome.kind, outcome.refusal, outcome.result) == (
+                "unsupported",
+                target.missing,
+                None,
+            ), name
     if not torch.cuda.is_available():
         assert "CUDA" in targets["sdpa:efficient"].missing
         assert "CUDA" in targets["sdpa:cudnn"].missing
@@ -74,11 +94,17 @@ def test_flash_refuses_what_it_cannot_do_and_default_dispatch_may_choose():
     q, k, _, _ = tensors()
     wide = torch.randn(B, H, N, D + 8, generator=torch.Generator().manual_seed(0))
     for name, kind in (("sdpa:flash", "unsupported"), ("sdpa", "ok"), ("sdpa:math", "ok")):
-        assert run_target(resolve(name), q, k, wide, wide.clone(), is_causal=False, scale=None).kind == kind
+        assert (
+            run_target(resolve(name), q, k, wide, wide.clone(), is_causal=False, scale=None).kind
+            == kind
+        )
 
 
 def test_flash_and_math_are_the_backends_they_name():
-    outs = {name: run(resolve(name), dtype=torch.bfloat16).result for name in ("sdpa:flash", "sdpa:math")}
+    outs = {
+        name: run(resolve(name), dtype=torch.bfloat16).result
+        for name in ("sdpa:flash", "sdpa:math")
+    }
     q, k, v, do = (x.requires_grad_() for x in tensors(torch.bfloat16))
     out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
     assert torch.equal(outs["sdpa:flash"].out, out)
@@ -94,7 +120,9 @@ def test_a_recipe_target_is_the_emulation_bit_for_bit():
     assert torch.equal(result.out, out)
     assert torch.equal(result.lse, lse)
     for got, expected in zip(
-        (result.grad_query, result.grad_key, result.grad_value), torch.autograd.grad(out, leaves, do), strict=True
+        (result.grad_query, result.grad_key, result.grad_value),
+        torch.autograd.grad(out, leaves, do),
+        strict=True,
     ):
         assert torch.equal(got, expected)
 
@@ -121,7 +149,9 @@ def test_flash_attn_gets_its_own_layout(monkeypatch):
     def flash_attn_func(q, k, v, softmax_scale=None, causal=False, return_attn_probs=False):
         seen.update(shape=tuple(q.shape), key_shape=tuple(k.shape), probs=return_attn_probs)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=causal, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, scale=softmax_scale, is_causal=causal, enable_gqa=True
+        )
         scores = (
             q
             @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
@@ -139,7 +169,9 @@ def test_flash_attn_gets_its_own_layout(monkeypatch):
     outcome = check_right(real, torch.float32, is_causal=True, scale=0.4, enable_gqa=True)
     assert outcome.result.lse is not None
     assert seen == {"shape": (B, N, H, D), "key_shape": (B, N, 1, D), "probs": True}
-    assert run(real, attn_mask=torch.ones(N, N, dtype=torch.bool)).refusal == "does not take attn_mask"
+    assert (
+        run(real, attn_mask=torch.ones(N, N, dtype=torch.bool)).refusal == "does not take attn_mask"
+    )
     q, k, v, _ = tensors(n_query=5)
     assert "bottom right" in run_target(real, q, k, v, is_causal=True, scale=None).refusal
 
@@ -155,11 +187,15 @@ def test_later_versions_of_flash_attn(monkeypatch, name, modules, gives_lse):
 
     def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=causal, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, scale=softmax_scale, is_causal=causal, enable_gqa=True
+        )
         out = out.transpose(1, 2)
         if name == "flash_attn:3" and not gives_lse:
             return out
-        return out, torch.logsumexp(q.float() @ k.float().mT * softmax_scale, -1) if gives_lse else None
+        return out, (
+            torch.logsumexp(q.float() @ k.float().mT * softmax_scale, -1) if gives_lse else None
+        )
 
     assert f"{modules[-1]}" in resolve(name).missing
     assert resolve(name).missing.endswith("is not installed")
@@ -267,7 +303,8 @@ def attention(query, key, value, *, is_causal, scale):
 
     More text.
     '''
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(query, key, value, is_causal=is_causal, scale=scale)
     return out * FACTOR
 
 class Group:
@@ -295,7 +332,13 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["kernel.py:attention", "kernel.py:Group.inner", "kernel:attention", "{folder}/kernel.py:attention"]
+    "name",
+    [
+        "kernel.py:attention",
+        "kernel.py:Group.inner",
+        "kernel:attention",
+        "{folder}/kernel.py:attention",
+    ],
 )
 def test_a_users_function_from_file_or_module(folder, name):
     path = list(sys.path)

@@ -1,4 +1,6 @@
-"""The audit on the defect zoo: every planted fault is caught, and no sound or stock kernel raises an alarm."""
+"""The audit on the defect zoo: every planted fault is caught, and no sound or stock kernel raises
+an alarm.
+"""
 
 import pytest
 
@@ -30,7 +32,9 @@ def test_a_planted_fault_is_caught(kernel):
     report = audit(kernel.fn, explain=False)
     assert report.verdict == "defect", f"{kernel.fault}: {report.reason}"
     if kernel.name in CAUSES:
-        assert any(CAUSES[kernel.name] in cause.name for cause in report.causes), [c.name for c in report.causes]
+        assert any(CAUSES[kernel.name] in cause.name for cause in report.causes), [
+            c.name for c in report.causes
+        ]
 
 
 @pytest.mark.parametrize("kernel", SOUND, ids=lambda k: k.name)

@@ -1,4 +1,6 @@
-"""The zoo is what it says: sound kernels err no more than the stock recipe, faulty ones do, on the input each names."""
+"""The zoo is what it says: sound kernels err no more than the stock recipe, faulty ones do, on the
+input each names.
+"""
 
 import functools
 from dataclasses import fields
@@ -12,7 +14,8 @@ from tests.audit.zoo import FAULTY, SOUND, TEXTBOOK, kernels, main
 from tests.audit.zoo_kernel import TEXTBOOK_PLAN, Plan
 
 NAMES = ("out", "dQ", "dK", "dV")
-SHOWN = 1.3  # times the unfaulted twin's error; the weakest fault, a lean of half an ulp, reaches 1.4
+# times the unfaulted twin's error; the weakest fault, a lean of half an ulp, reaches 1.4
+SHOWN = 1.3
 VALUE_OFFSET_BIAS = 0.5  # of stock's error in dQ: what a kernel free of δ's bias stays below
 
 
@@ -33,7 +36,10 @@ def truth(maker, dtype=torch.bfloat16):
 
 def errors(results, exact):
     """Relative L2 errors; of a tensor that vanishes in exact arithmetic none can be given."""
-    return {n: float((r.double() - e).norm() / e.norm()) for n, r, e in zip(NAMES, results, exact, strict=True)}
+    return {
+        n: float((r.double() - e).norm() / e.norm())
+        for n, r, e in zip(NAMES, results, exact, strict=True)
+    }
 
 
 @functools.cache
@@ -81,20 +87,42 @@ def test_a_fault_shows_on_its_input_beside_the_unfaulted_twin(kernel):
 def test_a_fault_is_one_step_of_the_pass_it_names(kernel):
     """Forward faults reach the gradients through O and lse alone."""
     steps = (f.name for f in fields(Plan))
-    changed = {step for step in steps if getattr(kernel.plan, step) is not getattr(TEXTBOOK_PLAN, step)}
-    backward = {"scores_again", "probabilities", "probabilities_operand", "delta", "grad_scores", "queries_visited"}
-    backward |= {"add_grad", "lse"}  # lse is what the forward pass keeps for the backward pass alone
-    shared = {"repeat_heads", "alpha", "read_value", "keys_visited", "scores", "hidden", "visible", "mask_head"}
+    changed = {
+        step for step in steps if getattr(kernel.plan, step) is not getattr(TEXTBOOK_PLAN, step)
+    }
+    backward = {
+        "scores_again",
+        "probabilities",
+        "probabilities_operand",
+        "delta",
+        "grad_scores",
+        "queries_visited",
+    }
+    # lse is what the forward pass keeps for the backward pass alone
+    backward |= {"add_grad", "lse"}
+    shared = {
+        "repeat_heads",
+        "alpha",
+        "read_value",
+        "keys_visited",
+        "scores",
+        "hidden",
+        "visible",
+        "mask_head",
+    }
     expected = {"backward": backward, "both": shared}.get(kernel.direction)
     assert changed
     assert changed <= expected if expected else not changed & (backward | shared)
-    assert len(changed) == 1 or (kernel.name == "published_fix" and changed == {"row_max", "divide"})
+    assert len(changed) == 1 or (
+        kernel.name == "published_fix" and changed == {"row_max", "divide"}
+    )
 
 
 @named([*FAULTY, *SOUND])
 def test_the_allclose_flag_is_true_to_fact(kernel):
     x, exact = truth(gaussian_256)
-    calls = 8 if kernel.name == "update_lost" else 1  # enough to lose one, wherever its counter stands
+    # enough to lose one, wherever its counter stands
+    calls = 8 if kernel.name == "update_lost" else 1
     passes = all(
         torch.allclose(r.float(), e.float(), rtol=1e-2, atol=1e-2)
         for _ in range(calls)
@@ -127,7 +155,8 @@ def test_a_sound_kernel_errs_like_the_stock_recipe_or_less(kernel, maker):
     for n in NAMES:
         assert found[n] < 1.25 * reference[n], n
         if kernel.expected == "stock":
-            assert found[n] > 0.65 * reference[n], n  # "grad_scores_in_two" saves one of two equal roundings: 0.7
+            # "grad_scores_in_two" saves one of two equal roundings: 0.7
+            assert found[n] > 0.65 * reference[n], n
     if maker is on.value_offset:
         assert (found["dQ"] < VALUE_OFFSET_BIAS * reference["dQ"]) == (kernel.expected == "sound")
 
@@ -138,25 +167,39 @@ def stock_errors(maker):
     return errors(call(stock, x), exact)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-6), (torch.float16, 6e-4)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 3e-6), (torch.float16, 6e-4)], ids=str
+)
 @named(SOUND)
 def test_other_dtypes(kernel, dtype, limit):
     x, exact = truth(on.ragged, dtype)
     results = call(kernel.fn, x)
     assert {r.dtype for r in results} == {dtype}
     # the degree of polynomial_exp is for bf16 weights
-    assert max(errors(results, exact).values()) < (2e-5 if kernel.name == "polynomial_exp" else 0) + limit
+    assert (
+        max(errors(results, exact).values())
+        < (2e-5 if kernel.name == "polynomial_exp" else 0) + limit
+    )
 
 
 @named(SOUND)
 def test_any_lengths_and_widths(kernel):
     g = torch.Generator().manual_seed(0)
-    for n, n_key, d, width, is_causal in ((1, 1, 8, 8, True), (5, 131, 20, 36, False), (70, 70, 24, 24, True)):
-        q, k, v, do = (torch.randn(2, 2, *s, generator=g) for s in ((n, d), (n_key, d), (n_key, width), (n, width)))
+    for n, n_key, d, width, is_causal in (
+        (1, 1, 8, 8, True),
+        (5, 131, 20, 36, False),
+        (70, 70, 24, 24, True),
+    ):
+        q, k, v, do = (
+            torch.randn(2, 2, *s, generator=g)
+            for s in ((n, d), (n_key, d), (n_key, width), (n, width))
+        )
         x = on.Inputs(q, k, v, do, is_causal, 0.3)
         exact = golden(q, k, v, do, is_causal=is_causal, scale=0.3)
         found = call(kernel.fn, x)
-        for r, e in zip(found, (exact.out, exact.grad_query, exact.grad_key, exact.grad_value), strict=True):
+        for r, e in zip(
+            found, (exact.out, exact.grad_query, exact.grad_key, exact.grad_value), strict=True
+        ):
             assert float((r.double() - e).norm()) < 3e-5 * max(1.0, float(e.norm()))
 
 

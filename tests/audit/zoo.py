@@ -1,4 +1,5 @@
-"""The zoo: kernels with one planted fault each, and kernels without one. `python -m tests.audit.zoo` lists them.
+"""The zoo: kernels with one planted fault each, and kernels without one. `python -m
+tests.audit.zoo` lists them.
 
 One kernel by name for the command line: `halfulp audit tests.audit.zoo:kernels.out_cut`.
 """
@@ -18,7 +19,10 @@ def main() -> None:
     print(f"{len(FAULTY)} faulty kernels (* passes torch.allclose at 1e-2 on Gaussian input)")
     for each in FAULTY:
         star = "*" if each.allclose else " "
-        print(f"  {star} {each.name:24} {each.direction:9} {each.fault} [{each.resembles}; {each.shows_on.__name__}]")
+        print(
+            f"  {star} {each.name:24} {each.direction:9} {each.fault} [{each.resembles};"
+            f" {each.shows_on.__name__}]"
+        )
     print(f"{len(SOUND)} kernels without a fault")
     for each in SOUND:
         print(f"    {each.name:24} {each.expected}")

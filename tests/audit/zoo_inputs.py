@@ -1,4 +1,6 @@
-"""Inputs on which the zoo's faults show, one maker each, independent of the package's own probes."""
+"""Inputs on which the zoo's faults show, one maker each, independent of the package's own
+probes.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,15 +31,27 @@ class Inputs:
 
 
 def gaussian(
-    dtype: torch.dtype = torch.bfloat16, seed: int = 0, *, n: int = 192, n_key: int | None = None, d: int = 64,
-    heads: int = 4, key_heads: int | None = None, q: float = 1.0, k: float = 1.0, v: float = 1.0, do: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    *,
+    n: int = 192,
+    n_key: int | None = None,
+    d: int = 64,
+    heads: int = 4,
+    key_heads: int | None = None,
+    q: float = 1.0,
+    k: float = 1.0,
+    v: float = 1.0,
+    do: float = 1.0,
     **options: Any,
-) -> Inputs:  # fmt: skip
+) -> Inputs:
     """Independent normal entries with the standard deviations q, k, v, do."""
     g = torch.Generator().manual_seed(1000 + seed)
     many, keys = key_heads or heads, n_key or n
     shapes = ((heads, n, q), (many, keys, k), (many, keys, v), (heads, n, do))
-    tensors = (torch.randn(1, h, rows, d, generator=g).mul_(std).to(dtype) for h, rows, std in shapes)
+    tensors = (
+        torch.randn(1, h, rows, d, generator=g).mul_(std).to(dtype) for h, rows, std in shapes
+    )
     return Inputs(*tensors, **options)
 
 
@@ -91,7 +105,9 @@ def far_below_zero(dtype=torch.bfloat16, seed=0):
 
 
 def all_negative(dtype=torch.bfloat16, seed=0):
-    """Scores around −120: exp underflows unless shifted by their own maximum, and exp(−lse) overflows."""
+    """Scores around −120: exp underflows unless shifted by their own maximum, and exp(−lse)
+    overflows.
+    """
     return level(dtype, seed, -120.0)
 
 
@@ -122,7 +138,9 @@ def creeping(dtype=torch.bfloat16, seed=0):
 
 
 def sink(dtype=torch.bfloat16, seed=0):
-    """One key takes about half of the mass; each other weight lies 9 below it, their values share a sign."""
+    """One key takes about half of the mass; each other weight lies 9 below it, their values share a
+    sign.
+    """
     x = gaussian(dtype, seed, q=0.1, n=256, n_key=4096, heads=2)
     x.query[..., 0], x.key[..., 0] = 8.0, 0.0
     x.key[:, :, 0, 0] = 9.0
@@ -133,7 +151,9 @@ def sink(dtype=torch.bfloat16, seed=0):
 def lone_key(dtype=torch.bfloat16, seed=0):
     """One key takes nearly all of every row's mass, at scores that differ from row to row."""
     x = gaussian(dtype, seed)
-    x.query[..., 0] = 8.0 + torch.rand(x.query.shape[:3], generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x.query[..., 0] = 8.0 + torch.rand(
+        x.query.shape[:3], generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
     x.key[:, :, 3, 0] = 12.0
     return x
 
@@ -168,7 +188,9 @@ def value_offset(dtype=torch.bfloat16, seed=0):
 
 
 def constant_feature(dtype=torch.bfloat16, seed=0):
-    """One feature of V is 64 everywhere: dP and δ share 64 dO, O holds it exactly, and their difference is small."""
+    """One feature of V is 64 everywhere: dP and δ share 64 dO, O holds it exactly, and their
+    difference is small.
+    """
     x = gaussian(dtype, seed, q=0.5)
     x.value[..., 0] = 64.0
     return x
@@ -181,7 +203,9 @@ def positive_values(dtype=torch.bfloat16, seed=0):
 
 
 def common_keys(dtype=torch.bfloat16, seed=0):
-    """Keys share a large component, orthogonal to the queries: δ's error is multiplied by it in dQ."""
+    """Keys share a large component, orthogonal to the queries: δ's error is multiplied by it in
+    dQ.
+    """
     x = gaussian(dtype, seed)
     x.query[..., 0], x.key[..., 0] = 0.0, 32.0
     return x

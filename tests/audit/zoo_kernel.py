@@ -1,8 +1,10 @@
-"""A tiled flash attention from the textbook (Dao 2023, Algorithms 1 and 2), with a place for a fault at every step.
+"""A tiled flash attention from the textbook (Dao 2023, Algorithms 1 and 2), with a place for a
+fault at every step.
 
-It shares no code with the package: kernels built on it are what the audit is tested on, so they must not be made of
-what tests them. Internals are fp32; operands of products and results are rounded to the input's dtype, as stock kernels
-do. The faults are those of bf16 kernels: with fp32 inputs "the input's dtype" rounds nothing.
+It shares no code with the package: kernels built on it are what the audit is tested on, so they
+must not be made of what tests them. Internals are fp32; operands of products and results are
+rounded to the input's dtype, as stock kernels do. The faults are those of bf16 kernels: with fp32
+inputs "the input's dtype" rounds nothing.
 """
 
 import math
@@ -133,7 +135,8 @@ class Plan:
     divide: Callable[[Tensor, Tensor, Low], Tensor] = divide
     store: Callable[[Tensor, Low], Tensor] = rounded
     lse: Callable[[Tensor, Tensor, Low], Tensor] = log_sum
-    scores_again: Callable[[Tensor, Tensor, float, Low], Tensor] | None = None  # in the backward pass; None: as forward
+    # in the backward pass; None: as forward
+    scores_again: Callable[[Tensor, Tensor, float, Low], Tensor] | None = None
     probabilities: Callable[[Tensor, Tensor], Tensor] = probabilities
     probabilities_operand: Callable[[Tensor, Low], Tensor] = rounded
     delta: Callable[[Tensor, Tensor, Tensor, Low], Tensor] = delta_from_out
@@ -165,14 +168,21 @@ class _Call:
             s = s.masked_fill(~self.plan.visible(i, j), self.plan.hidden)
         if self.mask is not None:
             mask = self.plan.mask_head(self.mask)[..., rows, cols]
-            s = s.masked_fill(~mask, self.plan.hidden) if mask.dtype == torch.bool else s + mask.float()
+            s = (
+                s.masked_fill(~mask, self.plan.hidden)
+                if mask.dtype == torch.bool
+                else s + mask.float()
+            )
         return s
 
     def tiles(self, n: int, block: int) -> list[slice]:
         return [slice(i, min(i + block, n)) for i in range(0, n, block)]
 
     def out_of_sight(self, rows: slice, cols: slice) -> bool:
-        i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(cols.start, cols.stop)[None, :]
+        i, j = (
+            torch.arange(rows.start, rows.stop)[:, None],
+            torch.arange(cols.start, cols.stop)[None, :],
+        )
         return self.is_causal and not bool(self.plan.visible(i, j).any())
 
 
@@ -209,7 +219,9 @@ def forward(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, m
 
 
-def backward(call: _Call, out: Tensor, exact_out: Tensor, lse: Tensor, do: Tensor) -> dict[str, Tensor]:
+def backward(
+    call: _Call, out: Tensor, exact_out: Tensor, lse: Tensor, do: Tensor
+) -> dict[str, Tensor]:
     """dQ, dK, dV in fp32, heads still repeated, from O as stored and lse as kept."""
     plan, low, q, k = call.plan, call.low, call.query, call.key
     v = plan.read_value(call.value)
@@ -265,12 +277,21 @@ class Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         grads = backward(call, *ctx.kept, grad_out.float())
-        whole = (grads["dq"], *(ungroup(call.plan, grads[name], call.groups) for name in ("dk", "dv")))
+        whole = (
+            grads["dq"],
+            *(ungroup(call.plan, grads[name], call.groups) for name in ("dk", "dv")),
+        )
         return (*(x.to(call.low.dtype) for x in whole), None)
 
 
 def prepared(
-    query: Tensor, key: Tensor, value: Tensor, plan: Plan, is_causal: bool, scale: float | None, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    is_causal: bool,
+    scale: float | None,
+    mask: Tensor | None,
 ) -> _Call:
     groups, width, low = query.shape[1] // key.shape[1], query.shape[3], Low(query.dtype)
     k, v = key.float(), value.float()
@@ -291,16 +312,23 @@ def ungroup(plan: Plan, grad: Tensor, groups: int) -> Tensor:
     return grad.unflatten(1, (groups, -1)).sum(1)
 
 
-Attention = Callable[..., Any]  # f(query, key, value, *, is_causal, scale, attn_mask=None, enable_gqa=False)
+# f(query, key, value, *, is_causal, scale, attn_mask=None, enable_gqa=False)
+Attention = Callable[..., Any]
 
 
 def kernel(name: str, plan: Plan) -> Attention:
     """The plan as a function that can be audited."""
 
     def attention(
-        query: Tensor, key: Tensor, value: Tensor,
-        *, is_causal: bool, scale: float | None = None, attn_mask: Tensor | None = None, enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None = None,
+        attn_mask: Tensor | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
         out, lse = Tiled.apply(query, key, value, (plan, is_causal, scale, attn_mask))
         return (out, lse) if plan.returns_lse else out
 
@@ -318,9 +346,12 @@ class ZooKernel:
     direction: Literal["forward", "backward", "both", ""] = ""  # the pass that holds the fault
     resembles: str = ""  # the public bug or the paper
     allclose: bool = (
-        True  # whether out and gradients pass torch.allclose(rtol=atol=1e-2) against fp32 on Gaussian input
+        # whether out and gradients pass torch.allclose(rtol=atol=1e-2) against fp32 on Gaussian
+        # input
+        True
     )
-    shows_on: Callable[..., Any] | None = field(default=None, repr=False)  # makes inputs that show the fault
+    # makes inputs that show the fault
+    shows_on: Callable[..., Any] | None = field(default=None, repr=False)
     expected: Literal["sound", "stock", "defect"] = "defect"
     plan: Plan | None = field(default=None, repr=False)  # for kernels that are a plan
 

@@ -1,7 +1,9 @@
-"""Kernels without a fault, written differently from one another: the audit must raise no alarm on any.
+"""Kernels without a fault, written differently from one another: the audit must raise no alarm on
+any.
 
-`stock` ones do what FlashAttention-2 does in another order, with other blocks, another base or another way to rescale.
-`sound` ones have a δ that is free of O's rounding, and round nothing but operands and results.
+`stock` ones do what FlashAttention-2 does in another order, with other blocks, another base or
+another way to rescale. `sound` ones have a δ that is free of O's rounding, and round nothing but
+operands and results.
 """
 
 import math
@@ -30,7 +32,9 @@ def polynomial_exponential(x: Tensor) -> Tensor:
 
 
 def late_maximum(s: Tensor, m: Tensor) -> Tensor:
-    """FlashAttention-4: keep the old shift until the maximum has grown by 5, so weights reach e⁵."""
+    """FlashAttention-4: keep the old shift until the maximum has grown by 5, so weights reach
+    e⁵.
+    """
     top = s.amax(-1, keepdim=True)
     return torch.where((m == -INF) | (top > m + 5), torch.maximum(m, top), m)
 
@@ -54,7 +58,9 @@ def stock(name: str, **steps) -> ZooKernel:
 # Kernels of another build than the tiled one.
 
 
-def _full_scores(q: Tensor, k: Tensor, scale: float | None, is_causal: bool, mask: Tensor | None) -> Tensor:
+def _full_scores(
+    q: Tensor, k: Tensor, scale: float | None, is_causal: bool, mask: Tensor | None
+) -> Tensor:
     s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -INF)
@@ -88,10 +94,11 @@ def fp32_with_lse(query, key, value, *, is_causal, scale=None, attn_mask=None, e
 
 
 class _Consistent(torch.autograd.Function):
-    """The weights rounded once, and numerator, denominator and gradient all made of those; O's residual is kept for δ.
+    """The weights rounded once, and numerator, denominator and gradient all made of those; O's
+    residual is kept for δ.
 
-    The integer maximum in base 2 makes the rounded weights independent of where tiles end, so the backward pass finds
-    the same ones from lse alone.
+    The integer maximum in base 2 makes the rounded weights independent of where tiles end, so the
+    backward pass finds the same ones from lse alone.
     """
 
     @staticmethod
@@ -122,13 +129,17 @@ class _Consistent(torch.autograd.Function):
         return (*(x.to(low.dtype) for x in (dq, dk, dv)), None, None, None)
 
 
-def consistent_weights(query, key, value, *, is_causal, scale=None, attn_mask=None, enable_gqa=False):
+def consistent_weights(
+    query, key, value, *, is_causal, scale=None, attn_mask=None, enable_gqa=False
+):
     """δ from O and its residual, one set of rounded weights everywhere."""
     return _Consistent.apply(query, key, value, is_causal, scale, attn_mask)
 
 
 class _Untiled(torch.autograd.Function):
-    """Stock numerics built otherwise: a forward pass given as a function, a backward pass on all scores at once."""
+    """Stock numerics built otherwise: a forward pass given as a function, a backward pass on all
+    scores at once.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, is_causal, scale, mask, attend):
@@ -162,7 +173,9 @@ def _two_passes(s: Tensor, v: Tensor, low: Low) -> tuple[Tensor, Tensor]:
 def _split_keys(s: Tensor, v: Tensor, low: Low) -> tuple[Tensor, Tensor]:
     """Flash-decoding: four ranges of keys on their own, merged in fp32 by their lse."""
     parts = [
-        _two_passes(a, b, low) for a, b in zip(s.tensor_split(4, -1), v.tensor_split(4, -2), strict=True) if a.numel()
+        _two_passes(a, b, low)
+        for a, b in zip(s.tensor_split(4, -1), v.tensor_split(4, -2), strict=True)
+        if a.numel()
     ]
     each = torch.stack([lse for _, lse in parts])
     lse = torch.logsumexp(each, 0)
@@ -185,7 +198,9 @@ def _renormalized(s: Tensor, v: Tensor, low: Low) -> tuple[Tensor, Tensor]:
 
 
 def _integer_maximum(s: Tensor, v: Tensor, low: Low) -> tuple[Tensor, Tensor]:
-    """Base 2, shifted by an integer; O is divided by the sum of the rounded weights, as none of them is 1."""
+    """Base 2, shifted by an integer; O is divided by the sum of the rounded weights, as none of
+    them is 1.
+    """
     m = finite(torch.ceil(s.amax(-1, keepdim=True) * LOG2_E))
     p = torch.exp2(s * LOG2_E - m)
     lse = (m + torch.log2(p.sum(-1, keepdim=True))) / LOG2_E
@@ -221,6 +236,9 @@ SOUND: tuple[ZooKernel, ...] = (
     untiled("integer_maximum", _integer_maximum),
     sound("fp32_autograd", fp32_autograd),
     sound("fp32_with_lse", fp32_with_lse),
-    sound("delta_of_probabilities", kernel("delta_of_probabilities", replace(TEXTBOOK_PLAN, delta_again=True))),
+    sound(
+        "delta_of_probabilities",
+        kernel("delta_of_probabilities", replace(TEXTBOOK_PLAN, delta_again=True)),
+    ),
     sound("consistent_weights", consistent_weights),
 )

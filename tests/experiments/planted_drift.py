@@ -28,7 +28,10 @@ def planted_run(folder: Path, config: RunConfig, change: Change = lambda step, n
     for step in STEPS:
         generator = torch.Generator().manual_seed(100 * data_seed + step)
         shapes = {"a": (6, 5), "b": (7,)}
-        model = {name: change(step, name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+        model = {
+            name: change(step, name, torch.randn(shape, generator=generator))
+            for name, shape in shapes.items()
+        }
         save_checkpoint(folder / "checkpoints", Checkpoint(step, model, {}, {}))
     return folder
 

@@ -1,4 +1,6 @@
-"""The bench: ratios within rounds, none that the spread or chance hides, errors over the floor; times are planted."""
+"""The bench: ratios within rounds, none that the spread or chance hides, errors over the floor;
+times are planted.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,19 @@ def test_a_ratio_and_its_inverse_are_told_or_hidden_together() -> None:
 
 def test_a_kernel_is_seldom_clearly_faster_than_itself() -> None:
     draw = random.Random(0)
-    rounds = ([math.exp(draw.gauss(0, 0.1) - draw.gauss(0, 0.1)) for _ in range(9)] for _ in range(2000))
+    rounds = (
+        [math.exp(draw.gauss(0, 0.1) - draw.gauss(0, 0.1)) for _ in range(9)] for _ in range(2000)
+    )
     assert sum(map(is_clear, rounds)) < 0.03 * 2000
 
 
 def test_errors_are_those_of_the_floor_for_the_floor_and_more_for_a_planted_fault(tmp_path) -> None:
     (tmp_path / "kernels.py").write_text(
-        "import torch\nfrom halfulp import emulate\n"
-        "def exact(query, key, value, *, is_causal, scale):\n"
-        "    return emulate(query, key, value, is_causal=is_causal, scale=scale, recipe='BF16_FLOOR')\n"
-        "def coarse(query, key, value, *, is_causal, scale):\n"
-        "    return emulate(query, key, value, is_causal=is_causal, scale=scale, recipe='BF16_FLASH2[out=e8m4]')\n"
+        "import torch\nfrom halfulp import emulate\ndef exact(query, key, value, *, is_causal,"
+        " scale):\n    return emulate(query, key, value, is_causal=is_causal, scale=scale,"
+        " recipe='BF16_FLOOR')\ndef coarse(query, key, value, *, is_causal, scale):\n    return"
+        " emulate(query, key, value, is_causal=is_causal, scale=scale,"
+        " recipe='BF16_FLASH2[out=e8m4]')\n"
     )
     names = [f"{tmp_path / 'kernels.py'}:{name}" for name in ("exact", "coarse")]
     found = bench(names, [SMALL], rounds=6)
@@ -59,7 +63,10 @@ def test_errors_are_those_of_the_floor_for_the_floor_and_more_for_a_planted_faul
 def test_ratios_are_taken_within_rounds() -> None:
     """A machine that is busy in every third round changes times, and no ratio."""
     spent = module._Spent(
-        {"sdpa": [(2.0 * load, 2.0 * load) for load in LOADS], "twice": [(load, load) for load in LOADS]},
+        {
+            "sdpa": [(2.0 * load, 2.0 * load) for load in LOADS],
+            "twice": [(load, load) for load in LOADS],
+        },
         [float(load) for load in LOADS],
     )
     timing = module._timing("twice", SMALL, spent, {})
@@ -83,7 +90,7 @@ def test_a_ratio_that_the_spread_hides_is_not_printed() -> None:
     assert [timing.ratio for timing in found.timings] == [None, None]
     (table,) = found.tables()
     assert [row[table.columns.index("× sdpa")] for row in table.rows] == ["1", "unclear"]
-    (speed, _) = found.as_dict()["figures"]
+    speed, _ = found.as_dict()["figures"]
     assert speed["series"][0]["y"] == [1.0, None]
 
 
@@ -92,15 +99,28 @@ def result(*timings: Timing) -> BenchResult:
 
 
 def test_halfulp_is_held_against_every_kernel() -> None:
-    """Seconds a round: sdpa 4, halfulp 1, and a kernel without a backward pass 3 where halfulp's forward takes 0.5."""
+    """Seconds a round: sdpa 4, halfulp 1, and a kernel without a backward pass 3 where halfulp's
+    forward takes 0.5.
+    """
     spent = module._Spent(
-        {"sdpa": [(2.0, 2.0)] * 6, "halfulp": [(0.5, 0.5)] * 6, "forward": [(3.0, None)] * 6}, [1.0] * 6
+        {"sdpa": [(2.0, 2.0)] * 6, "halfulp": [(0.5, 0.5)] * 6, "forward": [(3.0, None)] * 6},
+        [1.0] * 6,
     )
     timings = [module._timing(name, SMALL, spent, {}) for name in spent.times]
-    ratios = {t.kernel: (t.ratio and t.ratio[1], t.halfulp_ratio and t.halfulp_ratio[1]) for t in timings}
-    assert ratios == {"sdpa": (None, 4.0), "halfulp": (4.0, None), "forward": (pytest.approx(2 / 3), 6.0)}
+    ratios = {
+        t.kernel: (t.ratio and t.ratio[1], t.halfulp_ratio and t.halfulp_ratio[1]) for t in timings
+    }
+    assert ratios == {
+        "sdpa": (None, 4.0),
+        "halfulp": (4.0, None),
+        "forward": (pytest.approx(2 / 3), 6.0),
+    }
     (table,) = result(*timings).tables()
-    assert [row[table.columns.index("halfulp ×")] for row in table.rows] == ["4.00 ± 0.00", "1", "6.00 ± 0.00"]
+    assert [row[table.columns.index("halfulp ×")] for row in table.rows] == [
+        "4.00 ± 0.00",
+        "1",
+        "6.00 ± 0.00",
+    ]
     (table,) = result(timings[0], timings[2]).tables()
     assert "halfulp ×" not in table.columns
 
@@ -151,12 +171,31 @@ def test_what_cannot_be_timed_is_said_before(options, said) -> None:
 
 
 def test_the_command(capsys, tmp_path) -> None:
-    arguments = ["bench", "sdpa:math", "halfulp:stock", "--shapes", "1,2,16,8,causal", "--rounds", "6"]
+    arguments = [
+        "bench",
+        "sdpa:math",
+        "halfulp:stock",
+        "--shapes",
+        "1,2,16,8,causal",
+        "--rounds",
+        "6",
+    ]
     assert cli.main([*arguments, "--json", "-"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert [t["kernel"] for t in plain["timings"]] == ["sdpa", "sdpa:math", "halfulp:stock"]
     assert {t["is_causal"] for t in plain["timings"]} == {True}
-    assert cli.main([*arguments, "--json", str(tmp_path / "bench.json"), "--svg", str(tmp_path / "bench.svg")]) == 0
+    assert (
+        cli.main(
+            [
+                *arguments,
+                "--json",
+                str(tmp_path / "bench.json"),
+                "--svg",
+                str(tmp_path / "bench.svg"),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "halfulp:stock" in said
     assert json.loads((tmp_path / "bench.json").read_text())["rounds"] == 6
@@ -169,7 +208,12 @@ def test_a_named_kernel_that_fails_is_an_error(capsys, tmp_path) -> None:
     (tmp_path / "broken.py").write_text(
         "def attention(query, key, value, *, is_causal, scale):\n    raise OSError('no')\n"
     )
-    assert cli.main(["bench", f"{tmp_path / 'broken.py'}:attention", "--shapes", "1,1,8,8", "--rounds", "6"]) == 2
+    assert (
+        cli.main(
+            ["bench", f"{tmp_path / 'broken.py'}:attention", "--shapes", "1,1,8,8", "--rounds", "6"]
+        )
+        == 2
+    )
     assert "not timed, (1, 1, 8, 8): no" in " ".join(capsys.readouterr().out.split())
 
 

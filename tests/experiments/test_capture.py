@@ -1,4 +1,6 @@
-"""Captured activations: they are what attention saw and got back, and a file is whole or not there."""
+"""Captured activations: they are what attention saw and got back, and a file is whole or not
+there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from halfulp.experiments.capture import (
 from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 
 LANGUAGE = Language(layers=2, heads=2, width=16, context=12, data="english")
-TINY = RunConfig(LANGUAGE, optimizer=Optimizer(learning_rate=3e-3, warm_up=20), batch=3, steps=4, metrics_every=1)
+TINY = RunConfig(
+    LANGUAGE, optimizer=Optimizer(learning_rate=3e-3, warm_up=20), batch=3, steps=4, metrics_every=1
+)
 
 
 class Recorder:
@@ -30,10 +34,14 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[dict[str, Tensor]] = []
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> Tensor:
         call = {"query": query.detach(), "key": key.detach(), "value": value.detach()}
         self.calls.append(call)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale
+        )
         out.register_hook(lambda grad: call.update(grad_out=grad.detach()))
         return out
 
@@ -46,10 +54,15 @@ def trained() -> tuple[CaptureRun, Recorder]:
 
 def equal(a: Captured, b: Captured) -> bool:
     pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in fields(Captured))
-    return all(torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y for x, y in pairs)
+    return all(
+        torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y
+        for x, y in pairs
+    )
 
 
-def test_what_is_captured_is_what_attention_saw_and_got_back(trained: tuple[CaptureRun, Recorder]) -> None:
+def test_what_is_captured_is_what_attention_saw_and_got_back(
+    trained: tuple[CaptureRun, Recorder],
+) -> None:
     run, recorder = trained
     assert len(recorder.calls) == LANGUAGE.layers * (TINY.steps + 1)
     for index, call in enumerate(recorder.calls[-LANGUAGE.layers :]):
@@ -64,7 +77,9 @@ def test_what_is_captured_is_what_attention_saw_and_got_back(trained: tuple[Capt
 def test_training_learns_and_repeats() -> None:
     config = replace(TINY, steps=40, workload=replace(LANGUAGE, width=32, context=32))
     said: list[float] = []
-    first = train_and_capture(config=config, progress=lambda fraction, message: said.append(fraction))
+    first = train_and_capture(
+        config=config, progress=lambda fraction, message: said.append(fraction)
+    )
     again = train_and_capture(config=config)
     assert first.loss == again.loss
     assert equal(first.captured, again.captured)
@@ -74,7 +89,9 @@ def test_training_learns_and_repeats() -> None:
 
 
 def test_the_kernel_of_the_plan_sees_the_same_values() -> None:
-    """A kernel that casts by itself and a function that is fed bf16 leave the same activations, to the bit."""
+    """A kernel that casts by itself and a function that is fed bf16 leave the same activations, to
+    the bit.
+    """
     by_plan = train_and_capture(config=TINY)
     by_hand = train_and_capture(torch.nn.functional.scaled_dot_product_attention, TINY)
     assert by_plan.loss == by_hand.loss
@@ -99,7 +116,9 @@ def test_a_file_brings_back_every_bit(trained: tuple[CaptureRun, Recorder], tmp_
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_a_torn_file_is_refused_in_one_line(trained: tuple[CaptureRun, Recorder], tmp_path: Path, kept: int) -> None:
+def test_a_torn_file_is_refused_in_one_line(
+    trained: tuple[CaptureRun, Recorder], tmp_path: Path, kept: int
+) -> None:
     path = save_captured(tmp_path / "whole.safetensors", trained[0].captured)
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(path.read_bytes()[:kept])
@@ -124,7 +143,9 @@ def test_a_write_that_breaks_off_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["tensors.safetensors"]
 
 
-def test_a_file_is_for_whom_the_umask_says(trained: tuple[CaptureRun, Recorder], tmp_path: Path) -> None:
+def test_a_file_is_for_whom_the_umask_says(
+    trained: tuple[CaptureRun, Recorder], tmp_path: Path
+) -> None:
     before = os.umask(0o027)
     try:
         path = save_captured(tmp_path / "tensors.safetensors", trained[0].captured)

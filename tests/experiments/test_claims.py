@@ -11,7 +11,15 @@ import torch
 
 from halfulp.experiments.claims import identities, ledger, rounding, weak
 from halfulp.experiments.claims.ledger import CLAIMS, run_claims, selected
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, judge_claim, mean_of, rung_recipe
+from halfulp.experiments.claims.model import (
+    Claim,
+    Lab,
+    Measured,
+    Rule,
+    judge_claim,
+    mean_of,
+    rung_recipe,
+)
 from halfulp.experiments.failure import FailureRun
 from halfulp.experiments.rungs import RUNGS
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Shift
@@ -74,8 +82,18 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
         [{"seeds": 2}, {"two tiles failed": 2 / 3}, {"block = N failed": 2 / 3}],
     ),
     "A3": (
-        {"everywhere": 1, "guilty layer alone": 1, "without the guilty layer": 0, "σ without it": 1.1},
-        [{"σ without it": 1.5}, {"everywhere": 0}, {"guilty layer alone": 2 / 3}, {"without the guilty layer": 1 / 3}],
+        {
+            "everywhere": 1,
+            "guilty layer alone": 1,
+            "without the guilty layer": 0,
+            "σ without it": 1.1,
+        },
+        [
+            {"σ without it": 1.5},
+            {"everywhere": 0},
+            {"guilty layer alone": 2 / 3},
+            {"without the guilty layer": 1 / 3},
+        ],
     ),
     "A4": (
         {
@@ -139,12 +157,18 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
             {"language, terms_step_cosine": 0.09},
         ],
     ),
-    "A10": ({"least positive": 1.0, "largest p": 1e-6}, [{"least positive": 0.9}, {"largest p": 0.01}]),
+    "A10": (
+        {"least positive": 1.0, "largest p": 1e-6},
+        [{"least positive": 0.9}, {"largest p": 0.01}],
+    ),
     "A11": (
         {"task": 0.58, "task, t": 20, "constructed": 0.59, "constructed, t": 20},
         [{"task": 0.52}, {"task, t": 3}, {"constructed": 0.5}, {"constructed, t": 4}],
     ),
-    "A19": ({"lead": 50, "activations": 8}, [{"lead": -50}, {"lead": -math.inf}, {"activations": 1.5}]),
+    "A19": (
+        {"lead": 50, "activations": 8},
+        [{"lead": -50}, {"lead": -math.inf}, {"activations": 1.5}],
+    ),
     "A20": (
         {"least correlation": 0.5, "largest p": 1e-20, "least ratio": 3},
         [{"least correlation": 0.2}, {"largest p": 1e-3}, {"least ratio": 1.5}],
@@ -155,7 +179,13 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
     ),
     "D10": (
         {"as it is": 14, "mean alone": 14, "mean removed": 1, "mean flipped": -14},
-        [{"as it is": 4}, {"mean alone": 4}, {"mean removed": 4}, {"mean flipped": -4}, {"mean flipped": 14}],
+        [
+            {"as it is": 4},
+            {"mean alone": 4},
+            {"mean removed": 4},
+            {"mean flipped": -4},
+            {"mean flipped": 14},
+        ],
     ),
     "D11": (
         {"split": 0, "halfulp": 16, "stock": 1e6, "compared": 4e6},
@@ -168,10 +198,23 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
         [{"largest_mean": 0.03}, {"tied_mean": -0.005}, {"tied_t": -2}],
     ),
     "A15": (
-        {"difference": 1e-15, "largest_weight": 0.9, "authors failed": 1, "authors+softmax failed": 0},
-        [{"difference": 1e-9}, {"largest_weight": 1.0}, {"authors failed": 0.5}, {"authors+softmax failed": 1 / 3}],
+        {
+            "difference": 1e-15,
+            "largest_weight": 0.9,
+            "authors failed": 1,
+            "authors+softmax failed": 0,
+        },
+        [
+            {"difference": 1e-9},
+            {"largest_weight": 1.0},
+            {"authors failed": 0.5},
+            {"authors+softmax failed": 1 / 3},
+        ],
     ),
-    "A16": ({"fixed": -0.3, "fixed_t": -40, "none": 0.01}, [{"fixed": 0.05}, {"fixed_t": -3}, {"none": 0.4}]),
+    "A16": (
+        {"fixed": -0.3, "fixed_t": -40, "none": 0.01},
+        [{"fixed": 0.05}, {"fixed_t": -3}, {"none": 0.4}],
+    ),
     "A17": ({"always": 0.5, "conditional": 0}, [{"always": 0}, {"conditional": 0.1}]),
     "A18": ({"near_one": 1, "zero": 0}, [{"near_one": 0.2}, {"zero": 0.1}]),
     "B1": (
@@ -199,7 +242,13 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
         [{"calls": 47}, {"same_bits": 0}, {"largest": 0}, {"largest": math.inf}],
     ),
     "B7": (
-        {"seeds": 3, "lowest_slope": 1e-8, "wasserstein_growth": 9, "difference_growth": 9, "repeated": 0},
+        {
+            "seeds": 3,
+            "lowest_slope": 1e-8,
+            "wasserstein_growth": 9,
+            "difference_growth": 9,
+            "repeated": 0,
+        },
         [
             {"seeds": 2},
             {"lowest_slope": -1e-8},
@@ -248,7 +297,10 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
     "D3": ({"ones": 1}, [{"ones": 0.5}]),
     "D4": ({"same": 0, "different": 1}, [{"same": 0.1}, {"different": 0.9}]),
     "D5": ({"fp32_limit": 1e-4, "bf16": 0.05}, [{"fp32_limit": 0.02}, {"bf16": 5e-4}]),
-    "D6": ({"low": -0.5, "high": 0.5, "rounded": 0}, [{"low": 0.1}, {"high": 0.1}, {"rounded": 0.1}]),
+    "D6": (
+        {"low": -0.5, "high": 0.5, "rounded": 0},
+        [{"low": 0.1}, {"high": 0.1}, {"rounded": 0.1}],
+    ),
     "D7": ({"both": 1.1, "alone": 3}, [{"both": 1.5}, {"alone": 1.2}]),
     "D8": (
         {
@@ -283,7 +335,10 @@ def verdict_of(identifier: str, figures: dict[str, float]) -> str:
 
 def test_the_ledger_is_whole_and_in_order() -> None:
     wanted = (
-        [f"A{i}" for i in range(1, 21)] + [f"B{i}" for i in range(1, 11)] + ["C1"] + [f"D{i}" for i in range(1, 13)]
+        [f"A{i}" for i in range(1, 21)]
+        + [f"B{i}" for i in range(1, 11)]
+        + ["C1"]
+        + [f"D{i}" for i in range(1, 13)]
     )
     assert [c.id for c in CLAIMS] == wanted
     for c in CLAIMS:
@@ -329,7 +384,12 @@ def test_the_same_claim_gives_the_same_figures() -> None:
         ("A8", identities, "_probabilities", lambda q, k, is_causal: (q @ k.mT).softmax(-1)),
         ("A7", identities, "_LOW", identities._HIGH),  # nothing rounded: nothing shown
         ("C1", identities, "FP64_ROUGH", None),
-        ("A17", rounding, "BF16_PAPER_STABILIZED", BF16_PAPER_STABILIZED.with_(row_sum_floor=1e-10)),
+        (
+            "A17",
+            rounding,
+            "BF16_PAPER_STABILIZED",
+            BF16_PAPER_STABILIZED.with_(row_sum_floor=1e-10),
+        ),
         ("D1", weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
         ("D1", weak, "BF16_HALFULP", BF16_PAPER_STABILIZED),
         ("D2", weak, "BF16_PAPER_STABILIZED", BF16_HALFULP),
@@ -342,7 +402,9 @@ def test_a_planted_fault_is_not_reproduced(
     identifier: str, module: object, name: str, planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "FP64_ROUGH":
-        monkeypatch.setattr(module, "_HIGH", identities._HIGH.with_(compute="float32", matmul=BF16_FLASH2.matmul))
+        monkeypatch.setattr(
+            module, "_HIGH", identities._HIGH.with_(compute="float32", matmul=BF16_FLASH2.matmul)
+        )
     else:
         monkeypatch.setattr(module, name, planted)
     (found,) = run_claims([identifier])
@@ -350,7 +412,9 @@ def test_a_planted_fault_is_not_reproduced(
 
 
 def test_a_kernel_whose_bits_are_not_claimed_may_differ_a_little() -> None:
-    assert verdict_of("B1", {"identical": 0.9, "ulps of out": 1, "bits expected": 0}) == "reproduced"
+    assert (
+        verdict_of("B1", {"identical": 0.9, "ulps of out": 1, "bits expected": 0}) == "reproduced"
+    )
 
 
 def test_what_nobody_measured_carries_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +442,9 @@ def test_training_claims_are_judged_from_the_runs_of_the_lab(bad: str | None, ve
     lab = Lab()
     for name in ("stock", "stock+softmax", "authors+softmax", "halfulp"):
         for seed in lab.seeds:
-            outcome = "survived" if name == "halfulp" and not (name == bad and seed == 1) else "failed"
+            outcome = (
+                "survived" if name == "halfulp" and not (name == bad and seed == 1) else "failed"
+            )
             lab.runs[name, seed] = planted_run(name, seed, outcome)
     (found,) = run_claims(["D8"], lab=lab)
     assert found.verdict == verdict

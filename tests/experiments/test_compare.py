@@ -1,4 +1,6 @@
-"""Weight drift: planted drifts are read off run folders to the digit, twins are matched, the repeated run gives 0."""
+"""Weight drift: planted drifts are read off run folders to the digit, twins are matched, the
+repeated run gives 0.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from halfulp.experiments.compare import (
     drift_between,
     wasserstein,
 )
-from halfulp.experiments.compare_summary import interval_of, slope_of, slope_ratio, summarize, unevenness_of
+from halfulp.experiments.compare_summary import (
+    interval_of,
+    slope_of,
+    slope_ratio,
+    summarize,
+    unevenness_of,
+)
 from halfulp.report.compare_page import compare_page
 
 # --- the distance
@@ -33,7 +41,9 @@ numbers = st.lists(st.floats(-100, 100, width=32), min_size=5, max_size=5)
 
 
 @given(numbers, numbers)
-def test_the_distance_is_the_cheapest_of_all_transports(one: list[float], other: list[float]) -> None:
+def test_the_distance_is_the_cheapest_of_all_transports(
+    one: list[float], other: list[float]
+) -> None:
     a, b = np.array(one, np.float32), np.array(other, np.float32)
     cheapest = min(
         sum(abs(float(x) - float(y)) for x, y in zip(a, chosen, strict=True)) / 5
@@ -50,7 +60,9 @@ def test_the_distance_is_that_of_scipy() -> None:
     x = rng.standard_normal((20, 3))
     assert wasserstein(x, x[::-1]) == 0  # the same numbers in another order
     assert wasserstein(x, x + 2) == pytest.approx(2)
-    with pytest.raises(ValueError, match="other of 59 values: accepted are as many as the first has, 60"):
+    with pytest.raises(
+        ValueError, match="other of 59 values: accepted are as many as the first has, 60"
+    ):
         wasserstein(x, x.ravel()[1:])
 
 
@@ -60,7 +72,9 @@ def test_the_distance_is_that_of_scipy() -> None:
 def test_a_planted_drift_is_read_to_the_digit(tmp_path: Path) -> None:
     """Every weight of one tensor moves by a quarter a step; a shift is its own transport."""
     base = planted_run(tmp_path / "base", BASE)
-    moved = planted_run(tmp_path / "moved", flash(), lambda step, name, x: x + 0.25 * step * (name == "b"))
+    moved = planted_run(
+        tmp_path / "moved", flash(), lambda step, name, x: x + 0.25 * step * (name == "b")
+    )
     found = drift_between(base, moved)
     assert found.name == "attention: torch:math → torch:flash"
     assert found.steps == STEPS
@@ -97,7 +111,9 @@ def test_the_same_run_repeated_differs_by_exactly_nothing(tmp_path: Path) -> Non
 
 def test_numbers_that_are_not_finite_are_not_hidden(tmp_path: Path) -> None:
     base = planted_run(tmp_path / "base", BASE)
-    broken = planted_run(tmp_path / "broken", flash(), lambda step, name, x: x / (step != 30) if name == "a" else x)
+    broken = planted_run(
+        tmp_path / "broken", flash(), lambda step, name, x: x / (step != 30) if name == "a" else x
+    )
     result = compare_runs([base, broken])
     assert not math.isfinite(result.drifts[0].max_difference[-1])
     plain = result.as_dict()
@@ -125,13 +141,21 @@ def test_runs_of_several_seeds_find_their_own_baselines(tmp_path: Path) -> None:
     for seed in (2, 0, 1):
         shift = 0.01 * (seed + 1)
         config = flash(seed=seed, data_seed=seed)
-        runs.append(planted_run(tmp_path / f"flash-{seed}", config, lambda step, name, x, by=shift: x + by * step))  # type: ignore[misc]
+        runs.append(
+            planted_run(
+                tmp_path / f"flash-{seed}", config, lambda step, name, x, by=shift: x + by * step
+            )
+        )  # type: ignore[misc]
     runs.append(planted_run(tmp_path / "weights", dataclasses.replace(BASE, seed=1000)))
     runs.append(planted_run(tmp_path / "both", flash(seed=1000), lambda step, name, x: x + 1))
     result = compare_runs(runs)
     name = "attention: torch:math → torch:flash"
     assert result.names == [name, INITIALIZATION, f"{name}, {INITIALIZATION}"]
-    assert {drift.seed: round(drift.max_difference[0], 4) for drift in result.of(name)} == {0: 0.1, 1: 0.2, 2: 0.3}
+    assert {drift.seed: round(drift.max_difference[0], 4) for drift in result.of(name)} == {
+        0: 0.1,
+        1: 0.2,
+        2: 0.3,
+    }
     (line, *_) = result.summary()
     assert line.seeds == 3
     assert line.slope.value == pytest.approx(0.02, rel=1e-4)
@@ -141,9 +165,13 @@ def test_runs_of_several_seeds_find_their_own_baselines(tmp_path: Path) -> None:
     assert [row[0] for row in plain["tables"][0]["rows"]] == result.names
 
 
-def test_another_baseline_may_be_named_and_what_a_run_records_makes_no_difference(tmp_path: Path) -> None:
+def test_another_baseline_may_be_named_and_what_a_run_records_makes_no_difference(
+    tmp_path: Path,
+) -> None:
     base = planted_run(tmp_path / "base", BASE)
-    moved = planted_run(tmp_path / "moved", flash(keep=None, checkpoint_every=10, metrics_every=3, preset="x"))
+    moved = planted_run(
+        tmp_path / "moved", flash(keep=None, checkpoint_every=10, metrics_every=3, preset="x")
+    )
     assert compare_runs([moved], base).names == ["attention: torch:math → torch:flash"]
     assert compare_runs([base], moved).names == ["attention: torch:flash → torch:math"]
 
@@ -161,7 +189,10 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path) -> None:
         ([base, late], "no checkpoint in common"),
         ([base], "accepted are two or more run folders"),
         ([base, tmp_path], "there is no run.json of a training"),
-        ([base, planted_run(tmp_path / "seed", dataclasses.replace(BASE, data_seed=5))], "all are baselines"),
+        (
+            [base, planted_run(tmp_path / "seed", dataclasses.replace(BASE, data_seed=5))],
+            "all are baselines",
+        ),
     ):
         with pytest.raises(ValueError, match=said) as error:
             compare_runs(runs)
@@ -212,7 +243,9 @@ def test_a_summary_speaks_of_the_last_step_that_all_seeds_have() -> None:
 
 
 def test_a_result_names_what_it_compares_in_order() -> None:
-    result = CompareResult((drift(0, (0.0, 0.0), "still"), drift(0, (1.0, 2.0), "moving")), "command")
+    result = CompareResult(
+        (drift(0, (0.0, 0.0), "still"), drift(0, (1.0, 2.0), "moving")), "command"
+    )
     assert result.names == ["still", "moving"]
     assert "not in the picture: still" in result.figures()[0].caption
     said = "Not one bit apart: still. Farthest apart at step 20: moving, Wasserstein distance 2."

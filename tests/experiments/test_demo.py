@@ -1,4 +1,6 @@
-"""The demo: what it says follows from what it measured, and what it writes can be read, whenever it was stopped."""
+"""The demo: what it says follows from what it measured, and what it writes can be read, whenever it
+was stopped.
+"""
 
 import functools
 import json
@@ -27,31 +29,56 @@ from halfulp.training.config import Language, RunConfig
 def run(name, outcome, seed=0, loss=(1.0, 1e-5, 1e-3), score=110.0, broke_at=None):
     scores = (0.0, score / 2, score)
     return FailureRun(
-        name, seed, (1, 2, 3), tuple(loss), scores, scores, scores, scores, broke_at, outcome, "by decree"
+        name,
+        seed,
+        (1, 2, 3),
+        tuple(loss),
+        scores,
+        scores,
+        scores,
+        scores,
+        broke_at,
+        outcome,
+        "by decree",
     )
 
 
 def runs(**outcomes):
-    return {name: [run(name, outcome, seed) for seed, outcome in enumerate(each)] for name, each in outcomes.items()}
+    return {
+        name: [run(name, outcome, seed) for seed, outcome in enumerate(each)]
+        for name, each in outcomes.items()
+    }
 
 
 def test_the_failure_is_told_with_its_figures():
-    said = failure_finding(runs(flash=["failed", "failed"], math=["survived"] * 2, fp32=["survived"] * 2), "flash")
-    assert said == (
-        "flash ruins the training on all of 2 seeds: its loss climbs 100-fold from its lowest, to 1.0e-3, while the "
-        "mean score runs to +110; on the same data, math and fp32 survive."
+    said = failure_finding(
+        runs(flash=["failed", "failed"], math=["survived"] * 2, fp32=["survived"] * 2), "flash"
+    )
+    assert (
+        said
+        == "flash ruins the training on all of 2 seeds: its loss climbs 100-fold from its lowest,"
+        " to 1.0e-3, while the mean score runs to +110; on the same data, math and fp32 survive."
     )
 
 
 @pytest.mark.parametrize(
     ("outcomes", "part"),
     [
-        ({"flash": ["survived"], "math": ["survived"]}, "did not ruin this training on any of 1 seed; math survives."),
-        ({"flash": ["drifting", "survived"], "math": ["failed", "survived"]}, "flash did not ruin this training"),
+        (
+            {"flash": ["survived"], "math": ["survived"]},
+            "did not ruin this training on any of 1 seed; math survives.",
+        ),
+        (
+            {"flash": ["drifting", "survived"], "math": ["failed", "survived"]},
+            "flash did not ruin this training",
+        ),
         ({"flash": ["failed", "survived"], "math": ["failed", "failed"]}, "on 1 of 2 seeds"),
-        ({"flash": ["failed", "failed"], "math": ["survived", "failed"]}, "on the same data, math fails."),
+        (
+            {"flash": ["failed", "failed"], "math": ["survived", "failed"]},
+            "on the same data, math fails.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_sentence_follows_the_outcome(outcomes, part):
     assert part in failure_finding(runs(**outcomes), "flash")
 
@@ -82,11 +109,15 @@ def test_verdicts_are_counted_for_kernels_and_for_recipes():
         audited("recipe:A", "stock"),
         audited("x", "defect"),
     ]
-    assert audit_finding(audits, {"flash_attn": "is not installed"}) == (
-        "Of 3 kernels found here, 1 is sound (sdpa:math), 2 have a defect (sdpa, x); of 1 recipe emulated, 1 is stock "
-        "(A); 1 more was skipped."
+    assert (
+        audit_finding(audits, {"flash_attn": "is not installed"})
+        == "Of 3 kernels found here, 1 is sound (sdpa:math), 2 have a defect (sdpa, x); of 1 recipe"
+        " emulated, 1 is stock (A); 1 more was skipped."
     )
-    assert audit_finding([audited("recipe:A", "error")], {}) == "Of 1 recipe emulated, 1 could not be audited (A)."
+    assert (
+        audit_finding([audited("recipe:A", "error")], {})
+        == "Of 1 recipe emulated, 1 could not be audited (A)."
+    )
 
 
 def test_targets_that_are_missing_have_a_reason():
@@ -125,16 +156,22 @@ def tiny(monkeypatch):
     def plan(depth, dtype, seed=0, shapes=(), captured=()):
         small = Shape(2, 2, 32, 32, 16)
         files = tuple(Case("captured", Shape(2, 2, 24, 24, 8), 0, dtype, file) for file in captured)
-        relations = (Case("free_feature", small, seed, dtype), Case("free_feature_causal", small, seed, dtype))
+        relations = (
+            Case("free_feature", small, seed, dtype),
+            Case("free_feature_causal", small, seed, dtype),
+        )
         return audit_run.Plan((Case("gaussian", small, seed, dtype), *files), (), relations)
 
     monkeypatch.setattr(audit_run, "plan", plan)
-    monkeypatch.setattr(audit_run, "fingerprint", lambda *_: None)  # the slowest part, and not what is tested here
+    # the slowest part, and not what is tested here
+    monkeypatch.setattr(audit_run, "fingerprint", lambda *_: None)
     config = functools.partial(
         demo.DemoConfig,
         steps=60,
         workers=1,
-        gpt=RunConfig(Language(layers=1, heads=2, width=16, context=24, data="english"), batch=2, steps=3),
+        gpt=RunConfig(
+            Language(layers=1, heads=2, width=16, context=24, data="english"), batch=2, steps=3
+        ),
         targets=("sdpa:math", "recipe:BF16_FLASH2", "flash_attn"),
     )
     monkeypatch.setattr(demo, "DemoConfig", config)
@@ -171,13 +208,17 @@ def test_the_whole_demo(capsys, tmp_path):
     assert "-4.71875" in text
     assert "flash_attn is not installed" in text or "flash_attn" in record["acts"][2]["finding"]
     assert "halfulp demo --seeds 2 --isolation-seeds 1" in text
-    assert read_json(out / "isolation" / "isolation.json")["verdict"] == record["acts"][1]["finding"]
+    assert (
+        read_json(out / "isolation" / "isolation.json")["verdict"] == record["acts"][1]["finding"]
+    )
     assert (out / "failure.svg").read_text(encoding="utf-8").startswith("<svg ")
     captured = read_captured(str(out / "tensors" / "gpt.safetensors"))
     assert captured.query.shape == (2, 2, 24, 8)
     audits = read_json(out / "audit.json")["audits"]
     files = {case["file"] for audit in audits for case in audit["cases"] if case["file"]}
-    assert files == {str((out / "tensors" / "gpt.safetensors").resolve())}, "named by where it lies in the end"
+    assert files == {str((out / "tensors" / "gpt.safetensors").resolve())}, (
+        "named by where it lies in the end"
+    )
 
 
 @pytest.mark.usefixtures("tiny")
@@ -231,7 +272,12 @@ def test_a_machine_without_the_flash_kernel_says_so(capsys, tmp_path, monkeypatc
     assert demo_in(capsys, out, "--seeds", "1")[0] == 0
     act = read_json(out / "failure.json")
     assert "PyTorch's bf16 flash kernel does not run here (No available kernel.)" in act["text"][-1]
-    assert {run["attention"] for run in act["runs"]} == {"stock, emulated", "PyTorch math", "PyTorch fp32", "halfulp"}
+    assert {run["attention"] for run in act["runs"]} == {
+        "stock, emulated",
+        "PyTorch math",
+        "PyTorch fp32",
+        "halfulp",
+    }
     assert act["finding"].startswith("stock, emulated ")
 
 
@@ -269,7 +315,9 @@ def test_audits_come_back_in_the_order_of_the_jobs():
     names = ["recipe:BF16_FLASH2", "sdpa:math"]
     told = []
     with auditors(1) as workers:
-        found = workers.audit([Job(name, (), (), 0) for name in names], lambda fraction, _: told.append(fraction))
+        found = workers.audit(
+            [Job(name, (), (), 0) for name in names], lambda fraction, _: told.append(fraction)
+        )
     assert [audit["target"] for audit in found] == names
     assert told == sorted(told)
     assert told[-1] == 1

@@ -1,4 +1,6 @@
-"""The bit-by-bit explanation against the paper's example, `round_to` on whole formats, and torch's own bits."""
+"""The bit-by-bit explanation against the paper's example, `round_to` on whole formats, and torch's
+own bits.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def numbers(fmt: Format) -> list[float]:
     positive = [count * fmt.min_subnormal for count in range(hidden)]
     for power in range(fmt.min_exponent, fmt.max_exponent + 1):
         positive += [(1 + f / hidden) * 2.0**power for f in range(hidden)]
-    kept = [x for x in positive if x <= fmt.max and (fmt.subnormals or x == 0 or x >= fmt.min_normal)]
+    kept = [
+        x for x in positive if x <= fmt.max and (fmt.subnormals or x == 0 or x >= fmt.min_normal)
+    ]
     return [sign * x for x in kept for sign in (1.0, -1.0)]
 
 
@@ -62,7 +66,11 @@ def probes(fmt: Format) -> list[float]:
     middles = [(a + b) / 2 for a, b in pairwise(found)]
     exact = found + middles
     beside = [x * (1 + side * 2.0**-40) for x in exact for side in (-1, 1)]
-    return exact + beside + [sign * fmt.max * factor for factor in (1.01, 1.2, 2.0, 2.5, 64.0) for sign in (1, -1)]
+    return (
+        exact
+        + beside
+        + [sign * fmt.max * factor for factor in (1.01, 1.2, 2.0, 2.5, 64.0) for sign in (1, -1)]
+    )
 
 
 def same(found: float, wanted: float) -> bool:
@@ -80,23 +88,38 @@ def test_the_worked_example_is_the_papers_bit_for_bit() -> None:
     assert step.decision.exact_result
     assert step.carry == 1
     assert "the sum carries" in found.text()
-    assert (step.decision.code.exponent, step.decision.code.fraction) == ("10000001", "00101101000011100010111")
+    assert (step.decision.code.exponent, step.decision.code.fraction) == (
+        "10000001",
+        "00101101000011100010111",
+    )
     final = found.final
     assert (final.significand, final.dropped, final.power) == ("1.0010110", "1000011100010111", 2)
     assert (final.guard, final.round, final.sticky) == (1, 0, 1)
     assert (final.below, final.above, final.ulp) == (-4.71875, -4.6875, 2.0**-5)
     assert found.result == -4.71875
     assert found.error == -0.014759540557861328
-    assert (final.code.sign, final.code.exponent, final.code.fraction) == ("1", "10000001", "0010111")
+    assert (final.code.sign, final.code.exponent, final.code.fraction) == (
+        "1",
+        "10000001",
+        "0010111",
+    )
 
 
-@pytest.mark.parametrize("fmt", SMALL, ids=lambda fmt: f"{fmt.name}-{fmt.overflow}-{fmt.subnormals}")
+@pytest.mark.parametrize(
+    "fmt", SMALL, ids=lambda fmt: f"{fmt.name}-{fmt.overflow}-{fmt.subnormals}"
+)
 @pytest.mark.parametrize("rounding", DIRECTIONS)
-def test_decisions_agree_with_round_to_on_every_number_and_midpoint(fmt: Format, rounding: Rounding) -> None:
+def test_decisions_agree_with_round_to_on_every_number_and_midpoint(
+    fmt: Format, rounding: Rounding
+) -> None:
     values = probes(fmt)
     wanted = round_to(torch.tensor(values, dtype=torch.float64), fmt, rounding=rounding).tolist()
     ours = fmt.with_(rounding=rounding)
-    wrong = [x for x, w in zip(values, wanted, strict=True) if not same(decide(Fraction(x), ours).result, w)]
+    wrong = [
+        x
+        for x, w in zip(values, wanted, strict=True)
+        if not same(decide(Fraction(x), ours).result, w)
+    ]
     assert wrong == []
 
 
@@ -130,7 +153,10 @@ def test_codes_are_the_bits_that_torch_stores() -> None:
             code = encode(value, fmt)
             assert code.sign + code.exponent + code.fraction == format(stored & 0xFFFF, "016b")
     code = encode(-0.1, FP64)
-    assert int(code.sign + code.exponent + code.fraction, 2) == struct.unpack(">Q", struct.pack(">d", -0.1))[0]
+    assert (
+        int(code.sign + code.exponent + code.fraction, 2)
+        == struct.unpack(">Q", struct.pack(">d", -0.1))[0]
+    )
 
 
 def test_neighbors_enclose_the_value_and_lie_one_ulp_apart() -> None:
@@ -141,7 +167,8 @@ def test_neighbors_enclose_the_value_and_lie_one_ulp_apart() -> None:
 
 
 def test_a_rounding_on_the_way_that_changes_the_result_is_said() -> None:
-    # 1 + 2**-8 is a tie in bf16; the last term breaks it, and is lost when the sum passes through fp32.
+    # 1 + 2**-8 is a tie in bf16; the last term breaks it, and is lost when the sum passes through
+    # fp32.
     once = explain([1 + 2**-8, 2.0**-40], BF16, accumulate=FP64)
     twice = explain([1 + 2**-8, 2.0**-40], BF16)
     assert (once.result, once.steps_matter) == (1 + 2**-7, False)
@@ -208,7 +235,9 @@ def test_text_fits_a_terminal_and_json_is_plain(found: Explanation) -> None:
         ([3e38, 3e38], BF16, "sum", "overflows"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(values: list[float], fmt: Format, operation: str, words: str) -> None:
+def test_bad_input_is_refused_in_one_line(
+    values: list[float], fmt: Format, operation: str, words: str
+) -> None:
     with pytest.raises(ValueError, match=words) as error:
         explain(values, fmt, operation)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)

@@ -1,4 +1,6 @@
-"""The failing run in its first steps, the rule that calls a run failed, and that workers change nothing."""
+"""The failing run in its first steps, the rule that calls a run failed, and that workers change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,16 @@ STEPS = 700
 
 
 def test_the_stock_recipe_walks_off_and_halfulp_and_fp32_do_not() -> None:
-    """Long before the loss shows it the mean score does: about 8 against about 0 after 700 of the 4000 steps."""
+    """Long before the loss shows it the mean score does: about 8 against about 0 after 700 of the
+    4000 steps.
+    """
     runs = {
         name: run_failure(attention, 0, STEPS)
-        for name, attention in (("stock", BF16_FLASH2), ("halfulp", BF16_HALFULP), ("fp32", "torch:fp32"))
+        for name, attention in (
+            ("stock", BF16_FLASH2),
+            ("halfulp", BF16_HALFULP),
+            ("fp32", "torch:fp32"),
+        )
     }
     assert runs["stock"].mean_score[-1] > 4
     assert runs["stock"].outcome != "survived"
@@ -49,7 +57,9 @@ def test_seeds_share_data_and_weights_and_repeat_bit_for_bit() -> None:
 
 
 def test_an_emulated_kernel_starts_on_the_real_one() -> None:
-    real, emulated = (run_failure(name, 0, 100, record_every=20) for name in ("torch:flash", "BF16_FLASH2"))
+    real, emulated = (
+        run_failure(name, 0, 100, record_every=20) for name in ("torch:flash", "BF16_FLASH2")
+    )
     assert emulated.loss == pytest.approx(real.loss, rel=2e-2)
 
 
@@ -61,7 +71,12 @@ def test_a_run_that_breaks_stops_and_says_where() -> None:
         return value * (math.nan if len(calls) == 5 else 1.0)
 
     found = run_failure(breaking, 0, 50, record_every=2)
-    assert (found.outcome, found.broke_at, found.steps[-1], found.attention) == ("failed", 5, 5, "breaking")
+    assert (found.outcome, found.broke_at, found.steps[-1], found.attention) == (
+        "failed",
+        5,
+        5,
+        "breaking",
+    )
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["loss"][-1] is None
 
 
@@ -70,7 +85,8 @@ def test_a_run_that_breaks_stops_and_says_where() -> None:
     [
         ([1.0 / (i + 1) for i in range(80)], [0.1] * 80, "survived"),
         ([1e-3] * 20 + [1e-5] * 40 + [1e-3] * 20, [0.0] * 80, "failed"),
-        ([1e-3] * 20 + [1e-4] * 40 + [2.9e-4] * 20, [0.0] * 80, "survived"),  # below the factor of 3
+        # below the factor of 3
+        ([1e-3] * 20 + [1e-4] * 40 + [2.9e-4] * 20, [0.0] * 80, "survived"),
         ([1e-3] * 20 + [1e-7] * 40 + [9e-6] * 20, [0.0] * 80, "survived"),  # fp32's own noise
         ([1e-3] * 40 + [1e-5] * 40, [0.1 * i for i in range(80)], "drifting"),
         ([1e-3] * 40 + [1e-5] * 40, [-0.1 * i for i in range(80)], "drifting"),
@@ -144,7 +160,10 @@ def test_rungs_are_the_recipes_they_are_called() -> None:
 
 
 def test_figures_show_the_median_and_the_range_of_the_seeds() -> None:
-    runs = [run_failure("torch:fp32", seed, 6, 2, task=LayerTask(batch=1, tokens=4)) for seed in range(3)]
+    runs = [
+        run_failure("torch:fp32", seed, 6, 2, task=LayerTask(batch=1, tokens=4))
+        for seed in range(3)
+    ]
     loss = curves(runs, "halfulp demo")[0]
     (line,) = loss.series
     assert line.x == (2, 4, 6)

@@ -1,4 +1,6 @@
-"""In-model comparison: it sees every call, measures what it says, and leaves the run's bits alone."""
+"""In-model comparison: it sees every call, measures what it says, and leaves the run's bits
+alone.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ PICTURES = RunConfig(
     batch=2,
     autocast="bf16",
 )
-LANGUAGE = dataclasses.replace(PICTURES, workload=Language(layers=2, heads=2, width=16, context=12), steps=3)
-LAYER = RunConfig(LayerTask(batch=2, tokens=8, width=8, constant=2), AttentionPlan.of("torch:flash"), steps=3)
+LANGUAGE = dataclasses.replace(
+    PICTURES, workload=Language(layers=2, heads=2, width=16, context=12), steps=3
+)
+LAYER = RunConfig(
+    LayerTask(batch=2, tokens=8, width=8, constant=2), AttentionPlan.of("torch:flash"), steps=3
+)
 
 
 @pytest.mark.parametrize(("config", "layers"), [(PICTURES, 2), (LANGUAGE, 2), (LAYER, 1)])
@@ -45,7 +51,9 @@ def test_every_call_is_compared_and_the_run_keeps_its_bits(config: RunConfig, la
     assert same_bits(model_tensors(plain.workload.model), found.weights)
 
 
-def test_a_run_whose_bits_were_changed_is_told_from_one_that_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_bits_were_changed_is_told_from_one_that_keeps_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = Comparing.__call__
 
     def meddling(self: Comparing, *args: object, **options: object) -> Tensor:
@@ -63,7 +71,9 @@ def test_only_every_so_manyth_step_is_looked_at() -> None:
 
 
 def test_deviations_are_those_of_a_slow_computation() -> None:
-    tap = Comparing({name: attention_function(choice) for name, choice in ATTENTIONS.items()}, step=9)
+    tap = Comparing(
+        {name: attention_function(choice) for name, choice in ATTENTIONS.items()}, step=9
+    )
     query, key, value = torch.randn(3, 2, 3, 40, 8, generator=torch.Generator().manual_seed(0))
     out = torch.zeros(2, 3, 40, 8)
     assert tap(5, query, key, value, out, is_causal=True, scale=0.3) is out
@@ -75,7 +85,10 @@ def test_deviations_are_those_of_a_slow_computation() -> None:
     outs["fp64"] = golden(q, k, v, is_causal=True, scale=0.3).out
     assert len(tap.found) == 5
     for one in tap.found:
-        apart = [abs(a - b) for a, b in zip(outs[one.version].flatten(), outs[one.against].flatten(), strict=True)]
+        apart = [
+            abs(a - b)
+            for a, b in zip(outs[one.version].flatten(), outs[one.against].flatten(), strict=True)
+        ]
         mean = sum(map(float, apart)) / len(apart)
         spread = (sum((float(x) - mean) ** 2 for x in apart) / (len(apart) - 1)) ** 0.5
         assert (one.step, one.layer) == (9, 5)
@@ -91,7 +104,9 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> str:
     module = ModuleType("planted_attention")
 
     def off(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-        out = attention_function("torch:math")(query, key, value, is_causal=is_causal, scale=scale).clone()
+        out = attention_function("torch:math")(
+            query, key, value, is_causal=is_causal, scale=scale
+        ).clone()
         if key.shape[2] > 4:
             out[:, 1] += 0.125
         return out
@@ -102,10 +117,13 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_planted_deviation_is_found_in_its_layer_and_nothing_elsewhere(planted: str) -> None:
-    found = compare_in_model(PICTURES, attentions={"baseline": "torch:math", "off": planted, "same": "torch:math"})
+    found = compare_in_model(
+        PICTURES, attentions={"baseline": "torch:math", "off": planted, "same": "torch:math"}
+    )
     for one in found.deviations:
         if one.against == "baseline":
-            off = one.version == "off" and one.layer == 1  # names are longer than 4 symbols, pictures have 4 patches
+            # names are longer than 4 symbols, pictures have 4 patches
+            off = one.version == "off" and one.layer == 1
             assert one.largest == pytest.approx(0.125 if off else 0, rel=0.1)
             assert one.mean == pytest.approx(0.0625 if off else 0, rel=0.1)
     assert found.mean_ratio("same") == {0: 1.0, 1: 1.0}
@@ -142,7 +160,9 @@ def test_both_attentions_are_timed_equally_often_on_one_batch() -> None:
     calls = {"a": 0, "b": 0}
 
     def counting(name: str) -> str:
-        def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+        ) -> Tensor:
             calls[name] += 1
             return eager(query, key, value, is_causal=is_causal, scale=scale)
 
@@ -166,7 +186,12 @@ def test_both_attentions_are_timed_equally_often_on_one_batch() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_plain_attention_is_attention(is_causal: bool) -> None:
-    query, key, value = torch.randn(3, 1, 2, 10, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    query, key, value = torch.randn(
+        3, 1, 2, 10, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     out = eager(query, key, value, is_causal=is_causal, scale=0.4)
     torch.testing.assert_close(out, golden(query, key, value, is_causal=is_causal, scale=0.4).out)
-    assert attention_function(EAGER)(query, key, value, is_causal=is_causal, scale=0.4).shape == out.shape
+    assert (
+        attention_function(EAGER)(query, key, value, is_causal=is_causal, scale=0.4).shape
+        == out.shape
+    )

@@ -1,4 +1,6 @@
-"""The comparison with the real kernel finds nothing where nothing differs, and names the step where one does."""
+"""The comparison with the real kernel finds nothing where nothing differs, and names the step where
+one does.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,18 @@ LONG = (1, 2, 1024, 64)  # more than one key block, without which half of the st
 
 
 def kernel_of(recipe: Recipe) -> Kernel:
-    """Make a kernel that computes as `recipe` says: the emulated one, with a fault where the recipe has one."""
+    """Make a kernel that computes as `recipe` says: the emulated one, with a fault where the recipe
+    has one.
+    """
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, is_causal: bool) -> AttentionResult:
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, is_causal: bool
+    ) -> AttentionResult:
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
         out, lse = emulate(*leaves, is_causal=is_causal, recipe=recipe, return_lse=True)
-        return AttentionResult(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out))
+        return AttentionResult(
+            out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)
+        )
 
     return kernel
 
@@ -55,7 +63,8 @@ def test_the_real_kernel_is_matched():
         assert all(match.fraction > 0.4 for match in found.tensors if match.tensor != "lse")
 
 
-RECIPES = [model for model in models() if model.recipe != TORCH_CPU_FLASH]  # the others have another exponential
+# the others have another exponential
+RECIPES = [model for model in models() if model.recipe != TORCH_CPU_FLASH]
 
 
 @pytest.mark.parametrize("model", RECIPES, ids=lambda model: model.step)
@@ -68,7 +77,8 @@ def test_the_step_that_differs_is_named(model):
 
 
 def test_another_exponential_is_named():
-    # FlashAttention-2 in the same blocks differs in the exponential and, in the last bits of l, in the order of sums.
+    # FlashAttention-2 in the same blocks differs in the exponential and, in the last bits of l, in
+    # the order of sums.
     recipe = TORCH_CPU_FLASH.with_(algorithm="flash2")
     found = match_torch_cpu_flash((LONG,), (False,), (4,), kernel=kernel_of(recipe))
     assert found.differing_steps[0].step == "weights"
@@ -92,7 +102,9 @@ def test_a_wrong_step_costs_the_bits_it_is_known_to_cost():
 
 
 def test_results_are_json():
-    match = match_torch_cpu_flash(((1, 1, 8, 16),), (True,), (0,), kernel=kernel_of(TORCH_CPU_FLASH))
+    match = match_torch_cpu_flash(
+        ((1, 1, 8, 16),), (True,), (0,), kernel=kernel_of(TORCH_CPU_FLASH)
+    )
     assert json.loads(json.dumps(match.as_dict(), allow_nan=False)) == match.as_dict()
     assert len(match.table().columns) == len(match.table().rows[0])
     assert match.as_dict()["exact"] is True
@@ -111,12 +123,20 @@ def test_ulps_count_in_the_larger_value():
 
 
 def test_one_changed_element_is_counted():
-    inputs = [torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+    inputs = [
+        torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i in range(4)
+    ]
     ours = emulated(*inputs, True)
     changed = ours.grad_key.clone()
-    changed[0, 1, 3, 2] = torch.nextafter(changed[0, 1, 3, 2], torch.tensor(math.inf, dtype=torch.bfloat16))
+    changed[0, 1, 3, 2] = torch.nextafter(
+        changed[0, 1, 3, 2], torch.tensor(math.inf, dtype=torch.bfloat16)
+    )
     theirs = AttentionResult(ours.out, ours.lse, ours.grad_query, changed, ours.grad_value)
-    found = {match.tensor: (match.elements - match.identical, match.largest_ulps) for match in compare(theirs, ours)}
+    found = {
+        match.tensor: (match.elements - match.identical, match.largest_ulps)
+        for match in compare(theirs, ours)
+    }
     assert found.pop("grad_key") in ((1, 1.0), (1, 0.5))
     assert set(found.values()) == {(0, 0.0)}
 

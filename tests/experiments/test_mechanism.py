@@ -1,4 +1,6 @@
-"""The constructed run: each of the paper's conditions is there, and taking one away takes the push away."""
+"""The constructed run: each of the paper's conditions is there, and taking one away takes the push
+away.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 import torch
 
 from halfulp.experiments import mechanism
-from halfulp.experiments.mechanism import VARIANTS, MechanismRun, Ties, Variant, profile, run_variant, run_variants
+from halfulp.experiments.mechanism import (
+    VARIANTS,
+    MechanismRun,
+    Ties,
+    Variant,
+    profile,
+    run_variant,
+    run_variants,
+)
 from halfulp.formats import BF16, round_to
 from halfulp.recipes import Shift
 
@@ -34,7 +44,9 @@ def t_of(values: tuple[float, ...]) -> float:
     return float(x.mean() / x.std() * math.sqrt(len(x)))
 
 
-def test_the_described_recipe_is_pushed_by_its_first_order_part(runs: dict[str, MechanismRun]) -> None:
+def test_the_described_recipe_is_pushed_by_its_first_order_part(
+    runs: dict[str, MechanismRun],
+) -> None:
     run = runs["described"]
     assert t_of(run.first_order) > 5
     assert late(run.first_order).mean() > 20 * late(run.curvature).mean() > 0
@@ -44,7 +56,9 @@ def test_the_described_recipe_is_pushed_by_its_first_order_part(runs: dict[str, 
 
 
 @pytest.mark.parametrize("name", ["softmax fix", "no ties"])
-def test_without_ties_that_weigh_one_nothing_pushes(runs: dict[str, MechanismRun], name: str) -> None:
+def test_without_ties_that_weigh_one_nothing_pushes(
+    runs: dict[str, MechanismRun], name: str
+) -> None:
     run = runs[name]
     assert abs(t_of(run.first_order)) < 4
     assert abs(run.mean_score[-1] - run.mean_score[0]) < 8
@@ -62,7 +76,9 @@ def test_keys_tie_and_jitter_unties_them(runs: dict[str, MechanismRun]) -> None:
 
 
 def test_the_parts_add_up_to_the_error_of_delta() -> None:
-    """Against a slow definition: δ of the run's own dO, minus δ with the exact O, row by row in fp64."""
+    """Against a slow definition: δ of the run's own dO, minus δ with the exact O, row by row in
+    fp64.
+    """
     *_, now = mechanism._steps(NAMED["described"], 3, 5)
     *_, first, curvature, _, _, _ = mechanism._figures(now)
     query, key, value = (round_to(x.detach(), BF16).double()[:, 0] for x in now.inputs)
@@ -88,12 +104,15 @@ def test_a_run_repeats_and_does_not_depend_on_workers() -> None:
 
 def test_variants_share_teacher_and_data() -> None:
     first, second = (next(mechanism._steps(NAMED[name], 1, 1)) for name in ("described", "authors"))
-    assert all(torch.equal(a, b) for a, b in zip(first.batch.inputs, second.batch.inputs, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.batch.inputs, second.batch.inputs, strict=True)
+    )
     assert torch.equal(first.batch.target, second.batch.target)
 
 
 def test_a_number_that_is_not_finite_ends_the_run() -> None:
-    underflow = NAMED["softmax fix"].recipe.with_(shift=Shift("stabilized", beta=60.0))  # of every P̄ in a sharp row
+    # of every P̄ in a sharp row
+    underflow = NAMED["softmax fix"].recipe.with_(shift=Shift("stabilized", beta=60.0))
     run = run_variant(Variant("underflow", "", underflow), steps=8)
     assert run.outcome == "failed"
     assert run.steps == (1,)
@@ -104,7 +123,9 @@ def test_a_profile_shows_steps_down_where_weights_are_one() -> None:
     found = profile(NAMED["described"], steps=3)
     ones = [i for i, weight in enumerate(found.weights) if weight == 1]
     assert len(ones) == 3
-    jumps = [abs(b - a) for a, b in zip((0.0, *found.running_error), found.running_error, strict=False)]
+    jumps = [
+        abs(b - a) for a, b in zip((0.0, *found.running_error), found.running_error, strict=False)
+    ]
     others = [jump for i, jump in enumerate(jumps) if i not in ones]
     assert max(jumps[i] for i in ones) > 5 * statistics.median(others)
     assert found.running_error[-1] < -0.01
@@ -121,7 +142,8 @@ def test_values_of_both_signs_is_of_both_signs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [({"keys": 0}, "at least 1"), ({"keys": 33}, "at most"), ({"guilty": 40}, "at most")]
+    ("change", "said"),
+    [({"keys": 0}, "at least 1"), ({"keys": 33}, "at most"), ({"guilty": 40}, "at most")],
 )
 def test_impossible_tasks_are_refused(change: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):

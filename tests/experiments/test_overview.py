@@ -1,4 +1,6 @@
-"""Run folders on one page: what is drawn is what was recorded, also of a run that still trains or was killed."""
+"""Run folders on one page: what is drawn is what was recorded, also of a run that still trains or
+was killed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def folders(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
     with one_thread():
         train(CONFIG, out / "flash")
-        train(replace(CONFIG, attention=AttentionPlan.of("torch:fp32"), measure_every=0), out / "fp32")
+        train(
+            replace(CONFIG, attention=AttentionPlan.of("torch:fp32"), measure_every=0), out / "fp32"
+        )
     return out / "flash", out / "fp32"
 
 
@@ -49,7 +53,10 @@ def test_curves_are_the_recorded_numbers(folders) -> None:
     assert [one["label"] for one in loss["series"]] == ["flash", "fp32"]
     for one, folder in zip(loss["series"], folders, strict=True):
         rows = [row for row in recorded(folder) if "loss" in row]
-        assert (one["x"], one["y"]) == ([row["step"] for row in rows], [row["loss"] for row in rows])
+        assert (one["x"], one["y"]) == (
+            [row["step"] for row in rows],
+            [row["loss"] for row in rows],
+        )
     measured = [row["measure"]["sigma_query"] for row in recorded(folders[0]) if "measure" in row]
     largest = figure(seen, "Largest singular value of W_Q")["series"]
     assert [one["label"] for one in largest] == ["flash"]
@@ -58,8 +65,12 @@ def test_curves_are_the_recorded_numbers(folders) -> None:
 
 def test_one_run_is_drawn_head_by_head(folders) -> None:
     heads = figure(overview(read_runs(folders[:1]), ""), "Largest score")["series"]
-    assert [one["label"] for one in heads] == [f"layer {i}, head {j}" for i in (0, 1) for j in (0, 1)]
-    measured = [row["measure"]["max_score"][1][0] for row in recorded(folders[0]) if "measure" in row]
+    assert [one["label"] for one in heads] == [
+        f"layer {i}, head {j}" for i in (0, 1) for j in (0, 1)
+    ]
+    measured = [
+        row["measure"]["max_score"][1][0] for row in recorded(folders[0]) if "measure" in row
+    ]
     assert heads[2]["y"] == measured
 
 
@@ -69,14 +80,18 @@ def test_many_heads_become_a_band_a_layer(folders, tmp_path) -> None:
         train(wide, tmp_path / "wide")
     layers = figure(overview(read_runs([tmp_path / "wide"]), ""), "Largest score")["series"]
     assert [one["label"] for one in layers] == ["layer 0", "layer 1"]
-    first = next(row["measure"]["max_score"][0] for row in recorded(tmp_path / "wide") if "measure" in row)
+    first = next(
+        row["measure"]["max_score"][0] for row in recorded(tmp_path / "wide") if "measure" in row
+    )
     assert (layers[0]["low"][0], layers[0]["high"][0]) == (min(first), max(first))
 
 
 def test_what_differs_is_named(folders) -> None:
     runs = read_runs(folders)
     differences = overview(runs, "")["tables"][2]
-    assert differences["rows"] == [["fp32", "attention: BF16_FLASH2 → torch:fp32; measure_every: 10 → 0"]]
+    assert differences["rows"] == [
+        ["fp32", "attention: BF16_FLASH2 → torch:fp32; measure_every: 10 → 0"]
+    ]
     assert finding(runs).startswith("flash survived (loss")
 
 
@@ -115,7 +130,9 @@ def test_the_page_of_one_run_lies_in_its_folder_and_json_has_its_figures(folders
     assert (folders[1] / "report.html").exists()
     capsys.readouterr()
     assert cli.main(["report", str(folders[1]), "--json"]) == 0
-    assert figure(json.loads(capsys.readouterr().out), "Training loss")["series"][0]["label"] == "fp32"
+    assert (
+        figure(json.loads(capsys.readouterr().out), "Training loss")["series"][0]["label"] == "fp32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +144,9 @@ def test_the_page_of_one_run_lies_in_its_folder_and_json_has_its_figures(folders
         (["FLASH", "--html", "nowhere/page.html"], "there is no folder"),
     ],
 )
-def test_what_cannot_be_reported_is_said_in_a_line(folders, tmp_path, monkeypatch, capsys, arguments, said) -> None:
+def test_what_cannot_be_reported_is_said_in_a_line(
+    folders, tmp_path, monkeypatch, capsys, arguments, said
+) -> None:
     monkeypatch.chdir(tmp_path)
     named = {"FLASH": str(folders[0]), "FP32": str(folders[1])}
     assert cli.main(["report", *(named.get(word, word) for word in arguments)]) == 2

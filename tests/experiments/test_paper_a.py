@@ -1,4 +1,6 @@
-"""What is kept of a run, δ with a changed error, weights over tilings, and the rules on planted runs."""
+"""What is kept of a run, δ with a changed error, weights over tilings, and the rules on planted
+runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from halfulp.experiments.claims.model import Lab, generator
 from halfulp.experiments.claims.paper_a import excess, failed_share, traced
 from halfulp.experiments.delta import CHANGES, changed_attention
 from halfulp.experiments.mechanism import VARIANTS, profile, run_variant
-from halfulp.experiments.paper_a import TASK_STOCK, Plan, Snapshot, Traced, language_attention, trace, trace_all
+from halfulp.experiments.paper_a import (
+    TASK_STOCK,
+    Plan,
+    Snapshot,
+    Traced,
+    language_attention,
+    trace,
+    trace_all,
+)
 from halfulp.formats import BF16
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, FP64, recipe_named
 from halfulp.training.loop import train
@@ -60,7 +70,12 @@ def test_a_snapshot_agrees_with_the_measurement_of_its_step(run: Traced) -> None
 def test_plans_name_layers_and_tasks() -> None:
     plan = Plan((language_attention(2, delta_from="exact_out"),), 1, 7, layers=3, heads=4)
     config = plan.config()
-    assert (config.workload.layers, config.workload.heads, config.steps, config.seed) == (3, 4, 7, 1)  # type: ignore[union-attr]
+    assert (config.workload.layers, config.workload.heads, config.steps, config.seed) == (
+        3,
+        4,
+        7,
+        1,
+    )  # type: ignore[union-attr]
     recipe = recipe_named(language_attention(2, delta_from="exact_out"))
     assert (recipe.out.mantissa_bits, recipe.delta_from) == (2, "exact_out")  # type: ignore[union-attr]
     assert recipe_named(language_attention(None)).out.mantissa_bits == 23  # type: ignore[union-attr]
@@ -80,7 +95,9 @@ def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_a_changed_delta_against_the_written_out_backward_pass(name: str) -> None:
-    """dS_ij = P_ij (dP_ij − δ'_i) with δ' = δ_hp + change(e), loop by loop in fp64; dV does not change."""
+    """dS_ij = P_ij (dP_ij − δ'_i) with δ' = δ_hp + change(e), loop by loop in fp64; dV does not
+    change.
+    """
     q, k, v, do = problem()
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = changed_attention(ROUNDED_OUT, CHANGES[name])(*inputs, is_causal=True, scale=0.5)
@@ -138,7 +155,9 @@ def test_weights_of_all_tilings_and_the_planted_ones_that_differ() -> None:
     torch.testing.assert_close(whole, weights, rtol=2**-8, atol=1e-30)
     for block in (7, 32):
         for keys in (None, order):
-            assert torch.equal(final_weights(split.with_(block_query=40, block_key=block), q, k, v, keys), whole)
+            assert torch.equal(
+                final_weights(split.with_(block_query=40, block_key=block), q, k, v, keys), whole
+            )
     unsplit = BF16_HALFULP.with_(block_query=None, block_key=None)
     found = sum(
         int((final_weights(unsplit.with_(block_key=16), *x) != final_weights(unsplit, *x)).sum())
@@ -146,7 +165,9 @@ def test_weights_of_all_tilings_and_the_planted_ones_that_differ() -> None:
     )
     assert 0 < found < 100
     stock = BF16_FLASH2.with_(block_query=None)
-    moved = final_weights(stock.with_(block_key=16), q, k, v) != final_weights(stock.with_(block_key=None), q, k, v)
+    moved = final_weights(stock.with_(block_key=16), q, k, v) != final_weights(
+        stock.with_(block_key=None), q, k, v
+    )
     assert moved.double().mean() > 0.1
 
 
@@ -167,11 +188,14 @@ def test_a_language_run_fails_by_loss_and_sigma_together() -> None:
 
 def test_when_a_loss_rises_above_its_twin() -> None:
     twin, rising = planted([2.0] * 20, 1.0), planted([2.5] * 5 + [2.1] * 5 + [2.9] * 10, 1.0)
-    assert _loss_rises(rising, twin) == 120  # two of five at +0.9, three at +0.1: 0.32 above the smallest mean, 0.1
+    # two of five at +0.9, three at +0.1: 0.32 above the smallest mean, 0.1
+    assert _loss_rises(rising, twin) == 120
     assert _loss_rises(twin, twin) == math.inf
 
 
-def snapshot(query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad: Tensor, exact_grad: Tensor) -> Snapshot:
+def snapshot(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad: Tensor, exact_grad: Tensor
+) -> Snapshot:
     return Snapshot(Call(0, query, key, value, out, True, 0.5, grad), exact_grad)
 
 
@@ -182,8 +206,15 @@ def test_sign_shares_are_counted() -> None:
     lean = snapshot(q, k, v, exact + 0.01 * do.sign(), do, -do)
     assert sign_shares(lean) == {"rounded": 1.0, "exact": 0.0}
     noisy = snapshot(q, k, v, exact + torch.randn(do.shape, generator=generator(3)), do, do)
-    products = [a * b for a, b in zip(do.flatten().tolist(), (noisy.call.out - exact).flatten().tolist(), strict=True)]
-    assert sign_shares(noisy)["rounded"] == pytest.approx(sum(x > 0 for x in products) / len(products))
+    products = [
+        a * b
+        for a, b in zip(
+            do.flatten().tolist(), (noisy.call.out - exact).flatten().tolist(), strict=True
+        )
+    ]
+    assert sign_shares(noisy)["rounded"] == pytest.approx(
+        sum(x > 0 for x in products) / len(products)
+    )
 
 
 def test_a_planted_sink_is_where_the_weights_are_one() -> None:
@@ -194,7 +225,8 @@ def test_a_planted_sink_is_where_the_weights_are_one() -> None:
     sink[:, :, 5] = 8.0
     value = torch.randn(3, 1, n, 4, generator=generator(5))
     ((correlation, p, ratio, mass),) = sink_figures(snapshot(q, sink, value, value, value, value))
-    assert ratio == pytest.approx(25, rel=0.05)  # all rows see it, and 25 keys are seen by 16 rows and more
+    # all rows see it, and 25 keys are seen by 16 rows and more
+    assert ratio == pytest.approx(25, rel=0.05)
     assert mass > 0.9
     assert correlation > 0.2
     assert 0 < p < 1
@@ -209,12 +241,17 @@ def test_cosines_are_those_of_the_written_out_terms() -> None:
     for i in range(5):
         for j in range(5):
             left, right = torch.outer(a[i], x[i]), torch.outer(b[j], y[j])
-            assert float(found[i, j]) == pytest.approx(float((left * right).sum() / left.norm() / right.norm()))
+            assert float(found[i, j]) == pytest.approx(
+                float((left * right).sum() / left.norm() / right.norm())
+            )
 
 
 def test_every_picture_is_plain_data_with_a_command(run: Traced) -> None:
     seen = profile(VARIANTS[0], steps=2)
-    built = {name: run_variant(VARIANTS[i], steps=4, record_every=2) for i, name in enumerate(("described", "fp32"))}
+    built = {
+        name: run_variant(VARIANTS[i], steps=4, record_every=2)
+        for i, name in enumerate(("described", "fp32"))
+    }
     drawn = [
         pictures.cumulative_error(run, 0, "c"),
         *pictures.similarity_maps(run, 0, 0, "c"),

@@ -35,7 +35,9 @@ def precision() -> SweepResult:
 
 
 def direct(fmt_bits: torch.dtype, family: str) -> list[float]:
-    """max |out − golden| per seed in bf16 by torch's own bf16 tensors, without any of the package's algorithms."""
+    """max |out − golden| per seed in bf16 by torch's own bf16 tensors, without any of the package's
+    algorithms.
+    """
     query, key, value = (x.to(fmt_bits) for x in draw_inputs(SMALL))
     exact = (query.double() @ key.double().mT * 16**-0.5).softmax(-1) @ value.double()
     if family == "baseline":
@@ -77,7 +79,9 @@ def test_deviation_falls_with_the_mantissa(precision: SweepResult) -> None:
     for family in ("flash2 stock", "flash1 uniform"):
         for against in ("baseline", "golden"):
             medians = [
-                statistics.median(precision.select(format=fmt.name, family=family, against=against)[0].max)
+                statistics.median(
+                    precision.select(format=fmt.name, family=family, against=against)[0].max
+                )
                 for fmt in FORMATS
             ]
             assert all(a > 10 * b for a, b in pairwise(medians[1:]))
@@ -114,7 +118,10 @@ def test_length_is_swept_at_fixed_blocks() -> None:
 def test_blocks_follow_the_memory_and_larger_ones_deviate_less() -> None:
     found = sweep_block(SMALL, memories=(256, 4096), formats=(BF16,))
     small, large = found.select(family="flash1 uniform", against="baseline")
-    assert [(p.block_query, p.block_key, p.x) for p in (small, large)] == [(4, 4, 16), (16, 64, 1024)]
+    assert [(p.block_query, p.block_key, p.x) for p in (small, large)] == [
+        (4, 4, 16),
+        (16, 64, 1024),
+    ]
     assert statistics.median(large.max) < statistics.median(small.max)
 
 
@@ -142,7 +149,16 @@ def test_inputs_are_seeded_one_by_one() -> None:
 def test_results_turn_into_json(precision: SweepResult) -> None:
     plain = json.loads(json.dumps(precision.as_dict(), allow_nan=False))
     figure = plain["figures"][1]
-    assert set(figure) == {"title", "x_label", "y_label", "x_log", "y_log", "series", "caption", "command"}
+    assert set(figure) == {
+        "title",
+        "x_label",
+        "y_label",
+        "x_log",
+        "y_log",
+        "series",
+        "caption",
+        "command",
+    }
     assert figure["series"][0]["x"] == ["bf16", "fp16", "fp32", "fp64"]
     assert set(figure["series"][0]) == {"label", "x", "y", "low", "high", "style"}
     assert "--length 96" in figure["command"]

@@ -1,4 +1,6 @@
-"""Twin runs: each pair differs in what it names, the repeated run drifts by 0, drawings come with names."""
+"""Twin runs: each pair differs in what it names, the repeated run drifts by 0, drawings come with
+names.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ SMALL = RunConfig(
 def test_every_pair_differs_in_the_thing_it_names() -> None:
     for pair in PAIRS:
         one, other = (
-            KINDS[kind](dataclasses.replace(SMALL, seed=3, data_seed=3)) for kind in (pair.baseline, pair.run)
+            KINDS[kind](dataclasses.replace(SMALL, seed=3, data_seed=3))
+            for kind in (pair.baseline, pair.run)
         )
         fields = {change.partition(":")[0] for change in difference(one, other)}
         expected = {
@@ -63,7 +66,9 @@ def test_every_pair_differs_in_the_thing_it_names() -> None:
     assert KINDS["weights"](dataclasses.replace(SMALL, seed=3)).seed == 3 + OTHER_WEIGHTS
 
 
-def test_real_twins_drift_the_repeated_run_does_not_and_finished_runs_are_not_made_again(tmp_path: Path) -> None:
+def test_real_twins_drift_the_repeated_run_does_not_and_finished_runs_are_not_made_again(
+    tmp_path: Path,
+) -> None:
     wanted = [FLASH, REPEATED, INITIALIZATION]
     result = measure_drift(SMALL, (0, 1), tmp_path / "runs", pairs=wanted, checkpoints=3, workers=1)
     compared = result.compared
@@ -73,7 +78,9 @@ def test_real_twins_drift_the_repeated_run_does_not_and_finished_runs_are_not_ma
     assert all(value > 0 for drift in compared.of(FLASH) for value in drift.max_difference)
     assert min(d.max_difference[0] for d in compared.of(INITIALIZATION)) > 0.1
     assert max(d.max_difference[0] for d in compared.of(FLASH)) < 0.01
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    written = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()
+    }
     again = measure_drift(SMALL, (0, 1), tmp_path / "runs", pairs=wanted, checkpoints=3, workers=1)
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert again.compared == compared
@@ -122,7 +129,9 @@ def test_a_page_shows_drift_and_drawings(trained: Path) -> None:
     assert text.count("<img src='data:image/png;base64,") == 2
     assert "red circle" in text
     assert "Repeat everything on this page: halfulp compare x" in text
-    outside = sheet_block(draw_run(runs[0], ["red circle"])) | {"source": "https://example.org/x.png"}
+    outside = sheet_block(draw_run(runs[0], ["red circle"])) | {
+        "source": "https://example.org/x.png"
+    }
     with pytest.raises(ValueError, match="accepted is data:image/png"):
         page("x", "", [{"heading": "x", "blocks": [outside]}])
 
@@ -130,8 +139,12 @@ def test_a_page_shows_drift_and_drawings(trained: Path) -> None:
 def test_the_ledgers_page_takes_drawings_and_figures_together(trained: Path) -> None:
     figure = CompareResult((drift(0, (1.0, 2.0)),), "command").figures()[0].as_dict()
     drawing = sheet_block(draw_run(trained / "baseline-0", ["red circle"]))
-    verdict = dict.fromkeys(("id", "verdict", "statement", "paper", "measured", "rule", "command"), "not yet")
-    text = ledger_page([verdict | {"pictures": (figure, drawing)}, verdict | {"pictures": (drawing,)}], "command")
+    verdict = dict.fromkeys(
+        ("id", "verdict", "statement", "paper", "measured", "rule", "command"), "not yet"
+    )
+    text = ledger_page(
+        [verdict | {"pictures": (figure, drawing)}, verdict | {"pictures": (drawing,)}], "command"
+    )
     assert text.count("<img") == 2
     assert text.count("<svg") == 1
 
@@ -143,12 +156,17 @@ def test_only_text_to_image_runs_with_checkpoints_draw(trained: Path, tmp_path: 
         draw_run(plain)
 
 
-def test_the_command_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = [str(trained / "baseline-0"), str(trained / "flash-0")]
     assert main(["compare", *runs, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["drifts"][0]["steps"] == [3, 6]
-    assert main(["compare", runs[1], "--baseline", runs[0], "--html", str(tmp_path / "page.html")]) == 0
+    assert (
+        main(["compare", runs[1], "--baseline", runs[0], "--html", str(tmp_path / "page.html")])
+        == 0
+    )
     assert "Weight drift" in capsys.readouterr().out
     assert "<img" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert main(["compare", runs[0]]) == 2
@@ -158,7 +176,9 @@ def test_the_command_compares(trained: Path, tmp_path: Path, capsys: pytest.Capt
 # --- the claims that are judged from twin runs
 
 
-def planted_lab(slopes: dict[str, float], wobble: dict[str, float], seeds: tuple[int, ...] = (0, 1, 2)) -> Lab:
+def planted_lab(
+    slopes: dict[str, float], wobble: dict[str, float], seeds: tuple[int, ...] = (0, 1, 2)
+) -> Lab:
     """A laboratory whose twin runs drift along lines of these slopes, up and down by a wobble."""
     drifts = []
     for name, slope in slopes.items():
@@ -166,10 +186,18 @@ def planted_lab(slopes: dict[str, float], wobble: dict[str, float], seeds: tuple
             line = [slope * (step + 0.1 * seed) for step in range(1, 7)]
             values = tuple(x + wobble.get(name, 0.0) * (-1) ** i for i, x in enumerate(line))
             drifts.append(drift(seed, values, name))
-    return Lab(seeds=seeds, kept={"drift": DriftResult(CompareResult(tuple(drifts), "command"), {})})
+    return Lab(
+        seeds=seeds, kept={"drift": DriftResult(CompareResult(tuple(drifts), "command"), {})}
+    )
 
 
-AS_IN_THE_PAPER = {FLASH: 1.0, INITIALIZATION: 1.5, "bf16 against fp32": 3.0, "fp16 against fp32": 4.0, REPEATED: 0.0}
+AS_IN_THE_PAPER = {
+    FLASH: 1.0,
+    INITIALIZATION: 1.5,
+    "bf16 against fp32": 3.0,
+    "fp16 against fp32": 4.0,
+    REPEATED: 0.0,
+}
 UNEVEN = {"fp16 against fp32": 0.5}
 
 
@@ -177,7 +205,8 @@ UNEVEN = {"fp16 against fp32": 0.5}
     ("changed", "wobble", "b7", "b8"),
     [
         ({}, UNEVEN, True, True),
-        ({FLASH: 2.0}, UNEVEN, True, False),  # more than another initialization, and 1.5 times below bf16
+        # more than another initialization, and 1.5 times below bf16
+        ({FLASH: 2.0}, UNEVEN, True, False),
         ({FLASH: -1.0}, UNEVEN, False, False),
         ({"fp16 against fp32": 1.2}, UNEVEN, True, False),
         ({"bf16 against fp32": 8.0}, UNEVEN, True, False),

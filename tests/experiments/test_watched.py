@@ -22,8 +22,12 @@ def test_the_page_says_what_the_watcher_says(tmp_path, capsys, caplog):
     report = watcher.report()
     (alarm,) = tables["Alarms"]["rows"]
     assert alarm[:4] == ["biased", "blocks.1.attention", BIASED_HEAD, round(report.alarms[0].t, 1)]
-    written = [dict(zip(tables["Heads"]["columns"], row, strict=True)) for row in tables["Heads"]["rows"]]
-    assert [row["δ leans"] for row in written] == pytest.approx([row["leaning"] for row in report.rows])
+    written = [
+        dict(zip(tables["Heads"]["columns"], row, strict=True)) for row in tables["Heads"]["rows"]
+    ]
+    assert [row["δ leans"] for row in written] == pytest.approx(
+        [row["leaning"] for row in report.rows]
+    )
     names = {series["label"] for figure in open_page["figures"] for series in figure["series"]}
     assert f"blocks.1.attention, head {BIASED_HEAD}" in names
     assert main(["report", str(folder)]) == 0

@@ -34,7 +34,9 @@ def assert_as_defined(x: np.ndarray, fmt: BlockFormat, rounding: str = "nearest_
 
 def numbers(seed: int, shape: tuple[int, int], spread: float) -> np.ndarray:
     generator = np.random.default_rng(seed)
-    return generator.standard_normal(shape) * np.exp2(spread * generator.standard_normal(shape)).round(3)
+    return generator.standard_normal(shape) * np.exp2(
+        spread * generator.standard_normal(shape)
+    ).round(3)
 
 
 @EVERY
@@ -65,12 +67,18 @@ def test_both_ends_of_the_range(fmt: BlockFormat, dtype: type[np.floating]) -> N
 
 @EVERY
 def test_midpoints_and_a_hair_beside_them(fmt: BlockFormat) -> None:
-    """Numbers on and beside the midpoints between neighbors, at scales that are not powers of two in NVFP4."""
+    """Numbers on and beside the midpoints between neighbors, at scales that are not powers of two
+    in NVFP4.
+    """
     steps = np.arange(1, 4 * 16) / 8.0
     for largest in (6.0, 5.7, 448 * 6.0, 0.1):
         scale = largest / 6.0
         middles = (steps[steps < 6] * scale).astype(np.float32)
-        for row in (middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(np.inf))):
+        for row in (
+            middles,
+            np.nextafter(middles, np.float32(0)),
+            np.nextafter(middles, np.float32(np.inf)),
+        ):
             row = np.concatenate([[np.float32(largest)], row])
             assert_as_defined(row[None], fmt)
             double = row.astype(np.float64)
@@ -88,12 +96,18 @@ def test_any_float32(fmt: BlockFormat, row: list[float]) -> None:
 
 
 def test_a_quotient_never_lands_where_its_number_is_not() -> None:
-    """Rounding x / scale is rounding twice, and safe: beside every midpoint, for scales of every kind."""
+    """Rounding x / scale is rounding twice, and safe: beside every midpoint, for scales of every
+    kind.
+    """
     for largest in np.random.default_rng(0).uniform(1, 2, 60).astype(np.float32).astype(np.float64):
         tensor_scale = np.float64(np.float32(largest) / np.float32(2688.0))
         middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]) * (448.0 * tensor_scale)
-        assert_as_defined(np.concatenate([[largest], np.nextafter(middles, 0), middles])[None], NVFP4)
-        assert_as_defined(np.concatenate([[largest], np.nextafter(middles, 9), middles])[None], NVFP4)
+        assert_as_defined(
+            np.concatenate([[largest], np.nextafter(middles, 0), middles])[None], NVFP4
+        )
+        assert_as_defined(
+            np.concatenate([[largest], np.nextafter(middles, 9), middles])[None], NVFP4
+        )
 
 
 def test_directed_rounding_sees_numbers_that_vanish_beside_their_scale() -> None:
@@ -136,7 +150,10 @@ def test_beyond_the_largest_scale(fmt: BlockFormat) -> None:
 def test_a_float_scale_without_a_tensor_scale_is_lost_too(bad: float) -> None:
     x = torch.ones(16)
     x[3] = bad
-    assert round_to(x, BlockFormat("scaled", E2M1, 8, OCP_E4M3)).isnan().tolist() == [True] * 8 + [False] * 8
+    assert (
+        round_to(x, BlockFormat("scaled", E2M1, 8, OCP_E4M3)).isnan().tolist()
+        == [True] * 8 + [False] * 8
+    )
 
 
 @EVERY
@@ -162,7 +179,9 @@ def test_more_rows_than_are_worked_on_at_once() -> None:
 
 
 def test_worked_example() -> None:
-    """Largest 7: shared exponent floor(log2 7) - 2 = 0; 7 saturates to 6, 2.6 rounds to 3, 0.2 to 0."""
+    """Largest 7: shared exponent floor(log2 7) - 2 = 0; 7 saturates to 6, 2.6 rounds to 3, 0.2 to
+    0.
+    """
     x = torch.tensor([7.0, 2.6, -0.2, 0.3])
     assert round_to(x, MXFP4).tolist() == [6.0, 3.0, -0.0, 0.5]
 
@@ -185,7 +204,9 @@ def test_planted_faults_are_seen() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^block_size=0 is not accepted; accepted: a positive integer$"):
+    with pytest.raises(
+        ValueError, match=r"^block_size=0 is not accepted; accepted: a positive integer$"
+    ):
         BlockFormat("none", E2M1, 0, E8M0)
     with pytest.raises(ValueError, match=r"^element=e5m2 must saturate"):
         BlockFormat("none", custom(5, 2), 32, E8M0)

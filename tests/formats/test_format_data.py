@@ -33,7 +33,9 @@ from halfulp.formats import (
 )
 
 
-@pytest.mark.parametrize("fmt", [*LISTED, TF32], ids=lambda fmt: f"{fmt.name}-{fmt.specials}-{fmt.bias}")
+@pytest.mark.parametrize(
+    "fmt", [*LISTED, TF32], ids=lambda fmt: f"{fmt.name}-{fmt.specials}-{fmt.bias}"
+)
 def test_properties_are_those_of_the_list_of_codes(fmt: Format) -> None:
     numbers = magnitudes(fmt)
     finite = numbers[:-1]
@@ -80,7 +82,9 @@ def test_figures_of_the_specifications() -> None:
 
 
 def test_torch_dtypes() -> None:
-    found = {fmt.name: fmt.torch_dtype for fmt in FORMATS if isinstance(fmt, Format) and fmt.torch_dtype}
+    found = {
+        fmt.name: fmt.torch_dtype for fmt in FORMATS if isinstance(fmt, Format) and fmt.torch_dtype
+    }
     assert found == {
         "fp64": torch.float64,
         "fp32": torch.float32,
@@ -126,7 +130,9 @@ def test_parse_format() -> None:
     assert len({fmt.name for fmt in FORMATS}) == len(FORMATS)
 
 
-@pytest.mark.parametrize("name", ["", "fp17", "e5", "m3", "e5m", "float16", "e4m3fn", "e12m3", "e5m99", "e0m3", "e1m2"])
+@pytest.mark.parametrize(
+    "name", ["", "fp17", "e5", "m3", "e5m", "float16", "e4m3fn", "e12m3", "e5m99", "e0m3", "e1m2"]
+)
 def test_parse_format_refuses_in_one_line(name: str) -> None:
     with pytest.raises(ValueError, match="accepted: ") as refused:
         parse_format(name)
@@ -136,18 +142,45 @@ def test_parse_format_refuses_in_one_line(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"exponent_bits": 12}, "exponent_bits=12 is not accepted; accepted: an integer from 1 to 11"),
-        ({"exponent_bits": True}, "exponent_bits=True is not accepted; accepted: an integer from 1 to 11"),
-        ({"mantissa_bits": 2.5}, "mantissa_bits=2.5 is not accepted; accepted: an integer from 0 to 52"),
-        ({"mantissa_bits": -1}, "mantissa_bits=-1 is not accepted; accepted: an integer from 0 to 52"),
-        ({"specials": "inf"}, "specials='inf' is not accepted; accepted: one of ieee, nan_only, none"),
-        ({"rounding": "even"}, "rounding='even' is not accepted; accepted: one of nearest_even, nearest_away, "),
+        (
+            {"exponent_bits": 12},
+            "exponent_bits=12 is not accepted; accepted: an integer from 1 to 11",
+        ),
+        (
+            {"exponent_bits": True},
+            "exponent_bits=True is not accepted; accepted: an integer from 1 to 11",
+        ),
+        (
+            {"mantissa_bits": 2.5},
+            "mantissa_bits=2.5 is not accepted; accepted: an integer from 0 to 52",
+        ),
+        (
+            {"mantissa_bits": -1},
+            "mantissa_bits=-1 is not accepted; accepted: an integer from 0 to 52",
+        ),
+        (
+            {"specials": "inf"},
+            "specials='inf' is not accepted; accepted: one of ieee, nan_only, none",
+        ),
+        (
+            {"rounding": "even"},
+            "rounding='even' is not accepted; accepted: one of nearest_even, nearest_away, ",
+        ),
         (
             {"overflow": "inf"},
-            "overflow='inf' is not accepted; accepted: one of infinity, saturate, nan where specials",
+            (
+                "overflow='inf' is not accepted; accepted: one of infinity, saturate, nan where"
+                " specials"
+            ),
         ),
-        ({"specials": "none"}, "overflow='infinity' is not accepted; accepted: one of saturate where specials is none"),
-        ({"exponent_bits": 1}, "exponent_bits=1 leaves no normal number where specials is ieee; accepted: more"),
+        (
+            {"specials": "none"},
+            "overflow='infinity' is not accepted; accepted: one of saturate where specials is none",
+        ),
+        (
+            {"exponent_bits": 1},
+            "exponent_bits=1 leaves no normal number where specials is ieee; accepted: more",
+        ),
         ({"bias": 2000}, "bias=2000 leaves the range of float64; accepted: "),
         (
             {"exponent_bits": 11, "specials": "nan_only", "overflow": "nan"},
@@ -179,7 +212,9 @@ def test_custom_takes_the_policy_that_its_specials_allow() -> None:
     assert custom(4, 3).overflow == "infinity"
     assert custom(4, 3, specials="nan_only").overflow == "nan"
     assert custom(4, 3, specials="none").overflow == "saturate"
-    assert custom(4, 3, specials="nan_only", overflow="saturate", name="x") == dataclasses.replace(OCP_E4M3, name="x")
+    assert custom(4, 3, specials="nan_only", overflow="saturate", name="x") == dataclasses.replace(
+        OCP_E4M3, name="x"
+    )
     assert custom(5, 0, bias=3, rounding="up").rounding == "up"
 
 

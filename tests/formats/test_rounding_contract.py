@@ -52,7 +52,9 @@ def test_layout_and_size_do_not_matter(fmt: Format, rounding: Rounding) -> None:
     if rounding != "stochastic":
         assert torch.equal(round_to(x.mT, fmt, rounding=rounding), y.mT)
         assert torch.equal(round_to(x[3:, ::7], fmt, rounding=rounding), y[3:, ::7])
-        assert torch.equal(round_to(x[0, 0].expand(4, 5), fmt, rounding=rounding), y[0, 0].expand(4, 5))
+        assert torch.equal(
+            round_to(x[0, 0].expand(4, 5), fmt, rounding=rounding), y[0, 0].expand(4, 5)
+        )
         assert torch.equal(round_to(y, fmt, rounding=rounding), y)
 
 
@@ -83,11 +85,15 @@ def test_rounding_of_the_format_and_of_the_call() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^x=\[1.0\] is not accepted; accepted: a tensor$"):
         round_to([1.0], FP16)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^x.dtype=torch.bfloat16 is not accepted; accepted: torch.float32 or"):
+    with pytest.raises(
+        ValueError, match=r"^x.dtype=torch.bfloat16 is not accepted; accepted: torch.float32 or"
+    ):
         round_to(torch.zeros(1, dtype=torch.bfloat16), FP16)
     with pytest.raises(ValueError, match=r"^x.dtype=torch.int64 is not accepted"):
         ulp(torch.zeros(1, dtype=torch.int64), FP16)
-    with pytest.raises(ValueError, match=r"^rounding='even' is not accepted; accepted: nearest_even, "):
+    with pytest.raises(
+        ValueError, match=r"^rounding='even' is not accepted; accepted: nearest_even, "
+    ):
         round_to(torch.zeros(1), FP16, rounding="even")
     with pytest.raises(ValueError, match=r"^x.requires_grad=True is not accepted"):
         round_to(torch.zeros(1, requires_grad=True), FP16)
@@ -157,7 +163,9 @@ def test_one_thread_and_two_agree() -> None:
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            results.append([round_to(x, fmt, rounding=mode) for fmt, mode in itertools.product(KINDS, MODES)])
+            results.append(
+                [round_to(x, fmt, rounding=mode) for fmt, mode in itertools.product(KINDS, MODES)]
+            )
     finally:
         torch.set_num_threads(threads)
     for one, two in zip(*results, strict=True):
@@ -165,7 +173,9 @@ def test_one_thread_and_two_agree() -> None:
 
 
 @pytest.mark.parametrize("piece", [7, 10**9], ids=["short_pieces", "whole"])
-def test_the_size_of_the_pieces_does_not_matter(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_pieces_does_not_matter(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On other devices a tensor is worked on whole."""
     x = trying_inputs(OCP_E4M3, np.float32)
     given = torch.from_numpy(x.astype(np.float32)).repeat(4)
@@ -185,4 +195,6 @@ def test_imports_nothing_but_torch() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for top in {name.split(".")[0] for name in names}:
-                assert top in {"torch", "halfulp"} or top in sys.stdlib_module_names, f"{file.name} imports {top}"
+                assert top in {"torch", "halfulp"} or top in sys.stdlib_module_names, (
+                    f"{file.name} imports {top}"
+                )

@@ -1,4 +1,6 @@
-"""Every number and every midpoint of every format of up to 16 bits, in every mode and under every policy."""
+"""Every number and every midpoint of every format of up to 16 bits, in every mode and under every
+policy.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -45,8 +47,14 @@ def describe(fmt: Format) -> str:
 
 
 def variants(fmt: Format) -> list[Format]:
-    overflows = {"ieee": ("infinity", "saturate", "nan"), "nan_only": ("saturate", "nan"), "none": ("saturate",)}
-    return [fmt.with_(subnormals=s, overflow=o) for s in (True, False) for o in overflows[fmt.specials]]
+    overflows = {
+        "ieee": ("infinity", "saturate", "nan"),
+        "nan_only": ("saturate", "nan"),
+        "none": ("saturate",),
+    }
+    return [
+        fmt.with_(subnormals=s, overflow=o) for s in (True, False) for o in overflows[fmt.specials]
+    ]
 
 
 def rounded(x: np.ndarray, fmt: Format, rounding: Rounding) -> np.ndarray:
@@ -67,7 +75,10 @@ def test_every_number_and_midpoint(fmt: Format, container: str) -> None:
 def test_tf32() -> None:
     x = trying_inputs(TF32, np.float32)
     for rounding in DETERMINISTIC:
-        assert differing(rounded(x.astype(np.float32), TF32, rounding), expected(x, TF32, rounding)) == 0, rounding
+        assert (
+            differing(rounded(x.astype(np.float32), TF32, rounding), expected(x, TF32, rounding))
+            == 0
+        ), rounding
 
 
 @pytest.mark.parametrize("fmt", SMALL_FORMATS, ids=describe)
@@ -76,7 +87,9 @@ def test_the_two_oracles_agree(fmt: Format) -> None:
     x = x[np.isfinite(x) & (x != 0)]
     for variant in variants(fmt):
         for rounding in DETERMINISTIC:
-            one_by_one = np.array([round_fraction(Fraction(number), variant, rounding) for number in x.tolist()])
+            one_by_one = np.array(
+                [round_fraction(Fraction(number), variant, rounding) for number in x.tolist()]
+            )
             assert differing(one_by_one, expected(x, variant, rounding)) == 0, (variant, rounding)
 
 
@@ -136,20 +149,33 @@ def test_against_gfloat(fmt: Format, info: gfloat.FormatInfo) -> None:
     x = x[np.isfinite(x)]
     for rounding in DETERMINISTIC:
         theirs = gfloat.round_ndarray(info, x, modes[rounding], sat=True)
-        assert differing(rounded(x, fmt.with_(overflow="saturate"), rounding), theirs) == 0, rounding
+        assert differing(rounded(x, fmt.with_(overflow="saturate"), rounding), theirs) == 0, (
+            rounding
+        )
 
 
 def test_float64_to_float32() -> None:
     generator = np.random.default_rng(0)
     middles = generator.standard_normal(1 << 16).astype(np.float32).astype(np.float64)
     middles += np.spacing(middles.astype(np.float32)).astype(np.float64) / 2
-    x = np.concatenate([middles, np.nextafter(middles, np.inf), np.nextafter(middles, -np.inf), [1e300, -1e-46, 1e-45]])
+    x = np.concatenate(
+        [
+            middles,
+            np.nextafter(middles, np.inf),
+            np.nextafter(middles, -np.inf),
+            [1e300, -1e-46, 1e-45],
+        ]
+    )
     with np.errstate(over="ignore"):
         want = x.astype(np.float32).astype(np.float64)
     assert differing(rounded(x, FP32, "nearest_even"), want) == 0
     # The general way and the native cast are the same function.
     assert (
-        differing(rounded(x, FP32.with_(overflow="nan"), "nearest_even"), np.where(np.isinf(want), np.nan, want)) == 0
+        differing(
+            rounded(x, FP32.with_(overflow="nan"), "nearest_even"),
+            np.where(np.isinf(want), np.nan, want),
+        )
+        == 0
     )
 
 
@@ -160,7 +186,9 @@ def test_native_and_general_way_on_random_bits(fmt: Format) -> None:
     with np.errstate(invalid="ignore"):
         want = expected(x.astype(np.float64), fmt, "nearest_even")
     assert differing(rounded(x, fmt, "nearest_even"), want) == 0
-    assert differing(rounded(x, fmt.with_(overflow="nan"), "nearest_even"), _inf_to_nan(x, want)) == 0
+    assert (
+        differing(rounded(x, fmt.with_(overflow="nan"), "nearest_even"), _inf_to_nan(x, want)) == 0
+    )
 
 
 def _inf_to_nan(x: np.ndarray, rounded_x: np.ndarray) -> np.ndarray:
@@ -205,8 +233,19 @@ def ceiling_of_nothing(x: torch.Tensor) -> torch.Tensor:
         (custom(5, 0), lambda x: round_to(x, custom(5, 0), rounding="nearest_away"), np.float32),
     ],
     ids=[
-        *("truncation", "half_up", "subnormals_flushed", "double_rounding_bf16", "double_rounding_fp16"),
-        *("double_rounding_through_fp16", "double_rounding_in_torch", "overflow_policy", "wrong_top_codes"),
+        *(
+            "truncation",
+            "half_up",
+            "subnormals_flushed",
+            "double_rounding_bf16",
+            "double_rounding_fp16",
+        ),
+        *(
+            "double_rounding_through_fp16",
+            "double_rounding_in_torch",
+            "overflow_policy",
+            "wrong_top_codes",
+        ),
         *("fixed_point", "sign_of_zero", "ties_away", "ties_away_without_fraction"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Any format of up to 11 exponent and 52 fraction bits, on numbers drawn to be hard, against exact fractions."""
+"""Any format of up to 11 exponent and 52 fraction bits, on numbers drawn to be hard, against exact
+fractions.
+"""
 
 from fractions import Fraction
 
@@ -12,7 +14,11 @@ from hypothesis import strategies as st
 from halfulp.formats import FP32, FP64, Format, Rounding, custom, round_to
 
 MODES = st.sampled_from(["nearest_even", "nearest_away", "toward_zero", "up", "down"])
-OVERFLOWS = {"ieee": ["infinity", "saturate", "nan"], "nan_only": ["saturate", "nan"], "none": ["saturate"]}
+OVERFLOWS = {
+    "ieee": ["infinity", "saturate", "nan"],
+    "nan_only": ["saturate", "nan"],
+    "none": ["saturate"],
+}
 
 
 @st.composite
@@ -21,10 +27,17 @@ def formats(draw: st.DrawFn, most_exponent_bits: int = 11, most_mantissa_bits: i
     least = 1 if specials == "none" else 2
     most_exponent_bits = min(most_exponent_bits, 11 if specials == "ieee" else 10)
     plain = custom(
-        draw(st.integers(least, most_exponent_bits)), draw(st.integers(0, most_mantissa_bits)), specials=specials
+        draw(st.integers(least, most_exponent_bits)),
+        draw(st.integers(0, most_mantissa_bits)),
+        specials=specials,
     )
     # As far as float64 reaches: from a largest exponent of 1023 to a smallest of -1022.
-    bias = draw(st.integers(max(plain.bias + plain.max_exponent - 1023, plain.bias - 200), min(1023, plain.bias + 200)))
+    bias = draw(
+        st.integers(
+            max(plain.bias + plain.max_exponent - 1023, plain.bias - 200),
+            min(1023, plain.bias + 200),
+        )
+    )
     overflow = draw(st.sampled_from(OVERFLOWS[specials]))
     return plain.with_(bias=bias, overflow=overflow, subnormals=draw(st.booleans()))
 
@@ -39,7 +52,11 @@ def hard_numbers(draw: st.DrawFn, fmt: Format) -> float:
     if number >= Fraction(2) ** 1024:
         return float("inf")
     near = float(number)
-    near = draw(st.sampled_from([near, np.nextafter(near, np.inf), np.nextafter(near, 0.0), near * (1 + 2.0**-31)]))
+    near = draw(
+        st.sampled_from(
+            [near, np.nextafter(near, np.inf), np.nextafter(near, 0.0), near * (1 + 2.0**-31)]
+        )
+    )
     return float(draw(st.sampled_from([near, -near])))
 
 
@@ -93,8 +110,13 @@ def test_every_precision_at_its_midpoints(exponent_bits: int) -> None:
     for mantissa_bits in range(24):
         fmt = custom(exponent_bits, mantissa_bits)
         one = 2.0**fmt.min_exponent
-        x = torch.tensor([one * (1 + (2 * k + 1) * 2.0 ** -(mantissa_bits + 1)) for k in range(4)], dtype=torch.float64)
-        x = torch.cat([x, x.nextafter(torch.tensor(9.0).double()), x.nextafter(torch.tensor(0.0).double())])
+        x = torch.tensor(
+            [one * (1 + (2 * k + 1) * 2.0 ** -(mantissa_bits + 1)) for k in range(4)],
+            dtype=torch.float64,
+        )
+        x = torch.cat(
+            [x, x.nextafter(torch.tensor(9.0).double()), x.nextafter(torch.tensor(0.0).double())]
+        )
         want = np.array([round_fraction(Fraction(number), fmt) for number in x.tolist()])
         assert differing(round_to(x, fmt).numpy(), want) == 0
         single = x.float()

@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfulp.formats import BF16, E2M1, FP16, FP32, MXFP4, OCP_E4M3, Format, counter, custom, round_to
+from halfulp.formats import (
+    BF16,
+    E2M1,
+    FP16,
+    FP32,
+    MXFP4,
+    OCP_E4M3,
+    Format,
+    counter,
+    custom,
+    round_to,
+)
 
 COUNT = 1 << 18
 CPU = torch.device("cpu")
@@ -40,7 +51,10 @@ def test_goes_up_as_often_as_the_distance_says(fmt: Format, dtype: torch.dtype) 
 def test_unbiased_on_random_numbers() -> None:
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
     for fmt in (BF16, OCP_E4M3):
-        for rounded, biased in ((stochastic(x, fmt, 5), False), (round_to(x, fmt, rounding="down"), True)):
+        for rounded, biased in (
+            (stochastic(x, fmt, 5), False),
+            (round_to(x, fmt, rounding="down"), True),
+        ):
             error = (rounded - x).double()
             t = error.mean() / (error.std() / math.sqrt(x.numel()))
             assert (t.abs() > 5) == biased
@@ -78,7 +92,9 @@ def test_the_same_in_pieces_and_in_any_order() -> None:
     pieces = {a: stochastic(x[a:b], BF16, 11, offset=a) for a, b in reversed(spans)}
     assert torch.equal(whole, torch.cat([pieces[a] for a in bounds[:-1]]))
     assert torch.equal(whole, stochastic(torch.stack([x, x], 1)[:, 0], BF16, 11))  # strided
-    assert torch.equal(whole.view(100, 1000), stochastic(x.view(100, 1000).mT.contiguous().mT, BF16, 11))
+    assert torch.equal(
+        whole.view(100, 1000), stochastic(x.view(100, 1000).mT.contiguous().mT, BF16, 11)
+    )
     assert torch.equal(whole, stochastic(x.double(), BF16, 11).float())
 
 
@@ -89,7 +105,8 @@ def test_seeds_and_positions_do_not_lean_on_each_other() -> None:
     assert off_diagonal.abs().max() < 5 / math.sqrt(COUNT)
     assert torch.equal(uniform(7, 1000, 50), uniform(7, 0, 1050)[1000:])
     assert torch.equal(uniform(7, 2**64 + 3, 50), uniform(7, 3, 50))
-    step = uniform(0x9E37_79B9_7F4A_7C15, 0, 50)  # a seed that is one step of the sequence must not start one step on
+    # a seed that is one step of the sequence must not start one step on
+    step = uniform(0x9E37_79B9_7F4A_7C15, 0, 50)
     assert not torch.equal(step, uniform(0, 1, 50))
 
 
@@ -109,10 +126,14 @@ def test_blocks_take_their_elements_random_numbers_by_position() -> None:
     x = torch.rand(3, 40, generator=torch.Generator().manual_seed(4)) * 8 - 4
     x[:, ::32] = 4.0  # so that every scale is 1, and neighbors are at most 1 apart
     whole = round_to(x, MXFP4, rounding="stochastic", seed=9)
-    rows = [round_to(x[row], MXFP4, rounding="stochastic", seed=9, offset=40 * row) for row in range(3)]
+    rows = [
+        round_to(x[row], MXFP4, rounding="stochastic", seed=9, offset=40 * row) for row in range(3)
+    ]
     assert torch.equal(whole, torch.stack(rows))
     long = torch.randn(40, 1000, generator=torch.Generator().manual_seed(5))
-    parts = [round_to(long[row], MXFP4, rounding="stochastic", offset=1000 * row) for row in range(40)]
+    parts = [
+        round_to(long[row], MXFP4, rounding="stochastic", offset=1000 * row) for row in range(40)
+    ]
     assert torch.equal(round_to(long, MXFP4, rounding="stochastic"), torch.stack(parts))
     mean = sum(round_to(x, MXFP4, rounding="stochastic", seed=seed) for seed in range(2000)) / 2000
     assert (mean - x).abs().max() < 5 * 0.5 / math.sqrt(2000)

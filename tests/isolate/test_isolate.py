@@ -1,4 +1,6 @@
-"""Isolation of runs that are really trained: the planted head, operation and number of bits; resumed after anything."""
+"""Isolation of runs that are really trained: the planted head, operation and number of bits;
+resumed after anything.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.journal import read_rows
 from halfulp.training.loop import train
 
-# The one-layer task, smaller and hotter, with an O of one mantissa bit: it fails within 150 steps of 2 ms.
+# The one-layer task, smaller and hotter, with an O of one mantissa bit: it fails within 150 steps
+# of 2 ms.
 SMALL = RunConfig(
     LayerTask(batch=8, tokens=16, width=16, constant=4),
     AttentionPlan.of("BF16_FLASH2[out=e8m1]"),
@@ -51,7 +54,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def fewer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five operations in the place of sixteen, so that the test is short; all of them are tested without training."""
+    """Five operations in the place of sixteen, so that the test is short; all of them are tested
+    without training.
+    """
     names = ("delta-exact-O", "residual", "delta-dP.P", "row-sum", "delta-fp32")
     few = tuple(one for one in questions.OPERATIONS if one.name in names)
     for module in (questions, verdict):
@@ -61,7 +66,9 @@ def fewer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_head_operation_and_format_are_named_whatever_interrupts(
     tmp_path: Path, counted: list[str], fewer_operations: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every head runs the stock recipe; in one, δ is rounded upwards to a power of two as well. Ctrl-C after 4 runs."""
+    """Every head runs the stock recipe; in one, δ is rounded upwards to a power of two as well.
+    Ctrl-C after 4 runs.
+    """
     config = RunConfig(
         MODEL,
         AttentionPlan.of("BF16_FLASH2", "layer 1 head 2: BF16_FLASH2[delta=e8m0/up]"),
@@ -83,8 +90,15 @@ def test_a_planted_head_operation_and_format_are_named_whatever_interrupts(
     monkeypatch.setattr(climb, "run_rung", interrupting)
     with pytest.raises(KeyboardInterrupt):
         isolate(config, **options)
-    record, partial = read_json(tmp_path / "out" / "run.json"), read_json(tmp_path / "out" / "isolation.json")
-    assert (record["kind"], record["status"], partial["status"]) == ("isolate", "interrupted", "interrupted")
+    record, partial = (
+        read_json(tmp_path / "out" / "run.json"),
+        read_json(tmp_path / "out" / "isolation.json"),
+    )
+    assert (record["kind"], record["status"], partial["status"]) == (
+        "isolate",
+        "interrupted",
+        "interrupted",
+    )
     assert [r["name"] for r in partial["rungs"]][:2] == ["original", "fp32"]
     monkeypatch.setattr(climb, "run_rung", whole)
     found = isolate(config, **options)
@@ -92,7 +106,10 @@ def test_a_planted_head_operation_and_format_are_named_whatever_interrupts(
     assert found.places == ((1, 2),)
     assert found.rescues[0].operations == ("delta-fp32",)
     assert found.verdict.startswith("The rounding of δ, head 2 of layer 1; 1 of 1 seed")
-    assert "What saves the run alone: δ and its terms in fp32 (1 of 1). Nothing else tried does." in found.verdict
+    assert (
+        "What saves the run alone: δ and its terms in fp32 (1 of 1). Nothing else tried does."
+        in found.verdict
+    )
     assert found.bits[0].step == "delta"
     assert "halfulp's own recipe (attention BF16_HALFULP) survives on 1 of 1 seeds" in found.fix
 
@@ -105,7 +122,11 @@ def test_the_one_layer_task_blames_delta_and_the_recorded_run_is_used(
     assert "original/seed-1" in counted
     assert "original/seed-0" not in counted, "the recorded run is that one"
     assert found.verdict.startswith("δ from the rounded O; 2 of 2 seeds")
-    assert {one.operations for one in found.rescues} == {("delta-exact-O",), ("residual",), ("delta-dP.P",)}
+    assert {one.operations for one in found.rescues} == {
+        ("delta-exact-O",),
+        ("residual",),
+        ("delta-dP.P",),
+    }
     assert found.tables()[0].rows[0][:3] == ("the run", "nothing: BF16_FLASH2[out=e8m1]", "failed")
     assert recorded.status == "done", "its loss is finite; what fails it is the rule"
     replayed = (tmp_path / "out" / "rungs" / "fp32" / "seed-0" / "batches.npy").read_bytes()
@@ -113,7 +134,9 @@ def test_the_one_layer_task_blames_delta_and_the_recorded_run_is_used(
 
 
 def small(folder: Path, **options: Any) -> Isolation:
-    return isolate(folder / "run", out=folder / "out", **({"seeds": (0, 1), "workers": 1} | options))
+    return isolate(
+        folder / "run", out=folder / "out", **({"seeds": (0, 1), "workers": 1} | options)
+    )
 
 
 def time_is_over() -> None:
@@ -128,7 +151,9 @@ def ctrl_c() -> None:
 def test_a_run_cut_off_in_the_middle_goes_on_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None], resumed: int
 ) -> None:
-    """After step 120: from the checkpoint of step 100, or from where the run saved itself when asked to stop."""
+    """After step 120: from the checkpoint of step 100, or from where the run saved itself when
+    asked to stop.
+    """
     config = rung_config(SMALL, SMALL.steps)
     whole = run_rung(job(config, tmp_path / "whole"))
 
@@ -163,7 +188,11 @@ def test_a_run_ends_as_soon_as_the_rule_says_so(tmp_path: Path) -> None:
     twin = replace(SMALL, attention=AttentionPlan.of("torch:fp32"))
     for name, config in (("twin", twin), ("run", SMALL)):
         found = run_rung(
-            job(rung_config(config, 150), tmp_path / name, twin=tmp_path / "twin" if name == "run" else None)
+            job(
+                rung_config(config, 150),
+                tmp_path / name,
+                twin=tmp_path / "twin" if name == "run" else None,
+            )
         )
     assert found is not None
     assert found.outcome == "failed"
@@ -176,19 +205,30 @@ def test_from_a_recorded_checkpoint(tmp_path: Path, counted: list[str]) -> None:
     train(replace(SMALL, checkpoint_every=50, keep=None), tmp_path / "run")
     found = small(tmp_path, from_step=50, seeds=None, budget_steps=200)
     assert found.seeds == (0,)
-    assert [run.made for run in next(r for r in found.rungs if r.name == "fp32").runs.values()] == [100]
+    assert [run.made for run in next(r for r in found.rungs if r.name == "fp32").runs.values()] == [
+        100
+    ]
     original = tmp_path / "out" / "rungs" / "original" / "seed-0"
     if original.exists():
-        assert losses(original) == [pair for pair in losses(tmp_path / "run") if pair[0] > 50][: len(losses(original))]
-    with pytest.raises(ValueError, match=r"from_step=70: accepted are 0 and the run's checkpoints \[50, 100, 150\]"):
+        assert (
+            losses(original)
+            == [pair for pair in losses(tmp_path / "run") if pair[0] > 50][: len(losses(original))]
+        )
+    with pytest.raises(
+        ValueError, match=r"from_step=70: accepted are 0 and the run's checkpoints \[50, 100, 150\]"
+    ):
         small(tmp_path, from_step=70)
-    with pytest.raises(ValueError, match=r"seeds=\[0, 1\]: accepted are the run's own 0 with from_step"):
+    with pytest.raises(
+        ValueError, match=r"seeds=\[0, 1\]: accepted are the run's own 0 with from_step"
+    ):
         small(tmp_path, from_step=50)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     run_rung(job(replace(SMALL, steps=5), tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"holds another run .steps: 5 → 6.; accepted is a new folder"):
+    with pytest.raises(
+        ValueError, match=r"holds another run .steps: 5 → 6.; accepted is a new folder"
+    ):
         run_rung(job(replace(SMALL, steps=6), tmp_path / "run"))
 
 
@@ -196,7 +236,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def halfulp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def halfulp(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -214,10 +256,14 @@ def attention(query, key, value, *, is_causal, scale):
 """
 
 
-def test_a_killed_worker_is_one_line_and_leaves_a_readable_folder(halfulp: Run, tmp_path: Path) -> None:
+def test_a_killed_worker_is_one_line_and_leaves_a_readable_folder(
+    halfulp: Run, tmp_path: Path
+) -> None:
     """A kernel that kills its process, in a run of the command line with two workers."""
     (tmp_path / "kernel.py").write_text(KILLER, encoding="utf-8")
-    config = replace(SMALL, attention=AttentionPlan.of("kernel.py:attention"), steps=4, metrics_every=1)
+    config = replace(
+        SMALL, attention=AttentionPlan.of("kernel.py:attention"), steps=4, metrics_every=1
+    )
     train(replace(config, attention=AttentionPlan.of("torch:fp32")), tmp_path / "run")
     record = read_json(tmp_path / "run" / "run.json")
     record["config"]["attention"] = [f"{tmp_path / 'kernel.py'}:attention"]
@@ -252,13 +298,21 @@ def test_the_command_prints_a_verdict_and_writes_a_page(halfulp: Run, tmp_path: 
         (["nosuch"], "run='nosuch': there is no run.json of a training"),
         (["minutes", "--steps", "0"], "steps=0: accepted are 1 to the run's 2000"),
         (["minutes", "--seeds", "0"], "seeds=[]: accepted are different ones, at least one"),
-        (["minutes", "--from-step", "5"], "from_step=5: accepted are 0 and the run's checkpoints []"),
-        (["minutes", "--loss-factor", "0.5"], "loss_factor=0.5: accepted is a finite factor above 1"),
+        (
+            ["minutes", "--from-step", "5"],
+            "from_step=5: accepted are 0 and the run's checkpoints []",
+        ),
+        (
+            ["minutes", "--loss-factor", "0.5"],
+            "loss_factor=0.5: accepted is a finite factor above 1",
+        ),
         (["minutes", "--workers", "0"], "workers=0: accepted is an integer of at least 1"),
         (["minutes", "--out", "no/where"], "out='no/where': there is no folder"),
     ],
 )
-def test_a_bad_argument_is_one_line_and_code_2(halfulp: Run, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_a_bad_argument_is_one_line_and_code_2(
+    halfulp: Run, tmp_path: Path, arguments: list[str], says: str
+) -> None:
     code, out, err = halfulp("isolate", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err

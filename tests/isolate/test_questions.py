@@ -1,4 +1,6 @@
-"""The investigation with an oracle in the place of training: it names the planted cause, where it is, and how sure."""
+"""The investigation with an oracle in the place of training: it names the planted cause, where it
+is, and how sure.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,16 @@ def another_delta(recipe: Recipe) -> bool:
 def three_repairs(recipe: Recipe) -> bool:
     """Saved as the one-layer task is: by dP ∘ P, or by three repairs together."""
     repaired = recipe.delta_from == "residual" and recipe.row_sum_from == "rounded"
-    return recipe.delta_from == "probabilities" or (repaired and recipe.backward_weights == "rounded")
+    return recipe.delta_from == "probabilities" or (
+        repaired and recipe.backward_weights == "rounded"
+    )
 
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """Let a run fail where every head of one of the causes runs what does not save it; returns the jobs."""
+    """Let a run fail where every head of one of the causes runs what does not save it; returns the
+    jobs.
+    """
 
     def planted(
         *causes: set[Place],
@@ -55,12 +61,27 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
                 return None
             done.append(job)
             cells, seed = cells_of(job.config), job.config.seed
-            fails = seed not in sound and any(all(bad(cells[place]) for place in cause) for cause in causes)
+            fails = seed not in sound and any(
+                all(bad(cells[place]) for place in cause) for cause in causes
+            )
             fails |= job.rung == "fp32" and seed in twin_fails
             last = 100 if fails else job.horizon
             outcome = "failed" if fails else "survived"
             at = 100 if fails else None
-            return RungRun(job.rung, seed, outcome, "planted", at, last, last, 1.0, 0.0, {}, 0.0, str(job.folder))
+            return RungRun(
+                job.rung,
+                seed,
+                outcome,
+                "planted",
+                at,
+                last,
+                last,
+                1.0,
+                0.0,
+                {},
+                0.0,
+                str(job.folder),
+            )
 
         monkeypatch.setattr(climb, "run_rung", run)
         return done
@@ -71,7 +92,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 def ask(out: Path, *attention: str, **options: Any) -> Isolation:
     config = RunConfig(MODEL, AttentionPlan.of(*(attention or ("BF16_FLASH2",))), steps=STEPS)
     found = isolate(config, out=out, **({"workers": 1, "seeds": range(6)} | options))
-    assert json.loads((out / "isolation.json").read_text()) == json.loads(json.dumps(found.as_dict()))
+    assert json.loads((out / "isolation.json").read_text()) == json.loads(
+        json.dumps(found.as_dict())
+    )
     return found
 
 
@@ -80,7 +103,8 @@ def test_one_head_of_144_is_named_with_few_runs(plant: Plant, tmp_path: Path) ->
     found = ask(tmp_path / "out")
     assert found.places == ((3, 7),)
     assert found.verdict.startswith(
-        "δ from the rounded O, head 7 of layer 3; 6 of 6 seeds, so at least 61 % of all seeds at 95 % confidence."
+        "δ from the rounded O, head 7 of layer 3; 6 of 6 seeds, so at least 61 % of all seeds at 95"
+        " % confidence."
     )
     assert (found.exit_code, found.found, found.status, found.not_tested) == (0, True, "done", ())
     for kind in (
@@ -88,7 +112,9 @@ def test_one_head_of_144_is_named_with_few_runs(plant: Plant, tmp_path: Path) ->
         "only-head",
     ):  # twelve of each; the halving asks two questions four times, and what is left one
         assert sum(job.rung.startswith(kind) and job.config.seed == 0 for job in done) <= 9
-    outcomes = {(r.attention, seed): run.outcome for r in found.rungs for seed, run in r.runs.items()}
+    outcomes = {
+        (r.attention, seed): run.outcome for r in found.rungs for seed, run in r.runs.items()
+    }
     ends = [outcomes[str(job.config.attention), job.config.seed] for job in done]
     assert found.steps == sum(100 if end == "failed" else STEPS for end in ends)
     assert len(set(outcomes)) == len(done), "no run is made twice"
@@ -113,7 +139,10 @@ def test_changes_that_save_only_together_are_all_named(plant: Plant, tmp_path: P
     assert found.verdict.startswith(
         "δ = rowsum(dO ∘ O), which is not the sum of the dP ∘ P that the backward pass uses"
     )
-    assert "What saves the run alone: δ = rowsum(dP ∘ P) (3 of 3). Nothing else tried does." in found.verdict
+    assert (
+        "What saves the run alone: δ = rowsum(dP ∘ P) (3 of 3). Nothing else tried does."
+        in found.verdict
+    )
     assert found.fix.startswith(
         "δ from O and its residual; l summed from the rounded weights; the backward pass on the"
     )
@@ -122,16 +151,24 @@ def test_changes_that_save_only_together_are_all_named(plant: Plant, tmp_path: P
 
 
 def test_without_a_single_rescue_the_set_is_the_cause(plant: Plant, tmp_path: Path) -> None:
-    plant({(0, 0)}, saves=lambda recipe: recipe.row_sum_from == "rounded" and recipe.backward_weights == "rounded")
+    plant(
+        {(0, 0)},
+        saves=lambda recipe: (
+            recipe.row_sum_from == "rounded" and recipe.backward_weights == "rounded"
+        ),
+    )
     found = ask(tmp_path / "out", seeds=(0,))
     assert [one.operations for one in found.rescues] == [("row-sum", "weights")]
     assert found.verdict.startswith(
-        "l from the weights before rounding together with weights recomputed otherwise than they were used, "
+        "l from the weights before rounding together with weights recomputed otherwise than they"
+        " were used, "
     )
     assert found.verdict.endswith("No single operation saves the run.")
 
 
-def test_seeds_that_do_not_fail_or_whose_twin_fails_do_not_count(plant: Plant, tmp_path: Path) -> None:
+def test_seeds_that_do_not_fail_or_whose_twin_fails_do_not_count(
+    plant: Plant, tmp_path: Path
+) -> None:
     plant({(0, 0)}, sound=(0, 3), twin_fails=(4,))
     found = ask(tmp_path / "out")
     assert found.failing == (1, 2, 5)
@@ -143,7 +180,10 @@ def test_seeds_that_do_not_fail_or_whose_twin_fails_do_not_count(plant: Plant, t
 def test_a_run_that_does_not_fail(plant: Plant, tmp_path: Path) -> None:
     done = plant({(0, 0)}, sound=tuple(range(6)))
     found = ask(tmp_path / "out")
-    assert (found.exit_code, found.verdict) == (1, "The run does not fail: it survives on 6 of 6 seeds.")
+    assert (found.exit_code, found.verdict) == (
+        1,
+        "The run does not fail: it survives on 6 of 6 seeds.",
+    )
     assert len(done) == 12, "nothing else is asked"
 
 
@@ -151,7 +191,10 @@ def test_attention_that_is_not_the_cause(plant: Plant, tmp_path: Path) -> None:
     plant({(0, 0)}, twin_fails=tuple(range(6)))
     found = ask(tmp_path / "out")
     assert found.exit_code == 1
-    assert found.verdict == "Attention is not the cause: with fp32 attention the run fails too (6 of 6 seeds)."
+    assert (
+        found.verdict
+        == "Attention is not the cause: with fp32 attention the run fails too (6 of 6 seeds)."
+    )
 
 
 def test_a_kernel_is_emulated_and_that_is_said(plant: Plant, tmp_path: Path) -> None:
@@ -159,16 +202,22 @@ def test_a_kernel_is_emulated_and_that_is_said(plant: Plant, tmp_path: Path) -> 
     found = ask(tmp_path / "out", "torch:flash", seeds=(0,))
     assert found.places == ((2, 2),)
     (said,) = (note for note in found.notes if "replaced inside" in note)
-    assert said.startswith("Operations were replaced inside BF16_FLASH2[block_query=32,block_key=512,")
+    assert said.startswith(
+        "Operations were replaced inside BF16_FLASH2[block_query=32,block_key=512,"
+    )
     assert "seed 0 at step 100, the kernel itself at step 100" in said
     kernel = next(rung for rung in found.rungs if rung.name == "only-head-2.2")
-    assert kernel.attention == "torch:fp32; layer 2 head 2: torch:flash", "places are told apart with the kernel itself"
+    assert kernel.attention == "torch:fp32; layer 2 head 2: torch:flash", (
+        "places are told apart with the kernel itself"
+    )
 
 
 def test_a_kernel_that_no_recipe_follows_is_still_located(plant: Plant, tmp_path: Path) -> None:
     plant({(2, 2)}, saves=lambda recipe: True)
     found = ask(tmp_path / "out", "torch:flash", seeds=(0,))
-    assert found.verdict.startswith("Attention in low precision, head 2 of layer 2; which operation was not found; ")
+    assert found.verdict.startswith(
+        "Attention in low precision, head 2 of layer 2; which operation was not found; "
+    )
     assert found.exit_code == 0
     assert [what for what, _ in found.not_tested] == ["(b) tiling", "(d) operations", "(f) bits"]
     assert "No recipe that emulates torch:flash fails alike" in found.notes[0]
@@ -184,7 +233,9 @@ def test_tiling_that_is_the_cause_is_named(plant: Plant, tmp_path: Path) -> None
 
 
 def test_bits_are_bisected(plant: Plant, tmp_path: Path) -> None:
-    plant({(0, 0)}, saves=lambda recipe: recipe.delta_from != "out" or recipe.out.mantissa_bits >= 11)  # type: ignore[union-attr]
+    plant(
+        {(0, 0)}, saves=lambda recipe: recipe.delta_from != "out" or recipe.out.mantissa_bits >= 11
+    )  # type: ignore[union-attr]
     found = ask(tmp_path / "out", seeds=(0,))
     (table,) = (t for t in found.tables() if t.title == "Mantissa bits of out")
     outcomes = {row[0]: row[1] for row in table.rows}
@@ -194,7 +245,9 @@ def test_bits_are_bisected(plant: Plant, tmp_path: Path) -> None:
     assert len(outcomes) <= 9
     assert "Mantissa bits of out: 7 are too few, 11 suffice" in " ".join(found.notes)
     (figure,) = (f for f in found.figures if "bits" in f.title)
-    assert figure.series[0].x == tuple(sorted(bits for bits, outcome in outcomes.items() if outcome == "failed"))
+    assert figure.series[0].x == tuple(
+        sorted(bits for bits, outcome in outcomes.items() if outcome == "failed")
+    )
 
 
 def test_a_budget_of_steps_is_kept_and_what_is_left_is_said(plant: Plant, tmp_path: Path) -> None:
@@ -203,14 +256,19 @@ def test_a_budget_of_steps_is_kept_and_what_is_left_is_said(plant: Plant, tmp_pa
     found = ask(tmp_path / "out", seeds=(0, 1), budget_steps=budget)
     assert found.steps <= budget
     assert found.not_tested
-    assert found.not_tested[0] == ("(b) tiling", f"the budget of {budget} steps of training was spent")
+    assert found.not_tested[0] == (
+        "(b) tiling",
+        f"the budget of {budget} steps of training was spent",
+    )
     assert [job.rung for job in done][:3] == ["fp32", "fp32", "original"]
     more = ask(tmp_path / "out", seeds=(0, 1))
     assert more.not_tested == (), "the same folder goes on with a larger budget"
 
 
 def test_what_is_known_when_the_budget_ends_is_said(plant: Plant, tmp_path: Path) -> None:
-    """The third operation of the first round was the last run: that the first saves the run is known by then."""
+    """The third operation of the first round was the last run: that the first saves the run is
+    known by then.
+    """
     plant({(0, 0)}, out_of_time=19)
     found = ask(tmp_path / "out", seeds=(0, 1), budget_seconds=3600.0)
     made = [r.name for r in found.rungs if r.question == "(d) operations" and r.runs]

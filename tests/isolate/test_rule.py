@@ -1,4 +1,6 @@
-"""The rule of failure: it agrees with the judgement of whole runs, says when, and holds runs against their twin."""
+"""The rule of failure: it agrees with the judgement of whole runs, says when, and holds runs
+against their twin.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,14 @@ from halfulp.training.config import Language, LayerTask
 STEPS = 80
 
 
-def rows(loss: list[float], score: list[float] | None = None, **figures: list[float]) -> list[dict[str, Any]]:
+def rows(
+    loss: list[float], score: list[float] | None = None, **figures: list[float]
+) -> list[dict[str, Any]]:
     columns = {"loss": loss, "mean_score": score or [0.0] * len(loss), **figures}
-    return [{"step": i + 1, **{name: column[i] for name, column in columns.items()}} for i in range(len(loss))]
+    return [
+        {"step": i + 1, **{name: column[i] for name, column in columns.items()}}
+        for i in range(len(loss))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -34,18 +41,25 @@ def rows(loss: list[float], score: list[float] | None = None, **figures: list[fl
         ([1.0], [0.0]),
     ],
 )
-def test_watching_line_by_line_ends_as_the_judgement_of_the_whole_run(loss: list[float], score: list[float]) -> None:
+def test_watching_line_by_line_ends_as_the_judgement_of_the_whole_run(
+    loss: list[float], score: list[float]
+) -> None:
     assert judge_rows(rows(loss, score), Rule(), len(loss)).outcome == judge(loss, score)[0]
 
 
 def test_the_time_to_failure_is_the_first_step_whose_median_is_over() -> None:
-    """Windows of 8 steps; the loss is 1e-3 from step 41 on: half of a window at step 44, whose median lies between."""
+    """Windows of 8 steps; the loss is 1e-3 from step 41 on: half of a window at step 44, whose
+    median lies between.
+    """
     found = judge_rows(rows([1e-4] * 40 + [1e-3] * 40), Rule(), STEPS)
     assert (found.outcome, found.failed_at) == ("failed", 44)
     assert found.reason == "loss 0.00055, 5.5 times its best at step 44"
     patient = judge_rows(rows([1e-4] * 40 + [1e-3] * 40), Rule(patience=20), STEPS)
     assert patient.failed_at == 50
-    assert judge_rows(rows([1e-4] * 40 + [1e-3] * 40), Rule(loss_factor=11), STEPS).outcome == "survived"
+    assert (
+        judge_rows(rows([1e-4] * 40 + [1e-3] * 40), Rule(loss_factor=11), STEPS).outcome
+        == "survived"
+    )
 
 
 def test_a_run_that_recovers_has_failed_all_the_same() -> None:
@@ -64,7 +78,11 @@ def test_a_number_that_is_not_finite_fails_at_its_step() -> None:
     lines = rows([1.0] * 9, max_score=[1.0] * 9)
     lines[5]["max_score"] = None  # as a file has it
     found = judge_rows(lines, Rule(), STEPS)
-    assert (found.outcome, found.reason, found.failed_at) == ("failed", "max score not finite at step 6", 6)
+    assert (found.outcome, found.reason, found.failed_at) == (
+        "failed",
+        "max score not finite at step 6",
+        6,
+    )
 
 
 def test_scores_that_run_away_from_the_twin_fail_after_a_tenth_of_the_run() -> None:
@@ -75,7 +93,9 @@ def test_scores_that_run_away_from_the_twin_fail_after_a_tenth_of_the_run() -> N
     assert (found.failed_at, found.reason) == (39, "max score 39, 20 times the twin's at step 39")
     spike = rows([1e-3] * STEPS, max_score=[2.0] * 30 + [100.0] * 7 + [2.0] * 43)
     assert judge_rows(spike, Rule(), STEPS, twin).outcome == "survived"
-    assert judge_rows(away, Rule(), STEPS).outcome == "survived", "without a twin it is not looked at"
+    assert judge_rows(away, Rule(), STEPS).outcome == "survived", (
+        "without a twin it is not looked at"
+    )
     assert judge_rows(away, Rule(run_away=25), STEPS, twin).outcome == "survived"
 
 
@@ -83,7 +103,9 @@ def test_measurements_are_held_head_by_head() -> None:
     def measured(sigma: float) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = []
         for i in range(1, 41):
-            lines.append({"step": i, "measure": {"sigma_query": [[1.0, 1.0], [1.0, sigma]], "count": 3}})
+            lines.append(
+                {"step": i, "measure": {"sigma_query": [[1.0, 1.0], [1.0, sigma]], "count": 3}}
+            )
             lines.append({"step": i, "loss": 1.0})
         return lines
 

@@ -1,4 +1,6 @@
-"""The searches against oracles that are plain functions: what is found is guilty and minimal, by few questions."""
+"""The searches against oracles that are plain functions: what is found is guilty and minimal, by
+few questions.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,18 @@ class Oracle:
 @st.composite
 def planted(draw: st.DrawFn) -> tuple[int, list[frozenset[int]]]:
     n = draw(st.integers(1, 40))
-    causes = draw(st.lists(st.frozensets(st.integers(0, n - 1), min_size=1, max_size=4), min_size=1, max_size=3))
+    causes = draw(
+        st.lists(
+            st.frozensets(st.integers(0, n - 1), min_size=1, max_size=4), min_size=1, max_size=3
+        )
+    )
     return n, causes
 
 
 @given(planted())
-def test_what_is_found_fails_and_has_no_member_to_spare(case: tuple[int, list[frozenset[int]]]) -> None:
+def test_what_is_found_fails_and_has_no_member_to_spare(
+    case: tuple[int, list[frozenset[int]]],
+) -> None:
     n, causes = case
     oracle = Oracle(*causes)
     found = minimal_failing(range(n), oracle)
@@ -76,8 +84,12 @@ def test_two_heads_that_need_each_other_are_found_together() -> None:
 
 
 @given(st.dictionaries(st.frozensets(st.integers(0, 4)), st.booleans()))
-def test_an_oracle_without_sense_still_gets_a_failing_set(answers: dict[frozenset[int], bool]) -> None:
-    """Real runs need not be monotone: more of the cause may fail later. The answer is then minimal all the same."""
+def test_an_oracle_without_sense_still_gets_a_failing_set(
+    answers: dict[frozenset[int], bool],
+) -> None:
+    """Real runs need not be monotone: more of the cause may fail later. The answer is then minimal
+    all the same.
+    """
     everything = frozenset(range(5))
 
     def fails(sets: Sets) -> list[bool]:
@@ -120,7 +132,9 @@ def scoring(
 
 
 @given(st.frozensets(st.integers(0, 5), min_size=1, max_size=4))
-def test_changes_that_help_only_together_are_found_and_none_is_spare(rescue: frozenset[int]) -> None:
+def test_changes_that_help_only_together_are_found_and_none_is_spare(
+    rescue: frozenset[int],
+) -> None:
     asked: list[frozenset[int]] = []
     scores = scoring(rescue, lambda items: len(items & rescue), asked)
     assert rescuing_set(range(6), scores) == rescue
@@ -158,11 +172,17 @@ def test_the_bound_where_it_is_known_in_closed_form(held: int, tried: int, expec
 
 
 @given(st.integers(1, 12), st.data())
-def test_the_bound_is_the_share_at_which_so_many_or_more_would_be_rare(tried: int, data: st.DataObject) -> None:
-    """The definition: were the share at the bound, `held` or more of `tried` would have a chance of 5 %."""
+def test_the_bound_is_the_share_at_which_so_many_or_more_would_be_rare(
+    tried: int, data: st.DataObject
+) -> None:
+    """The definition: were the share at the bound, `held` or more of `tried` would have a chance of
+    5 %.
+    """
     held = data.draw(st.integers(1, tried))
     p = share_bound(held, tried)
-    chance = sum(math.comb(tried, k) * p**k * (1 - p) ** (tried - k) for k in range(held, tried + 1))
+    chance = sum(
+        math.comb(tried, k) * p**k * (1 - p) ** (tried - k) for k in range(held, tried + 1)
+    )
     assert chance == pytest.approx(0.05)
 
 

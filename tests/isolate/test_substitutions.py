@@ -1,4 +1,6 @@
-"""Substitutions: plans say what cells hold, and every operation changes what it names and nothing else."""
+"""Substitutions: plans say what cells hold, and every operation changes what it names and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ BY_NAME = {one.name: one for one in OPERATIONS}
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
 def test_a_plan_says_what_the_cells_hold(layers: int, heads: int, data: st.DataObject) -> None:
     choices = st.sampled_from(["torch:fp32", "BF16_FLASH2", "BF16_FLASH2[out=fp32]"])
-    cells: dict[Place, str] = {(i, j): data.draw(choices) for i in range(layers) for j in range(heads)}
+    cells: dict[Place, str] = {
+        (i, j): data.draw(choices) for i in range(layers) for j in range(heads)
+    }
     config = RunConfig(Language(layers=layers, heads=heads, width=heads), plan_of(cells))
     assert cells_of(config) == cells
     assert AttentionPlan.of(*str(config.attention).split("; ")) == config.attention
@@ -59,14 +63,21 @@ def test_a_plan_says_what_the_cells_hold(layers: int, heads: int, data: st.DataO
 def test_a_plan_is_short() -> None:
     cells = dict.fromkeys(((i, j) for i in range(12) for j in range(12)), EXACT)
     assert str(plan_of(cells)) == EXACT
-    cells |= {(1, 2): "BF16_FLASH2", (1, 5): "BF16_FLASH2"} | {(3, j): "BF16_FLASH2" for j in range(12)}
+    cells |= {(1, 2): "BF16_FLASH2", (1, 5): "BF16_FLASH2"} | {
+        (3, j): "BF16_FLASH2" for j in range(12)
+    }
     assert str(plan_of(cells)) == "torch:fp32; layer 1 head 2,5: BF16_FLASH2; layer 3: BF16_FLASH2"
 
 
 def test_what_is_suspect_and_what_is_left_of_it() -> None:
     cells = {(0, 0): "torch:flash", (0, 1): "fp32", (1, 0): "BF16_FLASH2", (1, 1): EXACT}
     assert suspects(cells) == {(0, 0), (1, 0)}
-    assert only(cells, [(1, 0)]) == {(0, 0): EXACT, (0, 1): EXACT, (1, 0): "BF16_FLASH2", (1, 1): EXACT}
+    assert only(cells, [(1, 0)]) == {
+        (0, 0): EXACT,
+        (0, 1): EXACT,
+        (1, 0): "BF16_FLASH2",
+        (1, 1): EXACT,
+    }
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,10 @@ def test_what_is_suspect_and_what_is_left_of_it() -> None:
     [
         ([(1, 0), (1, 1), (1, 2)], "layer 1"),
         ([(1, 2), (1, 0)], "heads 0 and 2 of layer 1"),
-        ([(0, 1), (2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)], "layers 2 and 4; head 1 of layer 0"),
+        (
+            [(0, 1), (2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)],
+            "layers 2 and 4; head 1 of layer 0",
+        ),
     ],
 )
 def test_places_in_words(found: list[Place], text: str) -> None:
@@ -82,7 +96,9 @@ def test_places_in_words(found: list[Place], text: str) -> None:
 
 
 def test_pictures_have_two_attentions_a_layer() -> None:
-    assert [places(w) for w in (LayerTask(), Language(layers=3, heads=4), Pictures(layers=2, heads=4))] == [
+    assert [
+        places(w) for w in (LayerTask(), Language(layers=3, heads=4), Pictures(layers=2, heads=4))
+    ] == [
         (1, 1),
         (3, 4),
         (4, 4),
@@ -91,14 +107,18 @@ def test_pictures_have_two_attentions_a_layer() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 @pytest.mark.parametrize("recipe", [BF16_FLASH2, BF16_AUTHORS], ids=lambda one: one.name)
-def test_an_operation_changes_what_it_names_and_nothing_else(recipe: Recipe, operation: object) -> None:
+def test_an_operation_changes_what_it_names_and_nothing_else(
+    recipe: Recipe, operation: object
+) -> None:
     result = changed(recipe, [operation])  # type: ignore[list-item]
     named = {name for name, _ in operation.fields}  # type: ignore[attr-defined]
     if result is None:
         assert recipe is BF16_FLASH2, "everything is rounded in the authors' recipe"
         assert all(getattr(recipe, name) != BF16 for name in named)
         return
-    differing = {f.name for f in fields(Recipe) if getattr(recipe, f.name) != getattr(result, f.name)} - {"name"}
+    differing = {
+        f.name for f in fields(Recipe) if getattr(recipe, f.name) != getattr(result, f.name)
+    } - {"name"}
     assert differing
     assert differing <= named
     assert recipe_named(result.name) == result, "a run folder can say it"
@@ -108,7 +128,13 @@ def test_operations_stack_and_leave_alone_what_is_not_rounded() -> None:
     chosen = [BY_NAME[name] for name in ("residual", "row-sum", "weights", "integer")]
     found = changed(BF16_FLASH2, chosen)
     assert found is not None
-    assert (found.delta_from, found.row_sum_from, found.backward_weights, found.shift.kind, found.base) == (
+    assert (
+        found.delta_from,
+        found.row_sum_from,
+        found.backward_weights,
+        found.shift.kind,
+        found.base,
+    ) == (
         "residual",
         "rounded",
         "rounded",
@@ -131,7 +157,12 @@ def test_what_an_algorithm_cannot_do_is_no_option() -> None:
 
 
 def test_only_recipes_that_round_are_changed() -> None:
-    cells = {(0, 0): "torch:flash", (0, 1): "BF16_FLASH2", (0, 2): "FP32", (0, 3): "BF16_FLASH2[out=e8m1]"}
+    cells = {
+        (0, 0): "torch:flash",
+        (0, 1): "BF16_FLASH2",
+        (0, 2): "FP32",
+        (0, 3): "BF16_FLASH2[out=e8m1]",
+    }
     found = in_cells(cells, lambda recipe: changed(recipe, [BY_NAME["O-fp32"]]))
     assert found == cells | {(0, 1): "BF16_FLASH2[out=fp32]", (0, 3): "BF16_FLASH2[out=fp32]"}
     assert in_cells({(0, 0): "torch:flash"}, lambda recipe: recipe) is None
@@ -142,13 +173,19 @@ def test_only_recipes_that_round_are_changed() -> None:
     ("choice", "device", "recipes"),
     [
         ("BF16_FLASH2[out=fp32]", "cpu", ("BF16_FLASH2[out=fp32]",)),
-        ("torch:flash", "cpu", ("TORCH_CPU_FLASH", "BF16_FLASH2[block_query=32,block_key=512,grad_accumulator=bf16]")),
+        (
+            "torch:flash",
+            "cpu",
+            ("TORCH_CPU_FLASH", "BF16_FLASH2[block_query=32,block_key=512,grad_accumulator=bf16]"),
+        ),
         ("torch:flash", "cuda:1", ("BF16_FLASH2",)),
         ("torch:math", "cpu", ("BF16_STANDARD_CPU", "BF16_STANDARD")),
         ("kernel.py:attention", "cpu", ("BF16_FLASH2",)),
     ],
 )
-def test_every_kernel_has_recipes_to_try(choice: str, device: str, recipes: tuple[str, ...]) -> None:
+def test_every_kernel_has_recipes_to_try(
+    choice: str, device: str, recipes: tuple[str, ...]
+) -> None:
     assert emulations(choice, device) == recipes
     assert all(recipe_named(recipe) for recipe in recipes)
 
@@ -171,7 +208,11 @@ def test_bits_move_the_mantissa_and_keep_the_rounding() -> None:
     for bits in (1, 5, 23):
         found = with_bits(base, "out", bits)
         assert found is not None
-        assert (found.out.mantissa_bits, found.out.exponent_bits, found.out.rounding) == (bits, 8, "down")  # type: ignore[union-attr]
+        assert (found.out.mantissa_bits, found.out.exponent_bits, found.out.rounding) == (
+            bits,
+            8,
+            "down",
+        )  # type: ignore[union-attr]
         assert recipe_named(recipe_text(found)).out == found.out
     assert with_bits(base, "out", 3) is base
     assert with_bits(base, "scores", 3) is None
@@ -180,11 +221,16 @@ def test_bits_move_the_mantissa_and_keep_the_rounding() -> None:
 
 
 def test_no_operation_makes_a_recipe_of_fp32_worse() -> None:
-    """Formats only ever become wider: no operation but the residual's own names another format than fp32."""
+    """Formats only ever become wider: no operation but the residual's own names another format than
+    fp32.
+    """
     for one in OPERATIONS:
         for name, value in one.fields:
             assert value in (FP32, BF16) or not hasattr(value, "mantissa_bits")
             assert value != BF16 or name == "residual"
-    assert all(changed(FP32_RECIPE, [BY_NAME[name]]) is None for name in ("O-fp32", "dS-fp32", "inputs-fp32"))
+    assert all(
+        changed(FP32_RECIPE, [BY_NAME[name]]) is None
+        for name in ("O-fp32", "dS-fp32", "inputs-fp32")
+    )
     assert len(BY_NAME) == len(OPERATIONS)
     assert set(RECIPES) >= {"BF16_HALFULP"}

@@ -1,5 +1,5 @@
-"""Holds the native library to the recipes it claims to compute: their errors, their residual, bits that no thread
-count, neighbor or layout changes, and a refusal for everything it was not made for.
+"""Holds the native library to the recipes it claims to compute: their errors, their residual, bits
+that no thread count, neighbor or layout changes, and a refusal for everything it was not made for.
 """
 
 import math
@@ -31,14 +31,16 @@ from tests.kernels.native_calls import (
     drawn,
     error,
     library_results,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
 def emulated(x: Operands, recipe, **call: Any) -> dict[str, Tensor]:
     q, k, v = (t.detach().clone().requires_grad_() for t in x[:3])
-    out, lse = emulate(q, k, v, recipe=recipe, enable_gqa=q.shape[1] != k.shape[1], return_lse=True, **call)
+    out, lse = emulate(
+        q, k, v, recipe=recipe, enable_gqa=q.shape[1] != k.shape[1], return_lse=True, **call
+    )
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), x[3])
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
@@ -46,18 +48,33 @@ def emulated(x: Operands, recipe, **call: Any) -> dict[str, Tensor]:
 def exact(x: Operands, **call: Any) -> dict[str, Tensor]:
     found = golden(*x, enable_gqa=x[0].shape[1] != x[1].shape[1], **call)
     return {
-        "out": found.out, "lse": found.lse, "dq": found.grad_query, "dk": found.grad_key, "dv": found.grad_value
-    }  # fmt: skip
+        "out": found.out,
+        "lse": found.lse,
+        "dq": found.grad_query,
+        "dk": found.grad_key,
+        "dv": found.grad_value,
+    }
 
 
 def assert_within(
-    x: Operands, options: Options, recipe, isa=None, factor: float = 1.15, least: float = 0.0, **call: Any
+    x: Operands,
+    options: Options,
+    recipe,
+    isa=None,
+    factor: float = 1.15,
+    least: float = 0.0,
+    **call: Any,
 ) -> None:
-    """Every result's error at most `factor` times that of the recipe emulated, but for the ulp that any result has.
+    """Every result's error at most `factor` times that of the recipe emulated, but for the ulp that
+    any result has.
 
     `least` is allowed in any case: where a row has one key, dP − δ is 0 up to float32's rounding.
     """
-    true, like, found = exact(x, **call), emulated(x, recipe, **call), library_results(x, options, isa)
+    true, like, found = (
+        exact(x, **call),
+        emulated(x, recipe, **call),
+        library_results(x, options, isa),
+    )
     unit = 2.0**-24 if x[0].dtype == torch.float32 else torch.finfo(x[0].dtype).eps / 4
     for name in true:
         mask = true[name].isfinite()
@@ -67,7 +84,16 @@ def assert_within(
         assert off <= factor * allowed + slack / 2 + least, (name, off, allowed, slack)
 
 
-PROBES = ("gaussian_causal", "value_offset", "sink", "diffuse", "deep_negative", "keys_common", "very_large", "tiny")
+PROBES = (
+    "gaussian_causal",
+    "value_offset",
+    "sink",
+    "diffuse",
+    "deep_negative",
+    "keys_common",
+    "very_large",
+    "tiny",
+)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -97,18 +123,30 @@ def test_exact_delta_and_other_dtypes(isa):
 @settings(max_examples=40)
 @given(
     shape=st.tuples(
-        st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 210), st.integers(1, 330),
-        st.integers(1, 140), st.integers(1, 140),
+        st.integers(1, 2),
+        st.integers(1, 3),
+        st.integers(1, 2),
+        st.integers(1, 210),
+        st.integers(1, 330),
+        st.integers(1, 140),
+        st.integers(1, 140),
     ),
     recipe=st.sampled_from(sorted(RECIPES)),
     causal=st.booleans(),
     seed=st.integers(0, 9),
-)  # fmt: skip
+)
 def test_any_shape(shape, recipe, causal, seed):
     b, hk, groups, n, nk, d, dv = shape
     x = drawn(seed, b, hk * groups, hk, n, nk, d, dv)
     options = Options(recipe=recipe, is_causal=causal, scale=d**-0.5)
-    assert_within(x, options, RECIPES[recipe], factor=1.3, least=1e-7 * float(x[3].double().norm()), is_causal=causal)
+    assert_within(
+        x,
+        options,
+        RECIPES[recipe],
+        factor=1.3,
+        least=1e-7 * float(x[3].double().norm()),
+        is_causal=causal,
+    )
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
@@ -127,7 +165,10 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape, recipe):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_avx2_and_avx512_give_the_same_bits(recipe, dtype):
-    for causal, shape in ((True, (1, 2, 1, 233, 350, 64, 72)), (False, (1, 1, 1, 100, 700, 40, 33))):
+    for causal, shape in (
+        (True, (1, 2, 1, 233, 350, 64, 72)),
+        (False, (1, 1, 1, 100, 700, 40, 33)),
+    ):
         x = drawn(3, *shape, dtype=dtype)
         options = Options(recipe=recipe, is_causal=causal, scale=0.3)
         assert_same(library_results(x, options, "avx512"), library_results(x, options, "avx2"))
@@ -139,12 +180,16 @@ def test_callers_in_parallel_do_not_disturb_each_other():
     alone = [library_results(x, options) for x in calls]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            for one, other in zip(alone, pool.map(lambda x: library_results(x, options), calls), strict=True):
+            for one, other in zip(
+                alone, pool.map(lambda x: library_results(x, options), calls), strict=True
+            ):
                 assert_same(one, other)
 
 
 def test_bits_do_not_depend_on_batch_position_or_on_later_tokens():
-    """With an integer shift the weights know no tile: a causal prefix gives the bits of the whole."""
+    """With an integer shift the weights know no tile: a causal prefix gives the bits of the
+    whole.
+    """
     x = drawn(3, 2, 2, 2, 500, 500, 64, 64)
     options = Options(is_causal=True, scale=0.125)
     whole = library_results(x, options)
@@ -161,12 +206,17 @@ def test_layout_does_not_matter():
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:3]]
     strided[1] = x[1].mT.contiguous().mT
     grad = torch.ones(()).bfloat16().expand(x[3].shape)
-    assert_same(library_results((*x[:3], grad.contiguous()), options), library_results((*strided, grad), options))
+    assert_same(
+        library_results((*x[:3], grad.contiguous()), options),
+        library_results((*strided, grad), options),
+    )
 
 
 def test_the_residual_is_the_recipes():
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40_000, generator=generator) * torch.exp2(torch.randint(-130, 100, (40_000,), generator=generator))
+    x = torch.randn(40_000, generator=generator) * torch.exp2(
+        torch.randint(-130, 100, (40_000,), generator=generator)
+    )
     ties = (torch.arange(256) / 256 + 1) * (1 + 2**-8)
     x = torch.cat([x, ties, -ties, torch.tensor([0.0, -0.0, 2.0**-140, 3e38, -1e-30])])
     for dtype, recipe in ((torch.bfloat16, BF16_HALFULP), (torch.float16, FP16_HALFULP)):
@@ -176,7 +226,8 @@ def test_the_residual_is_the_recipes():
         for isa in ISAS:
             rounded, residual = cpu.round_out(values, dtype, isa=isa)
             assert torch.equal(rounded.float(), out), (dtype, isa)
-            units = _residual(torch.full_like(out, torch.inf), out, recipe) / 127  # one unit of the residual
+            # one unit of the residual
+            units = _residual(torch.full_like(out, torch.inf), out, recipe) / 127
             assert torch.equal(residual * units, true), (dtype, isa)
     assert residual.abs().max() > 100
 
@@ -192,10 +243,14 @@ def bands(n: int, nk: int, left: int, right: int, offset: int) -> Tensor:
 @pytest.mark.parametrize(
     ("window", "causal", "offset"),
     [
-        ((40, -1), True, 0), ((3, 5), False, 0), (None, True, 97), (None, True, -60), ((-1, 70), False, -100),
+        ((40, -1), True, 0),
+        ((3, 5), False, 0),
+        (None, True, 97),
+        (None, True, -60),
+        ((-1, 70), False, -100),
         ((0, 0), True, 0),
     ],
-)  # fmt: skip
+)
 def test_windows_offsets_and_rows_that_see_nothing(window, causal, offset):
     n, nk = 210, 307
     x = drawn(5, 1, 2, 1, n, nk, 48, 64)
@@ -215,16 +270,27 @@ def test_windows_offsets_and_rows_that_see_nothing(window, causal, offset):
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [
-        ((2, 2, 130, 150), "bool"), ((130, 150), "bool"), ((2, 1, 1, 150), "bool"), ((130, 1), "bool"),
-        ((2, 1, 130, 150), "float"), ((1, 150), "bfloat16"), ((2, 1, 1), "float"), ((130, 150), "hiding"),
+        ((2, 2, 130, 150), "bool"),
+        ((130, 150), "bool"),
+        ((2, 1, 1, 150), "bool"),
+        ((130, 1), "bool"),
+        ((2, 1, 130, 150), "float"),
+        ((1, 150), "bfloat16"),
+        ((2, 1, 1), "float"),
+        ((130, 150), "hiding"),
     ],
-)  # fmt: skip
+)
 def test_masks(shape, kind, isa):
     x = drawn(9, 2, 2, 1, 130, 150, 48, 40)
     generator = torch.Generator().manual_seed(2)
     drop = torch.rand(shape, generator=generator) < 0.3
     added = 3 * torch.randn(shape, generator=generator)
-    masks = {"bool": ~drop, "float": added, "bfloat16": added.bfloat16(), "hiding": added.masked_fill(drop, -math.inf)}
+    masks = {
+        "bool": ~drop,
+        "float": added,
+        "bfloat16": added.bfloat16(),
+        "hiding": added.masked_fill(drop, -math.inf),
+    }
     mask = masks[kind]
     if kind in ("bool", "hiding") and len(shape) == 2:
         mask[7] = False if kind == "bool" else -math.inf  # a row that sees nothing
@@ -238,7 +304,9 @@ def test_a_mask_may_have_any_layout():
     mask = torch.randn(150, 130, generator=torch.Generator().manual_seed(3))
     one = library_results(x, Options(scale=0.2, attn_mask=mask.mT))
     assert_same(one, library_results(x, Options(scale=0.2, attn_mask=mask.mT.contiguous())))
-    assert_same(one, library_results(x, Options(scale=0.2, attn_mask=mask.mT.expand(2, 2, 130, 150))))
+    assert_same(
+        one, library_results(x, Options(scale=0.2, attn_mask=mask.mT.expand(2, 2, 130, 150)))
+    )
 
 
 def test_nothing_to_attend_to_and_nothing_that_attends():
@@ -275,7 +343,9 @@ def test_nan_reaches_its_own_row_and_no_other():
 
 
 def test_each_repair_is_at_work():
-    """On values with an offset the stock recipe's error is many times the repaired one's; without residual, too."""
+    """On values with an offset the stock recipe's error is many times the repaired one's; without
+    residual, too.
+    """
     inputs = Case("value_offset", Shape(1, 2, 300, 300, 64)).inputs()
     x = (inputs.query, inputs.key, inputs.value, inputs.grad_out)
     options = Options(is_causal=inputs.is_causal, scale=inputs.scale)
@@ -290,12 +360,17 @@ def test_each_repair_is_at_work():
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_weight_that_dominates_its_row_is_balanced(isa):
-    """Scores three times as far apart as usual: what dS's weights are divided by is then neither l nor l̂."""
+    """Scores three times as far apart as usual: what dS's weights are divided by is then neither l
+    nor l̂.
+    """
     x, scale = drawn(4, 1, 2, 1, 37, 43, 24, 20), 3 * 24**-0.5
     found = library_results(x, Options(scale=scale), isa)
     for divisor, agrees in (("balanced", True), ("row_sum", False), ("lse", False)):
         expected = emulated(x, BF16_HALFULP.with_(divisor_from=divisor), scale=scale)
-        off = [error(found[name], expected[name]) / float(expected[name].double().norm()) for name in ("dq", "dk")]
+        off = [
+            error(found[name], expected[name]) / float(expected[name].double().norm())
+            for name in ("dq", "dk")
+        ]
         assert max(off) <= 2e-4 if agrees else min(off) > 6e-4, (divisor, off)
 
 
@@ -347,8 +422,14 @@ def test_a_backward_call_that_does_not_fit_is_refused():
     q, k, v, do = X
     options = Options(scale=0.25)
     saved = cpu.forward(q, k, v, options)
-    for name, wrong in (("row_max", saved.row_max[:, :1]), ("out", saved.out.float()), ("lse", saved.lse.double())):
-        broken: Saved = saved._replace(**{name: wrong}, **({"own_lse": None} if name == "lse" else {}))
+    for name, wrong in (
+        ("row_max", saved.row_max[:, :1]),
+        ("out", saved.out.float()),
+        ("lse", saved.lse.double()),
+    ):
+        broken: Saved = saved._replace(
+            **{name: wrong}, **({"own_lse": None} if name == "lse" else {})
+        )
         with pytest.raises(ValueError, match=r"saved\."):
             cpu.backward(do, None, q, k, v, broken, options)
     with pytest.raises(ValueError, match="grad_out"):

@@ -1,5 +1,5 @@
-"""Holds the native library to IEEE arithmetic at its ends: NaN and infinities reach the rows that see them and no
-others, and scores beyond any useful range give what the backend "torch" gives.
+"""Holds the native library to IEEE arithmetic at its ends: NaN and infinities reach the rows that
+see them and no others, and scores beyond any useful range give what the backend "torch" gives.
 """
 
 import math
@@ -24,13 +24,19 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 def seen_sum(terms: Tensor, seen: Tensor, dim: int) -> Tensor:
-    """Σ over `dim` of the terms [N, N_k, …] whose pair is seen; the others are not there, whatever they hold."""
+    """Σ over `dim` of the terms [N, N_k, …] whose pair is seen; the others are not there, whatever
+    they hold.
+    """
     shape = seen.shape + (1,) * (terms.ndim - 2)
     return torch.where(seen.view(shape), terms, 0).sum(dim)
 
 
-def by_pairs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, seen: Tensor, scale: float) -> dict[str, Tensor]:
-    """Attention and its gradients of one head in float64, each sum over the pairs that are seen and no others."""
+def by_pairs(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, seen: Tensor, scale: float
+) -> dict[str, Tensor]:
+    """Attention and its gradients of one head in float64, each sum over the pairs that are seen and
+    no others.
+    """
     q, k, v, do = (x.double() for x in (q, k, v, do))
     s = (q @ k.mT) * scale
     seen = seen & (s != -math.inf)
@@ -48,7 +54,11 @@ def by_pairs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, seen: Tensor, scale: f
 
 def visible(n: int, nk: int, options: Options) -> Tensor:
     i, j = torch.arange(n)[:, None], torch.arange(nk)[None, :]
-    seen = torch.ones(n, nk, dtype=torch.bool) if options.attn_mask is None else options.attn_mask.clone()
+    seen = (
+        torch.ones(n, nk, dtype=torch.bool)
+        if options.attn_mask is None
+        else options.attn_mask.clone()
+    )
     if options.is_causal:
         seen &= j <= i
     return seen if options.window is None else seen & (j >= i - options.window[0])
@@ -62,7 +72,9 @@ def poisoned(x: Operands, which: int, row: int, column: int, value: float) -> Op
 
 @settings(max_examples=150)
 @given(
-    sizes=st.tuples(st.integers(1, 140), st.integers(1, 200), st.integers(1, 40), st.integers(1, 40)),
+    sizes=st.tuples(
+        st.integers(1, 140), st.integers(1, 200), st.integers(1, 40), st.integers(1, 40)
+    ),
     recipe=st.sampled_from(["halfulp", "stock", "exact_delta"]),
     hidden=st.sampled_from(["nothing", "causal", "window", "mask", "padding"]),
     isa=st.sampled_from(ISAS or ["portable"]),
@@ -97,7 +109,9 @@ def test_what_is_not_finite_reaches_what_sees_it_and_nothing_else(
         assert torch.equal(got.isfinite(), wanted.isfinite()), name
     # rows that see nothing of it have the bits they had
     untouched = true["dq"].isfinite().all(-1) & true["out"].isfinite().all(-1)
-    touched_rows = (torch.arange(n) == row % n) if which in (0, 3) else visible(n, nk, options)[:, row % nk]
+    touched_rows = (
+        (torch.arange(n) == row % n) if which in (0, 3) else visible(n, nk, options)[:, row % nk]
+    )
     same = untouched & ~touched_rows
     for name in ("out", "lse", "dq"):
         assert torch.equal(found[name][0, 0][same], before[name][0, 0][same]), name
@@ -113,7 +127,9 @@ def test_an_additive_mask_hides_nan_too():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout_p": 0.3}, {"sinks": torch.tensor([0.5])}])
+@pytest.mark.parametrize(
+    "options", [{"softcap": 2.0}, {"dropout_p": 0.3}, {"sinks": torch.tensor([0.5])}]
+)
 def test_nan_with_options(options, isa):
     clean = drawn(1, 1, 1, 1, 120, 120, 32, 40)
     options = Options(scale=0.2, is_causal=True, **options)
@@ -148,8 +164,9 @@ def test_a_sink_that_is_nan_reaches_its_head_alone():
     offset=st.sampled_from([0.0, 3.0]),
 )
 def test_scores_of_any_size(sizes, recipe, isa, exponent, sign, causal, offset):
-    """Products that are integers, so that both backends have the same scores to the bit but for base 2's one factor:
-    rows with a single key at their maximum, or all keys there, whatever the size. Otherwise only where NaN is.
+    """Products that are integers, so that both backends have the same scores to the bit but for
+    base 2's one factor: rows with a single key at their maximum, or all keys there, whatever the
+    size. Otherwise only where NaN is.
     """
     n, nk, d = sizes
     generator = torch.Generator().manual_seed(n)
@@ -160,11 +177,20 @@ def test_scores_of_any_size(sizes, recipe, isa, exponent, sign, causal, offset):
     found = library_results(x, options, isa)
     saved = tiled.forward(*x[:3], options)
     gradients = tiled.backward(x[3], None, *x[:3], saved, options)
-    like = {"out": saved.out, "lse": saved.lse, "dq": gradients.query, "dk": gradients.key, "dv": gradients.value}
+    like = {
+        "out": saved.out,
+        "lse": saved.lse,
+        "dq": gradients.query,
+        "dk": gradients.key,
+        "dv": gradients.value,
+    }
     for name in RESULTS:  # the tiles of "torch" carry NaN to keys that its row does not see
         surplus = found[name].isnan() != like[name].isnan()
-        assert not (surplus if name in ("out", "lse") else surplus & found[name].isnan()).any(), name
-    # above 2²⁴ scores an ulp is more than one: lse has no room for log l, so the stock recipe's P is not P any more
+        assert not (surplus if name in ("out", "lse") else surplus & found[name].isnan()).any(), (
+            name
+        )
+    # above 2²⁴ scores an ulp is more than one: lse has no room for log l, so the stock recipe's P
+    # is not P any more
     if 5 < exponent < 120:
         torch.testing.assert_close(found["out"], like["out"], rtol=0.05, atol=0.02, equal_nan=True)
     torch.testing.assert_close(found["lse"], like["lse"], rtol=1e-5, atol=1e-5, equal_nan=True)

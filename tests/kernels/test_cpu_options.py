@@ -1,8 +1,8 @@
-"""Holds the options of the native library to the backend "torch", which computes each in plain PyTorch: the published
-shift, softcap, sinks and dropout, forward and backward, alone and together.
+"""Holds the options of the native library to the backend "torch", which computes each in plain
+PyTorch: the published shift, softcap, sinks and dropout, forward and backward, alone and together.
 
-The truth is that backend in float64 (itself held to plain autograd by tests/attention/test_options.py), the error
-allowed is what it makes in the dtype of the inputs.
+The truth is that backend in float64 (itself held to plain autograd by
+tests/attention/test_options.py), the error allowed is what it makes in the dtype of the inputs.
 """
 
 import math
@@ -20,7 +20,15 @@ from halfulp.formats.counter import keep_mask
 from halfulp.kernels import cpu
 from halfulp.kernels.options import Options
 from halfulp.ops import tiled
-from tests.kernels.native_calls import ISAS, RECIPES, Operands, assert_same, drawn, error, library_results
+from tests.kernels.native_calls import (
+    ISAS,
+    RECIPES,
+    Operands,
+    assert_same,
+    drawn,
+    error,
+    library_results,
+)
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -31,10 +39,15 @@ OPTIONS = {
     "sinks": {"sinks": SINKS},
     "dropout": {"dropout_p": 0.3, "seed": -(2**40) - 17},
     "all": {
-        "softcap": 4.0, "sinks": SINKS, "dropout_p": 0.15, "seed": 2**62 + 5, "is_causal": True, "window": (70, -1),
+        "softcap": 4.0,
+        "sinks": SINKS,
+        "dropout_p": 0.15,
+        "seed": 2**62 + 5,
+        "is_causal": True,
+        "window": (70, -1),
         "causal_offset": 60,
     },
-}  # fmt: skip
+}
 
 
 def plain(x: Operands, options: Options, grad_lse: Tensor | None = None) -> dict[str, Tensor]:
@@ -42,7 +55,13 @@ def plain(x: Operands, options: Options, grad_lse: Tensor | None = None) -> dict
     q, k, v, do = x
     saved = tiled.forward(q, k, v, options)
     gradients = tiled.backward(do, grad_lse, q, k, v, saved, options)
-    found = {"out": saved.out, "lse": saved.lse, "dq": gradients.query, "dk": gradients.key, "dv": gradients.value}
+    found = {
+        "out": saved.out,
+        "lse": saved.lse,
+        "dq": gradients.query,
+        "dk": gradients.key,
+        "dv": gradients.value,
+    }
     return found if gradients.sinks is None else found | {"dsinks": gradients.sinks}
 
 
@@ -53,11 +72,17 @@ def exact(x: Operands, options: Options, grad_lse: Tensor | None = None) -> dict
 
 
 def too_far(
-    found: dict[str, Tensor], x: Operands, options: Options, grad_lse: Tensor | None = None, factor: float = 1.15
+    found: dict[str, Tensor],
+    x: Operands,
+    options: Options,
+    grad_lse: Tensor | None = None,
+    factor: float = 1.15,
 ) -> list[str]:
-    """The results whose error is above `factor` times the recipe's, but for the ulp that any result has.
+    """The results whose error is above `factor` times the recipe's, but for the ulp that any result
+    has.
 
-    The gradient of a sink is one number a head, where the recipe's error can be small by luck: 3 times is allowed.
+    The gradient of a sink is one number a head, where the recipe's error can be small by luck: 3
+    times is allowed.
     """
     true, like = exact(x, options, grad_lse), plain(x, options, grad_lse)
     unit = 2.0**-22 if x[0].dtype == torch.float32 else torch.finfo(x[0].dtype).eps / 8
@@ -98,14 +123,21 @@ def test_other_dtypes(case, dtype):
     for recipe in RECIPES:
         options = Options(recipe=recipe, scale=0.15, **OPTIONS[case])
         factor = 2 if dtype == torch.float32 else 1.15
-        assert not too_far(library_results(x, options, None, grad_lse), x, options, grad_lse, factor), recipe
+        assert not too_far(
+            library_results(x, options, None, grad_lse), x, options, grad_lse, factor
+        ), recipe
 
 
 @settings(max_examples=40)
 @given(
     shape=st.tuples(
-        st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(1, 210), st.integers(1, 330),
-        st.integers(1, 100), st.integers(1, 100),
+        st.integers(1, 2),
+        st.integers(1, 2),
+        st.integers(1, 2),
+        st.integers(1, 210),
+        st.integers(1, 330),
+        st.integers(1, 100),
+        st.integers(1, 100),
     ),
     recipe=st.sampled_from(sorted(RECIPES)),
     softcap=st.sampled_from([0.0, 0.8, 30.0]),
@@ -114,12 +146,16 @@ def test_other_dtypes(case, dtype):
     with_mask=st.booleans(),
     causal=st.booleans(),
     seed=st.integers(-9, 9),
-)  # fmt: skip
+)
 def test_any_options(shape, recipe, softcap, dropout_p, with_sinks, with_mask, causal, seed):
     b, hk, groups, n, nk, d, dv = shape
     x = drawn(seed + 9, b, hk * groups, hk, n, nk, d, dv)
     sinks = SINKS[: hk * groups].bfloat16() if with_sinks else None
-    mask = torch.rand(n, nk, generator=torch.Generator().manual_seed(seed + 9)) < 0.8 if with_mask else None
+    mask = (
+        torch.rand(n, nk, generator=torch.Generator().manual_seed(seed + 9)) < 0.8
+        if with_mask
+        else None
+    )
     options = Options(recipe, causal, d**-0.5, mask, None, softcap, sinks, dropout_p, seed)
     found = library_results(x, options)
     assert not too_far(found, x, options, factor=1.4)
@@ -154,9 +190,17 @@ def test_each_option_is_at_work_in_the_forward_pass():
     x, _ = inputs()
     options = Options(scale=0.15, **OPTIONS["all"])
     whole = library_results(x, options)
-    for change in ({"softcap": 0.0}, {"sinks": None}, {"dropout_p": 0.0}, {"seed": 1}, {"recipe": "published"}):
+    for change in (
+        {"softcap": 0.0},
+        {"sinks": None},
+        {"dropout_p": 0.0},
+        {"seed": 1},
+        {"recipe": "published"},
+    ):
         other = library_results(x, replace(options, **change))
-        assert error(other["out"], whole["out"]) > 1e-3 * float(whole["out"].double().norm()), change
+        assert error(other["out"], whole["out"]) > 1e-3 * float(whole["out"].double().norm()), (
+            change
+        )
 
 
 # The published shift.
@@ -177,7 +221,9 @@ def test_maxima_are_counted_in_blocks_of_128_keys(dtype, isa):
     unit = math.log2(math.e)
     wanted = torch.tensor([14.0, 2.0, 21.0, 0.0, 8.0])[None, :, None]
     torch.testing.assert_close(saved.row_max / unit, wanted)
-    torch.testing.assert_close(saved.row_max / unit, tiled.forward(*x, Options(recipe="published")).row_max)
+    torch.testing.assert_close(
+        saved.row_max / unit, tiled.forward(*x, Options(recipe="published")).row_max
+    )
     torch.testing.assert_close(saved.lse, torch.logsumexp(key.mT, -1))
 
 
@@ -206,15 +252,21 @@ def test_tanh_and_its_slope_to_seven_digits(isa):
     options = Options(recipe="stock", softcap=1.0)
     saved = cpu.forward(query, one, one, options, isa=isa)
     nothing = torch.zeros_like(saved.out)
-    gradients = cpu.backward(nothing, torch.ones_like(saved.lse), query, one, one, saved, options, isa=isa)
+    gradients = cpu.backward(
+        nothing, torch.ones_like(saved.lse), query, one, one, saved, options, isa=isa
+    )
     true = torch.tanh(x.double())
     off = (saved.lse.flatten().double() / true - 1).abs().max()
     assert off < 6e-7  # of it 1.2e-7 from base 2 and back
     slope = 1 / torch.cosh(x.double()).square()
     assert (gradients.query.flatten().double() / slope - 1).abs().max() < 5e-6  # e²ˣ where x is 40
-    beyond = torch.tensor([1e5, -1e5, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]).view(1, 1, -1, 1)
+    beyond = torch.tensor([1e5, -1e5, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]).view(
+        1, 1, -1, 1
+    )
     capped = cpu.forward(beyond, one, one, options, isa=isa).lse.flatten()
-    torch.testing.assert_close(capped, torch.tensor([1, -1, 1, -1, 1, -1, torch.nan]), equal_nan=True)
+    torch.testing.assert_close(
+        capped, torch.tensor([1, -1, 1, -1, 1, -1, torch.nan]), equal_nan=True
+    )
 
 
 # Sinks.
@@ -241,7 +293,9 @@ def test_a_sink_of_minus_infinity_is_none_and_a_row_may_see_a_sink_alone():
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("p", [0.25, 0.9, 1e-12])
 def test_what_is_dropped_is_formats_counters_choice(p, isa):
-    """Uniform weights, and the unit matrix as V (forward) and dO (backward): out is the mask, and so is dV."""
+    """Uniform weights, and the unit matrix as V (forward) and dO (backward): out is the mask, and
+    so is dV.
+    """
     b, h, n, seed = 2, 3, 120, -987654321987
     zero, unit = torch.zeros(b, h, n, 8), torch.eye(n).expand(b, h, n, n)
     options = Options(dropout_p=p, seed=seed, softcap=3.0)
@@ -282,7 +336,10 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape, recipe):
 def test_avx2_and_avx512_give_the_same_bits(recipe):
     x, grad_lse = inputs()
     options = Options(recipe=recipe, scale=0.15, **OPTIONS["all"])
-    assert_same(library_results(x, options, "avx512", grad_lse), library_results(x, options, "avx2", grad_lse))
+    assert_same(
+        library_results(x, options, "avx512", grad_lse),
+        library_results(x, options, "avx2", grad_lse),
+    )
 
 
 def test_bits_do_not_depend_on_batch_position_or_on_later_tokens():
@@ -295,7 +352,8 @@ def test_bits_do_not_depend_on_batch_position_or_on_later_tokens():
     prefix = library_results(tuple(t[:, :, :333] for t in x), options)
     for name in ("out", "residual", "lse", "dq"):
         assert torch.equal(whole[name][:, :, :333], prefix[name]), name
-    dropped = replace(options, dropout_p=0.3, seed=8)  # rows are numbered within the batch: the first keeps its numbers
+    # rows are numbered within the batch: the first keeps its numbers
+    dropped = replace(options, dropout_p=0.3, seed=8)
     first = library_results(tuple(t[:1] for t in x), dropped)
     assert torch.equal(library_results(x, dropped)["dv"][:1], first["dv"])
 

@@ -1,4 +1,6 @@
-"""The door to the Triton kernels where there is no GPU: what it refuses, what it imports, which tiles it would take."""
+"""The door to the Triton kernels where there is no GPU: what it refuses, what it imports, which
+tiles it would take.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_options_that_the_kernels_lack_are_named(changes: dict, reason: str) -> 
     [(X.double(), X.double(), "float64"), (X, X.half(), "not query's"), (X[:, :3], X[:, :2], "do not divide"),
      (X, X[:, :, :0], "no key"), (X.expand(1, 4, 8, 16).repeat(1, 1, 1, 17), X.repeat(1, 1, 1, 17), "above 256")],
 )  # fmt: skip
-def test_operands_that_the_kernels_lack_are_named(query: torch.Tensor, key: torch.Tensor, reason: str) -> None:
+def test_operands_that_the_kernels_lack_are_named(
+    query: torch.Tensor, key: torch.Tensor, reason: str
+) -> None:
     found = door.supports(query, key, key, Options())
     assert found is not None
     assert reason in found
@@ -79,9 +83,11 @@ def test_every_chip_has_tiles() -> None:
             for kind in KINDS:
                 config = config_for(kind, capability, dim, causal=False)
                 assert config.block_m * config.block_n >= 32 * 32
-                assert config == config_for(kind, capability, dim, causal=True)  # no row of its own is shipped
+                # no row of its own is shipped
+                assert config == config_for(kind, capability, dim, causal=True)
     assert config_for("forward", 89, 64, False) == config_for("forward", 80, 64, False)
-    assert config_for("forward", 120, 128, False) != config_for("forward", 100, 128, False)  # a third of the memory
+    # a third of the memory
+    assert config_for("forward", 120, 128, False) != config_for("forward", 100, 128, False)
     assert config_for("key", 90, 32, False) == config_for("key", 90, 64, False)
     assert config_for("key", 90, 64, False, itemsize=4) == Config(32, 32, 4, 1)
     with pytest.raises(ValueError, match="accepted are 'forward', 'query', 'key'"):
@@ -90,9 +96,15 @@ def test_every_chip_has_tiles() -> None:
 
 def test_calls_with_options_take_tiles_of_their_own() -> None:
     assert config_for("forward", 90, 64, False, options=2) != config_for("forward", 90, 64, False)
-    assert config_for("forward", 90, 64, True, options=3) == config_for("forward", 90, 64, False, options=2)
-    assert config_for("forward", 80, 128, False, options=1) == config_for("forward", 80, 128, False, options=2)
-    assert config_for("key", 90, 64, False, options=1) != config_for("key", 90, 64, False, options=2)
+    assert config_for("forward", 90, 64, True, options=3) == config_for(
+        "forward", 90, 64, False, options=2
+    )
+    assert config_for("forward", 80, 128, False, options=1) == config_for(
+        "forward", 80, 128, False, options=2
+    )
+    assert config_for("key", 90, 64, False, options=1) != config_for(
+        "key", 90, 64, False, options=2
+    )
     assert config_for("key", 90, 64, False, itemsize=4, options=1) == Config(32, 32, 4, 1)
 
 
@@ -117,7 +129,13 @@ def test_a_table_of_ones_own_is_used(tmp_path: Path) -> None:
 
 def test_a_row_for_causal_calls_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     table = json.loads(json.dumps(shipped_table()))
-    table["90"]["64"]["key causal"] = {"block_m": 16, "block_n": 16, "warps": 1, "stages": 1, "descriptors": True}
+    table["90"]["64"]["key causal"] = {
+        "block_m": 16,
+        "block_n": 16,
+        "warps": 1,
+        "stages": 1,
+        "descriptors": True,
+    }
     monkeypatch.setattr("halfulp.kernels.triton_configs.shipped_table", lambda: table)
     assert config_for("key", 90, 64, True) == Config(16, 16, 1, 1, True)
     assert config_for("key", 90, 64, False) != Config(16, 16, 1, 1, True)

@@ -1,4 +1,6 @@
-"""The GPU script where there is no GPU: it refuses cleanly, and its pieces run on a CPU at sizes that say nothing."""
+"""The GPU script where there is no GPU: it refuses cleanly, and its pieces run on a CPU at sizes
+that say nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,9 @@ def test_it_goes_on_where_time_ended(tmp_path, capsys) -> None:
     file = tmp_path / "measured" / "golden-halfulp-halfulp_N=128.json"
     file.write_text(json.dumps({"grad_query": 7.0}))
     gpu_attention.main([*arguments, "--only", "golden"])
-    assert json.loads((tmp_path / "results.json").read_text())["figures"]["golden/halfulp:halfulp N=128"] == {
-        "grad_query": 7.0
-    }
+    assert json.loads((tmp_path / "results.json").read_text())["figures"][
+        "golden/halfulp:halfulp N=128"
+    ] == {"grad_query": 7.0}
 
 
 def test_the_plan_on_a_gpu_is_whole() -> None:
@@ -78,13 +80,24 @@ def test_no_ratio_within_the_spread() -> None:
         rates = {"median": median, "least": median - half, "most": median + half}
         return {"forward": rates, "backward": rates}
 
-    kernels = {"halfulp:stock": one(100.0, 0.1), "sdpa:flash": one(120.0, 0.1), "sdpa:cudnn": one(125.0, 0.1)}
+    kernels = {
+        "halfulp:stock": one(100.0, 0.1),
+        "sdpa:flash": one(120.0, 0.1),
+        "sdpa:cudnn": one(125.0, 0.1),
+    }
     cells = gpu_attention._speed_cells(one(101.0, 2.0), kernels)
     assert len(cells) == 6
     assert cells[1:3] == ["within the spread", "0.808"]
     assert gpu_attention._speed_cells(one(97.0, 0.1), kernels)[4] == "0.970"
-    alone = {"forward": one(200.0, 0.1)["forward"], "refused": {"backward": "no backward pass"}}  # as fa3-fwd
-    assert gpu_attention._speed_cells(alone, kernels)[1:] == ["2.000", "1.600", "no backward pass", "", ""]
+    # as fa3-fwd
+    alone = {"forward": one(200.0, 0.1)["forward"], "refused": {"backward": "no backward pass"}}
+    assert gpu_attention._speed_cells(alone, kernels)[1:] == [
+        "2.000",
+        "1.600",
+        "no backward pass",
+        "",
+        "",
+    ]
 
 
 def test_a_forward_pass_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +134,9 @@ def test_tiles_of_ones_own_are_measured(tmp_path, monkeypatch) -> None:
 def test_the_table_of_compiled_kernels_goes_on(tmp_path, monkeypatch) -> None:
     triton_compile = pytest.importorskip("halfulp.kernels.triton_compile")
     asked = []
-    monkeypatch.setattr(triton_compile, "rows", lambda: [("sm_90", 64, "key", recipe, False, "") for recipe in "ab"])
+    monkeypatch.setattr(
+        triton_compile, "rows", lambda: [("sm_90", 64, "key", recipe, False, "") for recipe in "ab"]
+    )
     monkeypatch.setattr(triton_compile, "row", lambda *row: asked.append(row) or {"spills": 0})
     file = tmp_path / "table.json"
     gpu_attention.main(["--compile", str(file)])

@@ -1,6 +1,8 @@
-"""The kernels compiled for chips that are not at hand: no spills, and the table of what they take is that of this code.
+"""The kernels compiled for chips that are not at hand: no spills, and the table of what they take
+is that of this code.
 
-A few rows are compiled; `python -m benchmarks.gpu_attention --compile` makes the whole table, in minutes.
+A few rows are compiled; `python -m benchmarks.gpu_attention --compile` makes the whole table, in
+minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def test_the_table_is_whole_and_of_these_tiles() -> None:
 
 
 def test_nothing_spills_and_everything_fits() -> None:
-    memory = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB a block may have
+    # KiB a block may have
+    memory = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
     for row in compiling.rows():
         found = SHIPPED[compiling.row_name(*row)]
         assert found["spills"] == 0, row
@@ -61,7 +64,9 @@ def test_what_the_table_leaves_out_compiles_too() -> None:
     assert compiling.measure(planned["delta"], "sm_90").spills == 0
     plain, described = (Config(128, 64, 8, 2, descriptors) for descriptors in (False, True))
     by_pointer, by_descriptor = (
-        compiling.measure(compiling.launches("halfulp", 64, causal=True, config=config)["query"], "sm_90")
+        compiling.measure(
+            compiling.launches("halfulp", 64, causal=True, config=config)["query"], "sm_90"
+        )
         for config in (plain, described)
     )
     assert by_descriptor.spills == 0
@@ -69,14 +74,17 @@ def test_what_the_table_leaves_out_compiles_too() -> None:
 
 
 def test_the_overhead_of_the_recipe_in_instructions() -> None:
-    """Per score and thread, against the stock recipe in the same source: what the repair costs before any clock."""
+    """Per score and thread, against the stock recipe in the same source: what the repair costs
+    before any clock.
+    """
     for dim in (64, 128):
         for kind, most in (("forward", 1.0), ("query", 2.0), ("key", 5.0)):
             ours, stock = (SHIPPED[compiling.row_name("sm_90", dim, kind, recipe, False)]["instructions"]
                            for recipe in ("halfulp", "stock"))  # fmt: skip
             assert ours["exp2"] <= stock["exp2"]
             assert 0 < ours["total"] - stock["total"] <= most
-            # one at a time, rounding takes the slow unit; packed it takes half an instruction a score
+            # one at a time, rounding takes the slow unit; packed it takes half an instruction a
+            # score
             assert ours["convert"] <= stock["convert"] + 0.5
 
 
@@ -102,6 +110,11 @@ def test_the_inner_loop_is_read_from_assembly() -> None:
     assert counts == {"memory": 1, "mma": 4, "exp2": 4, "convert": 1, "other": 1, "total": 11}
     masked = LOOP.replace("/*0190*/", "/*0188*/ FSEL R5, R5, R6, P2 ;\n /*0190*/")
     assert compiling.inner_loop(masked)["float"] == 1
-    assert compiling.inner_loop(masked + LOOP.replace("*01", "*11").replace("0x100", "0x1110"))["total"] == 10
+    assert (
+        compiling.inner_loop(masked + LOOP.replace("*01", "*11").replace("0x100", "0x1110"))[
+            "total"
+        ]
+        == 10
+    )
     with pytest.raises(ValueError, match="without a loop"):
         compiling.inner_loop(LOOP.replace("@P1 BRA 0x100", "NOP"))

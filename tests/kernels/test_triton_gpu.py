@@ -35,14 +35,19 @@ def on_gpu(inputs: Inputs, options: Options) -> AttentionResult:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 128, 256])
 def test_error_is_the_recipes_own(name: str, causal: bool, dim: int) -> None:
-    inputs = value_offset(gaussian(0, heads=4, key_heads=2, length=300, key_length=333, dim=dim), 4.0)
+    inputs = value_offset(
+        gaussian(0, heads=4, key_heads=2, length=300, key_length=333, dim=dim), 4.0
+    )
     actual = on_gpu(inputs, Options(recipe=name, is_causal=causal, scale=dim**-0.5))
     assert_within_budget(actual, inputs, RECIPES[name], is_causal=causal, enable_gqa=True)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_runs_repeat_bit_for_bit(name: str) -> None:
-    inputs, options = gaussian(1, heads=8, key_heads=2, length=700, dim=64), Options(recipe=name, scale=0.125)
+    inputs, options = (
+        gaussian(1, heads=8, key_heads=2, length=700, dim=64),
+        Options(recipe=name, scale=0.125),
+    )
     first = on_gpu(inputs, options)
     for _ in range(5):
         for a, b in zip(vars(first).values(), vars(on_gpu(inputs, options)).values(), strict=True):
@@ -60,15 +65,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.3, "seed": -5},
     "window": {"window": (100, 20), "causal_offset": 33},
 }
-OPTIONS["all"] = {name: value for one in OPTIONS.values() for name, value in one.items()} | {"is_causal": True}
+OPTIONS["all"] = {name: value for one in OPTIONS.values() for name, value in one.items()} | {
+    "is_causal": True
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_options_mean_what_they_mean_in_plain_pytorch(name: str, case: str, dtype: torch.dtype) -> None:
+def test_options_mean_what_they_mean_in_plain_pytorch(
+    name: str, case: str, dtype: torch.dtype
+) -> None:
     """In fp32 nothing is rounded, so one weight dropped or hidden elsewhere would be seen."""
-    on_device = {k: v.to("cuda") if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[case].items()}
+    on_device = {
+        k: v.to("cuda") if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[case].items()
+    }
     options = replace(Options(recipe=name, scale=0.125), **on_device)
     inputs = gaussian(4, batch=2, heads=4, key_heads=2, length=300, key_length=333, dim=64)
     q, k, v, do = (x.to("cuda", dtype) for x in inputs)
@@ -86,7 +97,9 @@ def test_options_mean_what_they_mean_in_plain_pytorch(name: str, case: str, dtyp
 def test_forward_and_backward_round_to_the_same_weights(causal: bool) -> None:
     from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
 
-    q, k, _, _ = (x.to("cuda", torch.bfloat16) for x in gaussian(2, batch=8, heads=8, length=64, dim=64))
+    q, k, _, _ = (
+        x.to("cuda", torch.bfloat16) for x in gaussian(2, batch=8, heads=8, length=64, dim=64)
+    )
     counts = weights_that_differ(rounded_weights(q, k, scale=0.125, is_causal=causal))
     assert counts["query, key"] <= counts["of"] * 1e-4
     assert max(counts["forward, query"], counts["forward, key"]) <= counts["of"] * 1e-4

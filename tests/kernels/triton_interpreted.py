@@ -1,4 +1,5 @@
-"""Every Triton kernel under Triton's interpreter against the emulator. `test_triton_interpreter.py` runs this file.
+"""Every Triton kernel under Triton's interpreter against the emulator. `test_triton_interpreter.py`
+runs this file.
 
 It needs a process of its own, since TRITON_INTERPRET decides when triton is imported.
 """
@@ -25,7 +26,15 @@ from halfulp.kernels.triton_configs import Config, shipped_table
 from halfulp.kernels.triton_tune import tune
 from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
 from halfulp.recipes import BF16_HALFULP, Step, flash2
-from halfulp.testing import Inputs, assert_within_budget, attend, gaussian, golden, relative_error, value_offset
+from halfulp.testing import (
+    Inputs,
+    assert_within_budget,
+    attend,
+    gaussian,
+    golden,
+    relative_error,
+    value_offset,
+)
 from tests.kernels.triton_reference import (
     RECIPES,
     TILES,
@@ -49,7 +58,8 @@ def test_forward_of_halfulp_bit_for_bit(causal: bool) -> None:
     assert torch.equal(saved.out.float(), expected.out)
     assert torch.equal(saved.row_max, expected.largest_score.squeeze(-1))
     assert torch.equal(saved.row_sum, expected.row_sum.squeeze(-1))
-    assert (saved.lse - expected.lse.squeeze(-1) * UNIT).abs().max() <= 5e-7  # its l sums numbers that are not exact
+    # its l sums numbers that are not exact
+    assert (saved.lse - expected.lse.squeeze(-1) * UNIT).abs().max() <= 5e-7
     assert torch.equal(out_for_delta(saved), expected.out_for_delta)
     assert (out_for_delta(saved) != expected.out).float().mean() > 0.5
 
@@ -64,9 +74,14 @@ def out_for_delta(saved: Saved) -> Tensor:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_with_whole_scores_bit_for_bit(name: str, causal: bool) -> None:
-    """Weights are powers of two, so sums are exact in every recipe; maxima repeat, and "published" shifts them."""
+    """Weights are powers of two, so sums are exact in every recipe; maxima repeat, and "published"
+    shifts them.
+    """
     q, k, v, do = exact_inputs(1, 45, 61)
-    inputs, options = Inputs((q * 16).sign(), k, v, do), Options(recipe=name, is_causal=causal, scale=UNIT / 4)
+    inputs, options = (
+        Inputs((q * 16).sign(), k, v, do),
+        Options(recipe=name, is_causal=causal, scale=UNIT / 4),
+    )
     inputs = inputs._replace(query=inputs.query * 4)
     saved = door.forward(*inputs[:3], options, config=TILES)
     _, _, expected = emulated(RECIPES[name], inputs, options)
@@ -82,16 +97,22 @@ def test_forward_with_whole_scores_bit_for_bit(name: str, causal: bool) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_bit_for_bit(name: str, causal: bool) -> None:
-    """Both sides start from the same statistics, chosen so that δ is exact and 1 / l a power of two."""
+    """Both sides start from the same statistics, chosen so that δ is exact and 1 / l a power of
+    two.
+    """
     inputs, options = exact_inputs(2, 24, 32), Options(recipe=name, is_causal=causal, scale=UNIT)
     problem, step, kept = emulated(RECIPES[name], inputs, options)
     row_max = kept.row_max.ceil()
     whole = torch.randint(-4, 5, kept.out.shape, generator=torch.Generator().manual_seed(3)).float()
-    kept = algorithms.Saved(whole, whole, row_max + 2, row_max, torch.full_like(row_max, 4.0), row_max)
+    kept = algorithms.Saved(
+        whole, whole, row_max + 2, row_max, torch.full_like(row_max, 4.0), row_max
+    )
     expected = algorithms.attend_backward(problem, kept, inputs.grad_out.float(), None, step)
     residual = torch.zeros(whole.shape, dtype=torch.int8) if name == "halfulp" else None
     natural = ((row_max + 2).double() / math.log2(math.e)).float().squeeze(-1)
-    saved = Saved(whole.bfloat16(), residual, natural, row_max.squeeze(-1), kept.row_sum.squeeze(-1))
+    saved = Saved(
+        whole.bfloat16(), residual, natural, row_max.squeeze(-1), kept.row_sum.squeeze(-1)
+    )
     configs = {"query": TILES, "key": TILES}
     actual = door.backward(inputs.grad_out, None, *inputs[:3], saved, options, configs=configs)
     for what, a, b in zip(("dQ", "dK", "dV"), actual, expected, strict=False):
@@ -104,7 +125,9 @@ def test_backward_bit_for_bit(name: str, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
-    """Grouped heads, odd lengths, D and D_v no powers of two and unlike: a wrong rounding would differ by 1e-3."""
+    """Grouped heads, odd lengths, D and D_v no powers of two and unlike: a wrong rounding would
+    differ by 1e-3.
+    """
     recipe = RECIPES[name]
     if dtype == torch.float16:
         wide = {step: FP16 for step in vars(flash2(FP16)) if getattr(flash2(FP16), step) == FP16}
@@ -123,7 +146,8 @@ def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
         return
     unlike = Options("stock" if name == "halfulp" else "halfulp", scale=24**-0.5)
     other = run(Inputs(*(x.to(dtype) for x in inputs)), unlike, WIDE)
-    assert relative_error(other.grad_query, expected.grad_query) > 2e-4  # the comparison tells recipes apart
+    # the comparison tells recipes apart
+    assert relative_error(other.grad_query, expected.grad_query) > 2e-4
 
 
 def test_a_weight_that_dominates_its_row_is_balanced() -> None:
@@ -134,7 +158,10 @@ def test_a_weight_that_dominates_its_row_is_balanced() -> None:
     for divisor, agrees in (("balanced", True), ("row_sum", False), ("lse", False)):
         recipe = BF16_HALFULP.with_(divisor_from=divisor, **tiles)
         expected = attend(recipe, inputs, scale=3 * 24**-0.5, enable_gqa=True)
-        off = [relative_error(getattr(actual, what), getattr(expected, what)) for what in ("grad_query", "grad_key")]
+        off = [
+            relative_error(getattr(actual, what), getattr(expected, what))
+            for what in ("grad_query", "grad_key")
+        ]
         assert max(off) <= 2e-4 if agrees else min(off) > 6e-4, (divisor, off)
 
 
@@ -153,7 +180,9 @@ def test_fp32_rounds_nothing(name: str) -> None:
     [((5, -1), True, 0), ((3, 4), False, 0), ((-1, 9), False, 3), ((20, 0), True, -7), (None, True, 14),
      ((1, 0), False, 0), (None, True, -50)],
 )  # fmt: skip
-def test_windows_and_offsets_are_masks(window: tuple[int, int] | None, causal: bool, offset: int) -> None:
+def test_windows_and_offsets_are_masks(
+    window: tuple[int, int] | None, causal: bool, offset: int
+) -> None:
     inputs = gaussian(6, length=50, key_length=64, dim=16)
     i, j = torch.arange(50)[:, None] + offset, torch.arange(64)[None, :]
     left, right = window or (-1, -1)
@@ -194,18 +223,24 @@ def test_gradient_of_lse(name: str) -> None:
 def test_descriptors_read_the_same_numbers() -> None:
     inputs = Inputs(*(x.bfloat16() for x in gaussian(9, length=50, key_length=70, dim=24)))
     options = Options(is_causal=True, scale=0.2)
-    launch, _ = triton_launch.forward_launch(*inputs[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True))
+    launch, _ = triton_launch.forward_launch(
+        *inputs[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True)
+    )
     assert launch.arguments["DESCRIPTORS"]
     described = run(inputs, options, Config(16, 32, 4, 1, True))
     for a, b in zip(vars(run(inputs, options)).values(), vars(described).values(), strict=True):
         assert torch.equal(a, b)
     odd = Inputs(*(x.bfloat16() for x in gaussian(9, length=20, dim=20)))
-    launch, _ = triton_launch.forward_launch(*odd[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True))
+    launch, _ = triton_launch.forward_launch(
+        *odd[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True)
+    )
     assert not launch.arguments["DESCRIPTORS"]  # rows of 40 bytes
 
 
 def test_layouts_are_read_as_they_lie() -> None:
-    """Heads inside rows, an expanded batch, a transposed last dimension: no copy may change a bit."""
+    """Heads inside rows, an expanded batch, a transposed last dimension: no copy may change a
+    bit.
+    """
     q, k, v, do = (x.bfloat16() for x in gaussian(10, batch=2, heads=2, length=20, dim=16))
     options = Options(scale=0.25)
     plain = run(Inputs(q, k[:1].expand(2, -1, -1, -1).contiguous(), v, do), options)
@@ -241,15 +276,20 @@ def test_keys_that_nobody_sees() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_forward_and_backward_round_to_the_same_weights(causal: bool, dtype: torch.dtype) -> None:
-    """Also against the emulator's: read from O, dQ and dK as on a GPU, where this counts what exp2 does."""
+    """Also against the emulator's: read from O, dQ and dK as on a GPU, where this counts what exp2
+    does.
+    """
     q, k, _, _ = (x.to(dtype) for x in gaussian(13, heads=2, length=64, dim=64))
     tiles = {kind: Config(32, 32, 4, 1) for kind in ("forward", "query", "key")}
     weights = rounded_weights(q, k, scale=0.125, is_causal=causal, configs=tiles)
     counts = weights_that_differ(weights)
     assert counts["of"] == 2 * 64 * 64
     assert counts["query, key"] == 0
-    assert max(counts["forward, query"], counts["forward, key"]) <= 2  # the running maximum is not the final one
-    step = Step(BF16_HALFULP if dtype == torch.bfloat16 else BF16_HALFULP.with_(weights_operand=FP16))
+    # the running maximum is not the final one
+    assert max(counts["forward, query"], counts["forward, key"]) <= 2
+    step = Step(
+        BF16_HALFULP if dtype == torch.bfloat16 else BF16_HALFULP.with_(weights_operand=FP16)
+    )
     problem = Problem.read(q, k, k, Mask(causal), 0.125, step)
     scores = problem.scores(slice(0, 64), slice(0, 64), step)
     exact = problem.weights(scores, scores.amax(-1, keepdim=True).ceil(), step)
@@ -283,7 +323,9 @@ def test_other_shifts_are_seen_as_other_weights(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tuning_keeps_the_fastest_and_writes_a_table(tmp_path: Path) -> None:
-    """With a clock that is told what to say: the second candidate wins, and one that does not fit is passed over."""
+    """With a clock that is told what to say: the second candidate wins, and one that does not fit
+    is passed over.
+    """
     slow, fast, large = Config(16, 32, 4, 1), Config(32, 16, 4, 1), Config(64, 64, 8, 1)
 
     class OutOfResourcesError(Exception):
@@ -301,7 +343,9 @@ def test_tuning_keeps_the_fastest_and_writes_a_table(tmp_path: Path) -> None:
     rows = table["80"]["16"]
     names = {f"{kind}{which}" for kind in ("forward", "query", "key") for which in ("", " causal")}
     assert {Config(**rows[name]) for name in names} == {fast}
-    untimed = {f"{kind} {which}" for kind in ("forward", "query", "key") for which in ("option", "options")}
+    untimed = {
+        f"{kind} {which}" for kind in ("forward", "query", "key") for which in ("option", "options")
+    }
     assert set(rows) == names | untimed
     assert table["90"] == shipped_table()["90"]
     with pytest.raises(ZeroDivisionError):

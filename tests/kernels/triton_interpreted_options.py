@@ -1,4 +1,5 @@
-"""Masks, softcap, sinks and dropout of the Triton kernels under the interpreter, against the emulator.
+"""Masks, softcap, sinks and dropout of the Triton kernels under the interpreter, against the
+emulator.
 
 `test_triton_interpreter.py` runs this file, in a process of its own.
 """
@@ -81,13 +82,17 @@ def test_forward_of_halfulp_bit_for_bit(case: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("case", CASES)
 def test_backward_bit_for_bit(name: str, case: str) -> None:
-    """Both sides start from the same statistics, chosen so that δ is exact and 1 / l a power of two."""
+    """Both sides start from the same statistics, chosen so that δ is exact and 1 / l a power of
+    two.
+    """
     inputs = exact_inputs(2, N, N_K)
     options = replace(Options(recipe=name, scale=UNIT), **CASES[case])
     problem, step, kept_there = emulated(RECIPES[name], inputs, options)
     empty = kept_there.row_max == -math.inf
     row_max = kept_there.row_max.ceil()
-    whole = torch.randint(-4, 5, kept_there.out.shape, generator=torch.Generator().manual_seed(3)).float()
+    whole = torch.randint(
+        -4, 5, kept_there.out.shape, generator=torch.Generator().manual_seed(3)
+    ).float()
     whole[empty.expand_as(whole)] = 0
     row_sum = torch.where(empty, 0.0, 4.0)
     kept_there = algorithms.Saved(whole, whole, row_max + 2, row_max, row_sum, row_max)
@@ -95,7 +100,9 @@ def test_backward_bit_for_bit(name: str, case: str) -> None:
     residual = torch.zeros(whole.shape, dtype=torch.int8) if name == "halfulp" else None
     natural = ((row_max + 2).double() / math.log2(math.e)).float().squeeze(-1)
     saved = Saved(whole.bfloat16(), residual, natural, row_max.squeeze(-1), row_sum.squeeze(-1))
-    actual = door.backward(inputs.grad_out, None, *inputs[:3], saved, options, configs={"query": TILES, "key": TILES})
+    actual = door.backward(
+        inputs.grad_out, None, *inputs[:3], saved, options, configs={"query": TILES, "key": TILES}
+    )
     for what, a, b in zip(("dQ", "dK", "dV"), actual, expected, strict=False):
         differ = int((a.float() != b).sum())
         # lse · log2 e is not 2 to the last bit, and a rounded weight may then fall the other way
@@ -108,7 +115,9 @@ def test_backward_bit_for_bit(name: str, case: str) -> None:
 
 
 @triton.jit
-def _keep_kernel(Out, start, last_dropped, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _keep_kernel(
+    Out, start, last_dropped, first_row, first_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     hashes = dropout_row(start, first_row + row.to(tl.int64))
     keep = kept(hashes[:, None], (first_column + column)[None, :], last_dropped)
@@ -125,11 +134,19 @@ def test_dropout_counts_as_everywhere_else(seed: int, p: float, row: int, column
     out = torch.empty(32, 64, dtype=torch.int8)
     words = (x - 2**32 if x >= 2**31 else x for x in (seed_word(seed), least_kept(p) - 1))
     _keep_kernel[(1,)](out, *words, row, column, ROWS=32, COLUMNS=64)
-    assert torch.equal(out.bool(), keep_mask(seed, p, row + torch.arange(32), column + torch.arange(64)))
+    assert torch.equal(
+        out.bool(), keep_mask(seed, p, row + torch.arange(32), column + torch.arange(64))
+    )
 
 
 def test_tanh_is_within_its_bound() -> None:
-    x = torch.cat([torch.linspace(-12, 12, 40_001), torch.logspace(-30, 2, 4_001), torch.tensor([-math.inf, math.inf])])
+    x = torch.cat(
+        [
+            torch.linspace(-12, 12, 40_001),
+            torch.logspace(-30, 2, 4_001),
+            torch.tensor([-math.inf, math.inf]),
+        ]
+    )
     exact = torch.from_numpy(np.tanh(x.double().numpy()))
     error = kernels_tanh(x).double() - exact
     assert error.abs().max() <= 2**-22
@@ -143,13 +160,17 @@ def both(
     """What the kernels give and what the emulator does, by name."""
     q, k, v, do = inputs = Inputs(*(x.bfloat16() for x in inputs))
     saved = door.forward(q, k, v, options, config=TILES)
-    grads = door.backward(do, grad_lse, q, k, v, saved, options, configs={"query": TILES, "key": TILES})
+    grads = door.backward(
+        do, grad_lse, q, k, v, saved, options, configs={"query": TILES, "key": TILES}
+    )
     problem, step, expected = emulated(RECIPES[options.recipe], inputs, options)
     d_lse = None if grad_lse is None else grad_lse[..., None]
     exact = Gradients(*algorithms.attend_backward(problem, expected, do.float(), d_lse, step))
     if options.sinks is not None:
         exact = exact._replace(sinks=grad_sinks(problem, expected, do.float(), d_lse, step))
-    return named(saved.out, saved.lse, grads), named(expected.out, expected.lse.squeeze(-1) * UNIT, exact)
+    return named(saved.out, saved.lse, grads), named(
+        expected.out, expected.lse.squeeze(-1) * UNIT, exact
+    )
 
 
 def named(out: Tensor, lse: Tensor, grads: Gradients) -> dict[str, Tensor]:
@@ -158,10 +179,11 @@ def named(out: Tensor, lse: Tensor, grads: Gradients) -> dict[str, Tensor]:
 
 
 def apart(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest error over what is allowed: two rounded numbers that fall the other way, and 2e-4 beside them.
+    """The largest error over what is allowed: two rounded numbers that fall the other way, and 2e-4
+    beside them.
 
-    A rounding left out or put elsewhere makes 1e-3 and more. Results below 10⁻³ count as that: what one visible key
-    leaves of dS is the rounding of 0.
+    A rounding left out or put elsewhere makes 1e-3 and more. Results below 10⁻³ count as that: what
+    one visible key leaves of dS is the rounding of 0.
     """
     worst = 0.0
     for name, wanted in expected.items():
@@ -178,7 +200,9 @@ def apart(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @st.composite
 def calls(draw: Callable[..., Any]) -> tuple[Inputs, Options, Tensor | None]:
     seed = draw(st.integers(0, 2**20))
-    batch, groups, length, key_length = draw(st.tuples(*(st.integers(1, n) for n in (2, 2, 22, 40))))
+    batch, groups, length, key_length = draw(
+        st.tuples(*(st.integers(1, n) for n in (2, 2, 22, 40)))
+    )
     random = torch.Generator().manual_seed(seed)
     shape = tuple(draw(st.sampled_from([n, 1])) for n in (batch, 2, length, key_length))
     shape = shape[draw(st.integers(0, 2)) :]
@@ -186,7 +210,11 @@ def calls(draw: Callable[..., Any]) -> tuple[Inputs, Options, Tensor | None]:
     mask: Tensor | None = None
     if kind != "none":
         visible = torch.rand(shape, generator=random) < 0.8
-        mask = visible if kind == "bool" else torch.randn(shape, generator=random).masked_fill(~visible, -math.inf)
+        mask = (
+            visible
+            if kind == "bool"
+            else torch.randn(shape, generator=random).masked_fill(~visible, -math.inf)
+        )
         mask = mask.bfloat16() if kind == "bfloat16" else mask
     options = Options(
         recipe=draw(st.sampled_from(sorted(RECIPES))),
@@ -201,7 +229,14 @@ def calls(draw: Callable[..., Any]) -> tuple[Inputs, Options, Tensor | None]:
         causal_offset=draw(st.sampled_from([0, 0, key_length - length, 4])),
     )
     inputs = gaussian(
-        seed, batch=batch, heads=2, key_heads=2 // groups, length=length, key_length=key_length, dim=16, value_dim=12
+        seed,
+        batch=batch,
+        heads=2,
+        key_heads=2 // groups,
+        length=length,
+        key_length=key_length,
+        dim=16,
+        value_dim=12,
     )
     grad_lse = torch.randn(batch, 2, length, generator=random) if draw(st.booleans()) else None
     return inputs, options, grad_lse
@@ -245,7 +280,9 @@ def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         "the mask of another head": {"mask_h": 0},
         "the slope of the softcap left out": {"CAPPED": False, "scale": 0.25 * LOG2_E},
         "dropped gradients not scaled": {"kept_scale": 1.0},
-        "another seed": {"dropout_start": seed_word(12) - 2**32 if seed_word(12) >= 2**31 else seed_word(12)},
+        "another seed": {
+            "dropout_start": seed_word(12) - 2**32 if seed_word(12) >= 2**31 else seed_word(12)
+        },
     }
     for fault, arguments in faults.items():
 
@@ -263,10 +300,16 @@ def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found() > 10
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 5e-4), (torch.float16, 1e-4), (torch.float32, 3e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.bfloat16, 5e-4), (torch.float16, 1e-4), (torch.float32, 3e-6)]
+)
 def test_the_public_door_takes_them_too(dtype: torch.dtype, limit: float) -> None:
-    """Autograd, a seed from torch's generator, an expanded mask; against backend "torch", whose tiles are others."""
-    q, k, v, do = (x.to(dtype).requires_grad_() for x in gaussian(5, batch=2, heads=2, length=20, dim=16))
+    """Autograd, a seed from torch's generator, an expanded mask; against backend "torch", whose
+    tiles are others.
+    """
+    q, k, v, do = (
+        x.to(dtype).requires_grad_() for x in gaussian(5, batch=2, heads=2, length=20, dim=16)
+    )
     sinks = torch.tensor([0.5, -1.0], requires_grad=True)
     mask = torch.randn(2, 1, 1, 20, generator=DRAW)
 
@@ -274,7 +317,11 @@ def test_the_public_door_takes_them_too(dtype: torch.dtype, limit: float) -> Non
         torch.manual_seed(0)
         options = {"sinks": sinks, "softcap": 3.0, "dropout_p": 0.2, "return_lse": True}
         out, lse = halfulp.attention(q, k, v, mask.expand(2, 2, 20, 20), backend=backend, **options)
-        return [out.detach(), lse.detach(), *torch.autograd.grad((out * do).sum() + lse.sum(), (q, k, v, sinks))]
+        return [
+            out.detach(),
+            lse.detach(),
+            *torch.autograd.grad((out * do).sum() + lse.sum(), (q, k, v, sinks)),
+        ]
 
     for a, b in zip(result("triton"), result("torch"), strict=True):
         assert relative_error(a, b) <= limit
@@ -283,7 +330,9 @@ def test_the_public_door_takes_them_too(dtype: torch.dtype, limit: float) -> Non
 
 
 def test_hidden_tiles_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of matrices, two a tile forward and 3 + 4 backward: what a causal mask or a window hides costs none."""
+    """Products of matrices, two a tile forward and 3 + 4 backward: what a causal mask or a window
+    hides costs none.
+    """
     counted = []
     honest = InterpreterBuilder.create_dot
 

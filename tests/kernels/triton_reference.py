@@ -1,7 +1,8 @@
-"""Triton's interpreter and the emulator on the same call: what the tests of every Triton kernel share.
+"""Triton's interpreter and the emulator on the same call: what the tests of every Triton kernel
+share.
 
-The interpreter computes exp2 and log2 with numpy, whose last bits are not torch's; here both sides take torch's, and
-the kernels' tanh, so that what is compared is the kernel.
+The interpreter computes exp2 and log2 with numpy, whose last bits are not torch's; here both sides
+take torch's, and the kernels' tanh, so that what is compared is the kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ UNIT = 1 / math.log2(math.e)  # the scale at which base-2 scores are q·k itself
 
 
 def torch_unary(function: Any) -> Any:
-    return lambda self, arg: self.unary_op(arg, lambda x: function(torch.from_numpy(np.ascontiguousarray(x))).numpy())
+    return lambda self, arg: self.unary_op(
+        arg, lambda x: function(torch.from_numpy(np.ascontiguousarray(x))).numpy()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -67,28 +70,41 @@ def kernels_tanh(x: Tensor) -> Tensor:
     return out
 
 
-def run(inputs: Inputs, options: Options, tiles: Config = TILES, grad_lse: Tensor | None = None) -> Any:
+def run(
+    inputs: Inputs, options: Options, tiles: Config = TILES, grad_lse: Tensor | None = None
+) -> Any:
     """The kernels' result as `testing.attend` gives an emulation's."""
     q, k, v, do = inputs
     saved = door.forward(q, k, v, options, config=tiles)
-    grads = door.backward(do, grad_lse, q, k, v, saved, options, configs={"query": tiles, "key": tiles})
+    grads = door.backward(
+        do, grad_lse, q, k, v, saved, options, configs={"query": tiles, "key": tiles}
+    )
     return algorithms.AttentionResult(saved.out, saved.lse, *grads[:3])
 
 
 def emulated(
     recipe: Recipe, inputs: Inputs, options: Options, tiles: Config = TILES
 ) -> tuple[Problem, Step, algorithms.Saved]:
-    """The problem as backend "torch" reads it but in the kernels' blocks, its step, what the forward pass keeps."""
+    """The problem as backend "torch" reads it but in the kernels' blocks, its step, what the
+    forward pass keeps.
+    """
     step = Step(recipe.with_(block_query=tiles.block_m, block_key=tiles.block_n))
     problem = tiled._problem(*inputs[:3], options, step)
     return problem, step, algorithms.attend(problem, step)
 
 
 def exact_inputs(seed: int, length: int, key_length: int) -> Inputs:
-    """Numbers so small and few that every sum of products is exact in fp32, in any order; scores have fractions."""
+    """Numbers so small and few that every sum of products is exact in fp32, in any order; scores
+    have fractions.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def whole(limit: int, *shape: int) -> Tensor:
         return torch.randint(-limit, limit + 1, (1, 2, *shape), generator=draw).bfloat16()
 
-    return Inputs(whole(4, length, 16) / 16, whole(1, key_length, 16), whole(3, key_length, 16), whole(2, length, 16))
+    return Inputs(
+        whole(4, length, 16) / 16,
+        whole(1, key_length, 16),
+        whole(3, key_length, 16),
+        whole(2, length, 16),
+    )

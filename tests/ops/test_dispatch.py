@@ -85,13 +85,18 @@ def test_an_explicit_choice_never_falls_back(planted, backend):
         halfulp.attention(Q, Q, Q, backend=backend)
     told = halfulp.explain_dispatch(Q, Q, Q, backend=backend)
     assert told.backend is None
-    assert str(told).splitlines()[0] == f"no kernel runs: backend={backend!r} does not take these inputs"
+    assert (
+        str(told).splitlines()[0]
+        == f"no kernel runs: backend={backend!r} does not take these inputs"
+    )
     assert f"{backend}: not: {reason}" in str(told)
 
 
 def test_an_absent_kernel_is_told_once(planted):
     planted(cpu=kernel(absent="the library was not built"))
-    with pytest.warns(RuntimeWarning, match="plain PyTorch.*'cpu' is missing: the library was not built"):
+    with pytest.warns(
+        RuntimeWarning, match="plain PyTorch.*'cpu' is missing: the library was not built"
+    ):
         halfulp.attention(Q, Q, Q)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -108,7 +113,10 @@ def test_what_only_plain_pytorch_gives(planted):
     halfulp.attention(Q, Q, Q, mask).sum().backward()
     assert mask.grad is not None
     assert not native.calls
-    assert halfulp.explain_dispatch(Q, Q, Q, mask).reasons["cpu"] == "not: it gives no gradient of attn_mask"
+    assert (
+        halfulp.explain_dispatch(Q, Q, Q, mask).reasons["cpu"]
+        == "not: it gives no gradient of attn_mask"
+    )
     with torch.no_grad():
         assert halfulp.explain_dispatch(Q, Q, Q, mask).backend == "cpu"
     empty = Q[:0]
@@ -123,7 +131,9 @@ def test_nothing_is_computed_to_explain(planted):
 
 
 def test_the_real_kernels_keep_the_contract():
-    """Every kernel of this installation offers what dispatch calls, and says in words what it refuses."""
+    """Every kernel of this installation offers what dispatch calls, and says in words what it
+    refuses.
+    """
     for name in ops.BACKENDS:
         try:
             module = dispatch._module(name)
@@ -137,5 +147,8 @@ def test_the_real_kernels_keep_the_contract():
 def test_kernels_are_not_imported_before_a_call(added_modules):
     added = added_modules("halfulp")
     assert "halfulp.ops.dispatch" in added
-    assert not {"halfulp.kernels.cpu", "halfulp.kernels.triton_attention", "triton", "transformers"} & added
+    assert (
+        not {"halfulp.kernels.cpu", "halfulp.kernels.triton_attention", "triton", "transformers"}
+        & added
+    )
     assert importlib.util.find_spec("halfulp.ops") is not None

@@ -43,7 +43,8 @@ for wrap in ("ddp", "fsdp"):
     loss_of(model, x[2 * rank : 2 * rank + 2]).backward()
     for name, p in model.named_parameters():
         grad = p.grad.full_tensor() if wrap == "fsdp" else p.grad
-        torch.testing.assert_close(grad, expected[name.removeprefix("module.")], rtol=1e-5, atol=1e-7)
+        wanted = expected[name.removeprefix("module.")]
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-7)
     print(wrap, "agrees")
 dist.destroy_process_group()
 """
@@ -55,7 +56,9 @@ def test_ddp_and_fsdp2():
         port = str(free.getsockname()[1])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, "-c", PROCESS, str(rank), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in range(2)
     ]

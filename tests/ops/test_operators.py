@@ -1,4 +1,6 @@
-"""`torch.ops.halfulp.*` as PyTorch's machinery sees it, and the bits of the plain PyTorch backend."""
+"""`torch.ops.halfulp.*` as PyTorch's machinery sees it, and the bits of the plain PyTorch
+backend.
+"""
 
 import functools
 import itertools
@@ -55,14 +57,20 @@ def test_recipes_are_the_named_ones():
     assert tiled.recipe_of("stock", torch.bfloat16) == BF16_FLASH2
     half = tiled.recipe_of("halfulp", torch.float16)
     assert half.with_(name="x") != BF16_HALFULP.with_(name="x")
-    assert {getattr(half, step) for step in ("query", "out", "grad_scores", "weights_operand")} == {FP16}
+    assert {getattr(half, step) for step in ("query", "out", "grad_scores", "weights_operand")} == {
+        FP16
+    }
     assert BF16 not in vars(half).values()
 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_eight_bits_keep_the_residual(dtype):
-    """O plus its residual is eight bits nearer to O before rounding; what is saved unpacks to what the recipe says."""
-    q, k, v = (x.detach() for x in leaves((1, 2, 60, 16), (1, 2, 70, 16), (1, 2, 70, 16), dtype=dtype))
+    """O plus its residual is eight bits nearer to O before rounding; what is saved unpacks to what
+    the recipe says.
+    """
+    q, k, v = (
+        x.detach() for x in leaves((1, 2, 60, 16), (1, 2, 70, 16), (1, 2, 70, 16), dtype=dtype)
+    )
     v[..., 0], v[..., 1] = 1e-7, 0  # subnormal in float16
     saved = tiled.forward(q, k, v, Options(scale=0.25))
     exact = halfulp.golden(q, k, v, scale=0.25).out
@@ -73,7 +81,12 @@ def test_eight_bits_keep_the_residual(dtype):
     assert kept < rounded  # the weights' own rounding remains
     seen = []
     emulate(
-        q, k, v, scale=0.25, recipe=recipe, observers=[lambda name, _, x: seen.append(x) if name == "residual" else 0]
+        q,
+        k,
+        v,
+        scale=0.25,
+        recipe=recipe,
+        observers=[lambda name, _, x: seen.append(x) if name == "residual" else 0],
     )
     assert torch.equal(whole, (saved.out.float() + seen[0]).double())
 
@@ -95,10 +108,22 @@ def test_opcheck(name):
     sinks = leaves((2,))[0] if "softcap" in options else None
     seed = torch.tensor(7) if "dropout_p" in options else None
     arguments = (
-        q, k, v, mask, sinks, seed, options.get("is_causal", False), 0.3, options.get("window"),
-        options.get("softcap", 0.0), options.get("dropout_p", 0.0), 0, options.get("recipe", "halfulp"), "torch",
+        q,
+        k,
+        v,
+        mask,
+        sinks,
+        seed,
+        options.get("is_causal", False),
+        0.3,
+        options.get("window"),
+        options.get("softcap", 0.0),
+        options.get("dropout_p", 0.0),
+        0,
+        options.get("recipe", "halfulp"),
+        "torch",
         mask is not None,
-    )  # fmt: skip
+    )
     torch.library.opcheck(attention_forward, arguments)
     outputs = [x.detach() for x in attention_forward(*arguments)]
     inputs = [x.detach() for x in (q, k, v)]
@@ -112,13 +137,17 @@ def test_compiles_whole_and_keeps_the_bits():
     q, k, v = leaves((2, 4, 140, 16), (2, 2, 150, 16), (2, 2, 150, 16), dtype=torch.bfloat16)
 
     def block(q, k, v):
-        out, lse = attend(q * 2, k, v, is_causal=True, enable_gqa=True, return_lse=True, window=(60, 0))
+        out, lse = attend(
+            q * 2, k, v, is_causal=True, enable_gqa=True, return_lse=True, window=(60, 0)
+        )
         return out.float().square().sum() + lse.sum()
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), block(q, k, v))
     for got, expected in zip(
-        torch.autograd.grad(compiled(q, k, v), (q, k, v)), torch.autograd.grad(block(q, k, v), (q, k, v)), strict=True
+        torch.autograd.grad(compiled(q, k, v), (q, k, v)),
+        torch.autograd.grad(block(q, k, v), (q, k, v)),
+        strict=True,
     ):
         assert torch.equal(got, expected)
     longer = leaves((2, 4, 141, 16), (2, 2, 151, 16), (2, 2, 151, 16), dtype=torch.bfloat16)
@@ -152,7 +181,9 @@ def test_autocast_casts_as_for_pytorch(dtype):
                 attend(*mixed)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (0, 1, None, None), (None, 2, 0, 1), (0, 0, 0, None)])
+@pytest.mark.parametrize(
+    "in_dims", [(0, 0, 0, 0), (0, 1, None, None), (None, 2, 0, 1), (0, 0, 0, None)]
+)
 def test_vmap(in_dims):
     sizes = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), (2, 1, 5, 7)]
     shapes = [s if d is None else (*s[:d], 3, *s[d:]) for s, d in zip(sizes, in_dims, strict=True)]
@@ -161,7 +192,10 @@ def test_vmap(in_dims):
     def loss(q, k, v, mask):
         return attend(q, k, v, mask).square().sum()
 
-    each = [[x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)] for i in range(3)]
+    each = [
+        [x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)]
+        for i in range(3)
+    ]
     out = torch.func.vmap(attend, in_dims)(*tensors)
     torch.testing.assert_close(out, torch.stack([attend(*x) for x in each]), rtol=1e-5, atol=1e-6)
     grads = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), in_dims)(*tensors)
@@ -170,7 +204,8 @@ def test_vmap(in_dims):
         torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
+# the compiler does it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_vmap_and_gradients_compile():
     q = leaves((3, 1, 2, 5, 8))[0].detach()
 
@@ -205,7 +240,9 @@ def test_gradients_once_and_not_twice():
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(first.sum(), tensors[:1])
     with pytest.raises(NotImplementedError, match="differentiable once"):
-        torch.func.grad(lambda q: torch.func.grad(lambda q: attend(q, *tensors[1:]).sum())(q).sum())(tensors[0])
+        torch.func.grad(
+            lambda q: torch.func.grad(lambda q: attend(q, *tensors[1:]).sum())(q).sum()
+        )(tensors[0])
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -216,8 +253,11 @@ def test_checkpointing_recomputes_the_same(use_reentrant):
         torch.manual_seed(3)
         call = functools.partial(attend, dropout_p=0.4)
         out = call(*tensors) if kept else checkpoint(call, *tensors, use_reentrant=use_reentrant)
-        results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)) if kept or not use_reentrant
-                       else (out, *_backward(out, tensors)))  # fmt: skip
+        results.append(
+            (out, *torch.autograd.grad(out.float().square().sum(), tensors))
+            if kept or not use_reentrant
+            else (out, *_backward(out, tensors))
+        )
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected)
 
@@ -230,7 +270,8 @@ def _backward(out, tensors):
 
 def test_gradcheck():
     tensors = [
-        x.detach().double().requires_grad_() for x in leaves((1, 2, 4, 3), (1, 1, 5, 3), (1, 1, 5, 2), (4, 5), (2,))
+        x.detach().double().requires_grad_()
+        for x in leaves((1, 2, 4, 3), (1, 1, 5, 3), (1, 1, 5, 2), (4, 5), (2,))
     ]
 
     def call(q, k, v, mask, sinks):

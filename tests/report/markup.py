@@ -1,11 +1,27 @@
-"""A strict reader of the pages: what is open must be closed, and nothing may be fetched from anywhere."""
+"""A strict reader of the pages: what is open must be closed, and nothing may be fetched from
+anywhere.
+"""
 
 from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
 
-VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+VOID = {
+    "area",
+    "base",
+    "br",
+    "col",
+    "embed",
+    "hr",
+    "img",
+    "input",
+    "link",
+    "meta",
+    "source",
+    "track",
+    "wbr",
+}
 FETCHES = {"src", "srcset", "data", "action", "formaction", "poster", "background", "ping"}
 
 
@@ -25,8 +41,12 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
         self.problems += [f"<{tag}> is never closed" for tag in self._open]
-        self.problems += [f"id {name!r} twice" for name in set(self.ids) if self.ids.count(name) > 1]
-        self.problems += [f"link to {name}, which is not there" for name in self.links if name[1:] not in self.ids]
+        self.problems += [
+            f"id {name!r} twice" for name in set(self.ids) if self.ids.count(name) > 1
+        ]
+        self.problems += [
+            f"link to {name}, which is not there" for name in self.links if name[1:] not in self.ids
+        ]
 
     @property
     def text(self) -> str:
@@ -75,5 +95,7 @@ class Page(HTMLParser):
 def problems(text: str) -> list[str]:
     """What is wrong with a page; the address of a namespace is no address to fetch."""
     found = Page(text).problems
-    addresses = [url for url in re.findall(r"https?://[^\s\"'<>)]+", text) if "w3.org/2000/svg" not in url]
+    addresses = [
+        url for url in re.findall(r"https?://[^\s\"'<>)]+", text) if "w3.org/2000/svg" not in url
+    ]
     return found + [f"address {url}" for url in addresses]

@@ -1,4 +1,6 @@
-"""An audit in front of a reader: the verdict, why, every probe and relation, on the terminal and on a page."""
+"""An audit in front of a reader: the verdict, why, every probe and relation, on the terminal and on
+a page.
+"""
 
 import copy
 import io
@@ -7,7 +9,14 @@ import pytest
 from rich.console import Console
 
 from halfulp.report.audit_page import audit_page, audit_section, audit_summary, verdicts
-from halfulp.report.audit_summary import facts, false_alarms, not_run, probe_rows, relation_rows, worst_ratios
+from halfulp.report.audit_summary import (
+    facts,
+    false_alarms,
+    not_run,
+    probe_rows,
+    relation_rows,
+    worst_ratios,
+)
 from halfulp.report.audit_table import print_audit, print_summary
 from tests.report.markup import Page, problems
 
@@ -31,7 +40,13 @@ def case(probe, *rows, status="ok", reason=None, shape="(4, 4, 256, 64)", file=N
 
 
 def finding(
-    grade, kind, name, probe, ratio=2.0, figure="2.0e-03 relative, 2 × the stock recipe", shape="(4, 4, 256, 64)"
+    grade,
+    kind,
+    name,
+    probe,
+    ratio=2.0,
+    figure="2.0e-03 relative, 2 × the stock recipe",
+    shape="(4, 4, 256, 64)",
 ):
     where = {"probe": probe, "shape": shape, "seed": 0, "file": None}
     return {
@@ -51,12 +66,29 @@ def relation(name, tensor, identical, confined=True):
 
 def report(**changes):
     base = {
-        "target": "my.py:attention", "dtype": "bfloat16", "device": "cpu", "depth": "quick", "verdict": "sound",
-        "reason": "no property fails in 700 tests", "findings": [], "causes": [], "cause": None, "cases": [],
-        "relations": [], "fingerprint": None, "growth": {}, "drift": 0.51, "tests": 700, "family_level": 0.01,
-        "smallest": None, "script": None, "notes": [], "differentiable": True, "seconds": 12.3,
+        "target": "my.py:attention",
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "depth": "quick",
+        "verdict": "sound",
+        "reason": "no property fails in 700 tests",
+        "findings": [],
+        "causes": [],
+        "cause": None,
+        "cases": [],
+        "relations": [],
+        "fingerprint": None,
+        "growth": {},
+        "drift": 0.51,
+        "tests": 700,
+        "family_level": 0.01,
+        "smallest": None,
+        "script": None,
+        "notes": [],
+        "differentiable": True,
+        "seconds": 12.3,
         "versions": {"torch": "2"},
-    }  # fmt: skip
+    }
     return base | changes
 
 
@@ -66,13 +98,23 @@ DEFECT = report(
     verdict="defect",
     reason="gradients are accumulated in low precision; dK error on rising: 2 × the stock recipe",
     causes=[
-        {"name": "gradients are accumulated", "resembles": "a public bug", "effect": "long contexts train on noise."},
+        {
+            "name": "gradients are accumulated",
+            "resembles": "a public bug",
+            "effect": "long contexts train on noise.",
+        },
         {"name": "another cause", "resembles": "another bug", "effect": "more."},
     ],
     findings=[
         finding("defect", "error", "dK error", "rising"),
         finding("defect", "non-finite", "dQ not finite", "masked_rows", ratio=None),
-        finding("defect", "relation", "same call twice: dK", "free_feature", figure="two calls differ by 3 ×"),
+        finding(
+            "defect",
+            "relation",
+            "same call twice: dK",
+            "free_feature",
+            figure="two calls differ by 3 ×",
+        ),
         finding("stock", "error", "dQ error", "sink", ratio=6.0),
         finding("stock", "error", "Σ dK = 0", "rising", ratio=9.0),
     ],
@@ -91,7 +133,12 @@ DEFECT = report(
         relation("permuted keys", "out", 0.99999),
         relation("batch position", "out", 1.0),
     ],
-    fingerprint={"recipe": "BF16_FLASH2", "choices": {}, "identical": {}, "text": "behaves like BF16_FLASH2"},
+    fingerprint={
+        "recipe": "BF16_FLASH2",
+        "choices": {},
+        "identical": {},
+        "text": "behaves like BF16_FLASH2",
+    },
     growth={"dK": 0.31, "O": 0.02},
     smallest={"probe": "rising", "shape": "(1, 1, 12, 8)", "seed": 0},
     script="raise SystemExit(1)\n",
@@ -103,9 +150,13 @@ STOCK = report(
     reason="known bias",
     cases=[case("sink", row("dQ error", 1.0, 6.0))],
     findings=[finding("stock", "error", "dQ error", "sink", ratio=6.0)],
-    causes=[{"name": "δ from the rounded O", "resembles": "FlashAttention-2", "effect": "it adds up."}],
+    causes=[
+        {"name": "δ from the rounded O", "resembles": "FlashAttention-2", "effect": "it adds up."}
+    ],
 )
-ERROR = report(target="broken", verdict="error", reason="raises RuntimeError: no kernel", drift=None)
+ERROR = report(
+    target="broken", verdict="error", reason="raises RuntimeError: no kernel", drift=None
+)
 
 
 def printed(*reports, script=None, summary=False):
@@ -169,7 +220,9 @@ def test_facts_name_causes_growth_and_notes():
     assert "O as" not in found["growth"]
     assert found["notes"] == "modifies its inputs"
     assert found["smallest input"] == "rising (1, 1, 12, 8), seed 0"
-    assert dict(facts(SOUND)) == {"drift": "summed error of O grows as n^0.51 (0.5 random walk, 1 drift)"}
+    assert dict(facts(SOUND)) == {
+        "drift": "summed error of O grows as n^0.51 (0.5 random walk, 1 drift)"
+    }
 
 
 def test_ratios_are_the_largest_and_missing_where_nothing_was_measured():
@@ -221,13 +274,19 @@ def test_color_marks_the_verdict_on_a_terminal():
 def test_the_summary_has_a_line_a_target():
     text = printed(SOUND, STOCK, DEFECT, ERROR, summary=True).split("4 targets")[1]
     lines = text.splitlines()
-    assert any("bad" in line and "✗ defect" in line and "2.00" in line and "9.00" in line for line in lines)
-    assert any("broken" in line and "! error" in line and "raises RuntimeError" in line for line in lines)
+    assert any(
+        "bad" in line and "✗ defect" in line and "2.00" in line and "9.00" in line for line in lines
+    )
+    assert any(
+        "broken" in line and "! error" in line and "raises RuntimeError" in line for line in lines
+    )
     assert any("stock one" in line and "δ from the rounded O" in line for line in lines)
 
 
 def test_names_are_no_markup():
-    hostile = report(target=EVIL, reason=EVIL, cases=[case("[bold]x", row("[red]y", 1.0, 1.0), shape="[x]")])
+    hostile = report(
+        target=EVIL, reason=EVIL, cases=[case("[bold]x", row("[red]y", 1.0, 1.0), shape="[x]")]
+    )
     text = printed(hostile, hostile, summary=True)
     assert EVIL in text
     assert "[bold]x" in text
@@ -235,7 +294,12 @@ def test_names_are_no_markup():
 
 
 def test_pages_are_well_formed_and_escape_everything():
-    hostile = copy.deepcopy(DEFECT) | {"target": EVIL, "reason": EVIL, "notes": [EVIL], "script": EVIL}
+    hostile = copy.deepcopy(DEFECT) | {
+        "target": EVIL,
+        "reason": EVIL,
+        "notes": [EVIL],
+        "script": EVIL,
+    }
     hostile["cases"][0] |= {"probe": EVIL, "exposes": EVIL, "shape": EVIL}
     hostile["causes"][0] = {"name": EVIL, "resembles": EVIL, "effect": EVIL}
     hostile["fingerprint"]["text"] = EVIL

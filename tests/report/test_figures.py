@@ -1,4 +1,6 @@
-"""Pictures: true to the data, the same bytes every time, nothing covered, nothing that needs a network."""
+"""Pictures: true to the data, the same bytes every time, nothing covered, nothing that needs a
+network.
+"""
 
 import itertools
 import re
@@ -17,14 +19,26 @@ def series(label, y, *, x=None, low=None, high=None, style="line"):
 
 
 def figure(*parts, **changes):
-    base = {"title": "Loss", "x_label": "step", "y_label": "mean squared error", "x_log": False, "y_log": False}
-    return base | {"series": list(parts), "caption": "three seeds", "command": "halfulp demo"} | changes
+    base = {
+        "title": "Loss",
+        "x_label": "step",
+        "y_label": "mean squared error",
+        "x_log": False,
+        "y_log": False,
+    }
+    return (
+        base
+        | {"series": list(parts), "caption": "three seeds", "command": "halfulp demo"}
+        | changes
+    )
 
 
 def tree(svg):
     """The picture as XML; an inline one is given the namespace that HTML implies."""
     return ET.fromstring(
-        svg if "xmlns=" in svg else svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+        svg
+        if "xmlns=" in svg
+        else svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     )
 
 
@@ -42,7 +56,9 @@ def threads(svg):
 
 
 def curves(svg, *, inside=True):
-    """Points of every line inside the axes, by color; other paths are markers, bands and threads to names."""
+    """Points of every line inside the axes, by color; other paths are markers, bands and threads to
+    names.
+    """
     found = {}
     for node in tree(svg).iter("{http://www.w3.org/2000/svg}path"):
         color = re.search(r"stroke: (#\w{6})", node.get("style", ""))
@@ -50,18 +66,22 @@ def curves(svg, *, inside=True):
             if (node.get("clip-path") is not None) != inside:
                 continue
             numbers = [float(part) for part in re.findall(r"-?[\d.]+", node.get("d"))]
-            found.setdefault(color[1].upper(), []).append(list(zip(numbers[::2], numbers[1::2], strict=True)))
+            found.setdefault(color[1].upper(), []).append(
+                list(zip(numbers[::2], numbers[1::2], strict=True))
+            )
     return found
 
 
 TWO = figure(
-    series("flash", [1.0, 2.0, 4.0], low=[0.9, 1.8, 3.0], high=[1.1, 2.4, 5.0]), series("math", [1.0, 1.0, 1.0])
+    series("flash", [1.0, 2.0, 4.0], low=[0.9, 1.8, 3.0], high=[1.1, 2.4, 5.0]),
+    series("math", [1.0, 1.0, 1.0]),
 )
 
 
 def test_the_same_data_gives_the_same_bytes():
     first = draw(TWO)
-    draw(figure(series("other", [3.0, 1.0], style="points")))  # nothing is left behind by another picture
+    # nothing is left behind by another picture
+    draw(figure(series("other", [3.0, 1.0], style="points")))
     assert draw(TWO) == first
     assert not re.search(r"\b20\d\d-\d\d", first), "a date would change the bytes"
 
@@ -91,7 +111,9 @@ def test_a_logarithmic_axis_is_one():
 @pytest.mark.parametrize("y_log", [False, True])
 def test_missing_and_unfit_numbers_leave_a_gap(y_log):
     holes = [1.0, None, 0.5, 0.25] if not y_log else [1.0, 0.0, 0.5, 0.25]
-    line = curves(draw(figure(series("a", holes), series("b", [1.0, 1.0, 1.0, 1.0]), y_log=y_log)))[COLORS[0]][0]
+    line = curves(draw(figure(series("a", holes), series("b", [1.0, 1.0, 1.0, 1.0]), y_log=y_log)))[
+        COLORS[0]
+    ][0]
     assert len(line) == 3
     assert "nan" not in draw(figure(series("a", holes), y_log=y_log)).lower()
 
@@ -109,24 +131,44 @@ def test_text_is_text_and_what_was_given():
 
 def test_numbers_in_text_are_not_touched():
     label = "0.00123 < 4.56789, 1.5e-12345.6789"
-    svg = draw(figure(series(label, [1.0, 2.0]), series("b", [1.0, 2.0]), title=label, x_label=label, y_label=label))
+    svg = draw(
+        figure(
+            series(label, [1.0, 2.0]),
+            series("b", [1.0, 2.0]),
+            title=label,
+            x_label=label,
+            y_label=label,
+        )
+    )
     assert label in texts(svg)
     assert tree(svg).get("aria-label") == label
 
 
 def test_hostile_text_stays_text():
-    svg = draw(figure(series(EVIL, [1.0, 2.0]), series("b", [1.0, 2.0]), title=EVIL, x_label=EVIL, y_label=EVIL))
+    svg = draw(
+        figure(
+            series(EVIL, [1.0, 2.0]),
+            series("b", [1.0, 2.0]),
+            title=EVIL,
+            x_label=EVIL,
+            y_label=EVIL,
+        )
+    )
     assert "<script" not in svg
     assert EVIL in texts(svg)
     assert tree(svg).get("aria-label") == EVIL
 
 
-@pytest.mark.parametrize("ends", [(1.0, 1.0, 1.0, 1.0), (1.0, 1.01, 5.0, 5.01), (9.0, 9.0, 9.0, 0.0)])
+@pytest.mark.parametrize(
+    "ends", [(1.0, 1.0, 1.0, 1.0), (1.0, 1.01, 5.0, 5.01), (9.0, 9.0, 9.0, 0.0)]
+)
 def test_names_at_the_ends_do_not_touch(ends):
     names = ["one", "two", "three", "four"]
     svg = draw(figure(*(series(name, [0.0, end]) for name, end in zip(names, ends, strict=True))))
     heights = sorted(texts(svg)[name] for name in names)
-    assert min(b - a for a, b in itertools.pairwise(heights)) > 10, "points between lines of text of 9.5 points"
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 10, (
+        "points between lines of text of 9.5 points"
+    )
     assert heights[0] > 0
     assert heights[-1] < 220
 
@@ -134,7 +176,10 @@ def test_names_at_the_ends_do_not_touch(ends):
 @pytest.mark.parametrize("y_log", [False, True])
 def test_a_thread_leads_from_the_end_of_its_curve_to_its_name(y_log):
     ends = {"one": 2.0, "two": 2.1, "three": 40.0, "four": None}
-    parts = [series(name, [1.0, 1.5, end], low=[0.5, 1.0, end], high=[2.0, 3.0, end]) for name, end in ends.items()]
+    parts = [
+        series(name, [1.0, 1.5, end], low=[0.5, 1.0, end], high=[2.0, 3.0, end])
+        for name, end in ends.items()
+    ]
     svg = draw(figure(*parts, y_log=y_log))
     lines, names = curves(svg), texts(svg)
     for (name, _), color in zip(ends.items(), COLORS, strict=False):
@@ -146,19 +191,30 @@ def test_a_thread_leads_from_the_end_of_its_curve_to_its_name(y_log):
 @pytest.mark.parametrize("count", [2, 5, 12])
 @pytest.mark.parametrize("style", ["line", "points"])
 def test_a_legend_stands_above_the_data(count, style):
-    names = [f"a name that is too long for curve {i}" if style == "line" else f"name {i}" for i in range(count)]
-    svg = draw(figure(*(series(name, [float(i), 5.0], style=style) for i, name in enumerate(names))))
+    names = [
+        f"a name that is too long for curve {i}" if style == "line" else f"name {i}"
+        for i in range(count)
+    ]
+    svg = draw(
+        figure(*(series(name, [float(i), 5.0], style=style) for i, name in enumerate(names)))
+    )
     clip = next(node for node in tree(svg).iter() if node.tag.endswith("rect"))
     shown = texts(svg)
     assert min(shown[name] for name in names) > 0
-    assert max(shown[name] for name in names) < shown["mean squared error"] - 8 < float(clip.get("y")) - 8
+    assert (
+        max(shown[name] for name in names)
+        < shown["mean squared error"] - 8
+        < float(clip.get("y")) - 8
+    )
     heights = sorted({shown[name] for name in names})
     assert all(b - a > 10 for a, b in itertools.pairwise(heights))
 
 
 def test_curves_differ_in_more_than_color():
     svg = draw(figure(*(series(f"c{i}", [float(i), 2.0 * i] * 10) for i in range(5))))
-    dashes = re.findall(r'd="M[^"]*" (?:clip-path="[^"]*" )?style="fill: none; (stroke-dasharray: [^;]*)', svg)
+    dashes = re.findall(
+        r'd="M[^"]*" (?:clip-path="[^"]*" )?style="fill: none; (stroke-dasharray: [^;]*)', svg
+    )
     assert len(set(dashes)) >= 4
 
 
@@ -175,7 +231,11 @@ def test_every_bar_is_seen(y_log):
     """A bar on a logarithmic axis would have to begin at zero, which is not there."""
     heights = [1e-3, 1e-9, 1e-15] if y_log else [1.0, 2.0, 3.0]
     svg = draw(figure(series("a", heights, x=["bf16", "fp32", "fp64"], style="bar"), y_log=y_log))
-    areas = [node for node in tree(svg).iter() if f"fill: {COLORS[0].lower()}" in node.get("style", "").lower()]
+    areas = [
+        node
+        for node in tree(svg).iter()
+        if f"fill: {COLORS[0].lower()}" in node.get("style", "").lower()
+    ]
     shown = [node for node in areas if node.tag.endswith("use") or node.get("clip-path")]
     assert len(shown) == 3
     assert {"bf16", "fp32", "fp64"} <= set(texts(svg))
@@ -245,7 +305,11 @@ def test_no_figures_are_refused():
         draw_panels([])
 
 
-ROWS = figure(series("speed", [1.0, None, 3.25], x=["sdpa", "noisy", "a_kernel_with_a_long_name"], style="row"))
+ROWS = figure(
+    series(
+        "speed", [1.0, None, 3.25], x=["sdpa", "noisy", "a_kernel_with_a_long_name"], style="row"
+    )
+)
 
 
 def test_rows_have_their_name_and_their_value_beside_each_other():

@@ -77,9 +77,14 @@ def test_what_cannot_be_drawn_is_refused(change: dict[str, Any], said: str) -> N
 
 
 def test_a_page_draws_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heatmap, "draw", lambda curves: f"<svg><title>{curves['title']}</title></svg>")
+    monkeypatch.setattr(
+        heatmap, "draw", lambda curves: f"<svg><title>{curves['title']}</title></svg>"
+    )
     assert draw_picture({"title": "curves"}) == "<svg><title>curves</title></svg>"
-    block = {"kind": "figures", "figures": [figure(), {"title": "curves", "caption": "c", "command": ""}]}
+    block = {
+        "kind": "figures",
+        "figures": [figure(), {"title": "curves", "caption": "c", "command": ""}],
+    }
     text = page("t", "l", [{"heading": "h", "blocks": [block]}])
     assert text.count("<path") > 3
     assert problems(text) == []
@@ -87,7 +92,14 @@ def test_a_page_draws_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ledger_shows_the_pictures_of_the_claims_that_have_some() -> None:
-    plain = {"id": "A9", "statement": "alike", "paper": "", "measured": "m", "rule": "r", "verdict": "reproduced"}
+    plain = {
+        "id": "A9",
+        "statement": "alike",
+        "paper": "",
+        "measured": "m",
+        "rule": "r",
+        "verdict": "reproduced",
+    }
     plain |= {"command": "halfulp claims A9", "seconds": 1.0}
     without = ledger_page([plain | {"pictures": []}], "halfulp claims")
     assert ledger_page([plain], "halfulp claims") == without

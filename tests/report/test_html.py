@@ -5,7 +5,15 @@ import re
 import pytest
 
 from halfulp.report.html import BADGES, page
-from halfulp.report.text import cell_text, duration_text, number_text, percent_text, power_text, tick_text, times_text
+from halfulp.report.text import (
+    cell_text,
+    duration_text,
+    number_text,
+    percent_text,
+    power_text,
+    tick_text,
+    times_text,
+)
 from tests.report.markup import Page, problems
 
 EVIL = "<script>alert(1)</script>\"'&<b onload=x>"
@@ -15,7 +23,9 @@ FIGURE = {
     "y_label": EVIL,
     "x_log": False,
     "y_log": False,
-    "series": [{"label": EVIL, "x": [1, 2], "y": [1.0, 2.0], "low": None, "high": None, "style": "line"}],
+    "series": [
+        {"label": EVIL, "x": [1, 2], "y": [1.0, 2.0], "low": None, "high": None, "style": "line"}
+    ],
     "caption": EVIL,
     "command": EVIL,
 }
@@ -44,7 +54,9 @@ def section(*blocks, heading="One", finding="It holds."):
 
 
 def test_every_text_is_escaped():
-    html = page(EVIL, EVIL, [section(*EVERY_BLOCK, heading=EVIL, finding=EVIL)] * 2, meta=EVIL, footer=EVIL)
+    html = page(
+        EVIL, EVIL, [section(*EVERY_BLOCK, heading=EVIL, finding=EVIL)] * 2, meta=EVIL, footer=EVIL
+    )
     assert problems(html) == []
     found = Page(html)
     assert "script" not in found.tags
@@ -69,7 +81,9 @@ def test_every_text_is_escaped():
     ],
 )
 def test_the_reader_sees_a_planted_fault(body, says):
-    assert any(says in problem for problem in problems(f"<!DOCTYPE html><html><body>{body}</body></html>"))
+    assert any(
+        says in problem for problem in problems(f"<!DOCTYPE html><html><body>{body}</body></html>")
+    )
 
 
 def test_the_document_names_itself():
@@ -83,12 +97,19 @@ def test_the_document_names_itself():
 
 def test_the_style_serves_phone_dark_mode_and_print():
     html = page("t", "l", [])
-    for part in ("max-width: 34rem", "prefers-color-scheme: dark", "@media print", "break-inside: avoid"):
+    for part in (
+        "max-width: 34rem",
+        "prefers-color-scheme: dark",
+        "@media print",
+        "break-inside: avoid",
+    ):
         assert part in html
 
 
 def test_contents_link_to_every_section_with_its_finding():
-    html = page("t", "l", [section(heading="The failure"), section(heading="The failure", finding="Twice.")])
+    html = page(
+        "t", "l", [section(heading="The failure"), section(heading="The failure", finding="Twice.")]
+    )
     found = Page(html)
     assert len(found.links) == len(set(found.links)) == 2
     assert found.text.count("Twice.") == 2, "in the contents and in the section"
@@ -105,12 +126,23 @@ def test_a_verdict_is_a_badge_with_a_sign(word):
     table = {"kind": "table", "columns": ["what", "verdict"], "rows": [["x", word]]}
     html = page("t", "l", [section(table)])
     assert f"<span class='badge {tone}'>{sign} {word}</span>" in html
-    assert "span" not in Page(page("t", "l", [section(table | {"columns": ["what", "other"]})])).tags
+    assert (
+        "span" not in Page(page("t", "l", [section(table | {"columns": ["what", "other"]})])).tags
+    )
 
 
 def test_tables_are_tables():
-    rows = [["a", 1.5, "short"], ["b", None, "a sentence that is long enough to be given some room of its own"]]
-    table = {"kind": "table", "title": "T", "columns": ["name", "figure", "note"], "rows": rows, "command": "halfulp x"}
+    rows = [
+        ["a", 1.5, "short"],
+        ["b", None, "a sentence that is long enough to be given some room of its own"],
+    ]
+    table = {
+        "kind": "table",
+        "title": "T",
+        "columns": ["name", "figure", "note"],
+        "rows": rows,
+        "command": "halfulp x",
+    }
     html = page("t", "l", [section(table)])
     assert html.count("<th scope='col'") == 3
     assert html.count("<th scope='row'") == 2
@@ -120,7 +152,9 @@ def test_tables_are_tables():
     assert "Repeat: <code>halfulp x</code>" in html
 
 
-@pytest.mark.parametrize("texts", [["1.6e-3", "2"], ["+109.0 … +110.0"], ["3 ×", "12%"], ["∞", "−1"]])
+@pytest.mark.parametrize(
+    "texts", [["1.6e-3", "2"], ["+109.0 … +110.0"], ["3 ×", "12%"], ["∞", "−1"]]
+)
 def test_numbers_stand_flush_right(texts):
     table = {"kind": "table", "columns": ["n", "x"], "rows": [["r", text] for text in texts]}
     assert page("t", "l", [section(table)]).count("class='number'") == 1 + len(texts)
@@ -133,7 +167,9 @@ def test_words_do_not(texts):
 
 
 def test_a_shared_command_and_caption_are_said_once():
-    figures = [FIGURE | {"title": name, "caption": "same", "command": "halfulp demo"} for name in "abc"]
+    figures = [
+        FIGURE | {"title": name, "caption": "same", "command": "halfulp demo"} for name in "abc"
+    ]
     text = Page(page("t", "l", [section({"kind": "figures", "figures": figures})])).text
     assert text.count("halfulp demo") == 1
     assert text.count("same") == 1
@@ -154,11 +190,22 @@ def test_an_unknown_block_is_refused():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "–"), (True, "yes"), (3, "3"), ("a", "a"), (0.0, "0"), (1.23456, "1.23"), (99999.4, "99999"),
-        (123456.0, "1.2e5"), (0.00123, "1.2e-3"), (-4.5e-9, "-4.5e-9"), (float("inf"), "∞"), (float("-inf"), "−∞"),
-        (float("nan"), "NaN"), (0.05, "0.05"),
+        (None, "–"),
+        (True, "yes"),
+        (3, "3"),
+        ("a", "a"),
+        (0.0, "0"),
+        (1.23456, "1.23"),
+        (99999.4, "99999"),
+        (123456.0, "1.2e5"),
+        (0.00123, "1.2e-3"),
+        (-4.5e-9, "-4.5e-9"),
+        (float("inf"), "∞"),
+        (float("-inf"), "−∞"),
+        (float("nan"), "NaN"),
+        (0.05, "0.05"),
     ],
-)  # fmt: skip
+)
 def test_cells_read_as_people_write(value, text):
     assert cell_text(value) == text
 
@@ -167,7 +214,23 @@ def test_other_numbers():
     assert power_text(0.0016) == "1.6e-3"
     assert power_text(None) == "–"
     assert [times_text(x) for x in (None, 1.0, 1.804, 104.2)] == ["–", "1.00", "1.80", "104"]
-    assert [percent_text(x) for x in (1.0, 0.99999, 0.984, 0.0)] == ["100 %", "> 99.9 %", "98.4 %", "0 %"]
-    assert [duration_text(x) for x in (0.4, 119.4, 120, 3671)] == ["0 s", "119 s", "2 min 0 s", "61 min 11 s"]
+    assert [percent_text(x) for x in (1.0, 0.99999, 0.984, 0.0)] == [
+        "100 %",
+        "> 99.9 %",
+        "98.4 %",
+        "0 %",
+    ]
+    assert [duration_text(x) for x in (0.4, 119.4, 120, 3671)] == [
+        "0 s",
+        "119 s",
+        "2 min 0 s",
+        "61 min 11 s",
+    ]
     assert number_text(-0.5) == "-0.5"
-    assert [tick_text(x) for x in (1.05e-15, 3e-7, 0.006, 2000.0, 3e12)] == ["1.05e-15", "3e-7", "0.006", "2e3", "3e12"]
+    assert [tick_text(x) for x in (1.05e-15, 3e-7, 0.006, 2000.0, 3e12)] == [
+        "1.05e-15",
+        "3e-7",
+        "0.006",
+        "2e3",
+        "3e12",
+    ]

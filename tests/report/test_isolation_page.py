@@ -1,4 +1,6 @@
-"""The page and the terminal table of an isolation: what was found stands first, and nothing needs a network."""
+"""The page and the terminal table of an isolation: what was found stands first, and nothing needs a
+network.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,35 @@ def isolation(**changes: Any) -> dict[str, Any]:
         "title": "Substitution ladder",
         "columns": ["question", "what is changed", "outcome", "failed at step", "decided by"],
         "rows": [
-            ["the run", "nothing: torch:flash", "failed", "1450", "loss 0.00019, 3.6 times its best"],
+            [
+                "the run",
+                "nothing: torch:flash",
+                "failed",
+                "1450",
+                "loss 0.00019, 3.6 times its best",
+            ],
             ["(d) operations", "δ = rowsum(dP ∘ P)", "survived", "–", "loss <3e-05>"],
             ["(d) operations", "δ from O", "1 failed, 1 survived", "90", "loss 1"],
         ],
         "caption": "4000 steps.",
         "command": "halfulp isolate run",
     }
-    line = {"label": "as it is", "x": [1, 2], "y": [0.1, 0.2], "low": None, "high": None, "style": "line"}
-    figure = {"title": "Loss", "x_label": "step", "y_label": "loss", "x_log": False, "y_log": True, "series": [line]}
+    line = {
+        "label": "as it is",
+        "x": [1, 2],
+        "y": [0.1, 0.2],
+        "low": None,
+        "high": None,
+        "style": "line",
+    }
+    figure = {
+        "title": "Loss",
+        "x_label": "step",
+        "y_label": "loss",
+        "x_log": False,
+        "y_log": True,
+        "series": [line],
+    }
     plain = {
         "run": "runs/<bad>",
         "config": {"attention": ["torch:flash", "layer 1: BF16_FLASH2"]},
@@ -35,7 +57,9 @@ def isolation(**changes: Any) -> dict[str, Any]:
         "failing": [0, 1],
         "status": "done",
         "found": True,
-        "verdict": "δ from the rounded O; 2 of 2 seeds, so at least 22 % of all seeds at 95 % confidence.",
+        "verdict": (
+            "δ from the rounded O; 2 of 2 seeds, so at least 22 % of all seeds at 95 % confidence."
+        ),
         "confidence": {"held": 2, "tried": 2, "bound": 0.2236, "confidence": 0.95},
         "fix": "δ from O and its residual: survives on 2 of 2 seeds.",
         "notes": ["Tiling is not the cause: one tile holds all 32 tokens."],
@@ -54,7 +78,11 @@ def isolation(**changes: Any) -> dict[str, Any]:
     [
         {},
         {"status": "interrupted", "fix": "", "notes": [], "figures": []},
-        {"failing": [], "confidence": {"held": 0, "tried": 0, "bound": None, "confidence": 0.95}, "tables": []},
+        {
+            "failing": [],
+            "confidence": {"held": 0, "tried": 0, "bound": None, "confidence": 0.95},
+            "tables": [],
+        },
     ],
 )
 def test_the_page_is_whole_whatever_is_missing(changes: dict[str, Any]) -> None:
@@ -70,7 +98,8 @@ def test_the_verdict_comes_first_and_says_how_sure_it_is() -> None:
     facts = dict(next(block for block in verdict["blocks"] if block["kind"] == "facts")["pairs"])
     assert (
         facts["confidence"]
-        == "2 of 2 seeds; of all seeds at least 22 % at 95 % confidence (Clopper–Pearson, one-sided)"
+        == "2 of 2 seeds; of all seeds at least 22 % at 95 % confidence (Clopper–Pearson,"
+        " one-sided)"
     )
     assert facts["runs"] == "3 runs, 9000 steps of training"
     assert facts["attention"] == "torch:flash; layer 1: BF16_FLASH2"
@@ -79,7 +108,9 @@ def test_the_verdict_comes_first_and_says_how_sure_it_is() -> None:
 
 def test_an_interrupted_one_says_how_to_go_on() -> None:
     verdict, _ = isolation_sections(isolation(status="interrupted"))
-    assert verdict["finding"].startswith("This isolation is interrupted; the same command goes on. δ from")
+    assert verdict["finding"].startswith(
+        "This isolation is interrupted; the same command goes on. δ from"
+    )
     assert "the same command goes on" in printed(isolation(status="running"))
 
 

@@ -10,7 +10,10 @@ from halfulp.report.terminal import print_table
 TABLE = {
     "title": "Speed",
     "columns": ["kernel", "forward ms", "backward ms", "× sdpa", "O"],
-    "rows": [["sdpa", 12.5, 1234.0, "1", "1.07"], ["halfulp:exact_delta", 3.5, None, "3.21 (3.18–3.26)", "12345.67"]],
+    "rows": [
+        ["sdpa", 12.5, 1234.0, "1", "1.07"],
+        ["halfulp:exact_delta", 3.5, None, "3.21 (3.18–3.26)", "12345.67"],
+    ],
     "caption": "nine rounds",
 }
 
@@ -24,7 +27,15 @@ def shown(table, width):
 @pytest.mark.parametrize("width", [40, 60, 80, 140])
 def test_no_figure_is_cut(width):
     text = shown(TABLE, width)
-    for cell in ("12.5", "1234", "1.07", "3.21 (3.18–3.26)", "12345.67", "halfulp:exact_delta", "backward ms"):
+    for cell in (
+        "12.5",
+        "1234",
+        "1.07",
+        "3.21 (3.18–3.26)",
+        "12345.67",
+        "halfulp:exact_delta",
+        "backward ms",
+    ):
         assert cell in text
     assert max(map(len, text.splitlines())) <= width
 

@@ -52,7 +52,9 @@ def test_the_data_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     order = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (order.append("sync"), fsync(handle))[1])
-    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("rename"), replace(self, to))[1])
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: (order.append("rename"), replace(self, to))[1]
+    )
     write_text(tmp_path / "a.txt", "x")
     assert order[:2] == ["sync", "rename"]
 

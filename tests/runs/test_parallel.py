@@ -1,4 +1,6 @@
-"""Jobs in several processes: the results of one process, in order; a killed worker and Ctrl-C end in one line."""
+"""Jobs in several processes: the results of one process, in order; a killed worker and Ctrl-C end
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_results_come_in_order_from_one_thread_each(workers: int, backend: str |
     said: list[float] = []
     torch.set_num_threads(2)
     found = run_jobs(
-        square_and_threads, range(5), workers=workers, backend=backend, progress=lambda done, _: said.append(done)
+        square_and_threads,
+        range(5),
+        workers=workers,
+        backend=backend,
+        progress=lambda done, _: said.append(done),
     )
     assert [(square, threads) for square, threads, _ in found] == [(n * n, 1) for n in range(5)]
     elsewhere = os.getpid() not in {process for *_, process in found}
@@ -48,10 +54,15 @@ def test_no_jobs_no_results() -> None:
 
 
 def test_a_killed_worker_is_one_line() -> None:
-    with pytest.raises(WorkerKilledError, match=r"a worker process was killed, .* of 4 runs done") as caught:
+    with pytest.raises(
+        WorkerKilledError, match=r"a worker process was killed, .* of 4 runs done"
+    ) as caught:
         run_jobs(die, [0, 1, 2, 3], workers=2)
     assert "\n" not in str(caught.value)
-    assert [n for n, *_ in run_jobs(square_and_threads, [3, 4], workers=2)] == [9, 16], "and the next call works"
+    assert [n for n, *_ in run_jobs(square_and_threads, [3, 4], workers=2)] == [
+        9,
+        16,
+    ], "and the next call works"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -64,8 +75,14 @@ def test_what_a_job_raises_is_raised(workers: int) -> None:
     ("options", "says"),
     [
         ({"workers": 0}, "workers=0: accepted is an integer of at least 1"),
-        ({"backend": "nosuch"}, "backend='nosuch': Invalid backend: nosuch.*accepted are loky, threading, dask:"),
-        ({"backend": "dask:tcp://planted:1"}, "backend='dask:tcp://planted:1': .*accepted are loky"),
+        (
+            {"backend": "nosuch"},
+            "backend='nosuch': Invalid backend: nosuch.*accepted are loky, threading, dask:",
+        ),
+        (
+            {"backend": "dask:tcp://planted:1"},
+            "backend='dask:tcp://planted:1': .*accepted are loky",
+        ),
         ({"backend": "ray"}, "backend='ray': the package ray is not installed here"),
     ],
 )
@@ -76,7 +93,9 @@ def test_bad_arguments_are_one_line(options: dict, says: str) -> None:
 
 
 def test_ray_is_put_into_the_registry_by_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the package, since it is no dependency: it is asked to connect and to register."""
+    """With a stand-in for the package, since it is no dependency: it is asked to connect and to
+    register.
+    """
     from joblib import register_parallel_backend
     from joblib._parallel_backends import ThreadingBackend
 
@@ -84,7 +103,11 @@ def test_ray_is_put_into_the_registry_by_its_own_function(monkeypatch: pytest.Mo
     ray, inner = types.ModuleType("ray"), types.ModuleType("ray.util.joblib")
     ray.init = lambda address: asked.append(address)  # type: ignore[attr-defined]
     inner.register_ray = lambda: register_parallel_backend("ray", ThreadingBackend)  # type: ignore[attr-defined]
-    for name, module in (("ray", ray), ("ray.util", types.ModuleType("ray.util")), ("ray.util.joblib", inner)):
+    for name, module in (
+        ("ray", ray),
+        ("ray.util", types.ModuleType("ray.util")),
+        ("ray.util.joblib", inner),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     found = run_jobs(square_and_threads, [1, 2, 3], workers=2, backend="ray:head:6379")
     assert [n for n, *_ in found] == [1, 4, 9]
@@ -105,7 +128,8 @@ def wait(job):
         signal.pause()  # until somebody ends it
     while not other_runs.exists():
         os.sched_yield()
-    os.killpg(os.getpgrp(), signal.SIGINT)  # what Ctrl-C does: every process of the terminal's group gets it
+    # what Ctrl-C does: every process of the terminal's group gets it
+    os.killpg(os.getpgrp(), signal.SIGINT)
     signal.pause()
 
 if __name__ == "__main__":
@@ -120,7 +144,12 @@ def test_ctrl_c_ends_every_process_at_once_and_without_noise(tmp_path: Path) -> 
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=50, start_new_session=True, check=False
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        start_new_session=True,
+        check=False,
     )
     assert (done.stdout, done.returncode) == ("interrupted\n", 0)
     assert "Traceback" not in done.stderr

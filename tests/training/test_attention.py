@@ -1,4 +1,6 @@
-"""Which attention runs where: plans as text, and that every head of every layer gets the function the plan names."""
+"""Which attention runs where: plans as text, and that every head of every layer gets the function
+the plan names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from torch import Tensor
 
 from halfulp.attention import emulate
 from halfulp.recipes import BF16_HALFULP, recipe_named
-from halfulp.training.attention import Assignment, Attend, AttentionPlan, attention_function, set_tap
+from halfulp.training.attention import (
+    Assignment,
+    Attend,
+    AttentionPlan,
+    attention_function,
+    set_tap,
+)
 
 
 def tensors(heads: int = 4, key_heads: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,7 +36,8 @@ def test_names_lead_to_the_kernel_they_name() -> None:
     assert torch.equal(by_name, emulate(q, k, v, recipe=BF16_HALFULP, **options))
     changed = "BF16_FLASH2[out=e8m2,block_key=none]"
     assert torch.equal(
-        attention_function(changed)(q, k, v, **options), emulate(q, k, v, recipe=recipe_named(changed), **options)
+        attention_function(changed)(q, k, v, **options),
+        emulate(q, k, v, recipe=recipe_named(changed), **options),
     )
     for name in ("torch:flash", "torch:math", "BF16_FLASH2", "halfulp", "halfulp:torch"):
         out = attention_function(name)(q, k, v, **options)
@@ -62,7 +71,9 @@ def test_a_function_of_the_users_is_loaded_and_read_in_bf16(tmp_path) -> None:
         "    assert query.dtype == torch.bfloat16 and is_causal and scale == 0.5\n"
         "    return torch.zeros_like(query), 'lse'\n"
     )
-    out = attention_function(f"{tmp_path / 'kernel.py'}:attend")(*tensors(), is_causal=True, scale=0.5)
+    out = attention_function(f"{tmp_path / 'kernel.py'}:attend")(
+        *tensors(), is_causal=True, scale=0.5
+    )
     assert out.dtype == torch.float32
     assert not out.any()
 
@@ -85,7 +96,9 @@ def test_the_last_assignment_that_covers_a_head_counts_and_text_reads_back(rules
         assert sorted(head for members in groups.values() for head in members) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("texts", [(), ("layer 1: torch",), ("torch", "layer one: torch"), ("torch", "head 1"), (" ",)])
+@pytest.mark.parametrize(
+    "texts", [(), ("layer 1: torch",), ("torch", "layer one: torch"), ("torch", "head 1"), (" ",)]
+)
 def test_a_plan_that_leaves_heads_without_attention_is_refused(texts) -> None:
     with pytest.raises(ValueError, match="attention="):
         AttentionPlan.of(*texts)
@@ -101,7 +114,8 @@ def test_a_layer_or_head_that_is_not_there_is_refused(text: str) -> None:
 def test_every_head_gets_its_own_function() -> None:
     q, k, v = tensors()
     own = {
-        name: lambda query, key, value, *, is_causal, scale, by=by: value * by for name, by in (("x2", 2), ("x3", 3))
+        name: lambda query, key, value, *, is_causal, scale, by=by: value * by
+        for name, by in (("x2", 2), ("x3", 3))
     }
     plan = AttentionPlan.of("x2", "layer 1 head 0,3: x3")
     first, second = (Attend(layer, 4, plan, own)(q, k, v, is_causal=True) for layer in (0, 1))

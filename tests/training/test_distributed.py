@@ -1,4 +1,6 @@
-"""Two processes on one run: DDP and FSDP2 give the losses of one process to fp32 rounding, and resume exactly."""
+"""Two processes on one run: DDP and FSDP2 give the losses of one process to fp32 rounding, and
+resume exactly.
+"""
 
 from __future__ import annotations
 

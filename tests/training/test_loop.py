@@ -1,4 +1,6 @@
-"""The loop: equal configurations give equal bits, whatever stops a run and whenever it is taken up again."""
+"""The loop: equal configurations give equal bits, whatever stops a run and whenever it is taken up
+again.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def whole(tmp_path_factory):
 
 
 def same(run, other) -> bool:
-    return run.curve("loss") == other.curve("loss") and run.steps == other.steps and bits(run) == bits(other)
+    return (
+        run.curve("loss") == other.curve("loss")
+        and run.steps == other.steps
+        and bits(run) == bits(other)
+    )
 
 
 def test_the_same_configuration_gives_the_same_bits(whole) -> None:
@@ -72,7 +78,10 @@ def test_the_same_configuration_gives_the_same_bits(whole) -> None:
 
 
 def test_twins_share_weights_and_data_whatever_their_attention() -> None:
-    one, other = (train(replace(TEXT, attention=AttentionPlan.of(a), steps=1)) for a in ("torch:fp32", "BF16_AUTHORS"))
+    one, other = (
+        train(replace(TEXT, attention=AttentionPlan.of(a), steps=1))
+        for a in ("torch:fp32", "BF16_AUTHORS")
+    )
     assert one.curve("loss")[0] == pytest.approx(other.curve("loss")[0], rel=1e-3)
     assert np.array_equal(*(run.workload.order(5, 4) for run in (one, other)))
     reseeded = train(replace(TEXT, seed=5, data_seed=0, steps=1))
@@ -112,7 +121,8 @@ class Sink:
             die()
     def close(self): ...
 
-if moment == "checkpoint":  # the second one, after its files were written and before it has its name
+# the second one, after its files were written and before it has its name
+if moment == "checkpoint":
     seen = []
     def sync(path):
         seen.append(path)
@@ -150,7 +160,8 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning(whole, tmp_path) -> None:
     folder = tmp_path / "run"
     train(replace(CONFIG), folder, stop=lambda row: "enough" if row["step"] == 21 else None)
     record = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))  # as a killed run leaves it
+    # as a killed run leaves it
+    (folder / "run.json").write_text(json.dumps(record | {"status": "running"}))
     newest = folder / "checkpoints" / "step-21" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-8])
     with (folder / "metrics.jsonl").open("a") as lines:
@@ -199,7 +210,11 @@ def test_what_breaks_inside_closes_the_record(tmp_path) -> None:
         raise RuntimeError("no such kernel")
 
     with pytest.raises(RuntimeError, match="no such kernel"):
-        train(replace(CONFIG, attention=AttentionPlan.of("mine")), tmp_path / "run", own={"mine": broken})
+        train(
+            replace(CONFIG, attention=AttentionPlan.of("mine")),
+            tmp_path / "run",
+            own={"mine": broken},
+        )
     assert read_record(tmp_path / "run")["status"] == "broken"
 
 
@@ -247,7 +262,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path) -> None:
     assert (run.status, run.steps[-1], run.reason) == ("failed", 10, "the loss of step 10 is nan")
     rows = read_rows(tmp_path / "run")
     assert rows[-1]["loss"] is None
-    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [7]  # weights that are NaN are not worth keeping
+    # weights that are NaN are not worth keeping
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [7]
     as_recorded = train(config, tmp_path / "run", resume=True, own={"mine": breaking})
     assert (as_recorded.status, as_recorded.reason) == (run.status, run.reason)
     assert math.isnan(as_recorded.curve("loss")[-1])
@@ -256,7 +272,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path) -> None:
 def test_stop_sees_every_line_again_after_a_resume(tmp_path) -> None:
     def third():
         seen = []
-        return lambda row: f"{len(seen)} lines" if (seen.append(row["step"]) or len(seen) >= 5) else None
+        return lambda row: (
+            f"{len(seen)} lines" if (seen.append(row["step"]) or len(seen) >= 5) else None
+        )
 
     class Ask:
         def row(self, row):
@@ -273,7 +291,9 @@ def test_stop_sees_every_line_again_after_a_resume(tmp_path) -> None:
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:
-    one, parts = (train(replace(TEXT, accumulation=n, optimizer=Optimizer(1e-2, clip=None))) for n in (1, 4))
+    one, parts = (
+        train(replace(TEXT, accumulation=n, optimizer=Optimizer(1e-2, clip=None))) for n in (1, 4)
+    )
     assert parts.curve("loss") == pytest.approx(one.curve("loss"), rel=1e-4)
     assert parts.curve("grad_norm") == pytest.approx(one.curve("grad_norm"), rel=1e-3)
     with pytest.raises(ValueError, match="accumulation=3"):
@@ -281,16 +301,23 @@ def test_micro_batches_add_up_to_the_batch() -> None:
 
 
 def test_clipping_and_the_reported_norm_are_of_the_whole_gradient() -> None:
-    free, clipped = (train(replace(TEXT, steps=1, optimizer=Optimizer(1e-2, clip=c))) for c in (None, 0.1))
+    free, clipped = (
+        train(replace(TEXT, steps=1, optimizer=Optimizer(1e-2, clip=c))) for c in (None, 0.1)
+    )
     assert clipped.curve("grad_norm")[0] == pytest.approx(free.curve("grad_norm")[0], rel=1e-6)
-    norms = [torch.stack([p.grad.norm() for p in run.workload.model.parameters()]).norm() for run in (free, clipped)]
+    norms = [
+        torch.stack([p.grad.norm() for p in run.workload.model.parameters()]).norm()
+        for run in (free, clipped)
+    ]
     assert norms[0].item() == pytest.approx(free.curve("grad_norm")[0], rel=1e-5)
     assert norms[1].item() == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.parametrize("autocast", ["bf16", "fp16"])
 def test_autocast_trains_in_half_precision_and_resumes_exactly(tmp_path, autocast) -> None:
-    config = replace(TEXT, autocast=autocast, attention=AttentionPlan.of("torch:flash"), checkpoint_every=2)
+    config = replace(
+        TEXT, autocast=autocast, attention=AttentionPlan.of("torch:flash"), checkpoint_every=2
+    )
     straight = train(config)
     exact = train(replace(config, autocast="none", attention=AttentionPlan.of("torch:fp32")))
     assert straight.curve("loss") == pytest.approx(exact.curve("loss"), rel=2e-2)
@@ -310,7 +337,9 @@ def test_the_rate_warms_up_and_follows_the_cosine() -> None:
     assert learning_rate(Optimizer(1e-3), 1, 10) == 1e-3
 
 
-@pytest.mark.parametrize("config", [CONFIG, TEXT, replace(TEXT, attention=AttentionPlan.of("torch", "layer 1: FP32"))])
+@pytest.mark.parametrize(
+    "config", [CONFIG, TEXT, replace(TEXT, attention=AttentionPlan.of("torch", "layer 1: FP32"))]
+)
 def test_configurations_read_back_from_json(config) -> None:
     assert config_from_dict(json.loads(json.dumps(config_as_dict(config)))) == config
 
@@ -338,7 +367,9 @@ def test_out_of_time_it_saves_the_step_and_can_go_on(whole, tmp_path) -> None:
     assert same(train(CONFIG, tmp_path / "run", resume=True), whole)
 
 
-def test_a_measured_run_has_the_bits_of_one_that_is_not_and_measures_the_same_after_a_resume(tmp_path) -> None:
+def test_a_measured_run_has_the_bits_of_one_that_is_not_and_measures_the_same_after_a_resume(
+    tmp_path,
+) -> None:
     config = replace(TEXT, steps=9, measure_every=2, checkpoint_every=3)
     plain, measured = train(replace(config, measure_every=0)), train(config)
     assert bits(plain) == bits(measured)
@@ -356,7 +387,11 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path) -> None:
     for words in ("to be or not to be ", "that is the question "):
         (corpus / "text.txt").write_text(words * 50)
         write_tokens(corpus, tmp_path / "tokens.npy")
-        config = replace(TEXT, workload=replace(TEXT.workload, data=str(tmp_path / "tokens.npy")), checkpoint_every=2)
+        config = replace(
+            TEXT,
+            workload=replace(TEXT.workload, data=str(tmp_path / "tokens.npy")),
+            checkpoint_every=2,
+        )
         if words.startswith("to"):
             train(config, tmp_path / "run", deadline=0.0)
     with pytest.raises(ValueError, match="its data were"):

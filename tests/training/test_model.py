@@ -1,4 +1,6 @@
-"""The GPT is GPT-2 with its biases at zero; its options are what others' code says; a seed is its weights."""
+"""The GPT is GPT-2 with its biases at zero; its options are what others' code says; a seed is its
+weights.
+"""
 
 import math
 from dataclasses import replace
@@ -33,7 +35,13 @@ def as_gpt2(model: Gpt, config: Language) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": config.vocabulary, "n_positions": config.context, "n_embd": config.width}
     shape = {"n_layer": config.layers, "n_head": config.heads, "activation_function": "gelu"}
-    plain = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    plain = {
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     settings = transformers.GPT2Config(**sizes, **shape, **plain, attn_implementation="eager")
     theirs = transformers.GPT2LMHeadModel(settings).double().eval()
     state = {name: torch.zeros_like(x) for name, x in theirs.state_dict().items()}
@@ -42,11 +50,17 @@ def as_gpt2(model: Gpt, config: Language) -> torch.nn.Module:
     state["transformer.ln_f.weight"] = model.norm.weight
     for i, block in enumerate(model.blocks):
         at = f"transformer.h.{i}."
-        state[at + "ln_1.weight"], state[at + "ln_2.weight"] = block.norm1.weight, block.norm2.weight
+        state[at + "ln_1.weight"], state[at + "ln_2.weight"] = (
+            block.norm1.weight,
+            block.norm2.weight,
+        )
         # their Conv1D multiplies from the right
         state[at + "attn.c_attn.weight"] = block.attention.qkv.weight.T
         state[at + "attn.c_proj.weight"] = block.attention.project.weight.T
-        state[at + "mlp.c_fc.weight"], state[at + "mlp.c_proj.weight"] = block.up.weight.T, block.down.weight.T
+        state[at + "mlp.c_fc.weight"], state[at + "mlp.c_proj.weight"] = (
+            block.up.weight.T,
+            block.down.weight.T,
+        )
     theirs.load_state_dict(state)
     return theirs
 
@@ -60,8 +74,11 @@ def test_the_model_is_gpt2_without_biases():
     assert expected.abs().max() > 1
     assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
     for logits in (found, expected):  # the same loss, since theirs is computed in fp32
-        torch.autograd.backward(functional.cross_entropy(logits[:, :-1].flatten(0, 1), read[:, 1:].flatten()))
-    pairs = [(model.tokens.weight.grad, theirs.transformer.wte.weight.grad)]  # tied: it gathers from both ends
+        torch.autograd.backward(
+            functional.cross_entropy(logits[:, :-1].flatten(0, 1), read[:, 1:].flatten())
+        )
+    # tied: it gathers from both ends
+    pairs = [(model.tokens.weight.grad, theirs.transformer.wte.weight.grad)]
     for ours, block in zip(model.blocks, theirs.transformer.h, strict=True):
         pairs.append((ours.attention.qkv.weight.grad, block.attn.c_attn.weight.grad.T))
         pairs.append((ours.norm2.weight.grad, block.ln_2.weight.grad))
@@ -96,8 +113,12 @@ def heads(x: torch.Tensor, count: int) -> torch.Tensor:
 def by_hand(module: CausalAttention, x: torch.Tensor, change=lambda q, k: (q, k)) -> torch.Tensor:
     """Causal attention written out, with every key head repeated for its group of query heads."""
     query_weight, key_weight = module.head_weights()
-    value_weight = module.qkv.weight[-key_weight.shape[0] * module.head_dim :].reshape(key_weight.shape)
-    query, key, value = (torch.einsum("bnw,hdw->bhnd", x, w) for w in (query_weight, key_weight, value_weight))
+    value_weight = module.qkv.weight[-key_weight.shape[0] * module.head_dim :].reshape(
+        key_weight.shape
+    )
+    query, key, value = (
+        torch.einsum("bnw,hdw->bhnd", x, w) for w in (query_weight, key_weight, value_weight)
+    )
     query, key = change(query, key)
     group = torch.arange(module.heads) // (module.heads // module.key_heads)
     scores = torch.einsum("bhnd,bhmd->bhnm", query, key[:, group]) / math.sqrt(module.head_dim)
@@ -109,7 +130,9 @@ def by_hand(module: CausalAttention, x: torch.Tensor, change=lambda q, k: (q, k)
 def llama_rotation(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     size = {"hidden_size": query.shape[1] * query.shape[3], "num_attention_heads": query.shape[1]}
-    config = llama.LlamaConfig(**size, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    config = llama.LlamaConfig(
+        **size, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}
+    )
     cos, sin = llama.LlamaRotaryEmbedding(config)(query, torch.arange(query.shape[2])[None])
     return llama.apply_rotary_pos_emb(query, key, cos, sin)
 
@@ -152,7 +175,9 @@ def test_rotary_positions_are_llamas():
 
 def test_rotary_scores_depend_on_the_distance_alone():
     rotary = attention_of(replace(SMALL, positions="rope", context=512)).rotary
-    query, key = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    query, key = torch.randn(
+        2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
     at = [rotary(x.expand(1, 1, 512, 8))[0, 0] for x in (query, key)]
     scores = at[0] @ at[1].T
     for distance in (0, 1, 7, 100):
@@ -167,7 +192,9 @@ def test_options_together_keep_low_precision_inputs_low():
 
     def attention(query, key, value, *, is_causal, scale):
         fed.extend((query.dtype, key.dtype, value.dtype))
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale
+        )
 
     config = replace(SMALL, positions="rope", query_key_norm=True, key_heads=2)
     model = Gpt(config, AttentionPlan.of("mine"), own={"mine": attention})
@@ -184,7 +211,9 @@ def test_weights_come_from_the_seed_alone():
     torch.set_rng_state(before)
     other = Gpt(SMALL, EXACT, seed=4)
     assert torch.equal(torch.get_rng_state(), before), "torch's own generator is left alone"
-    for (name, x), (_, y), (_, z) in zip(*(m.named_parameters() for m in (one, two, other)), strict=True):
+    for (name, x), (_, y), (_, z) in zip(
+        *(m.named_parameters() for m in (one, two, other)), strict=True
+    ):
         assert torch.equal(x, y), name
         assert x.ndim == 1 or not torch.equal(x, z), name
 
@@ -197,12 +226,15 @@ def test_initial_weights_are_nanogpts():
             continue
         expected = 0.02 / 4 if name.endswith(("project.weight", "down.weight")) else 0.02
         spread = x.std().item()
-        assert spread == pytest.approx(expected, rel=5 / math.sqrt(2 * x.numel())), name  # five standard errors
+        # five standard errors
+        assert spread == pytest.approx(expected, rel=5 / math.sqrt(2 * x.numel())), name
         assert abs(x.mean().item()) < 5 * expected / math.sqrt(x.numel()), name
 
 
 def test_the_parameters_are_those_of_gpt2_without_biases():
-    """12 layers of width 768 would be 12·(12·768² + 2·768) + (50304 + 1024 + 1)·768 = 124,373,760."""
+    """12 layers of width 768 would be 12·(12·768² + 2·768) + (50304 + 1024 + 1)·768 =
+    124,373,760.
+    """
     model = Gpt(Language(layers=3, heads=4, width=48, context=40, vocabulary=101), EXACT)
     count = sum(p.numel() for p in model.parameters())
     assert count == 3 * (12 * 48**2 + 2 * 48) + (101 + 40 + 1) * 48
@@ -220,7 +252,9 @@ def test_a_model_sees_no_future():
 
 def test_every_layer_and_head_runs_its_own_attention():
     def doubled(query, key, value, *, is_causal, scale):
-        return 2 * functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        return 2 * functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale
+        )
 
     plain = shaken(Gpt(SMALL, EXACT))
     plan = EXACT.with_("layer 1 head 2: twice")

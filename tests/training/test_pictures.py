@@ -1,4 +1,6 @@
-"""Text-to-image: pictures with their names, noise that repeats, a sampler with a known answer, names that matter."""
+"""Text-to-image: pictures with their names, noise that repeats, a sampler with a known answer,
+names that matter.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,27 @@ from halfulp.training import glyphs
 from halfulp.training.attention import AttentionPlan, set_tap
 from halfulp.training.checkpoint import model_tensors
 from halfulp.training.config import Optimizer, Pictures, RunConfig
-from halfulp.training.diffusion import PAD, PictureAttention, add_noise, draw_samples, encode_name, noise_levels
+from halfulp.training.diffusion import (
+    PAD,
+    PictureAttention,
+    add_noise,
+    draw_samples,
+    encode_name,
+    noise_levels,
+)
 from halfulp.training.glyphs import available_source, emoji_font, load_pictures
 from halfulp.training.loop import train
 from halfulp.training.pictures import PictureWorkload
 
 ENGLISH = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-TINY = Pictures(layers=2, heads=2, width=16, size=8, patch=4, count=8, data="shapes", name_length=20)
+TINY = Pictures(
+    layers=2, heads=2, width=16, size=8, patch=4, count=8, data="shapes", name_length=20
+)
 
 
-def tiny(attention: str = "torch:fp32", seed: int = 0, data_seed: int = 0, **own: object) -> PictureWorkload:
+def tiny(
+    attention: str = "torch:fp32", seed: int = 0, data_seed: int = 0, **own: object
+) -> PictureWorkload:
     return PictureWorkload(TINY, AttentionPlan.of(attention), seed=seed, data_seed=data_seed, **own)  # type: ignore[arg-type]
 
 
@@ -73,7 +86,9 @@ def sampler_error(steps: int) -> float:
     return float((draw_samples(gaussian_v, noise, steps) - (MEAN + SPREAD * noise)).abs().max())
 
 
-def test_the_sampler_reaches_the_known_distribution_and_its_error_falls_like_one_over_steps() -> None:
+def test_the_sampler_reaches_the_known_distribution_and_its_error_falls_like_one_over_steps() -> (
+    None
+):
     coarse, fine = sampler_error(100), sampler_error(200)
     assert fine < 0.02
     assert coarse / fine == pytest.approx(2, rel=0.1)
@@ -115,9 +130,9 @@ def test_shapes_are_what_their_names_say() -> None:
     assert picture["red circle"][0, 0].tolist() == [255, 255, 255]
     assert picture["blue ring"][8, 8].tolist() == [255, 255, 255]
     assert picture["blue bar"][8, 2:14].std(0).max() == 0
-    assert picture["green triangle"][12].min(1).tolist().count(255) < picture["green triangle"][4].min(
-        1
-    ).tolist().count(255)
+    assert picture["green triangle"][12].min(1).tolist().count(255) < picture["green triangle"][
+        4
+    ].min(1).tolist().count(255)
     some = load_pictures("shapes", 16, 8)
     assert some.names == found.names[::8]
     assert np.array_equal(some.pixels, found.pixels[::8])
@@ -218,39 +233,66 @@ def test_both_attentions_are_taken_by_layer_and_have_their_own_shape() -> None:
     workload, seen = shaken(tiny()), {}
 
     def tap(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         seen[layer] = (tuple(query.shape), tuple(key.shape), is_causal)
         return out
 
     set_tap(workload.model, tap)
     forward(workload, ["red circle"])
-    assert seen == {layer: ((1, 2, 4, 8), (1, 2, 20 if layer % 2 else 4, 8), False) for layer in range(4)}
+    assert seen == {
+        layer: ((1, 2, 4, 8), (1, 2, 20 if layer % 2 else 4, 8), False) for layer in range(4)
+    }
     found = [m for m in workload.model.modules() if isinstance(m, PictureAttention)]
     assert [m.attend.layer for m in found] == [0, 1, 2, 3]
     x = torch.randn(1, 5, 16)
     for module in found:
         w_query, w_key = module.head_weights()
         assert torch.allclose(
-            torch.einsum("bnw,hdw->bhnd", x, w_query), module.query(x).unflatten(-1, (2, 8)).transpose(1, 2), atol=1e-5
+            torch.einsum("bnw,hdw->bhnd", x, w_query),
+            module.query(x).unflatten(-1, (2, 8)).transpose(1, 2),
+            atol=1e-5,
         )
         assert w_key.shape == (2, 8, 16)
     with pytest.raises(ValueError, match="accepted are layers 0 to 3"):
-        PictureWorkload(TINY, AttentionPlan.of("torch:fp32", "layer 4: torch:math"), seed=0, data_seed=0)
+        PictureWorkload(
+            TINY, AttentionPlan.of("torch:fp32", "layer 4: torch:math"), seed=0, data_seed=0
+        )
 
 
 def test_the_drawing_depends_on_the_name_through_cross_attention() -> None:
     workload, swap = shaken(tiny()), {}
 
     def keep(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         if layer % 2:
             swap[layer] = out
         return out
 
     def exchange(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         return swap[layer] if layer % 2 else out
 
@@ -259,7 +301,8 @@ def test_the_drawing_depends_on_the_name_through_cross_attention() -> None:
     set_tap(workload.model, keep)
     forward(workload, ["blue bar"])
     set_tap(workload.model, exchange)
-    assert not torch.allclose(plain, forward(workload, ["red circle"]), atol=1e-3)  # only cross-attention read blue bar
+    # only cross-attention read blue bar
+    assert not torch.allclose(plain, forward(workload, ["red circle"]), atol=1e-3)
     set_tap(workload.model, None)
     assert torch.equal(plain, forward(workload, ["red circle"]))
 
@@ -274,7 +317,9 @@ def test_patches_come_back_in_their_places() -> None:
 
 def config(**changes: object) -> RunConfig:
     plain: dict[str, object] = {
-        "workload": Pictures(layers=1, heads=2, width=32, size=8, patch=4, count=8, data="shapes", name_length=16),
+        "workload": Pictures(
+            layers=1, heads=2, width=32, size=8, patch=4, count=8, data="shapes", name_length=16
+        ),
         "attention": AttentionPlan.of("torch:fp32"),
         "optimizer": Optimizer(learning_rate=4e-3, warm_up=20, schedule="cosine", clip=1.0),
         "steps": 300,

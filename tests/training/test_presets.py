@@ -1,4 +1,6 @@
-"""The presets are what they say, run, fail where they should; any of their fields can be set from text."""
+"""The presets are what they say, run, fail where they should; any of their fields can be set from
+text.
+"""
 
 import inspect
 import statistics
@@ -32,15 +34,27 @@ def test_gpt2_is_paper_a():
     """arXiv 2510.04212, section 3.1, number by number."""
     config = gpt2()
     model, rates = config.workload, config.optimizer
-    assert (model.layers, model.heads, model.width, model.context, model.vocabulary) == (12, 12, 768, 1024, 50304)
+    assert (model.layers, model.heads, model.width, model.context, model.vocabulary) == (
+        12,
+        12,
+        768,
+        1024,
+        50304,
+    )
     assert (model.positions, model.query_key_norm, model.key_heads) == ("learned", False, None)
     assert config.batch * model.context == 524_288
     assert config.batch // config.accumulation == 32  # sequences a micro-batch
     assert (rates.betas, rates.weight_decay, rates.clip) == ((0.9, 0.95), 0.0, 1.0)
-    assert (config.autocast, config.device, str(config.attention)) == ("bf16", "cuda", "torch:flash")
+    assert (config.autocast, config.device, str(config.attention)) == (
+        "bf16",
+        "cuda",
+        "torch:flash",
+    )
     assert learning_rate(rates, 1000, config.steps) == pytest.approx(0.5e-3)
     assert learning_rate(rates, 2000, config.steps) == pytest.approx(1e-3)
-    assert learning_rate(rates, 10_000, config.steps) > 0.999e-3, "where paper A's run fails the rate is near its top"
+    assert learning_rate(rates, 10_000, config.steps) > 0.999e-3, (
+        "where paper A's run fails the rate is near its top"
+    )
     assert learning_rate(rates, 600_000, 600_000) == pytest.approx(1e-5)
     assert learning_rate(rates, 700_000, 700_000) == pytest.approx(1e-5), "and stays there"
     for steps in (2001, 12_000):  # a shorter run begins as a longer one does
@@ -48,18 +62,24 @@ def test_gpt2_is_paper_a():
 
 
 def test_gpt2_trains_at_a_size_that_fits_here():
-    """The same optimizer and autocast on the CPU: bf16 attention, two micro-batches a step, the loss goes down."""
+    """The same optimizer and autocast on the CPU: bf16 attention, two micro-batches a step, the
+    loss goes down.
+    """
     config = gpt2(device="cpu", steps=30)
     small = Language(layers=2, heads=2, width=32, context=32, vocabulary=300)
     rates = replace(config.optimizer, warm_up=5, cosine_steps=100, learning_rate=1e-2)
-    run = train(replace(config, workload=small, batch=8, accumulation=2, optimizer=rates, metrics_every=1))
+    run = train(
+        replace(config, workload=small, batch=8, accumulation=2, optimizer=rates, metrics_every=1)
+    )
     loss = run.curve("loss")
     assert run.status == "done"
     assert statistics.mean(loss[-5:]) < loss[0] - 1.0
 
 
 def test_minutes_fails_by_the_delta_alone():
-    """One mantissa bit in O, half the batch: the loss climbs; with δ from O before its rounding the run learns on."""
+    """One mantissa bit in O, half the batch: the loss climbs; with δ from O before its rounding the
+    run learns on.
+    """
     thirds = {}
     for change in ("", ",delta_from=exact_out"):
         run = train(replace(minutes(f"BF16_FLASH2[out=e8m1{change}]", steps=300), batch=8))
@@ -103,7 +123,10 @@ def test_capture_learns_english_bytes():
         ("autocast=bf16", lambda c: c.autocast == "bf16"),
         ("data_seed=4", lambda c: c.data_seed == 4),
         ("keep=none", lambda c: c.keep is None),
-        ("attention=torch:math; head 1: FP32[out=bf16,l=1]", lambda c: len(c.attention.assignments) == 2),
+        (
+            "attention=torch:math; head 1: FP32[out=bf16,l=1]",
+            lambda c: len(c.attention.assignments) == 2,
+        ),
     ],
 )
 def test_a_field_is_set_from_text(text, read):
@@ -114,14 +137,27 @@ def test_a_field_is_set_from_text(text, read):
 
 
 def test_fields_that_only_go_together_are_set_together():
-    changed = with_settings(minutes(), ["workload.width=30", "workload.heads=3", "batch=9", "accumulation=3"])
-    assert (changed.workload.width, changed.workload.heads, changed.batch, changed.accumulation) == (30, 3, 9, 3)
+    changed = with_settings(
+        minutes(), ["workload.width=30", "workload.heads=3", "batch=9", "accumulation=3"]
+    )
+    assert (
+        changed.workload.width,
+        changed.workload.heads,
+        changed.batch,
+        changed.accumulation,
+    ) == (30, 3, 9, 3)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("stepz=5", "set='stepz': 'stepz' is no field of RunConfig; accepted: workload, attention, optimizer, steps"),
+        (
+            "stepz=5",
+            (
+                "set='stepz': 'stepz' is no field of RunConfig; accepted: workload, attention,"
+                " optimizer, steps"
+            ),
+        ),
         ("workload.layer=5", "'layer' is no field of Language; accepted: layers, heads, key_heads"),
         ("workload=5", "set='workload': accepted is workload.layers and so on"),
         ("steps.more=5", "set='steps.more': accepted is steps"),
@@ -149,7 +185,9 @@ def test_a_bad_field_is_one_line(text, says):
 
 def test_every_field_is_settable():
     names = settable(seconds())
-    assert {"steps", "attention", "workload.constant", "optimizer.least_rate", "preset"} <= set(names)
+    assert {"steps", "attention", "workload.constant", "optimizer.least_rate", "preset"} <= set(
+        names
+    )
     for config in (seconds(), minutes(), gpt2(), PRESETS["pictures"]()):
         plain = config_as_dict(config)
         for name in settable(config):

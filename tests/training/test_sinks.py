@@ -1,4 +1,6 @@
-"""Sinks pass on what a run's metrics.jsonl says, under the same names, and nothing before there is something to say."""
+"""Sinks pass on what a run's metrics.jsonl says, under the same names, and nothing before there is
+something to say.
+"""
 
 import io
 import math
@@ -15,15 +17,29 @@ from halfulp.training.presets import seconds
 from halfulp.training.record import config_as_dict
 from halfulp.training.sinks import ConsoleSink, TensorBoardSink, WandbSink, scalars
 
-METRICS = {"step": 20, "loss": 0.5, "tokens_per_second": 1234.0, "note": "text", "flag": True, "count": 3}
-MEASURE = {"step": 20, "measure": {"sigma_query": [[1.5, 2.5], [3.5, None]], "entropy": [0.25, 0.5], "whole": 7}}
+METRICS = {
+    "step": 20,
+    "loss": 0.5,
+    "tokens_per_second": 1234.0,
+    "note": "text",
+    "flag": True,
+    "count": 3,
+}
+MEASURE = {
+    "step": 20,
+    "measure": {"sigma_query": [[1.5, 2.5], [3.5, None]], "entropy": [0.25, 0.5], "whole": 7},
+}
 
 
 def test_names_of_numbers():
     assert dict(scalars(METRICS)) == {"loss": 0.5, "tokens_per_second": 1234.0, "count": 3.0}
     found = dict(scalars(MEASURE))
     assert math.isnan(found.pop("sigma_query/layer 1/head 1"))
-    by_head = {"sigma_query/layer 0/head 0": 1.5, "sigma_query/layer 0/head 1": 2.5, "sigma_query/layer 1/head 0": 3.5}
+    by_head = {
+        "sigma_query/layer 0/head 0": 1.5,
+        "sigma_query/layer 0/head 1": 2.5,
+        "sigma_query/layer 1/head 0": 3.5,
+    }
     assert found == by_head | {"entropy/layer 0": 0.25, "entropy/layer 1": 0.5, "whole": 7.0}
 
 
@@ -70,7 +86,12 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
     run = train(config, sinks=[sink])
     (theirs,) = started
     folder = str(tmp_path / "run")
-    expected = {"project": "project", "config": config_as_dict(config), "name": "run", "dir": folder}
+    expected = {
+        "project": "project",
+        "config": config_as_dict(config),
+        "name": "run",
+        "dir": folder,
+    }
     assert theirs.options == expected
     assert theirs.lines == [(row["step"], dict(scalars(row))) for row in run.metrics]
     assert theirs.finished == 1
@@ -79,13 +100,19 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
 @pytest.mark.parametrize("make", [lambda c: TensorBoardSink("x", c), lambda c: WandbSink("p", c)])
 def test_a_library_that_is_missing_is_said_before_the_run(monkeypatch, make):
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"accepted where it is installed; pip install 'halfulp\[\w+\]'"):
+    with pytest.raises(
+        ValueError, match=r"accepted where it is installed; pip install 'halfulp\[\w+\]'"
+    ):
         make(seconds())
 
 
 def test_a_run_that_never_began_ends_quietly(tmp_path, monkeypatch):
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
-    for sink in (TensorBoardSink(tmp_path / "t", seconds()), WandbSink("p", seconds()), ConsoleSink(5, "x")):
+    for sink in (
+        TensorBoardSink(tmp_path / "t", seconds()),
+        WandbSink("p", seconds()),
+        ConsoleSink(5, "x"),
+    ):
         sink.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -102,7 +129,9 @@ def shown(terminal: bool, rows) -> str:
 
 
 def test_the_terminal_shows_step_loss_rate_and_time_left():
-    said = shown(True, [METRICS, MEASURE, METRICS | {"step": 40, "loss": 0.25, "tokens_per_second": 4.56e6}])
+    said = shown(
+        True, [METRICS, MEASURE, METRICS | {"step": 40, "loss": 0.25, "tokens_per_second": 4.56e6}]
+    )
     for part in ("minutes", "40/100", "loss 0.25", "4.56M tokens/s", "left"):
         assert part in said
 
@@ -116,7 +145,8 @@ def test_no_terminal_no_line():
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0.5, "0.5"), (999, "999"), (1234, "1.23k"), (87_654, "87.7k"), (2e6, "2M")]
+    ("number", "text"),
+    [(0.5, "0.5"), (999, "999"), (1234, "1.23k"), (87_654, "87.7k"), (2e6, "2M")],
 )
 def test_rates_have_three_digits(number, text):
     assert sinks._rate(number) == text

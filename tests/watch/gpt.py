@@ -1,4 +1,6 @@
-"""A small model as others write them: nothing in it knows of halfulp. And a kernel with a planted error of δ."""
+"""A small model as others write them: nothing in it knows of halfulp. And a kernel with a planted
+error of δ.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +21,16 @@ class Attention(nn.Module):
 
     def forward(self, x):
         query, key, value = (
-            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         if self.function is not None:
             out = self.function(query, key, value, is_causal=True)
         else:
             shared = self.key_heads != HEADS
-            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
+            out = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=shared
+            )
         return self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -33,7 +38,9 @@ class Block(nn.Module):
     def __init__(self, function=None, key_heads=HEADS):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(function, key_heads)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)
+        )
 
     def forward(self, x):
         x = x + self.attention(self.norm(x))
@@ -54,7 +61,11 @@ class GPT(nn.Module):
     def forward(self, words):
         x = self.words(words) + self.places.weight
         for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
         return self.last(x)
 
 
@@ -86,7 +97,9 @@ def train(model, steps, *, call=None, accumulation=1, autocast=True, after=lambd
 
 
 class _Biased(torch.autograd.Function):
-    """Exact attention in bf16 whose δ is too large by a share of its size, in one head, in the backward pass."""
+    """Exact attention in bf16 whose δ is too large by a share of its size, in one head, in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value):

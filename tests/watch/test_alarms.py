@@ -30,7 +30,9 @@ def test_the_run_that_will_fail_is_named_and_its_repaired_twin_is_not(attention)
 
 
 def rows(t: float | None, score: float, count: int = WINDOW) -> list[dict]:
-    """Two layers of two heads, of which the first of the second layer has this t and moves by this score."""
+    """Two layers of two heads, of which the first of the second layer has this t and moves by this
+    score.
+    """
     return [
         {
             "step": step,

@@ -11,7 +11,9 @@ from halfulp.watch.monitor import Monitor
 
 
 class Quadratic(nn.Module):
-    """One layer with loss Σ ½ oᵀ A o + g·o over rows o of O: dO = A o + g, and the Hessian in O is A."""
+    """One layer with loss Σ ½ oᵀ A o + g·o over rows o of O: dO = A o + g, and the Hessian in O is
+    A.
+    """
 
     def __init__(self, own) -> None:
         super().__init__()
@@ -35,8 +37,12 @@ def parts(error_of, scale: float = 1.0):
     kept: list[Tensor] = []
 
     def erring(query, key, value, *, is_causal, scale):
-        exact = golden(query.detach(), key.detach(), value.detach(), is_causal=is_causal, scale=scale).out
-        path = functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+        exact = golden(
+            query.detach(), key.detach(), value.detach(), is_causal=is_causal, scale=scale
+        ).out
+        path = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale
+        )
         if len(kept) < 2:
             kept[:] = [exact, error_of(model.slope + exact @ model.hessian)]
         return path + (exact + kept[1] - path).detach()
@@ -60,7 +66,9 @@ def test_both_parts_are_what_the_hessian_says():
 
 
 def test_rounding_that_leans_shows_in_the_first_order_part_and_curvature_does_not():
-    """An error planted along ±dO makes e positive or negative at first order; its curvature is positive both times."""
+    """An error planted along ±dO makes e positive or negative at first order; its curvature is
+    positive both times.
+    """
     for sign in (1.0, -1.0):
         found, expected = parts(lambda grad, sign=sign: sign * 1e-4 * grad)
         for part, by_hand in zip(found, expected, strict=True):

@@ -1,4 +1,6 @@
-"""Alikeness of the error's rank-1 terms against loops and decompositions; the control sees nothing where there is."""
+"""Alikeness of the error's rank-1 terms against loops and decompositions; the control sees nothing
+where there is.
+"""
 
 import itertools
 
@@ -7,7 +9,14 @@ import torch
 from torch import Tensor
 
 from halfulp.watch import directions
-from halfulp.watch.directions import Direction, direction_of, error_direction, rank1_share, step_figures, unit_matrix
+from halfulp.watch.directions import (
+    Direction,
+    direction_of,
+    error_direction,
+    rank1_share,
+    step_figures,
+    unit_matrix,
+)
 from halfulp.watch.measures import delta_error, exact_call
 from halfulp.watch.taps import Call
 from tests.watch.toy import random_call
@@ -80,7 +89,9 @@ def planted(common: float, seed: int = 0) -> Call:
 
 
 def test_a_shared_direction_is_seen_and_its_shuffled_control_is_not():
-    """A9: with a common part the cosine is near 1 and the control near 0; without one both are near 0."""
+    """A9: with a common part the cosine is near 1 and the control near 0; without one both are near
+    0.
+    """
     for common, least, most in ((3.0, 0.9, 1.0), (0.0, -0.05, 0.05)):
         call = planted(common)
         exact = exact_call(call)
@@ -105,14 +116,18 @@ def test_rank1_share():
     g = generator(3)
     column, row = torch.randn(2, 4, 1, generator=g), torch.randn(2, 1, 7, generator=g)
     torch.testing.assert_close(rank1_share(column * row), torch.ones(2).double())
-    torch.testing.assert_close(rank1_share(torch.eye(4, 7).expand(2, 4, 7) * 1e-30), torch.full((2,), 0.25).double())
+    torch.testing.assert_close(
+        rank1_share(torch.eye(4, 7).expand(2, 4, 7) * 1e-30), torch.full((2,), 0.25).double()
+    )
     assert rank1_share(torch.zeros(1, 4, 7)).isnan().all()
 
 
 def test_cosines_with_the_last_steps():
     g = generator(4)
     past = torch.randn(3, 2, 4, 6, generator=g, dtype=torch.float64)
-    now = Direction(torch.randn(2, 4, 6, generator=g).double(), torch.randn(2, 4, 6, generator=g).double(), {})
+    now = Direction(
+        torch.randn(2, 4, 6, generator=g).double(), torch.randn(2, 4, 6, generator=g).double(), {}
+    )
     units = torch.stack([unit_matrix(matrix) for matrix in past])
     found = step_figures(now, units, past, generator(5))
     for h in range(2):

@@ -1,4 +1,6 @@
-"""What `halfulp.watch` reaches in other people's code: wrappers, kernels, masks; and what it refuses, in words."""
+"""What `halfulp.watch` reaches in other people's code: wrappers, kernels, masks; and what it
+refuses, in words.
+"""
 
 import copy
 import sys
@@ -16,7 +18,14 @@ from halfulp.watch import calls as calls_module
 from halfulp.watch import watcher as watcher_module
 from halfulp.watch.calls import call_figures
 from tests.watch.gpt import BIASED_HEAD, GPT, HEADS, LENGTH, biased, train
-from tests.watch.test_watcher import ALL_HEADS, LAYER_NAMES, STOCK, hooks_of, layers_measured, warnings_of
+from tests.watch.test_watcher import (
+    ALL_HEADS,
+    LAYER_NAMES,
+    STOCK,
+    hooks_of,
+    layers_measured,
+    warnings_of,
+)
 
 
 class One(nn.Module):
@@ -28,7 +37,9 @@ class One(nn.Module):
         self.project, self.attend = nn.Linear(width, 3 * width), attend
 
     def forward(self, x):
-        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        query, key, value = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1)
+        )
         return self.attend(query, key, value)
 
 
@@ -51,24 +62,35 @@ def watched_step(model, **options):
 
 def test_sdpa_is_reached_however_it_is_held_and_whatever_stands_in_its_place(monkeypatch):
     assert len(watched_step(One(lambda *x: functional.scaled_dot_product_attention(*x))).rows) == 4
-    assert len(watched_step(One(lambda q, k, v: by_name(query=q, key=k, value=v, is_causal=True))).rows) == 4
+    assert (
+        len(
+            watched_step(One(lambda q, k, v: by_name(query=q, key=k, value=v, is_causal=True))).rows
+        )
+        == 4
+    )
     assert len(watched_step(One(lambda *x: halfulp.attention(*x, is_causal=True))).rows) == 4
     with halfulp.patch():
         with halfulp.watch(model := One(lambda *x: by_name(*x))) as watcher:
             one_step(model)
         assert len(watcher.report().rows) == 4
     monkeypatch.setattr(functional, "scaled_dot_product_attention", biased)
-    with halfulp.watch(model := One(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True))) as watcher:
+    with halfulp.watch(
+        model := One(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True))
+    ) as watcher:
         one_step(model)
     rows = watcher.report().rows
-    assert [row["grad_query_error"] > 0.005 for row in rows] == [head == BIASED_HEAD for head in range(4)]
+    assert [row["grad_query_error"] > 0.005 for row in rows] == [
+        head == BIASED_HEAD for head in range(4)
+    ]
     assert functional.scaled_dot_product_attention is biased
 
 
 def test_a_patch_inside_the_model_keeps_its_effect_where_it_is_measured():
     def attend(*x):
         with halfulp.patch(backend="torch"):
-            return functional.scaled_dot_product_attention(*(y.bfloat16() for y in x), is_causal=True)
+            return functional.scaled_dot_product_attention(
+                *(y.bfloat16() for y in x), is_causal=True
+            )
 
     model, x = One(attend), torch.randn(2, 12, 16)
     before = model(x)
@@ -82,12 +104,18 @@ def test_a_patch_inside_the_model_keeps_its_effect_where_it_is_measured():
 
 
 def test_flash_attn_func_and_its_layout(monkeypatch):
-    """[B, N, H, D], causal at the bottom right, a window; as halfulp.attention computes the same."""
+    """[B, N, H, D], causal at the bottom right, a window; as halfulp.attention computes the
+    same.
+    """
 
-    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+    def flash_attn_func(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
+    ):
         x = [y.transpose(1, 2) for y in (q, k, v)]
         offset = k.shape[1] - q.shape[1]
-        return halfulp.attention(*x, is_causal=causal, window=window_size, causal_offset=offset).transpose(1, 2)
+        return halfulp.attention(
+            *x, is_causal=causal, window=window_size, causal_offset=offset
+        ).transpose(1, 2)
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_func = flash_attn_func
@@ -99,7 +127,14 @@ def test_flash_attn_func_and_its_layout(monkeypatch):
 
     rows = watched_step(One(attend)).rows
     assert len(rows) == 4
-    assert max(row[f"{name}_error"] for row in rows for name in ("out", "grad_query", "grad_key", "grad_value")) < 1e-5
+    assert (
+        max(
+            row[f"{name}_error"]
+            for row in rows
+            for name in ("out", "grad_query", "grad_key", "grad_value")
+        )
+        < 1e-5
+    )
     assert module.flash_attn_func is flash_attn_func
 
 
@@ -114,16 +149,27 @@ def masks():
 @pytest.mark.parametrize("kind", ["bool", "padded", "added", "one row"])
 def test_masks(kind):
     mask = masks()[kind]
-    report = watched_step(One(lambda *x: functional.scaled_dot_product_attention(*x, attn_mask=mask)))
+    report = watched_step(
+        One(lambda *x: functional.scaled_dot_product_attention(*x, attn_mask=mask))
+    )
     assert len(report.rows) == 4
     for row in report.rows:
-        assert max(row[f"{name}_error"] for name in ("out", "grad_query", "grad_key", "grad_value")) < 1e-5
+        assert (
+            max(row[f"{name}_error"] for name in ("out", "grad_query", "grad_key", "grad_value"))
+            < 1e-5
+        )
 
 
 def test_a_long_head_is_measured_in_some_of_its_rows(monkeypatch):
-    """The figures that rows have by themselves are those of these rows; a share of Σ over all rows is kept."""
+    """The figures that rows have by themselves are those of these rows; a share of Σ over all rows
+    is kept.
+    """
     found = {}
-    model = One(lambda *x: functional.scaled_dot_product_attention(*(y.bfloat16() for y in x), is_causal=True).float())
+    model = One(
+        lambda *x: functional.scaled_dot_product_attention(
+            *(y.bfloat16() for y in x), is_causal=True
+        ).float()
+    )
     with halfulp.watch(model) as watcher:
         watcher._take = lambda call: found.update(full=call_figures(call), call=copy.deepcopy(call))
         one_step(model)
@@ -134,12 +180,17 @@ def test_a_long_head_is_measured_in_some_of_its_rows(monkeypatch):
     assert figures["rows"].tolist() == [4.0] * 4
     assert full_figures["rows"].tolist() == [12.0] * 4
     rows = [0, 3, 6, 9]
-    q, k, v, out, do = (call.tensors[name].double() for name in ("query", "key", "value", "out", "grad_out"))
+    q, k, v, out, do = (
+        call.tensors[name].double() for name in ("query", "key", "value", "out", "grad_out")
+    )
     golden = halfulp.golden(q, k, v, is_causal=True).out
     error = (do * (out - golden)).sum(-1)[:, :, rows]
     torch.testing.assert_close(parts["delta_error"], error.sum(-1), rtol=1e-9, atol=1e-15)
     torch.testing.assert_close(
-        parts["delta_error_in_gradient"], full_parts["delta_error_in_gradient"] / 3, rtol=1e-9, atol=0
+        parts["delta_error_in_gradient"],
+        full_parts["delta_error_in_gradient"] / 3,
+        rtol=1e-9,
+        atol=0,
     )
     assert figures["grad_key_error"].isnan().all()
     assert (figures["grad_query_error"] < 0.02).all()
@@ -196,7 +247,12 @@ def test_a_step_of_ones_own_beside_an_optimizer_is_one_step():
     with halfulp.watch(model := GPT(), every=1) as watcher:
         train(model, 4, after=watcher.step)
     assert (watcher.steps, watcher.measurements) == (4, 4)
-    assert ["loss" in row for row in watcher._rows] == [False, True, True, True], "the first came with the optimizer"
+    assert ["loss" in row for row in watcher._rows] == [
+        False,
+        True,
+        True,
+        True,
+    ], "the first came with the optimizer"
 
 
 def test_a_model_without_attention_is_not_tapped_for_ever(monkeypatch):
@@ -280,7 +336,9 @@ def test_other_models_and_evaluation_are_not_looked_at():
 def test_what_was_not_seen_is_said(caplog, monkeypatch):
     watched_step(One(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
     (said,) = warnings_of(caplog)
-    assert said.startswith("no attention was seen in step 1 of One: accepted are F.scaled_dot_product_attention")
+    assert said.startswith(
+        "no attention was seen in step 1 of One: accepted are F.scaled_dot_product_attention"
+    )
     caplog.clear()
     watched_step(One(lambda *x: halfulp.attention(*x, softcap=5.0)))
     (said,) = warnings_of(caplog)
@@ -332,7 +390,9 @@ def test_a_compiled_model_is_refused_or_measured_eagerly():
     with one_thread():
         model = GPT()
         compiled = torch.compile(model, backend="eager")
-        with pytest.raises(ValueError, match="is compiled, and its graph cannot be tapped: accepted is eager=True"):
+        with pytest.raises(
+            ValueError, match="is compiled, and its graph cannot be tapped: accepted is eager=True"
+        ):
             halfulp.watch(compiled)
         plain = train(GPT(), 3)
         with halfulp.watch(compiled, every=2, eager=True) as watcher:
@@ -347,7 +407,9 @@ def test_a_compiled_model_is_refused_or_measured_eagerly():
 
 
 def test_ddp(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         losses = []
         for watched in (False, True):
@@ -382,9 +444,17 @@ def test_transformers(kind, implementation):
         build, path = transformers.GPT2LMHeadModel, "transformer.h.{}.attn"
     else:
         config = transformers.LlamaConfig(
-            vocab_size=17, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=1, eos_token_id=2, pad_token_id=0
-        )  # fmt: skip
+            vocab_size=17,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
         build, path = transformers.LlamaForCausalLM, "model.layers.{}.self_attn"
     config._attn_implementation = implementation
     runs = []

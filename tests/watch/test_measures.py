@@ -1,4 +1,6 @@
-"""Every figure of a call against loops over its definition, the identities that it serves, and planted causes."""
+"""Every figure of a call against loops over its definition, the identities that it serves, and
+planted causes.
+"""
 
 import math
 
@@ -51,7 +53,10 @@ def test_scores_and_weights_are_those_of_the_loops(shape):
     rows = torch.tensor(terms, dtype=torch.float64).reshape(weights.shape).sum(-1)
     close(found["entropy"], rows.mean((0, 2)))
     close(found["sink_first"], weights[..., 0].mean((0, 2)))
-    largest = [[max(weights[b, h, :, j].mean() for j in range(weights.shape[3])) for h in range(3)] for b in range(2)]
+    largest = [
+        [max(weights[b, h, :, j].mean() for j in range(weights.shape[3])) for h in range(3)]
+        for b in range(2)
+    ]
     close(found["sink_largest"], torch.tensor(largest, dtype=torch.float64).mean(0))
 
 
@@ -73,7 +78,11 @@ def test_repetitions_are_counted_as_a_kernel_would_meet_them(shape):
     found = measures.repetition_figures(exact)
     tied, tied_half, units, several = [], [], [], []
     for h in range(3):
-        rows = [exact.scores[b, h, i][exact.scores[b, h, i].isfinite()] for b in range(2) for i in range(6)]
+        rows = [
+            exact.scores[b, h, i][exact.scores[b, h, i].isfinite()]
+            for b in range(2)
+            for i in range(6)
+        ]
         for counts, cast in ((tied, torch.float32), (tied_half, torch.bfloat16)):
             held = [row.float().to(cast) for row in rows]
             counts.append(sum(int((row == row.max()).sum() > 1) for row in held) / len(rows))
@@ -88,7 +97,10 @@ def test_repetitions_are_counted_as_a_kernel_would_meet_them(shape):
 
 
 def test_the_unit_score_is_where_bf16_rounds_to_one():
-    just, below = math.exp(measures.UNIT_SCORE * (1 - 1e-4)), math.exp(measures.UNIT_SCORE * (1 + 1e-4))
+    just, below = (
+        math.exp(measures.UNIT_SCORE * (1 - 1e-4)),
+        math.exp(measures.UNIT_SCORE * (1 + 1e-4)),
+    )
     assert torch.tensor(just).bfloat16() == 1
     assert torch.tensor(1 - 2.0**-9).bfloat16() == 1
     assert torch.tensor(below).bfloat16() < 1
@@ -100,22 +112,29 @@ def test_delta_error_is_the_difference_of_the_two_deltas(shape):
     assert call.grad_out is not None
     weights = weights_of(call)
     low = (call.grad_out * call.out).sum(-1)
-    high = ((call.grad_out @ call.value.mT) * weights).sum(-1)  # rowsum(dP ∘ P): another formula for the exact δ
+    # rowsum(dP ∘ P): another formula for the exact δ
+    high = ((call.grad_out @ call.value.mT) * weights).sum(-1)
     found = measures.delta_error(call, exact_call(call))
     close(found, low - high)
     assert found.abs().max() > 1e-4
     exact = random_call(3, **shape, rounded=False)
-    assert measures.delta_error(exact, exact_call(exact)).abs().max() < 1e-14, "no rounding, no error"
+    assert measures.delta_error(exact, exact_call(exact)).abs().max() < 1e-14, (
+        "no rounding, no error"
+    )
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_identities_of_the_gradient_error(is_causal):
-    """A7: dQ_hp − dQ_lp = α diag(e) PK. A8: dW_Q,hp − dW_Q,lp = α Σ e[T] (PK)[T]ᵀ X[T] = αR. Both to fp64 rounding."""
+    """A7: dQ_hp − dQ_lp = α diag(e) PK. A8: dW_Q,hp − dW_Q,lp = α Σ e[T] (PK)[T]ᵀ X[T] = αR. Both
+    to fp64 rounding.
+    """
     call = random_call(4, is_causal=is_causal)
     gradients = {}
     for name, recipe in (("hp", FP64), ("lp", FP64.with_(out=BF16))):
         query = call.query.clone().requires_grad_()
-        out = emulate(query, call.key, call.value, is_causal=is_causal, scale=call.scale, recipe=recipe)
+        out = emulate(
+            query, call.key, call.value, is_causal=is_causal, scale=call.scale, recipe=recipe
+        )
         (gradients[name],) = torch.autograd.grad(out, query, call.grad_out)
     call.out = out.detach()
     exact = exact_call(call)
@@ -136,7 +155,10 @@ def test_row_sums_of_the_score_gradient():
     assert grad is not None
     grad_scores = weights * (grad @ call.value.mT - (grad * call.out).sum(-1, keepdim=True))
     found = measures.row_sum_figures(call, exact, error)
-    close(found["row_sum_grad_scores"], grad_scores.sum(-1).abs().sum((0, 2)) / grad_scores.abs().sum((0, 2, 3)))
+    close(
+        found["row_sum_grad_scores"],
+        grad_scores.sum(-1).abs().sum((0, 2)) / grad_scores.abs().sum((0, 2, 3)),
+    )
     assert found["key_gradient_sum"].isnan().all()
     call.grad_key = call.scale * grad_scores.mT @ call.query
     found = measures.row_sum_figures(call, exact, error)
@@ -144,17 +166,25 @@ def test_row_sums_of_the_score_gradient():
     close(found["key_gradient_sum"], call.grad_key.sum(2).norm(dim=-1).sum(0) / size.sum(0))
     exact_sums = random_call(5, rounded=False)
     exact_sums.grad_key = (
-        call.scale * (weights * (grad @ call.value.mT - (grad * exact.out).sum(-1, True))).mT @ call.query
+        call.scale
+        * (weights * (grad @ call.value.mT - (grad * exact.out).sum(-1, True))).mT
+        @ call.query
     )
     found = measures.row_sum_figures(exact_sums, exact, torch.zeros_like(error))
-    assert all((figure < 1e-14).all() for figure in found.values()), "exact arithmetic has no row sums"
+    assert all((figure < 1e-14).all() for figure in found.values()), (
+        "exact arithmetic has no row sums"
+    )
 
 
 def test_the_gradient_tells_which_delta_an_attention_took():
-    """Read from dK alone: e itself where δ comes from O, nothing where it comes from dP ∘ P, though O errs alike."""
+    """Read from dK alone: e itself where δ comes from O, nothing where it comes from dP ∘ P, though
+    O errs alike.
+    """
     g = torch.Generator().manual_seed(0)
     query = torch.randn(2, 3, 40, 4, generator=g, dtype=torch.float64) + 2
-    key, value, grad = (torch.randn(2, 3, 40, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    key, value, grad = (
+        torch.randn(2, 3, 40, 4, generator=g, dtype=torch.float64) for _ in range(3)
+    )
     read = {}
     for delta_from in ("out", "probabilities"):
         recipe = FP64.with_(out=BF16, delta_from=delta_from)
@@ -182,7 +212,9 @@ def test_signs_by_feature_and_the_guilty_one():
     for h in range(3):
         for f in range(4):
             pairs = [
-                (float(call.grad_out[b, h, i, f]), float(difference[b, h, i, f])) for b in range(2) for i in range(6)
+                (float(call.grad_out[b, h, i, f]), float(difference[b, h, i, f]))
+                for b in range(2)
+                for i in range(6)
             ]
             signed = [x * y > 0 for x, y in pairs if x * y != 0]
             close(agreement[h, f], sum(signed) / len(signed))
@@ -200,7 +232,9 @@ def test_an_error_that_leans_with_the_gradient_is_seen_and_named(sign):
     """A11 planted: in feature 2 the error of O has dO's sign, elsewhere a sign of its own."""
     call = random_call(7, n=200, n_k=200, rounded=False)
     assert call.grad_out is not None
-    noise = torch.randn(call.out.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    noise = torch.randn(
+        call.out.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64
+    )
     error = 1e-3 * noise
     error[..., 2] = sign * 1e-3 * call.grad_out[..., 2].sign()
     call.out = call.out + error
@@ -210,17 +244,30 @@ def test_an_error_that_leans_with_the_gradient_is_seen_and_named(sign):
     close(found["guilty_sign_agreement"], torch.full((3,), 0.5 + sign / 2))
     total = measures.delta_error(call, exact).sum((0, 2))
     assert (sign * total > 0.2).all()
-    call.out = call.out - error + error[:, :, torch.randperm(200, generator=torch.Generator().manual_seed(9))]
+    call.out = (
+        call.out
+        - error
+        + error[:, :, torch.randperm(200, generator=torch.Generator().manual_seed(9))]
+    )
     shuffled = measures.sign_figures(call, exact)
-    assert ((shuffled["sign_agreement"] - 0.5).abs() < 0.05).all(), "the same errors at other tokens lean no more"
+    assert ((shuffled["sign_agreement"] - 0.5).abs() < 0.05).all(), (
+        "the same errors at other tokens lean no more"
+    )
 
 
 def test_activations():
     call = random_call(9)
     found = measures.activation_figures(call)
     assert call.inputs is not None
-    for name, x in (("query", call.query), ("value", call.value), ("out", call.out), ("grad_out", call.grad_out)):
-        squares = [sum(v * v for v in x[:, h].flatten().tolist()) / x[:, h].numel() for h in range(3)]
+    for name, x in (
+        ("query", call.query),
+        ("value", call.value),
+        ("out", call.out),
+        ("grad_out", call.grad_out),
+    ):
+        squares = [
+            sum(v * v for v in x[:, h].flatten().tolist()) / x[:, h].numel() for h in range(3)
+        ]
         close(found[f"{name}_rms"], torch.tensor(squares, dtype=torch.float64).sqrt())
     close(found["input_rms"], [float(call.inputs.square().mean().sqrt())] * 3)
     close(found["input_max"], [float(call.inputs.abs().max())] * 3)
@@ -229,5 +276,7 @@ def test_activations():
 def test_a_call_without_its_gradient_is_refused():
     call = random_call(0)
     call.grad_out = None
-    with pytest.raises(ValueError, match=r"call\.grad_out=None: accepted is a call whose backward pass has run"):
+    with pytest.raises(
+        ValueError, match=r"call\.grad_out=None: accepted is a call whose backward pass has run"
+    ):
         measures.delta_error(call, exact_call(call))

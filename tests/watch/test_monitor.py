@@ -1,4 +1,6 @@
-"""The monitor on whole models: it disturbs nothing, resumes exactly, and reports what the pure functions say."""
+"""The monitor on whole models: it disturbs nothing, resumes exactly, and reports what the pure
+functions say.
+"""
 
 import math
 from dataclasses import replace
@@ -24,7 +26,9 @@ FLASH = "BF16_FLASH2"
 
 
 def train_toy(steps: int, measured: bool, autocast: bool = False, monitor_of=None):
-    """Losses and final tensors of a toy training, its random state, and what was measured at every step."""
+    """Losses and final tensors of a toy training, its random state, and what was measured at every
+    step.
+    """
     model = Toy(FLASH)
     monitor = (monitor_of or Monitor)(model, 1) if measured else None
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -57,7 +61,9 @@ def test_a_run_with_a_monitor_has_the_bits_of_one_without(autocast):
 
 
 def test_a_monitor_that_does_disturb_is_caught_by_that_comparison(monkeypatch):
-    """Without the care for random numbers and buffers, the run changes: the test above would see it."""
+    """Without the care for random numbers and buffers, the run changes: the test above would see
+    it.
+    """
     from contextlib import nullcontext
 
     from halfulp.watch import passes
@@ -94,7 +100,9 @@ def fails() -> torch.Tensor:
 
 
 def test_figures_by_layer_and_head_are_those_of_the_calls():
-    """δ's error, its sum over entries and its t against a tap of our own, in both layers (N ≠ N_k in the second)."""
+    """δ's error, its sum over entries and its t against a tap of our own, in both layers (N ≠ N_k
+    in the second).
+    """
     model, batch = Toy(FLASH, dropout=0.0), toy_batch()
     measured = Monitor(model).measure(1, lambda: toy_loss(model, batch))
     kept = {}
@@ -117,7 +125,9 @@ def test_figures_by_layer_and_head_are_those_of_the_calls():
             torch.tensor(measured["delta_error"][layer]).double(), error.sum(0), rtol=1e-6, atol=0
         )
         t = error.mean(0) / (error.std(0) / math.sqrt(len(error)))
-        torch.testing.assert_close(torch.tensor(measured["delta_error_t"][layer]).double(), t, rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(measured["delta_error_t"][layer]).double(), t, rtol=1e-5, atol=0
+        )
         assert measured["entries"][layer] == [3.0] * HEADS
     assert len(measured["sigma_key"][0]) == 1, "one key head"
     assert len(measured["sigma_query_key"][0]) == HEADS
@@ -128,10 +138,14 @@ def test_cumulative_sum_and_signs_add_up_over_steps():
     for layer in range(2):
         for head in range(HEADS):
             errors = [row["delta_error"][layer][head] for row in rows]
-            assert rows[-1]["delta_error_cumulative"][layer][head] == pytest.approx(sum(errors), rel=1e-9)
+            assert rows[-1]["delta_error_cumulative"][layer][head] == pytest.approx(
+                sum(errors), rel=1e-9
+            )
             assert rows[-1]["delta_error_positive"][layer][head] == sum(e > 0 for e in errors) / 5
     assert math.isnan(rows[0]["direction_cosine"][0][0])
-    assert all(math.isfinite(x) for row in rows[1:] for heads in row["direction_cosine"] for x in heads)
+    assert all(
+        math.isfinite(x) for row in rows[1:] for heads in row["direction_cosine"] for x in heads
+    )
 
 
 def test_state_resumes_exactly():
@@ -168,12 +182,16 @@ def test_chunks_of_heads_change_nothing(monkeypatch):
     parts = Monitor(model).measure(1, lambda: toy_loss(model, toy_batch()))
     for name in set(whole) - {"loss", "loss_exact"}:
         if "shuffled" not in name and "sigma" not in name:  # these draw anew for every chunk
-            torch.testing.assert_close(torch.tensor(whole[name][0]), torch.tensor(parts[name][0]), equal_nan=True)
+            torch.testing.assert_close(
+                torch.tensor(whole[name][0]), torch.tensor(parts[name][0]), equal_nan=True
+            )
 
 
 def test_layers_and_entries_can_be_chosen(monkeypatch):
     model = Toy(FLASH, dropout=0.0)
-    measured = Monitor(model, layers=[1], entries=2).measure(1, lambda: toy_loss(model, toy_batch()))
+    measured = Monitor(model, layers=[1], entries=2).measure(
+        1, lambda: toy_loss(model, toy_batch())
+    )
     assert measured["max_score"][0] == []
     assert measured["entries"] == [[], [2.0] * HEADS]
     monkeypatch.setattr(monitor_module, "MOST_SCORES", 2 * 36 * HEADS)
@@ -209,7 +227,9 @@ def test_what_an_attention_reads_is_found_by_asking_it():
         monitor = Monitor(model)
         monitor.measure(1, lambda model=model: toy_loss(model, toy_batch()))
         for reads in monitor.reads.values():
-            assert reads.tolist() == [AS_GIVEN if name is None else names.index(name) for name in expected]
+            assert reads.tolist() == [
+                AS_GIVEN if name is None else names.index(name) for name in expected
+            ]
 
 
 def test_operands_are_taken_as_read():
@@ -218,7 +238,9 @@ def test_operands_are_taken_as_read():
     measured = Monitor(model).measure(1, lambda: toy_loss(model, toy_batch()))
     stock = Toy(FLASH, dropout=0.0)
     of_stock = Monitor(stock).measure(1, lambda: toy_loss(stock, toy_batch()))
-    assert max(map(abs, measured["delta_error"][0])) < 1e-3 * max(map(abs, of_stock["delta_error"][0]))
+    assert max(map(abs, measured["delta_error"][0])) < 1e-3 * max(
+        map(abs, of_stock["delta_error"][0])
+    )
 
 
 def test_half_precision_models_are_measured_without_the_second_pass():
@@ -258,18 +280,29 @@ def test_a_broken_model_is_measured_and_says_nan():
 
 
 def test_tiled_torch_and_recipe_agree_on_what_is_measured():
-    """Grouped keys, rotary positions and normalized heads in the lab's own GPT, under bf16 autocast."""
-    workload = Language(layers=2, heads=4, key_heads=2, width=32, context=24, positions="rope", query_key_norm=True)
+    """Grouped keys, rotary positions and normalized heads in the lab's own GPT, under bf16
+    autocast.
+    """
+    workload = Language(
+        layers=2, heads=4, key_heads=2, width=32, context=24, positions="rope", query_key_norm=True
+    )
     config = RunConfig(workload, steps=2, batch=2, autocast="bf16", measure_every=1)
     (row, _) = train(config).measures
     for name, layers in row["measure"].items():
         if isinstance(layers, list):
-            assert [len(heads) for heads in layers] == [2, 2] if name == "sigma_key" else [4, 4], name
+            assert [len(heads) for heads in layers] == [2, 2] if name == "sigma_key" else [4, 4], (
+                name
+            )
     assert row["measure"]["entries"][0] == [2.0] * 4
 
 
 def test_a_resumed_run_measures_what_the_whole_one_does(tmp_path: Path):
-    config = RunConfig(LayerTask(batch=4, tokens=8, width=8, constant=2), steps=6, measure_every=1, checkpoint_every=2)
+    config = RunConfig(
+        LayerTask(batch=4, tokens=8, width=8, constant=2),
+        steps=6,
+        measure_every=1,
+        checkpoint_every=2,
+    )
     with one_thread():
         whole = train(config, tmp_path / "whole")
         part = train(config, tmp_path / "part", stop=lambda row: None, batches=None)
@@ -283,7 +316,9 @@ def test_a_resumed_run_measures_what_the_whole_one_does(tmp_path: Path):
         plain = train(replace(config, measure_every=0))
     assert part.status == "done"
     # a number that is not finite is null in a file
-    assert [str(row).replace("None", "nan") for row in again.measures] == [str(row) for row in whole.measures]
+    assert [str(row).replace("None", "nan") for row in again.measures] == [
+        str(row) for row in whole.measures
+    ]
     assert torch.equal(plain.workload.model.query, whole.workload.model.query)
 
 
@@ -302,7 +337,10 @@ def test_delta_error_is_of_the_o_that_ran():
         ({"every": 0}, "every=0: accepted is an integer of at least 1"),
         ({"entries": 0}, "entries=0: accepted is an integer of at least 1"),
         ({"history": -1}, "history=-1: accepted is an integer of at least 0"),
-        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16: accepted are torch.float32 and torch.float64"),
+        (
+            {"dtype": torch.bfloat16},
+            "dtype=torch.bfloat16: accepted are torch.float32 and torch.float64",
+        ),
         ({"layers": [0, 5]}, r"layers=\[0, 5\]: accepted are 0, 1"),
     ],
 )
@@ -312,5 +350,7 @@ def test_bad_options_are_refused(options, message):
 
 
 def test_a_model_without_attention_is_refused():
-    with pytest.raises(ValueError, match="model=Linear: accepted is one whose attention modules have `attend`"):
+    with pytest.raises(
+        ValueError, match="model=Linear: accepted is one whose attention modules have `attend`"
+    ):
         Monitor(torch.nn.Linear(2, 2))

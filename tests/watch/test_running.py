@@ -44,7 +44,9 @@ def test_t_over_entries_is_students():
 
 
 def test_t_over_steps_is_not_fooled_by_steps_that_repeat_each_other():
-    """4000 series without a mean: how often |t| > 3 with independent steps, and with correlated ones."""
+    """4000 series without a mean: how often |t| > 3 with independent steps, and with correlated
+    ones.
+    """
     noise = torch.randn(WINDOW + 30, 4000, generator=torch.Generator().manual_seed(2)).double()
     walk = noise.clone()
     for step in range(1, len(walk)):
@@ -53,7 +55,9 @@ def test_t_over_steps_is_not_fooled_by_steps_that_repeat_each_other():
     assert (run(walk).t.abs() > 3).double().mean() < 0.06
     naive = t_value(walk[-WINDOW:])
     assert (naive.abs() > 3).double().mean() > 0.12, "without the correction several times as often"
-    torch.testing.assert_close(run(noise + 3).t.mean(), t_value(noise[-WINDOW:] + 3).mean(), rtol=0.2, atol=0)
+    torch.testing.assert_close(
+        run(noise + 3).t.mean(), t_value(noise[-WINDOW:] + 3).mean(), rtol=0.2, atol=0
+    )
 
 
 def test_state_goes_round():
@@ -63,6 +67,8 @@ def test_state_goes_round():
     for sample in samples[4:]:
         again.add(sample)
     whole = run(samples)
-    assert all(torch.equal(a, b) for a, b in zip(vars(again).values(), vars(whole).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(vars(again).values(), vars(whole).values(), strict=True)
+    )
     assert again.t.isfinite().all()
     assert half.count == 4, "the state is a copy"

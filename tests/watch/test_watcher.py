@@ -1,4 +1,6 @@
-"""`halfulp.watch` on models that know nothing of it: what it finds, what it leaves alone, what it says it misses."""
+"""`halfulp.watch` on models that know nothing of it: what it finds, what it leaves alone, what it
+says it misses.
+"""
 
 import contextlib
 import json
@@ -58,7 +60,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_watched_run_has_the_bits_of_an_unwatched_one(kind, caplog):
-    """Losses, parameters and random numbers; each layer is measured once a step, checkpointed or not."""
+    """Losses, parameters and random numbers; each layer is measured once a step, checkpointed or
+    not.
+    """
     runs = []
     with one_thread():
         for watched in (False, True):
@@ -72,7 +76,9 @@ def test_a_watched_run_has_the_bits_of_an_unwatched_one(kind, caplog):
     assert layers_measured(watcher) == ALL_HEADS
     assert watcher.report().layers == LAYER_NAMES
     assert watcher.report().unseen == ()
-    assert functional.scaled_dot_product_attention is STOCK, "between measured steps nothing is replaced"
+    assert functional.scaled_dot_product_attention is STOCK, (
+        "between measured steps nothing is replaced"
+    )
     watcher.close()
     assert hooks_of(model) == []
     assert warnings_of(caplog) == []
@@ -91,7 +97,9 @@ def test_figures_do_not_depend_on_checkpoints():
     rows = []
     with one_thread():
         for kind in ("plain", "checkpoint", "reentrant checkpoint", "packed"):
-            packed = torch.autograd.graph.save_on_cpu() if kind == "packed" else contextlib.nullcontext()
+            packed = (
+                torch.autograd.graph.save_on_cpu() if kind == "packed" else contextlib.nullcontext()
+            )
             with halfulp.watch(model := GPT(**KINDS.get(kind, {}))) as watcher, packed:
                 train(model, 1)
             rows.append(watcher.report().rows)
@@ -105,7 +113,10 @@ def test_figures_are_those_of_the_call(key_heads):
     model, kept, taken = GPT(key_heads=key_heads), {}, []
     watcher = halfulp.watch(model)
     original = watcher._take
-    watcher._take = lambda call: (taken.append((call, dict(call.tensors), call_figures(call)[0])), original(call))
+    watcher._take = lambda call: (
+        taken.append((call, dict(call.tensors), call_figures(call)[0])),
+        original(call),
+    )
     first = model.blocks[0].attention
 
     def keep(name):
@@ -135,22 +146,36 @@ def test_figures_are_those_of_the_call(key_heads):
 
 
 def test_a_planted_error_is_named_with_layer_and_head(caplog, tmp_path):
-    """One head of one layer, in the backward pass of a kernel of the user's; the sound twin raises no alarm."""
+    """One head of one layer, in the backward pass of a kernel of the user's; the sound twin raises
+    no alarm.
+    """
     plan = [None] * LAYERS
     plan[BIASED_LAYER] = calls_biased
     told = []
     with halfulp.watch(
-        model := GPT(plan), every=1, functions=(biased,), on_alarm=told.append, folder=tmp_path / "run"
+        model := GPT(plan),
+        every=1,
+        functions=(biased,),
+        on_alarm=told.append,
+        folder=tmp_path / "run",
     ) as watcher:
         train(model, 12)
     (alarm,) = watcher.report().alarms
-    assert (alarm.layer, alarm.head, alarm.operation) == (LAYER_NAMES[BIASED_LAYER], BIASED_HEAD, "backward")
+    assert (alarm.layer, alarm.head, alarm.operation) == (
+        LAYER_NAMES[BIASED_LAYER],
+        BIASED_HEAD,
+        "backward",
+    )
     assert told == watcher.alarms
     assert alarm.measurements == 12
     assert "O is not to blame" in warnings_of(caplog)[0]
     assert f"{alarm.layer}, head {BIASED_HEAD}: biased (t = " in str(watcher.report())
     record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
-    assert (record["kind"], record["status"], record["layers"]) == ("watch", "done", list(LAYER_NAMES))
+    assert (record["kind"], record["status"], record["layers"]) == (
+        "watch",
+        "done",
+        list(LAYER_NAMES),
+    )
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
 
@@ -173,19 +198,26 @@ class Layer(nn.Module):
 
     def forward(self, x, dtype=torch.bfloat16):
         operands = [(x @ weight.mT).to(dtype) for weight in (self.query, self.key, self.value)]
-        out = functional.scaled_dot_product_attention(*(y[:, None] for y in operands), is_causal=True)
+        out = functional.scaled_dot_product_attention(
+            *(y[:, None] for y in operands), is_causal=True
+        )
         return out[:, 0].float() @ self.out.mT
 
 
 @pytest.mark.parametrize("repaired", [False, True])
 def test_a_run_that_will_fail_is_named_and_its_repaired_twin_is_not(repaired):
-    """Step 1000 of the 4000 that it takes; O errs alike in both, and the fix is the one that the alarm names."""
+    """Step 1000 of the 4000 that it takes; O errs alike in both, and the fix is the one that the
+    alarm names.
+    """
     x = torch.randn(16, 32, 32, generator=torch.Generator().manual_seed(0))
     x[..., :8] = 1
     target = Layer(1, 1.5)(x, torch.float32).detach()
     model = Layer(2, 0.5)
     adam = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    with halfulp.watch(model, every=25) as watcher, halfulp.patch() if repaired else contextlib.nullcontext():
+    with (
+        halfulp.watch(model, every=25) as watcher,
+        halfulp.patch() if repaired else contextlib.nullcontext(),
+    ):
         for _ in range(1000):
             (model(x) - target).square().mean().backward()
             adam.step()
@@ -197,7 +229,12 @@ def test_a_run_that_will_fail_is_named_and_its_repaired_twin_is_not(repaired):
         assert watcher.alarms == []
         return
     (alarm,) = report.alarms
-    assert (alarm.kind, alarm.operation, alarm.layer, alarm.head) == ("run-away", "delta", "(model)", 0)
+    assert (alarm.kind, alarm.operation, alarm.layer, alarm.head) == (
+        "run-away",
+        "delta",
+        "(model)",
+        0,
+    )
     assert alarm.step == 1000
     assert "halfulp.patch()" in str(alarm)
 
@@ -205,12 +242,15 @@ def test_a_run_that_will_fail_is_named_and_its_repaired_twin_is_not(repaired):
 def report_of(layers, heads, alarms=()):
     """Rows written by hand."""
     rows = [
-        {name: 0.25 for _, name, _ in COLUMNS} | {"layer": layer, "head": head, "max_score": 100.0 + head}
+        {name: 0.25 for _, name, _ in COLUMNS}
+        | {"layer": layer, "head": head, "max_score": 100.0 + head}
         for layer in layers
         for head in range(heads)
     ]
     rows[-1]["delta_error_in_gradient_steps_t"] = 9.0
-    return WatchReport(400, 20, tuple(layers), tuple(rows), tuple(alarms), ("frozen (no gradient)",), 400)
+    return WatchReport(
+        400, 20, tuple(layers), tuple(rows), tuple(alarms), ("frozen (no gradient)",), 400
+    )
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -222,12 +262,16 @@ def test_the_report_keeps_its_width_and_tells_heads_apart(width):
     assert max(map(len, lines)) <= width
     table = [line.split() for line in lines if line.endswith(("+0.2", "+9.0", "ALARM"))]
     names = [str(i) for i in range(12)] if width == 80 else layers
-    assert [line[0] for line in table] == [*names, names[-1]], "the worst of each layer, and the one that alarms"
+    assert [line[0] for line in table] == [*names, names[-1]], (
+        "the worst of each layer, and the one that alarms"
+    )
     assert [line[1] for line in table[-2:]] == ["0", "3"]
     assert ("layer: the * in transformer.layers.*.attention" in text) == (width == 80)
     assert "Not measured: frozen (no gradient)." in text
     assert len(report_of(layers, 4).text(width, lines=48).splitlines()) > 48
-    odd = report_of(["encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"], 2).text(80)
+    odd = report_of(
+        ["encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"], 2
+    ).text(80)
     assert max(map(len, odd.splitlines())) <= 80
     assert "decoder.layers.0.cross_attention\n" in odd
 

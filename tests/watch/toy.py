@@ -1,4 +1,6 @@
-"""A model small enough to be computed by hand beside: causal attention, then cross-attention, with what disturbs."""
+"""A model small enough to be computed by hand beside: causal attention, then cross-attention, with
+what disturbs.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +13,27 @@ WIDTH, HEADS, HEAD_DIM = 12, 2, 4
 
 
 class ToyAttention(nn.Module):
-    def __init__(self, layer: int, plan: AttentionPlan, own=None, key_heads: int = HEADS, is_causal: bool = True):
+    def __init__(
+        self,
+        layer: int,
+        plan: AttentionPlan,
+        own=None,
+        key_heads: int = HEADS,
+        is_causal: bool = True,
+    ):
         super().__init__()
         self.attend = Attend(layer, HEADS, plan, own)
         self.is_causal = is_causal
         self.query = nn.Linear(WIDTH, HEADS * HEAD_DIM, bias=False)
-        self.key, self.value = (nn.Linear(WIDTH, key_heads * HEAD_DIM, bias=False) for _ in range(2))
+        self.key, self.value = (
+            nn.Linear(WIDTH, key_heads * HEAD_DIM, bias=False) for _ in range(2)
+        )
         self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
 
     def head_weights(self) -> tuple[Tensor, Tensor]:
-        return self.query.weight.unflatten(0, (-1, HEAD_DIM)), self.key.weight.unflatten(0, (-1, HEAD_DIM))
+        return self.query.weight.unflatten(0, (-1, HEAD_DIM)), self.key.weight.unflatten(
+            0, (-1, HEAD_DIM)
+        )
 
     def forward(self, x: Tensor, source: Tensor | None = None) -> Tensor:
         source = x if source is None else source
@@ -33,7 +46,9 @@ class ToyAttention(nn.Module):
 
 
 class Toy(nn.Module):
-    """Two layers; dropout draws random numbers and batch norm keeps a buffer that every forward pass moves."""
+    """Two layers; dropout draws random numbers and batch norm keeps a buffer that every forward
+    pass moves.
+    """
 
     def __init__(self, *plan: str, own=None, dropout: float = 0.1, key_heads: int = 1):
         super().__init__()
@@ -59,7 +74,9 @@ def toy_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return model(*batch).float().square().mean()
 
 
-def random_call(seed: int = 0, *, is_causal: bool = True, rounded: bool = True, n: int = 6, n_k: int = 6) -> Call:
+def random_call(
+    seed: int = 0, *, is_causal: bool = True, rounded: bool = True, n: int = 6, n_k: int = 6
+) -> Call:
     """An fp64 call with O in bf16 (or exact to fp64 rounding), random dO and X, and no dK."""
     g = torch.Generator().manual_seed(seed)
     query, grad_out = (torch.randn(2, 3, n, 4, generator=g, dtype=torch.float64) for _ in range(2))
@@ -71,14 +88,20 @@ def random_call(seed: int = 0, *, is_causal: bool = True, rounded: bool = True, 
     return Call(0, query, key, value, out, is_causal, scale, grad_out, None, inputs)
 
 
-def slow_scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> list[list[list[list[float]]]]:
+def slow_scores(
+    query: Tensor, key: Tensor, is_causal: bool, scale: float
+) -> list[list[list[list[float]]]]:
     """α q·k of every pair that may be seen, by loops: [b][h][i][j], j up to i where causal."""
     b, h, n, _ = query.shape
     return [
         [
             [
                 [
-                    scale * sum(x * y for x, y in zip(query[e, c, i].tolist(), key[e, c, j].tolist(), strict=True))
+                    scale
+                    * sum(
+                        x * y
+                        for x, y in zip(query[e, c, i].tolist(), key[e, c, j].tolist(), strict=True)
+                    )
                     for j in range(min(i + 1, key.shape[2]) if is_causal else key.shape[2])
                 ]
                 for i in range(n)

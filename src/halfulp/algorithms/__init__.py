@@ -1,4 +1,6 @@
-"""Attention, each algorithm written once in plain PyTorch, with every named intermediate passed through a `Step`."""
+"""Attention, each algorithm written once in plain PyTorch, with every named intermediate passed
+through a `Step`.
+"""
 
 from halfulp.algorithms.dispatch import ALGORITHMS, attend, attend_backward
 from halfulp.algorithms.golden import AttentionResult, golden

@@ -1,14 +1,16 @@
-"""The float32 arithmetic that torch leaves open on a CPU, fixed to the bit so that one recipe means one result.
+"""The float32 arithmetic that torch leaves open on a CPU, fixed to the bit so that one recipe means
+one result.
 
-torch's exponential, sums and gemms differ with the machine, the number of threads and the place in a tensor. Here
-float32 tensors on a CPU get
+torch's exponential, sums and gemms differ with the machine, the number of threads and the place in
+a tensor. Here float32 tensors on a CPU get
 
 - e^x, 2^x and their logarithms: float64's, rounded once,
-- sums of a row: element j to lane j mod 16, lanes in increasing order, then the tree i + 8, i + 4, i + 2, i + 1,
+- sums of a row: element j to lane j mod 16, lanes in increasing order, then the tree i + 8, i + 4,
+  i + 2, i + 1,
 - products: one accumulator for each element, k in increasing order, fused multiply-add,
 
-from the native library, or without it from torch operations that have those bits (products in native order excepted:
-see `matmul`). On other devices, and in float64, all three are torch's own.
+from the native library, or without it from torch operations that have those bits (products in
+native order excepted: see `matmul`). On other devices, and in float64, all three are torch's own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch.nn import functional
 from halfulp.native import BEST_ISA, function, missing
 
 _LANES = 16
-LARGEST_UNIT = 24  # of mantissa bits and the bits of a residual, so that the unit and its inverse are normal numbers
+# of mantissa bits and the bits of a residual, so that the unit and its inverse are normal numbers
+LARGEST_UNIT = 24
 
 
 class CMatrix(ctypes.Structure):
@@ -36,9 +39,9 @@ class CMatrix(ctypes.Structure):
 
 def compiled(*tensors: Tensor) -> bool:
     """Whether the native library computes with these."""
-    return all(type(x) is Tensor and x.dtype is torch.float32 and x.device.type == "cpu" for x in tensors) and (
-        missing() is None
-    )
+    return all(
+        type(x) is Tensor and x.dtype is torch.float32 and x.device.type == "cpu" for x in tensors
+    ) and (missing() is None)
 
 
 def exponential(x: Tensor, base2: bool, out: Tensor | None = None) -> Tensor:
@@ -81,10 +84,11 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 def fixed_point(exact: Tensor, out: Tensor, mantissa_bits: int, bits: int, lowest: int) -> Tensor:
-    """exact − out rounded to `bits` bits, in units of 2^−bits ulp of out; the library must be there.
+    """exact − out rounded to `bits` bits, in units of 2^−bits ulp of out; the library must be
+    there.
 
-    `mantissa_bits` are those of out's format, and together with `bits` at most `LARGEST_UNIT`; out below 2^lowest share
-    one unit.
+    `mantissa_bits` are those of out's format, and together with `bits` at most `LARGEST_UNIT`; out
+    below 2^lowest share one unit.
     """
     exact, out = exact.contiguous(), out.contiguous()
     residual = torch.empty_like(exact)
@@ -102,12 +106,21 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     held = [x.expand(*lead, *x.shape[-2:]) for x in (left, right)]
-    held = [x if x.ndim <= 3 else x.flatten(0, -3) for x in held]  # a copy only where strides demand it
-    matrices = [CMatrix(x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1)) for x in held]
-    sizes, pointers = (out.numel() // (m * n), m, n, k), (*map(ctypes.addressof, matrices), out.data_ptr())
+    # a copy only where strides demand it
+    held = [x if x.ndim <= 3 else x.flatten(0, -3) for x in held]
+    matrices = [
+        CMatrix(x.data_ptr(), x.stride(0) if x.ndim == 3 else 0, x.stride(-2), x.stride(-1))
+        for x in held
+    ]
+    sizes, pointers = (
+        (out.numel() // (m * n), m, n, k),
+        (*map(ctypes.addressof, matrices), out.data_ptr()),
+    )
     call = function("halfulp_product", "iillllppp", ctypes.c_int32)
     if call(BEST_ISA, torch.get_num_threads(), *sizes, *pointers):
-        raise MemoryError(f"no memory for a product of {tuple(left.shape)} and {tuple(right.shape)}")
+        raise MemoryError(
+            f"no memory for a product of {tuple(left.shape)} and {tuple(right.shape)}"
+        )
     return out
 
 

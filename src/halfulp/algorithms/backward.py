@@ -20,9 +20,11 @@ from halfulp.recipes import Step
 def backward(
     problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ `[B, H, N_q, D]`, dK `[B, H_k, N_k, D]`, dV `[B, H_k, N_k, D_v]`, rounded, in the compute dtype.
+    """dQ `[B, H, N_q, D]`, dK `[B, H_k, N_k, D]`, dV `[B, H_k, N_k, D_v]`, rounded, in the compute
+    dtype.
 
-    `grad_lse [B, H, N_q, 1]` is the gradient of the natural lse: δ ← δ − dLSE. Gradients of fully masked rows are 0.
+    `grad_lse [B, H, N_q, 1]` is the gradient of the natural lse: δ ← δ − dLSE. Gradients of fully
+    masked rows are 0.
     """
     do = read_input("grad_out", grad_out, step)
     rows_of = Rows(problem, saved, step)
@@ -39,7 +41,9 @@ def backward(
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
 
 
-def _tiles(problem: Problem, rows_of: Rows, delta: Delta, do: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+def _tiles(
+    problem: Problem, rows_of: Rows, delta: Delta, do: Tensor, step: Step
+) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV summed tile by tile."""
     dq = torch.zeros_like(problem.query)
     dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
@@ -59,14 +63,20 @@ def _tiles(problem: Problem, rows_of: Rows, delta: Delta, do: Tensor, step: Step
     return dq, dk, dv
 
 
-def grad_probabilities(problem: Problem, do: Tensor, rows: slice, cols: slice, step: Step) -> Tensor:
+def grad_probabilities(
+    problem: Problem, do: Tensor, rows: slice, cols: slice, step: Step
+) -> Tensor:
     """dP of one tile `[B, H, rows, cols]`, dropout undone."""
     dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
     return dp if problem.dropout is None else problem.kept(dp, rows, cols) * problem.dropout.scale
 
 
-def _grad_scores(problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: Tensor | None, step: Step) -> Tensor:
-    """dS of one tile `[B, H, rows, cols]` as it enters dQ and dK, with α where the recipe puts it."""
+def _grad_scores(
+    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: Tensor | None, step: Step
+) -> Tensor:
+    """dS of one tile `[B, H, rows, cols]` as it enters dQ and dK, with α where the recipe puts
+    it.
+    """
     where, scratch = problem.recipe.gradient_scale_at, step.scratch
     if where == "probabilities":
         p = step("scaled_probabilities", p * problem.alpha)
@@ -77,11 +87,13 @@ def _grad_scores(problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: 
 
 
 def balance(largest: Tensor, row_sum: Tensor, rounded_row_sum: Tensor) -> Tensor:
-    """What to divide dS's rounded weights by, from a row's largest weight w, l and l̂: l + a (l̂ − l), a ≤ (l − w) / w.
+    """What to divide dS's rounded weights by, from a row's largest weight w, l and l̂: l + a (l̂ −
+    l), a ≤ (l − w) / w.
 
-    An integer shift leaves the largest weight rounded, by ε, alike in all rows that share it. To first order its dS is
-    then off by (1 − 2p) ε over l̂, where p = w / l, and by (1 − p) ε over l; over this by 0 if p ≥ 1/2. Where several
-    weights are the largest a = 1, and their common error cancels as it does over l̂.
+    An integer shift leaves the largest weight rounded, by ε, alike in all rows that share it. To
+    first order its dS is then off by (1 − 2p) ε over l̂, where p = w / l, and by (1 − p) ε over l;
+    over this by 0 if p ≥ 1/2. Where several weights are the largest a = 1, and their common error
+    cancels as it does over l̂.
     """
     share = (row_sum / largest - 1).clamp(0, 1)
     balanced = row_sum + share * (rounded_row_sum - row_sum)
@@ -97,12 +109,20 @@ class Rows:
         self.divisor: Tensor | None = None
         if recipe.backward_weights == "lse":
             self.shift = shift_of(saved.lse)
-        elif recipe.backward_weights == "rounded" and recipe.shift.kind == "integer" and recipe.lse_from == "row_sum":
-            # lse alone tells the weights: whatever the integer shift, they are the same up to an exact power of two.
+        elif (
+            recipe.backward_weights == "rounded"
+            and recipe.shift.kind == "integer"
+            and recipe.lse_from == "row_sum"
+        ):
+            # lse alone tells the weights: whatever the integer shift, they are the same up to an
+            # exact power of two.
             self.shift = shift_of(saved.lse.ceil())
             self.divisor = self._row_sum(saved.lse)
         else:
-            self.shift, self.divisor = shift_of(saved.row_max), divisor_of(saved.row_sum, saved.row_max)
+            self.shift, self.divisor = (
+                shift_of(saved.row_max),
+                divisor_of(saved.row_sum, saved.row_max),
+            )
         if recipe.divisor_from == "lse" and self.divisor is not None:
             self.divisor = self._row_sum(saved.lse)
         elif recipe.divisor_from == "balanced" and self.divisor is not None:
@@ -122,13 +142,18 @@ class Rows:
         if problem.recipe.backward_weights == "rounded":
             weights = problem.weights_operand(weights, step)
         if self.value_divisor is None:
-            p = step("probabilities", torch.div(weights, self.divisor[:, :, rows], out=step.scratch(weights)))
+            p = step(
+                "probabilities",
+                torch.div(weights, self.divisor[:, :, rows], out=step.scratch(weights)),
+            )
             return p, p
         p = step("probabilities", weights / self.divisor[:, :, rows])
         return p, torch.div(exact, self.value_divisor[:, :, rows], out=step.scratch(exact))
 
     def statistics(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What `probabilities` reads a row, `[B, H, N_q, 1]`: shift, divisor, and that of dV's P."""
+        """What `probabilities` reads a row, `[B, H, N_q, 1]`: shift, divisor, and that of
+        dV's P.
+        """
         return self.shift, self.divisor, self.value_divisor
 
     def _row_sum(self, lse: Tensor) -> Tensor:
@@ -137,15 +162,24 @@ class Rows:
 
 
 class Delta:
-    """δ − dLSE, row by row: δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) at the cost of one more pass over the tiles."""
+    """δ − dLSE, row by row: δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) at the cost of one more pass
+    over the tiles.
+    """
 
     def __init__(
-        self, problem: Problem, saved: Saved, rows_of: Rows, do: Tensor, grad_lse: Tensor | None, step: Step
+        self,
+        problem: Problem,
+        saved: Saved,
+        rows_of: Rows,
+        do: Tensor,
+        grad_lse: Tensor | None,
+        step: Step,
     ) -> None:
         self.step, self.grad_lse, self.saved = step, grad_lse, saved
         self.delta: Tensor | None = None
         if grad_lse is not None:
-            # A fully masked row's lse is constant, and the gradient that reaches it may be infinite or NaN.
+            # A fully masked row's lse is constant, and the gradient that reaches it may be infinite
+            # or NaN.
             self.grad_lse = torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(do.dtype))
         if problem.recipe.delta_from != "probabilities":
             self.delta = step("delta", row_sum(step("delta_products", do * saved.out_for_delta)))
@@ -153,7 +187,9 @@ class Delta:
             self.delta = step("delta", self._summed(problem, saved, rows_of, do))
 
     def tile(self, rows: slice, dp: Tensor, p: Tensor) -> Tensor:
-        """δ − dLSE `[B, H, rows, 1]`; where one tile is the whole problem, δ is summed from what is at hand."""
+        """δ − dLSE `[B, H, rows, 1]`; where one tile is the whole problem, δ is summed from what is
+        at hand.
+        """
         if self.delta is None:
             delta = self.step("delta", row_sum(self.step("delta_products", dp * p)))
         else:

@@ -1,4 +1,5 @@
-"""FlashAttention-1's forward pass: key blocks outside, query blocks inside, O renormalized in every step.
+"""FlashAttention-1's forward pass: key blocks outside, query blocks inside, O renormalized in every
+step.
 
 Source: Dao et al. 2022, Algorithm 1. It differs from FlashAttention-2 in its roundings alone.
 """
@@ -17,7 +18,9 @@ from halfulp.recipes import Step
 
 
 def forward(problem: Problem, step: Step) -> Saved:
-    """O ← diag(l_new)⁻¹ (diag(l) e^{m − m_new} O + e^{m̃ − m_new} P̃V) tile by tile, m and l kept between tiles."""
+    """O ← diag(l_new)⁻¹ (diag(l) e^{m − m_new} O + e^{m̃ − m_new} P̃V) tile by tile, m and l kept
+    between tiles.
+    """
     if fused.refused(problem, step) is None:
         return finish(problem, fused.forward(problem), step)
     rows_shape = (*problem.query.shape[:3], 1)
@@ -48,7 +51,9 @@ def _tile(problem: Problem, rows: slice, cols: slice, state: State, step: Step) 
     l_old = step("rescaled", l * old_scale)
     l_new = step("row_sum", l_old + step("rescaled", l_tile * tile_scale))
     block_out = step("block_out", product(operand, problem.value[:, :, cols], step))
-    summed = step("accumulator", step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out))
+    summed = step(
+        "accumulator", step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out)
+    )
     new_out = step("renormalized", summed / divisor_of(l_new, m_new))
     l_exact = l_exact * old_scale + exact_sum * tile_scale
     return State(new_out, m_new, l_new, l_exact, torch.maximum(before, largest))

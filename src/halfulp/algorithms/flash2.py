@@ -1,4 +1,5 @@
-"""FlashAttention-2's forward pass: query blocks outside, key blocks inside, one division at the end.
+"""FlashAttention-2's forward pass: query blocks outside, key blocks inside, one division at the
+end.
 
 Sources: Dao 2023, Algorithm 1; Qiu & Yao, Algorithms 1 and 2.
 """
@@ -42,13 +43,17 @@ def _rows(problem: Problem, rows: slice, step: Step) -> State:
         operand = problem.kept(operand, rows, cols)
         tile_out = step("block_out", product(operand, problem.value[:, :, cols], step))
         if state is None:
-            state = State(step("accumulator", tile_out), m_new, step("row_sum", tile_sum), exact_sum, largest)
+            state = State(
+                step("accumulator", tile_out), m_new, step("row_sum", tile_sum), exact_sum, largest
+            )
         else:
             accumulator, m, l, l_exact, before = state
             rescale = problem.rescale(m, shift, step)
             l = step("row_sum", step("rescaled", l * rescale) + tile_sum)
             accumulator = step("accumulator", step("rescaled", accumulator * rescale) + tile_out)
-            state = State(accumulator, m_new, l, l_exact * rescale + exact_sum, torch.maximum(before, largest))
+            state = State(
+                accumulator, m_new, l, l_exact * rescale + exact_sum, torch.maximum(before, largest)
+            )
     if state is None:  # a window may hide every key
         state = _start(problem, rows, -math.inf, 0.0, -math.inf)
     out = state.out / divisor_of(state.row_sum, state.row_max)
@@ -56,20 +61,27 @@ def _rows(problem: Problem, rows: slice, step: Step) -> State:
 
 
 def _sink_state(problem: Problem, rows: slice, step: Step) -> State | None:
-    """The state after a sink alone: its weight counts in the row sum and its value is 0; None where there are none.
+    """The state after a sink alone: its weight counts in the row sum and its value is 0; None where
+    there are none.
 
     The weight enters no product, so it is not rounded as the others are.
     """
     if problem.sinks is None:
         return None
-    m = step("row_max", problem.sinks.ceil() if problem.recipe.shift.kind == "integer" else problem.sinks)
+    m = step(
+        "row_max", problem.sinks.ceil() if problem.recipe.shift.kind == "integer" else problem.sinks
+    )
     l = problem.exp(problem.sinks - shift_of(m))
     return _start(problem, rows, m, l, problem.sinks)
 
 
-def _start(problem: Problem, rows: slice, m: Tensor | float, l: Tensor | float, largest: Tensor | float) -> State:
+def _start(
+    problem: Problem, rows: slice, m: Tensor | float, l: Tensor | float, largest: Tensor | float
+) -> State:
     batch, heads = problem.query.shape[:2]
     count = rows.stop - rows.start
-    row_max, row_sum, top = (problem.query.new_zeros(batch, heads, count, 1) + x for x in (m, l, largest))
+    row_max, row_sum, top = (
+        problem.query.new_zeros(batch, heads, count, 1) + x for x in (m, l, largest)
+    )
     out = problem.query.new_zeros(batch, heads, count, problem.value.shape[3])
     return State(out, row_max, row_sum, row_sum, top)

@@ -1,6 +1,8 @@
-"""The tile loops of the algorithms and of their shared backward pass in the native library: the same bits, one call.
+"""The tile loops of the algorithms and of their shared backward pass in the native library: the
+same bits, one call.
 
-`refused` says which calls stay with the PyTorch loops. What opens and closes a pass, O(N) work, stays in Python.
+`refused` says which calls stay with the PyTorch loops. What opens and closes a pass, O(N) work,
+stays in Python.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ _SCALE_AT = {"products": 0, "scores": 1, "probabilities": 2}
 class _CTensor(ctypes.Structure):
     """`halfulp_tensor` of native/halfulp.h: strides in elements."""
 
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "row")),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -49,7 +54,17 @@ def _structure() -> type[ctypes.Structure]:
 
     fields = (
         *several(ctypes.c_int32, "isa", "threads", "algorithm", "reserved"),
-        *several(ctypes.c_int64, "batch", "heads", "n_query", "n_key", "d", "dv", "block_query", "block_key"),
+        *several(
+            ctypes.c_int64,
+            "batch",
+            "heads",
+            "n_query",
+            "n_key",
+            "d",
+            "dv",
+            "block_query",
+            "block_key",
+        ),
         *several(ctypes.c_int32, "bounded_below", "bounded_above"),
         *several(ctypes.c_int64, "least", "greatest"),
         ("mask", _CTensor),
@@ -61,7 +76,17 @@ def _structure() -> type[ctypes.Structure]:
         *several(ctypes.c_float, "weights_scale", "row_sum_floor"),
         *several(ctypes.c_int32, "weights_rounded", "scale_at"),
         ("formats", CFormat * len(_steps())),
-        *several(ctypes.c_void_p, "query", "key", "value", "out", "row_max", "row_sum", "exact_row_sum", "largest"),
+        *several(
+            ctypes.c_void_p,
+            "query",
+            "key",
+            "value",
+            "out",
+            "row_max",
+            "row_sum",
+            "exact_row_sum",
+            "largest",
+        ),
         *several(ctypes.c_void_p, "grad_out", "shifts", "divisor", "value_divisor", "delta"),
         *several(ctypes.c_void_p, "grad_query", "grad_key", "grad_value", "summed_delta"),
     )
@@ -77,13 +102,17 @@ def refused(problem: Problem, step: Step) -> str | None:
     reasons = (
         "observers" if step.observers else None,
         None if fixed(problem.query) and type(problem.query) is Tensor else "not float32 on a CPU",
-        "softcap, sinks or dropout" if problem.softcap or problem.sinks is not None or problem.dropout else None,
+        "softcap, sinks or dropout"
+        if problem.softcap or problem.sinks is not None or problem.dropout
+        else None,
         None if recipe.matmul.order in ("native", "sequential") else "products in blocks",
         None if recipe.matmul.accumulate == FP32 else "products not summed in fp32",
         "no keys or no queries" if 0 in problem.query.shape or 0 in problem.key.shape else None,
         missing(),
     )
-    return next((reason for reason in reasons if reason is not None), None) or _format_refused(recipe)
+    return next((reason for reason in reasons if reason is not None), None) or _format_refused(
+        recipe
+    )
 
 
 @lru_cache(maxsize=256)
@@ -117,7 +146,9 @@ def backward(
     delta: Tensor,
     grad_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV as the loops of `backward.backward` sum them; row statistics and δ `[B, H, N_q, 1]`."""
+    """dQ, dK, dV as the loops of `backward.backward` sum them; row statistics and δ `[B, H, N_q,
+    1]`.
+    """
     call, held = _call(problem, shift, divisor, value_divisor, grad_out)
     delta = delta.expand(shift.shape).contiguous()
     gradients = [torch.zeros(x.shape) for x in (problem.query, problem.key, problem.value)]
@@ -130,7 +161,11 @@ def backward(
 
 
 def summed_delta(
-    problem: Problem, shift: Tensor, divisor: Tensor | None, value_divisor: Tensor | None, grad_out: Tensor
+    problem: Problem,
+    shift: Tensor,
+    divisor: Tensor | None,
+    value_divisor: Tensor | None,
+    grad_out: Tensor,
 ) -> Tensor:
     """rowsum(dP ∘ P) `[B, H, N_q, 1]` before its rounding."""
     call, held = _call(problem, shift, divisor, value_divisor, grad_out)
@@ -160,9 +195,18 @@ def _call(
     least, greatest = problem.mask.bounds()
     call.bounded_below, call.bounded_above = least is not None, greatest is not None
     call.least, call.greatest = least or 0, greatest or 0
-    call.mask_factor, call.score_factor, call.gradient_scale = problem.unit, problem.alpha * problem.unit, problem.alpha
+    call.mask_factor, call.score_factor, call.gradient_scale = (
+        problem.unit,
+        problem.alpha * problem.unit,
+        problem.alpha,
+    )
     _describe(call, recipe)
-    tensors = {"query": problem.query, "key": problem.key, "value": problem.value, "grad_out": grad_out}
+    tensors = {
+        "query": problem.query,
+        "key": problem.key,
+        "value": problem.value,
+        "grad_out": grad_out,
+    }
     tensors |= {"shifts": shift, "divisor": divisor, "value_divisor": value_divisor}
     held = []
     for name, x in tensors.items():
@@ -184,11 +228,19 @@ def _describe(call: ctypes.Structure, recipe: Recipe) -> None:
     shift = recipe.shift
     call.base2, call.split = recipe.base == "2", recipe.exponential == "split"
     call.shift, call.unconditional = _SHIFTS[shift.kind], shift.unconditional
-    call.beta, call.gamma, call.tie_tolerance, call.offset = shift.beta, shift.gamma, shift.tie_tolerance, shift.offset
+    call.beta, call.gamma, call.tie_tolerance, call.offset = (
+        shift.beta,
+        shift.gamma,
+        shift.tie_tolerance,
+        shift.offset,
+    )
     call.row_sum_rounded = recipe.row_sum_from == "rounded"
     call.row_sum_exact = recipe.row_sum_from == "rounded" and recipe.lse_from == "exact"
     call.weights_scale, call.row_sum_floor = recipe.weights_scale, recipe.row_sum_floor
-    call.weights_rounded, call.scale_at = recipe.backward_weights == "rounded", _SCALE_AT[recipe.gradient_scale_at]
+    call.weights_rounded, call.scale_at = (
+        recipe.backward_weights == "rounded",
+        _SCALE_AT[recipe.gradient_scale_at],
+    )
     call.formats = _formats(recipe)
 
 
@@ -197,11 +249,16 @@ def _formats(recipe: Recipe) -> ctypes.Array[CFormat]:
     formats = (CFormat * len(_steps()))()
     for i, name in enumerate(_steps()):
         fmt = recipe.rounded_steps.get(name)
-        if isinstance(fmt, Format) and (found := c_format(fmt, fmt.rounding, recipe.dtype)) is not None:
+        if (
+            isinstance(fmt, Format)
+            and (found := c_format(fmt, fmt.rounding, recipe.dtype)) is not None
+        ):
             formats[i] = found
     return formats
 
 
 def _run(name: str, call: ctypes.Structure) -> None:
     if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
-        raise MemoryError(f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys")
+        raise MemoryError(
+            f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"
+        )

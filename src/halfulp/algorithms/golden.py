@@ -1,4 +1,6 @@
-"""The golden value: attention and its gradients in fp64, by the plain definition, in O(N) memory."""
+"""The golden value: attention and its gradients in fp64, by the plain definition, in O(N)
+memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from halfulp.algorithms.problem import Mask, divisor_of, shift_of
 
-CHUNK_ELEMENTS = 2**19  # fp64 scores of one head held at once: 4 MiB a matrix, a handful of matrices in the cache
+# fp64 scores of one head held at once: 4 MiB a matrix, a handful of matrices in the cache
+CHUNK_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,12 @@ def golden(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> AttentionResult:
-    """Attention of `[B, H, N, D]` tensors (key and value may have fewer heads); with `grad_out`, its gradients too.
+    """Attention of `[B, H, N, D]` tensors (key and value may have fewer heads); with `grad_out`,
+    its gradients too.
 
-    δ is rowsum(dP ∘ P), free of O's rounding. Fully masked rows: out 0, lse −inf, gradients 0. Inputs are taken as they
-    are (any float dtype) and results are float64. Memory beside inputs and results: a few blocks of 2¹⁹ scores.
+    δ is rowsum(dP ∘ P), free of O's rounding. Fully masked rows: out 0, lse −inf, gradients 0.
+    Inputs are taken as they are (any float dtype) and results are float64. Memory beside inputs and
+    results: a few blocks of 2¹⁹ scores.
     """
     alpha = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     groups = query.shape[1] // max(key.shape[1], 1)
@@ -54,11 +59,18 @@ def golden(
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             head = (b, h // groups)
-            head_mask = Mask(is_causal, None if mask.attn_mask is None else _head_mask(mask.attn_mask, b, h))
+            head_mask = Mask(
+                is_causal, None if mask.attn_mask is None else _head_mask(mask.attn_mask, b, h)
+            )
             for start in range(0, q.shape[2], rows_at_once):
                 rows = slice(start, min(start + rows_at_once, q.shape[2]))
                 cols = slice(0, min(rows.stop, k.shape[2]) if is_causal else k.shape[2])
-                seen = (q[b, h, rows], k[head][cols], v[head][cols], None if do is None else do[b, h, rows])
+                seen = (
+                    q[b, h, rows],
+                    k[head][cols],
+                    v[head][cols],
+                    None if do is None else do[b, h, rows],
+                )
                 chunk = _chunk(*seen, head_mask, rows, alpha)
                 out[b, h, rows], lse[b, h, rows] = chunk[0], chunk[1]
                 if do is not None:
@@ -78,7 +90,9 @@ def _head_mask(mask: Tensor, b: int, h: int) -> Tensor:
 def _chunk(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, mask: Mask, rows: slice, alpha: float
 ) -> tuple[Tensor, ...]:
-    """A block of query rows of one head and all the keys that it sees; out, lse and, with `do`, dQ, dK and dV."""
+    """A block of query rows of one head and all the keys that it sees; out, lse and, with `do`, dQ,
+    dK and dV.
+    """
     cols = slice(0, k.shape[0])
     p = mask.apply((q @ k.mT).mul_(alpha), rows, cols, 1.0)
     m = p.amax(-1, keepdim=True)

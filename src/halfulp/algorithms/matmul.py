@@ -1,4 +1,6 @@
-"""Matrix products with a stated accumulation: which format the running sum is rounded to, and in which order k runs."""
+"""Matrix products with a stated accumulation: which format the running sum is rounded to, and in
+which order k runs.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,27 @@ def product(left: Tensor, right: Tensor, step: Step) -> Tensor:
 
 
 def matmul(left: Tensor, right: Tensor, spec: Matmul, *, seed: int = 0) -> Tensor:
-    """`left [..., M, K] @ right [..., K, N]` summed as `spec` says; returns left's dtype (float32 or float64).
+    """`left [..., M, K] @ right [..., K, N]` summed as `spec` says; returns left's dtype (float32
+    or float64).
 
-    Operands are taken as they are: round them first. In native order float32 products on a CPU are the native
-    library's, which has the bits of sequential order in FP32; without it, and elsewhere, they are torch's. In the
-    emulated orders every addition to the running sum is rounded once: exactly computed in sequential order on float32
-    operands (a fused multiply-add), to float64 first otherwise. `seed` is that of a stochastic accumulate format.
+    Operands are taken as they are: round them first. In native order float32 products on a CPU are
+    the native library's, which has the bits of sequential order in FP32; without it, and elsewhere,
+    they are torch's. In the emulated orders every addition to the running sum is rounded once:
+    exactly computed in sequential order on float32 operands (a fused multiply-add), to float64
+    first otherwise. `seed` is that of a stochastic accumulate format.
 
     Raises:
-        ValueError: native order, float64 operands and fp32 accumulation, which no library gemm offers.
+        ValueError: native order, float64 operands and fp32 accumulation, which no library gemm
+            offers.
     """
     if spec.order == "native":
         if spec.accumulate == FP64:
             return (left.double() @ right.double()).to(left.dtype)
         if left.dtype != torch.float32:
-            raise ValueError(f"left of dtype {left.dtype}: accepted is float32 where a native gemm accumulates in fp32")
+            raise ValueError(
+                f"left of dtype {left.dtype}: accepted is float32 where a native gemm accumulates"
+                " in fp32"
+            )
         return _native(left, right)
     sequential = spec.order == "sequential"
     if sequential and spec.accumulate == FP32 and arithmetic.compiled(left, right):
@@ -53,12 +61,15 @@ def _native(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _sum_to_odd(total: Tensor, term: Tensor) -> Tensor:
-    """total + term in float64, rounded to odd: rounding that to a narrower format is rounding the sum itself, once."""
+    """total + term in float64, rounded to odd: rounding that to a narrower format is rounding the
+    sum itself, once.
+    """
     near = total + term
     other = near - total
     lost = (total - (near - other)) + (term - other)
     bits = near.view(torch.int64)
-    # A sum that is not exact becomes the neighbor, on the side of what was lost, whose last bit is odd.
+    # A sum that is not exact becomes the neighbor, on the side of what was lost, whose last bit is
+    # odd.
     inexact = (lost != 0) & near.isfinite() & (bits & 1 == 0)
     outward = (lost > 0) == (near > 0)
     return torch.where(inexact, bits + torch.where(outward, 1, -1), bits).view(torch.float64)

@@ -1,6 +1,7 @@
 """Gradients of what is learned beside query, key and value: sinks, and an additive mask.
 
-Few calls ask for them, so each is a pass of its own over the tiles instead of a branch in the backward pass.
+Few calls ask for them, so each is a pass of its own over the tiles instead of a branch in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from halfulp.algorithms.problem import Problem, Saved, read_input
 from halfulp.recipes import Step
 
 
-def grad_sinks(problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step) -> Tensor:
-    """dL/dsink `[H]`: a sink is a score whose value is 0, so its dS is −p_sink (δ − dLSE), summed over all rows."""
+def grad_sinks(
+    problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step
+) -> Tensor:
+    """dL/dsink `[H]`: a sink is a score whose value is 0, so its dS is −p_sink (δ − dLSE), summed
+    over all rows.
+    """
     assert problem.sinks is not None
     rows_of, do, delta = _state(problem, saved, grad_out, grad_lse, step)
     p = problem.exp(problem.sinks - rows_of.shift)
@@ -22,8 +27,12 @@ def grad_sinks(problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tenso
     return -(p * every).sum((0, 2, 3))
 
 
-def grad_mask(problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step) -> Tensor:
-    """dL/dmask in the mask's shape: dS before any rounding, summed over the dimensions that the mask broadcasts."""
+def grad_mask(
+    problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step
+) -> Tensor:
+    """dL/dmask in the mask's shape: dS before any rounding, summed over the dimensions that the
+    mask broadcasts.
+    """
     mask = problem.mask.attn_mask
     assert mask is not None
     rows_of, do, delta = _state(problem, saved, grad_out, grad_lse, step)

@@ -1,7 +1,7 @@
 """One attention problem as the algorithms see it.
 
-Operands rounded as the recipe reads them, tiles of masked scores, weights, and what the forward pass keeps for the
-backward pass: whatever two algorithms would otherwise both have to say.
+Operands rounded as the recipe reads them, tiles of masked scores, weights, and what the forward
+pass keeps for the backward pass: whatever two algorithms would otherwise both have to say.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.algorithms.arithmetic import LARGEST_UNIT, compiled, exponential, fixed_point, logarithm, row_sum
+from halfulp.algorithms.arithmetic import (
+    LARGEST_UNIT,
+    compiled,
+    exponential,
+    fixed_point,
+    logarithm,
+    row_sum,
+)
 from halfulp.algorithms.matmul import product
 from halfulp.formats import Format
 from halfulp.formats.counter import keep_mask
@@ -25,10 +32,13 @@ LARGEST_SHIFT = 2.0**100  # stands for −inf where a difference must not be NaN
 
 @dataclass(frozen=True)
 class Mask:
-    """Which key each query may see. `is_causal` aligns at the top left, as in PyTorch: query i sees keys 0..i."""
+    """Which key each query may see. `is_causal` aligns at the top left, as in PyTorch: query i sees
+    keys 0..i.
+    """
 
     is_causal: bool = False
-    attn_mask: Tensor | None = None  # broadcastable to [B, H, N_q, N_k]; bool (True: may see) or float (added)
+    # broadcastable to [B, H, N_q, N_k]; bool (True: may see) or float (added)
+    attn_mask: Tensor | None = None
     window: tuple[int, int] | None = None  # keys i − left to i + right; −1: no bound
     offset: int = 0  # added to i: N_k − N_q aligns at the bottom right
 
@@ -45,7 +55,9 @@ class Mask:
         return above or (least is not None and cols.stop - 1 - rows.start < least)
 
     def apply(self, scores: Tensor, rows: slice, cols: slice, unit: float) -> Tensor:
-        """`scores [B, H, rows, cols]`, hidden pairs at −inf; an additive mask is first multiplied by `unit`."""
+        """`scores [B, H, rows, cols]`, hidden pairs at −inf; an additive mask is first multiplied
+        by `unit`.
+        """
         if self.attn_mask is not None:
             tile = _tile(self.attn_mask, rows, cols)
             if tile.dtype == torch.bool:
@@ -84,16 +96,23 @@ class Dropout:
 
     def keep(self, like: Tensor, rows: slice, cols: slice, queries: int) -> Tensor:
         """Return bool, the shape of the tile `like [B, H, rows, cols]`."""
-        heads = torch.arange(like.shape[0] * like.shape[1], device=like.device).view(*like.shape[:2], 1)
+        heads = torch.arange(like.shape[0] * like.shape[1], device=like.device).view(
+            *like.shape[:2], 1
+        )
         i = torch.arange(rows.start, rows.stop, device=like.device)
         return keep_mask(
-            self.seed, self.p, heads * queries + i, torch.arange(cols.start, cols.stop, device=like.device)
+            self.seed,
+            self.p,
+            heads * queries + i,
+            torch.arange(cols.start, cols.stop, device=like.device),
         )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands `[B, H, N, D]` in the compute dtype, rounded as read, key and value heads repeated to the query's."""
+    """Operands `[B, H, N, D]` in the compute dtype, rounded as read, key and value heads repeated
+    to the query's.
+    """
 
     query: Tensor
     key: Tensor
@@ -103,16 +122,29 @@ class Problem:
     groups: int  # query heads per key head
     recipe: Recipe
     softcap: float = 0.0  # c > 0: scores c·tanh(S / c), before the mask
-    sinks: Tensor | None = None  # [1, H, 1, 1]: one more score in every row, in the recipe's base, of a value of 0
+    # [1, H, 1, 1]: one more score in every row, in the recipe's base, of a value of 0
+    sinks: Tensor | None = None
     dropout: Dropout | None = None
 
     @classmethod
     def read(
-        cls, query: Tensor, key: Tensor, value: Tensor, mask: Mask, alpha: float, step: Step, **more: Any
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        alpha: float,
+        step: Step,
+        **more: Any,
     ) -> Problem:
-        """Round the inputs `[B, H, N, D]` (any float dtype, H a multiple of the key's) as the recipe reads them."""
+        """Round the inputs `[B, H, N, D]` (any float dtype, H a multiple of the key's) as the
+        recipe reads them.
+        """
         groups = query.shape[1] // max(key.shape[1], 1)
-        q, k, v = (read_input(name, x, step) for name, x in (("query", query), ("key", key), ("value", value)))
+        q, k, v = (
+            read_input(name, x, step)
+            for name, x in (("query", query), ("key", key), ("value", value))
+        )
         if groups != 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         return cls(q, k, v, mask, alpha, groups, step.recipe, **more)
@@ -134,7 +166,9 @@ class Problem:
         """Masked scores of one tile `[B, H, rows, cols]`, in the recipe's base."""
         s = step("product", product(self.query[:, :, rows], self.key[:, :, cols].mT, step))
         if self.softcap:
-            s = step("scores", torch.tanh(s * (self.alpha / self.softcap)) * (self.softcap * self.unit))
+            s = step(
+                "scores", torch.tanh(s * (self.alpha / self.softcap)) * (self.softcap * self.unit)
+            )
         else:
             s = step("scores", torch.mul(s, self.alpha * self.unit, out=step.scratch(s)))
         return self.mask.apply(s, rows, cols, self.unit)
@@ -154,7 +188,8 @@ class Problem:
     def weights(self, scores: Tensor, shift: Tensor, step: Step) -> Tensor:
         """exp(S − shift) of one tile, not yet rounded; `scores` may be overwritten."""
         if self.recipe.exponential == "split":
-            # S − rint S is exact and the power of two too: the bits before the last factor do not know the shift.
+            # S − rint S is exact and the power of two too: the bits before the last factor do not
+            # know the shift.
             whole = scores.round().clamp_min(-LARGEST_SHIFT)
             return self.exp(step("shifted_scores", scores - whole)) * self.exp(whole - shift)
         shifted = step("shifted_scores", torch.sub(scores, shift, out=step.scratch(scores)))
@@ -182,11 +217,15 @@ class Problem:
     def weights_operand(self, weights: Tensor, step: Step) -> Tensor:
         """The weights as they enter a product: pre-scaled, rounded, scaled back."""
         c = self.recipe.weights_scale
-        return step("weights_operand", weights) if c == 1 else step("weights_operand", weights * c) / c
+        return (
+            step("weights_operand", weights) if c == 1 else step("weights_operand", weights * c) / c
+        )
 
 
 class State(NamedTuple):
-    """What a forward pass has of its rows after some key blocks, and at last; statistics have a last dimension of 1."""
+    """What a forward pass has of its rows after some key blocks, and at last; statistics have a
+    last dimension of 1.
+    """
 
     out: Tensor  # Ō; at last O before it is rounded
     row_max: Tensor  # m
@@ -197,7 +236,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward pass keeps, `[B, H, N, ...]` in the compute dtype; row statistics have a last dimension of 1."""
+    """What the forward pass keeps, `[B, H, N, ...]` in the compute dtype; row statistics have a
+    last dimension of 1.
+    """
 
     out: Tensor  # [B, H, N, D_v], rounded
     out_for_delta: Tensor  # what δ is computed from: O, O plus its residual, or O before rounding
@@ -213,7 +254,9 @@ def joined(parts: list[State]) -> State:
 
 
 def finish(problem: Problem, state: State, step: Step) -> Saved:
-    """Round O, keep its residual if the recipe asks, form lse = m + log l; O and l of a fully masked row are 0."""
+    """Round O, keep its residual if the recipe asks, form lse = m + log l; O and l of a fully
+    masked row are 0.
+    """
     recipe, exact_out = problem.recipe, state.out
     out = step("out", exact_out)
     for_delta = out
@@ -244,7 +287,8 @@ def _lowest(fmt: Format) -> int:
 
 
 def residual_unit(out: Tensor, fmt: Format, bits: int) -> Tensor:
-    """The exponent of two, int32 in out's shape, that one step of a residual in `bits` bits stands for: ulp · 2^−bits.
+    """The exponent of two, int32 in out's shape, that one step of a residual in `bits` bits stands
+    for: ulp · 2^−bits.
 
     O's binade is told by its exponent alone: a full ulp() costs more than the whole step.
     """
@@ -253,31 +297,48 @@ def residual_unit(out: Tensor, fmt: Format, bits: int) -> Tensor:
 
 
 def read_input(name: str, x: Tensor, step: Step) -> Tensor:
-    """One input in the compute dtype, rounded, with per-tensor scaling around the rounding if the recipe has it."""
+    """One input in the compute dtype, rounded, with per-tensor scaling around the rounding if the
+    recipe has it.
+    """
     x = x.to(step.recipe.dtype)
     fmt = getattr(step.recipe, name)
-    if step.recipe.input_scaling == "none" or not isinstance(fmt, Format) or fmt.exponent_bits >= 8 or x.numel() == 0:
+    if (
+        step.recipe.input_scaling == "none"
+        or not isinstance(fmt, Format)
+        or fmt.exponent_bits >= 8
+        or x.numel() == 0
+    ):
         return step(name, x)
     largest = x.abs().amax()
-    scale = torch.where((largest > 0) & largest.isfinite(), largest / fmt.max, torch.ones_like(largest))
+    scale = torch.where(
+        (largest > 0) & largest.isfinite(), largest / fmt.max, torch.ones_like(largest)
+    )
     return step(name, x / scale) * scale
 
 
 def shift_of(row_max: Tensor) -> Tensor:
-    """The row maximum as subtracted: 0 for a row with nothing to attend to, so that its weights are exp(−inf) = 0."""
+    """The row maximum as subtracted: 0 for a row with nothing to attend to, so that its weights are
+    exp(−inf) = 0.
+    """
     return torch.where(row_max == -math.inf, torch.zeros_like(row_max), row_max)
 
 
 def divisor_of(row_sum: Tensor, row_max: Tensor) -> Tensor:
-    """The row sum as divided by: 1 where no key is attended to. A sum that underflowed stays 0: NaN, as in a kernel."""
+    """The row sum as divided by: 1 where no key is attended to. A sum that underflowed stays 0:
+    NaN, as in a kernel.
+    """
     return torch.where(row_max == -math.inf, torch.ones_like(row_sum), row_sum)
 
 
-def blocks_for_memory(memory: int, head_dim: int, *, exchanged: bool = False, square: bool = False) -> dict[str, int]:
-    """Block sizes for `memory` on-chip elements: B_c = ⌈M/4d⌉ key columns, B_r = min(⌈M/4d⌉, d) query rows.
+def blocks_for_memory(
+    memory: int, head_dim: int, *, exchanged: bool = False, square: bool = False
+) -> dict[str, int]:
+    """Block sizes for `memory` on-chip elements: B_c = ⌈M/4d⌉ key columns, B_r = min(⌈M/4d⌉, d)
+    query rows.
 
     `exchanged` swaps the two; `square` uses the smaller for both. Returns recipe fields, as in
-    `recipe.with_(**blocks_for_memory(...))`. Source: Dao et al. 2022, Algorithm 1. Raises ValueError below 1.
+    `recipe.with_(**blocks_for_memory(...))`. Source: Dao et al. 2022, Algorithm 1. Raises
+    ValueError below 1.
     """
     for name, value in (("memory", memory), ("head_dim", head_dim)):
         if value < 1:

@@ -21,7 +21,9 @@ def forward(problem: Problem, step: Step) -> Saved:
         largest = scores.amax(dim=-1, keepdim=True)
         m = step("row_max", row_shift(scores, largest, step))
         weights = step("weights", problem.weights(scores, shift_of(m), step))
-        l = step("row_sum", step("block_sum", row_sum(weights)).clamp_min(problem.recipe.row_sum_floor))
+        l = step(
+            "row_sum", step("block_sum", row_sum(weights)).clamp_min(problem.recipe.row_sum_floor)
+        )
         operand = problem.weights_operand(weights / divisor_of(l, m), step)
         out = step("accumulator", step("block_out", product(operand, problem.value, step)))
         parts.append(State(out, m, l, l, largest))

@@ -1,14 +1,17 @@
-"""PyTorch's CPU flash attention kernel (bf16), bit for bit: a real kernel whose every intermediate can be watched.
+"""PyTorch's CPU flash attention kernel (bf16), bit for bit: a real kernel whose every intermediate
+can be watched.
 
-Where the other algorithms follow a paper, this one follows a binary: ATen's `FlashAttentionKernel.cpp` as compiled for
-AVX-512 in torch 2.13, with its fast exponential, its sixteen-lane sums, its fused multiply-adds and the bf16 gemms into
-which the gradients accumulate. On such a machine O, lse, dQ, dK and dV have the kernel's bits; elsewhere the vector
-width differs and a few bits with it. A recipe that rounds otherwise gets the same algorithm with that one step changed.
+Where the other algorithms follow a paper, this one follows a binary: ATen's
+`FlashAttentionKernel.cpp` as compiled for AVX-512 in torch 2.13, with its fast exponential, its
+sixteen-lane sums, its fused multiply-adds and the bf16 gemms into which the gradients accumulate.
+On such a machine O, lse, dQ, dK and dV have the kernel's bits; elsewhere the vector width differs
+and a few bits with it. A recipe that rounds otherwise gets the same algorithm with that one step
+changed.
 
-Three limits. The kernel stores lse = 0 for a fully masked row; here it is −inf, as everywhere in this package. Where
-there is but one head and one block of queries, the kernel's own bits change with the number of threads; those here are
-of one thread. And where D is no multiple of 4, or a block has only 2 or 3 queries, a few sums may differ in their last
-bit before they are rounded.
+Three limits. The kernel stores lse = 0 for a fully masked row; here it is −inf, as everywhere in
+this package. Where there is but one head and one block of queries, the kernel's own bits change
+with the number of threads; those here are of one thread. And where D is no multiple of 4, or a
+block has only 2 or 3 queries, a few sums may differ in their last bit before they are rounded.
 """
 
 from __future__ import annotations
@@ -40,7 +43,16 @@ from halfulp.recipes import STEPS, TORCH_CPU_FLASH, Matmul, Recipe, Step
 Exponential = Callable[[Tensor], Tensor]
 
 # The choices that may differ from the kernel's; the formats of all steps may, too.
-_FREE = {"name", "matmul", "block_query", "block_key", "row_sum_from", "delta_from", "input_scaling", "seed"}
+_FREE = {
+    "name",
+    "matmul",
+    "block_query",
+    "block_key",
+    "row_sum_from",
+    "delta_from",
+    "input_scaling",
+    "seed",
+}
 
 
 def forward(problem: Problem, step: Step, *, exponential: Exponential = weights_exp) -> Saved:
@@ -49,7 +61,8 @@ def forward(problem: Problem, step: Step, *, exponential: Exponential = weights_
     `exponential` is that of the weights, on float32 tiles of shifted scores.
 
     Raises:
-        ValueError: for tensors off the CPU, D_v ≠ D, or a recipe with another structure than the kernel's.
+        ValueError: for tensors off the CPU, D_v ≠ D, or a recipe with another structure than the
+            kernel's.
     """
     _check(problem)
     with _one_thread():
@@ -79,7 +92,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV as `backward.backward` returns them; query blocks outside, key blocks inside.
 
-    The kernel takes no `grad_lse`; one that is given is subtracted from δ. `exponential` is that of P.
+    The kernel takes no `grad_lse`; one that is given is subtracted from δ. `exponential` is that of
+    P.
 
     Raises:
         ValueError: as `forward`.
@@ -94,7 +108,10 @@ def backward(
             delta = delta - torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(delta.dtype))
         dtype = torch.bfloat16 if gemm.bf16 else torch.float32
         dq = torch.zeros(problem.query.shape, dtype=dtype)
-        dk, dv = (torch.zeros(batch, heads // problem.groups, problem.key.shape[2], dim, dtype=dtype) for _ in "kv")
+        dk, dv = (
+            torch.zeros(batch, heads // problem.groups, problem.key.shape[2], dim, dtype=dtype)
+            for _ in "kv"
+        )
         # Query heads that share a key head add to its gradient one after the other.
         for member in range(problem.groups):
             part = _group_member(problem, saved, do, delta, member)
@@ -103,7 +120,9 @@ def backward(
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
 
 
-def _rows(problem: Problem, rows: slice, gemm: _Gemm, exponential: Exponential) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(
+    problem: Problem, rows: slice, gemm: _Gemm, exponential: Exponential
+) -> tuple[Tensor, Tensor, Tensor]:
     """Ō, m and l of one block of query rows."""
     step = gemm.step
     state: tuple[Tensor, Tensor, Tensor] | None = None
@@ -125,9 +144,15 @@ def _rows(problem: Problem, rows: slice, gemm: _Gemm, exponential: Exponential) 
         else:
             accumulator, m, l = state
             rescale = step("rescale", scalar_exp(step("max_change", m - shift)))
-            l_rescaled, rescaled = step("rescaled", l * rescale), step("rescaled", accumulator * rescale)
+            l_rescaled, rescaled = (
+                step("rescaled", l * rescale),
+                step("rescaled", accumulator * rescale),
+            )
             fused = not step.rounds("rescaled")
-            l = step("row_sum", fused_multiply_add(rescale, l, tile_sum) if fused else l_rescaled + tile_sum)
+            l = step(
+                "row_sum",
+                fused_multiply_add(rescale, l, tile_sum) if fused else l_rescaled + tile_sum,
+            )
             accumulator = step("accumulator", gemm.onto(rescaled, operand, value))
             state = (accumulator, m_new, l)
     assert state is not None  # the first key block is never hidden
@@ -135,7 +160,9 @@ def _rows(problem: Problem, rows: slice, gemm: _Gemm, exponential: Exponential) 
 
 
 def _forward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) -> Tensor:
-    """Masked scores of one tile; an additive mask joins in the multiplication by α, without a rounding between."""
+    """Masked scores of one tile; an additive mask joins in the multiplication by α, without a
+    rounding between.
+    """
     step, mask = gemm.step, problem.mask.attn_mask
     s = step("product", gemm(problem.query[:, :, rows], problem.key[:, :, cols].mT))
     if mask is None or mask.dtype == torch.bool:
@@ -169,17 +196,24 @@ def _group_member(problem: Problem, saved: Saved, do: Tensor, delta: Tensor, mem
     if mask.attn_mask is not None and mask.attn_mask.ndim > 2 and mask.attn_mask.shape[-3] > 1:
         mask = Mask(mask.is_causal, mask.attn_mask[..., member :: problem.groups, :, :])
     q, k, v, lse, do, delta = (
-        x[:, member :: problem.groups] for x in (problem.query, problem.key, problem.value, saved.lse, do, delta)
+        x[:, member :: problem.groups]
+        for x in (problem.query, problem.key, problem.value, saved.lse, do, delta)
     )
     return _Heads(Problem(q, k, v, mask, problem.alpha, 1, problem.recipe), lse, do, delta)
 
 
-def _head_gradients(heads: _Heads, grads: tuple[Tensor, Tensor, Tensor], gemm: _Gemm, exponential: Exponential) -> None:
+def _head_gradients(
+    heads: _Heads, grads: tuple[Tensor, Tensor, Tensor], gemm: _Gemm, exponential: Exponential
+) -> None:
     """Add every tile's contribution to dQ, dK and dV, in place."""
     problem, step = heads.problem, gemm.step
     dq, dk, dv = grads
     for rows in _row_tiles(problem):
-        q, do, delta = problem.query[:, :, rows], heads.grad_out[:, :, rows], heads.delta[:, :, rows]
+        q, do, delta = (
+            problem.query[:, :, rows],
+            heads.grad_out[:, :, rows],
+            heads.delta[:, :, rows],
+        )
         shift = shift_of(heads.lse[:, :, rows])
         for cols in problem.col_tiles():
             if problem.mask.hides(rows, cols):
@@ -213,15 +247,27 @@ def _backward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) ->
 class _Gemm:
     """The kernel's matrix products, head by head; in a recipe that sums otherwise, that recipe's.
 
-    Batched products are left alone: for small matrices torch sums them in another order than single ones.
+    Batched products are left alone: for small matrices torch sums them in another order than single
+    ones.
     """
 
     def __init__(self, step: Step) -> None:
         self.step, recipe = step, step.recipe
         self.native = recipe.matmul == Matmul(FP32)
-        read = (recipe.query, recipe.key, recipe.grad_out, recipe.probabilities_operand, recipe.grad_scores)
-        # One library call rounds the running gradient: only if all it reads and writes is bf16 can it be made.
-        self.bf16 = self.native and {*read, recipe.grad_accumulator} == {BF16} and not step.rounds("grad_block")
+        read = (
+            recipe.query,
+            recipe.key,
+            recipe.grad_out,
+            recipe.probabilities_operand,
+            recipe.grad_scores,
+        )
+        # One library call rounds the running gradient: only if all it reads and writes is bf16 can
+        # it be made.
+        self.bf16 = (
+            self.native
+            and {*read, recipe.grad_accumulator} == {BF16}
+            and not step.rounds("grad_block")
+        )
 
     def __call__(self, left: Tensor, right: Tensor, alpha: float = 1.0) -> Tensor:
         """alpha · left @ right in fp32."""
@@ -236,7 +282,9 @@ class _Gemm:
         return total
 
     def onto(self, total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """total + left @ right, summed inside the gemm unless the recipe rounds the product first."""
+        """total + left @ right, summed inside the gemm unless the recipe rounds the product
+        first.
+        """
         step = self.step
         if not self.native or step.rounds("block_out"):
             return total + step("block_out", self(left, right))
@@ -252,7 +300,9 @@ class _Gemm:
         """Add alpha · left @ right to a running gradient, in place."""
         step = self.step
         if not self.bf16:
-            grad.copy_(step("grad_accumulator", grad + step("grad_block", self(left, right, alpha))))
+            grad.copy_(
+                step("grad_accumulator", grad + step("grad_block", self(left, right, alpha)))
+            )
             return
         if step.observers:
             step("grad_block", self(left, right, alpha))
@@ -270,8 +320,8 @@ class _Gemm:
 def _one_thread() -> Iterator[None]:
     """Torch with one thread, then with as many as before.
 
-    More threads split a gemm and with it its sums, and cut vectorized loops where their ends are scalar. The kernel's
-    gemms have one thread too, since they run inside its own parallel loop.
+    More threads split a gemm and with it its sums, and cut vectorized loops where their ends are
+    scalar. The kernel's gemms have one thread too, since they run inside its own parallel loop.
     """
     before = torch.get_num_threads()
     if before == 1:  # another thread's setting is then left alone
@@ -285,7 +335,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _row_tiles(problem: Problem) -> list[slice]:
-    """Query blocks: the recipe's size is the kernel's largest; short sequences have smaller ones."""
+    """Query blocks: the recipe's size is the kernel's largest; short sequences have smaller
+    ones.
+    """
     n, block = problem.query.shape[2], problem.recipe.block_query
     block = n if block is None else min(block, 256 if n >= 768 else 64 if n >= 192 else 32)
     return [slice(start, min(start + block, n)) for start in range(0, n, block)]
@@ -294,11 +346,17 @@ def _row_tiles(problem: Problem) -> list[slice]:
 def _check(problem: Problem) -> None:
     """Refuse what the kernel cannot do, in one line."""
     if problem.query.device.type != "cpu":
-        raise ValueError(f"query on {problem.query.device}: accepted is cpu for {problem.recipe.name}")
+        raise ValueError(
+            f"query on {problem.query.device}: accepted is cpu for {problem.recipe.name}"
+        )
     if problem.value.shape[3] != problem.query.shape[3]:
         accepted = f"accepted is query's, {problem.query.shape[3]}"
         raise ValueError(f"value of head dimension {problem.value.shape[3]}: {accepted}")
-    for name in (field.name for field in fields(Recipe) if field.name not in STEPS and field.name not in _FREE):
+    for name in (
+        field.name
+        for field in fields(Recipe)
+        if field.name not in STEPS and field.name not in _FREE
+    ):
         accepted, got = getattr(TORCH_CPU_FLASH, name), getattr(problem.recipe, name)
         if got != accepted:
             raise ValueError(f"{name}={got!r}: accepted is {accepted!r} with algorithm='torch_cpu'")

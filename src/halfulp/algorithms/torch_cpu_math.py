@@ -1,7 +1,9 @@
-"""The elementary operations of torch's AVX-512 CPU kernels: exponentials, logarithm, sums and fused multiply-add.
+"""The elementary operations of torch's AVX-512 CPU kernels: exponentials, logarithm, sums and fused
+multiply-add.
 
-Two of the four functions exist in torch's Python interface only inside other operations; those are called, so that the
-very machine code of the kernels runs. The other two are rebuilt from exactly rounded operations.
+Two of the four functions exist in torch's Python interface only inside other operations; those are
+called, so that the very machine code of the kernels runs. The other two are rebuilt from exactly
+rounded operations.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ LANES = 16  # fp32 numbers in a vector register
 _C0, _C1, _C2, _C3 = torch.tensor(
     [0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236]
 ).tolist()
-_LOG2_E, _LN_MIN = torch.tensor([0x3FB8AA3B, 0xC2AEAC50 - 2**32], dtype=torch.int32).view(torch.float32).tolist()
+_LOG2_E, _LN_MIN = (
+    torch.tensor([0x3FB8AA3B, 0xC2AEAC50 - 2**32], dtype=torch.int32).view(torch.float32).tolist()
+)
 
 
 def fast_exp(x: Tensor) -> Tensor:
-    """exp of float32 numbers ≤ 0 with a relative error of 1e-4: `fexp_u20`, the exponential of the weights.
+    """exp of float32 numbers ≤ 0 with a relative error of 1e-4: `fexp_u20`, the exponential of the
+    weights.
 
-    The bits of 2^s are put together as an integer, 2²³ (s − r(f) + 127), with r a cubic of the fraction f. Its fused
-    multiply-adds are done in float64: exact for the product, and no fraction meets double rounding in the sum.
-    Source: Malossi et al., "Fast Exponential Computation on SIMD Architectures" (2015).
+    The bits of 2^s are put together as an integer, 2²³ (s − r(f) + 127), with r a cubic of the
+    fraction f. Its fused multiply-adds are done in float64: exact for the product, and no fraction
+    meets double rounding in the sum. Source: Malossi et al., "Fast Exponential Computation on SIMD
+    Architectures" (2015).
     """
     s = x * _LOG2_E
     f = s.sub(s.floor()).double()
@@ -37,7 +43,8 @@ def fast_exp(x: Tensor) -> Tensor:
 
 
 def weights_exp(x: Tensor) -> Tensor:
-    """The exponential of the forward pass's weights: `fast_exp` on whole vectors of the last dimension.
+    """The exponential of the forward pass's weights: `fast_exp` on whole vectors of the last
+    dimension.
 
     The columns that are left go one by one through the C library's exp of float64 numbers.
     """
@@ -50,7 +57,8 @@ def weights_exp(x: Tensor) -> Tensor:
 def scalar_exp(x: Tensor) -> Tensor:
     """The C library's expf, of float32 numbers ≤ 0.
 
-    The derivative of ELU is exp below 0, and over memory with gaps torch computes it number by number.
+    The derivative of ELU is exp below 0, and over memory with gaps torch computes it number by
+    number.
     """
     spaced = x.new_empty(*x.shape, 2)[..., 0]
     spaced.copy_(x)
@@ -60,13 +68,15 @@ def scalar_exp(x: Tensor) -> Tensor:
 def vector_exp(x: Tensor) -> Tensor:
     """Sleef's expf16_u10, the exponential of torch's vectorized loops, of float32 numbers.
 
-    The derivative of ELU is exp below 0, and over whole vectors torch computes it with this function. Call it with one
-    torch thread: where the work is cut, the ends are not whole vectors.
+    The derivative of ELU is exp below 0, and over whole vectors torch computes it with this
+    function. Call it with one torch thread: where the work is cut, the ends are not whole vectors.
     """
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % (2 * LANES)))
     result = _elu_derivative(padded)
     if bool((padded > 0).any()):
-        mirrored = torch.ops.aten.elu_backward(padded.new_tensor(-1.0), 1.0, 1.0, -1.0, False, -padded)
+        mirrored = torch.ops.aten.elu_backward(
+            padded.new_tensor(-1.0), 1.0, 1.0, -1.0, False, -padded
+        )
         result = torch.where(padded > 0, mirrored, result)
     return result[: x.numel()].view(x.shape)
 
@@ -85,7 +95,8 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a · b + c of float32 tensors with a single rounding."""
     product, c64 = a.double() * b.double(), c.double()
     total = product + c64
-    # The float64 sum is rounded to odd, so that rounding it once more to float32 is right (Boldo & Melquiond 2008).
+    # The float64 sum is rounded to odd, so that rounding it once more to float32 is right (Boldo &
+    # Melquiond 2008).
     back = total - product
     lost = (product - (total - back)) + (c64 - back)
     bits = total.view(torch.int64)
@@ -97,8 +108,8 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 def lane_sum(x: Tensor) -> Tensor:
     """Sum over the last dimension, kept, in the order of the forward pass's row sum.
 
-    Vectors of sixteen columns go to two vectors of running sums by turns; these are added, then halved until one
-    number is left; the columns beyond the last vector follow one by one.
+    Vectors of sixteen columns go to two vectors of running sums by turns; these are added, then
+    halved until one number is left; the columns beyond the last vector follow one by one.
     """
     whole = x.shape[-1] // LANES * LANES
     total = _halved(_two_running_sums(x[..., :whole])) if whole else x.new_zeros(*x.shape[:-1], 1)
@@ -108,7 +119,9 @@ def lane_sum(x: Tensor) -> Tensor:
 
 
 def reduced_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension, kept, in the order of `vec::map2_reduce_all` on bf16 operands: that of δ."""
+    """Sum over the last dimension, kept, in the order of `vec::map2_reduce_all` on bf16 operands:
+    that of δ.
+    """
     if x.shape[-1] <= LANES:
         return _one_by_one(x)
     lanes = _two_running_sums(torch.nn.functional.pad(x, (0, -x.shape[-1] % LANES)))
@@ -116,7 +129,8 @@ def reduced_sum(x: Tensor) -> Tensor:
 
 
 def vector_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right of fp32 tensors holding bf16 values, where one of them is a vector: four interleaved running sums.
+    """left @ right of fp32 tensors holding bf16 values, where one of them is a vector: four
+    interleaved running sums.
 
     They are added as (0 + 2) + (1 + 3), and the terms beyond a multiple of four follow one by one.
     """
@@ -135,9 +149,11 @@ def vector_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def row_product(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
-    """total + left @ right of fp32 tensors holding bf16 values, left one row: right's rows added four at a time.
+    """total + left @ right of fp32 tensors holding bf16 values, left one row: right's rows added
+    four at a time.
 
-    A group joins as (0 + 2) + (1 + 3), and the rows beyond a multiple of four one by one, the last first.
+    A group joins as (0 + 2) + (1 + 3), and the rows beyond a multiple of four one by one, the last
+    first.
     """
     terms = left.mT * right
     whole = terms.shape[-2] // 4 * 4

@@ -1,4 +1,5 @@
-"""Attention to use, and attention to study: `attention` with the repaired arithmetic, `emulate` with any, `golden`.
+"""Attention to use, and attention to study: `attention` with the repaired arithmetic, `emulate`
+with any, `golden`.
 
 `patch` and `register_transformers` bring the first into code that calls somebody else's.
 """

@@ -1,7 +1,8 @@
-"""A processor for diffusers' `Attention` layers, those of its UNets: `unet.set_attn_processor(DiffusersProcessor())`.
+"""A processor for diffusers' `Attention` layers, those of its UNets:
+`unet.set_attn_processor(DiffusersProcessor())`.
 
-Its newer transformers choose their attention by another way, which ends in PyTorch's function: `halfulp.patch()`
-reaches those, and these too.
+Its newer transformers choose their attention by another way, which ends in PyTorch's function:
+`halfulp.patch()` reaches those, and these too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class DiffusersProcessor:
         result: Tensor = out / attn.rescale_output_factor
         return result
 
-    def _attend(self, attn: Any, hidden_states: Tensor, source: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, attn: Any, hidden_states: Tensor, source: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """`[B, N, heads · D]`."""
         query, key, value = (
             x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
@@ -70,5 +73,7 @@ class DiffusersProcessor:
             batch, length = source.shape[:2]
             mask = attn.prepare_attention_mask(mask, length, batch)
             mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
-        out = attention(query, key, value, mask, scale=None, recipe=self.recipe, backend=self.backend)
+        out = attention(
+            query, key, value, mask, scale=None, recipe=self.recipe, backend=self.backend
+        )
         return out.transpose(1, 2).flatten(2).to(query.dtype)

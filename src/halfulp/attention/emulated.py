@@ -56,23 +56,28 @@ def emulate(
     observers: Sequence[Observer] = (),
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with the arithmetic of `recipe`, forward and backward; arguments as `F.scaled_dot_product_attention`.
+    """Attention with the arithmetic of `recipe`, forward and backward; arguments as
+    `F.scaled_dot_product_attention`.
 
     Args:
-        query: `[B, H, N_q, D]` (or without leading dimensions), float64, float32, bfloat16 or float16.
+        query: `[B, H, N_q, D]` (or without leading dimensions), float64, float32, bfloat16 or
+            float16.
         key: `[B, H_k, N_k, D]`; H_k < H needs `enable_gqa` and must divide H.
         value: `[B, H_k, N_k, D_v]`.
-        attn_mask: broadcastable to `[B, H, N_q, N_k]`; bool (True: may attend) or float (added to the scaled scores).
+        attn_mask: broadcastable to `[B, H, N_q, N_k]`; bool (True: may attend) or float (added to
+            the scaled scores).
         is_causal: query i attends to keys 0..i; not together with `attn_mask`.
         scale: softmax scale; 1/√D if None.
         enable_gqa: let groups of query heads share a key head.
         recipe: a `Recipe` or the name of a built-in one.
-        observers: called with (step name, exact, rounded), forward and backward; they must not change what they see.
-        return_lse: also return lse `[B, H, N_q]` (natural logarithm, the recipe's compute dtype), differentiable.
+        observers: called with (step name, exact, rounded), forward and backward; they must not
+            change what they see.
+        return_lse: also return lse `[B, H, N_q]` (natural logarithm, the recipe's compute dtype),
+            differentiable.
 
     Returns:
-        out `[B, H, N_q, D_v]` in query's dtype, holding values of the recipe's `out` format; a fully masked row is 0
-        and its lse −inf.
+        out `[B, H, N_q, D_v]` in query's dtype, holding values of the recipe's `out` format; a
+        fully masked row is 0 and its lse −inf.
 
     Raises:
         ValueError: for shapes, dtypes or a recipe that do not fit, in one line.
@@ -97,21 +102,28 @@ def golden(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionResult:
-    """The fp64 value of attention and, with `grad_out [B, H, N_q, D_v]`, of its gradients, in O(N) memory.
+    """The fp64 value of attention and, with `grad_out [B, H, N_q, D_v]`, of its gradients, in O(N)
+    memory.
 
-    Arguments as `emulate`, with all four dimensions `[B, H, N, D]`; results are float64. It runs outside anybody's
-    autocast and records no gradients. Raises ValueError for shapes or dtypes that do not fit.
+    Arguments as `emulate`, with all four dimensions `[B, H, N, D]`; results are float64. It runs
+    outside anybody's autocast and records no gradients. Raises ValueError for shapes or dtypes that
+    do not fit.
     """
     check_given(query=query, **({} if grad_out is None else {"grad_out": grad_out}))
     if query.ndim != 4:
-        raise ValueError(f"query of shape {tuple(query.shape)}: accepted are 4 dimensions [B, H, N, D]")
+        raise ValueError(
+            f"query of shape {tuple(query.shape)}: accepted are 4 dimensions [B, H, N, D]"
+        )
     q, k, v, mask, alpha = _checked(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if grad_out is not None and grad_out.shape != (*q.shape[:3], v.shape[3]):
         raise ValueError(
-            f"grad_out of shape {tuple(grad_out.shape)}: accepted is out's shape {(*q.shape[:3], v.shape[3])}"
+            f"grad_out of shape {tuple(grad_out.shape)}: accepted is out's shape"
+            f" {(*q.shape[:3], v.shape[3])}"
         )
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return algorithms.golden(q, k, v, grad_out, mask.attn_mask, is_causal=is_causal, scale=alpha)
+        return algorithms.golden(
+            q, k, v, grad_out, mask.attn_mask, is_causal=is_causal, scale=alpha
+        )
 
 
 class _Emulated(torch.autograd.Function):
@@ -119,7 +131,14 @@ class _Emulated(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, alpha: float, recipe: Recipe, observers: Any
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        alpha: float,
+        recipe: Recipe,
+        observers: Any,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
             step = Step(recipe, observers)
@@ -148,7 +167,14 @@ class _Emulated(torch.autograd.Function):
 
 
 def _tensors(saved: Saved) -> tuple[Tensor, ...]:
-    return saved.out, saved.out_for_delta, saved.lse, saved.row_max, saved.row_sum, saved.largest_score
+    return (
+        saved.out,
+        saved.out_for_delta,
+        saved.lse,
+        saved.row_max,
+        saved.row_sum,
+        saved.largest_score,
+    )
 
 
 def _checked(
@@ -165,17 +191,22 @@ def _checked(
     for name, x in (("query", query), ("key", key), ("value", value)):
         shape = tuple(x.shape)
         if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name} of dtype {x.dtype}: accepted are float64, float32, bfloat16 and float16")
+            raise ValueError(
+                f"{name} of dtype {x.dtype}: accepted are float64, float32, bfloat16 and float16"
+            )
         if not 2 <= x.ndim <= 4 or x.ndim != query.ndim:
             raise ValueError(
-                f"{name} of shape {shape}: accepted are 2 to 4 dimensions [B, H, N, D], as many as query's"
+                f"{name} of shape {shape}: accepted are 2 to 4 dimensions [B, H, N, D], as many as"
+                " query's"
             )
         if 0 in shape:
             raise ValueError(f"{name} of shape {shape}: accepted are dimensions of at least 1")
         if x.device != query.device:
             raise ValueError(f"{name} on {x.device}: accepted is query's device, {query.device}")
     if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key of head dimension {key.shape[-1]}: accepted is query's, {query.shape[-1]}")
+        raise ValueError(
+            f"key of head dimension {key.shape[-1]}: accepted is query's, {query.shape[-1]}"
+        )
     if value.shape[:-1] != key.shape[:-1]:
         leading = f"accepted are key's leading dimensions {tuple(key.shape[:-1])}"
         raise ValueError(f"value of shape {tuple(value.shape)}: {leading}")
@@ -198,10 +229,17 @@ def _checked_mask(attn_mask: Tensor | None, is_causal: bool, full: tuple[int, ..
     if is_causal:
         raise ValueError("is_causal=True: accepted is False where attn_mask is given")
     if not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
-        raise ValueError(f"attn_mask of dtype {attn_mask.dtype}: accepted are bool and floating point")
+        raise ValueError(
+            f"attn_mask of dtype {attn_mask.dtype}: accepted are bool and floating point"
+        )
     if attn_mask.requires_grad and torch.is_grad_enabled():
-        raise ValueError("attn_mask.requires_grad=True: accepted is False, since no gradient of the mask is computed")
+        raise ValueError(
+            "attn_mask.requires_grad=True: accepted is False, since no gradient of the mask is"
+            " computed"
+        )
     shape = tuple(attn_mask.shape)
-    if len(shape) > 4 or any(m not in (1, n) for m, n in zip(shape[::-1], full[::-1], strict=False)):
+    if len(shape) > 4 or any(
+        m not in (1, n) for m, n in zip(shape[::-1], full[::-1], strict=False)
+    ):
         raise ValueError(f"attn_mask of shape {shape}: accepted is what broadcasts to {full}")
     return Mask(is_causal, attn_mask.reshape((1,) * (2 - len(shape)) + shape))

@@ -1,9 +1,10 @@
-"""`with halfulp.patch():` any code that calls PyTorch's attention, or FlashAttention's, runs the repaired one.
+"""`with halfulp.patch():` any code that calls PyTorch's attention, or FlashAttention's, runs the
+repaired one.
 
-The function is replaced wherever a loaded module holds it, `torch.nn.functional` first, by one that asks at every call
-whether the patch is on in the caller's context. So a thread or an asyncio task that did not enter sees the stock
-kernel, while the threads in which PyTorch runs a backward pass (which recompute checkpoints) follow whoever entered
-last.
+The function is replaced wherever a loaded module holds it, `torch.nn.functional` first, by one that
+asks at every call whether the patch is on in the caller's context. So a thread or an asyncio task
+that did not enter sees the stock kernel, while the threads in which PyTorch runs a backward pass
+(which recompute checkpoints) follow whoever entered last.
 """
 
 from __future__ import annotations
@@ -46,16 +47,18 @@ _fused: list[bool] = []  # whether nn.MultiheadAttention's C++ path was on befor
 
 @contextmanager
 def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[None]:
-    """Run `halfulp.attention` where code in this block calls `F.scaled_dot_product_attention`, or flash_attn.
+    """Run `halfulp.attention` where code in this block calls `F.scaled_dot_product_attention`, or
+    flash_attn.
 
-    Reached: `torch.nn.functional.scaled_dot_product_attention` however it was imported into a module,
-    `nn.MultiheadAttention` and `nn.Transformer` layers (their fused C++ path is switched off meanwhile), transformers'
-    and diffusers' "sdpa" models, and flash_attn's `flash_attn_func` and `flash_attn_varlen_func` where it is installed.
-    Not reached: functions kept outside modules' globals (a default argument, a partial, an attribute of an object),
-    C++ code and `torch.ops.aten` calls, FlexAttention, exported programs, and threads started in it. Code of
-    `torch.compile` is traced again inside and outside of blocks; threads that share it share its attention too. What
-    `torch.nn.attention.sdpa_kernel` asks for is not looked at. Blocks nest; the innermost counts. The stock function
-    is back when the last block is left, by an exception too.
+    Reached: `torch.nn.functional.scaled_dot_product_attention` however it was imported into a
+    module, `nn.MultiheadAttention` and `nn.Transformer` layers (their fused C++ path is switched
+    off meanwhile), transformers' and diffusers' "sdpa" models, and flash_attn's `flash_attn_func`
+    and `flash_attn_varlen_func` where it is installed. Not reached: functions kept outside modules'
+    globals (a default argument, a partial, an attribute of an object), C++ code and
+    `torch.ops.aten` calls, FlexAttention, exported programs, and threads started in it. Code of
+    `torch.compile` is traced again inside and outside of blocks; threads that share it share its
+    attention too. What `torch.nn.attention.sdpa_kernel` asks for is not looked at. Blocks nest; the
+    innermost counts. The stock function is back when the last block is left, by an exception too.
 
     Args:
         recipe: as `attention`.
@@ -86,12 +89,15 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
             if not _entered:
                 torch.backends.mha.set_fastpath_enabled(_fused.pop())
         release()
-        with suppress(ValueError):  # a generator may be closed in another context, whose choice this is not
+        # a generator may be closed in another context, whose choice this is not
+        with suppress(ValueError):
             _chosen.reset(token)
 
 
 def hold() -> None:
-    """Have the stock functions replaced until `release`, by ones that do the same wherever no patch is on."""
+    """Have the stock functions replaced until `release`, by ones that do the same wherever no patch
+    is on.
+    """
     global _holders
     with _lock:
         if not _holders:
@@ -114,7 +120,8 @@ def _renew() -> None:
 
 
 def _choice(newest: tuple[str, str | None] | None) -> tuple[str, str | None] | None:  # noqa: ARG001
-    """Recipe and backend of the calling context; in a thread of the backward pass, of who entered last anywhere.
+    """Recipe and backend of the calling context; in a thread of the backward pass, of who entered
+    last anywhere.
 
     `newest` is `_newest`: compiled code is traced again when it is another.
     """
@@ -124,8 +131,9 @@ def _choice(newest: tuple[str, str | None] | None) -> tuple[str, str | None] | N
     return None if choice is None else (choice.recipe, choice.backend)
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler: a compiled function keeps the choice
-# that it was traced under for as long as what it watches is the same, the patched function and `_newest`.
+# What torch.compiler.assume_constant_result does, which would import the compiler: a compiled
+# function keeps the choice that it was traced under for as long as what it watches is the same, the
+# patched function and `_newest`.
 setattr(_choice, "_dynamo_marked_constant", True)  # noqa: B010  # functions have no such attribute, says mypy
 
 
@@ -149,16 +157,23 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             recipe=choice[0], backend=choice[1],
         )  # fmt: skip
-    if attn_mask is not None and is_causal_bias(attn_mask):  # it knows PyTorch's function by identity
+    # it knows PyTorch's function by identity
+    if attn_mask is not None and is_causal_bias(attn_mask):
         from torch.nn.attention.bias import CausalBias
 
         assert isinstance(attn_mask, CausalBias)
-        return CausalBias._dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return CausalBias._dispatch(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    return _STOCK(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _where_on(stock: Callable[..., Any], repaired: Callable[..., Any]) -> Callable[..., Any]:
-    """FlashAttention's function, whichever arguments its version takes, and the repaired one where the patch is on."""
+    """FlashAttention's function, whichever arguments its version takes, and the repaired one where
+    the patch is on.
+    """
 
     @functools.wraps(stock)
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -170,11 +185,21 @@ def _where_on(stock: Callable[..., Any], repaired: Callable[..., Any]) -> Callab
 
 def _flash_attn_func(
     choice: tuple[str, str | None],
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
-    """FlashAttention's function of `[B, N, H, D]`, causal at the bottom right; always deterministic."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """FlashAttention's function of `[B, N, H, D]`, causal at the bottom right; always
+    deterministic.
+    """
     del deterministic
     _refuse(alibi_slopes=alibi_slopes)
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
@@ -189,19 +214,41 @@ def _flash_attn_func(
 
 def _flash_attn_varlen_func(
     choice: tuple[str, str | None],
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
     """FlashAttention's function of packed sequences `[T, H, D]`; always deterministic."""
     del max_seqlen_q, max_seqlen_k, deterministic
     _refuse(alibi_slopes=alibi_slopes, block_table=block_table)
     out, lse = attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale,
-        window=_window(window_size), softcap=softcap, recipe=choice[0], backend=choice[1],
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        dropout_p=dropout_p,
+        is_causal=causal,
+        scale=softmax_scale,
+        window=_window(window_size),
+        softcap=softcap,
+        recipe=choice[0],
+        backend=choice[1],
         return_lse=True,
-    )  # fmt: skip
+    )
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -220,14 +267,18 @@ def _install() -> None:
     """Replace the stock functions in every loaded module; called with the lock held."""
     replacements: dict[int, Callable[..., Any]] = {id(_STOCK): scaled_dot_product_attention}
     flash_attn = sys.modules.get("flash_attn")
-    for name, repaired in (("flash_attn_func", _flash_attn_func), ("flash_attn_varlen_func", _flash_attn_varlen_func)):
+    for name, repaired in (
+        ("flash_attn_func", _flash_attn_func),
+        ("flash_attn_varlen_func", _flash_attn_varlen_func),
+    ):
         stock = getattr(flash_attn, name, None)
         if stock is not None:
             replacements[id(stock)] = _where_on(stock, repaired)
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__ in (__name__, "torch._C._nn"):
             continue
-        if not replacements.keys().isdisjoint(map(id, list(vars(module).values()))):  # most modules hold none
+        # most modules hold none
+        if not replacements.keys().isdisjoint(map(id, list(vars(module).values()))):
             for name, held in list(vars(module).items()):
                 if id(held) in replacements:
                     setattr(module, name, replacements[id(held)])

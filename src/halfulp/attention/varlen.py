@@ -1,4 +1,6 @@
-"""Sequences of different lengths packed one after the other, in the layout that FlashAttention's users know."""
+"""Sequences of different lengths packed one after the other, in the layout that FlashAttention's
+users know.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ def attention_varlen(
         query: `[T, H, D]`, the sequences one after the other.
         key: `[T_k, H_k, D]`, H_k a divisor of H.
         value: `[T_k, H_k, D_v]`.
-        cu_seqlens_q: int32 or int64 `[S + 1]`, from 0 to T: where each of S sequences starts and the last ends.
+        cu_seqlens_q: int32 or int64 `[S + 1]`, from 0 to T: where each of S sequences starts and
+            the last ends.
         cu_seqlens_k: the same of key and value; as the queries if None.
         dropout_p: as `attention`, and so all below.
-        is_causal: aligned at the bottom right, as FlashAttention does: the last query sees the last key.
+        is_causal: aligned at the bottom right, as FlashAttention does: the last query sees the last
+            key.
         scale: softmax scale; 1/√D if None.
         window: (left, right), aligned the same way.
         softcap: c > 0: scores become c·tanh(S / c).
@@ -54,11 +58,17 @@ def attention_varlen(
         ValueError: for what does not fit, in one line.
     """
     q_ends, k_ends = _boundaries(query, key, value, cu_seqlens_q, cu_seqlens_k)
-    if len(q_ends) == 1:  # no sequence is computed as one without tokens, whose results have a gradient too
+    # no sequence is computed as one without tokens, whose results have a gradient too
+    if len(q_ends) == 1:
         q_ends = k_ends = [0, 0]
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "recipe": recipe, "backend": backend}
+    options: dict[str, Any] = {
+        "softcap": softcap,
+        "sinks": sinks,
+        "recipe": recipe,
+        "backend": backend,
+    }
     for i in range(len(q_ends) - 1):
         q, k, v = (
             x[ends[i] : ends[i + 1]].transpose(0, 1).unsqueeze(0)
@@ -83,12 +93,19 @@ def _boundaries(
         check_given(cu_seqlens_k=cu_seqlens_k)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 3:
-            raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 3 dimensions [T, H, D]")
+            raise ValueError(
+                f"{name} of shape {tuple(x.shape)}: accepted are 3 dimensions [T, H, D]"
+            )
     q_ends = _ends("cu_seqlens_q", cu_seqlens_q, query.shape[0])
     k_ends = q_ends if cu_seqlens_k is None else _ends("cu_seqlens_k", cu_seqlens_k, key.shape[0])
     if len(k_ends) != len(q_ends) or k_ends[-1] != key.shape[0]:
-        given, accepted = f"{len(k_ends)} entries to {k_ends[-1]}", f"{len(q_ends)} entries to {key.shape[0]}"
-        raise ValueError(f"cu_seqlens_k of {given}: accepted are cu_seqlens_q's {accepted}, key's length")
+        given, accepted = (
+            f"{len(k_ends)} entries to {k_ends[-1]}",
+            f"{len(q_ends)} entries to {key.shape[0]}",
+        )
+        raise ValueError(
+            f"cu_seqlens_k of {given}: accepted are cu_seqlens_q's {accepted}, key's length"
+        )
     if value.shape[0] != key.shape[0]:
         raise ValueError(f"value of length {value.shape[0]}: accepted is key's, {key.shape[0]}")
     return q_ends, k_ends
@@ -96,7 +113,11 @@ def _boundaries(
 
 def _ends(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The boundaries as Python numbers, which is where a GPU is waited for."""
-    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.shape[0] < 1:
+    if (
+        cu_seqlens.ndim != 1
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+        or cu_seqlens.shape[0] < 1
+    ):
         given = f"{name} of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype}"
         raise ValueError(f"{given}: accepted is one dimension of int32 or int64")
     ends: list[int] = cu_seqlens.tolist()

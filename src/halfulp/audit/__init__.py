@@ -1,5 +1,5 @@
-"""Is this attention kernel numerically sound? Probe inputs, invariants, statistics, a verdict, and the smallest
-input that shows a defect.
+"""Is this attention kernel numerically sound? Probe inputs, invariants, statistics, a verdict, and
+the smallest input that shows a defect.
 """
 
 from halfulp.audit.inputs import Case, Inputs

@@ -1,7 +1,8 @@
-"""The attention kernels that a machine already has: PyTorch's, FlashAttention's, transformers', and our own recipes.
+"""The attention kernels that a machine already has: PyTorch's, FlashAttention's, transformers', and
+our own recipes.
 
-A target that cannot run here says why instead of falling back to another kernel: an audit of the wrong kernel is worse
-than none.
+A target that cannot run here says why instead of falling back to another kernel: an audit of the
+wrong kernel is worse than none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ BOTH = frozenset({"attn_mask", "enable_gqa"})
 _NO_CUDA = "needs a CUDA device"
 _TRANSFORMERS = {
     "sdpa": "transformers' call of scaled_dot_product_attention",
-    "eager": "transformers' eager attention, as Llama has it: softmax in fp32, weights in the input's dtype",
+    "eager": (
+        "transformers' eager attention, as Llama has it: softmax in fp32, weights in the input's"
+        " dtype"
+    ),
     "flex_attention": "transformers' call of FlexAttention",
     "flash_attention_2": "transformers' call of flash_attn",
 }
@@ -59,16 +63,26 @@ def builtin_targets() -> tuple[Target, ...]:
         )
     ]
     sdpa += [
-        Target(f"sdpa:{name}", _sdpa(backend), BOTH, text, missing) for name, backend, text, missing in _sdpa_backends()
+        Target(f"sdpa:{name}", _sdpa(backend), BOTH, text, missing)
+        for name, backend, text, missing in _sdpa_backends()
     ]
-    flex_text = "torch FlexAttention, uncompiled: the reference that holds all scores in fp32 (no gradients on a CPU)"
+    flex_text = (
+        "torch FlexAttention, uncompiled: the reference that holds all scores in fp32 (no gradients"
+        " on a CPU)"
+    )
     compiled_text = (
-        "torch FlexAttention through torch.compile: some seconds for every new shape (no gradients, no lse on a CPU)"
+        "torch FlexAttention through torch.compile: some seconds for every new shape (no gradients,"
+        " no lse on a CPU)"
     )
     others = [
         Target("flex", _flex, BOTH, flex_text),
         Target("flex:compiled", _flex_compiled, BOTH, compiled_text, _cannot_compile()),
-        Target("eager", _eager, BOTH, "softmax(q @ k.mT * scale) @ v in the input's dtype, the softmax in fp32"),
+        Target(
+            "eager",
+            _eager,
+            BOTH,
+            "softmax(q @ k.mT * scale) @ v in the input's dtype, the softmax in fp32",
+        ),
         *map(_flash_attn_target, _FLASH_ATTN),
     ]
     others += [_halfulp_target(None), *(_halfulp_target(backend) for backend in BACKENDS)]
@@ -83,11 +97,17 @@ def recipe_target(recipe: Recipe) -> Target:
         if not isinstance(recipe.out, Format) or not recipe.out.holds(query.dtype):
             given = str(query.dtype).removeprefix("torch.")
             raise UnsupportedError(
-                f"dtype {given} holds more than {recipe.out.name}, the format of {recipe.name}'s results"
+                f"dtype {given} holds more than {recipe.out.name}, the format of {recipe.name}'s"
+                " results"
             )
         return emulate(query, key, value, recipe=recipe, return_lse=True, **options)
 
-    return Target(f"recipe:{recipe.name}", call, BOTH, f"halfulp's emulation of {recipe.name} ({recipe.algorithm})")
+    return Target(
+        f"recipe:{recipe.name}",
+        call,
+        BOTH,
+        f"halfulp's emulation of {recipe.name} ({recipe.algorithm})",
+    )
 
 
 def _halfulp_target(backend: str | None) -> Target:
@@ -101,7 +121,9 @@ def _halfulp_target(backend: str | None) -> Target:
                 raise UnsupportedError(found.reasons[backend].removeprefix("not: "))
         return attention(query, key, value, backend=backend, return_lse=True, **options)
 
-    text = "halfulp.attention, " + ("the kernel that it chooses here" if backend is None else f"backend {backend!r}")
+    text = "halfulp.attention, " + (
+        "the kernel that it chooses here" if backend is None else f"backend {backend!r}"
+    )
     absent = None if backend is None else missing(backend)
     if backend == "triton" and absent is None and not torch.cuda.is_available():
         absent = _NO_CUDA
@@ -109,18 +131,27 @@ def _halfulp_target(backend: str | None) -> Target:
 
 
 def transformers_target(name: str) -> Target:
-    """A function of transformers' AttentionInterface, by its name in a config's `attn_implementation`, or "eager"."""
+    """A function of transformers' AttentionInterface, by its name in a config's
+    `attn_implementation`, or "eager".
+    """
     missing = None if _installed("transformers") else "transformers is not installed"
     if missing is None and name.startswith("flash_attention"):
         missing = _no_flash_attn()
-    # flex_attention: its compiled kernel with a tensor as the mask crashes the process on a CPU (transformers 5.23).
+    # flex_attention: its compiled kernel with a tensor as the mask crashes the process on a CPU
+    # (transformers 5.23).
     masks = not name.startswith("flash_attention") and name != "flex_attention"
 
     def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         return _transformers(name, query, key, value, **options)
 
     description = _TRANSFORMERS.get(name, f"transformers' attention function {name!r}")
-    return Target(f"transformers:{name}", call, BOTH if masks else frozenset({"enable_gqa"}), description, missing)
+    return Target(
+        f"transformers:{name}",
+        call,
+        BOTH if masks else frozenset({"enable_gqa"}),
+        description,
+        missing,
+    )
 
 
 def _sdpa_backends() -> list[tuple[str, SDPBackend, str, str | None]]:
@@ -130,7 +161,12 @@ def _sdpa_backends() -> list[tuple[str, SDPBackend, str, str | None]]:
     prefix = "scaled_dot_product_attention, "
     return [
         ("math", SDPBackend.MATH, prefix + "the math backend: every step a torch operation", None),
-        ("flash", SDPBackend.FLASH_ATTENTION, prefix + "the flash backend (on a CPU, PyTorch's own)", None),
+        (
+            "flash",
+            SDPBackend.FLASH_ATTENTION,
+            prefix + "the flash backend (on a CPU, PyTorch's own)",
+            None,
+        ),
         (
             "efficient",
             SDPBackend.EFFICIENT_ATTENTION,
@@ -145,13 +181,15 @@ def _sdpa(backend: SDPBackend | None) -> Callable[..., Any]:
     def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if backend is None:
             return functional.scaled_dot_product_attention(query, key, value, **options)
-        with sdpa_kernel(backend):  # one backend enabled: PyTorch raises where it does not fit, and never takes another
+        # one backend enabled: PyTorch raises where it does not fit, and never takes another
+        with sdpa_kernel(backend):
             try:
                 return functional.scaled_dot_product_attention(query, key, value, **options)
             except RuntimeError as error:
                 if "No available kernel" in str(error) or "No viable backend" in str(error):
                     raise UnsupportedError(
-                        f"backend {backend.name} does not take these arguments on {query.device.type}"
+                        f"backend {backend.name} does not take these arguments on"
+                        f" {query.device.type}"
                     ) from None
                 raise
 
@@ -171,15 +209,24 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 def _flex_compiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: past its limit of recompilations torch would else run the uncompiled function and say so only in a log.
+    # fullgraph: past its limit of recompilations torch would else run the uncompiled function and
+    # say so only in a log.
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return _flex_with(compiled, query.device.type != "cpu", query, key, value, **options)
 
 
 def _flex_with(
-    function: Callable[..., Any], offers_lse: bool, query: Tensor, key: Tensor, value: Tensor,
-    *, is_causal: bool, scale: float | None, attn_mask: Tensor | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+    function: Callable[..., Any],
+    offers_lse: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     """FlexAttention's form of the arguments."""
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -217,29 +264,49 @@ def _many_graphs() -> Iterator[None]:
 def _cannot_compile() -> str | None:
     if torch.cuda.is_available():
         return None if _installed("triton") else "needs triton"
-    return None if any(shutil.which(name) for name in ("c++", "g++", "clang++")) else "needs a C++ compiler"
+    return (
+        None
+        if any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+        else "needs a C++ compiler"
+    )
 
 
 def _eager(
-    query: Tensor, key: Tensor, value: Tensor,
-    *, is_causal: bool, scale: float | None, attn_mask: Tensor | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        attn_mask = torch.ones(
+            query.shape[2], key.shape[2], dtype=torch.bool, device=query.device
+        ).tril()
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        scores = (
+            scores.masked_fill(~attn_mask, -math.inf)
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
 
 
 def _flash_attn_target(name: str) -> Target:
-    """A version of flash_attn: `[B, N, H, D]`, heads grouped by itself, a causal mask aligned at the bottom right."""
+    """A version of flash_attn: `[B, N, H, D]`, heads grouped by itself, a causal mask aligned at
+    the bottom right.
+    """
     text, modules = _FLASH_ATTN[name]
 
-    def call(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **_: Any) -> Any:
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **_: Any
+    ) -> Any:
         function = importlib.import_module(next(filter(_installed, modules))).flash_attn_func
         _same_lengths(query, key, is_causal)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -256,21 +323,36 @@ def _flash_attn_target(name: str) -> Target:
 
 
 def _transformers(
-    name: str, query: Tensor, key: Tensor, value: Tensor,
-    *, is_causal: bool, scale: float | None, attn_mask: Tensor | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """An attention function as a transformers layer calls it: with a module that names it, masks `[B, 1, N_q, N_k]`."""
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """An attention function as a transformers layer calls it: with a module that names it, masks
+    `[B, 1, N_q, N_k]`.
+    """
     function = _transformers_function(name)
     _same_lengths(query, key, is_causal)
     mask: Any = attn_mask
     if is_causal and name == "eager":  # its models always make the mask
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        mask = torch.ones(
+            query.shape[2], key.shape[2], dtype=torch.bool, device=query.device
+        ).tril()
     if mask is not None:
-        mask = mask.expand(query.shape[0], mask.shape[1] if mask.ndim == 4 else 1, query.shape[2], key.shape[2])
+        mask = mask.expand(
+            query.shape[0], mask.shape[1] if mask.ndim == 4 else 1, query.shape[2], key.shape[2]
+        )
         if mask.dtype == torch.bool and name == "eager":
             # As transformers writes a mask: the dtype's lowest number, not −inf.
             lowest = torch.finfo(query.dtype).min
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+                ~mask, lowest
+            )
     if name == "flex_attention":
         query, key, value, mask = _for_flex(query, key, value, is_causal)
     module = SimpleNamespace(
@@ -282,13 +364,19 @@ def _transformers(
     )
     scaling = query.shape[-1] ** -0.5 if scale is None else scale
     with _many_graphs():
-        returned = function(module, query, key, value, mask, scaling=scaling, dropout=0.0, is_causal=is_causal)
+        returned = function(
+            module, query, key, value, mask, scaling=scaling, dropout=0.0, is_causal=is_causal
+        )
     out: Tensor = returned[0]
     return out.transpose(1, 2)
 
 
-def _for_flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """What FlexAttention takes: on a CPU no tensors that require gradients, and a causal mask as a BlockMask."""
+def _for_flex(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """What FlexAttention takes: on a CPU no tensors that require gradients, and a causal mask as a
+    BlockMask.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     if query.device.type == "cpu":
@@ -296,7 +384,12 @@ def _for_flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tup
     if not is_causal:
         return query, key, value, None
     lengths = query.shape[2], key.shape[2]
-    return query, key, value, create_block_mask(_causal, None, None, *lengths, device=query.device.type)
+    return (
+        query,
+        key,
+        value,
+        create_block_mask(_causal, None, None, *lengths, device=query.device.type),
+    )
 
 
 def _transformers_function(name: str) -> Callable[..., Any]:
@@ -308,13 +401,17 @@ def _transformers_function(name: str) -> Callable[..., Any]:
 
     if name not in ALL_ATTENTION_FUNCTIONS:
         known = ", ".join(ALL_ATTENTION_FUNCTIONS.keys())
-        raise UnsupportedError(f"transformers has no attention function {name!r}: it has eager, {known}")
+        raise UnsupportedError(
+            f"transformers has no attention function {name!r}: it has eager, {known}"
+        )
     return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
 
 
 def _same_lengths(query: Tensor, key: Tensor, is_causal: bool) -> None:
     if is_causal and query.shape[2] != key.shape[2]:
-        raise UnsupportedError("aligns a causal mask of unequal lengths at the bottom right, not at the top left")
+        raise UnsupportedError(
+            "aligns a causal mask of unequal lengths at the bottom right, not at the top left"
+        )
 
 
 def _no_flash_attn(modules: tuple[str, ...] = ("flash_attn",)) -> str | None:
@@ -325,4 +422,7 @@ def _no_flash_attn(modules: tuple[str, ...] = ("flash_attn",)) -> str | None:
 
 def _installed(module: str) -> bool:
     package = module.partition(".")[0]  # find_spec imports the parents of what it looks for
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
+    return (
+        importlib.util.find_spec(package) is not None
+        and importlib.util.find_spec(module) is not None
+    )

@@ -1,8 +1,8 @@
 """One call of an attention kernel that we did not write, on one case.
 
-The kernel may refuse the arguments, raise, return the wrong shape, write into its inputs, leave torch's switches turned
-or warn; whatever it does, the caller gets an `Outcome`, and the caller's tensors, random numbers and torch settings are
-as before.
+The kernel may refuse the arguments, raise, return the wrong shape, write into its inputs, leave
+torch's switches turned or warn; whatever it does, the caller gets an `Outcome`, and the caller's
+tensors, random numbers and torch settings are as before.
 """
 
 from __future__ import annotations
@@ -35,35 +35,44 @@ class Target:
     """A real attention implementation under audit."""
 
     name: str  # "sdpa:flash", "flex", "recipe:BF16_HALFULP", "pkg.mod:fn", "path/file.py:fn"
-    call: Callable[
-        ..., Any
-    ]  # call(query, key, value, *, is_causal, scale, [attn_mask], [enable_gqa]) -> out or (out, lse)
+    # (query, key, value, *, is_causal, scale, [attn_mask], [enable_gqa]) -> out or (out, lse)
+    call: Callable[..., Any]
     accepts: frozenset[str]  # which of {"attn_mask", "enable_gqa"} it takes
     description: str  # one line for `halfulp ls targets`
-    missing: str | None = None  # why it cannot run here (None: it can), e.g. "flash_attn is not installed"
+    # why it cannot run here (None: it can), e.g. "flash_attn is not installed"
+    missing: str | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Target:
-        """The target of a function `f(query, key, value, *, is_causal, scale, ...)` on `[B, H, N, D]` tensors.
+        """The target of a function `f(query, key, value, *, is_causal, scale, ...)` on `[B, H, N,
+        D]` tensors.
 
-        Arguments the function does not take are never passed: asked for anyway (is_causal=True, a scale other than
-        1/√D, a mask, GQA), the case is unsupported. Raises ValueError for what is no such function.
+        Arguments the function does not take are never passed: asked for anyway (is_causal=True, a
+        scale other than 1/√D, a mask, GQA), the case is unsupported. Raises ValueError for what is
+        no such function.
         """
         name = _name_of(function) if name is None else name
         taken = _keywords(function, name)
         optional = frozenset(OPTIONAL) if taken is None else taken & frozenset(OPTIONAL)
         documented = (inspect.getdoc(function) or "").strip().split("\n")[0]
-        return cls(name, _only_what_it_takes(function, taken), optional, documented or f"the function {name}")
+        return cls(
+            name,
+            _only_what_it_takes(function, taken),
+            optional,
+            documented or f"the function {name}",
+        )
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What one call on one case gave."""
 
-    result: AttentionResult | None  # tensors in the target's dtype; gradients None where not offered
+    # tensors in the target's dtype; gradients None where not offered
+    result: AttentionResult | None
     refusal: str | None  # unsupported / raised / wrong shape / wrong dtype: one line, no traceback
     kind: Literal["ok", "unsupported", "error"]
-    notes: tuple[str, ...] = ()  # of a call that went through: "modifies its inputs", "not differentiable", warnings
+    # of a call that went through: "modifies its inputs", "not differentiable", warnings
+    notes: tuple[str, ...] = ()
 
 
 def run_target(
@@ -78,12 +87,13 @@ def run_target(
     attn_mask: Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Outcome:
-    """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its gradients by autograd.
+    """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its
+    gradients by autograd.
 
-    NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the forward pass are the
-    target's way to refuse arguments (kind "unsupported"); any other exception, wrong shape, dtype or device is kind
-    "error". No exception escapes but KeyboardInterrupt and SystemExit. Runs outside anybody's autocast, without
-    gradients where `grad_out` is None.
+    NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the
+    forward pass are the target's way to refuse arguments (kind "unsupported"); any other exception,
+    wrong shape, dtype or device is kind "error". No exception escapes but KeyboardInterrupt and
+    SystemExit. Runs outside anybody's autocast, without gradients where `grad_out` is None.
     """
     if target.missing is not None:
         return Outcome(None, target.missing, "unsupported")
@@ -92,7 +102,9 @@ def run_target(
     for name in options:
         if name not in target.accepts:
             return Outcome(None, f"does not take {name}", "unsupported")
-    given = {"query": query, "key": key, "value": value} | ({} if attn_mask is None else {"attn_mask": attn_mask})
+    given = {"query": query, "key": key, "value": value} | (
+        {} if attn_mask is None else {"attn_mask": attn_mask}
+    )
     lent = {name: x.detach().clone() for name, x in given.items()}
     if grad_out is not None:
         given["grad_out"], lent["grad_out"] = grad_out, grad_out.detach().clone()
@@ -107,7 +119,9 @@ def run_target(
 
 
 def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> Outcome:
-    """Forward and backward; adds to `lent` what the kernel reads: a copy, so that autograd lets it be written to."""
+    """Forward and backward; adds to `lent` what the kernel reads: a copy, so that autograd lets it
+    be written to.
+    """
     differentiate = "grad_out" in lent
     leaves = [lent[name] for name in ("query", "key", "value")]
     with torch.set_grad_enabled(differentiate):
@@ -135,16 +149,25 @@ def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> O
     try:
         grads = torch.autograd.grad(out, leaves, lent["grad_out"], allow_unused=True)
     except NotImplementedError as error:
-        return Outcome(kept, None, "ok", (FORWARD_ONLY, f"backward pass refuses: {one_line(error)}", *notes))
+        return Outcome(
+            kept, None, "ok", (FORWARD_ONLY, f"backward pass refuses: {one_line(error)}", *notes)
+        )
     except Exception as error:
         return Outcome(None, f"backward pass raises {one_line(error)}", "error", notes)
     names = ("query", "key", "value")
-    notes += tuple(f"no gradient for {name}" for name, g in zip(names, grads, strict=True) if g is None)
-    kept_grads = {f"grad_{name}": None if g is None else g.clone() for name, g in zip(names, grads, strict=True)}
+    notes += tuple(
+        f"no gradient for {name}" for name, g in zip(names, grads, strict=True) if g is None
+    )
+    kept_grads = {
+        f"grad_{name}": None if g is None else g.clone()
+        for name, g in zip(names, grads, strict=True)
+    }
     return Outcome(replace(kept, **kept_grads), None, "ok", notes)
 
 
-def _unpacked(returned: Any, leaves: list[Tensor]) -> tuple[Tensor | str, Tensor | None, tuple[str, ...]]:
+def _unpacked(
+    returned: Any, leaves: list[Tensor]
+) -> tuple[Tensor | str, Tensor | None, tuple[str, ...]]:
     """(out or what is wrong with it, lse, notes) of whatever the target returned."""
     query, _, value = leaves
     rest: list[Any] = []
@@ -164,12 +187,18 @@ def _unpacked(returned: Any, leaves: list[Tensor]) -> tuple[Tensor | str, Tensor
     if not rest or rest[0] is None:
         return returned, None, ()
     lse = _lse(rest[0], (query.shape[0], query.shape[1], query.shape[2]))
-    notes = () if lse is not None else (f"a second result that is no lse of shape {expected[:3]} was ignored",)
+    notes = (
+        ()
+        if lse is not None
+        else (f"a second result that is no lse of shape {expected[:3]} was ignored",)
+    )
     return returned, lse, notes
 
 
 def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
-    """`x` as lse `[B, H, N]`: also from `[B, N, H]` and from a trailing 1; None where it is none of these."""
+    """`x` as lse `[B, H, N]`: also from `[B, N, H]` and from a trailing 1; None where it is none of
+    these.
+    """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
     b, h, n = expected
@@ -181,8 +210,14 @@ def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
 
 @contextlib.contextmanager
 def _as_before(device: torch.device) -> Iterator[None]:
-    """Put back what a kernel may turn in torch: gradients, threads, dtypes, precision, determinism, random numbers."""
-    threads, dtype, precision = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    """Put back what a kernel may turn in torch: gradients, threads, dtypes, precision, determinism,
+    random numbers.
+    """
+    threads, dtype, precision = (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+    )
     deterministic, only_warn = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -208,19 +243,36 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality, so that NaN equals itself and −0 differs from 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8))
+    return torch.equal(
+        a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8)
+    )
 
 
 def _warned(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
-    """The kernel's own warnings; those about deprecations concern its author's code, not its numbers."""
-    silent = (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ImportWarning, ResourceWarning)
-    return tuple(f"warns: {_short(str(w.message))}" for w in caught if not issubclass(w.category, silent))
+    """The kernel's own warnings; those about deprecations concern its author's code, not its
+    numbers.
+    """
+    silent = (
+        DeprecationWarning,
+        PendingDeprecationWarning,
+        FutureWarning,
+        ImportWarning,
+        ResourceWarning,
+    )
+    return tuple(
+        f"warns: {_short(str(w.message))}" for w in caught if not issubclass(w.category, silent)
+    )
 
 
 def _keywords(function: Callable[..., Any], name: str) -> frozenset[str] | None:
-    """The keyword arguments a function takes besides its three tensors; None for any (**kwargs, or no signature)."""
+    """The keyword arguments a function takes besides its three tensors; None for any (**kwargs, or
+    no signature).
+    """
     if isinstance(function, type) or not callable(function):
-        raise ValueError(f"target={name!r}: is no function but {type(function).__name__}; accepted is {SIGNATURE}")
+        raise ValueError(
+            f"target={name!r}: is no function but {type(function).__name__}; accepted is"
+            f" {SIGNATURE}"
+        )
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -234,8 +286,18 @@ def _keywords(function: Callable[..., Any], name: str) -> frozenset[str] | None:
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[3:])
 
 
-def _only_what_it_takes(function: Callable[..., Any], taken: frozenset[str] | None) -> Callable[..., Any]:
-    def call(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **options: Any) -> Any:
+def _only_what_it_takes(
+    function: Callable[..., Any], taken: frozenset[str] | None
+) -> Callable[..., Any]:
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        **options: Any,
+    ) -> Any:
         if taken is None or "is_causal" in taken:
             options["is_causal"] = is_causal
         elif is_causal:
@@ -281,4 +343,6 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         said = " ".join(str(error).split()).partition(":")[0].rstrip(".")
         reason = said if len(said) < 80 else "torch knows no such device"
-        raise ValueError(f"device={device!r}: {reason}; accepted is one that torch has here, such as cpu") from error
+        raise ValueError(
+            f"device={device!r}: {reason}; accepted is one that torch has here, such as cpu"
+        ) from error

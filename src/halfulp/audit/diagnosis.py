@@ -1,7 +1,8 @@
-"""What findings most likely mean: the public bug they resemble, and what they do to training, in one sentence each.
+"""What findings most likely mean: the public bug they resemble, and what they do to training, in
+one sentence each.
 
-The rules read findings only, never the target. They are tried in order, from the telling to the general, and the first
-that fits names the cause; the last ones fit anything.
+The rules read findings only, never the target. They are tried in order, from the telling to the
+general, and the first that fits names the cause; the last ones fit anything.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from halfulp.audit.verdict import Finding
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
-LEVELS = {"all_negative", "deep_negative", "lse_below_88", "very_large", "ties_negative"}  # scores far from 0
+# scores far from 0
+LEVELS = {"all_negative", "deep_negative", "lse_below_88", "very_large", "ties_negative"}
 RAGGED = {"odd_lengths", "odd_lengths_causal", "cross", "wider_values"}
 CAUSAL = {"gaussian_causal", "sink", "lse_below_88", "gqa", "odd_lengths_causal"}
 PLAIN = {"gaussian", "gaussian_causal", "diffuse", "odd_lengths", "odd_lengths_causal", "cross"}
-FEW_KEYS = {"sink", "ties_two", "ties_three", "ties_many", "ties_negative", "ties_apart"}  # that carry a row
+# that carry a row
+FEW_KEYS = {"sink", "ties_two", "ties_three", "ties_many", "ties_negative", "ties_apart"}
 _AS_STOCK = 0.5  # times the stock recipe's error: as large as that
 OUTGROWS = 0.15  # exponent of N by which an error outgrows the stock recipe's
 
@@ -37,20 +40,28 @@ class Evidence:
     findings: tuple[Finding, ...]
     growth: dict[str, float]  # tensor → exponent by which its error outgrows the stock recipe's
     accumulates: bool  # the fingerprint found rounded gradient accumulators
-    uneven: frozenset[str] = frozenset()  # probes whose rows of dS do not sum to 0, findings of any grade
+    # probes whose rows of dS do not sum to 0, findings of any grade
+    uneven: frozenset[str] = frozenset()
 
     def probes(self, kind: str | None = None, tensor: str | None = None) -> set[str]:
         """Probes with a finding of that kind and tensor; relations between calls have none."""
         return {
             f.case.probe
             for f in self.findings
-            if f.case is not None and f.kind != "relation" and kind in (None, f.kind) and tensor in (None, f.tensor)
+            if f.case is not None
+            and f.kind != "relation"
+            and kind in (None, f.kind)
+            and tensor in (None, f.tensor)
         }
 
     def worst(self, tensor: str, probes: set[str]) -> float:
-        """The largest error on those probes, in units of its limit's reference; 0 where none fails."""
+        """The largest error on those probes, in units of its limit's reference; 0 where none
+        fails.
+        """
         found = (f for f in self.findings if f.tensor == tensor and f.kind == "error")
-        return max((f.ratio for f in found if f.case is not None and f.case.probe in probes), default=0.0)
+        return max(
+            (f.ratio for f in found if f.case is not None and f.case.probe in probes), default=0.0
+        )
 
     @property
     def tensors(self) -> set[str]:
@@ -73,10 +84,13 @@ class Evidence:
 
 NAN = "one such row turns every weight of the model into NaN within a step"
 DELTA = (
-    "the gradient of W_Q carries an error along the direction that all keys share; it adds up step after step until "
-    "the scores run away"
+    "the gradient of W_Q carries an error along the direction that all keys share; it adds up step"
+    " after step until the scores run away"
 )
-GRADIENT = "the gradient is noisier than the format requires, and where inputs repeat the error does not average out"
+GRADIENT = (
+    "the gradient is noisier than the format requires, and where inputs repeat the error does not"
+    " average out"
+)
 FORWARD = "activations carry an error that the next layers and the gradient inherit in every step"
 
 
@@ -86,7 +100,9 @@ def _underflows(e: Evidence) -> bool:
 
 
 def _exp_of_lse(e: Evidence) -> bool:
-    return bool(e.probes("non-finite") & {"lse_below_88", "deep_negative"}) and not e.probes("non-finite", "out")
+    return bool(e.probes("non-finite") & {"lse_below_88", "deep_negative"}) and not e.probes(
+        "non-finite", "out"
+    )
 
 
 def _maximum_untracked(e: Evidence) -> bool:
@@ -109,7 +125,8 @@ def _loses_small_weights(e: Evidence) -> bool:
 
 
 def _coarse_scores_backward(e: Evidence) -> bool:
-    # dV depends on P alone, so it tells a wrong P from a wrong δ; coarse scores hurt far more where they are large.
+    # dV depends on P alone, so it tells a wrong P from a wrong δ; coarse scores hurt far more where
+    # they are large.
     large = e.worst("grad_value", {"deep_negative", "very_large", "odd_scale"})
     return e.forward_clean and large > 2 * e.worst("grad_value", {"gaussian", "diffuse"})
 
@@ -131,15 +148,22 @@ def _weights_miscounted(e: Evidence) -> bool:
 
 
 def _delta_as_stock(e: Evidence) -> bool:
-    # Rows of one sign read δ from the rounded O as large as the stock recipe's, l before rounding a tenth of it. Who
-    # rounds O for δ hides what l is summed from.
+    # Rows of one sign read δ from the rounded O as large as the stock recipe's, l before rounding a
+    # tenth of it. Who rounds O for δ hides what l is summed from.
     found = [f for f in e.findings if f.case is not None and f.case.probe == "value_one_sign"]
-    return any((f.times_stock or 0.0) > _AS_STOCK for f in found if f.property.startswith("row sums"))
+    return any(
+        (f.times_stock or 0.0) > _AS_STOCK for f in found if f.property.startswith("row sums")
+    )
 
 
 def _other_weights_backward(e: Evidence) -> bool:
-    # Where two keys carry a row, dS is what forward and backward pass disagree on; δ's rounding shows on more probes.
-    return e.forward_clean and e.tensors <= {"grad_query", "grad_key"} and e.uneven == {"two_live_keys"}
+    # Where two keys carry a row, dS is what forward and backward pass disagree on; δ's rounding
+    # shows on more probes.
+    return (
+        e.forward_clean
+        and e.tensors <= {"grad_query", "grad_key"}
+        and e.uneven == {"two_live_keys"}
+    )
 
 
 def _delta(e: Evidence) -> bool:
@@ -157,7 +181,8 @@ def _rows_do_not_sum(e: Evidence) -> bool:
 
 _EVERYONE = "FlashAttention-2 as everyone ships it (Qiu & Yao, arXiv 2510.04212)"
 OTHER_WEIGHTS = Cause(
-    "the backward pass takes other weights than the forward pass (P from lse, or rescaled by no power of two)",
+    "the backward pass takes other weights than the forward pass (P from lse, or rescaled by no"
+    " power of two)",
     "FlashAttention-2, whose backward pass takes P from lse",
     DELTA,
 )
@@ -167,11 +192,19 @@ Rule = tuple[Callable[[Evidence], bool], Cause]
 RULES: tuple[Rule, ...] = (
     (
         _underflows,
-        Cause("a shifted row underflows where its maximum is repeated: l = 0", "the published stabilized softmax", NAN),
+        Cause(
+            "a shifted row underflows where its maximum is repeated: l = 0",
+            "the published stabilized softmax",
+            NAN,
+        ),
     ),
     (
         _exp_of_lse,
-        Cause("exp(−lse) overflows in the backward pass", "pytorch issue 196678 (NaN dQ where LSE < −88.7)", NAN),
+        Cause(
+            "exp(−lse) overflows in the backward pass",
+            "pytorch issue 196678 (NaN dQ where LSE < −88.7)",
+            NAN,
+        ),
     ),
     (
         lambda e: e.probes("non-finite") == {"masked_rows"},
@@ -179,7 +212,11 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         _maximum_untracked,
-        Cause("the row maximum is not tracked: weights overflow or vanish", "flash-attention issue 2082", NAN),
+        Cause(
+            "the row maximum is not tracked: weights overflow or vanish",
+            "flash-attention issue 2082",
+            NAN,
+        ),
     ),
     (
         lambda e: e.property_starts("NaN confined"),
@@ -197,7 +234,8 @@ RULES: tuple[Rule, ...] = (
         _coarse_scores_backward,
         Cause(
             "scores are recomputed more coarsely in the backward pass",
-            "cudnn-frontend 744 (scores recomputed in fp16), FastVideo PR 1730 (key pre-scaled in bf16)",
+            "cudnn-frontend 744 (scores recomputed in fp16), FastVideo PR 1730 (key pre-scaled in"
+            " bf16)",
             GRADIENT,
         ),
     ),
@@ -206,39 +244,49 @@ RULES: tuple[Rule, ...] = (
         _delta,
         Cause(
             "δ, or the difference dP − δ, is too coarse",
-            "flash-attention PR 2893 (dS product in bf16), jax PR 40128 (rounded before a cancelling sum)",
+            "flash-attention PR 2893 (dS product in bf16), jax PR 40128 (rounded before a"
+            " cancelling sum)",
             DELTA,
         ),
     ),
     (
         lambda e: e.tensors == {"grad_value"},
-        Cause("P is too coarse in dV = Pᵀ dO", "triton PR 3408 (row sums too coarse for reuse in backward)", GRADIENT),
+        Cause(
+            "P is too coarse in dV = Pᵀ dO",
+            "triton PR 3408 (row sums too coarse for reuse in backward)",
+            GRADIENT,
+        ),
     ),
     (
         _accumulates,
         Cause(
             "gradients are accumulated in low precision across blocks",
             "PyTorch's CPU flash kernel (dQ, dK, dV summed in bf16)",
-            "the longer the context, the larger the gradient's error: long sequences train on noise that short ones "
-            "do not show",
+            "the longer the context, the larger the gradient's error: long sequences train on noise"
+            " that short ones do not show",
         ),
     ),
     (
         lambda e: e.only({"gqa"}),
-        Cause("query heads are paired with the wrong key heads", "grouped-query attention", FORWARD),
+        Cause(
+            "query heads are paired with the wrong key heads", "grouped-query attention", FORWARD
+        ),
     ),
     (
         _causal,
         Cause(
             "the causal mask is wrong",
             "off by one on the diagonal",
-            "tokens see the future or miss the present: the loss looks too good, or learning stalls",
+            "tokens see the future or miss the present: the loss looks too good, or learning"
+            " stalls",
         ),
     ),
     (
         lambda e: e.only(RAGGED),
         Cause(
-            "sizes off the block (N or d) are handled wrongly", "kernels tested at multiples of the block only", FORWARD
+            "sizes off the block (N or d) are handled wrongly",
+            "kernels tested at multiples of the block only",
+            FORWARD,
         ),
     ),
     (
@@ -250,7 +298,8 @@ RULES: tuple[Rule, ...] = (
         Cause(
             "rounding by truncation, or a factor that is off",
             "aiter PR 5151 (truncation for nearest-even: within 1 ulp, always the same sign)",
-            "every layer shrinks its signal in the same direction, and over a deep model that adds up to percents",
+            "every layer shrinks its signal in the same direction, and over a deep model that adds"
+            " up to percents",
         ),
     ),
     (
@@ -264,12 +313,16 @@ RULES: tuple[Rule, ...] = (
     (
         _coarse_scores,
         Cause(
-            "scores are rounded to the input's format", "eager attention in bf16; Qiu & Yao's official code", FORWARD
+            "scores are rounded to the input's format",
+            "eager attention in bf16; Qiu & Yao's official code",
+            FORWARD,
         ),
     ),
     (
         _weights_miscounted,
-        Cause("weights and row sum disagree", "flash-attention PR 2721 (l and P̄ disagree)", FORWARD),
+        Cause(
+            "weights and row sum disagree", "flash-attention PR 2721 (l and P̄ disagree)", FORWARD
+        ),
     ),
     (
         _rows_do_not_sum,
@@ -285,7 +338,9 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         lambda e: e.forward_clean,
-        Cause("the gradient is less exact than the stock recipe's", "no public case known", GRADIENT),
+        Cause(
+            "the gradient is less exact than the stock recipe's", "no public case known", GRADIENT
+        ),
     ),
     (
         lambda e: bool(e.findings),
@@ -297,20 +352,28 @@ STOCK_RULES: tuple[Rule, ...] = (
     (_delta_as_stock, Cause("δ = rowsum(dO ∘ O) from the rounded O", _EVERYONE, DELTA)),
     (
         lambda e: "value_constant" in e.probes("error"),
-        Cause("l is summed from the weights before rounding, P̄ V from those after", _EVERYONE, DELTA),
+        Cause(
+            "l is summed from the weights before rounding, P̄ V from those after", _EVERYONE, DELTA
+        ),
     ),
     (lambda e: e.probes() == {"two_live_keys"}, OTHER_WEIGHTS),
     (
         lambda e: bool(e.findings),
-        Cause("δ, l or the backward pass's weights are coarser than they need be", _EVERYONE, DELTA),
+        Cause(
+            "δ, l or the backward pass's weights are coarser than they need be", _EVERYONE, DELTA
+        ),
     ),
 )
 
 
-def diagnose(findings: Sequence[Finding], growth: dict[str, float], accumulates: bool) -> tuple[Cause, ...]:
-    """The likeliest causes: of what is not finite, then of the other defects; of stock findings where nothing is worse.
+def diagnose(
+    findings: Sequence[Finding], growth: dict[str, float], accumulates: bool
+) -> tuple[Cause, ...]:
+    """The likeliest causes: of what is not finite, then of the other defects; of stock findings
+    where nothing is worse.
 
-    `growth` and `accumulates` are the audit's exponents and its fingerprint's word on the gradient accumulators.
+    `growth` and `accumulates` are the audit's exponents and its fingerprint's word on the gradient
+    accumulators.
     """
     defects = tuple(f for f in findings if f.grade == "defect")
     if not defects:
@@ -318,7 +381,9 @@ def diagnose(findings: Sequence[Finding], growth: dict[str, float], accumulates:
         return tuple(cause for fits, cause in STOCK_RULES if fits(evidence))[:1]
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
     rest = tuple(f for f in defects if f not in broken and not _same_place(f, broken))
-    uneven = frozenset(f.case.probe for f in findings if f.case is not None and f.property.startswith("row sums"))
+    uneven = frozenset(
+        f.case.probe for f in findings if f.case is not None and f.property.startswith("row sums")
+    )
     causes = []
     for group in (broken, rest):
         if group:
@@ -329,4 +394,6 @@ def diagnose(findings: Sequence[Finding], growth: dict[str, float], accumulates:
 
 def _same_place(finding: Finding, broken: tuple[Finding, ...]) -> bool:
     """Errors on a probe that also gave NaN have the NaN's cause."""
-    return finding.case is not None and any(b.case is not None and b.case.probe == finding.case.probe for b in broken)
+    return finding.case is not None and any(
+        b.case is not None and b.case.probe == finding.case.probe for b in broken
+    )

@@ -1,9 +1,9 @@
-"""Figures: what is measured of one result on one case, an error per head beside the rounding noise that is natural
-there.
+"""Figures: what is measured of one result on one case, an error per head beside the rounding noise
+that is natural there.
 
-A figure is a Euclidean norm over one head's elements of (result − golden). The slack added to both sides of every
-comparison is a 1/128 of the unit roundoff times the root sum of squares of the terms that make the tensor up, so that
-fp32 dust is never compared with zero.
+A figure is a Euclidean norm over one head's elements of (result − golden). The slack added to both
+sides of every comparison is a 1/128 of the unit roundoff times the root sum of squares of the terms
+that make the tensor up, so that fp32 dust is never compared with zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from halfulp.audit.inputs import Inputs
 from halfulp.audit.probes import Probe
 from halfulp.formats import BF16, FP16, FP32, Format, ulp
 
-FORMAT_OF: dict[torch.dtype, Format] = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+FORMAT_OF: dict[torch.dtype, Format] = {
+    torch.bfloat16: BF16,
+    torch.float16: FP16,
+    torch.float32: FP32,
+}
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _SLACK = 2.0**-7
@@ -38,8 +42,8 @@ class Delta:
 
 @dataclass(frozen=True)
 class Noise:
-    """Per head `[S]`, the root sum of squares of the terms of each tensor: the error of rounding every term by 1 is
-    about this.
+    """Per head `[S]`, the root sum of squares of the terms of each tensor: the error of rounding
+    every term by 1 is about this.
     """
 
     out: Tensor
@@ -53,8 +57,8 @@ class Noise:
 def natural_noise(x: Inputs, out: Tensor) -> Noise:
     """The noise scales of one case in fp64, from its golden out: root sums over all pairs.
 
-    With w = P(|dP| + |δ|): Σ P²v², Σ w²k², Σ w²q², Σ P²dO², Σ w². With e² = Σ_d (dO O)² a row, what O's rounding makes
-    of δ: Σ e²(PK)², Σ e²P²q², Σ e², Σ e²q².
+    With w = P(|dP| + |δ|): Σ P²v², Σ w²k², Σ w²q², Σ P²dO², Σ w². With e² = Σ_d (dO O)² a row, what
+    O's rounding makes of δ: Σ e²(PK)², Σ e²P²q², Σ e², Σ e²q².
     """
     groups = x.query.shape[1] // x.key.shape[1]
     q, do = x.query.double(), x.grad_out.double()
@@ -66,7 +70,9 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     step = max(1, 2**23 // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         rows = slice(start, min(start + step, q.shape[2]))
-        p = torch.softmax(mask.apply(q[:, :, rows] @ k.mT * x.scale, rows, cols, 1.0), -1).nan_to_num_(0.0)
+        p = torch.softmax(
+            mask.apply(q[:, :, rows] @ k.mT * x.scale, rows, cols, 1.0), -1
+        ).nan_to_num_(0.0)
         dp = do[:, :, rows] @ v.mT
         w2 = (p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())).square_()
         attended = (p @ k).square().sum(-1)
@@ -87,7 +93,9 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
             total[name] = total.get(name, 0.0) + part.sum(-1)
     keyed = ("grad_key", "grad_value", "delta grad_key", "delta key_sum")
     roots = {n: _per_sample(t.sqrt(), n in keyed and groups > 1, groups) for n, t in total.items()}
-    of_delta = {n.removeprefix("delta "): roots.pop(n) for n in list(roots) if n.startswith("delta ")}
+    of_delta = {
+        n.removeprefix("delta "): roots.pop(n) for n in list(roots) if n.startswith("delta ")
+    }
     return Noise(**roots, delta=Delta(**of_delta))
 
 
@@ -98,8 +106,8 @@ def _per_sample(x: Tensor, grouped: bool, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured error per head, `[S]` each: the error's norm, the slack, and the norm of the golden value (0
-    where it vanishes).
+    """One measured error per head, `[S]` each: the error's norm, the slack, and the norm of the
+    golden value (0 where it vanishes).
     """
 
     name: str  # e.g. "dQ error"
@@ -107,21 +115,24 @@ class Figure:
     error: Tensor
     slack: Tensor
     own: Tensor  # the error that rounding the result itself may make: no reference is held below it
-    through_delta: Tensor  # the error that rounding O may make through δ: the stock recipe is not held below it
+    # the error that rounding O may make through δ: the stock recipe is not held below it
+    through_delta: Tensor
     size: Tensor  # the larger of the golden value's norm and the natural noise of a rounding of 1
 
     @property
     def relative(self) -> float:
-        """Relative L2 error, pooled over heads; against the size of the terms where the golden value vanishes by
-        cancellation.
+        """Relative L2 error, pooled over heads; against the size of the terms where the golden
+        value vanishes by cancellation.
         """
-        return float(self.error.square().sum().sqrt() / self.size.square().sum().sqrt().clamp_min(1e-300))
+        return float(
+            self.error.square().sum().sqrt() / self.size.square().sum().sqrt().clamp_min(1e-300)
+        )
 
 
 @dataclass(frozen=True)
 class Lean:
-    """How far a result leans, per head `[S]`, in unit roundoffs: its projection on the golden value, (result −
-    golden)·golden / golden².
+    """How far a result leans, per head `[S]`, in unit roundoffs: its projection on the golden
+    value, (result − golden)·golden / golden².
     """
 
     tensor: str
@@ -142,9 +153,11 @@ class Measured:
     )  # tensor → mean and largest |error|, mean signed error, in ulps
 
 
-def measure(result: AttentionResult, truth: AttentionResult, noise: Noise, x: Inputs, probe: Probe | None) -> Measured:
-    """Measure one result `[B, H, N, D]` against golden. Tensors that hold NaN or Inf where golden is finite are
-    counted, not measured.
+def measure(
+    result: AttentionResult, truth: AttentionResult, noise: Noise, x: Inputs, probe: Probe | None
+) -> Measured:
+    """Measure one result `[B, H, N, D]` against golden. Tensors that hold NaN or Inf where golden
+    is finite are counted, not measured.
     """
     fmt = FORMAT_OF[x.query.dtype]
     figures: list[Figure] = []
@@ -159,7 +172,13 @@ def measure(result: AttentionResult, truth: AttentionResult, noise: Noise, x: In
         representable = exact.isfinite() & (exact.abs() <= fmt.max)
         bad = int((~got.isfinite() & representable).sum())
         if name == "lse":
-            bad = int((got.isnan() | (got == torch.inf) | ((got == -torch.inf) != (exact == -torch.inf))).sum())
+            bad = int(
+                (
+                    got.isnan()
+                    | (got == torch.inf)
+                    | ((got == -torch.inf) != (exact == -torch.inf))
+                ).sum()
+            )
         if bad:
             nonfinite[name] = bad
             continue
@@ -169,12 +188,18 @@ def measure(result: AttentionResult, truth: AttentionResult, noise: Noise, x: In
         difference = torch.where(representable, got - exact, 0.0)
         allowed = _allowed(name, exact, noise)
         label = f"{SHORT[name]} error"
-        figures.append(_figure(label, name, difference, exact, getattr(noise, name), allowed, fmt.unit_roundoff))
+        figures.append(
+            _figure(
+                label, name, difference, exact, getattr(noise, name), allowed, fmt.unit_roundoff
+            )
+        )
         leans.append(Lean(name, _lean(difference, exact, getattr(noise, name), fmt)))
         ulps[name] = _in_ulps(difference, exact, fmt)
     figures += _sums(result, truth, noise, x, fmt, probe, nonfinite)
     if probe is not None and probe.judged_by is not None:
-        figures = [replace(f, slack=f.slack * probe.slack) for f in figures if f.name == probe.judged_by]
+        figures = [
+            replace(f, slack=f.slack * probe.slack) for f in figures if f.name == probe.judged_by
+        ]
         leans = []
     return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
 
@@ -185,12 +210,26 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _figure(
-    name: str, tensor: str, difference: Tensor, exact: Tensor, noise: Tensor, allowed: tuple[Tensor, Tensor], u: float
+    name: str,
+    tensor: str,
+    difference: Tensor,
+    exact: Tensor,
+    noise: Tensor,
+    allowed: tuple[Tensor, Tensor],
+    u: float,
 ) -> Figure:
     """`allowed` is (own, through δ), in unit roundoffs `u` as `noise` is."""
     slack = noise * (u * _SLACK) + _TINY * (difference.numel() / noise.numel()) ** 0.5
     own, through_delta = (_ROUNDING * u * x for x in allowed)
-    return Figure(name, tensor, _norm(difference), slack, own, through_delta, torch.maximum(_norm(exact), noise))
+    return Figure(
+        name,
+        tensor,
+        _norm(difference),
+        slack,
+        own,
+        through_delta,
+        torch.maximum(_norm(exact), noise),
+    )
 
 
 def _allowed(name: str, exact: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
@@ -200,32 +239,47 @@ def _allowed(name: str, exact: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
 
 
 def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
-    """The error of lse, whose slack is four unit roundoffs (absolute): as much relative error in every weight as
-    their own rounding may make.
+    """The error of lse, whose slack is four unit roundoffs (absolute): as much relative error in
+    every weight as their own rounding may make.
     """
     finite = exact.isfinite()
     difference = torch.where(finite, got - exact, 0.0).unsqueeze(-1)
     slack = torch.full(
-        (difference.shape[0] * difference.shape[1],), 4 * fmt.unit_roundoff, dtype=torch.float64, device=got.device
+        (difference.shape[0] * difference.shape[1],),
+        4 * fmt.unit_roundoff,
+        dtype=torch.float64,
+        device=got.device,
     )
     size = _norm(torch.where(finite, exact, 0.0).unsqueeze(-1))
     slack = slack * difference.shape[2] ** 0.5
-    return Figure("lse error", "lse", _norm(difference), slack, torch.zeros_like(slack), torch.zeros_like(slack), size)
+    return Figure(
+        "lse error",
+        "lse",
+        _norm(difference),
+        slack,
+        torch.zeros_like(slack),
+        torch.zeros_like(slack),
+        size,
+    )
 
 
 def _lean(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tensor:
-    """0 where the golden value is itself no larger than rounding noise: there is nothing to lean along."""
+    """0 where the golden value is itself no larger than rounding noise: there is nothing to lean
+    along.
+    """
     power = exact.flatten(2).square().sum(-1).flatten()
     along = (difference * exact).flatten(2).sum(-1).flatten()
     return (
-        torch.where(power > (noise * fmt.unit_roundoff).square(), along / power.clamp_min(1e-300), 0.0)
+        torch.where(
+            power > (noise * fmt.unit_roundoff).square(), along / power.clamp_min(1e-300), 0.0
+        )
         / fmt.unit_roundoff
     )
 
 
 def _in_ulps(difference: Tensor, exact: Tensor, fmt: Format) -> tuple[float, float, float]:
-    """Mean |error|, largest |error| and mean error along the golden value's sign, in ulps of it; of 1/16 of the
-    tensor's RMS where it is smaller.
+    """Mean |error|, largest |error| and mean error along the golden value's sign, in ulps of it; of
+    1/16 of the tensor's RMS where it is smaller.
     """
     rms = exact.square().mean().sqrt()
     steps = difference / ulp(exact.abs().clamp_min(rms / 16), fmt).double()
@@ -241,8 +295,8 @@ def _sums(
     probe: Probe | None,
     bad: dict[str, int],
 ) -> list[Figure]:
-    """The invariants that one call shows: Σ_j dV_j = Σ_i dO_i, Σ_j dK_j = 0, and Σ_j dS_ij = 0 row by row where
-    keys share a feature.
+    """The invariants that one call shows: Σ_j dV_j = Σ_i dO_i, Σ_j dK_j = 0, and Σ_j dS_ij = 0 row
+    by row where keys share a feature.
     """
     found: list[Figure] = []
     groups = x.query.shape[1] // x.key.shape[1]
@@ -253,12 +307,32 @@ def _sums(
         got, exact = getattr(result, name), getattr(truth, name)
         if got is None or exact is None or name in bad or x.attn_mask is not None:
             continue
-        difference, of_exact = (got.double() - exact).sum(2, keepdim=True), exact.sum(2, keepdim=True)
+        difference, of_exact = (
+            (got.double() - exact).sum(2, keepdim=True),
+            exact.sum(2, keepdim=True),
+        )
         scale = getattr(noise, name)
-        found.append(_figure(label, name, difference, of_exact, scale, allowed[name], fmt.unit_roundoff))
-    if probe is not None and probe.shared_feature and result.grad_query is not None and "grad_query" not in bad:
+        found.append(
+            _figure(label, name, difference, of_exact, scale, allowed[name], fmt.unit_roundoff)
+        )
+    if (
+        probe is not None
+        and probe.shared_feature
+        and result.grad_query is not None
+        and "grad_query" not in bad
+    ):
         along = result.grad_query[..., :1].double() / (x.scale * probe.shared_feature)
         label, nothing = "row sums of dS (δ's error)", torch.zeros_like(along)
         through_delta = (torch.zeros_like(noise.row_sums), noise.delta.row_sums)
-        found.append(_figure(label, "grad_query", along, nothing, noise.row_sums, through_delta, fmt.unit_roundoff))
+        found.append(
+            _figure(
+                label,
+                "grad_query",
+                along,
+                nothing,
+                noise.row_sums,
+                through_delta,
+                fmt.unit_roundoff,
+            )
+        )
     return found

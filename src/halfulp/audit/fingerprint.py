@@ -1,8 +1,9 @@
-"""Which recipe explains a kernel's bits best: rounded results are compared element by element with emulated recipes.
+"""Which recipe explains a kernel's bits best: rounded results are compared element by element with
+emulated recipes.
 
-The search walks one recipe choice at a time (forward choices by the bits of out, backward choices by the bits of the
-gradients) and keeps a choice only if it explains more bits. Equal bits on nearly all elements are strong evidence;
-the fraction is the figure.
+The search walks one recipe choice at a time (forward choices by the bits of out, backward choices
+by the bits of the gradients) and keeps a choice only if it explains more bits. Equal bits on nearly
+all elements are strong evidence; the fraction is the figure.
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ class Fingerprint:
     accumulates: bool  # gradients are rounded between tiles
 
     def __str__(self) -> str:
-        share = ", ".join(f"{SHORT[name]} {fraction:.1%}" for name, fraction in self.identical.items())
+        share = ", ".join(
+            f"{SHORT[name]} {fraction:.1%}" for name, fraction in self.identical.items()
+        )
         choices = "; ".join(self.choices.values())
         return f"behaves like {self.recipe.name}: {choices}; identical on {share}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"recipe": self.recipe.name, "choices": self.choices, "identical": self.identical, "text": str(self)}
+        return {
+            "recipe": self.recipe.name,
+            "choices": self.choices,
+            "identical": self.identical,
+            "text": str(self),
+        }
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,10 @@ def _forward_choices(fmt: formats.Format) -> tuple[Choice, ...]:
     return (
         Choice(
             "algorithm",
-            (("divided by l after PV", {"algorithm": "flash2"}), ("divided by l before PV", {"algorithm": "standard"})),
+            (
+                ("divided by l after PV", {"algorithm": "flash2"}),
+                ("divided by l before PV", {"algorithm": "standard"}),
+            ),
         ),
         Choice(
             "weights",
@@ -104,12 +115,18 @@ def _backward_choices(fmt: formats.Format) -> tuple[Choice, ...]:
         ("δ = rowsum(dP ∘ P)", {"delta_from": "probabilities"}),
     )
     accumulated = tuple(
-        (f"gradients accumulated in {fmt.name} over query blocks of {b}", {"grad_accumulator": fmt, "block_query": b})
+        (
+            f"gradients accumulated in {fmt.name} over query blocks of {b}",
+            {"grad_accumulator": fmt, "block_query": b},
+        )
         for b in (256, 128, 64, 32)
     )
     return (
         Choice("delta", deltas),
-        Choice("accumulators", (("gradients accumulated in fp32", {"grad_accumulator": none}), *accumulated)),
+        Choice(
+            "accumulators",
+            (("gradients accumulated in fp32", {"grad_accumulator": none}), *accumulated),
+        ),
         _rounding("grad_scores", "dS rounded", "dS not rounded", fmt),
         _rounding("probabilities_operand", "P rounded for dV", "P not rounded for dV", fmt),
         _rounding("grad_probabilities", "dP in fp32", f"dP in {fmt.name}", fmt, stock_rounds=False),
@@ -123,17 +140,26 @@ def _backward_choices(fmt: formats.Format) -> tuple[Choice, ...]:
     )
 
 
-def _rounding(step: str, rounded: str, kept: str, fmt: formats.Format, *, stock_rounds: bool = True) -> Choice:
+def _rounding(
+    step: str, rounded: str, kept: str, fmt: formats.Format, *, stock_rounds: bool = True
+) -> Choice:
     """Whether one step is rounded, the stock recipe's answer first."""
-    options: list[tuple[str, dict[str, Any]]] = [(rounded, {step: fmt}), (kept, {step: formats.FP64})]
+    options: list[tuple[str, dict[str, Any]]] = [
+        (rounded, {step: fmt}),
+        (kept, {step: formats.FP64}),
+    ]
     if not stock_rounds:
         options = [(rounded, {step: formats.FP64}), (kept, {step: fmt})]
     return Choice(step, tuple(options))
 
 
 def fingerprint(run: Callable[[Inputs], AttentionResult | None], dtype: str) -> Fingerprint | None:
-    """Find the recipe for a kernel that `run` calls; None where the kernel fails on the two small inputs used."""
-    forward_x, backward_x = (Case(probe, shape, 0, dtype).inputs() for probe, shape in (FORWARD_CASE, BACKWARD_CASE))
+    """Find the recipe for a kernel that `run` calls; None where the kernel fails on the two small
+    inputs used.
+    """
+    forward_x, backward_x = (
+        Case(probe, shape, 0, dtype).inputs() for probe, shape in (FORWARD_CASE, BACKWARD_CASE)
+    )
     forward_bits, backward_bits = run(forward_x), run(backward_x)
     if forward_bits is None or backward_bits is None:
         return None
@@ -141,16 +167,26 @@ def fingerprint(run: Callable[[Inputs], AttentionResult | None], dtype: str) -> 
     assert isinstance(fmt, formats.Format)
     whole = _whole_recipes(dtype)
     scored = [
-        (_score(forward_x, forward_bits, r, ("out",)) + _score(backward_x, backward_bits, r, GRADIENTS), r)
+        (
+            _score(forward_x, forward_bits, r, ("out",))
+            + _score(backward_x, backward_bits, r, GRADIENTS),
+            r,
+        )
         for r in whole
     ]
     best_whole = max(scored, key=lambda pair: pair[0])
-    base, labels = _walk(STOCK[dtype], _forward_choices(fmt), lambda r: _score(forward_x, forward_bits, r, ("out",)))
+    base, labels = _walk(
+        STOCK[dtype], _forward_choices(fmt), lambda r: _score(forward_x, forward_bits, r, ("out",))
+    )
     offered = tuple(name for name in GRADIENTS if getattr(backward_bits, name) is not None)
     if offered:
-        base, more = _walk(base, _backward_choices(fmt), lambda r: _score(backward_x, backward_bits, r, offered))
+        base, more = _walk(
+            base, _backward_choices(fmt), lambda r: _score(backward_x, backward_bits, r, offered)
+        )
         labels |= more
-    walked = _score(forward_x, forward_bits, base, ("out",)) + _score(backward_x, backward_bits, base, GRADIENTS)
+    walked = _score(forward_x, forward_bits, base, ("out",)) + _score(
+        backward_x, backward_bits, base, GRADIENTS
+    )
     recipe = base
     if best_whole[0] > walked + GAIN:
         recipe = best_whole[1]
@@ -182,8 +218,8 @@ def _whole_recipes(dtype: str) -> list[Recipe]:
 def _walk(
     recipe: Recipe, choices: tuple[Choice, ...], score: Callable[[Recipe], float]
 ) -> tuple[Recipe, dict[str, str]]:
-    """Coordinate search, twice over the choices; the first option of each is the stock one and stays unless another
-    explains more.
+    """Coordinate search, twice over the choices; the first option of each is the stock one and
+    stays unless another explains more.
     """
     labels: dict[str, str] = {choice.name: choice.options[0][0] for choice in choices}
     for choice in choices:
@@ -212,14 +248,20 @@ def _tried(recipe: Recipe, fields: dict[str, Any]) -> Recipe | None:
         return None
 
 
-def _identical(x: Inputs, bits: AttentionResult, recipe: Recipe, tensors: tuple[str, ...]) -> dict[str, float]:
+def _identical(
+    x: Inputs, bits: AttentionResult, recipe: Recipe, tensors: tuple[str, ...]
+) -> dict[str, float]:
     if tensors == ("out",):
         with torch.no_grad():
-            emulation = AttentionResult(emulate(x.query, x.key, x.value, recipe=recipe, **x.options()))
+            emulation = AttentionResult(
+                emulate(x.query, x.key, x.value, recipe=recipe, **x.options())
+            )
     else:
         emulation = emulated(x, recipe)
     pairs = {name: (getattr(bits, name), getattr(emulation, name)) for name in tensors}
-    return {name: float((a == b).double().mean()) for name, (a, b) in pairs.items() if a is not None}
+    return {
+        name: float((a == b).double().mean()) for name, (a, b) in pairs.items() if a is not None
+    }
 
 
 def _score(x: Inputs, bits: AttentionResult, recipe: Recipe, tensors: tuple[str, ...]) -> float:

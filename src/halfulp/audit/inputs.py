@@ -1,7 +1,8 @@
-"""The inputs of one attention call under audit: a probe at one size, seed and dtype, or tensors captured from a real
-model.
+"""The inputs of one attention call under audit: a probe at one size, seed and dtype, or tensors
+captured from a real model.
 
-A case is named by its probe, shape, seed and dtype, and those four repeat it bit for bit on any machine.
+A case is named by its probe, shape, seed and dtype, and those four repeat it bit for bit on any
+machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Inputs:
-    """One attention call: query `[B, H, N_q, D]`, key, value, grad_out in the audited dtype, and the call's options."""
+    """One attention call: query `[B, H, N_q, D]`, key, value, grad_out in the audited dtype, and
+    the call's options.
+    """
 
     query: Tensor
     key: Tensor
@@ -44,7 +47,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """One probe at one size, seed and dtype; or, with `file`, the tensors captured there, cut to the size."""
+    """One probe at one size, seed and dtype; or, with `file`, the tensors captured there, cut to
+    the size.
+    """
 
     probe: str
     shape: Shape = field(default_factory=Shape)
@@ -53,8 +58,8 @@ class Case:
     file: str | None = None
 
     def inputs(self, device: str | torch.device = "cpu") -> Inputs:
-        """The tensors, the same bits on every machine; raises ValueError for an unknown probe or dtype or an
-        unreadable file.
+        """The tensors, the same bits on every machine; raises ValueError for an unknown probe or
+        dtype or an unreadable file.
         """
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: accepted are {', '.join(DTYPES)}")
@@ -65,9 +70,14 @@ class Case:
         drawn = probe.draw(self.shape, generator)
         mask = drawn.pop("attn_mask", None)
         scale = 1 / math.sqrt(self.shape.head_dim) if probe.scale is None else probe.scale
-        q, k, v, do = (drawn[name].to(DTYPES[self.dtype]).to(device) for name in ("query", "key", "value", "grad_out"))
+        q, k, v, do = (
+            drawn[name].to(DTYPES[self.dtype]).to(device)
+            for name in ("query", "key", "value", "grad_out")
+        )
         mask = None if mask is None else mask.to(device)
-        return Inputs(q, k, v, do, probe.is_causal, scale, mask, self.shape.key_heads != self.shape.heads)
+        return Inputs(
+            q, k, v, do, probe.is_causal, scale, mask, self.shape.key_heads != self.shape.heads
+        )
 
 
 CAPTURED = "captured"
@@ -76,8 +86,8 @@ _SPELLINGS = {"query": "q", "key": "k", "value": "v", "grad_out": "do"}
 
 @lru_cache(maxsize=16)
 def read_captured(file: str) -> Inputs:
-    """Tensors of a safetensors file: query, key, value, grad_out (or q, k, v, do) as `[B, H, N, D]`; metadata
-    is_causal and scale.
+    """Tensors of a safetensors file: query, key, value, grad_out (or q, k, v, do) as `[B, H, N,
+    D]`; metadata is_causal and scale.
 
     Raises ValueError, in one line, for a file that cannot be read or lacks a tensor.
     """
@@ -100,12 +110,15 @@ def read_captured(file: str) -> Inputs:
     for name, x in tensors.items():
         if x.ndim != 4:
             raise ValueError(
-                f"captured={file!r}: {name} has shape {tuple(x.shape)}; accepted are 4 dimensions [B, H, N, D]"
+                f"captured={file!r}: {name} has shape {tuple(x.shape)}; accepted are 4 dimensions"
+                " [B, H, N, D]"
             )
     q, k = tensors["query"], tensors["key"]
     scale = float(metadata.get("scale", 1 / math.sqrt(q.shape[-1])))
     causal = metadata.get("is_causal", "true").lower() in ("true", "1")
-    return Inputs(q, k, tensors["value"], tensors["grad_out"], causal, scale, None, q.shape[1] != k.shape[1])
+    return Inputs(
+        q, k, tensors["value"], tensors["grad_out"], causal, scale, None, q.shape[1] != k.shape[1]
+    )
 
 
 def shape_of(inputs: Inputs) -> Shape:
@@ -116,8 +129,14 @@ def shape_of(inputs: Inputs) -> Shape:
 
 def _cut(x: Inputs, shape: Shape, dtype: torch.dtype, device: str | torch.device) -> Inputs:
     """The first batches, heads and tokens of captured tensors; the head dimension stays."""
-    q, do = (t[: shape.batch, : shape.heads, : shape.n_query].to(dtype).to(device) for t in (x.query, x.grad_out))
-    k, v = (t[: shape.batch, : shape.key_heads, : shape.n_key].to(dtype).to(device) for t in (x.key, x.value))
+    q, do = (
+        t[: shape.batch, : shape.heads, : shape.n_query].to(dtype).to(device)
+        for t in (x.query, x.grad_out)
+    )
+    k, v = (
+        t[: shape.batch, : shape.key_heads, : shape.n_key].to(dtype).to(device)
+        for t in (x.key, x.value)
+    )
     return replace(x, query=q, key=k, value=v, grad_out=do)
 
 
@@ -128,4 +147,6 @@ def _seed(name: str, seed: int) -> int:
 
 def case_of(probe: Probe, shape: Shape, seed: int, dtype: str) -> Case:
     """The case of a probe at about `shape`, with the changes that the probe makes to it."""
-    return Case(probe.name, shape if probe.change_shape is None else probe.change_shape(shape), seed, dtype)
+    return Case(
+        probe.name, shape if probe.change_shape is None else probe.change_shape(shape), seed, dtype
+    )

@@ -1,8 +1,9 @@
-"""Relations that exact arithmetic guarantees between two calls of one kernel: what must agree, bit for bit or to
-rounding.
+"""Relations that exact arithmetic guarantees between two calls of one kernel: what must agree, bit
+for bit or to rounding.
 
-Each relation calls the target on changed inputs and undoes the change. A difference as large as the rounding of two
-independent calls is allowed and reported as "to rounding"; a larger one is a defect whatever the golden value says.
+Each relation calls the target on changed inputs and undoes the change. A difference as large as the
+rounding of two independent calls is allowed and reported as "to rounding"; a larger one is a defect
+whatever the golden value says.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Relation:
     confined: bool = True  # for NaN confinement: nothing outside the poisoned part changed
 
 
-def _relation(invariant: str, first: AttentionResult, second: dict[str, Tensor | None]) -> list[Relation]:
+def _relation(
+    invariant: str, first: AttentionResult, second: dict[str, Tensor | None]
+) -> list[Relation]:
     found = []
     for name, b in second.items():
         a = getattr(first, name)
@@ -48,7 +51,11 @@ def _relation(invariant: str, first: AttentionResult, second: dict[str, Tensor |
 def repeated_call(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     """The same call twice: run-to-run determinism."""
     again = run(x)
-    return [] if again is None else _relation("same call twice", base, {name: getattr(again, name) for name in TENSORS})
+    return (
+        []
+        if again is None
+        else _relation("same call twice", base, {name: getattr(again, name) for name in TENSORS})
+    )
 
 
 def powers_of_two(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
@@ -57,28 +64,43 @@ def powers_of_two(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     if other is None:
         return []
     factors = {"out": 0.25, "grad_query": 2.0, "grad_key": 2.0, "grad_value": 8.0}
-    return _relation("power-of-two scaling", base, {n: _times(getattr(other, n), f) for n, f in factors.items()})
+    return _relation(
+        "power-of-two scaling", base, {n: _times(getattr(other, n), f) for n, f in factors.items()}
+    )
 
 
 def batch_position(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
-    """Batches in reverse order, called with one batch fewer: a sequence's result does not depend on its neighbors."""
+    """Batches in reverse order, called with one batch fewer: a sequence's result does not depend on
+    its neighbors.
+    """
     keep = max(1, x.query.shape[0] - 1)
 
     def turned(t: Tensor) -> Tensor:
         return t[:keep].flip(0).contiguous()
 
     other = run(
-        replace(x, query=turned(x.query), key=turned(x.key), value=turned(x.value), grad_out=turned(x.grad_out))
+        replace(
+            x,
+            query=turned(x.query),
+            key=turned(x.key),
+            value=turned(x.value),
+            grad_out=turned(x.grad_out),
+        )
     )
     if other is None:
         return []
     first = AttentionResult(
         base.out[:keep],
         None,
-        *(None if t is None else t[:keep] for t in (base.grad_query, base.grad_key, base.grad_value)),
+        *(
+            None if t is None else t[:keep]
+            for t in (base.grad_query, base.grad_key, base.grad_value)
+        ),
     )
     return _relation(
-        "batch position", first, {n: None if (t := getattr(other, n)) is None else t.flip(0) for n in TENSORS}
+        "batch position",
+        first,
+        {n: None if (t := getattr(other, n)) is None else t.flip(0) for n in TENSORS},
     )
 
 
@@ -90,54 +112,78 @@ def permuted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     if other is None:
         return []
     back = torch.argsort(order)
-    undone = {n: None if (t := getattr(other, n)) is None else t[:, :, back] for n in ("grad_key", "grad_value")}
-    return _relation("permuted keys", base, {"out": other.out, "grad_query": other.grad_query, **undone})
+    undone = {
+        n: None if (t := getattr(other, n)) is None else t[:, :, back]
+        for n in ("grad_key", "grad_value")
+    }
+    return _relation(
+        "permuted keys", base, {"out": other.out, "grad_query": other.grad_query, **undone}
+    )
 
 
 def duplicated_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
-    """Every key and value twice (not causal): out and dQ as before, the two gradients of a key add up to the one
-    before.
+    """Every key and value twice (not causal): out and dQ as before, the two gradients of a key add
+    up to the one before.
     """
-    other = run(replace(x, key=torch.cat([x.key, x.key], 2), value=torch.cat([x.value, x.value], 2)))
+    other = run(
+        replace(x, key=torch.cat([x.key, x.key], 2), value=torch.cat([x.value, x.value], 2))
+    )
     if other is None:
         return []
     n = x.key.shape[2]
     sums = {
-        name: None if (t := getattr(other, name)) is None else t[:, :, :n].double() + t[:, :, n:].double()
+        name: (
+            None
+            if (t := getattr(other, name)) is None
+            else t[:, :, :n].double() + t[:, :, n:].double()
+        )
         for name in ("grad_key", "grad_value")
     }
-    return _relation("duplicated keys", base, {"out": other.out, "grad_query": other.grad_query, **sums})
+    return _relation(
+        "duplicated keys", base, {"out": other.out, "grad_query": other.grad_query, **sums}
+    )
 
 
 def shifted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
-    """Keys plus a constant vector (along feature 0, which must be 0 before): out, dK and dV as before."""
+    """Keys plus a constant vector (along feature 0, which must be 0 before): out, dK and dV as
+    before.
+    """
     key = x.key.clone()
     key[..., 0] = 2.0
     other = run(replace(x, key=key))
     return (
         []
         if other is None
-        else _relation("key shift", base, {n: getattr(other, n) for n in ("out", "grad_key", "grad_value")})
+        else _relation(
+            "key shift", base, {n: getattr(other, n) for n in ("out", "grad_key", "grad_value")}
+        )
     )
 
 
 def causal_prefix(run: Run, x: Inputs, _: AttentionResult) -> list[Relation]:
-    """The first two thirds of a causal sequence alone, and the whole with no gradient from the tail, agree (also:
-    padding at the end).
+    """The first two thirds of a causal sequence alone, and the whole with no gradient from the
+    tail, agree (also: padding at the end).
     """
     n = x.query.shape[2] * 2 // 3
     tail_silent = x.grad_out.clone()
     tail_silent[:, :, n:] = 0
     whole = run(replace(x, grad_out=tail_silent))
-    cut = {name: getattr(x, name)[:, :, :n].contiguous() for name in ("query", "key", "value", "grad_out")}
+    cut = {
+        name: getattr(x, name)[:, :, :n].contiguous()
+        for name in ("query", "key", "value", "grad_out")
+    }
     prefix = run(replace(x, **cut))
     if whole is None or prefix is None:
         return []
-    return _relation("causal prefix and padding", whole, {name: getattr(prefix, name) for name in TENSORS})
+    return _relation(
+        "causal prefix and padding", whole, {name: getattr(prefix, name) for name in TENSORS}
+    )
 
 
 def poison(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
-    """NaN in one query row, and in one head's key and value: every other row and head is as before."""
+    """NaN in one query row, and in one head's key and value: every other row and head is as
+    before.
+    """
     query, key, value = x.query.clone(), x.key.clone(), x.value.clone()
     row = x.query.shape[2] // 2
     query[0, 0, row] = torch.nan
@@ -159,7 +205,9 @@ def poison(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
         clean = clean_key if name in ("grad_key", "grad_value") else clean_query
         confined = bool(b[clean].isfinite().all())
         same = float((a[clean] == b[clean]).double().mean()) if clean.any() else 1.0
-        found.append(Relation("NaN confined", name, torch.zeros(1, dtype=torch.float64), same, confined))
+        found.append(
+            Relation("NaN confined", name, torch.zeros(1, dtype=torch.float64), same, confined)
+        )
     return found
 
 
@@ -167,5 +215,13 @@ def _times(x: Tensor | None, factor: float) -> Tensor | None:
     return None if x is None else x * factor
 
 
-PLAIN = (repeated_call, powers_of_two, batch_position, permuted_keys, duplicated_keys, shifted_keys, poison)
+PLAIN = (
+    repeated_call,
+    powers_of_two,
+    batch_position,
+    permuted_keys,
+    duplicated_keys,
+    shifted_keys,
+    poison,
+)
 CAUSAL = (causal_prefix,)

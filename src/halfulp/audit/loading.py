@@ -1,4 +1,6 @@
-"""The user's own kernels: "package.module:function" and "path/file.py:function", with every failure one line."""
+"""The user's own kernels: "package.module:function" and "path/file.py:function", with every failure
+one line.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from halfulp.audit.calling import Target, one_line
 
 
 def load(name: str) -> Target:
-    """The target of "module:function" or "file.py:function" (function may be dotted: "module:Class.method").
+    """The target of "module:function" or "file.py:function" (function may be dotted:
+    "module:Class.method").
 
-    Runs the module or file as an import does, with its folder (file) or the working folder (module) on the path
-    meanwhile. Raises ValueError, one line, for a file, module or function that is not there, or whose import fails.
+    Runs the module or file as an import does, with its folder (file) or the working folder (module)
+    on the path meanwhile. Raises ValueError, one line, for a file, module or function that is not
+    there, or whose import fails.
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
@@ -29,7 +33,9 @@ def load(name: str) -> Target:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise ValueError(f"target={name!r}: {where} has no {attribute!r}{_callables(module)}") from None
+            raise ValueError(
+                f"target={name!r}: {where} has no {attribute!r}{_callables(module)}"
+            ) from None
     return Target.of(found, name)
 
 
@@ -40,11 +46,14 @@ def _is_file(where: str) -> bool:
 def _from_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"target={name!r}: there is no file {path}")
-    # A module under a name of its own, known to sys.modules: dataclasses and Triton look their source up there.
+    # A module under a name of its own, known to sys.modules: dataclasses and Triton look their
+    # source up there.
     module_name = f"halfulp_target_{path.stem}_{abs(hash(path.resolve())):x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"target={name!r}: {path} is no Python file; accepted is a name ending in .py")
+        raise ValueError(
+            f"target={name!r}: {path} is no Python file; accepted is a name ending in .py"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
@@ -52,7 +61,9 @@ def _from_file(name: str, path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise ValueError(f"target={name!r}: {path} does not load: {_at(error, path)}{one_line(error)}") from error
+        raise ValueError(
+            f"target={name!r}: {path} does not load: {_at(error, path)}{one_line(error)}"
+        ) from error
     return module
 
 
@@ -61,14 +72,18 @@ def _from_module(name: str, module: str) -> ModuleType:
         with _on_path(Path.cwd()):
             return importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"target={name!r}: module {module} does not load: {one_line(error)}") from error
+        raise ValueError(
+            f"target={name!r}: module {module} does not load: {one_line(error)}"
+        ) from error
 
 
 def _at(error: BaseException, path: Path) -> str:
     """ "line N: " of the user's file, where the failure passed through it."""
     path = path.resolve()
     own_syntax = (
-        isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).resolve() == path
+        isinstance(error, SyntaxError)
+        and error.filename is not None
+        and Path(error.filename).resolve() == path
     )
     line = error.lineno if isinstance(error, SyntaxError) and own_syntax else None
     trace = error.__traceback__
@@ -83,7 +98,9 @@ def _callables(module: ModuleType) -> str:
     own = [
         n
         for n, x in vars(module).items()
-        if not n.startswith("_") and getattr(x, "__module__", None) == module.__name__ and callable(x)
+        if not n.startswith("_")
+        and getattr(x, "__module__", None) == module.__name__
+        and callable(x)
     ]
     return f"; it has {', '.join(own[:8])}" if own else ""
 

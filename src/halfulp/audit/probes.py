@@ -1,7 +1,8 @@
-"""Probe inputs: each family of inputs is built to expose one failure that tolerance tests on Gaussian inputs do not
-see.
+"""Probe inputs: each family of inputs is built to expose one failure that tolerance tests on
+Gaussian inputs do not see.
 
-Every (batch, head) pair is drawn independently, so that a figure taken per head has a standard error.
+Every (batch, head) pair is drawn independently, so that a figure taken per head has a standard
+error.
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ class Probe:
     draw: Draw
     is_causal: bool = False
     scale: float | None = None  # None: 1/√D
-    shared_feature: float = (
-        0.0  # feature 0 of every key holds this constant: dQ's feature 0 then reads Σ_j dS_ij, δ's error, row by row
-    )
+    # feature 0 of every key holds this constant: dQ's feature 0 then reads Σ_j dS_ij, δ's error,
+    # row by row
+    shared_feature: float = 0.0
     change_shape: Callable[[Shape], Shape] | None = None
     judged_by: str | None = None  # the one figure that counts; None: all
-    slack: float = 1.0  # times the usual slack of that figure, where the floor is free of error by cancellation
+    # times the usual slack of that figure, where the floor is free of error by cancellation
+    slack: float = 1.0
 
 
-def _gaussian(shape: Shape, g: torch.Generator, *, q: float = 1.0, k: float = 1.0, v: float = 1.0) -> dict[str, Tensor]:
+def _gaussian(
+    shape: Shape, g: torch.Generator, *, q: float = 1.0, k: float = 1.0, v: float = 1.0
+) -> dict[str, Tensor]:
     d_v = shape.head_dim if shape.value_dim is None else shape.value_dim
     b, h, hk = shape.batch, shape.heads, shape.key_heads
     return {
@@ -80,7 +84,9 @@ def _hot_token(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
 
 
 def _aim(x: dict[str, Tensor], positions: list[int], score: float) -> dict[str, Tensor]:
-    """Give the keys at `positions` (the same bits) a score of about `score` for every query, through feature 1."""
+    """Give the keys at `positions` (the same bits) a score of about `score` for every query,
+    through feature 1.
+    """
     d = x["query"].shape[-1]
     x["query"][..., 1 % d] = 4.0
     x["key"][..., 1 % d] = 0.0
@@ -92,20 +98,24 @@ def _aim(x: dict[str, Tensor], positions: list[int], score: float) -> dict[str, 
 
 
 def _ties(count: int, score: float, *, apart: bool = False) -> Draw:
-    """`count` keys with equal bits hold every row's maximum, of about `score`; all other scores lie below; V is
-    negative throughout.
+    """`count` keys with equal bits hold every row's maximum, of about `score`; all other scores lie
+    below; V is negative throughout.
     """
 
     def draw(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
         x = _gaussian(shape, g, q=0.5)
         n = shape.n_key
-        positions = [i * (n // count) + 1 for i in range(count)] if apart else list(range(1, count + 1))
+        positions = (
+            [i * (n // count) + 1 for i in range(count)] if apart else list(range(1, count + 1))
+        )
         x["key"][..., 1 % shape.head_dim] = 0
         x = _aim(x, positions, score)
         if score <= 0:  # push every other key below the tied ones
             others = torch.ones(n, dtype=torch.bool)
             others[[p % n for p in positions]] = False
-            x["key"][:, :, others, 1 % shape.head_dim] = (score - 6.0) * math.sqrt(shape.head_dim) / 4.0
+            x["key"][:, :, others, 1 % shape.head_dim] = (
+                (score - 6.0) * math.sqrt(shape.head_dim) / 4.0
+            )
         x["value"] = -(x["value"].abs() + 0.5)
         return x
 
@@ -113,7 +123,9 @@ def _ties(count: int, score: float, *, apart: bool = False) -> Draw:
 
 
 def _sink(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
-    """The first token takes most of the mass, and its value is small, as in trained language models."""
+    """The first token takes most of the mass, and its value is small, as in trained language
+    models.
+    """
     x = _aim(_gaussian(shape, g), [0], 9.0)
     x["value"][:, :, 0] *= 0.05
     return x
@@ -129,8 +141,8 @@ def _values(change: Callable[[Tensor], Tensor]) -> Draw:
 
 
 def _constant_values(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
-    """Every token has the same value, another number in each feature; few keys carry each row, so that their
-    rounding does not average out.
+    """Every token has the same value, another number in each feature; few keys carry each row, so
+    that their rounding does not average out.
     """
     x = _gaussian(shape, g, q=3.0, k=2.0)
     x["value"][:] = x["value"][:, :, :1] + 2.0
@@ -180,8 +192,9 @@ def _rising(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
 def _two_live_keys(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
     """Two keys, near the first and the last, carry every row; all the others weigh exactly nothing.
 
-    A row of dS is then two numbers that cancel, and so do their roundings. What is left is where the backward pass
-    disagrees with the forward pass about the weights, and half of the rows change their maximum in the last tile.
+    A row of dS is then two numbers that cancel, and so do their roundings. What is left is where
+    the backward pass disagrees with the forward pass about the weights, and half of the rows change
+    their maximum in the last tile.
     """
     x = _gaussian(shape, g)
     n = shape.n_key
@@ -192,7 +205,9 @@ def _two_live_keys(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
 
 
 def _free_feature(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
-    """Gaussian, with a feature that is 0 in every key, so that a constant can be added there without rounding."""
+    """Gaussian, with a feature that is 0 in every key, so that a constant can be added there
+    without rounding.
+    """
     x = _gaussian(shape, g)
     x["key"][..., 0] = 0
     return x
@@ -243,8 +258,19 @@ _ONE_SIGN = _values(lambda v: v.abs() + 0.25)
 _OFFSET = _values(lambda v: v + 8.0)
 
 PROBES: tuple[Probe, ...] = (
-    Probe("gaussian", "errors that any input shows", "Golden et al., arXiv 2405.02803, section IV", _gaussian),
-    Probe("gaussian_causal", "faults of causal masking", "Golden et al., arXiv 2405.02803", _gaussian, is_causal=True),
+    Probe(
+        "gaussian",
+        "errors that any input shows",
+        "Golden et al., arXiv 2405.02803, section IV",
+        _gaussian,
+    ),
+    Probe(
+        "gaussian_causal",
+        "faults of causal masking",
+        "Golden et al., arXiv 2405.02803",
+        _gaussian,
+        is_causal=True,
+    ),
     Probe(
         "diffuse",
         "small weights lost from the numerator only",
@@ -252,8 +278,18 @@ PROBES: tuple[Probe, ...] = (
         _scaled(q=0.1),
     ),
     Probe("hot_token", "rounding of the one large weight", _PAPER + ", section 3.3.2", _hot_token),
-    Probe("ties_two", "biased rounding where two weights are 1", _PAPER + ", section 3.3.2", _ties(2, 6.0)),
-    Probe("ties_three", "biased rounding where three weights are 1", _PAPER + ", section 3.3.2", _ties(3, 6.0)),
+    Probe(
+        "ties_two",
+        "biased rounding where two weights are 1",
+        _PAPER + ", section 3.3.2",
+        _ties(2, 6.0),
+    ),
+    Probe(
+        "ties_three",
+        "biased rounding where three weights are 1",
+        _PAPER + ", section 3.3.2",
+        _ties(3, 6.0),
+    ),
     Probe(
         "ties_many",
         "underflow of the published fix at a large repeated maximum",
@@ -266,8 +302,15 @@ PROBES: tuple[Probe, ...] = (
         _PAPER + ", Algorithm 1 (D1)",
         _ties(2, -200.0),
     ),
-    Probe("ties_zero", "a repeated maximum of exactly 0", _PAPER + ", Algorithm 1 (D3)", _ties(2, 0.0)),
-    Probe("ties_apart", "equal maxima in different tiles", _PAPER + ", Algorithm 1 (D4)", _ties(2, 6.0, apart=True)),
+    Probe(
+        "ties_zero", "a repeated maximum of exactly 0", _PAPER + ", Algorithm 1 (D3)", _ties(2, 0.0)
+    ),
+    Probe(
+        "ties_apart",
+        "equal maxima in different tiles",
+        _PAPER + ", Algorithm 1 (D4)",
+        _ties(2, 6.0, apart=True),
+    ),
     Probe(
         "sink",
         "δ's error where one token takes the mass",
@@ -289,7 +332,12 @@ PROBES: tuple[Probe, ...] = (
         _shared_keys(_OFFSET, 4.0),
         shared_feature=4.0,
     ),
-    Probe("value_constant", "weights and row sum that disagree", "flash-attention PR 2721", _constant_values),
+    Probe(
+        "value_constant",
+        "weights and row sum that disagree",
+        "flash-attention PR 2721",
+        _constant_values,
+    ),
     Probe(
         "keys_common",
         "δ's error, amplified by what all keys share",
@@ -312,7 +360,9 @@ PROBES: tuple[Probe, ...] = (
         _level(-120.0),
         is_causal=True,
     ),
-    Probe("very_large", "overflow of unshifted weights", "flash-attention issue 2082", _level(400.0)),
+    Probe(
+        "very_large", "overflow of unshifted weights", "flash-attention issue 2082", _level(400.0)
+    ),
     Probe(
         "sharp",
         "scores of trained size, where their rounding counts",
@@ -326,7 +376,12 @@ PROBES: tuple[Probe, ...] = (
         _scaled(q=2.0, k=2.0),
         scale=0.173,
     ),
-    Probe("rising", "rescaling when the maximum changes late", "FlashAttention-2, Algorithm 1", _rising),
+    Probe(
+        "rising",
+        "rescaling when the maximum changes late",
+        "FlashAttention-2, Algorithm 1",
+        _rising,
+    ),
     Probe(
         "two_live_keys",
         "weights that differ between the two passes",
@@ -336,8 +391,18 @@ PROBES: tuple[Probe, ...] = (
         judged_by="row sums of dS (δ's error)",
         slack=8.0,
     ),
-    Probe("outlier_features", "features far larger than the others", _PAPER + ", fig. 5", _outlier_features),
-    Probe("tiny", "small and subnormal values lost", "triton PR 3408 (row sums too coarse)", _scaled(k=1e-3, v=1e-30)),
+    Probe(
+        "outlier_features",
+        "features far larger than the others",
+        _PAPER + ", fig. 5",
+        _outlier_features,
+    ),
+    Probe(
+        "tiny",
+        "small and subnormal values lost",
+        "triton PR 3408 (row sums too coarse)",
+        _scaled(k=1e-3, v=1e-30),
+    ),
     Probe(
         "odd_lengths",
         "N and d that are no multiples of the block",
@@ -353,7 +418,13 @@ PROBES: tuple[Probe, ...] = (
         is_causal=True,
         change_shape=_lengths,
     ),
-    Probe("cross", "different numbers of queries and keys", "cross-attention", _gaussian, change_shape=_cross),
+    Probe(
+        "cross",
+        "different numbers of queries and keys",
+        "cross-attention",
+        _gaussian,
+        change_shape=_cross,
+    ),
     Probe(
         "wider_values",
         "value heads wider than query heads",
@@ -377,7 +448,9 @@ PROBES: tuple[Probe, ...] = (
         _free_feature,
         is_causal=True,
     ),
-    Probe("masked_rows", "rows that may attend to nothing", "pytorch, fully masked rows", _masked_rows),
+    Probe(
+        "masked_rows", "rows that may attend to nothing", "pytorch, fully masked rows", _masked_rows
+    ),
     Probe("additive_mask", "a bias added to the scores", "ALiBi position bias", _additive_mask),
 )
 

@@ -1,5 +1,5 @@
-"""What a target is held against on a case: the golden value, the stock recipe emulated, and the floor of the
-format, each measured once.
+"""What a target is held against on a case: the golden value, the stock recipe emulated, and the
+floor of the format, each measured once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import Probe, probe_named
 from halfulp.recipes import Recipe
 
-STOCK: dict[str, Recipe] = {"bfloat16": recipes.BF16_FLASH2, "float16": recipes.FP16_FLASH2, "float32": recipes.FP32}
-FLOOR: dict[str, Recipe] = {"bfloat16": recipes.BF16_FLOOR, "float16": recipes.FP16_FLOOR, "float32": recipes.FP32}
+STOCK: dict[str, Recipe] = {
+    "bfloat16": recipes.BF16_FLASH2,
+    "float16": recipes.FP16_FLASH2,
+    "float32": recipes.FP32,
+}
+FLOOR: dict[str, Recipe] = {
+    "bfloat16": recipes.BF16_FLOOR,
+    "float16": recipes.FP16_FLOOR,
+    "float32": recipes.FP32,
+}
 
 
 @dataclass(frozen=True)

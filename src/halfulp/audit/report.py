@@ -1,5 +1,5 @@
-"""What an audit found, as data: the verdict, every case's figures, the relations, the fingerprint and the smallest
-failing input.
+"""What an audit found, as data: the verdict, every case's figures, the relations, the fingerprint
+and the smallest failing input.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ class CaseReport:
         """Plain data for JSON."""
         probe = None if self.case.probe == CAPTURED else probe_named(self.case.probe)
         return {
-            "probe": self.case.probe, "shape": str(self.case.shape), "seed": self.case.seed, "file": self.case.file,
+            "probe": self.case.probe,
+            "shape": str(self.case.shape),
+            "seed": self.case.seed,
+            "file": self.case.file,
             "exposes": "real activations" if probe is None else probe.exposes,
             "source": "captured" if probe is None else probe.source,
-            "status": self.status, "reason": self.reason, "rows": [row.as_dict() for row in self.rows],
-            "leans": self.leans, "ulps": {k: list(v) for k, v in self.ulps.items()}, "nonfinite": self.nonfinite,
-        }  # fmt: skip
+            "status": self.status,
+            "reason": self.reason,
+            "rows": [row.as_dict() for row in self.rows],
+            "leans": self.leans,
+            "ulps": {k: list(v) for k, v in self.ulps.items()},
+            "nonfinite": self.nonfinite,
+        }
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,15 @@ class AuditReport:
     cases: tuple[CaseReport, ...]
     relations: tuple[Relation, ...]
     fingerprint: Fingerprint | None
-    growth: dict[str, float]  # tensor → exponent by which its error outgrows the stock recipe's with N
+    # tensor → exponent by which its error outgrows the stock recipe's with N
+    growth: dict[str, float]
     drift: float | None  # exponent of the summed error of O over tokens: 0.5 random walk, 1 drift
     tests: int
     family_level: float  # chance of any false alarm over all tests
     smallest: Case | None
     script: str | None  # a runnable Python file that shows the defect
-    notes: tuple[str, ...]  # what calls showed beside figures: "not differentiable", "modifies its inputs", warnings
+    # what calls showed beside figures: "not differentiable", "modifies its inputs", warnings
+    notes: tuple[str, ...]
     seconds: float
     versions: dict[str, str]
 
@@ -86,14 +95,25 @@ class AuditReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinities become None."""
-        causes = [{"name": c.name, "resembles": c.resembles, "effect": c.effect} for c in self.causes]
+        causes = [
+            {"name": c.name, "resembles": c.resembles, "effect": c.effect} for c in self.causes
+        ]
         smallest = (
             None
             if self.smallest is None
-            else {"probe": self.smallest.probe, "shape": str(self.smallest.shape), "seed": self.smallest.seed}
+            else {
+                "probe": self.smallest.probe,
+                "shape": str(self.smallest.shape),
+                "seed": self.smallest.seed,
+            }
         )
         relations = [
-            {"invariant": r.invariant, "tensor": r.tensor, "identical": r.identical, "confined": r.confined}
+            {
+                "invariant": r.invariant,
+                "tensor": r.tensor,
+                "identical": r.identical,
+                "confined": r.confined,
+            }
             for r in self.relations
         ]
         plain = {

@@ -24,7 +24,16 @@ from halfulp.audit.report import AuditReport, CaseReport, Verdict
 from halfulp.audit.shrink import script, shrink
 from halfulp.audit.statistics import drift_exponent, growth_exponent
 from halfulp.audit.targets import Outcome, Target, resolve, run_target
-from halfulp.audit.verdict import FAMILY_LEVEL, LIMITS, Finding, Row, judge_case, judge_relation, tests_in, verdict_of
+from halfulp.audit.verdict import (
+    FAMILY_LEVEL,
+    LIMITS,
+    Finding,
+    Row,
+    judge_case,
+    judge_relation,
+    tests_in,
+    verdict_of,
+)
 
 Depth = Literal["quick", "full"]
 Progress = Callable[[float, str], None]
@@ -45,16 +54,23 @@ class Plan:
         return self.cases + self.lengths
 
 
-def plan(depth: Depth, dtype: str, seed: int = 0, shapes: Sequence[Shape] = (), captured: Sequence[str] = ()) -> Plan:
-    """The cases of a depth: every probe at (4, 4, 256, 64) (quick), or at two sizes and two seeds (full), and
-    lengths up to 2k or 8k.
+def plan(
+    depth: Depth,
+    dtype: str,
+    seed: int = 0,
+    shapes: Sequence[Shape] = (),
+    captured: Sequence[str] = (),
+) -> Plan:
+    """The cases of a depth: every probe at (4, 4, 256, 64) (quick), or at two sizes and two seeds
+    (full), and lengths up to 2k or 8k.
     """
     if depth not in ("quick", "full"):
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
     for shape in shapes:
         if not isinstance(shape, Shape):
             raise ValueError(
-                f"shapes={shape!r}: accepted is halfulp.audit.Shape(batch, heads, n_query, n_key, head_dim)"
+                f"shapes={shape!r}: accepted is halfulp.audit.Shape(batch, heads, n_query, n_key,"
+                " head_dim)"
             )
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
@@ -66,12 +82,21 @@ def plan(depth: Depth, dtype: str, seed: int = 0, shapes: Sequence[Shape] = (), 
     for file in captured:
         size = shape_of(read_captured(file))
         cases.append(Case(CAPTURED, size, 0, dtype, file))
-    sizes: tuple[int, ...] = (512, 1024, 2048) if depth == "quick" else (512, 1024, 2048, 4096, 8192)
+    sizes: tuple[int, ...] = (
+        (512, 1024, 2048) if depth == "quick" else (512, 1024, 2048, 4096, 8192)
+    )
     if shapes:  # small sizes are asked for to be fast
-        sizes = tuple(n for n in sizes if n <= 8 * max(shape.n_key for shape in shapes)) or sizes[:2]
-    lengths = [Case(GROWTH_PROBE, Shape(1, 4 if n <= 4096 else 2, n, n, 64), seed, dtype) for n in sizes]
+        sizes = (
+            tuple(n for n in sizes if n <= 8 * max(shape.n_key for shape in shapes)) or sizes[:2]
+        )
+    lengths = [
+        Case(GROWTH_PROBE, Shape(1, 4 if n <= 4096 else 2, n, n, 64), seed, dtype) for n in sizes
+    ]
     small = Shape(2, 4, 192, 192, 64)
-    relations = (Case("free_feature", small, seed, dtype), Case("free_feature_causal", small, seed, dtype))
+    relations = (
+        Case("free_feature", small, seed, dtype),
+        Case("free_feature_causal", small, seed, dtype),
+    )
     return Plan(tuple(cases), tuple(lengths), relations)
 
 
@@ -85,7 +110,9 @@ def _call(target: Target, x: Inputs, device: str) -> Outcome:
         return None if t is None else t.to(device)
 
     options = x.options() | {"attn_mask": there(x.attn_mask)}
-    outcome = run_target(target, there(x.query), there(x.key), there(x.value), there(x.grad_out), **options)
+    outcome = run_target(
+        target, there(x.query), there(x.key), there(x.value), there(x.grad_out), **options
+    )
     if outcome.result is None or device == "cpu":
         return outcome
     moved = {name: t.cpu() for name, t in vars(outcome.result).items() if t is not None}
@@ -114,23 +141,27 @@ def audit(
     explain: bool = True,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Is this attention kernel numerically sound? A black box: only calls, outputs and gradients are used.
+    """Is this attention kernel numerically sound? A black box: only calls, outputs and gradients
+    are used.
 
     Args:
-        target: a built-in name (`halfulp ls targets`), "module:function", "file.py:function", or a function
-            `f(query, key, value, *, is_causal, scale)` on `[B, H, N, D]` tensors that returns out or (out, lse).
-        dtype: "bfloat16", "float16" or "float32", in which only errors 32 times the stock recipe's count.
+        target: a built-in name (`halfulp ls targets`), "module:function", "file.py:function", or a
+            function `f(query, key, value, *, is_causal, scale)` on `[B, H, N, D]` tensors that
+            returns out or (out, lse).
+        dtype: "bfloat16", "float16" or "float32", in which only errors 32 times the stock recipe's
+            count.
         depth: "quick" (under a minute on two cores) or "full" (under ten).
         shapes: sizes to use instead of the depth's own.
-        captured: safetensors files with query, key, value, grad_out (or q, k, v, do) to audit on as well.
+        captured: safetensors files with query, key, value, grad_out (or q, k, v, do) to audit on as
+            well.
         seed: of the probe inputs.
         device: where the target runs; references are computed on the CPU.
         explain: also take the fingerprint and shrink the smallest failing input.
         progress: called with (fraction done, what is being done).
 
     Returns:
-        An `AuditReport`. A target that refuses or fails a case is reported for that case; one that fails on plain
-        Gaussian input has verdict "error".
+        An `AuditReport`. A target that refuses or fails a case is reported for that case; one that
+        fails on plain Gaussian input has verdict "error".
 
     Raises:
         ValueError: for an unknown or missing target, dtype, depth or file, in one line.
@@ -158,7 +189,11 @@ def _audit(
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
     went_through = (outcome for outcome in gathered.outcomes.values() if outcome.kind == "ok")
     notes = tuple(dict.fromkeys(note for outcome in went_through for note in outcome.notes))
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
     tell(1.0, verdict)
     return AuditReport(
         target=chosen.name,
@@ -203,16 +238,24 @@ def _target(target: str | Target | Callable[..., Any]) -> Target:
 def _gather(target: Target, todo: Plan, device: str, tell: Progress) -> _Gathered:
     """Call the target on every case and relation. Work is estimated by the number of scores."""
     gathered = _Gathered({}, {}, [])
-    work = {c: c.shape.batch * c.shape.heads * c.shape.n_query * c.shape.n_key for c in todo.all_cases}
+    work = {
+        c: c.shape.batch * c.shape.heads * c.shape.n_query * c.shape.n_key for c in todo.all_cases
+    }
     total, done = sum(work.values()) * 1.1, 0.0
     for case in todo.all_cases:
         tell(0.9 * done / total, f"{case.probe} {case.shape}")
         reference = references(case)
         outcome = gathered.outcomes[case] = _call(target, reference.inputs, device)
         if outcome.result is not None:
-            measured = measure(outcome.result, reference.truth, reference.noise, reference.inputs, reference.probe)
+            measured = measure(
+                outcome.result, reference.truth, reference.noise, reference.inputs, reference.probe
+            )
             gathered.measured[case] = (measured, reference)
-            if case.probe == GROWTH_PROBE and gathered.drift is None and "out" not in measured.nonfinite:
+            if (
+                case.probe == GROWTH_PROBE
+                and gathered.drift is None
+                and "out" not in measured.nonfinite
+            ):
                 difference = outcome.result.out.double() - reference.truth.out
                 gathered.drift = drift_exponent(
                     (difference * reference.truth.out.sign()).flatten(0, 1).mT.flatten(0, 1)
@@ -224,7 +267,9 @@ def _gather(target: Target, todo: Plan, device: str, tell: Progress) -> _Gathere
         x = references(case).inputs
         base = run(x)
         if base is not None:
-            gathered.relations += [(found, case) for relation in relations for found in relation(run, x, base)]
+            gathered.relations += [
+                (found, case) for relation in relations for found in relation(run, x, base)
+            ]
     return gathered
 
 
@@ -257,17 +302,26 @@ def _growth(todo: Plan, gathered: _Gathered) -> dict[str, float]:
             if case in gathered.measured:
                 measured, reference = gathered.measured[case]
                 got, stock = (
-                    {f.tensor: f for f in m.figures if f.name.endswith(" error")} for m in (measured, reference.stock)
+                    {f.tensor: f for f in m.figures if f.name.endswith(" error")}
+                    for m in (measured, reference.stock)
                 )
                 if tensor in got:
-                    points.append((case.shape.n_key, got[tensor].relative / max(stock[tensor].relative, 1e-300)))
+                    points.append(
+                        (
+                            case.shape.n_key,
+                            got[tensor].relative / max(stock[tensor].relative, 1e-300),
+                        )
+                    )
         if len(points) > 1:
             growth[tensor] = growth_exponent([n for n, _ in points], [e for _, e in points])
     return growth
 
 
 def _shrink(
-    run: Callable[[Inputs], AttentionResult | None], findings: list[Finding], wanted: bool, tell: Progress
+    run: Callable[[Inputs], AttentionResult | None],
+    findings: list[Finding],
+    wanted: bool,
+    tell: Progress,
 ) -> tuple[Case | None, Finding | None]:
     worst = next((f for f in findings if f.grade == "defect"), None)
     if worst is None or not wanted:
@@ -293,10 +347,14 @@ def _verdict(
 def _case_report(case: Case, gathered: _Gathered, rows: dict[Case, list[Row]]) -> CaseReport:
     outcome = gathered.outcomes[case]
     if case not in gathered.measured:
-        return CaseReport(case, "unsupported" if outcome.kind == "unsupported" else "error", outcome.refusal)
+        return CaseReport(
+            case, "unsupported" if outcome.kind == "unsupported" else "error", outcome.refusal
+        )
     measured, _ = gathered.measured[case]
     leans = {lean.tensor: float(lean.lean.mean()) for lean in measured.leans}
-    return CaseReport(case, "ok", outcome.refusal, tuple(rows[case]), leans, measured.ulps, measured.nonfinite)
+    return CaseReport(
+        case, "ok", outcome.refusal, tuple(rows[case]), leans, measured.ulps, measured.nonfinite
+    )
 
 
 def fingerprint_of(

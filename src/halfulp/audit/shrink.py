@@ -19,7 +19,9 @@ MOST_CALLS = 40
 
 
 def severity(run: Run, case: Case, finding: Finding) -> float:
-    """How bad a finding is on one case, 1 being the limit of a defect; 0 where the target refuses the case."""
+    """How bad a finding is on one case, 1 being the limit of a defect; 0 where the target refuses
+    the case.
+    """
     reference = references(case)
     result = run(reference.inputs)
     if result is None:
@@ -44,17 +46,20 @@ def _severity(measured: Measured, reference: References, finding: Finding, limit
     by_name = {f.name: f for f in reference.stock.figures}
     for got in measured.figures:
         if got.name == finding.property:
-            allowed = torch.maximum(by_name[got.name].error, (got.own.square() + got.through_delta.square()).sqrt())
+            allowed = torch.maximum(
+                by_name[got.name].error, (got.own.square() + got.through_delta.square()).sqrt()
+            )
             stock_error = float((allowed + got.slack).square().sum().sqrt())
             return float((got.error + got.slack).square().sum().sqrt()) / stock_error / limits.stock
     return 0.0
 
 
 def shrink(run: Run, finding: Finding) -> Case | None:
-    """Fewest heads, shortest N and smallest d on which a defect still shows clearly, at the finding's own seed.
+    """Fewest heads, shortest N and smallest d on which a defect still shows clearly, at the
+    finding's own seed.
 
-    "Clearly" keeps half of the excess over the limit, so that the smallest case is not a matter of chance. None for a
-    finding without a case.
+    "Clearly" keeps half of the excess over the limit, so that the smallest case is not a matter of
+    chance. None for a finding without a case.
     """
     if finding.case is None or finding.kind == "relation":
         return finding.case
@@ -88,7 +93,11 @@ def _one_head(case: Case) -> Case | None:
 
 def _half_length(case: Case) -> Case | None:
     s = case.shape
-    return None if min(s.n_query, s.n_key) < 4 else _with(case, n_query=s.n_query // 2, n_key=s.n_key // 2)
+    return (
+        None
+        if min(s.n_query, s.n_key) < 4
+        else _with(case, n_query=s.n_query // 2, n_key=s.n_key // 2)
+    )
 
 
 def _fewer_queries(case: Case) -> Case | None:
@@ -117,27 +126,35 @@ def _refine(case: Case, shows: Callable[[Case], bool]) -> Case:
 
 
 def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) -> int:
-    """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not: what the written file
-    calls.
+    """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not: what
+    the written file calls.
     """
     from halfulp.audit.run import runner
     from halfulp.audit.targets import resolve
 
     finding = Finding("defect", kind, property, tensor, case, "", 0.0)  # type: ignore[arg-type]
     bad = severity(runner(resolve(target)), case, finding)
-    print(f"{target}: {property} on {case.probe} {case.shape}, seed {case.seed}: {bad:.3g} × the limit of a defect")
+    print(
+        f"{target}: {property} on {case.probe} {case.shape}, seed {case.seed}: {bad:.3g} × the"
+        " limit of a defect"
+    )
     return int(bad > 1)
 
 
 def script(target: str, finding: Finding, case: Case) -> str:
-    """A Python file that shows the defect: `python FILE` prints the figure and exits 1 while it is there."""
+    """A Python file that shows the defect: `python FILE` prints the figure and exits 1 while it is
+    there.
+    """
     shape, default = case.shape, Shape()
     fields = {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
-    arguments = ", ".join(f"{k}={v}" for k, v in fields.items() if v is not None or getattr(default, k) is not None)
+    arguments = ", ".join(
+        f"{k}={v}" for k, v in fields.items() if v is not None or getattr(default, k) is not None
+    )
     file = "" if case.file is None else f", file={case.file!r}"
     return (
-        f'"""{target}: {finding.property} on {case.probe}. Found by halfulp audit: {finding.figure}."""\n\n'
-        "from halfulp.audit import Case, Shape, reproduce\n\n"
-        f"case = Case({case.probe!r}, Shape({arguments}), seed={case.seed}, dtype={case.dtype!r}{file})\n"
-        f"raise SystemExit(reproduce({target!r}, case, {finding.kind!r}, {finding.property!r}, {finding.tensor!r}))\n"
+        f'"""{target}: {finding.property} on {case.probe}. Found by halfulp audit:'
+        f' {finding.figure}."""\n\nfrom halfulp.audit import Case, Shape, reproduce\n\ncase ='
+        f" Case({case.probe!r}, Shape({arguments}), seed={case.seed},"
+        f" dtype={case.dtype!r}{file})\nraise SystemExit(reproduce({target!r}, case,"
+        f" {finding.kind!r}, {finding.property!r}, {finding.tensor!r}))\n"
     )

@@ -1,8 +1,9 @@
-"""Tests with stated uncertainty: is a target's error larger than a reference's, does it lean, how does it grow.
+"""Tests with stated uncertainty: is a target's error larger than a reference's, does it lean, how
+does it grow.
 
-Samples are heads, which are drawn independently. Every test is one-sided, by Student's t, at a level divided by the
-number of tests made (Bonferroni), so the chance that a kernel as good as its reference raises any alarm at all stays
-below the family's level.
+Samples are heads, which are drawn independently. Every test is one-sided, by Student's t, at a
+level divided by the number of tests made (Bonferroni), so the chance that a kernel as good as its
+reference raises any alarm at all stays below the family's level.
 """
 
 from __future__ import annotations
@@ -33,30 +34,46 @@ class Estimate:
 
 
 def estimate(samples: Tensor, level: float) -> Estimate:
-    """Mean of `samples [S]` (S ≥ 2) with bounds that each hold with probability 1 − level; raises ValueError for
-    fewer samples.
+    """Mean of `samples [S]` (S ≥ 2) with bounds that each hold with probability 1 − level; raises
+    ValueError for fewer samples.
     """
     from scipy.stats import t
 
     n = samples.numel()
     if n < 2:
-        raise ValueError(f"samples of {n} head(s): accepted are 2 or more, a standard error needs them")
+        raise ValueError(
+            f"samples of {n} head(s): accepted are 2 or more, a standard error needs them"
+        )
     mean, error = float(samples.double().mean()), float(samples.double().std() / math.sqrt(n))
     reach = float(t.isf(level, n - 1)) * error
     return Estimate(mean, error, mean - reach, mean + reach, n)
 
 
-def error_ratio(target: Figure, reference: Figure, level: float, *, through_delta: bool) -> Estimate:
-    """Geometric mean over heads of (target's error + slack) / (reference's error + slack), with bounds.
+def error_ratio(
+    target: Figure, reference: Figure, level: float, *, through_delta: bool
+) -> Estimate:
+    """Geometric mean over heads of (target's error + slack) / (reference's error + slack), with
+    bounds.
 
-    The reference's error is taken as at least what correct rounding of the result itself may make and, with
-    `through_delta`, what rounding O may make: a reference that happens to be exact on some input is no standard.
+    The reference's error is taken as at least what correct rounding of the result itself may make
+    and, with `through_delta`, what rounding O may make: a reference that happens to be exact on
+    some input is no standard.
     """
-    least = (target.own.square() + target.through_delta.square()).sqrt() if through_delta else target.own
+    least = (
+        (target.own.square() + target.through_delta.square()).sqrt()
+        if through_delta
+        else target.own
+    )
     allowed = torch.maximum(reference.error, least)
     logs = ((target.error + target.slack) / (allowed + target.slack)).log()
     e = estimate(logs, level)
-    return Estimate(math.exp(e.mean), e.standard_error * math.exp(e.mean), _exp(e.lower), _exp(e.upper), e.samples)
+    return Estimate(
+        math.exp(e.mean),
+        e.standard_error * math.exp(e.mean),
+        _exp(e.lower),
+        _exp(e.upper),
+        e.samples,
+    )
 
 
 def _exp(x: float) -> float:
@@ -64,14 +81,16 @@ def _exp(x: float) -> float:
 
 
 def excess_lean(target: Lean, reference: Lean, level: float) -> Estimate:
-    """Mean over heads of how much more the target leans than the reference on the same inputs, in unit roundoffs,
-    with two-sided bounds.
+    """Mean over heads of how much more the target leans than the reference on the same inputs, in
+    unit roundoffs, with two-sided bounds.
     """
     return estimate(target.lean - reference.lean, level / 2)
 
 
 def growth_exponent(lengths: list[int], errors: list[float]) -> float:
-    """p of error ∝ Nᵖ by least squares in logarithms; 0 is no growth, 0.5 is √N, 1 is N. Needs two or more lengths."""
+    """p of error ∝ Nᵖ by least squares in logarithms; 0 is no growth, 0.5 is √N, 1 is N. Needs two
+    or more lengths.
+    """
     x = torch.tensor(lengths, dtype=torch.float64).log()
     y = torch.tensor(errors, dtype=torch.float64).clamp_min(1e-300).log()
     x, y = x - x.mean(), y - y.mean()
@@ -79,8 +98,8 @@ def growth_exponent(lengths: list[int], errors: list[float]) -> float:
 
 
 def drift_exponent(difference: Tensor) -> float:
-    """How the summed signed error grows with the number of terms n: p of RMS |Σ_n| ∝ nᵖ; 0.5 is a random walk, 1 is
-    drift.
+    """How the summed signed error grows with the number of terms n: p of RMS |Σ_n| ∝ nᵖ; 0.5 is a
+    random walk, 1 is drift.
 
     `difference [S, n]` holds one sequence of signed errors a sample.
     """

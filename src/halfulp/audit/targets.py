@@ -1,4 +1,6 @@
-"""Which attention implementations can be audited, and how a name on the command line becomes one."""
+"""Which attention implementations can be audited, and how a name on the command line becomes
+one.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ ALGORITHM_RECIPES = {
 }
 """The recipe that stands for an algorithm named alone."""
 
-_ACCEPTED = "a built-in name (`halfulp ls targets`), 'recipe:NAME', 'module:function' or 'file.py:function'"
+_ACCEPTED = (
+    "a built-in name (`halfulp ls targets`), 'recipe:NAME', 'module:function' or 'file.py:function'"
+)
 
 
 def resolve(name: str) -> Target:
     """The target of that name.
 
-    Accepted are built-in names, "recipe:NAME", a recipe or algorithm name alone, "transformers:NAME", "module:function"
-    and "file.py:function". Raises ValueError, one line, with what is accepted and the closest name.
+    Accepted are built-in names, "recipe:NAME", a recipe or algorithm name alone,
+    "transformers:NAME", "module:function" and "file.py:function". Raises ValueError, one line, with
+    what is accepted and the closest name.
     """
     builtin = {target.name: target for target in builtin_targets()}
     if name in builtin:
@@ -42,6 +47,8 @@ def resolve(name: str) -> Target:
     if ":" in name and not name.startswith(("recipe:", "sdpa:", "flex:")):
         return load(name)
     known = [*builtin, *RECIPES, *ALGORITHM_RECIPES]
-    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name.upper(), known, n=1)
+    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(
+        name.upper(), known, n=1
+    )
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"target={name!r}: accepted is {_ACCEPTED}{hint}")

@@ -1,14 +1,15 @@
-"""From figures to a verdict: sound, stock or defect, with the failing property, its figure and what it does to
-training.
+"""From figures to a verdict: sound, stock or defect, with the failing property, its figure and what
+it does to training.
 
-`defect`: some error is worse than the stock recipe's by more than a quarter, or leans, or is not finite, or a relation
-between calls breaks. `stock`: nothing is worse than the stock recipe, but some error lies above one and a half times
-the floor of the format (δ's known bias).
-`sound`: neither. All comparisons are tests at a level that is divided by their number.
+`defect`: some error is worse than the stock recipe's by more than a quarter, or leans, or is not
+finite, or a relation between calls breaks. `stock`: nothing is worse than the stock recipe, but
+some error lies above one and a half times the floor of the format (δ's known bias). `sound`:
+neither. All comparisons are tests at a level that is divided by their number.
 
-In float32 nothing is rounded but what every kernel rounds in an order of its own, and errors of sound kernels lie up to
-five times, leans up to 70 unit roundoffs apart (docs/log.md). There only an error 32 times the reference's counts, or a
-lean of 128 unit roundoffs beyond its: what a lost digit makes (TF32: 2¹³).
+In float32 nothing is rounded but what every kernel rounds in an order of its own, and errors of
+sound kernels lie up to five times, leans up to 70 unit roundoffs apart (docs/log.md). There only an
+error 32 times the reference's counts, or a lean of 128 unit roundoffs beyond its: what a lost digit
+makes (TF32: 2¹³).
 """
 
 from __future__ import annotations
@@ -68,8 +69,15 @@ class Finding:
                 "file": self.case.file,
             }
         )
-        return {"grade": self.grade, "kind": self.kind, "property": self.property, "tensor": self.tensor, "case": case,
-                "figure": self.figure, "ratio": self.ratio}  # fmt: skip
+        return {
+            "grade": self.grade,
+            "kind": self.kind,
+            "property": self.property,
+            "tensor": self.tensor,
+            "case": case,
+            "figure": self.figure,
+            "ratio": self.ratio,
+        }
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,11 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        plain: dict[str, Any] = {"property": self.property, "relative": self.relative, "samples": self.samples}
+        plain: dict[str, Any] = {
+            "property": self.property,
+            "relative": self.relative,
+            "samples": self.samples,
+        }
         plain |= {"stock": self.stock, "floor": self.floor}
         for name, times in (("times_stock", self.times_stock), ("times_floor", self.times_floor)):
             plain |= {name: times.mean, f"{name}_lower": times.lower, f"{name}_upper": times.upper}
@@ -94,11 +106,12 @@ class Row:
 
 
 def tests_in(measured: Measured, reference: References) -> int:
-    """How many tests one case makes: every figure against the stock recipe and the floor, every lean against 0 and
-    the stock recipe.
+    """How many tests one case makes: every figure against the stock recipe and the floor, every
+    lean against 0 and the stock recipe.
     """
     return 2 * (
-        len(pairs(measured.figures, reference.stock.figures)) + len(lean_pairs(measured.leans, reference.stock.leans))
+        len(pairs(measured.figures, reference.stock.figures))
+        + len(lean_pairs(measured.leans, reference.stock.leans))
     )
 
 
@@ -114,7 +127,9 @@ def lean_pairs(target: tuple[Lean, ...], reference: tuple[Lean, ...]) -> list[tu
     return [(f, by_name[f.tensor]) for f in target if f.tensor in by_name and f.lean.numel() > 1]
 
 
-def judge_case(case: Case, measured: Measured, reference: References, level: float) -> tuple[list[Row], list[Finding]]:
+def judge_case(
+    case: Case, measured: Measured, reference: References, level: float
+) -> tuple[list[Row], list[Finding]]:
     """All rows and findings of one case, each test at `level`."""
     findings = [_nonfinite(case, tensor, count) for tensor, count in measured.nonfinite.items()]
     rows, limits = [], LIMITS[case.dtype]
@@ -141,7 +156,9 @@ def judge_case(case: Case, measured: Measured, reference: References, level: flo
 
 
 def _too_large(grade: Grade, got: Figure, case: Case, row: Row, ratio: float) -> Finding:
-    return Finding(grade, "error", got.name, got.tensor, case, _error_text(row), ratio, row.times_stock.mean)
+    return Finding(
+        grade, "error", got.name, got.tensor, case, _error_text(row), ratio, row.times_stock.mean
+    )
 
 
 def _error_text(row: Row) -> str:
@@ -154,30 +171,46 @@ def _error_text(row: Row) -> str:
 
 def _nonfinite(case: Case, tensor: str, count: int) -> Finding:
     text = f"{count} elements NaN or Inf where the golden value is finite"
-    return Finding("defect", "non-finite", f"{SHORT[tensor]} not finite", tensor, case, text, float("inf"))
+    return Finding(
+        "defect", "non-finite", f"{SHORT[tensor]} not finite", tensor, case, text, float("inf")
+    )
 
 
 def _leans(case: Case, measured: Measured, reference: References, level: float) -> list[Finding]:
     findings = []
     for got, stock in lean_pairs(measured.leans, reference.stock.leans):
-        # A lean counts if it is there, is more than the stock recipe's on the same inputs, and is larger than the
-        # stock recipe's own.
+        # A lean counts if it is there, is more than the stock recipe's on the same inputs, and is
+        # larger than the stock recipe's own.
         itself, excess = estimate(got.lean, level / 2), excess_lean(got, stock, level)
         stock_mean = float(stock.lean.mean())
-        if min(itself.reach, excess.reach) <= LIMITS[case.dtype].lean or abs(itself.mean) <= abs(stock_mean):
+        if min(itself.reach, excess.reach) <= LIMITS[case.dtype].lean or abs(itself.mean) <= abs(
+            stock_mean
+        ):
             continue
         text = (
             f"leans by {itself.mean:+.3g} unit roundoffs of its own size (stock {stock_mean:+.3g}, "
             f"difference {excess.mean:+.3g} ± {excess.standard_error:.2g}); {excess.samples} heads"
         )
         findings.append(
-            Finding("defect", "lean", f"{SHORT[got.tensor]} leans", got.tensor, case, text, 1 + abs(excess.mean))
+            Finding(
+                "defect",
+                "lean",
+                f"{SHORT[got.tensor]} leans",
+                got.tensor,
+                case,
+                text,
+                1 + abs(excess.mean),
+            )
         )
     return findings
 
 
-def judge_relation(relation: Relation, stock: Figure | None, level: float, limits: Limits) -> Finding | None:
-    """A defect if two calls differ by more than the rounding of two independent calls, or if NaN escapes its row."""
+def judge_relation(
+    relation: Relation, stock: Figure | None, level: float, limits: Limits
+) -> Finding | None:
+    """A defect if two calls differ by more than the rounding of two independent calls, or if NaN
+    escapes its row.
+    """
     if not relation.confined:
         text = "NaN or Inf outside the poisoned rows and heads"
         return Finding(
@@ -189,10 +222,17 @@ def judge_relation(relation: Relation, stock: Figure | None, level: float, limit
             text,
             float("inf"),
         )
-    if stock is None or relation.difference.numel() != stock.error.numel() or relation.difference.numel() < 2:
+    if (
+        stock is None
+        or relation.difference.numel() != stock.error.numel()
+        or relation.difference.numel() < 2
+    ):
         return None
     ratio = error_ratio(
-        replace(stock, name=relation.invariant, error=relation.difference), stock, level, through_delta=True
+        replace(stock, name=relation.invariant, error=relation.difference),
+        stock,
+        level,
+        through_delta=True,
     )
     if ratio.lower <= limits.stock:
         return None
@@ -201,7 +241,13 @@ def judge_relation(relation: Relation, stock: Figure | None, level: float, limit
         f"(at least {ratio.lower:.3g}); {ratio.samples} heads"
     )
     return Finding(
-        "defect", "relation", f"{relation.invariant}: {SHORT[relation.tensor]}", relation.tensor, None, text, ratio.mean
+        "defect",
+        "relation",
+        f"{relation.invariant}: {SHORT[relation.tensor]}",
+        relation.tensor,
+        None,
+        text,
+        ratio.mean,
     )
 
 

@@ -29,21 +29,27 @@ def audit(
     html: Path | None = None,
     repro: Path | None = None,
 ) -> int:
-    """Say whether attention kernels are numerically sound: halfulp audit sdpa:flash mykernel.py:attention
+    """Say whether attention kernels are numerically sound: halfulp audit sdpa:flash
+    mykernel.py:attention
 
-    Exit code 0: every one is sound or stock. 1: one has a defect. 2: none has, but one could not be audited.
+    Exit code 0: every one is sound or stock. 1: one has a defect. 2: none has, but one could not be
+    audited.
 
     Args:
-        targets: Built-in names (`halfulp ls targets`), package.module:function or path/file.py:function, called as
-            f(query, key, value, *, is_causal, scale) on [B, H, N, D] tensors.
-        dtype: Of query, key, value and their gradients. In float32, where sound kernels differ by the order of sums,
-            only errors 32 times the stock recipe's count.
-        shapes: Sizes instead of the built-in ones, each B,H,N,D in elements; H/K is H query heads on K key heads.
+        targets: Built-in names (`halfulp ls targets`), package.module:function or
+            path/file.py:function, called as f(query, key, value, *, is_causal, scale) on [B, H, N,
+            D] tensors.
+        dtype: Of query, key, value and their gradients. In float32, where sound kernels differ by
+            the order of sums, only errors 32 times the stock recipe's count.
+        shapes: Sizes instead of the built-in ones, each B,H,N,D in elements; H/K is H query heads
+            on K key heads.
         quick: Every probe at one size: under a minute a target on two cores. This is the default.
         full: Several sizes and seeds, up to 8192 tokens: under ten minutes a target on two cores.
-        captured: Files of real activations (safetensors with query, key, value, grad_out) to audit on as well.
+        captured: Files of real activations (safetensors with query, key, value, grad_out) to audit
+            on as well.
         seed: Of the probe inputs.
-        device: Where the targets run, such as cpu or cuda; what they are held against is computed on the CPU.
+        device: Where the targets run, such as cpu or cuda; what they are held against is computed
+            on the CPU.
         json: File to write every measured figure to; - prints them instead of the tables.
         html: File to write a page to.
         repro: Folder to write a program to for every defect: the smallest input that shows it.
@@ -53,26 +59,43 @@ def audit(
     from halfulp.runs.folder import check_file, check_folder
 
     if not targets:
-        raise ValueError("targets: none given; accepted are names of `halfulp ls targets` or path/file.py:function")
+        raise ValueError(
+            "targets: none given; accepted are names of `halfulp ls targets` or"
+            " path/file.py:function"
+        )
     if quick and full:
         raise ValueError("quick and full are both given; accepted is one of them")
     sizes = [parse_shape(text) for text in shapes]
     check_file("json", None if json == STDOUT else json)
     check_file("html", html)
     check_folder("repro", repro)
-    chosen = [resolve(name) for name in dict.fromkeys(targets)]  # every one, before any work is done
+    # every one, before any work is done
+    chosen = [resolve(name) for name in dict.fromkeys(targets)]
     for target in chosen:
         if target.missing is not None:
-            raise ValueError(f"target={target.name!r}: {target.missing}; accepted is one that runs here")
-    options: dict[str, Any] = {"dtype": dtype, "depth": "full" if full else "quick", "seed": seed, "device": device}
+            raise ValueError(
+                f"target={target.name!r}: {target.missing}; accepted is one that runs here"
+            )
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "depth": "full" if full else "quick",
+        "seed": seed,
+        "device": device,
+    }
     options |= {"shapes": sizes, "captured": [str(path) for path in captured]}
     return _audit(chosen, options, json, html, repro)
 
 
 def _audit(
-    chosen: Sequence[Target], options: dict[str, Any], json: Path | None, html: Path | None, repro: Path | None
+    chosen: Sequence[Target],
+    options: dict[str, Any],
+    json: Path | None,
+    html: Path | None,
+    repro: Path | None,
 ) -> int:
-    """Audit, print every target as soon as it is done, write the files, and return the exit code."""
+    """Audit, print every target as soon as it is done, write the files, and return the exit
+    code.
+    """
     from halfulp.experiments.audits import audit_each
     from halfulp.report.audit_table import print_audit, print_summary
     from halfulp.report.terminal import console, progress_bar
@@ -86,7 +109,9 @@ def _audit(
                 print_audit(plain[-1], to, script=script)
                 to.print()
     except KeyboardInterrupt:  # what is done is written all the same
-        print(f"{PROGRAM}: interrupted after {len(plain)} of {len(chosen)} targets", file=sys.stderr)
+        print(
+            f"{PROGRAM}: interrupted after {len(plain)} of {len(chosen)} targets", file=sys.stderr
+        )
         code = 130
     if json == STDOUT:
         print_json(plain)

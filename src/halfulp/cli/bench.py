@@ -1,4 +1,6 @@
-"""`halfulp bench`: attention kernels timed beside each other, with their error in the same table."""
+"""`halfulp bench`: attention kernels timed beside each other, with their error in the same
+table.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,20 @@ def bench(
     json: Path | None = None,
     svg: Path | None = None,
 ) -> int:
-    """Time attention kernels beside each other, forward and backward, and say how exact each is: halfulp bench
+    """Time attention kernels beside each other, forward and backward, and say how exact each is:
+    halfulp bench
 
-    Ratios are medians over interleaved rounds; where their spread hides the difference there is none. Errors are
-    multiples of the floor, the least that a kernel whose products take operands of this dtype must round. Takes a few
-    minutes by default, most of it for the slow peers. Exit code 2: a kernel that was named cannot be timed.
+    Ratios are medians over interleaved rounds; where their spread hides the difference there is
+    none. Errors are multiples of the floor, the least that a kernel whose products take operands of
+    this dtype must round. Takes a few minutes by default, most of it for the slow peers. Exit code
+    2: a kernel that was named cannot be timed.
 
     Args:
-        kernels: Names of `halfulp ls targets`, file.py:function, or halfulp:stock and halfulp:exact_delta, our kernel
-            with another recipe; every one that runs here by default. sdpa is the baseline and always takes part.
-        shapes: B,H,N,D in elements, with ",causal" where wanted; three sizes, causal and not, by default.
+        kernels: Names of `halfulp ls targets`, file.py:function, or halfulp:stock and
+            halfulp:exact_delta, our kernel with another recipe; every one that runs here by
+            default. sdpa is the baseline and always takes part.
+        shapes: B,H,N,D in elements, with ",causal" where wanted; three sizes, causal and not, by
+            default.
         dtype: Of query, key, value and their gradients.
         rounds: Timed rounds, at least 6.
         threads: Of torch; its own number by default.
@@ -58,7 +64,9 @@ def bench(
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "rounds": rounds, "device": device}
     try:
         with progress_bar("bench") as progress:
-            plain = benched(kernels, sizes, progress=progress, command=typed_command(), **options).as_dict()
+            plain = benched(
+                kernels, sizes, progress=progress, command=typed_command(), **options
+            ).as_dict()
     finally:
         torch.set_num_threads(before)
     _show(plain, json, svg)

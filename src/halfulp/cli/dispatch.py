@@ -1,7 +1,9 @@
-"""From the line that was typed to a command and its exit code; nothing heavy is imported until it is needed.
+"""From the line that was typed to a command and its exit code; nothing heavy is imported until it
+is needed.
 
-Exit codes: 0 done; 1 an audited target has a defect; 2 a bad argument, or a target that could not be audited (a defect
-in another one outranks it); 130 interrupted. A bad argument is one line on standard error, never a traceback.
+Exit codes: 0 done; 1 an audited target has a defect; 2 a bad argument, or a target that could not
+be audited (a defect in another one outranks it); 130 interrupted. A bad argument is one line on
+standard error, never a traceback.
 """
 
 from __future__ import annotations
@@ -74,8 +76,10 @@ def _dispatch(arguments: list[str]) -> int:
             call = tyro.extras.subcommand_cli_from_dict(
                 {name: _later(command) for name, command in COMMANDS.items()},
                 prog=PROGRAM,
-                description="Finds, explains and fixes the rounding errors that break low-precision training. "
-                "halfulp --version prints the version.",
+                description=(
+                    "Finds, explains and fixes the rounding errors that break low-precision"
+                    " training. halfulp --version prints the version."
+                ),
                 args=arguments or ["--help"],
                 config=(
                     tyro.conf.FlagCreatePairsOff,

@@ -12,11 +12,18 @@ from typing import Any, Literal
 from halfulp.cli.shell import PROGRAM, print_json, typed_command
 
 
-def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, isolation_seeds: int = 1, json: bool = False) -> int:
+def demo(
+    *,
+    out: Path = Path("halfulp-demo"),
+    seeds: int = 2,
+    isolation_seeds: int = 1,
+    json: bool = False,
+) -> int:
     """Run the main job, end to end on a CPU in about three minutes: halfulp demo --out DIR
 
-    Act 1 trains a small model that low-precision attention can ruin, act 2 finds the cause, act 3 audits every
-    attention kernel of this machine, act 4 writes DIR/report.html, which opens without a network.
+    Act 1 trains a small model that low-precision attention can ruin, act 2 finds the cause, act 3
+    audits every attention kernel of this machine, act 4 writes DIR/report.html, which opens without
+    a network.
 
     Args:
         out: Folder to write; a demo that is there already is replaced at the end.
@@ -36,9 +43,18 @@ def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, isolation_seeds: i
             print_act(act)
 
     try:
-        run_demo(config, folder, lambda number, title: progress_bar(f"{number} {title}"), told, final=out.resolve())
+        run_demo(
+            config,
+            folder,
+            lambda number, title: progress_bar(f"{number} {title}"),
+            told,
+            final=out.resolve(),
+        )
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; what was measured lies in {_finish(folder, out, told)}", file=sys.stderr)
+        print(
+            f"{PROGRAM}: interrupted; what was measured lies in {_finish(folder, out, told)}",
+            file=sys.stderr,
+        )
         return 130
     place = _finish(folder, out, told)
     if json:
@@ -49,7 +65,9 @@ def demo(*, out: Path = Path("halfulp-demo"), seeds: int = 2, isolation_seeds: i
 
 
 def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> Path:
-    """Act 4: the report of the run folder, which then takes its place; part of a run never replaces a whole one."""
+    """Act 4: the report of the run folder, which then takes its place; part of a run never replaces
+    a whole one.
+    """
     from halfulp.report.demo_page import demo_files, page_summary
     from halfulp.runs.folder import close_run, read_json, write_text
 
@@ -62,7 +80,14 @@ def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> 
     if run["status"] != "done":
         return folder if out.exists() and any(out.iterdir()) else close_run(folder, out)
     finding = page_summary(acts, files[0].stat().st_size)
-    told({"number": 4, "title": "The report", "finding": finding, "seconds": time.perf_counter() - began})
+    told(
+        {
+            "number": 4,
+            "title": "The report",
+            "finding": finding,
+            "seconds": time.perf_counter() - began,
+        }
+    )
     return close_run(folder, out)
 
 
@@ -78,14 +103,16 @@ def sweep(
     html: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Measure how far flash attention deviates numerically (the micro-benchmark of Golden et al., arXiv 2405.02803).
+    """Measure how far flash attention deviates numerically (the micro-benchmark of Golden et al.,
+    arXiv 2405.02803).
 
     Args:
-        what: precision (over number formats), length (over tokens), block (over the block area), or order (block sizes
-            as published, exchanged and square).
+        what: precision (over number formats), length (over tokens), block (over the block area), or
+            order (block sizes as published, exchanged and square).
         length: N, tokens; 1024, or 512 for block and order.
         head_dim: d, elements; 64, or 32 for block and order.
-        memory: M, on-chip memory in elements, where it is not swept; the blocks are M/4d keys by min(M/4d, d) queries.
+        memory: M, on-chip memory in elements, where it is not swept; the blocks are M/4d keys by
+            min(M/4d, d) queries.
         seeds: How many random inputs; figures are the median over them with the range.
         inputs: Query, key and value uniform on [0, 1) or standard normal.
         html: File to write a page with the figures to.
@@ -98,7 +125,13 @@ def sweep(
 
     check_file("html", html)
     small = what in ("block", "order")
-    given = {"length": length, "head_dim": head_dim, "memory": memory, "seeds": seeds, "inputs": inputs}
+    given = {
+        "length": length,
+        "head_dim": head_dim,
+        "memory": memory,
+        "seeds": seeds,
+        "inputs": inputs,
+    }
     base = sweeps.Setting(length=512, head_dim=32) if small else sweeps.Setting()
     setting = replace(base, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     measures: dict[str, Callable[..., sweeps.SweepResult]] = {
@@ -132,7 +165,8 @@ def claims(
 
     Args:
         ids: Which (`halfulp ls claims`); every one by default, in under 5 minutes on two cores.
-        all: Every one at the largest scale that two cores can do in under 30 minutes: more seeds, steps and sizes.
+        all: Every one at the largest scale that two cores can do in under 30 minutes: more seeds,
+            steps and sizes.
         workers: Processes of one thread each.
         html: File to write a page to.
         json: Print JSON instead of text.
@@ -169,10 +203,13 @@ def explain(
     """Show one rounding bit by bit: halfulp explain -- -2.4071154594421387 -2.296875 --format bf16
 
     Args:
-        values: Two or more decimal numbers, read as float64; for dot, the left vector and then the right one.
-        format: Number format of the result (`halfulp ls formats`; eXmY for X exponent and Y mantissa bits).
+        values: Two or more decimal numbers, read as float64; for dot, the left vector and then the
+            right one.
+        format: Number format of the result (`halfulp ls formats`; eXmY for X exponent and Y
+            mantissa bits).
         operation: What is computed of the values.
-        accumulate: Number format of the running value; fp32, or that of the result where it is wider.
+        accumulate: Number format of the running value; fp32, or that of the result where it is
+            wider.
         json: Print JSON instead of text.
     """
     from halfulp.experiments.explain import explain as explained
@@ -191,7 +228,8 @@ def ls(
     *,
     json: bool = False,
 ) -> int:
-    """List what there is: number formats, recipes, attention kernels to audit, probe inputs, claims, training presets.
+    """List what there is: number formats, recipes, attention kernels to audit, probe inputs,
+    claims, training presets.
 
     Args:
         what: Which list: formats, recipes, targets, probes, claims, presets, or all.
@@ -202,7 +240,10 @@ def ls(
 
     tables = {name: LISTS[name]().as_dict() for name in (LISTS if what == "all" else (what,))}
     if json:
-        rows = {name: [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]] for name, t in tables.items()}
+        rows = {
+            name: [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]]
+            for name, t in tables.items()
+        }
         print_json(rows if what == "all" else rows[what])
         return 0
     to = console()

@@ -38,30 +38,43 @@ def train(
     wandb: str | None = None,
     json: bool = False,
 ) -> int:
-    """Train a model into a run folder: halfulp train minutes --out DIR; go on with one: halfulp train --resume DIR
+    """Train a model into a run folder: halfulp train minutes --out DIR; go on with one: halfulp
+    train --resume DIR
 
-    Ctrl-C lets the step end and saves it. The same command writes the same losses and weights, bit for bit, and so
-    does a run that was interrupted or killed and resumed. Exit code 1: the loss is no finite number any more.
+    Ctrl-C lets the step end and saves it. The same command writes the same losses and weights, bit
+    for bit, and so does a run that was interrupted or killed and resumed. Exit code 1: the loss is
+    no finite number any more.
 
     Args:
-        preset: seconds, minutes, capture, pictures or gpt2 (`halfulp ls presets` says what each is and takes).
+        preset: seconds, minutes, capture, pictures or gpt2 (`halfulp ls presets` says what each is
+            and takes).
         out: New folder for the run.
-        resume: Folder of a run to go on with, from its last checkpoint; its own configuration holds.
-        attention: Who computes attention: torch:flash, torch:math, torch:fp32, halfulp, a recipe, or file.py:function.
-            Given again with a place, such as "layer 1 head 2,5: torch:math", it holds there alone.
+        resume: Folder of a run to go on with, from its last checkpoint; its own configuration
+            holds.
+        attention: Who computes attention: torch:flash, torch:math, torch:fp32, halfulp, a recipe,
+            or file.py:function. Given again with a place, such as "layer 1 head 2,5: torch:math",
+            it holds there alone.
         steps: Steps to train.
         seed: Of weights, data and their order.
         data: synthetic, english, or a token file that `halfulp tokens` wrote.
         device: Where to train, such as cpu or cuda.
-        set: Any other field as field=value, such as optimizer.learning_rate=3e-4 or workload.layers=2.
-            May be given again; batch counts sequences, measure_every and checkpoint_every count steps.
+        set: Any other field as field=value, such as optimizer.learning_rate=3e-4 or
+            workload.layers=2. May be given again; batch counts sequences, measure_every and
+            checkpoint_every count steps.
         batches: Folder of another run whose recorded order of samples is replayed.
-        parallel: Share the work of several processes that torchrun started: ddp copies the model, fsdp shards it.
+        parallel: Share the work of several processes that torchrun started: ddp copies the model,
+            fsdp shards it.
         tensorboard: Write what is measured for TensorBoard too, to DIR/tensorboard.
         wandb: Send it to this project of Weights & Biases too.
         json: Print what became of the run as JSON.
     """
-    asked: dict[str, Any] = {"preset": preset, "out": out, "attention": attention, "steps": steps, "seed": seed}
+    asked: dict[str, Any] = {
+        "preset": preset,
+        "out": out,
+        "attention": attention,
+        "steps": steps,
+        "seed": seed,
+    }
     asked |= {"data": data, "device": device, "set": set, "batches": batches}
     config, folder = _configured(asked) if resume is None else _recorded(resume, asked)
     leads = os.environ.get("RANK", "0") == "0"  # torchrun's; one process speaks for all
@@ -73,13 +86,22 @@ def train(
     return {"failed": 1, "interrupted": 130}.get(run.status, 0)
 
 
-def tokens(folder: Path, file: Path, /, *, tokenizer: Literal["bytes", "gpt2"] = "bytes", json: bool = False) -> int:
-    """Make a token file of all text below a folder, to train on: halfulp tokens DIR corpus.npy --tokenizer gpt2
+def tokens(
+    folder: Path,
+    file: Path,
+    /,
+    *,
+    tokenizer: Literal["bytes", "gpt2"] = "bytes",
+    json: bool = False,
+) -> int:
+    """Make a token file of all text below a folder, to train on: halfulp tokens DIR corpus.npy
+    --tokenizer gpt2
 
     Args:
         folder: Text files, UTF-8, in any subfolders; or one such file.
         file: Token file to write, a name that ends in .npy; FILE.json beside it says what it holds.
-        tokenizer: bytes (256 tokens), or gpt2 (50,257 tokens; needs the extra `tokens`, no network).
+        tokenizer: bytes (256 tokens), or gpt2 (50,257 tokens; needs the extra `tokens`, no
+            network).
         json: Print what the file holds as JSON.
     """
     from halfulp.training.tokens import read_tokens, write_tokens
@@ -88,8 +110,15 @@ def tokens(folder: Path, file: Path, /, *, tokenizer: Literal["bytes", "gpt2"] =
     if json:
         print_json(about)
     else:
-        left_out = f"; {about['left_out']} files that are no text were left out" if about["left_out"] else ""
-        print(f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in {file}{left_out}")
+        left_out = (
+            f"; {about['left_out']} files that are no text were left out"
+            if about["left_out"]
+            else ""
+        )
+        print(
+            f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in"
+            f" {file}{left_out}"
+        )
     return 0
 
 
@@ -103,12 +132,13 @@ def compare(
 ) -> int:
     """Compare the weights of twin runs over all checkpoints in common: halfulp compare RUN RUN
 
-    The largest difference and the Wasserstein distance of the weights, and their growth a step. Runs that differ from
-    the baseline in their seeds alone are baselines for the runs that share those seeds: three of each give intervals.
+    The largest difference and the Wasserstein distance of the weights, and their growth a step.
+    Runs that differ from the baseline in their seeds alone are baselines for the runs that share
+    those seeds: three of each give intervals.
 
     Args:
-        runs: Folders of `halfulp train`, kept with checkpoints (--set checkpoint_every=N --set keep=none); the first is
-            the baseline, unless another is named.
+        runs: Folders of `halfulp train`, kept with checkpoints (--set checkpoint_every=N --set
+            keep=none); the first is the baseline, unless another is named.
         baseline: Folder that the runs are compared with.
         html: File to write a page to, with pictures that text-to-image runs draw.
         json: Print JSON instead of tables.
@@ -150,23 +180,27 @@ def isolate(
     html: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Find what makes a run fail, by training it again with one thing changed at a time: halfulp isolate RUN
+    """Find what makes a run fail, by training it again with one thing changed at a time: halfulp
+    isolate RUN
 
-    Layers, heads, operations and mantissa bits, on several seeds; the verdict says how sure it is and what saves the
-    run. An isolation that was interrupted goes on with the same command. Exit code 0: a cause was found; 1: none was,
-    or the run does not fail.
+    Layers, heads, operations and mantissa bits, on several seeds; the verdict says how sure it is
+    and what saves the run. An isolation that was interrupted goes on with the same command. Exit
+    code 0: a cause was found; 1: none was, or the run does not fail.
 
     Args:
         run: Folder of `halfulp train`, or the name of a preset (`halfulp ls presets`).
-        out: Folder for the runs it makes, isolation.json and report.html; by default the run's name with -isolated.
+        out: Folder for the runs it makes, isolation.json and report.html; by default the run's name
+            with -isolated.
         seeds: How many seeds, the run's own first; 3, or 1 from a checkpoint.
         steps: Last step of every run; by default the run's own.
         from_step: Start every run from this checkpoint of the run instead of from the beginning.
         budget_seconds: Stop after so many seconds and say what was not tested.
         budget_steps: Train at most so many steps in all.
         workers: Processes, one thread each.
-        backend: Of joblib: loky, threading, dask:ADDRESS or ray:ADDRESS; other machines need the same folders.
-        loss_factor: A run has failed above so many times its best loss; 3 for the one-layer task, else 1.2.
+        backend: Of joblib: loky, threading, dask:ADDRESS or ray:ADDRESS; other machines need the
+            same folders.
+        loss_factor: A run has failed above so many times its best loss; 3 for the one-layer task,
+            else 1.2.
         patience: Steps over which losses are medians; by default a tenth of the run.
         html: File to write the page to instead.
         json: Print JSON instead of tables.
@@ -179,14 +213,24 @@ def isolate(
     check_file("html", html)
     chosen, first, rule = _isolated_run(run, loss_factor, patience)
     folder = Path(f"{run.name}-isolated") if out is None else out
-    options: dict[str, Any] = {"seeds": None if seeds is None else tuple(range(first, first + seeds)), "steps": steps}
-    options |= {"budget_seconds": budget_seconds, "budget_steps": budget_steps, "from_step": from_step}
+    options: dict[str, Any] = {
+        "seeds": None if seeds is None else tuple(range(first, first + seeds)),
+        "steps": steps,
+    }
+    options |= {
+        "budget_seconds": budget_seconds,
+        "budget_steps": budget_steps,
+        "from_step": from_step,
+    }
     options |= {"workers": workers, "backend": backend, "command": typed_command()}
     with progress_bar("isolate") as progress:
         try:
             found = isolated(chosen, out=folder, rule=rule, progress=progress, **options)
         except WorkerKilledError as error:
-            print(f"{PROGRAM}: {error}; the same command goes on where this one ended", file=sys.stderr)
+            print(
+                f"{PROGRAM}: {error}; the same command goes on where this one ended",
+                file=sys.stderr,
+            )
             return 2
     _show_isolation(found.as_dict(), folder / "report.html" if html is None else html, json)
     return found.exit_code
@@ -206,7 +250,9 @@ def _show_isolation(plain: dict[str, Any], page: Path, json: bool) -> None:
     print(f"The page lies in {page}")
 
 
-def _isolated_run(run: Path, loss_factor: float | None, patience: int | None) -> tuple[Path | RunConfig, int, Rule]:
+def _isolated_run(
+    run: Path, loss_factor: float | None, patience: int | None
+) -> tuple[Path | RunConfig, int, Rule]:
     """The recorded run or preset, its seed, and the rule with what was asked for instead."""
     from halfulp.isolate.rule import rule_for
     from halfulp.training.presets import PRESETS
@@ -231,7 +277,9 @@ def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
         named = f"preset={preset!r}" if preset else "preset is missing"
         raise ValueError(f"{named}: accepted are {', '.join(PRESETS)}, or --resume DIR alone")
     if asked["out"] is None:
-        raise ValueError("out is missing; accepted is a new folder for the run (--out), or --resume DIR")
+        raise ValueError(
+            "out is missing; accepted is a new folder for the run (--out), or --resume DIR"
+        )
     config = PRESETS[preset]()
     if attention:
         somewhere = attention[0].lstrip().startswith(("layer", "head"))
@@ -239,7 +287,12 @@ def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
         config = replace(config, attention=plan)
     if data is not None and "workload.data" not in settable(config):
         raise ValueError(f"data={data!r}: accepted with another preset; {preset} makes its own")
-    given = {"steps": asked["steps"], "seed": asked["seed"], "workload.data": data, "device": asked["device"]}
+    given = {
+        "steps": asked["steps"],
+        "seed": asked["seed"],
+        "workload.data": data,
+        "device": asked["device"],
+    }
     texts = [f"{name}={value}" for name, value in given.items() if value is not None]
     return with_settings(config, [*texts, *asked["set"]]), asked["out"]
 
@@ -255,7 +308,9 @@ def _recorded(folder: Path, asked: dict[str, Any]) -> tuple[RunConfig, Path]:
     return config_from_dict(read_record(folder)["config"]), folder
 
 
-def _train(config: RunConfig, folder: Path, batches: Path | None, options: dict[str, Any]) -> TrainedRun:
+def _train(
+    config: RunConfig, folder: Path, batches: Path | None, options: dict[str, Any]
+) -> TrainedRun:
     """On one thread of a CPU: the same bits on every machine, and small models are faster so."""
     from halfulp.runs.threads import one_thread
     from halfulp.training.loop import train as trained
@@ -272,7 +327,9 @@ def _recorded_order(folder: Path) -> Any:
     try:
         return np.load(folder / "batches.npy", mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"batches={str(folder)!r}: {error}; accepted is the folder of a run") from None
+        raise ValueError(
+            f"batches={str(folder)!r}: {error}; accepted is the folder of a run"
+        ) from None
 
 
 def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | None) -> list[Sink]:
@@ -292,12 +349,20 @@ def _tell(run: TrainedRun, folder: Path, json: bool) -> None:
 
     last = run.metrics[-1] if run.metrics else {"step": 0, "loss": None}
     if json:
-        whole = {"folder": str(folder), "status": run.status, "reason": run.reason, "steps": run.config.steps}
+        whole = {
+            "folder": str(folder),
+            "status": run.status,
+            "reason": run.reason,
+            "steps": run.config.steps,
+        }
         print_json(whole | last)
         return
     loss = "none yet" if last["loss"] is None else f"{last['loss']:.6g}"
     why = f" ({run.reason})" if run.reason else ""
-    print(f"{run.config.preset or 'train'}, {run.config.attention}, seed {run.config.seed}: {run.status}{why}")
+    print(
+        f"{run.config.preset or 'train'}, {run.config.attention}, seed {run.config.seed}:"
+        f" {run.status}{why}"
+    )
     print(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
     for alarm in alarms(run.measures):
         print(f"alarm: {alarm}")

@@ -14,7 +14,8 @@ _FOLDERS = "folders of halfulp train, halfulp.watch, halfulp isolate or halfulp 
 def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = False) -> int:
     """Make one HTML page of run folders, pictures inline: halfulp report RUN RUN --html FILE
 
-    Training runs come on the same axes, also while they train; a demo or an isolation has its own section.
+    Training runs come on the same axes, also while they train; a demo or an isolation has its own
+    section.
 
     Args:
         runs: Folders of `halfulp train`, `halfulp.watch`, `halfulp isolate` or `halfulp demo`.
@@ -26,7 +27,8 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
 
     if not runs:
         raise ValueError(
-            "runs: none given; accepted are folders of halfulp train, halfulp.watch, halfulp isolate or demo"
+            "runs: none given; accepted are folders of halfulp train, halfulp.watch, halfulp"
+            " isolate or demo"
         )
     if html is None and len(runs) > 1 and not json:
         raise ValueError("html is missing; accepted is a file for the page of several runs")
@@ -48,7 +50,13 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
     if trained:
         sections += _trained(trained)[1]
     write_text(
-        target, run_page(sections, [path.resolve().name for path in kinds], typed_command(), f"halfulp {__version__}")
+        target,
+        run_page(
+            sections,
+            [path.resolve().name for path in kinds],
+            typed_command(),
+            f"halfulp {__version__}",
+        ),
     )
     print(f"The page lies in {target}")
     return 0
@@ -58,7 +66,12 @@ def _kind(path: Path) -> str:
     from halfulp.runs.folder import read_json
 
     record = read_json(path / "run.json")
-    if not isinstance(record, dict) or record.get("kind") not in ("train", "watch", "isolate", "demo"):
+    if not isinstance(record, dict) or record.get("kind") not in (
+        "train",
+        "watch",
+        "isolate",
+        "demo",
+    ):
         raise ValueError(f"run={str(path)!r}: there is no run.json of one; accepted are {_FOLDERS}")
     return str(record["kind"])
 

@@ -1,4 +1,6 @@
-"""What all commands share: the program's name, the line that was typed, and JSON on standard output."""
+"""What all commands share: the program's name, the line that was typed, and JSON on standard
+output.
+"""
 
 from __future__ import annotations
 

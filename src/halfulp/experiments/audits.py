@@ -1,7 +1,8 @@
-"""Audits of several targets: every attention kernel of this machine and our own recipes, in processes of one thread.
+"""Audits of several targets: every attention kernel of this machine and our own recipes, in
+processes of one thread.
 
-One thread a process keeps a kernel's bits the same wherever it runs, and uses every core without two of them waiting
-for each other. What the targets are held against is computed once a process.
+One thread a process keeps a kernel's bits the same wherever it runs, and uses every core without
+two of them waiting for each other. What the targets are held against is computed once a process.
 """
 
 from __future__ import annotations
@@ -66,28 +67,39 @@ def choose_targets(wanted: Sequence[str] | None = None) -> tuple[list[str], dict
         if target.missing is not None:
             skipped[target.name] = target.missing
         elif target.name in COMPILED and wanted is None:
-            skipped[target.name] = f"compiles for every shape, which takes minutes: halfulp audit {target.name}"
+            skipped[target.name] = (
+                f"compiles for every shape, which takes minutes: halfulp audit {target.name}"
+            )
         elif target.name.startswith("halfulp:") and wanted is None:
-            skipped[target.name] = "one of halfulp's own kernels, of which the first that fits is audited as halfulp"
+            skipped[target.name] = (
+                "one of halfulp's own kernels, of which the first that fits is audited as halfulp"
+            )
         else:
             chosen.append(target.name)
     return chosen, skipped
 
 
 def parse_shape(text: str) -> Shape:
-    """Return the size "B,H,N,D", where H may be "H/K" for K key heads and N may be "NxM" for M keys.
+    """Return the size "B,H,N,D", where H may be "H/K" for K key heads and N may be "NxM" for M
+    keys.
 
     Raises:
         ValueError: it is written differently, a number is not positive, or K does not divide H.
     """
-    match = re.fullmatch(r"(\d+),(\d+)(?:/(\d+))?,(\d+)(?:x(\d+))?,(\d+)", re.sub(r"[ ()]", "", text))
+    match = re.fullmatch(
+        r"(\d+),(\d+)(?:/(\d+))?,(\d+)(?:x(\d+))?,(\d+)", re.sub(r"[ ()]", "", text)
+    )
     if match is None or any(part is not None and int(part) < 1 for part in match.groups()):
-        accepted = "B,H,N,D in positive integers, such as 4,4,256,64; H/K for K key heads, NxM for M keys"
+        accepted = (
+            "B,H,N,D in positive integers, such as 4,4,256,64; H/K for K key heads, NxM for M keys"
+        )
         raise ValueError(f"shapes={text!r}: accepted is {accepted}")
     batch, heads, queries, dim = (int(match[i]) for i in (1, 2, 4, 6))
     key_heads, keys = int(match[3] or heads), int(match[5] or queries)
     if heads % key_heads:
-        raise ValueError(f"shapes={text!r}: accepted are key heads that divide the {heads} query heads")
+        raise ValueError(
+            f"shapes={text!r}: accepted are key heads that divide the {heads} query heads"
+        )
     return Shape(batch, heads, queries, keys, dim, None if key_heads == heads else key_heads)
 
 
@@ -102,8 +114,10 @@ def audit_each(
     Args:
         targets: what to audit.
         options: keyword arguments of `halfulp.audit`.
-        repro: folder for a program that shows each defect; it is made when the first is found. None writes none.
-        watch: called with what is being audited; gives a context that gives the function that shows progress.
+        repro: folder for a program that shows each defect; it is made when the first is found. None
+            writes none.
+        watch: called with what is being audited; gives a context that gives the function that shows
+            progress.
 
     Yields:
         Each report as soon as it is there, and where its program was written.
@@ -122,7 +136,8 @@ def audit_each(
 
 @contextmanager
 def auditors(workers: int, shapes: tuple[Shape, ...] = (), seed: int = 0) -> Iterator[Auditors]:
-    """Start processes that audit; while the caller prepares the jobs they compute what targets are held against.
+    """Start processes that audit; while the caller prepares the jobs they compute what targets are
+    held against.
 
     One worker means this process.
     """
@@ -131,7 +146,9 @@ def auditors(workers: int, shapes: tuple[Shape, ...] = (), seed: int = 0) -> Ite
         return
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(messages,))
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start, initargs=(messages,)
+    )
     try:
         for _ in range(workers):
             pool.submit(_warm_up, shapes, seed)
@@ -150,10 +167,15 @@ class Auditors:
     messages: Any
 
     def audit(self, jobs: Sequence[Job], report: Progress) -> list[dict[str, Any]]:
-        """Return the audits' plain data in the order of the jobs; raises WorkerKilledError where a process dies."""
+        """Return the audits' plain data in the order of the jobs; raises WorkerKilledError where a
+        process dies.
+        """
         if self.pool is None:
             with one_thread():
-                return [_audit(job, _share(report, number, len(jobs), job)) for number, job in enumerate(jobs)]
+                return [
+                    _audit(job, _share(report, number, len(jobs), job))
+                    for number, job in enumerate(jobs)
+                ]
         try:
             futures = [self.pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
             _relay(futures, self.messages, report)
@@ -165,7 +187,9 @@ class Auditors:
 
 
 def _audit(job: Job, progress: Progress) -> dict[str, Any]:
-    found = audit(job.target, shapes=job.shapes, captured=job.captured, seed=job.seed, progress=progress)
+    found = audit(
+        job.target, shapes=job.shapes, captured=job.captured, seed=job.seed, progress=progress
+    )
     return found.as_dict()
 
 
@@ -177,7 +201,8 @@ _messages: list[Any] = []  # in a worker: the queue to its parent
 
 
 def _start(messages: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
+    # Ctrl-C reaches every process: end at once, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     _messages[:] = [messages]
 
@@ -190,7 +215,10 @@ def _warm_up(shapes: tuple[Shape, ...], seed: int) -> None:
 
 
 def _in_worker(number: int, job: Job) -> dict[str, Any]:
-    return _audit(job, lambda fraction, message: _messages[0].put((number, fraction, f"{job.target}: {message}")))
+    return _audit(
+        job,
+        lambda fraction, message: _messages[0].put((number, fraction, f"{job.target}: {message}")),
+    )
 
 
 def _relay(futures: Sequence[Future[dict[str, Any]]], messages: Any, report: Progress) -> None:

@@ -1,7 +1,9 @@
-"""`halfulp bench`: how fast attention kernels are beside each other, and how exact, in one interleaved run.
+"""`halfulp bench`: how fast attention kernels are beside each other, and how exact, in one
+interleaved run.
 
-Every kernel runs once a round, in an order that changes from round to round, so that whatever else the machine does
-falls on all of them alike. Ratios are taken within a round; `bench_result` says which of them are told.
+Every kernel runs once a round, in an order that changes from round to round, so that whatever else
+the machine does falls on all of them alike. Ratios are taken within a round; `bench_result` says
+which of them are told.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ __all__ = ["SHAPES", "BenchResult", "Setting", "Timing", "bench"]
 OWN_RECIPES = ("stock", "exact_delta", "published")
 SHAPES = ((1, 12, 1024, 64), (1, 8, 2048, 64), (4, 12, 256, 64))
 """B, H, N, D of self-attention that is measured by default."""
-_SLOW = ("flex", "flash_attention_2")  # compile for every shape, or are another name of the same kernel
+# compile for every shape, or are another name of the same kernel
+_SLOW = ("flex", "flash_attention_2")
 _WARM_UP = 2
 _LEAST_ROUNDS = 6  # with fewer no ratio is clear
 _ERROR_ROWS = 2**22  # rows × keys of the floor that are held at once
@@ -56,11 +59,13 @@ def bench(
     command: str = "halfulp bench",
     progress: Progress | None = None,
 ) -> BenchResult:
-    """Time kernels beside each other, forward and backward, and say how far each is from the floor of its format.
+    """Time kernels beside each other, forward and backward, and say how far each is from the floor
+    of its format.
 
     Args:
-        kernels: audit targets (`halfulp ls targets`) and "halfulp:stock", "halfulp:exact_delta", "halfulp:published",
-            our kernel with another recipe; all that run here if empty. The baseline, "sdpa", always takes part.
+        kernels: audit targets (`halfulp ls targets`) and "halfulp:stock", "halfulp:exact_delta",
+            "halfulp:published", our kernel with another recipe; all that run here if empty. The
+            baseline, "sdpa", always takes part.
         settings: sizes; `SHAPES`, causal and not, if empty.
         dtype: bfloat16 or float16.
         rounds: timed rounds after the warm-up, at least 6.
@@ -69,7 +74,8 @@ def bench(
         progress: called once a round.
 
     Raises:
-        ValueError: a kernel or the device is not known or not here, a number is out of range, or a size is too large.
+        ValueError: a kernel or the device is not known or not here, a number is out of range, or a
+            size is too large.
     """
     if rounds < _LEAST_ROUNDS:
         raise ValueError(f"rounds={rounds}: accepted is an integer of at least {_LEAST_ROUNDS}")
@@ -77,7 +83,9 @@ def bench(
         raise ValueError(f"dtype={dtype}: accepted are torch.bfloat16 and torch.float16")
     check_device(device)
     chosen, skipped = _choose(kernels)
-    sizes = list(settings) or [Setting(shape, causal) for shape in SHAPES for causal in (False, True)]
+    sizes = list(settings) or [
+        Setting(shape, causal) for shape in SHAPES for causal in (False, True)
+    ]
     report = progress or no_progress
     timings: list[Timing] = []
     peaks: list[float] = []
@@ -90,7 +98,9 @@ def bench(
             except Exception as error:  # another's kernel may raise anything
                 reason = f"{setting}: {' '.join(str(error).split())[:120]}"
                 if name == BASELINE:
-                    raise ValueError(f"shape={reason}; accepted is a size that {BASELINE} can do here") from error
+                    raise ValueError(
+                        f"shape={reason}; accepted is a size that {BASELINE} can do here"
+                    ) from error
                 skipped.setdefault(name, reason)
         share = partial(_part, report, i / len(sizes), (i + 1) / len(sizes), str(setting))
         spent = _interleaved(runs, inputs[0], rounds, share)
@@ -146,7 +156,9 @@ class _Spent:
     peaks: list[float]
 
 
-def _interleaved(runs: dict[str, _Run], like: Tensor, rounds: int, report: Callable[[float], None]) -> _Spent:
+def _interleaved(
+    runs: dict[str, _Run], like: Tensor, rounds: int, report: Callable[[float], None]
+) -> _Spent:
     """Every kernel once a round, in a new order each, and a matrix product among them."""
     square = torch.randn(GEMM, GEMM, device=like.device).to(like.dtype)
     order = random.Random(0)
@@ -196,16 +208,23 @@ def _timing(name: str, setting: Setting, spent: _Spent, errors: dict[str, float]
         backward_ms=quartiles([1e3 * b for _, b in own if b is not None]) if whole else None,
         ratio=_told(spent, name, BASELINE),
         halfulp_ratio=_told(spent, OWN, name),
-        gemm_share=quartiles([done / t / (2.0 * GEMM**3 / p) for t, p in zip(totals, spent.peaks, strict=True)]),
+        gemm_share=quartiles(
+            [done / t / (2.0 * GEMM**3 / p) for t, p in zip(totals, spent.peaks, strict=True)]
+        ),
         errors=errors,
     )
 
 
 def _told(spent: _Spent, name: str, other: str) -> Quartiles | None:
-    """How many times as fast as another a kernel is, over what both can do; None where that cannot be told."""
+    """How many times as fast as another a kernel is, over what both can do; None where that cannot
+    be told.
+    """
     if name == other or name not in spent.times or other not in spent.times:
         return None
-    pairs = [(spent.times[kernel], all(b is not None for _, b in spent.times[kernel])) for kernel in (name, other)]
+    pairs = [
+        (spent.times[kernel], all(b is not None for _, b in spent.times[kernel]))
+        for kernel in (name, other)
+    ]
     both = all(whole for _, whole in pairs)
     mine, others = ([f + (b or 0.0) if both else f for f, b in times] for times, _ in pairs)
     ratios = [b / a for a, b in zip(mine, others, strict=True)]
@@ -213,7 +232,9 @@ def _told(spent: _Spent, name: str, other: str) -> Quartiles | None:
 
 
 def _errors(run: _Run, inputs: Sequence[Tensor], setting: Setting) -> dict[str, float]:
-    """Relative errors of the first head over those of the floor, for what is not 0 and not exact by luck."""
+    """Relative errors of the first head over those of the floor, for what is not 0 and not exact by
+    luck.
+    """
     out = run.forward()
     found = {"out": out.detach()}
     if run.differentiable:
@@ -228,11 +249,17 @@ def _floor(setting: Setting, *head: Tensor) -> tuple[dict[str, Tensor], dict[str
     """Golden values of one head, and the floor's relative errors."""
     names = ("out", "dQ", "dK", "dV")
     truth = golden(*head, is_causal=setting.is_causal)
-    exact = dict(zip(names, (truth.out, truth.grad_query, truth.grad_key, truth.grad_value), strict=True))
-    recipe: Recipe = _FLOORS[head[0].dtype].with_(block_query=max(1, _ERROR_ROWS // head[1].shape[2]))
+    exact = dict(
+        zip(names, (truth.out, truth.grad_query, truth.grad_key, truth.grad_value), strict=True)
+    )
+    recipe: Recipe = _FLOORS[head[0].dtype].with_(
+        block_query=max(1, _ERROR_ROWS // head[1].shape[2])
+    )
     leaves = [x.clone().requires_grad_() for x in head[:3]]
     out = emulate(*leaves, is_causal=setting.is_causal, recipe=recipe)
-    least = dict(zip(names, (out.detach(), *torch.autograd.grad(out, leaves, head[3])), strict=True))
+    least = dict(
+        zip(names, (out.detach(), *torch.autograd.grad(out, leaves, head[3])), strict=True)
+    )
     whole = {name: x for name, x in exact.items() if x is not None and bool(x.any())}
     return whole, {name: _distance(least[name], x) for name, x in whole.items()}
 
@@ -247,12 +274,20 @@ def _choose(kernels: Sequence[str]) -> tuple[dict[str, Target], dict[str, str]]:
         chosen = {name: _named(name) for name in dict.fromkeys([BASELINE, *kernels])}
         for name, target in chosen.items():
             if target.missing is not None:
-                raise ValueError(f"kernel={name!r}: {target.missing}; accepted is one that runs here")
+                raise ValueError(
+                    f"kernel={name!r}: {target.missing}; accepted is one that runs here"
+                )
         return chosen, {}
-    known = {t.name: t for t in builtin_targets() if not t.name.startswith(("recipe:", "transformers:"))}
+    known = {
+        t.name: t for t in builtin_targets() if not t.name.startswith(("recipe:", "transformers:"))
+    }
     known |= {f"halfulp:{recipe}": _own(recipe) for recipe in OWN_RECIPES}
     skipped = {name: t.missing for name, t in known.items() if t.missing is not None}
-    skipped |= {name: "compiles for every shape; name it to time it" for name in known if name.startswith(_SLOW)}
+    skipped |= {
+        name: "compiles for every shape; name it to time it"
+        for name in known
+        if name.startswith(_SLOW)
+    }
     chosen = {name: t for name, t in known.items() if name not in skipped}
     return {BASELINE: chosen.pop(BASELINE), **chosen}, skipped
 
@@ -266,7 +301,9 @@ def _own(recipe: str) -> Target:
     def call(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
         return attention(query, key, value, is_causal=is_causal, scale=scale, recipe=recipe)
 
-    return Target(f"halfulp:{recipe}", call, frozenset(), f"halfulp.attention with the recipe {recipe}")
+    return Target(
+        f"halfulp:{recipe}", call, frozenset(), f"halfulp.attention with the recipe {recipe}"
+    )
 
 
 def _draw(setting: Setting, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -274,7 +311,9 @@ def _draw(setting: Setting, dtype: torch.dtype, device: str) -> list[Tensor]:
     try:
         return [torch.randn(setting.shape, generator=g).to(device, dtype) for _ in range(4)]
     except RuntimeError as error:
-        raise ValueError(f"shape={setting}: does not fit into memory; accepted is a smaller one") from error
+        raise ValueError(
+            f"shape={setting}: does not fit into memory; accepted is a smaller one"
+        ) from error
 
 
 def _part(report: Progress, start: float, end: float, what: str, fraction: float) -> None:

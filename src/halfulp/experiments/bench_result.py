@@ -1,7 +1,9 @@
-"""What `halfulp bench` measured, as data, as tables and as pictures: speed and error of a kernel stand side by side.
+"""What `halfulp bench` measured, as data, as tables and as pictures: speed and error of a kernel
+stand side by side.
 
-A ratio is told only where it is clear: the quartiles of its rounds are no further apart than its median is from 1, and
-so many rounds agree which kernel is faster that chance alone would seldom do it.
+A ratio is told only where it is clear: the quartiles of its rounds are no further apart than its
+median is from 1, and so many rounds agree which kernel is faster that chance alone would seldom do
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Setting:
 
     @property
     def work(self) -> float:
-        """Operations of attention's products, forward and backward: 14·B·H·N²·D, half of it if causal."""
+        """Operations of attention's products, forward and backward: 14·B·H·N²·D, half of it if
+        causal.
+        """
         b, h, n, d = self.shape
         return 14.0 * b * h * n * n * d * (0.5 if self.is_causal else 1.0)
 
@@ -47,16 +51,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one kernel took at one size. Ratios are over what both kernels can do; None where the spread hides them."""
+    """What one kernel took at one size. Ratios are over what both kernels can do; None where the
+    spread hides them.
+    """
 
     kernel: str
     setting: Setting
     forward_ms: Quartiles
     backward_ms: Quartiles | None  # None: it has no backward pass here
     ratio: Quartiles | None  # times as fast as the baseline
-    halfulp_ratio: Quartiles | None  # times as fast as this kernel halfulp is; None also where halfulp was not timed
+    # times as fast as this kernel halfulp is; None also where halfulp was not timed
+    halfulp_ratio: Quartiles | None
     gemm_share: Quartiles  # of the measured peak of a matrix product in the same dtype
-    errors: dict[str, float]  # relative L2 error of out, dQ, dK, dV over the floor's, first head; where there is one
+    # relative L2 error of out, dQ, dK, dV over the floor's, first head; where there is one
+    errors: dict[str, float]
 
     @property
     def gradient_error(self) -> float | None:
@@ -100,27 +108,39 @@ class BenchResult:
         }
 
     def tables(self) -> list[Table]:
-        """Return one table a size: speed and error in the same row. No cell is wider than 80 columns leave room for."""
+        """Return one table a size: speed and error in the same row. No cell is wider than 80
+        columns leave room for.
+        """
         own = (_OWN_COLUMN,) if any(t.kernel == OWN for t in self.timings) else ()
         columns = ("kernel", "fwd ms", "bwd ms", f"× {BASELINE}", *own, "gemm", "O", "grad")
         tables = []
         for setting, timings in self._by_setting().items():
             rows = tuple(tuple(_cells(timing)[name] for name in columns) for timing in timings)
-            tables.append(Table(f"{setting}, {self.dtype}", columns, rows, self.caption(), self.command))
+            tables.append(
+                Table(f"{setting}, {self.dtype}", columns, rows, self.caption(), self.command)
+            )
         return tables
 
     def figures(self) -> list[Figure]:
-        """Return two figures a size, speed and error; a kernel without a clear ratio has its name and no bar."""
+        """Return two figures a size, speed and error; a kernel without a clear ratio has its name
+        and no bar.
+        """
         figures = []
         for setting, timings in self._by_setting().items():
             names = tuple(short_name(t.kernel) for t in timings)
-            ratios = [(1.0,) * 3 if t.kernel == BASELINE else t.ratio or (math.nan,) * 3 for t in timings]
+            ratios = [
+                (1.0,) * 3 if t.kernel == BASELINE else t.ratio or (math.nan,) * 3 for t in timings
+            ]
             low, middle, high = (tuple(ratio[i] for ratio in ratios) for i in range(3))
-            worst = tuple(math.nan if t.gradient_error is None else t.gradient_error for t in timings)
+            worst = tuple(
+                math.nan if t.gradient_error is None else t.gradient_error for t in timings
+            )
             speed = Series("speed", names, middle, low, high, "row")
             error = Series("error", names, worst, style="row")
             more = (self.caption(), self.command)
-            figures.append(Figure(str(setting), "", f"speed over {BASELINE}'s (–: unclear)", (speed,), *more))
+            figures.append(
+                Figure(str(setting), "", f"speed over {BASELINE}'s (–: unclear)", (speed,), *more)
+            )
             figures.append(Figure(str(setting), "", "gradient error over floor", (error,), *more))
         return figures
 
@@ -134,13 +154,15 @@ class BenchResult:
         """Return what every column means and how it was measured."""
         where = "" if self.threads is None else f", threads: {self.threads}"
         return (
-            f"Interleaved rounds: {self.rounds}{where}. fwd, bwd: medians. × {BASELINE}: this kernel's speed over "
-            f"{BASELINE}'s; halfulp ×: halfulp's over this kernel's; forward and backward together, median ± half the "
-            "distance between the quartiles, and unclear where these are further apart than the median is from 1 or "
-            "too few rounds agree which kernel is faster (sign test, 5 %). gemm: share of the peak, a product of "
-            f"{GEMM} × {GEMM} ({self.peak_gflops[1]:.0f} Gflop/s), the roof of all but short sequences. O, grad: "
-            "relative error of O, and the worst of dQ, dK and dV, over the floor's, first head. The floor is the least "
-            "for products of operands in this dtype: a kernel that multiplies in fp32 lies below 1."
+            f"Interleaved rounds: {self.rounds}{where}. fwd, bwd: medians. × {BASELINE}: this"
+            f" kernel's speed over {BASELINE}'s; halfulp ×: halfulp's over this kernel's; forward"
+            " and backward together, median ± half the distance between the quartiles, and unclear"
+            " where these are further apart than the median is from 1 or too few rounds agree"
+            " which kernel is faster (sign test, 5 %). gemm: share of the peak, a product of"
+            f" {GEMM} × {GEMM} ({self.peak_gflops[1]:.0f} Gflop/s), the roof of all but short"
+            " sequences. O, grad: relative error of O, and the worst of dQ, dK and dV, over the"
+            " floor's, first head. The floor is the least for products of operands in this dtype:"
+            " a kernel that multiplies in fp32 lies below 1."
         )
 
 
@@ -153,9 +175,10 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 def is_clear(ratios: Sequence[float]) -> bool:
     """Whether the median of the rounds' ratios may be told.
 
-    Their quartiles must be no further apart than the median is from 1, for the ratio and for its inverse alike, and so
-    many rounds on the median's side of 1 that fair coins would do it in at most 5 % of all cases. Two kernels
-    that are the same seem different by this rule in 1 to 2 % of all cases; fewer than 6 rounds are never clear.
+    Their quartiles must be no further apart than the median is from 1, for the ratio and for its
+    inverse alike, and so many rounds on the median's side of 1 that fair coins would do it in at
+    most 5 % of all cases. Two kernels that are the same seem different by this rule in 1 to 2 % of
+    all cases; fewer than 6 rounds are never clear.
     """
     low, middle, high = quartiles(ratios)
     if high - low > abs(middle - 1) or 1 / low - 1 / high > abs(1 / middle - 1):
@@ -167,7 +190,9 @@ def is_clear(ratios: Sequence[float]) -> bool:
 
 
 def short_name(kernel: str) -> str:
-    """Return a kernel's name as tables and pictures hold it: of a file its own name, and no more than 24 characters."""
+    """Return a kernel's name as tables and pictures hold it: of a file its own name, and no more
+    than 24 characters.
+    """
     name = kernel.replace("\\", "/").rpartition("/")[2]
     return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
 

@@ -1,7 +1,9 @@
-"""Real activations to audit a kernel on: query, key, value and grad_out of a small language model trained on the spot.
+"""Real activations to audit a kernel on: query, key, value and grad_out of a small language model
+trained on the spot.
 
-Random inputs have no attention sinks, no keys that share a direction and no token that half the rows look at; a trained
-model has all of that after a minute. The text is English prose that every CPython brings along, so nothing is fetched.
+Random inputs have no attention sinks, no keys that share a direction and no token that half the
+rows look at; a trained model has all of that after a minute. The text is English prose that every
+CPython brings along, so nothing is fetched.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ TENSORS = ("query", "key", "value", "grad_out")
 class Attention(Protocol):
     """An attention function with the keywords of PyTorch's own, on `[B, H, N, D]`."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> Tensor:
         """Return out `[B, H, N, D]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Captured:
-    """Attention calls as a training run made them, bf16 values; batch entry b·layers + i is sequence b in layer i."""
+    """Attention calls as a training run made them, bf16 values; batch entry b·layers + i is
+    sequence b in layer i.
+    """
 
     query: Tensor  # [B, H, N, D]
     key: Tensor
@@ -51,7 +57,9 @@ class Captured:
         for name in TENSORS:
             x = getattr(self, name)
             if x.ndim != 4:
-                raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted are 4 dimensions [B, H, N, D]")
+                raise ValueError(
+                    f"{name} of shape {tuple(x.shape)}: accepted are 4 dimensions [B, H, N, D]"
+                )
 
     def layer(self, index: int) -> Captured:
         """Return one layer's calls."""
@@ -70,23 +78,30 @@ class CaptureRun:
 
     @property
     def bits_per_byte(self) -> float:
-        """Training loss over the last twentieth of the run, in bits a token, which the preset makes a byte."""
+        """Training loss over the last twentieth of the run, in bits a token, which the preset makes
+        a byte.
+        """
         last = self.loss[-max(1, len(self.loss) // 20) :]
         return sum(last) / len(last) / math.log(2)
 
 
 def train_and_capture(
-    attention: Attention | None = None, config: RunConfig | None = None, *, progress: Progress | None = None
+    attention: Attention | None = None,
+    config: RunConfig | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> CaptureRun:
     """Train a GPT and return what every attention layer sees and gets back on one more batch.
 
     Args:
         attention: called with bf16 tensors `[B, H, N, D]`, instead of what the configuration names.
-        config: a run of a `Language` workload; the preset `capture` if None. It repeats bit for bit.
+        config: a run of a `Language` workload; the preset `capture` if None. It repeats bit for
+            bit.
         progress: called at every line of metrics.
 
     Raises:
-        ValueError: the configuration is of another workload, or the run ended in numbers that are not finite.
+        ValueError: the configuration is of another workload, or the run ended in numbers that are
+            not finite.
     """
     config = config or capture()
     language = config.workload
@@ -94,17 +109,23 @@ def train_and_capture(
         raise ValueError(f"config.workload={language}: accepted is a Language")
     own = {}
     if attention is not None:
-        config, own = replace(config, attention=AttentionPlan.of("given")), {"given": _reading_bf16(attention)}
+        config, own = (
+            replace(config, attention=AttentionPlan.of("given")),
+            {"given": _reading_bf16(attention)},
+        )
     run = train(config, own=own, progress=progress or no_progress)
     if run.status == "failed":
-        raise ValueError(f"config.attention={str(config.attention)!r}: {run.reason}; accepted is one that trains")
+        raise ValueError(
+            f"config.attention={str(config.attention)!r}: {run.reason}; accepted is one that trains"
+        )
     return CaptureRun(_capture(run.workload, config, language), run.curve("loss"))
 
 
 def save_captured(path: str | Path, captured: Captured) -> Path:
     """Write a safetensors file that `halfulp audit --captured` reads, whole or not at all.
 
-    Tensors query, key, value, grad_out `[B, H, N, D]`; metadata is_causal, scale, source, layers as text.
+    Tensors query, key, value, grad_out `[B, H, N, D]`; metadata is_causal, scale, source, layers as
+    text.
     """
     from safetensors.torch import save
 
@@ -127,12 +148,23 @@ class _Seen:
         self.calls: dict[int, dict[str, Tensor]] = {}
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         """Return out as it came."""
         assert is_causal
         assert scale == query.shape[-1] ** -0.5
-        call = {name: x.detach().bfloat16() for name, x in (("query", query), ("key", key), ("value", value))}
+        call = {
+            name: x.detach().bfloat16()
+            for name, x in (("query", query), ("key", key), ("value", value))
+        }
         self.calls[layer] = call
         out.register_hook(lambda grad: call.update(grad_out=grad.detach().bfloat16()))  # type: ignore[no-untyped-call]
         return out
@@ -146,8 +178,14 @@ def _capture(workload: Workload, config: RunConfig, language: Language) -> Captu
     torch.autograd.backward(workload.loss(model, workload.batch(samples, config.steps + 1)))
     set_tap(model, None)
     calls = [seen.calls[layer] for layer in range(language.layers)]
-    stacked = {name: torch.stack([call[name] for call in calls], 1).flatten(0, 1).cpu() for name in TENSORS}
-    text = "bytes of Python's own documentation" if language.data == "english" else f"tokens, data {language.data}"
+    stacked = {
+        name: torch.stack([call[name] for call in calls], 1).flatten(0, 1).cpu() for name in TENSORS
+    }
+    text = (
+        "bytes of Python's own documentation"
+        if language.data == "english"
+        else f"tokens, data {language.data}"
+    )
     source = (
         f"GPT of {language.layers} layers, width {language.width}, after {config.steps} steps "
         f"on {config.batch} × {language.context} {text}, seed {config.seed}"
@@ -159,8 +197,12 @@ def _capture(workload: Workload, config: RunConfig, language: Language) -> Captu
 def _reading_bf16(attention: Attention) -> Attention:
     """The same attention, fed bf16 by a model in fp32."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-        out = attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), is_causal=is_causal, scale=scale)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> Tensor:
+        out = attention(
+            query.bfloat16(), key.bfloat16(), value.bfloat16(), is_causal=is_causal, scale=scale
+        )
         return out.to(query.dtype)
 
     return attend

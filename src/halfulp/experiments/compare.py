@@ -1,9 +1,11 @@
-"""How far the weights of twin runs drift apart, put into context: Golden et al., arXiv 2405.02803, section V.
+"""How far the weights of twin runs drift apart, put into context: Golden et al., arXiv 2405.02803,
+section V.
 
-Two runs that differ in one thing have checkpoints at the same steps. At each of them the weights are compared by the
-largest difference of any weight and by the Wasserstein distance of their distributions, for every tensor and for all
-of them together. What a difference means shows only beside others: another initialization, another precision, the same
-run once more. Run folders are read and nothing else.
+Two runs that differ in one thing have checkpoints at the same steps. At each of them the weights
+are compared by the largest difference of any weight and by the Wasserstein distance of their
+distributions, for every tensor and for all of them together. What a difference means shows only
+beside others: another initialization, another precision, the same run once more. Run folders are
+read and nothing else.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ class Drift:
     steps: tuple[int, ...]
     max_difference: tuple[float, ...]  # over all weights
     wasserstein: tuple[float, ...]  # of the distributions of all weights together
-    tensors: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]  # the same two for each tensor
+    # the same two for each tensor
+    tensors: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
     @property
     def slope(self) -> float:
-        """Growth of the Wasserstein distance a step: least squares with an intercept; NaN for a single checkpoint."""
+        """Growth of the Wasserstein distance a step: least squares with an intercept; NaN for a
+        single checkpoint.
+        """
         return slope_of(self.steps, self.wasserstein)
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,7 +64,10 @@ class Drift:
             "max_difference": plain_numbers(self.max_difference),
             "wasserstein": plain_numbers(self.wasserstein),
             "tensors": {
-                name: {"max_difference": plain_numbers(most), "wasserstein": plain_numbers(distance)}
+                name: {
+                    "max_difference": plain_numbers(most),
+                    "wasserstein": plain_numbers(distance),
+                }
                 for name, (most, distance) in self.tensors.items()
             },
         }
@@ -89,11 +97,18 @@ class CompareResult:
     def figures(self) -> list[Figure]:
         """Return Wasserstein distance and largest difference over steps, a line a comparison."""
         shown = (
-            ("wasserstein", "Wasserstein distance of the weights", "mean distance, units of a weight"),
+            (
+                "wasserstein",
+                "Wasserstein distance of the weights",
+                "mean distance, units of a weight",
+            ),
             ("max_difference", "Largest difference of a weight", "units of a weight"),
         )
         seeds = max(len(self.of(name)) for name in self.names)
-        caption = f"{self.caption} {seeds} seed{'s' * (seeds > 1)}: the median, and the range where there are several."
+        caption = (
+            f"{self.caption} {seeds} seed{'s' * (seeds > 1)}: the median, and the range where there"
+            " are several."
+        )
         return [
             Figure(
                 title,
@@ -102,21 +117,26 @@ class CompareResult:
                 tuple(_series(name, self.of(name), field) for name in self.names),
                 (caption + _unseen(self.drifts)).strip(),
                 self.command,
-                y_log=any(0 < value < math.inf for drift in self.drifts for value in getattr(drift, field)),
+                y_log=any(
+                    0 < value < math.inf for drift in self.drifts for value in getattr(drift, field)
+                ),
             )
             for field, title, label in shown
         ]
 
     def tables(self) -> list[Table]:
-        """Return the summary, and the tensors of the first comparison that drifts, the farthest first."""
+        """Return the summary, and the tensors of the first comparison that drifts, the farthest
+        first.
+        """
         found = [
             Table(
                 "Weight drift",
                 DriftSummary.COLUMNS,
                 tuple(line.cells() for line in self.summary()),
-                "The largest difference of a weight and the Wasserstein distance of all weights at the last shared "
-                "step, means over seeds; slope of that distance a step, with a 95 % interval over seeds (Student's t, "
-                "from 3 seeds); uneven: its rms distance from the line, as a share of its last value.",
+                "The largest difference of a weight and the Wasserstein distance of all weights at"
+                " the last shared step, means over seeds; slope of that distance a step, with a 95"
+                " % interval over seeds (Student's t, from 3 seeds); uneven: its rms distance from"
+                " the line, as a share of its last value.",
                 self.command,
             )
         ]
@@ -135,12 +155,17 @@ class CompareResult:
 
 
 def compare_runs(
-    runs: Sequence[Path], baseline: Path | None = None, *, command: str = "", progress: Progress | None = None
+    runs: Sequence[Path],
+    baseline: Path | None = None,
+    *,
+    command: str = "",
+    progress: Progress | None = None,
 ) -> CompareResult:
     """Compare the weights of runs with those of a baseline.
 
-    Runs that differ from the baseline in nothing but seeds, and have data of their own, are baselines too: every other
-    run is compared with the baseline that shares its data seed, and its seed where there is one.
+    Runs that differ from the baseline in nothing but seeds, and have data of their own, are
+    baselines too: every other run is compared with the baseline that shares its data seed, and its
+    seed where there is one.
 
     Args:
         runs: run folders of trainings with checkpoints.
@@ -149,7 +174,8 @@ def compare_runs(
         progress: called after every pair.
 
     Raises:
-        ValueError: a folder is no training run, has no baseline, another model, or no checkpoint in common with it.
+        ValueError: a folder is no training run, has no baseline, another model, or no checkpoint in
+            common with it.
     """
     first = runs[0] if baseline is None and runs else baseline
     others = list(runs[1:] if baseline is None else runs)
@@ -167,10 +193,13 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
     """Return the drift of one pair of run folders, over all checkpoints that both have whole.
 
     Raises:
-        ValueError: a folder is no training run, the models differ, or no checkpoint is common to both.
+        ValueError: a folder is no training run, the models differ, or no checkpoint is common to
+            both.
     """
     one, other = _config(baseline), _config(run)
-    common = sorted(set(checkpoint_steps(baseline / "checkpoints")) & set(checkpoint_steps(run / "checkpoints")))
+    common = sorted(
+        set(checkpoint_steps(baseline / "checkpoints")) & set(checkpoint_steps(run / "checkpoints"))
+    )
     steps, all_most, all_distance = [], [], []
     tensors: dict[str, tuple[list[float], list[float]]] = {}
     for step in common:
@@ -178,7 +207,9 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
         if before is None or after is None:
             continue
         if {k: x.shape for k, x in before.items()} != {k: x.shape for k, x in after.items()}:
-            raise ValueError(f"run={str(run)!r}: its model has other tensors; accepted are runs of one model")
+            raise ValueError(
+                f"run={str(run)!r}: its model has other tensors; accepted are runs of one model"
+            )
         most = {key: _largest(before[key], after[key]) for key in before}
         for key in before:
             found = tensors.setdefault(key, ([], []))
@@ -186,9 +217,14 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
             found[1].append(wasserstein(before[key], after[key]))
         steps.append(step)
         all_most.append(float(np.max(list(most.values()))))  # NaN if one is
-        all_distance.append(wasserstein(*(np.concatenate([x.ravel() for x in y.values()]) for y in (before, after))))
+        all_distance.append(
+            wasserstein(*(np.concatenate([x.ravel() for x in y.values()]) for y in (before, after)))
+        )
     if not steps:
-        raise ValueError(f"run={str(run)!r}: no checkpoint in common with {str(baseline)!r}; accepted is at least one")
+        raise ValueError(
+            f"run={str(run)!r}: no checkpoint in common with {str(baseline)!r}; accepted is at"
+            " least one"
+        )
     return Drift(
         name or _label(one, other),
         _data_seed(one),
@@ -204,20 +240,25 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
 def wasserstein(one: np.ndarray, other: np.ndarray) -> float:
     """Return the Wasserstein distance of two equally large sets of numbers, in their unit.
 
-    In one dimension the best transport pairs the k-th smallest with the k-th smallest, so it is the mean distance of
-    the sorted values: exact, and what `scipy.stats.wasserstein_distance` gives after 20 to 40 times the work.
+    In one dimension the best transport pairs the k-th smallest with the k-th smallest, so it is the
+    mean distance of the sorted values: exact, and what `scipy.stats.wasserstein_distance` gives
+    after 20 to 40 times the work.
 
     Raises:
         ValueError: the sets differ in size.
     """
     if one.size != other.size:
-        raise ValueError(f"other of {other.size} values: accepted are as many as the first has, {one.size}")
+        raise ValueError(
+            f"other of {other.size} values: accepted are as many as the first has, {one.size}"
+        )
     apart = np.sort(one, axis=None) - np.sort(other, axis=None).astype(np.float64)
     return float(np.abs(apart).mean()) if apart.size else 0.0
 
 
 def read_weights(folder: Path, step: int) -> dict[str, np.ndarray] | None:
-    """Return the model's tensors after a step in float32, or None, with a warning, where the file is torn."""
+    """Return the model's tensors after a step in float32, or None, with a warning, where the file
+    is torn.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -253,7 +294,10 @@ def _matched(first: Path, others: Sequence[Path]) -> list[tuple[str, Path, Path]
         (reference,) = baselines[_data_seed(config)]
         pairs.append((_label(_config(reference), config), reference, run))
     if not pairs:
-        raise ValueError(f"runs={[str(run) for run in others]}: all are baselines; accepted is at least one other run")
+        raise ValueError(
+            f"runs={[str(run) for run in others]}: all are baselines; accepted is at least one"
+            " other run"
+        )
     return pairs
 
 
@@ -268,7 +312,9 @@ def _data_seed(config: RunConfig) -> int:
 def _kind(config: RunConfig) -> RunConfig:
     """The configuration without seeds and without what a run records."""
     plain: dict[str, Any] = {
-        f.name: f.default for f in dataclasses.fields(RunConfig) if f.name in ("seed", "data_seed", *_BESIDE)
+        f.name: f.default
+        for f in dataclasses.fields(RunConfig)
+        if f.name in ("seed", "data_seed", *_BESIDE)
     }
     return dataclasses.replace(config, **plain)
 
@@ -286,7 +332,9 @@ def _label(one: RunConfig, other: RunConfig) -> str:
 def _series(name: str, drifts: Sequence[Drift], field: str) -> Series:
     """The median over seeds at every step that all have, and the range if there are several."""
     steps = sorted(set.intersection(*(set(drift.steps) for drift in drifts)))
-    columns = [[getattr(drift, field)[drift.steps.index(step)] for drift in drifts] for step in steps]
+    columns = [
+        [getattr(drift, field)[drift.steps.index(step)] for drift in drifts] for step in steps
+    ]
     several = len(drifts) > 1
     return Series(
         name,
@@ -298,8 +346,14 @@ def _series(name: str, drifts: Sequence[Drift], field: str) -> Series:
 
 
 def _unseen(drifts: Sequence[Drift]) -> str:
-    zero = [name for name in dict.fromkeys(d.name for d in drifts) if _is_zero([d for d in drifts if d.name == name])]
-    return f" Exactly 0 at every checkpoint, so not in the picture: {', '.join(zero)}." if zero else ""
+    zero = [
+        name
+        for name in dict.fromkeys(d.name for d in drifts)
+        if _is_zero([d for d in drifts if d.name == name])
+    ]
+    return (
+        f" Exactly 0 at every checkpoint, so not in the picture: {', '.join(zero)}." if zero else ""
+    )
 
 
 def _is_zero(drifts: Sequence[Drift]) -> bool:
@@ -309,5 +363,10 @@ def _is_zero(drifts: Sequence[Drift]) -> bool:
 def _tensor_table(drift: Drift, command: str) -> Table:
     last = [(name, most[-1], distance[-1]) for name, (most, distance) in drift.tensors.items()]
     last.sort(key=lambda row: -row[2] if math.isfinite(row[2]) else -math.inf)
-    caption = f"{drift.name}, seed {drift.seed}, step {drift.steps[-1]}: the ten tensors farthest apart of {len(last)}."
-    return Table("Tensors", ("tensor", "largest", "Wasserstein"), tuple(last[:10]), caption, command)
+    caption = (
+        f"{drift.name}, seed {drift.seed}, step {drift.steps[-1]}: the ten tensors farthest apart"
+        f" of {len(last)}."
+    )
+    return Table(
+        "Tensors", ("tensor", "largest", "Wasserstein"), tuple(last[:10]), caption, command
+    )

@@ -1,4 +1,6 @@
-"""What drifts of several seeds come to: slopes with their intervals, how even they are, and ratios between them."""
+"""What drifts of several seeds come to: slopes with their intervals, how even they are, and ratios
+between them.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,16 @@ class DriftSummary:
     max_difference: float  # there, mean over seeds
     wasserstein: float  # there, mean over seeds
     slope: Interval  # of the Wasserstein distance, a step
-    unevenness: float  # rms distance from the line over the last value, mean over seeds; NaN where that is 0
+    # rms distance from the line over the last value, mean over seeds; NaN where that is 0
+    unevenness: float
 
     def cells(self) -> tuple[Any, ...]:
         """The summary as a table's row."""
-        ends = "" if math.isnan(self.slope.low) else f"{_short(self.slope.low)} to {_short(self.slope.high)}"
+        ends = (
+            ""
+            if math.isnan(self.slope.low)
+            else f"{_short(self.slope.low)} to {_short(self.slope.high)}"
+        )
         spread = math.nan if math.isnan(self.unevenness) else self.unevenness
         return (
             self.name,
@@ -100,7 +107,9 @@ def _short(x: float) -> str:
 
 
 def summarize(name: str, drifts: Sequence[Curve]) -> DriftSummary:
-    """Return what the drifts of one comparison, a seed each, come to at the last step that all have."""
+    """Return what the drifts of one comparison, a seed each, come to at the last step that all
+    have.
+    """
     last = max(set.intersection(*(set(drift.steps) for drift in drifts)))
     at = [drift.steps.index(last) for drift in drifts]
     return DriftSummary(
@@ -115,7 +124,9 @@ def summarize(name: str, drifts: Sequence[Curve]) -> DriftSummary:
 
 
 def slope_of(steps: Sequence[int], values: Sequence[float]) -> float:
-    """Return the slope of the least-squares line with an intercept; NaN for one step or infinite values."""
+    """Return the slope of the least-squares line with an intercept; NaN for one step or infinite
+    values.
+    """
     if len(steps) < 2 or not np.isfinite(values).all():
         return math.nan
     x, y = np.array(steps, float), np.array(values, float)
@@ -124,7 +135,9 @@ def slope_of(steps: Sequence[int], values: Sequence[float]) -> float:
 
 
 def unevenness_of(steps: Sequence[int], values: Sequence[float]) -> float:
-    """Return the rms distance of the values from their line, as a share of the last; NaN where that is 0."""
+    """Return the rms distance of the values from their line, as a share of the last; NaN where that
+    is 0.
+    """
     if len(steps) < 3 or values[-1] == 0 or not np.isfinite(values).all():
         return math.nan
     x, y = np.array(steps, float), np.array(values, float)
@@ -135,8 +148,9 @@ def unevenness_of(steps: Sequence[int], values: Sequence[float]) -> float:
 def slope_ratio(over: Sequence[Curve], under: Sequence[Curve]) -> Interval:
     """Return how many times as steep the first drifts are as the second, matched by seed.
 
-    The geometric mean over seeds with an interval of Student's t on the logarithm. Where a slope is not positive, that
-    has no meaning: the value is then the ratio of the mean slopes, without an interval.
+    The geometric mean over seeds with an interval of Student's t on the logarithm. Where a slope is
+    not positive, that has no meaning: the value is then the ratio of the mean slopes, without an
+    interval.
     """
     steep = {drift.seed: slope_of(drift.steps, drift.wasserstein) for drift in over}
     flat = {drift.seed: slope_of(drift.steps, drift.wasserstein) for drift in under}
@@ -146,13 +160,17 @@ def slope_ratio(over: Sequence[Curve], under: Sequence[Curve]) -> Interval:
         return Interval(math.nan, math.nan, math.nan, 0)
     if not all(a > 0 and b > 0 for a, b in pairs):
         below = sum(b for _, b in pairs)
-        return Interval(sum(a for a, _ in pairs) / below if below else math.nan, math.nan, math.nan, len(pairs))
+        return Interval(
+            sum(a for a, _ in pairs) / below if below else math.nan, math.nan, math.nan, len(pairs)
+        )
     logs = interval_of([math.log(a / b) for a, b in pairs])
     return Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), len(pairs))
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return the mean with its 95 % interval by Student's t; the ends are NaN for fewer than 3 values."""
+    """Return the mean with its 95 % interval by Student's t; the ends are NaN for fewer than 3
+    values.
+    """
     mean, count = statistics.fmean(values), len(values)
     if count < 3:
         return Interval(mean, math.nan, math.nan, count)

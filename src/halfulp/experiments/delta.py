@@ -1,8 +1,10 @@
-"""Attention whose δ is what its recipe computes, but for one chosen change of its error e = δ_lp − δ_hp.
+"""Attention whose δ is what its recipe computes, but for one chosen change of its error e = δ_lp −
+δ_hp.
 
-The error is split into its mean over all rows of a call and what is left, and each can be kept, taken away or turned
-around: twins that differ in nothing else tell what drives a run. The change enters where a kernel takes the gradient of
-lse: δ ← δ − dLSE, so the backward pass is the recipe's own.
+The error is split into its mean over all rows of a call and what is left, and each can be kept,
+taken away or turned around: twins that differ in nothing else tell what drives a run. The change
+enters where a kernel takes the gradient of lse: δ ← δ − dLSE, so the backward pass is the recipe's
+own.
 """
 
 from __future__ import annotations
@@ -75,7 +77,13 @@ def changed_attention(recipe: Recipe, change: Change) -> AttentionFunction:
 
 
 def _attend(
-    recipe: Recipe, before: Recipe, change: Change, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    recipe: Recipe,
+    before: Recipe,
+    change: Change,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **options: Any,
 ) -> Tensor:
     out, lse = emulate(query, key, value, recipe=recipe, return_lse=True, **options)
     with torch.no_grad():
@@ -85,10 +93,14 @@ def _attend(
 
 
 class _Changed(torch.autograd.Function):
-    """Hands out on as it is and gives lse the gradient e − change(e), so that δ_lp becomes δ_hp + change(e)."""
+    """Hands out on as it is and gives lse the gradient e − change(e), so that δ_lp becomes δ_hp +
+    change(e).
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, exact: Tensor, recipe: Recipe, change: Change) -> Tensor:
+    def forward(
+        ctx: Any, out: Tensor, lse: Tensor, exact: Tensor, recipe: Recipe, change: Change
+    ) -> Tensor:
         del lse
         ctx.save_for_backward(out, exact)
         ctx.recipe, ctx.change = recipe, change

@@ -1,7 +1,9 @@
-"""The main job, end to end on a CPU: a training that a stock kernel ruins, its cause, an audit of every kernel here.
+"""The main job, end to end on a CPU: a training that a stock kernel ruins, its cause, an audit of
+every kernel here.
 
-Every act leaves its figures in the run folder as soon as it is over, so that a demo that is stopped can still be read.
-What an act says is computed from what it measured (`demo_findings`); where a machine lacks a kernel, it says that.
+Every act leaves its figures in the run folder as soon as it is over, so that a demo that is stopped
+can still be read. What an act says is computed from what it measured (`demo_findings`); where a
+machine lacks a kernel, it says that.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from halfulp.experiments.demo_findings import (
     worst_outcome,
 )
 from halfulp.experiments.explain import EXAMPLE, explain
-from halfulp.experiments.failure import AttentionChoice, FailureRun, curves, final_loss, run_failures
+from halfulp.experiments.failure import (
+    AttentionChoice,
+    FailureRun,
+    curves,
+    final_loss,
+    run_failures,
+)
 from halfulp.experiments.rungs import RUNGS
 from halfulp.formats import BF16
 from halfulp.isolate.rule import RULE
@@ -69,7 +77,9 @@ class DemoConfig:
     def __post_init__(self) -> None:
         for name in ("seeds", "isolation_seeds", "steps", "workers"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer of at least 1")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: accepted is an integer of at least 1"
+                )
 
     @property
     def command(self) -> str:
@@ -78,14 +88,21 @@ class DemoConfig:
 
 
 def run_demo(
-    config: DemoConfig, folder: Path, watch: Watch, told: Callable[[Act], None], *, final: Path | None = None
+    config: DemoConfig,
+    folder: Path,
+    watch: Watch,
+    told: Callable[[Act], None],
+    *,
+    final: Path | None = None,
 ) -> tuple[dict[str, Any], list[Act]]:
     """Run three acts and return the run's record and the acts, as plain data.
 
     Args:
         config: how much to do.
-        folder: an empty folder; gets run.json, failure.json, cause.json, audit.json, isolation/ and tensors/.
-        watch: called with an act's number and title; gives a context that gives the function that shows progress.
+        folder: an empty folder; gets run.json, failure.json, cause.json, audit.json, isolation/ and
+            tensors/.
+        watch: called with an act's number and title; gives a context that gives the function that
+            shows progress.
         told: called with every act when it is over.
         final: what `folder` will be called later, where it is known already: files are named by it.
 
@@ -114,14 +131,24 @@ def run_demo(
             began = time.perf_counter()
             with watch(number, title) as progress:
                 act = measure(stage, progress)
-            act = {"name": name, "number": number, "title": title, "seconds": time.perf_counter() - began} | act
+            act = {
+                "name": name,
+                "number": number,
+                "title": title,
+                "seconds": time.perf_counter() - began,
+            } | act
             write_json(folder / f"{name}.json", act)
             acts.append(act)
-            record["acts"].append({key: act[key] for key in ("name", "title", "finding", "seconds")})
+            record["acts"].append(
+                {key: act[key] for key in ("name", "title", "finding", "seconds")}
+            )
             write_json(folder / "run.json", record)
             told(act)
     except BaseException as stopped:
-        record |= {"status": "interrupted" if isinstance(stopped, KeyboardInterrupt) else "failed", "ended": _now()}
+        record |= {
+            "status": "interrupted" if isinstance(stopped, KeyboardInterrupt) else "failed",
+            "ended": _now(),
+        }
         write_json(folder / "run.json", record)
         raise
     record |= {"status": "done", "ended": _now()}
@@ -161,23 +188,33 @@ def _failure(stage: _Stage, progress: Progress) -> Act:
     choices |= {} if missing is None else {STAND_IN: RUNGS["stock"]}
     choices |= {MATH: "torch:math", FP32: "torch:fp32", HALFULP: RUNGS[HALFULP]}
     seeds = range(config.seeds)
-    found = run_failures(choices.values(), seeds, config.steps, workers=config.workers, progress=progress)
+    found = run_failures(
+        choices.values(), seeds, config.steps, workers=config.workers, progress=progress
+    )
     names = [name for name in choices for _ in seeds]
     runs = [replace(run, attention=name) for name, run in zip(names, found, strict=True)]
     by_name = {name: [run for run in runs if run.attention == name] for name in choices}
     suspect = next(iter(choices))
     text = [
-        "One causal attention layer (width 32, 32 tokens, batch 16) learns a random teacher on one fixed batch with "
-        f"Adam, {config.steps} steps, in true bf16. All runs of a seed start from the same weights and see the same "
-        "data; they differ in the attention function alone, and nothing is accelerated or made coarser.",
+        (
+            "One causal attention layer (width 32, 32 tokens, batch 16) learns a random teacher on"
+            f" one fixed batch with Adam, {config.steps} steps, in true bf16. All runs of a seed"
+            " start from the same weights and see the same data; they differ in the attention"
+            " function alone, and nothing is accelerated or made coarser."
+        ),
         f"A run is called by this rule. {RULE[0].upper()}{RULE[1:]}.",
     ]
     if missing is not None:
-        text.append(f"PyTorch's bf16 flash kernel does not run here ({missing}); the stock recipe stands in for it.")
+        text.append(
+            f"PyTorch's bf16 flash kernel does not run here ({missing}); the stock recipe stands in"
+            " for it."
+        )
     return {
         "finding": failure_finding(by_name, suspect),
         "text": text,
-        "figures": [figure.as_dict() | {"caption": _CURVES} for figure in curves(runs, config.command)],
+        "figures": [
+            figure.as_dict() | {"caption": _CURVES} for figure in curves(runs, config.command)
+        ],
         "tables": [_failure_table(by_name, config).as_dict()],
         "runs": [run.as_dict() for run in runs],
     }
@@ -192,7 +229,12 @@ def _failure_table(by_name: dict[str, list[FailureRun]], config: DemoConfig) -> 
             [run.mean_score[-1] for run in runs],
             [run.sigma_query[-1] for run in runs],
         )
-        forms: tuple[Callable[[float], str], ...] = (short, short, "{:+.1f}".format, "{:.1f}".format)
+        forms: tuple[Callable[[float], str], ...] = (
+            short,
+            short,
+            "{:+.1f}".format,
+            "{:.1f}".format,
+        )
         cells = [_range(values, form) for values, form in zip(columns, forms, strict=True)]
         rows.append((name, worst_outcome(runs), *cells))
     columns_named = (
@@ -204,12 +246,20 @@ def _failure_table(by_name: dict[str, list[FailureRun]], config: DemoConfig) -> 
         "σ(W_Q) at the end",
     )
     return Table(
-        "What became of each run", columns_named, tuple(rows), _over(config.steps, config.seeds), config.command
+        "What became of each run",
+        columns_named,
+        tuple(rows),
+        _over(config.steps, config.seeds),
+        config.command,
     )
 
 
 def _over(steps: int, seeds: int) -> str:
-    return f"{steps} steps, {seeds} seeds, lowest … highest of them." if seeds > 1 else f"{steps} steps, one seed."
+    return (
+        f"{steps} steps, {seeds} seeds, lowest … highest of them."
+        if seeds > 1
+        else f"{steps} steps, one seed."
+    )
 
 
 def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
@@ -218,7 +268,9 @@ def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 def _cause(stage: _Stage, progress: Progress) -> Act:
-    """Act 2: the failing run again with one thing changed at a time, and one rounding bit by bit."""
+    """Act 2: the failing run again with one thing changed at a time, and one rounding bit by
+    bit.
+    """
     config = stage.config
     run = seconds("torch:flash" if flash_missing() is None else "BF16_FLASH2", steps=config.steps)
     found = isolate(
@@ -236,8 +288,11 @@ def _cause(stage: _Stage, progress: Progress) -> Act:
     return {
         "finding": found.verdict,
         "text": [
-            "The failing run is made again with one thing changed at a time, from the whole attention down to one "
-            "operation and its bits, and what saves it names what was wrong.",
+            (
+                "The failing run is made again with one thing changed at a time, from the whole"
+                " attention down to one operation and its bits, and what saves it names what was"
+                " wrong."
+            ),
             *([f"Fix: {found.fix}"] if found.fix else []),
             *found.notes,
         ],
@@ -245,9 +300,11 @@ def _cause(stage: _Stage, progress: Progress) -> Act:
         "tables": plain["tables"],
         "code": [
             {
-                "caption": "One rounding, bit by bit: a sum of two weighted values of one sign carries into the next "
-                "binade, and the bit it loses pushes the result away from zero (the worked example of Qiu & Yao, "
-                "arXiv 2510.04212, section 3.3.2).",
+                "caption": (
+                    "One rounding, bit by bit: a sum of two weighted values of one sign carries"
+                    " into the next binade, and the bit it loses pushes the result away from zero"
+                    " (the worked example of Qiu & Yao, arXiv 2510.04212, section 3.3.2)."
+                ),
                 "text": example.text(),
                 "command": f"halfulp explain -- {values} --format bf16",
             }
@@ -257,7 +314,9 @@ def _cause(stage: _Stage, progress: Progress) -> Act:
 
 
 def _audit(stage: _Stage, progress: Progress) -> Act:
-    """Act 3: every kernel here on the probe inputs and on the activations of a model trained on the spot."""
+    """Act 3: every kernel here on the probe inputs and on the activations of a model trained on the
+    spot.
+    """
     config = stage.config
     share = 0.45  # of the act: the training
     names, skipped = choose_targets(config.targets)
@@ -274,10 +333,13 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     return {
         "finding": audit_finding(audits, skipped),
         "text": [
-            f"Each kernel is called on {_probe_count(audits)} probe inputs of size (B, H, N, D) = {sizes} and on real "
-            f"activations: {trained.captured.source}, {trained.bits_per_byte:.2f} bits a byte, query {shape}. Its "
-            "errors are set beside those of the stock recipe on the same inputs and beside the floor, the least that "
-            "any kernel with bf16 operands and results must round.",
+            (
+                f"Each kernel is called on {_probe_count(audits)} probe inputs of size (B, H, N, D)"
+                f" = {sizes} and on real activations: {trained.captured.source},"
+                f" {trained.bits_per_byte:.2f} bits a byte, query {shape}. Its errors are set"
+                " beside those of the stock recipe on the same inputs and beside the floor, the"
+                " least that any kernel with bf16 operands and results must round."
+            ),
         ],
         "audits": audits,
         "skipped": skipped,
@@ -291,7 +353,14 @@ def _part(progress: Progress, start: float, end: float) -> Progress:
 
 
 def _probe_count(audits: Sequence[dict[str, Any]]) -> int:
-    return len({case["probe"] for audit in audits for case in audit["cases"] if case["probe"] != "captured"})
+    return len(
+        {
+            case["probe"]
+            for audit in audits
+            for case in audit["cases"]
+            if case["probe"] != "captured"
+        }
+    )
 
 
 _ACTS: tuple[tuple[str, str, Callable[[_Stage, Progress], Act]], ...] = (

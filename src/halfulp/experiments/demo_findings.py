@@ -1,6 +1,8 @@
-"""What the demo's measurements say, one sentence an act: computed from the figures, worded by their outcome.
+"""What the demo's measurements say, one sentence an act: computed from the figures, worded by their
+outcome.
 
-Nothing here knows what is expected. Where a kernel does not fail on some machine, the sentence says that it did not.
+Nothing here knows what is expected. Where a kernel does not fail on some machine, the sentence says
+that it did not.
 """
 
 from __future__ import annotations
@@ -22,17 +24,23 @@ def worst_outcome(runs: Sequence[FailureRun]) -> str:
 
 
 def failure_finding(runs: Mapping[str, Sequence[FailureRun]], suspect: str) -> str:
-    """Return what became of the suspect kernel's training and of the others'; `runs` by name, every seed of each."""
+    """Return what became of the suspect kernel's training and of the others'; `runs` by name, every
+    seed of each.
+    """
     mine = runs[suspect]
     failed = [run for run in mine if run.outcome == "failed"]
     others = grouped({name: worst_outcome(same) for name, same in runs.items() if name != suspect})
     if not failed:
         return f"{suspect} did not ruin this training on any of {_seeds(len(mine))}; {others}."
-    share = f"on all of {_seeds(len(mine))}" if len(failed) == len(mine) else f"on {len(failed)} of {_seeds(len(mine))}"
+    share = (
+        f"on all of {_seeds(len(mine))}"
+        if len(failed) == len(mine)
+        else f"on {len(failed)} of {_seeds(len(mine))}"
+    )
     score = statistics.median(run.mean_score[-1] for run in failed)
     return (
-        f"{suspect} ruins the training {share}: {_what_happens(failed)}, while the mean score runs to {score:+.0f}; "
-        f"on the same data, {others}."
+        f"{suspect} ruins the training {share}: {_what_happens(failed)}, while the mean score runs"
+        f" to {score:+.0f}; on the same data, {others}."
     )
 
 
@@ -40,7 +48,9 @@ def _what_happens(failed: Sequence[FailureRun]) -> str:
     broke = [run.broke_at for run in failed if run.broke_at is not None]
     if broke:
         return f"its loss is no number any more after {min(broke)} steps"
-    best, end = (statistics.median(values) for values in zip(*map(_best_and_end, failed), strict=True))
+    best, end = (
+        statistics.median(values) for values in zip(*map(_best_and_end, failed), strict=True)
+    )
     return f"its loss climbs {end / best:.0f}-fold from its lowest, to {short(end)}"
 
 
@@ -70,8 +80,14 @@ def audit_finding(audits: Sequence[Mapping[str, Any]], skipped: Mapping[str, str
     kernels = [audit for audit in audits if not audit["target"].startswith("recipe:")]
     recipes = [audit for audit in audits if audit["target"].startswith("recipe:")]
     counted = ((kernels, "kernel", "found here"), (recipes, "recipe", "emulated"))
-    parts = [f"of {len(a)} {noun}{'s' * (len(a) != 1)} {where}, {_verdicts(a)}" for a, noun, where in counted if a]
-    missing = f"; {len(skipped)} more {'was' if len(skipped) == 1 else 'were'} skipped" if skipped else ""
+    parts = [
+        f"of {len(a)} {noun}{'s' * (len(a) != 1)} {where}, {_verdicts(a)}"
+        for a, noun, where in counted
+        if a
+    ]
+    missing = (
+        f"; {len(skipped)} more {'was' if len(skipped) == 1 else 'were'} skipped" if skipped else ""
+    )
     text = f"{'; '.join(parts)}{missing}."
     return text[0].upper() + text[1:]
 
@@ -79,7 +95,11 @@ def audit_finding(audits: Sequence[Mapping[str, Any]], skipped: Mapping[str, str
 def _verdicts(audits: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for verdict in ("sound", "stock", "defect", "error"):
-        same = [str(audit["target"]).removeprefix("recipe:") for audit in audits if audit["verdict"] == verdict]
+        same = [
+            str(audit["target"]).removeprefix("recipe:")
+            for audit in audits
+            if audit["verdict"] == verdict
+        ]
         if same:
             be, have = ("is", "has") if len(same) == 1 else ("are", "have")
             words = {"defect": f"{have} a defect", "error": "could not be audited"}

@@ -1,7 +1,8 @@
-"""What a text-to-image run has learned, to look at: pictures it draws from names, beside those it was shown.
+"""What a text-to-image run has learned, to look at: pictures it draws from names, beside those it
+was shown.
 
-A drawing counts as right where, of all pictures of the data, the named one is nearest to it; a model that ignored the
-name would be right once in as many drawings as there are names.
+A drawing counts as right where, of all pictures of the data, the named one is nearest to it; a
+model that ignored the name would be right once in as many drawings as there are names.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Drawn:
         return sum(name == found for name, found in zip(self.names, self.nearest, strict=True))
 
 
-def draw_run(folder: Path, names: Sequence[str] | None = None, *, seed: int = 0, steps: int = 30) -> Drawn:
+def draw_run(
+    folder: Path, names: Sequence[str] | None = None, *, seed: int = 0, steps: int = 30
+) -> Drawn:
     """Draw with the last checkpoint of a text-to-image run.
 
     Args:
@@ -54,17 +57,22 @@ def draw_run(folder: Path, names: Sequence[str] | None = None, *, seed: int = 0,
         steps: of the sampler.
 
     Raises:
-        ValueError: the folder holds no text-to-image run or no checkpoint, or a name is not one of its data.
+        ValueError: the folder holds no text-to-image run or no checkpoint, or a name is not one of
+            its data.
     """
     config = config_from_dict(read_record(folder)["config"])
     if not isinstance(config.workload, Pictures):
-        raise ValueError(f"run={str(folder)!r}: it is no text-to-image training; accepted is one of Pictures")
+        raise ValueError(
+            f"run={str(folder)!r}: it is no text-to-image training; accepted is one of Pictures"
+        )
     checkpoint = next(checkpoints(folder / "checkpoints"), None)
     if checkpoint is None:
         raise ValueError(f"run={str(folder)!r}: it has no checkpoint; accepted is a run that has")
     data_seed = config.seed if config.data_seed is None else config.data_seed
     with one_thread():
-        workload = build_workload(config.workload, config.attention, seed=config.seed, data_seed=data_seed)
+        workload = build_workload(
+            config.workload, config.attention, seed=config.seed, data_seed=data_seed
+        )
         restore(checkpoint, workload.model)
         assert isinstance(workload, PictureWorkload)
         return draw_workload(workload, names, seed=seed, steps=steps)
@@ -75,11 +83,17 @@ def draw_workload(
 ) -> Drawn:
     """Draw with a model as it is now; arguments and errors as `draw_run`."""
     pictures = workload.pictures
-    wanted = list(dict.fromkeys(pictures.names))[:64] if names is None else [name.lower() for name in names]
+    wanted = (
+        list(dict.fromkeys(pictures.names))[:64]
+        if names is None
+        else [name.lower() for name in names]
+    )
     for name in wanted:
         if name not in pictures.names:
             some = ", ".join(list(dict.fromkeys(pictures.names))[:8])
-            raise ValueError(f"names={name!r}: accepted are names of {pictures.source}, such as {some}")
+            raise ValueError(
+                f"names={name!r}: accepted are names of {pictures.source}, such as {some}"
+            )
     drawn = workload.draw(wanted, seed=seed, steps=steps)
     apart = [np.square(pictures.pixels.astype(np.float64) - one).mean((1, 2, 3)) for one in drawn]
     nearest = tuple(pictures.names[int(distances.argmin())] for distances in apart)
@@ -88,7 +102,9 @@ def draw_workload(
 
 
 def contact_sheet(found: Drawn, columns: int = 6) -> bytes:
-    """Return a PNG file: for every name its drawing, the picture in the data beside it, and the name below."""
+    """Return a PNG file: for every name its drawing, the picture in the data beside it, and the
+    name below.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     count, size = found.drawn.shape[:2]
@@ -99,9 +115,14 @@ def contact_sheet(found: Drawn, columns: int = 6) -> bytes:
     sheet = Image.new("RGB", (columns * (width + 2 * _GAP), rows * (height + 2 * _GAP)), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for i, name in enumerate(found.names):
-        x, y = (i % columns) * (width + 2 * _GAP) + _GAP, (i // columns) * (height + 2 * _GAP) + _GAP
+        x, y = (
+            (i % columns) * (width + 2 * _GAP) + _GAP,
+            (i // columns) * (height + 2 * _GAP) + _GAP,
+        )
         for picture, left in ((found.drawn[i], x), (found.originals[i], x + side + _GAP)):
-            sheet.paste(Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (left, y))
+            sheet.paste(
+                Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (left, y)
+            )
         lines = textwrap.wrap(name, max(8, width // 7), max_lines=2, placeholder="…")
         pen.multiline_text((x, y + side + 1), "\n".join(lines), fill="black", font=font, spacing=1)
     buffer = io.BytesIO()
@@ -110,20 +131,33 @@ def contact_sheet(found: Drawn, columns: int = 6) -> bytes:
 
 
 def sheet_block(found: Drawn) -> dict[str, Any]:
-    """Return the contact sheet as a page's block: a picture in the page itself, and what it shows in words."""
+    """Return the contact sheet as a page's block: a picture in the page itself, and what it shows
+    in words.
+    """
     text = base64.b64encode(contact_sheet(found)).decode()
     caption = (
-        f"Left of each pair: drawn by the model from the name below; right: the picture in the data ({found.source}). "
-        f"{found.right} of {len(found.names)} drawings are nearest to the picture of their name."
+        "Left of each pair: drawn by the model from the name below; right: the picture in the data"
+        f" ({found.source}). {found.right} of {len(found.names)} drawings are nearest to the"
+        " picture of their name."
     )
     names = ", ".join(found.names)
-    return {"kind": "picture", "source": f"data:image/png;base64,{text}", "alt": f"Drawn: {names}", "caption": caption}
+    return {
+        "kind": "picture",
+        "source": f"data:image/png;base64,{text}",
+        "alt": f"Drawn: {names}",
+        "caption": caption,
+    }
 
 
 def sheets_of(folders: Sequence[Path], most: int = 4) -> list[dict[str, Any]]:
-    """Return the sheets of the first `most` text-to-image runs among these folders, each under the run's name."""
+    """Return the sheets of the first `most` text-to-image runs among these folders, each under the
+    run's name.
+    """
     found: list[dict[str, Any]] = []
     for folder in folders:
-        if isinstance(config_from_dict(read_record(folder)["config"]).workload, Pictures) and len(found) < most:
+        if (
+            isinstance(config_from_dict(read_record(folder)["config"]).workload, Pictures)
+            and len(found) < most
+        ):
             found.append(sheet_block(draw_run(folder)) | {"title": folder.name})
     return found

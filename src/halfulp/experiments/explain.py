@@ -1,9 +1,10 @@
-"""One rounding, bit by bit: what a sum, a product or a dot product becomes in a low-precision format, and why.
+"""One rounding, bit by bit: what a sum, a product or a dot product becomes in a low-precision
+format, and why.
 
-A biased rounding error is hard to believe in until one has seen the bits: two negative numbers add up, the significand
-overflows by one place, the bit shifted out is a one, something small stands behind it, and the result moves away from
-zero. Everything here is computed in exact fractions and shares no code with `formats.round_to`, so that each can be
-held against the other.
+A biased rounding error is hard to believe in until one has seen the bits: two negative numbers add
+up, the significand overflows by one place, the bit shifted out is a one, something small stands
+behind it, and the result moves away from zero. Everything here is computed in exact fractions and
+shares no code with `formats.round_to`, so that each can be held against the other.
 
 Source of the worked example: Qiu & Yao (arXiv 2510.04212), section 3.3.2.
 """
@@ -38,7 +39,9 @@ class Code:
 
 @dataclass(frozen=True)
 class Decision:
-    """One rounding: what was to be stored, between which neighbors it lies, and which was taken for what reason."""
+    """One rounding: what was to be stored, between which neighbors it lies, and which was taken for
+    what reason.
+    """
 
     exact: Fraction
     format: str
@@ -68,7 +71,8 @@ class RunningStep:
 
     label: str
     term: Fraction  # what is added
-    carry: int  # places the leading bit moved left of the larger of the two; negative where they cancel
+    # places the leading bit moved left of the larger of the two; negative where they cancel
+    carry: int
     decision: Decision
 
 
@@ -91,7 +95,9 @@ class Explanation:
     @property
     def steps_matter(self) -> bool:
         """Whether the roundings on the way changed the result."""
-        return not (self.single == self.result or (math.isnan(self.single) and math.isnan(self.result)))
+        return not (
+            self.single == self.result or (math.isnan(self.single) and math.isnan(self.result))
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; fractions become strings "numerator/denominator"."""
@@ -113,15 +119,17 @@ def explain(
     """Return what `operation` on `values` gives in `fmt`, rounding by rounding.
 
     Args:
-        values: two or more finite numbers, or their decimal text (read as float64). For "dot", the left vector followed
-            by the right one, so an even number of them. They are taken as they are and not rounded to `fmt` first.
+        values: two or more finite numbers, or their decimal text (read as float64). For "dot", the
+            left vector followed by the right one, so an even number of them. They are taken as they
+            are and not rounded to `fmt` first.
         fmt: the format of the result; its own rounding and overflow policy decide.
-        operation: "sum" x1 + x2 + …, "product" x1 · x2 · …, or "dot" x1·y1 + x2·y2 + … with exact products.
+        operation: "sum" x1 + x2 + …, "product" x1 · x2 · …, or "dot" x1·y1 + x2·y2 + … with exact
+            products.
         accumulate: the format of the running value; float32, or `fmt` where that is wider.
 
     Raises:
-        ValueError: a value is not finite, there are too few or an odd number of them for "dot", the operation is
-            unknown, or a format is block-scaled or rounds stochastically.
+        ValueError: a value is not finite, there are too few or an odd number of them for "dot", the
+            operation is unknown, or a format is block-scaled or rounds stochastically.
     """
     if operation not in get_args(Operation):
         raise ValueError(f"operation={operation!r}: accepted are {', '.join(get_args(Operation))}")
@@ -131,7 +139,11 @@ def explain(
     _check_format("accumulate", accumulate)
     numbers = [_number(value) for value in values]
     if len(numbers) < 2 or (operation == "dot" and len(numbers) % 2):
-        need = "an even number, left vector then right vector" if operation == "dot" else "at least two"
+        need = (
+            "an even number, left vector then right vector"
+            if operation == "dot"
+            else "at least two"
+        )
         raise ValueError(f"values of length {len(numbers)}: accepted for {operation!r} is {need}")
     terms = _terms(numbers, operation)
     exact, steps, running = _accumulate(terms, operation, accumulate)
@@ -212,9 +224,15 @@ def encode(value: float, fmt: Format) -> Code:
 
 def _check_format(argument: str, fmt: Format) -> None:
     if not isinstance(fmt, Format):
-        raise ValueError(f"{argument}={fmt}: accepted is a scalar format, for a block's scale depends on the neighbors")
+        raise ValueError(
+            f"{argument}={fmt}: accepted is a scalar format, for a block's scale depends on the"
+            " neighbors"
+        )
     if fmt.rounding == "stochastic":
-        raise ValueError(f"{argument}.rounding='stochastic': accepted is a rounding that depends on the value alone")
+        raise ValueError(
+            f"{argument}.rounding='stochastic': accepted is a rounding that depends on the value"
+            " alone"
+        )
 
 
 def _number(value: float | str) -> Fraction:
@@ -244,7 +262,9 @@ def _terms(numbers: list[Fraction], operation: Operation) -> list[tuple[str, Fra
 def _accumulate(
     terms: list[tuple[str, Fraction]], operation: Operation, fmt: Format
 ) -> tuple[Fraction, tuple[RunningStep, ...], Fraction]:
-    """The exact total, every rounding of the running value, and what the running value is at the end."""
+    """The exact total, every rounding of the running value, and what the running value is at the
+    end.
+    """
     combine = Fraction.__mul__ if operation == "product" else Fraction.__add__
     symbol = "·" if operation == "product" else "+"
     first = 0 if operation == "dot" else 1
@@ -258,7 +278,8 @@ def _accumulate(
         steps.append(RunningStep(label, term, _carry(running, term, decision, operation), decision))
         if not math.isfinite(decision.result):
             raise ValueError(
-                f"accumulate={fmt.name}: the running value overflows at {label}; accepted is a wider format"
+                f"accumulate={fmt.name}: the running value overflows at {label}; accepted is a"
+                " wider format"
             )
         running = Fraction(decision.result)
     return exact, tuple(steps), running
@@ -270,7 +291,9 @@ def _carry(running: Fraction, term: Fraction, decision: Decision, operation: Ope
     return 0 if operation == "product" or not size else _exponent(size) - _exponent(larger)
 
 
-def _direction(distance: Fraction, count: int, negative: bool, power: int, fmt: Format) -> tuple[bool, str]:
+def _direction(
+    distance: Fraction, count: int, negative: bool, power: int, fmt: Format
+) -> tuple[bool, str]:
     """Whether the magnitude goes up to the farther neighbor, and why."""
     if distance == 0:
         return False, "exact: every dropped bit is zero"
@@ -280,10 +303,16 @@ def _direction(distance: Fraction, count: int, negative: bool, power: int, fmt: 
         return False, f"rounding toward zero drops the bits: {toward}"
     if fmt.rounding in ("up", "down"):
         farther = (fmt.rounding == "up") != negative
-        return farther, f"rounding {fmt.rounding} whatever the dropped bits: {away if farther else toward}"
+        return (
+            farther,
+            f"rounding {fmt.rounding} whatever the dropped bits: {away if farther else toward}",
+        )
     half = Fraction(1, 2)
     if distance > half:
-        return True, f"guard bit 1 and a bit behind it is 1: more than half an ulp is dropped, so {away}"
+        return (
+            True,
+            f"guard bit 1 and a bit behind it is 1: more than half an ulp is dropped, so {away}",
+        )
     if distance < half:
         return False, f"guard bit 0: less than half an ulp is dropped, so {toward}"
     if fmt.rounding == "nearest_away":
@@ -292,7 +321,13 @@ def _direction(distance: Fraction, count: int, negative: bool, power: int, fmt: 
     if fmt.mantissa_bits == 0:  # the code is the exponent field alone, so that its parity decides
         odd = bool((power + fmt.bias) % 2) if count else False
     which = "odd" if odd else "even"
-    return odd, f"guard bit 1 and nothing behind it: a tie; the last kept bit is {which}, so {away if odd else toward}"
+    return (
+        odd,
+        (
+            f"guard bit 1 and nothing behind it: a tie; the last kept bit is {which}, so"
+            f" {away if odd else toward}"
+        ),
+    )
 
 
 def _bounded(magnitude: Fraction, negative: bool, fmt: Format) -> tuple[float, str]:
@@ -305,13 +340,21 @@ def _bounded(magnitude: Fraction, negative: bool, fmt: Format) -> tuple[float, s
     stops = fmt.rounding == "toward_zero" or fmt.rounding == ("up" if negative else "down")
     if stops or fmt.overflow == "saturate":
         return fmt.max, f"{past}: {'rounding toward zero stops there' if stops else 'saturates'}"
-    return (math.inf, f"{past}: infinity") if fmt.overflow == "infinity" else (math.nan, f"{past}: NaN")
+    return (
+        (math.inf, f"{past}: infinity")
+        if fmt.overflow == "infinity"
+        else (math.nan, f"{past}: NaN")
+    )
 
 
 def _split_bits(count: int, distance: Fraction, fmt: Format, shown: int = 32) -> tuple[str, str]:
     """The kept significand with its point, and up to `shown` dropped bits."""
     digits = format(int(count), f"0{fmt.significand_bits}b")
-    kept = f"{digits[: -fmt.mantissa_bits]}.{digits[-fmt.mantissa_bits :]}" if fmt.mantissa_bits else digits
+    kept = (
+        f"{digits[: -fmt.mantissa_bits]}.{digits[-fmt.mantissa_bits :]}"
+        if fmt.mantissa_bits
+        else digits
+    )
     scaled = distance * 2**shown
     dropped = format(int(scaled), f"0{shown}b")
     if scaled.denominator != 1:

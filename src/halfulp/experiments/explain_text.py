@@ -23,15 +23,21 @@ _ROUNDING_TITLES = {
 
 
 def render(explanation: Explanation) -> str:
-    """Return the whole explanation: operands, every rounding of the running value, and the last one in full."""
+    """Return the whole explanation: operands, every rounding of the running value, and the last one
+    in full.
+    """
     direction = _ROUNDING_TITLES[explanation.rounding]
-    title = f"{_OPERATION_TITLES[explanation.operation]} in {explanation.format}, rounded {direction}"
+    title = (
+        f"{_OPERATION_TITLES[explanation.operation]} in {explanation.format}, rounded {direction}"
+    )
     lines = [f"{title}; running value in {explanation.accumulate}", "", *_operands(explanation), ""]
     lines += [*_line("exact", decimal_text(explanation.exact)), ""]
     lines += _running(explanation)
     lines += _full(explanation.final)
     if explanation.steps_matter:
-        lines += _line("note", f"rounding the exact value once would give {_number(explanation.single)}")
+        lines += _line(
+            "note", f"rounding the exact value once would give {_number(explanation.single)}"
+        )
     if explanation.final.exact != explanation.exact:
         lines += _line("error", f"{explanation.error!r} in all, against the exact value")
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -42,7 +48,10 @@ def _operands(explanation: Explanation) -> list[str]:
     names = _names(explanation)
     wide = max(len(code.exponent) for code in codes)
     head = f"{'':5}{'value':<25}s {'exponent':<{wide}} fraction"
-    return [head, *(f"{name:<5}{_bits(code, wide)}" for name, code in zip(names, codes, strict=True))]
+    return [
+        head,
+        *(f"{name:<5}{_bits(code, wide)}" for name, code in zip(names, codes, strict=True)),
+    ]
 
 
 def _names(explanation: Explanation) -> list[str]:
@@ -65,7 +74,10 @@ def _running(explanation: Explanation) -> list[str]:
         lines.append(f"({number})  {step.label} = {_number(decision.result)}, {error}")
         lines.append(f"{'':5}{_bits(decision.code, len(decision.code.exponent))}")
         if step.carry > 0:
-            lines.append(f"{'':5}the sum carries: its leading bit moves one place left, and the last bit kept with it")
+            lines.append(
+                f"{'':5}the sum carries: its leading bit moves one place left, and the last bit"
+                " kept with it"
+            )
         elif step.carry < -1:
             lines.append(f"{'':5}the leading {-step.carry} bits cancel")
     return [*lines, ""]
@@ -84,7 +96,10 @@ def _full(decision: Decision) -> list[str]:
         lines += _line("above", _neighbor(decision, decision.above))
     lines += _line("decision", decision.reason)
     code = decision.code
-    lines += _line("result", f"{_number(decision.result)} = {' '.join((code.sign, code.exponent, code.fraction))}")
+    lines += _line(
+        "result",
+        f"{_number(decision.result)} = {' '.join((code.sign, code.exponent, code.fraction))}",
+    )
     in_ulps = f" ({decision.error / decision.ulp:+.3f} ulp)" if isfinite(decision.error) else ""
     return [*lines, *_line("error", f"{decision.error!r}{in_ulps}" if decision.error else "0")]
 
@@ -112,4 +127,8 @@ def decimal_text(exact: Fraction, digits: int = 40) -> str:
     context = Context(prec=digits)
     quotient = context.divide(Decimal(exact.numerator), Decimal(exact.denominator))
     more = "…" if context.flags[Inexact] else ""
-    return f"{quotient.normalize(context):f}{more}" if abs(quotient.adjusted()) < digits else f"{quotient:E}{more}"
+    return (
+        f"{quotient.normalize(context):f}{more}"
+        if abs(quotient.adjusted()) < digits
+        else f"{quotient:E}{more}"
+    )

@@ -1,11 +1,13 @@
-"""A training that low-precision flash attention ruins in seconds, in true bf16, with nothing accelerated but the task.
+"""A training that low-precision flash attention ruins in seconds, in true bf16, with nothing
+accelerated but the task.
 
-One causal attention layer (W_Q, W_K, W_V, W_O; d = 32, one head, 32 tokens, batch 16) learns a random fp32 teacher by
-mean squared error on one fixed batch with Adam (1e-3, 0.9/0.95, 50 steps of warm-up). Eight of the 32 input coordinates
-are constant 1, so keys share a direction that softmax cannot see: the only thing that can push the scores along it is a
-row sum of dS that is not zero. With attention that is free of that error the mean score stays where it is; with the
-stock recipe it walks off, the weights with it, and in the end the loss. The failing runs have lost a factor of ten and
-more against their own best; that factor is the rule by which a run is called failed.
+One causal attention layer (W_Q, W_K, W_V, W_O; d = 32, one head, 32 tokens, batch 16) learns a
+random fp32 teacher by mean squared error on one fixed batch with Adam (1e-3, 0.9/0.95, 50 steps of
+warm-up). Eight of the 32 input coordinates are constant 1, so keys share a direction that softmax
+cannot see: the only thing that can push the scores along it is a row sum of dS that is not zero.
+With attention that is free of that error the mean score stays where it is; with the stock recipe it
+walks off, the weights with it, and in the end the loss. The failing runs have lost a factor of ten
+and more against their own best; that factor is the rule by which a run is called failed.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ def run_failure(
     """Train the layer once, on one thread, and say what became of it.
 
     Args:
-        attention: "torch:flash", "torch:math" (PyTorch's own kernels in bf16), "torch:fp32", a recipe or the name of
-            one, or a function `f(query, key, value, *, is_causal, scale)` of `[batch, 1, tokens, width]` in fp32.
+        attention: "torch:flash", "torch:math" (PyTorch's own kernels in bf16), "torch:fp32", a
+            recipe or the name of one, or a function `f(query, key, value, *, is_causal, scale)` of
+            `[batch, 1, tokens, width]` in fp32.
         seed: of teacher, data and student; equal seeds share all three whatever the attention.
         steps: optimizer steps.
         record_every: steps between two points of the curves.
@@ -87,22 +90,33 @@ def run_failure(
         ValueError: the attention is not known or a number is out of range.
     """
     if steps < 1 or record_every < 1:
-        raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
+        raise ValueError(
+            f"steps={steps}, record_every={record_every}: accepted are integers of at least 1"
+        )
     name = attention_name(attention)
     own = None if isinstance(attention, str) else {name: _function(attention)}
     config = replace(
-        seconds(name, seed=seed, steps=steps), workload=task or LayerTask(), metrics_every=record_every, measure_every=0
+        seconds(name, seed=seed, steps=steps),
+        workload=task or LayerTask(),
+        metrics_every=record_every,
+        measure_every=0,
     )
     label, report = label or name, progress or no_progress
     with one_thread():
-        run = train(config, own=own, progress=lambda done, said: report(done, f"{label}, seed {seed}, {said}"))
+        run = train(
+            config,
+            own=own,
+            progress=lambda done, said: report(done, f"{label}, seed {seed}, {said}"),
+        )
     if run.status == "interrupted":
         raise KeyboardInterrupt
     broke_at = run.steps[-1] if run.status == "failed" else None
     curves_of = ("loss", "mean_score", "max_score", "sigma_query", "sigma_key")
     loss, mean, largest, sigma_q, sigma_k = (run.curve(curve) for curve in curves_of)
     outcome, reason = judge(loss, mean, broke_at)
-    return FailureRun(label, seed, run.steps, loss, mean, largest, sigma_q, sigma_k, broke_at, outcome, reason)
+    return FailureRun(
+        label, seed, run.steps, loss, mean, largest, sigma_q, sigma_k, broke_at, outcome, reason
+    )
 
 
 def run_failures(
@@ -135,7 +149,9 @@ def run_failures(
 
 
 def curves(runs: Sequence[FailureRun], command: str) -> list[Figure]:
-    """Return figures of loss, mean score, σ(W_Q) and σ(W_K): a line per attention, the range over seeds."""
+    """Return figures of loss, mean score, σ(W_Q) and σ(W_K): a line per attention, the range over
+    seeds.
+    """
     shown: tuple[tuple[str, str, str, bool], ...] = (
         ("loss", "Training loss", "mean squared error", True),
         ("mean_score", "Mean score", "mean of S, natural units", False),
@@ -143,10 +159,21 @@ def curves(runs: Sequence[FailureRun], command: str) -> list[Figure]:
         ("sigma_key", "Largest singular value of W_K", "σ(W_K)", True),
     )
     seeds = len({run.seed for run in runs})
-    caption = f"{seeds} seed{'s' * (seeds > 1)}: the median, and the range where there are several. {RULE}."
+    caption = (
+        f"{seeds} seed{'s' * (seeds > 1)}: the median, and the range where there are several."
+        f" {RULE}."
+    )
     names = list(dict.fromkeys(run.attention for run in runs))
     return [
-        Figure(title, "step", y_label, tuple(_series(runs, name, field) for name in names), caption, command, y_log=log)
+        Figure(
+            title,
+            "step",
+            y_label,
+            tuple(_series(runs, name, field) for name in names),
+            caption,
+            command,
+            y_log=log,
+        )
         for field, title, y_label, log in shown
     ]
 
@@ -162,7 +189,11 @@ def attention_name(attention: AttentionChoice) -> str:
     """Return what a choice is called in results."""
     if isinstance(attention, str):
         return attention.upper() if attention.upper() in RECIPES else attention
-    return attention.name if isinstance(attention, Recipe) else getattr(attention, "__name__", repr(attention))
+    return (
+        attention.name
+        if isinstance(attention, Recipe)
+        else getattr(attention, "__name__", repr(attention))
+    )
 
 
 def _function(attention: Recipe | AttentionFunction) -> AttentionFunction:
@@ -174,7 +205,9 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
-    """The median over seeds at every step that all of them reached, and the range if there are several."""
+    """The median over seeds at every step that all of them reached, and the range if there are
+    several.
+    """
     same = [run for run in runs if run.attention == name]
     steps = min((run.steps for run in same), key=len)
     columns = [[getattr(run, field)[i] for run in same] for i in range(len(steps))]

@@ -1,8 +1,9 @@
 """Flash and baseline attention on the same inputs, at every attention call of a real training run.
 
-Golden et al. (arXiv 2405.02803, section III) compute both versions whenever the model calls attention, so that the
-inputs are a training's own and equal, and compare the outputs. Here a tap does it behind the model's attention: it
-looks and gives back what came, so the run keeps its bits. The fp64 value stands beside, to say which of them is off.
+Golden et al. (arXiv 2405.02803, section III) compute both versions whenever the model calls
+attention, so that the inputs are a training's own and equal, and compare the outputs. Here a tap
+does it behind the model's attention: it looks and gives back what came, so the run keeps its bits.
+The fp64 value stands beside, to say which of them is off.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ ATTENTIONS = {
     "flash": "torch:flash",
     "flash, emulated": "BF16_FLASH2[block_query=16,block_key=16]",
 }
-"""What is compared by default: PyTorch's math backend, its flash kernel, and flash emulated in tiles of 16."""
+"""What is compared by default: PyTorch's math backend, its flash kernel, and flash emulated in
+tiles of 16.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Deviation:
 
 @dataclass
 class Comparing:
-    """A tap that runs every attention on what the model's own was fed, in bf16 as the kernels read it."""
+    """A tap that runs every attention on what the model's own was fed, in bf16 as the kernels read
+    it.
+    """
 
     attentions: Mapping[str, AttentionFunction]
     step: int = 0  # of the run; 0: do not look
@@ -56,7 +61,15 @@ class Comparing:
     found: list[Deviation] = field(default_factory=list)
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         """Compare, and give back out as it came."""
         if self.step:
@@ -66,7 +79,9 @@ class Comparing:
                 self._compare(layer, query, key, value, is_causal, scale)
         return out
 
-    def _compare(self, layer: int, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> None:
+    def _compare(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    ) -> None:
         outs = {
             name: function(query, key, value, is_causal=is_causal, scale=scale).double()
             for name, function in self.attentions.items()
@@ -77,7 +92,9 @@ class Comparing:
         for version, against in pairs:
             apart = (outs[version] - outs[against]).abs()
             largest, mean, deviation = (float(x) for x in (apart.max(), apart.mean(), apart.std()))
-            self.found.append(Deviation(self.step, layer, version, against, largest, mean, deviation))
+            self.found.append(
+                Deviation(self.step, layer, version, against, largest, mean, deviation)
+            )
 
 
 @dataclass(frozen=True)
@@ -91,12 +108,16 @@ class InModelResult:
     command: str
 
     def mean_ratio(self, version: str) -> dict[int, float]:
-        """Per layer, the median over steps of a version's mean error against fp64, over that of the baseline."""
+        """Per layer, the median over steps of a version's mean error against fp64, over that of the
+        baseline.
+        """
         return {
             layer: statistics.median(
                 a.mean / b.mean
                 for a, b in zip(
-                    self._of(version, GOLDEN, layer=layer), self._of(BASELINE, GOLDEN, layer=layer), strict=True
+                    self._of(version, GOLDEN, layer=layer),
+                    self._of(BASELINE, GOLDEN, layer=layer),
+                    strict=True,
                 )
                 if b.mean
             )
@@ -121,23 +142,41 @@ class InModelResult:
         ]
 
     def table(self) -> Table:
-        """Return a line for every layer and pair: medians over steps, and the range of the largest difference."""
+        """Return a line for every layer and pair: medians over steps, and the range of the largest
+        difference.
+        """
         rows = []
         for layer in self.layers:
             for version, against in self.versions:
                 same = self._of(version, against, layer=layer)
                 largest = [found.largest for found in same]
-                mean, spread = (statistics.median(getattr(x, name) for x in same) for name in ("mean", "deviation"))
-                rows.append((layer, f"{version} against {against}", max(largest), mean, spread, len(same)))
+                mean, spread = (
+                    statistics.median(getattr(x, name) for x in same)
+                    for name in ("mean", "deviation")
+                )
+                rows.append(
+                    (layer, f"{version} against {against}", max(largest), mean, spread, len(same))
+                )
         caption = (
-            "Out of every attention call on equal inputs: the largest difference of all steps; medians over steps."
+            "Out of every attention call on equal inputs: the largest difference of all steps;"
+            " medians over steps."
         )
-        columns = ("layer", "compared", "max difference", "mean difference", "standard deviation", "calls")
+        columns = (
+            "layer",
+            "compared",
+            "max difference",
+            "mean difference",
+            "standard deviation",
+            "calls",
+        )
         return Table("In-model comparison", columns, tuple(rows), caption, self.command)
 
     def figures(self) -> list[Figure]:
         """Return, per pair, the mean difference over steps, a line a layer."""
-        caption = "Mean absolute difference of out at every attention call, on the inputs that training gives it."
+        caption = (
+            "Mean absolute difference of out at every attention call, on the inputs that training"
+            " gives it."
+        )
         return [
             Figure(
                 f"{version} against {against}",
@@ -196,7 +235,11 @@ def compare_in_model(
     data_seed = config.seed if config.data_seed is None else config.data_seed
     with one_thread(), world("none", config.device) as group:
         workload = build_workload(
-            config.workload, config.attention, seed=config.seed, data_seed=data_seed, device=group.device
+            config.workload,
+            config.attention,
+            seed=config.seed,
+            data_seed=data_seed,
+            device=group.device,
         )
         session = Session(config, workload, group, workload.order(config.steps, config.batch), None)
         set_tap(workload.model, tap)
@@ -204,7 +247,9 @@ def compare_in_model(
             tap.step = number if (number - 1) % every == 0 else 0
             session.step()
             losses.append(session.loss)
-            (progress or no_progress)(number / config.steps, f"comparing in the model: step {number}")
+            (progress or no_progress)(
+                number / config.steps, f"comparing in the model: step {number}"
+            )
         weights = session.state().model
     return InModelResult(tuple(tap.found), tap.calls, tuple(losses), weights, command)
 

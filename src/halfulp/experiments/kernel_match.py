@@ -1,12 +1,15 @@
-"""Does our flash attention compute what a real kernel computes? Bit by bit against PyTorch's CPU flash kernel.
+"""Does our flash attention compute what a real kernel computes? Bit by bit against PyTorch's CPU
+flash kernel.
 
-The paper checked its micro-benchmark against the original kernel before trusting any deviation it measured. Here the
-emulation is a recipe (`TORCH_CPU_FLASH`), so the check is stricter: every element of O, lse, dQ, dK and dV is compared
-by its bits. Where some differ, one step of the emulation after the other is given another model, and the one that
-explains more of the kernel's bits says where the two part. The same models, used the other way round, show what a
-wrong idea of one step costs.
+The paper checked its micro-benchmark against the original kernel before trusting any deviation it
+measured. Here the emulation is a recipe (`TORCH_CPU_FLASH`), so the check is stricter: every
+element of O, lse, dQ, dK and dV is compared by its bits. Where some differ, one step of the
+emulation after the other is given another model, and the one that explains more of the kernel's
+bits says where the two part. The same models, used the other way round, show what a wrong idea of
+one step costs.
 
-Source: Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803), section 3; claim B1 of the ledger.
+Source: Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803), section 3; claim B1 of the
+ledger.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class TensorMatch:
     tensor: str
     elements: int
     identical: int  # elements with the same value; 0 and −0 count as the same, NaN and NaN too
-    largest_ulps: float  # largest distance in ulps of the larger of the two values; inf where just one is finite
+    # largest distance in ulps of the larger of the two values; inf where just one is finite
+    largest_ulps: float
 
     @property
     def fraction(self) -> float:
@@ -77,7 +81,9 @@ class StepModel:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The fraction of the kernel's bits that one model of a step gives, per tensor where it shows."""
+    """The fraction of the kernel's bits that one model of a step gives, per tensor where it
+    shows.
+    """
 
     step: str
     model: str
@@ -103,7 +109,8 @@ class KernelMatch:
     causal: tuple[bool, ...]
     seeds: tuple[int, ...]
     bits_expected: bool  # whether the emulation claims this machine's bits
-    differing_steps: tuple[StepCost, ...]  # other models that explain more bits, best first; empty where all agree
+    # other models that explain more bits, best first; empty where all agree
+    differing_steps: tuple[StepCost, ...]
     command: str
 
     @property
@@ -113,12 +120,27 @@ class KernelMatch:
 
     def table(self) -> Table:
         """Return one row per tensor."""
-        rows = tuple((m.tensor, m.elements, m.elements - m.identical, m.fraction, m.largest_ulps) for m in self.tensors)
-        columns = ("tensor", "elements", "different", "identical fraction", "largest distance (ulps)")
-        caption = f"PyTorch's CPU flash kernel against TORCH_CPU_FLASH, {self.calls} calls, forward and backward."
+        rows = tuple(
+            (m.tensor, m.elements, m.elements - m.identical, m.fraction, m.largest_ulps)
+            for m in self.tensors
+        )
+        columns = (
+            "tensor",
+            "elements",
+            "different",
+            "identical fraction",
+            "largest distance (ulps)",
+        )
+        caption = (
+            f"PyTorch's CPU flash kernel against TORCH_CPU_FLASH, {self.calls} calls, forward and"
+            " backward."
+        )
         if self.differing_steps:
             best = self.differing_steps[0]
-            caption += f" The step that differs: {best.step} ({best.model} explains {best.mean:.2%} of its elements)."
+            caption += (
+                f" The step that differs: {best.step} ({best.model} explains {best.mean:.2%} of its"
+                " elements)."
+            )
         return Table("Emulated against real, bit by bit", columns, rows, caption, self.command)
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,7 +159,9 @@ class KernelMatch:
 
 
 def bits_expected() -> bool:
-    """Whether TORCH_CPU_FLASH claims the kernel's bits here: torch 2.13, AVX-512, no matrix unit with its own sums."""
+    """Whether TORCH_CPU_FLASH claims the kernel's bits here: torch 2.13, AVX-512, no matrix unit
+    with its own sums.
+    """
     release, vectors = torch.__version__.split(".")[:2], torch.backends.cpu.get_cpu_capability()
     return release == ["2", "13"] and vectors == "AVX512" and not torch.cpu._is_amx_tile_supported()
 
@@ -149,7 +173,9 @@ def torch_cpu_flash(
     ops, inputs = torch.ops.aten, (query, key, value)
     out, lse = ops._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, is_causal, **options)
     backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
-    return AttentionResult(out, lse, *backward(grad_out, *inputs, out, lse, 0.0, is_causal, **options))
+    return AttentionResult(
+        out, lse, *backward(grad_out, *inputs, out, lse, 0.0, is_causal, **options)
+    )
 
 
 def match_torch_cpu_flash(
@@ -162,8 +188,8 @@ def match_torch_cpu_flash(
 ) -> KernelMatch:
     """Compare the kernel with `emulate(recipe="TORCH_CPU_FLASH")` on standard normal bf16 inputs.
 
-    Where bits differ, `differing_steps` ranks the models of single steps that explain more of them, measured on the
-    first call that differs. `kernel` may be any function with the same arguments.
+    Where bits differ, `differing_steps` ranks the models of single steps that explain more of them,
+    measured on the first call that differs. `kernel` may be any function with the same arguments.
 
     Raises:
         ValueError: without a shape, a masking or a seed.
@@ -205,7 +231,9 @@ def models() -> tuple[StepModel, ...]:
         forward("rescaled", "l and Ō in bf16 after each rescale", rescaled=BF16),
         forward("accumulator", "Ō in bf16 after each key block", accumulator=BF16),
         backward("delta", "δ from O before rounding", delta_from="exact_out"),
-        replace(backward("probabilities", "the exponential of torch.exp"), probabilities_exp=torch.exp),
+        replace(
+            backward("probabilities", "the exponential of torch.exp"), probabilities_exp=torch.exp
+        ),
         backward("probabilities_operand", "P not rounded for dV", probabilities_operand=FP32),
         backward("grad_probabilities", "dP rounded to bf16", grad_probabilities=BF16),
         backward("grad_scores", "dS not rounded", grad_scores=FP32),
@@ -214,7 +242,9 @@ def models() -> tuple[StepModel, ...]:
     )
 
 
-def emulated(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, is_causal: bool) -> AttentionResult:
+def emulated(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, is_causal: bool
+) -> AttentionResult:
     """TORCH_CPU_FLASH through the public door, in the dtypes of the kernel's results."""
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     out, lse = emulate(*leaves, is_causal=is_causal, recipe=TORCH_CPU_FLASH, return_lse=True)
@@ -229,7 +259,9 @@ def compare(real: AttentionResult, ours: AttentionResult) -> tuple[TensorMatch, 
         if a is None or b is None:
             continue
         distance = ulps_apart(a, b, FP32 if name == "lse" else BF16)
-        found.append(TensorMatch(name, a.numel(), int((distance == 0).sum()), float(distance.max())))
+        found.append(
+            TensorMatch(name, a.numel(), int((distance == 0).sum()), float(distance.max()))
+        )
     return tuple(found)
 
 
@@ -241,22 +273,34 @@ def ulps_apart(a: Tensor, b: Tensor, fmt: Format) -> Tensor:
     a, b = a.double(), b.double()
     spacing = ulp(torch.maximum(a.abs(), b.abs()), fmt)
     same = (a == b) | (a.isnan() & b.isnan())
-    return ((a - b).abs() / spacing).nan_to_num(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
+    return (
+        ((a - b).abs() / spacing).nan_to_num(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
+    )
 
 
 def _explain(
     real: AttentionResult, inputs: Tensors, causal: bool, plain: tuple[TensorMatch, ...]
 ) -> tuple[StepCost, ...]:
-    """The models that give more of the kernel's bits than the recipe, in the half where bits differ first."""
+    """The models that give more of the kernel's bits than the recipe, in the half where bits differ
+    first.
+    """
     differ = {match.tensor for match in plain if match.identical < match.elements}
     half = FORWARD if differ & set(FORWARD) else BACKWARD
     recipe = StepModel("", "", TORCH_CPU_FLASH, half)
     base = StepCost("", "", _fractions(real, inputs, causal, recipe))
-    tried = [StepCost(m.step, m.model, _fractions(real, inputs, causal, m)) for m in models() if m.tensors == half]
-    return tuple(sorted((cost for cost in tried if cost.mean > base.mean), key=lambda cost: -cost.mean))
+    tried = [
+        StepCost(m.step, m.model, _fractions(real, inputs, causal, m))
+        for m in models()
+        if m.tensors == half
+    ]
+    return tuple(
+        sorted((cost for cost in tried if cost.mean > base.mean), key=lambda cost: -cost.mean)
+    )
 
 
-def _fractions(real: AttentionResult, inputs: Tensors, causal: bool, model: StepModel) -> dict[str, float]:
+def _fractions(
+    real: AttentionResult, inputs: Tensors, causal: bool, model: StepModel
+) -> dict[str, float]:
     """The fraction of identical elements, per tensor of the half where the model shows."""
     query, key, value, grad_out = inputs
     step = Step(model.recipe)
@@ -267,19 +311,31 @@ def _fractions(real: AttentionResult, inputs: Tensors, causal: bool, model: Step
         assert real.lse is not None
         kernels_own = real.out.float() if model.recipe.delta_from == "out" else saved.out_for_delta
         saved = replace(saved, out_for_delta=kernels_own, lse=real.lse.unsqueeze(-1))
-        grads = torch_cpu.backward(problem, saved, grad_out, None, step, exponential=model.probabilities_exp)
+        grads = torch_cpu.backward(
+            problem, saved, grad_out, None, step, exponential=model.probabilities_exp
+        )
         ours = AttentionResult(ours.out, ours.lse, *(g.to(grad_out.dtype) for g in grads))
-    return {match.tensor: match.fraction for match in compare(real, ours) if match.tensor in model.tensors}
+    return {
+        match.tensor: match.fraction
+        for match in compare(real, ours)
+        if match.tensor in model.tensors
+    }
 
 
 def _inputs(shape: Shape, seed: int) -> Tensors:
     """Standard normal numbers in bf16."""
     generator = torch.Generator().manual_seed(seed)
-    query, key, value, grad_out = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
+    query, key, value, grad_out = (
+        torch.randn(shape, generator=generator).bfloat16() for _ in range(4)
+    )
     return query, key, value, grad_out
 
 
 def _sum(column: tuple[TensorMatch, ...]) -> TensorMatch:
     """The same tensor over all calls."""
-    elements, identical = (sum(getattr(match, name) for match in column) for name in ("elements", "identical"))
-    return TensorMatch(column[0].tensor, elements, identical, max(match.largest_ulps for match in column))
+    elements, identical = (
+        sum(getattr(match, name) for match in column) for name in ("elements", "identical")
+    )
+    return TensorMatch(
+        column[0].tensor, elements, identical, max(match.largest_ulps for match in column)
+    )

@@ -1,4 +1,6 @@
-"""What there is, as tables: number formats, recipes, attention kernels, probe inputs, claims and training presets."""
+"""What there is, as tables: number formats, recipes, attention kernels, probe inputs, claims and
+training presets.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,38 @@ def formats() -> Table:
         numbers = (element.max, element.min_normal, element.unit_roundoff)
         rows.append((fmt.name, bits, *numbers, element.overflow, scaling))
     columns = ("format", "bits", "largest", "least normal", "unit roundoff", "overflow", "scale")
-    return _table("Number formats (bits: sign, exponent, mantissa); eXmY names any other", columns, rows, "formats")
+    return _table(
+        "Number formats (bits: sign, exponent, mantissa); eXmY names any other",
+        columns,
+        rows,
+        "formats",
+    )
 
 
 def recipes() -> Table:
     """Return the named recipes with the choices that tell them apart."""
     rows: list[tuple[Cell, ...]] = [
-        (name, r.algorithm, r.row_sum_from, r.delta_from, r.backward_weights, r.shift.kind, *_held(r))
+        (
+            name,
+            r.algorithm,
+            r.row_sum_from,
+            r.delta_from,
+            r.backward_weights,
+            r.shift.kind,
+            *_held(r),
+        )
         for name, r in RECIPES.items()
     ]
     columns = ("recipe", "algorithm", "l from", "δ from", "P from", "shift", "scores", "out")
-    return _table("Recipes: how attention is computed, and what is rounded to what", columns, rows, "recipes")
+    return _table(
+        "Recipes: how attention is computed, and what is rounded to what", columns, rows, "recipes"
+    )
 
 
 def _held(recipe: Recipe) -> tuple[str, str]:
-    """What scores and O are held in: a step that is not rounded stays in the format of the computation."""
+    """What scores and O are held in: a step that is not rounded stays in the format of the
+    computation.
+    """
     computed = "fp64" if recipe.compute == "float64" else "fp32"
     steps = (recipe.scores, recipe.out)
     scores, out = (computed if fmt.holds(recipe.dtype) else fmt.name for fmt in steps)
@@ -45,7 +64,8 @@ def targets() -> Table:
     from halfulp.audit import builtin_targets
 
     rows: list[tuple[Cell, ...]] = [
-        (t.name, "yes" if t.missing is None else "no", f"{t.description}{_why(t.missing)}") for t in builtin_targets()
+        (t.name, "yes" if t.missing is None else "no", f"{t.description}{_why(t.missing)}")
+        for t in builtin_targets()
     ]
     title = "Targets; package.module:function and path/file.py:function are others"
     return _table(title, ("target", "here", "what it is"), rows, "targets")
@@ -68,7 +88,8 @@ def claims() -> Table:
     from halfulp.experiments.claims.ledger import CLAIMS
 
     rows: list[tuple[Cell, ...]] = [
-        (claim.id, claim.statement, claim.without if claim.measure is None else "yes") for claim in CLAIMS
+        (claim.id, claim.statement, claim.without if claim.measure is None else "yes")
+        for claim in CLAIMS
     ]
     return _table("Claims", ("claim", "statement", "measured"), rows, "claims")
 
@@ -80,7 +101,14 @@ def presets() -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, preset in PRESETS.items():
         config = preset()
-        rows.append((name, (preset.__doc__ or "").strip().splitlines()[0], config.steps, str(config.attention)))
+        rows.append(
+            (
+                name,
+                (preset.__doc__ or "").strip().splitlines()[0],
+                config.steps,
+                str(config.attention),
+            )
+        )
     return _table("Trainings", ("preset", "what it does", "steps", "attention"), rows, "presets")
 
 

@@ -1,20 +1,25 @@
-"""A constructed training in which the mechanism of Qiu & Yao is what ruins the run, and their softmax fix saves it.
+"""A constructed training in which the mechanism of Qiu & Yao is what ruins the run, and their
+softmax fix saves it.
 
-In the failing run of `failure` the error of δ that pushes the scores comes from the curvature of the loss, so the
-published fix cannot help there. Here everything the paper's account needs is put in place, and nothing else:
+In the failing run of `failure` the error of δ that pushes the scores comes from the curvature of
+the loss, so the published fix cannot help there. Here everything the paper's account needs is put
+in place, and nothing else:
 
-- exact ties: every key stands three times in the context, with another value each time, so that a row's maximum is
-  repeated and P̄ = 1 three times (scores are functions of the key alone, values are not);
-- sharp rows: half of the queries match one key by 11 nats, so that the other tokens weigh less than an ulp of Ō and do
-  no more than set its sticky bit;
-- V of one sign: in 8 of 32 features, the guilty ones, V is about −3.5, and Ō, about −10.5, is rounded to bf16 before it
-  is divided by l = 3;
-- dO of one sign: in the guilty features the targets of the sharp rows lie above what attention can reach and those of
-  the other rows below, so that dO is negative where O errs to the negative. The loss there is Huber's, whose slope is
-  constant so far from its minimum: it has next to no curvature, which would push as well.
+- exact ties: every key stands three times in the context, with another value each time, so that a
+  row's maximum is repeated and P̄ = 1 three times (scores are functions of the key alone, values
+  are not);
+- sharp rows: half of the queries match one key by 11 nats, so that the other tokens weigh less than
+  an ulp of Ō and do no more than set its sticky bit;
+- V of one sign: in 8 of 32 features, the guilty ones, V is about −3.5, and Ō, about −10.5, is
+  rounded to bf16 before it is divided by l = 3;
+- dO of one sign: in the guilty features the targets of the sharp rows lie above what attention can
+  reach and those of the other rows below, so that dO is negative where O errs to the negative. The
+  loss there is Huber's, whose slope is constant so far from its minimum: it has next to no
+  curvature, which would push as well.
 
-The other 24 features and the other rows learn a teacher by mean squared error and show the damage. Weights start at the
-teacher's, as late in a training, and every step has a fresh batch. Fails in 1000 steps, 2 seconds.
+The other 24 features and the other rows learn a teacher by mean squared error and show the damage.
+Weights start at the teacher's, as late in a training, and every step has a fresh batch. Fails in
+1000 steps, 2 seconds.
 """
 
 from __future__ import annotations
@@ -38,9 +43,10 @@ from halfulp.runs.results import Progress, plain_numbers
 
 RULE = Rule(least_loss=1e-4, score_drift=20.0)
 RULE_TEXT = (
-    f"failed: a number is not finite, or the loss of the sound features (median of the last tenth) is over "
-    f"{RULE.loss_factor:g} times its lowest and at least {RULE.least_loss:g}, 30 times what the fp32 twin reaches; "
-    f"drifting: not failed, but the mean score has moved by more than {RULE.score_drift:g} over the second half"
+    "failed: a number is not finite, or the loss of the sound features (median of the last tenth)"
+    f" is over {RULE.loss_factor:g} times its lowest and at least {RULE.least_loss:g}, 30 times"
+    " what the fp32 twin reaches; drifting: not failed, but the mean score has moved by more than"
+    f" {RULE.score_drift:g} over the second half"
 )
 STEPS = 1000
 
@@ -52,13 +58,15 @@ class Ties:
     batch: int = 16
     keys: int = 10  # different keys of a context
     copies: int = 3  # of every key, with another value each
-    constant: int = 8  # input coordinates that are 1 for every token: the direction in which scores run away
+    # input coordinates that are 1 for every token: the direction in which scores run away
+    constant: int = 8
     width: int = 32  # head dimension
     guilty: int = 8  # features whose V has one sign
     mean_value: float = -3.0  # of V there; each feature has up to 1.3 times as much
     gap: float = 11.0  # nats between a sharp row's match and the other keys
     base: float = -7.0  # score of the other keys
-    pull: float = 1.0  # how far targets of guilty features lie from what is reachable; negative: dO of the other sign
+    # how far targets of guilty features lie from what is reachable; negative: dO of the other sign
+    pull: float = 1.0
     slope: float = 0.1  # of the loss there, so the size of dO
     jitter: float = 0.0  # relative noise of the keys; 0.3: no ties are left
     mixed: bool = False  # V of both signs, feature by feature
@@ -68,7 +76,9 @@ class Ties:
         if min(self.batch, self.keys, self.copies, self.constant, self.guilty) < 1:
             raise ValueError(f"task={self}: accepted are sizes of at least 1")
         if self.keys > self.width or self.guilty > self.width:
-            raise ValueError(f"task={self}: accepted are at most width={self.width} keys and guilty features")
+            raise ValueError(
+                f"task={self}: accepted are at most width={self.width} keys and guilty features"
+            )
 
 
 _DESCRIBED = BF16_FLASH2.with_(
@@ -94,28 +104,52 @@ class Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("described", "the paper's account: bf16 scores, fp32 sums, Ō rounded before the division", _DESCRIBED),
+    Variant(
+        "described",
+        "the paper's account: bf16 scores, fp32 sums, Ō rounded before the division",
+        _DESCRIBED,
+    ),
     Variant("fp32", "everything in fp32", FP32_RECIPE.with_(name="fp32", **_WHOLE)),
     Variant(
         "softmax fix",
         "described, with the published shift of tied rows, β = 7",
         _DESCRIBED.with_(name="softmax fix", shift=BF16_PAPER_STABILIZED.shift),
     ),
-    Variant("Ō in fp32", "described, Ō not rounded", _DESCRIBED.with_(name="Ō in fp32", accumulator=FP32)),
     Variant(
-        "dP∘P", "described, δ = rowsum(dP ∘ P)", _DESCRIBED.with_(name="dP∘P", delta_from="probabilities")
+        "Ō in fp32",
+        "described, Ō not rounded",
+        _DESCRIBED.with_(name="Ō in fp32", accumulator=FP32),
     ),
-    Variant("no ties", "described, keys with 30 % noise", _DESCRIBED.with_(name="no ties"), Ties(jitter=0.3)),
-    Variant("V of both signs", "described, every other guilty feature positive", _DESCRIBED, Ties(mixed=True)),
+    Variant(
+        "dP∘P",
+        "described, δ = rowsum(dP ∘ P)",
+        _DESCRIBED.with_(name="dP∘P", delta_from="probabilities"),
+    ),
+    Variant(
+        "no ties",
+        "described, keys with 30 % noise",
+        _DESCRIBED.with_(name="no ties"),
+        Ties(jitter=0.3),
+    ),
+    Variant(
+        "V of both signs",
+        "described, every other guilty feature positive",
+        _DESCRIBED,
+        Ties(mixed=True),
+    ),
     Variant("dO flipped", "described, dO of the other sign", _DESCRIBED, Ties(pull=-1.0)),
-    Variant("authors", "the official code's recipe: every tensor bf16", BF16_AUTHORS.with_(name="authors", **_WHOLE)),
+    Variant(
+        "authors",
+        "the official code's recipe: every tensor bf16",
+        BF16_AUTHORS.with_(name="authors", **_WHOLE),
+    ),
     Variant(
         "authors + softmax fix",
         "… with its published fix, β = 7",
         BF16_PAPER_STABILIZED.with_(name="authors + softmax fix", **_WHOLE),
     ),
     Variant("halfulp", "BF16_HALFULP", BF16_HALFULP.with_(name="halfulp", **_WHOLE)),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +189,9 @@ class MechanismRun:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Inputs of queries and keys, and targets `[B, N, width]`; the first `keys` queries are the sharp ones."""
+    """Inputs of queries and keys, and targets `[B, N, width]`; the first `keys` queries are the
+    sharp ones.
+    """
 
     query: Tensor
     key: Tensor
@@ -184,7 +220,8 @@ class _Construction:
         query, key = torch.zeros(d, c + 2 * n), torch.zeros(d, c + n)
         query[:n, c : c + n] = torch.eye(n) * size
         key[:n, c:] = torch.eye(n) * size
-        query[:n, c + n :] = torch.randn(n, n, generator=g) * 1.5 * math.sqrt(d) / size  # soft rows: 1.5 nats
+        # soft rows: 1.5 nats
+        query[:n, c + n :] = torch.randn(n, n, generator=g) * 1.5 * math.sqrt(d) / size
         for w in (query, key):
             w[:, :c] = torch.randn(d, c, generator=g) * 0.8 / math.sqrt(c)
         q, k = query[:, :c].sum(1), key[:, :c].sum(1)
@@ -221,7 +258,11 @@ class _Construction:
 
 
 def run_variant(
-    variant: Variant, seed: int = 0, steps: int = STEPS, record_every: int = 20, progress: Progress | None = None
+    variant: Variant,
+    seed: int = 0,
+    steps: int = STEPS,
+    record_every: int = 20,
+    progress: Progress | None = None,
 ) -> MechanismRun:
     """Train one variant and judge it by `RULE_TEXT`.
 
@@ -236,7 +277,9 @@ def run_variant(
         ValueError: a number is out of range.
     """
     if steps < 1 or record_every < 1:
-        raise ValueError(f"steps={steps}, record_every={record_every}: accepted are integers of at least 1")
+        raise ValueError(
+            f"steps={steps}, record_every={record_every}: accepted are integers of at least 1"
+        )
     points: list[tuple[float, ...]] = []
     at: list[int] = []
     broke_at = None
@@ -279,7 +322,9 @@ def _steps(variant: Variant, seed: int, steps: int) -> Iterator[_Now]:
     for number in range(1, steps + 1):
         adam.param_groups[0]["lr"] = task.learning_rate * min(1, number / 50)
         batch = made.batch()
-        query, key, value = ((x @ w.mT)[:, None] for x, w in zip(batch.inputs, (w_q, w_k, w_v), strict=True))
+        query, key, value = (
+            (x @ w.mT)[:, None] for x, w in zip(batch.inputs, (w_q, w_k, w_v), strict=True)
+        )
         out = emulate(query, key, value, recipe=variant.recipe)[:, 0]
         pulled, loss = made.losses(out, batch.target)
         yield _Now(number, made, variant, batch, (query, key, value), out, pulled, loss)
@@ -325,10 +370,15 @@ def _exact(now: _Now) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _figures(now: _Now) -> tuple[float, ...]:
-    """Mean and largest score, the parts of Σ(δ_lp − δ_hp), error and signs in sharp rows, the share of tied rows."""
+    """Mean and largest score, the parts of Σ(δ_lp − δ_hp), error and signs in sharp rows, the share
+    of tied rows.
+    """
     task = now.variant.task
     error, slope, scores = _exact(now)
-    first, whole = float((slope * error).sum()), float((_slope(now, now.out.detach()) * error).sum())
+    first, whole = (
+        float((slope * error).sum()),
+        float((_slope(now, now.out.detach()) * error).sum()),
+    )
     sharp = error[:, : task.keys, : task.guilty]
     same = (sharp * slope[:, : task.keys, : task.guilty])[sharp != 0] > 0
     tied = (scores == scores.amax(-1, keepdim=True)).sum(-1) > 1
@@ -362,7 +412,9 @@ class Profile:
 
 
 def profile(variant: Variant, seed: int = 0, steps: int = 300) -> Profile:
-    """Train up to a step and look into its sharp rows; raises ValueError for fewer than one step."""
+    """Train up to a step and look into its sharp rows; raises ValueError for fewer than one
+    step.
+    """
     if steps < 1:
         raise ValueError(f"steps={steps}: accepted is an integer of at least 1")
     *_, now = _steps(variant, seed, steps)

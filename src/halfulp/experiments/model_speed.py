@@ -1,8 +1,10 @@
-"""How much faster flash attention makes a model's forward and backward pass: the paper reports 14 %.
+"""How much faster flash attention makes a model's forward and backward pass: the paper reports 14
+%.
 
-Two attentions alternate in one run, step by step, on the same batch and the same weights, so that whatever else the
-machine does meets both alike. The median over pairs of steps of the ratio of their times is what counts, not two
-medians of different minutes. On a CPU it is the processor's time, which other processes do not lengthen.
+Two attentions alternate in one run, step by step, on the same batch and the same weights, so that
+whatever else the machine does meets both alike. The median over pairs of steps of the ratio of
+their times is what counts, not two medians of different minutes. On a CPU it is the processor's
+time, which other processes do not lengthen.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Speed:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The median ratio's 95 % interval or a little more: order statistics, by a binomial count; from 6 pairs."""
+        """The median ratio's 95 % interval or a little more: order statistics, by a binomial count;
+        from 6 pairs.
+        """
         from scipy.stats import binom
 
         ordered = sorted(self._ratios())
@@ -60,27 +64,36 @@ class Speed:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return asdict(self) | {"speed_up": self.speed_up, "quartiles": self.quartiles, "interval": self.interval}
+        return asdict(self) | {
+            "speed_up": self.speed_up,
+            "quartiles": self.quartiles,
+            "interval": self.interval,
+        }
 
     def __str__(self) -> str:
         (low, high), (first, third) = self.interval, self.quartiles
         ms = [1000 * statistics.median(times) for times in (self.baseline, self.flash)]
         return (
-            f"{self.workload}: {ms[0]:.0f} → {ms[1]:.0f} ms, × {self.speed_up:.2f} [{low:.2f}, {high:.2f}], quartiles "
-            f"{first:.2f} to {third:.2f}, {len(self.flash)} pairs"
+            f"{self.workload}: {ms[0]:.0f} → {ms[1]:.0f} ms, × {self.speed_up:.2f} [{low:.2f},"
+            f" {high:.2f}], quartiles {first:.2f} to {third:.2f}, {len(self.flash)} pairs"
         )
 
 
 def speed_sizes(*, long: bool = True) -> dict[str, RunConfig]:
-    """Return the text-to-image model at growing numbers of patches, and a GPT; `long` adds 4096 patches."""
+    """Return the text-to-image model at growing numbers of patches, and a GPT; `long` adds 4096
+    patches.
+    """
     sides = (32, 64, 128) if long else (32, 64)
     found: dict[str, RunConfig] = {
         f"pictures, {(side // 2) ** 2} patches": RunConfig(
-            Pictures(layers=1, heads=2, width=128, size=side, patch=2, data="shapes"), batch=max(1, 4096 // side**2)
+            Pictures(layers=1, heads=2, width=128, size=side, patch=2, data="shapes"),
+            batch=max(1, 4096 // side**2),
         )
         for side in sides
     }
-    return found | {"GPT, 1024 tokens": RunConfig(Language(layers=1, heads=2, width=128, context=1024))}
+    return found | {
+        "GPT, 1024 tokens": RunConfig(Language(layers=1, heads=2, width=128, context=1024))
+    }
 
 
 EAGER = "halfulp.experiments.model_speed:eager"
@@ -88,10 +101,14 @@ EAGER = "halfulp.experiments.model_speed:eager"
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-    """Return out `[B, H, N, D_v]` by plain products and a softmax of the whole `[N, N_k]` matrix."""
+    """Return out `[B, H, N, D_v]` by plain products and a softmax of the whole `[N, N_k]`
+    matrix.
+    """
     scores = query @ key.mT * scale
     if is_causal:
-        hidden = torch.triu(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device), 1)
+        hidden = torch.triu(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device), 1
+        )
         scores = scores.masked_fill(hidden, -math.inf)
     return scores.softmax(-1) @ value
 
@@ -121,15 +138,22 @@ def measure_speed(
     if pairs < 2:
         raise ValueError(f"pairs={pairs}: accepted is an integer of at least 2")
     with one_thread():
-        steps = [_stepper(replace(config, attention=AttentionPlan.of(choice))) for choice in (baseline, flash)]
+        steps = [
+            _stepper(replace(config, attention=AttentionPlan.of(choice)))
+            for choice in (baseline, flash)
+        ]
         times: tuple[list[float], list[float]] = ([], [])
         for pair in range(pairs + WARM_UP):
             for which in (0, 1) if pair % 2 else (1, 0):
                 began = _now(config.device)
                 steps[which]()
                 times[which].append(_now(config.device) - began)
-            (progress or no_progress)((pair + 1) / (pairs + WARM_UP), f"{name}: timing, pair {pair + 1}")
-    tokens = build_workload(config.workload, config.attention, seed=0, data_seed=0).tokens_per_sample
+            (progress or no_progress)(
+                (pair + 1) / (pairs + WARM_UP), f"{name}: timing, pair {pair + 1}"
+            )
+    tokens = build_workload(
+        config.workload, config.attention, seed=0, data_seed=0
+    ).tokens_per_sample
     return Speed(name, tokens, tuple(times[0][WARM_UP:]), tuple(times[1][WARM_UP:]))
 
 
@@ -143,7 +167,9 @@ def _now(device: str) -> float:
 
 def _stepper(config: RunConfig) -> Callable[[], None]:
     """A function that makes one forward and backward pass."""
-    workload = build_workload(config.workload, config.attention, seed=0, data_seed=0, device=config.device)
+    workload = build_workload(
+        config.workload, config.attention, seed=0, data_seed=0, device=config.device
+    )
     batch = workload.batch(workload.order(1, config.batch)[0], 1)
 
     def step() -> None:

@@ -1,6 +1,8 @@
-"""What training runs recorded, as figures and tables: one run head by head, several runs on the same axes.
+"""What training runs recorded, as figures and tables: one run head by head, several runs on the
+same axes.
 
-It reads run folders and nothing else, so a run that still trains, or that was killed, can be looked at too.
+It reads run folders and nothing else, so a run that still trains, or that was killed, can be looked
+at too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ METRICS: tuple[tuple[str, str, str, bool], ...] = (
     ("sigma_key", "Largest singular value of W_K", "σ(W_K)", False),
     ("tokens_per_second", "Speed", "tokens per second", False),
 )
-"""Lines of metrics that are drawn where a run has them: name, title, axis, whether it is logarithmic."""
+"""Lines of metrics that are drawn where a run has them: name, title, axis, whether it is
+logarithmic.
+"""
 
 MEASURES: tuple[tuple[str, str, str, bool], ...] = (
     ("sigma_query", "Largest singular value of W_Q", "σ(W_Q)", False),
@@ -40,10 +44,30 @@ MEASURES: tuple[tuple[str, str, str, bool], ...] = (
     ("mean_score", "Mean score", "mean of S, natural units", False),
     ("entropy", "Entropy of attention", "nats", False),
     ("sink_first", "Weight on the first key", "share", False),
-    ("delta_error_cumulative", "Cumulative Σ(δ_lp − δ_hp) of the measured steps", "sum over rows", False),
-    ("delta_error_first_order_steps_t", "First-order part of δ's error", "t over the measured steps", False),
-    ("delta_error_in_gradient_steps_t", "Error of δ that the gradient has", "t over the measured steps", False),
-    ("delta_error_curvature_steps_t", "Curvature part of δ's error", "t over the measured steps", False),
+    (
+        "delta_error_cumulative",
+        "Cumulative Σ(δ_lp − δ_hp) of the measured steps",
+        "sum over rows",
+        False,
+    ),
+    (
+        "delta_error_first_order_steps_t",
+        "First-order part of δ's error",
+        "t over the measured steps",
+        False,
+    ),
+    (
+        "delta_error_in_gradient_steps_t",
+        "Error of δ that the gradient has",
+        "t over the measured steps",
+        False,
+    ),
+    (
+        "delta_error_curvature_steps_t",
+        "Curvature part of δ's error",
+        "t over the measured steps",
+        False,
+    ),
 )
 """Measurements that are drawn where a run has them, by layer and head."""
 
@@ -61,9 +85,15 @@ class RecordedRun:
 
     @property
     def judgement(self) -> Judgement | None:
-        """What became of it, by the rule for its workload and without a twin; None before the first line."""
+        """What became of it, by the rule for its workload and without a twin; None before the first
+        line.
+        """
         rows = sorted((*self.metrics, *self.measures), key=lambda row: row["step"])
-        return judge_rows(rows, rule_for(self.config.workload), self.config.steps) if self.metrics else None
+        return (
+            judge_rows(rows, rule_for(self.config.workload), self.config.steps)
+            if self.metrics
+            else None
+        )
 
 
 def read_run(folder: Path, name: str | None = None) -> RecordedRun:
@@ -107,7 +137,10 @@ def overview(runs: Sequence[RecordedRun], command: str) -> dict[str, Any]:
         tables.append(_alarms(runs, command))
     if len(runs) > 1:
         tables.append(_differences(runs, command))
-    return {"figures": [figure.as_dict() for figure in figures], "tables": [table.as_dict() for table in tables]}
+    return {
+        "figures": [figure.as_dict() for figure in figures],
+        "tables": [table.as_dict() for table in tables],
+    }
 
 
 def finding(runs: Sequence[RecordedRun]) -> str:
@@ -119,7 +152,10 @@ def finding(runs: Sequence[RecordedRun]) -> str:
             said.append(f"{run.name} has not recorded a step yet.")
         else:
             last = run.metrics[-1]["step"]
-            said.append(f"{run.name} {judged.outcome} ({judged.reason}), {last} of {run.config.steps} steps.")
+            said.append(
+                f"{run.name} {judged.outcome} ({judged.reason}), {last} of {run.config.steps}"
+                " steps."
+            )
     return " ".join(said)
 
 
@@ -130,14 +166,23 @@ def _metric_figures(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
         series = tuple(_curve(run.name, run.metrics, _metric(name)) for run in having)
         if series:
             positive = all(y > 0 for one in series for y in one.y if math.isfinite(y))
-            figures.append(Figure(title, "step", axis, series, _left_out(runs), command, y_log=log and positive))
+            figures.append(
+                Figure(
+                    title, "step", axis, series, _left_out(runs), command, y_log=log and positive
+                )
+            )
     return figures
 
 
 def measured_by_head(
-    measures: Sequence[Row], command: str, *, names: Sequence[str] = (), without: Collection[str] = ()
+    measures: Sequence[Row],
+    command: str,
+    *,
+    names: Sequence[str] = (),
+    without: Collection[str] = (),
 ) -> list[Figure]:
-    """One run: a curve a head where there are few, else a layer's median with the range over its heads.
+    """One run: a curve a head where there are few, else a layer's median with the range over its
+    heads.
 
     Args:
         measures: rows {"step", "measure"}.
@@ -150,7 +195,9 @@ def measured_by_head(
         rows = [row for row in measures if isinstance(row["measure"].get(name), list)]
         if not rows or name in without:
             continue
-        shape = [(layer, len(heads)) for layer, heads in enumerate(rows[-1]["measure"][name]) if heads]
+        shape = [
+            (layer, len(heads)) for layer, heads in enumerate(rows[-1]["measure"][name]) if heads
+        ]
         if sum(count for _, count in shape) <= _CURVES:
             series = [
                 _curve(f"{_layer_name(names, layer)}, head {head}", rows, _at(name, layer, head))
@@ -159,8 +206,13 @@ def measured_by_head(
             ]
             caption = "One curve a head."
         else:
-            series = [_layer_curve(rows, name, layer, _layer_name(names, layer)) for layer, _ in shape[:_CURVES]]
-            caption = "Each line is the median over a layer's heads, the band around it their range."
+            series = [
+                _layer_curve(rows, name, layer, _layer_name(names, layer))
+                for layer, _ in shape[:_CURVES]
+            ]
+            caption = (
+                "Each line is the median over a layer's heads, the band around it their range."
+            )
             caption += f" The first {_CURVES} layers." if len(shape) > _CURVES else ""
         figures.append(Figure(title, "step", axis, tuple(series), caption, command, y_log=log))
     return figures
@@ -170,11 +222,17 @@ def _measured_by_run(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
     """Several runs: the head with the largest value of each."""
     figures = []
     for name, title, axis, log in MEASURES:
-        having = [run for run in runs if any(isinstance(r["measure"].get(name), list) for r in run.measures)]
-        having = [run for run in having if not any(name in row for row in run.metrics)]  # drawn already
+        having = [
+            run
+            for run in runs
+            if any(isinstance(r["measure"].get(name), list) for r in run.measures)
+        ]
+        # drawn already
+        having = [run for run in having if not any(name in row for row in run.metrics)]
         series = tuple(_curve(run.name, run.measures, _extreme(name)) for run in having[:_CURVES])
         if series:
-            caption = f"The layer and head whose magnitude is largest at that step. {_left_out(having)}".strip()
+            where = "The layer and head whose magnitude is largest at that step."
+            caption = f"{where} {_left_out(having)}".strip()
             figures.append(Figure(title, "step", axis, series, caption, command, y_log=log))
     return figures
 
@@ -205,7 +263,9 @@ def _layer_name(names: Sequence[str], layer: int) -> str:
 
 def _layer_curve(rows: Sequence[Row], name: str, layer: int, label: str) -> Series:
     rows = _thinned(rows)
-    columns = [[x for x in row["measure"][name][layer] if x is not None] or [math.nan] for row in rows]
+    columns = [
+        [x for x in row["measure"][name][layer] if x is not None] or [math.nan] for row in rows
+    ]
     steps = tuple(row["step"] for row in rows)
     low, high = tuple(min(column) for column in columns), tuple(max(column) for column in columns)
     return Series(label, steps, tuple(statistics.median(column) for column in columns), low, high)
@@ -213,7 +273,11 @@ def _layer_curve(rows: Sequence[Row], name: str, layer: int, label: str) -> Seri
 
 def _curve(label: str, rows: Sequence[Row], value: Callable[[Row], Any]) -> Series:
     points = [(row["step"], value(row)) for row in _thinned(rows)]
-    return Series(label, tuple(step for step, _ in points), tuple(math.nan if y is None else y for _, y in points))
+    return Series(
+        label,
+        tuple(step for step, _ in points),
+        tuple(math.nan if y is None else y for _, y in points),
+    )
 
 
 def _thinned(rows: Sequence[Row]) -> list[Row]:
@@ -227,7 +291,16 @@ def _left_out(runs: Sequence[RecordedRun]) -> str:
 
 
 def _outcomes(runs: Sequence[RecordedRun], command: str) -> Table:
-    columns = ("run", "attention", "seed", "steps", "status", "outcome", "final loss", "figures that decided")
+    columns = (
+        "run",
+        "attention",
+        "seed",
+        "steps",
+        "status",
+        "outcome",
+        "final loss",
+        "figures that decided",
+    )
     rows = []
     for run in runs:
         judged = run.judgement
@@ -235,9 +308,26 @@ def _outcomes(runs: Sequence[RecordedRun], command: str) -> Table:
         last = None if judged is None or math.isnan(judged.loss) else judged.loss
         seen = ("", "") if judged is None else (judged.outcome, judged.reason)
         status = str(run.record["status"])
-        rows.append((run.name, str(run.config.attention), run.config.seed, steps, status, seen[0], last, seen[1]))
+        rows.append(
+            (
+                run.name,
+                str(run.config.attention),
+                run.config.seed,
+                steps,
+                status,
+                seen[0],
+                last,
+                seen[1],
+            )
+        )
     rules = dict.fromkeys(rule_for(run.config.workload).text(run.config.steps) for run in runs)
-    return Table("Runs", columns, tuple(rows), " ".join(f"{rule[0].upper()}{rule[1:]}." for rule in rules), command)
+    return Table(
+        "Runs",
+        columns,
+        tuple(rows),
+        " ".join(f"{rule[0].upper()}{rule[1:]}." for rule in rules),
+        command,
+    )
 
 
 def _alarms(runs: Sequence[RecordedRun], command: str) -> Table:
@@ -248,7 +338,14 @@ def _alarms(runs: Sequence[RecordedRun], command: str) -> Table:
 
 
 def _alarm_cells(alarm: Alarm) -> tuple[str, int, int, int, float, float]:
-    return alarm.kind, alarm.step, alarm.layer, alarm.head, round(alarm.t, 1), round(alarm.score_moved, 1)
+    return (
+        alarm.kind,
+        alarm.step,
+        alarm.layer,
+        alarm.head,
+        round(alarm.t, 1),
+        round(alarm.score_moved, 1),
+    )
 
 
 def _differences(runs: Sequence[RecordedRun], command: str) -> Table:
@@ -256,6 +353,8 @@ def _differences(runs: Sequence[RecordedRun], command: str) -> Table:
     rows = []
     for run in runs[1:]:
         changes = difference(first.config, run.config)
-        rows.append((run.name, "; ".join(changes) if changes else "nothing: the same configuration"))
+        rows.append(
+            (run.name, "; ".join(changes) if changes else "nothing: the same configuration")
+        )
     caption = "Twin runs differ in one field: what else differs may be what is seen."
     return Table("What differs", ("run", f"against {first.name}"), tuple(rows), caption, command)

@@ -1,8 +1,9 @@
 """The runs behind Qiu & Yao's claims: what is trained, and what is kept of it for their figures.
 
-Two trainings stand in for their GPT-2 of 12 layers. The one-layer task fails in seconds in true bf16. The language
-model reads bytes of English; it is accelerated, which every figure of it has to say: O keeps one mantissa bit (two at
-full scale) where bf16 has seven, so that it fails in hundreds of steps instead of thousands.
+Two trainings stand in for their GPT-2 of 12 layers. The one-layer task fails in seconds in true
+bf16. The language model reads bytes of English; it is accelerated, which every figure of it has to
+say: O keeps one mantissa bit (two at full scale) where bf16 has seven, so that it fails in hundreds
+of steps instead of thousands.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Traced:
 
     def loss(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Steps and losses."""
-        return tuple(row["step"] for row in self.metrics), tuple(row["loss"] for row in self.metrics)
+        return tuple(row["step"] for row in self.metrics), tuple(
+            row["loss"] for row in self.metrics
+        )
 
     def measured(self, name: str, layer: int = 0, since: int = 0) -> list[list[float]]:
         """One figure of a layer from a step on: a list of heads for every measured step."""
@@ -87,11 +90,15 @@ class Plan:
             config = replace(config, workload=workload)
         else:
             config = seconds(seed=self.seed, steps=self.steps)
-        return replace(config, attention=attention, metrics_every=10, measure_every=self.measure_every)
+        return replace(
+            config, attention=attention, metrics_every=10, measure_every=self.measure_every
+        )
 
 
 def language_attention(bits: int | None, **changes: str) -> str:
-    """Return the stock recipe with an O of so many mantissa bits (None: fp32), and other fields changed."""
+    """Return the stock recipe with an O of so many mantissa bits (None: fp32), and other fields
+    changed.
+    """
     fields = {"out": "fp32" if bits is None else f"e8m{bits}", **changes}
     return f"BF16_FLASH2[{','.join(f'{name}={value}' for name, value in fields.items())}]"
 
@@ -101,7 +108,9 @@ def trace(plan: Plan) -> Traced:
     config = plan.config()
     with one_thread(), world("none", config.device) as group:
         data_seed = config.seed if config.data_seed is None else config.data_seed
-        workload = build_workload(config.workload, config.attention, seed=config.seed, data_seed=data_seed)
+        workload = build_workload(
+            config.workload, config.attention, seed=config.seed, data_seed=data_seed
+        )
         order = workload.order(config.steps, config.batch)
         session = Session(config, workload, group, order, None)
         rows: list[dict[str, Any]] = []
@@ -115,7 +124,9 @@ def trace(plan: Plan) -> Traced:
     return Traced(config, metrics, [row for row in rows if "measure" in row], calls)
 
 
-def trace_all(plans: Sequence[Plan], *, workers: int = 2, progress: Progress | None = None) -> list[Traced]:
+def trace_all(
+    plans: Sequence[Plan], *, workers: int = 2, progress: Progress | None = None
+) -> list[Traced]:
     """Train runs in worker processes, in order."""
     return run_jobs(trace, plans, workers=workers, progress=progress)
 

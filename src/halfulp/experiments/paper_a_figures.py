@@ -1,4 +1,6 @@
-"""Qiu & Yao's figures 2 to 9 from this package's runs, as plain data: curves, bars and heat maps in JSON form."""
+"""Qiu & Yao's figures 2 to 9 from this package's runs, as plain data: curves, bars and heat maps in
+JSON form.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,18 @@ ACCELERATED = "Accelerated: O keeps fewer mantissa bits than bf16."
 
 
 def heat_map(
-    title: str, x_label: str, y_label: str, values: Tensor, caption: str, command: str, low: float, high: float
+    title: str,
+    x_label: str,
+    y_label: str,
+    values: Tensor,
+    caption: str,
+    command: str,
+    low: float,
+    high: float,
 ) -> Picture:
-    """Return the JSON form of a heat map: values `[rows, columns]` between low and high, the first row on top."""
+    """Return the JSON form of a heat map: values `[rows, columns]` between low and high, the first
+    row on top.
+    """
     return {
         "kind": "heat map",
         "title": title,
@@ -41,17 +52,30 @@ def twin_losses(runs: Sequence[FailureRun], command: str) -> Picture:
 
 
 def fix_losses(runs: Mapping[str, Sequence[MechanismRun]], command: str) -> Picture:
-    """Figure 7: the loss with and without the published softmax fix, where the paper's mechanism dominates."""
+    """Figure 7: the loss with and without the published softmax fix, where the paper's mechanism
+    dominates.
+    """
     series = []
     for name, same in runs.items():
         columns = list(zip(*(run.loss for run in same), strict=False))
         middle = tuple(sorted(column)[len(column) // 2] for column in columns)
         low, high = (tuple(pick(column) for column in columns) for pick in (min, max))
-        series.append(Series(name, tuple(map(float, same[0].steps[: len(columns)])), middle, low, high))
+        series.append(
+            Series(name, tuple(map(float, same[0].steps[: len(columns)])), middle, low, high)
+        )
     count = len(next(iter(runs.values())))
-    caption = f"Constructed run; mean squared error of the sound features, {count} seeds: median and range."
+    caption = (
+        f"Constructed run; mean squared error of the sound features, {count} seeds: median and"
+        " range."
+    )
     return Figure(
-        "With and without the softmax fix (after fig. 7)", "step", "loss", tuple(series), caption, command, y_log=True
+        "With and without the softmax fix (after fig. 7)",
+        "step",
+        "loss",
+        tuple(series),
+        caption,
+        command,
+        y_log=True,
     ).as_dict()
 
 
@@ -69,12 +93,16 @@ def head_sigmas(run: Traced, twin: Traced, command: str) -> Picture:
 
 
 def layer_losses(runs: Mapping[str, Traced], command: str) -> Picture:
-    """The loss of language runs, mean of 5 recorded steps, with low precision in some of the layers."""
+    """The loss of language runs, mean of 5 recorded steps, with low precision in some of the
+    layers.
+    """
     series = []
     for name, run in runs.items():
         steps, loss = run.loss()
         smooth = torch.tensor(loss, dtype=torch.float64).unfold(0, min(5, len(loss)), 1).mean(-1)
-        series.append(Series(name, tuple(map(float, steps[-len(smooth) :])), tuple(smooth.tolist())))
+        series.append(
+            Series(name, tuple(map(float, steps[-len(smooth) :])), tuple(smooth.tolist()))
+        )
     title, caption = (
         "Low precision by layer",
         f"Mean of 50 steps; the other layers have standard attention. {ACCELERATED}",
@@ -97,19 +125,39 @@ def layer_sigmas(runs: Mapping[str, Traced], command: str) -> Picture:
 
 
 def similarity_maps(run: Traced, layer: int, head: int, command: str) -> list[Picture]:
-    """Figure 4: cosines of the rank-1 terms (PK)[T]ᵀX[T] between tokens of one step and of two, and a control."""
+    """Figure 4: cosines of the rank-1 terms (PK)[T]ᵀX[T] between tokens of one step and of two, and
+    a control.
+    """
     steps = sorted(run.calls)
     early, late = (_terms(run.calls[step][layer], head) for step in (steps[0], steps[-1]))
     generator = torch.Generator().manual_seed(0)
     control = tuple(x[:, torch.randperm(x.shape[1], generator=generator)] for x in late)
     maps = (
-        (f"Terms of step {steps[-1]}", late, late, f"token of step {steps[-1]}", f"token of step {steps[-1]}"),
-        (f"Steps {steps[0]} and {steps[-1]}", early, late, f"token of step {steps[-1]}", f"token of step {steps[0]}"),
-        ("Shuffled features", control, late, f"token of step {steps[-1]}", "token, features shuffled"),
+        (
+            f"Terms of step {steps[-1]}",
+            late,
+            late,
+            f"token of step {steps[-1]}",
+            f"token of step {steps[-1]}",
+        ),
+        (
+            f"Steps {steps[0]} and {steps[-1]}",
+            early,
+            late,
+            f"token of step {steps[-1]}",
+            f"token of step {steps[0]}",
+        ),
+        (
+            "Shuffled features",
+            control,
+            late,
+            f"token of step {steps[-1]}",
+            "token, features shuffled",
+        ),
     )
     caption = (
-        f"Cosine of (PK)[T]ᵀX[T] and another token's, layer {layer}, head {head}, one sequence. In the last map the "
-        "features of PK and X are permuted on one side."
+        f"Cosine of (PK)[T]ᵀX[T] and another token's, layer {layer}, head {head}, one sequence. In"
+        " the last map the features of PK and X are permuted on one side."
     )
     return [
         heat_map(f"{title} (after fig. 4)", x, y, cosines(a, b), caption, command, -1.0, 1.0)
@@ -118,7 +166,9 @@ def similarity_maps(run: Traced, layer: int, head: int, command: str) -> list[Pi
 
 
 def cosines(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """Return cos(a_iᵀ x_i, b_jᵀ y_j) `[n, m]` of rank-1 matrices given by their factors `[n, D]` and `[n, width]`."""
+    """Return cos(a_iᵀ x_i, b_jᵀ y_j) `[n, m]` of rank-1 matrices given by their factors `[n, D]`
+    and `[n, width]`.
+    """
     (u, x), (v, y) = ([t / t.norm(dim=-1, keepdim=True) for t in pair] for pair in (a, b))
     similar: Tensor = (u @ v.mT) * (x @ y.mT)
     return similar
@@ -139,14 +189,22 @@ def cumulative_error(run: Traced, since: int, command: str) -> Picture:
         ("first order", "delta_error_first_order"),
         ("curvature", "delta_error_curvature"),
     )
-    series = tuple(Series(label, steps, _running([h[0] for h in run.measured(n, 0, since)])) for label, n in parts)
-    caption = f"One-layer task, true bf16, seed {run.config.seed}, every {_every(steps)} steps from {since} on."
+    series = tuple(
+        Series(label, steps, _running([h[0] for h in run.measured(n, 0, since)]))
+        for label, n in parts
+    )
+    caption = (
+        f"One-layer task, true bf16, seed {run.config.seed}, every {_every(steps)} steps from"
+        f" {since} on."
+    )
     title = "Cumulative error of δ (after fig. 5a)"
     return Figure(title, "step", "cumulative sum", series, caption, command).as_dict()
 
 
 def constructed_error(runs: Mapping[str, MechanismRun], command: str) -> Picture:
-    """Figure 5a where the paper's mechanism dominates: first order and curvature of some variants."""
+    """Figure 5a where the paper's mechanism dominates: first order and curvature of some
+    variants.
+    """
     series = []
     for name, run in runs.items():
         steps = tuple(map(float, run.steps))
@@ -163,12 +221,30 @@ def feature_bars(found: Profile, command: str) -> list[Picture]:
     shown = 2 * found.guilty
     names = tuple(str(i) for i in range(shown))
     parts = (
-        ("dO by feature (after fig. 5b)", "mean dO at exact O, 10⁻⁵", [1e5 * x for x in found.grad_out]),
-        ("Error of O by feature (after fig. 5c)", "mean O_lp − O_hp, 10⁻³", [1e3 * x for x in found.error]),
+        (
+            "dO by feature (after fig. 5b)",
+            "mean dO at exact O, 10⁻⁵",
+            [1e5 * x for x in found.grad_out],
+        ),
+        (
+            "Error of O by feature (after fig. 5c)",
+            "mean O_lp − O_hp, 10⁻³",
+            [1e3 * x for x in found.error],
+        ),
     )
-    caption = f"Constructed run, sharp rows of step {found.step}; the guilty features are 0 to {found.guilty - 1}."
+    caption = (
+        f"Constructed run, sharp rows of step {found.step}; the guilty features are 0 to"
+        f" {found.guilty - 1}."
+    )
     return [
-        Figure(title, "feature", y, (Series(y, names, tuple(values[:shown]), style="bar"),), caption, command).as_dict()
+        Figure(
+            title,
+            "feature",
+            y,
+            (Series(y, names, tuple(values[:shown]), style="bar"),),
+            caption,
+            command,
+        ).as_dict()
         for title, y, values in parts
     ]
 
@@ -179,7 +255,12 @@ def running_error(found: Profile, command: str) -> Picture:
     ones = [i for i, weight in enumerate(found.weights) if weight == 1]
     series = (
         Series("error of Ō up to token t", at, found.running_error),
-        Series("P̄ = 1", tuple(at[i] for i in ones), tuple(found.running_error[i] for i in ones), style="points"),
+        Series(
+            "P̄ = 1",
+            tuple(at[i] for i in ones),
+            tuple(found.running_error[i] for i in ones),
+            style="points",
+        ),
     )
     title, caption = (
         "Error of Ō along a row (after fig. 6b, c)",
@@ -195,11 +276,16 @@ def value_distribution(found: Profile, command: str) -> Picture:
     counts = torch.histc(values, 12, low, high)
     width = (high - low) / 12
     names = tuple(f"{low + (i + 0.5) * width:.1f}".replace("-", "−") for i in range(12))
-    series = (Series("share of tokens", names, tuple((counts / counts.sum()).tolist()), style="bar"),)
-    caption = (
-        f"Constructed run, feature 0 of all tokens of step {found.step}; {float((values < 0).float().mean()):.0%} < 0."
+    series = (
+        Series("share of tokens", names, tuple((counts / counts.sum()).tolist()), style="bar"),
     )
-    return Figure("V in a guilty feature (after fig. 6a)", "V", "share", series, caption, command).as_dict()
+    caption = (
+        f"Constructed run, feature 0 of all tokens of step {found.step};"
+        f" {float((values < 0).float().mean()):.0%} < 0."
+    )
+    return Figure(
+        "V in a guilty feature (after fig. 6a)", "V", "share", series, caption, command
+    ).as_dict()
 
 
 def _running(values: Sequence[float]) -> tuple[float, ...]:

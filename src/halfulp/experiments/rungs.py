@@ -1,8 +1,9 @@
-"""The failing task's recipes by short names: the stock one, some with isolation's substitutions, and the paper's own.
+"""The failing task's recipes by short names: the stock one, some with isolation's substitutions,
+and the paper's own.
 
-The order tells the story: the stock recipe computes δ from the rounded O, sums l from the unrounded weights and
-recomputes the weights in another precision than it used; δ alone is the largest part, and only all of them together
-leave nothing that pushes the scores.
+The order tells the story: the stock recipe computes δ from the rounded O, sums l from the unrounded
+weights and recomputes the weights in another precision than it used; δ alone is the largest part,
+and only all of them together leave nothing that pushes the scores.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from halfulp.isolate.substitutions import OPERATIONS, replaced
 from halfulp.recipes import BF16_AUTHORS, BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Recipe
 
-# Two tiles of keys for the task's 32 tokens, so that the online softmax rescales; all queries at once, for speed.
+# Two tiles of keys for the task's 32 tokens, so that the online softmax rescales; all queries at
+# once, for speed.
 TILES: dict[str, int | None] = {"block_query": None, "block_key": 16}
 
 _STOCK = BF16_FLASH2.with_(name="stock", **TILES)
@@ -40,4 +42,6 @@ RUNGS: dict[str, Recipe] = {
         _replaced("stock+softmax", "softmax"),
     )
 }
-"""By name, from the stock recipe to halfulp's, then the paper's own with and without its softmax fix (β = 7)."""
+"""By name, from the stock recipe to halfulp's, then the paper's own with and without its softmax
+fix (β = 7).
+"""

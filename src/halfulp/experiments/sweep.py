@@ -1,13 +1,15 @@
-"""How far flash attention deviates numerically: over formats, sequence length, block size and block order.
+"""How far flash attention deviates numerically: over formats, sequence length, block size and block
+order.
 
-Flash attention is compared with the baseline and both with the fp64 golden value, on the same random inputs. What
-"flash attention in bf16" means decides the answer: a kernel that rounds operands and results only is no worse than the
-baseline, and one that keeps its running sums in bf16 is many times worse. So every sweep is measured for several
-families of recipes and says which gave which figure. The inputs matter as much: with a zero-mean V, O shrinks with the
-length and the deviation with it.
+Flash attention is compared with the baseline and both with the fp64 golden value, on the same
+random inputs. What "flash attention in bf16" means decides the answer: a kernel that rounds
+operands and results only is no worse than the baseline, and one that keeps its running sums in bf16
+is many times worse. So every sweep is measured for several families of recipes and says which gave
+which figure. The inputs matter as much: with a zero-mean V, O shrinks with the length and the
+deviation with it.
 
-Source: Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803), figures 3 to 6. The text at hand names neither
-the length nor the distribution of the paper's inputs; both are settings here.
+Source: Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803), figures 3 to 6. The text at
+hand names neither the length nor the distribution of the paper's inputs; both are settings here.
 """
 
 from __future__ import annotations
@@ -55,14 +57,16 @@ class Setting:
     def flags(self) -> str:
         """Return the command-line options that repeat it."""
         return (
-            f"--length {self.length} --head-dim {self.head_dim} --memory {self.memory} --seeds {self.seeds} "
-            f"--inputs {self.inputs}"
+            f"--length {self.length} --head-dim {self.head_dim} --memory {self.memory} --seeds"
+            f" {self.seeds} --inputs {self.inputs}"
         )
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one recipe's out is from another value, per seed: statistics of the absolute difference over elements."""
+    """How far one recipe's out is from another value, per seed: statistics of the absolute
+    difference over elements.
+    """
 
     format: str
     family: str
@@ -99,13 +103,21 @@ class SweepResult:
 
     def select(self, **wanted: object) -> list[Deviation]:
         """Return the deviations whose fields have these values."""
-        return [d for d in self.deviations if all(getattr(d, name) == value for name, value in wanted.items())]
+        return [
+            d
+            for d in self.deviations
+            if all(getattr(d, name) == value for name, value in wanted.items())
+        ]
 
 
 def baseline(fmt: Format) -> Recipe:
-    """Baseline attention in `fmt`: BF16_STANDARD with that format, so the softmax in fp32 and all else rounded."""
+    """Baseline attention in `fmt`: BF16_STANDARD with that format, so the softmax in fp32 and all
+    else rounded.
+    """
     steps = {name: fmt for name in STEPS if getattr(BF16_STANDARD, name) == BF16}
-    return _computed(BF16_STANDARD.with_(name=f"{fmt.name}_STANDARD", block_query=128, **steps), fmt)
+    return _computed(
+        BF16_STANDARD.with_(name=f"{fmt.name}_STANDARD", block_query=128, **steps), fmt
+    )
 
 
 FAMILIES: dict[str, Callable[[Format], Recipe]] = {
@@ -114,7 +126,9 @@ FAMILIES: dict[str, Callable[[Format], Recipe]] = {
     "flash1 uniform": lambda fmt: uniform(fmt, "flash1"),
     "standard uniform": lambda fmt: uniform(fmt, "standard", block_query=128),
 }
-"""Families by name. "stock" rounds operands and results, as kernels do; "uniform" rounds every intermediate."""
+"""Families by name. "stock" rounds operands and results, as kernels do; "uniform" rounds every
+intermediate.
+"""
 
 FLASH_FAMILIES = ("flash2 stock", "flash2 uniform", "flash1 uniform")
 
@@ -126,7 +140,9 @@ def sweep_precision(
     families: Sequence[str] = (*FLASH_FAMILIES, "standard uniform"),
     progress: Progress | None = None,
 ) -> SweepResult:
-    """Deviation per format, flash against baseline and each against golden (figures 3 and 4; claims B2, B3)."""
+    """Deviation per format, flash against baseline and each against golden (figures 3 and 4; claims
+    B2, B3).
+    """
     setting = setting or Setting()
     blocks = blocks_for_memory(setting.memory, setting.head_dim)
     jobs = [_Job(setting, fmt, families, blocks, fmt.mantissa_bits) for fmt in formats]
@@ -143,7 +159,12 @@ def sweep_precision(
         Figure(both, "format", "max |error| of O", fig4, caption, command, y_log=True),
     )
     return SweepResult(
-        "precision", setting, found, figures, (_factors(found, formats, families, setting, command),), command
+        "precision",
+        setting,
+        found,
+        figures,
+        (_factors(found, formats, families, setting, command),),
+        command,
     )
 
 
@@ -155,13 +176,26 @@ def sweep_length(
     families: Sequence[str] = FLASH_FAMILIES,
     progress: Progress | None = None,
 ) -> SweepResult:
-    """Deviation over the sequence length at fixed block size (figure 5: max, mean and std; claim B4)."""
+    """Deviation over the sequence length at fixed block size (figure 5: max, mean and std; claim
+    B4).
+    """
     setting = setting or Setting()
     blocks = blocks_for_memory(setting.memory, setting.head_dim)
-    jobs = [_Job(replace(setting, length=n), fmt, families, blocks, n) for fmt in formats for n in lengths]
+    jobs = [
+        _Job(replace(setting, length=n), fmt, families, blocks, n)
+        for fmt in formats
+        for n in lengths
+    ]
     found = _measure_all(jobs, progress)
     return _curves(
-        "length", setting, found, formats, families, "sequence length N", ("max", "mean", "std"), "rises with N"
+        "length",
+        setting,
+        found,
+        formats,
+        families,
+        "sequence length N",
+        ("max", "mean", "std"),
+        "rises with N",
     )
 
 
@@ -177,7 +211,16 @@ def sweep_block(
     setting = setting or Setting(length=512, head_dim=32)
     jobs = [_block_job(setting, fmt, families, memory) for fmt in formats for memory in memories]
     found = _measure_all(jobs, progress)
-    return _curves("block", setting, found, formats, families, "block area B_r · B_c", ("max",), "falls with the area")
+    return _curves(
+        "block",
+        setting,
+        found,
+        formats,
+        families,
+        "block area B_r · B_c",
+        ("max",),
+        "falls with the area",
+    )
 
 
 def sweep_order(
@@ -188,7 +231,8 @@ def sweep_order(
     family: str = "flash1 uniform",
     progress: Progress | None = None,
 ) -> SweepResult:
-    """Deviation with B_r and B_c as published, exchanged, and square of the same area (figures 6a and 6b; claim B5).
+    """Deviation with B_r and B_c as published, exchanged, and square of the same area (figures 6a
+    and 6b; claim B5).
 
     The three differ only where ⌈M/4d⌉ > d, so `memories` start above 4d².
     """
@@ -227,12 +271,16 @@ class _Job:
     suffix: str = ""  # what is appended to the family's name
 
 
-def _block_job(setting: Setting, fmt: Format, families: Sequence[str], memory: int, order: Order = "published") -> _Job:
+def _block_job(
+    setting: Setting, fmt: Format, families: Sequence[str], memory: int, order: Order = "published"
+) -> _Job:
     blocks = blocks_for_memory(memory, setting.head_dim, exchanged=order == "exchanged")
     if order == "square":
         side = round(math.sqrt(blocks["block_query"] * blocks["block_key"]))
         blocks = {"block_query": side, "block_key": side}
-    return _Job(setting, fmt, families, blocks, blocks["block_query"] * blocks["block_key"], _suffix(order))
+    return _Job(
+        setting, fmt, families, blocks, blocks["block_query"] * blocks["block_key"], _suffix(order)
+    )
 
 
 def _suffix(order: Order) -> str:
@@ -243,7 +291,10 @@ def _measure_all(jobs: Sequence[_Job], progress: Progress | None) -> tuple[Devia
     report = progress or no_progress
     found: list[Deviation] = []
     for number, job in enumerate(jobs):
-        report(number / len(jobs), f"{job.fmt.name}, N = {job.setting.length}, blocks {tuple(job.blocks.values())}")
+        report(
+            number / len(jobs),
+            f"{job.fmt.name}, N = {job.setting.length}, blocks {tuple(job.blocks.values())}",
+        )
         with one_thread():
             found += _measure(job)
     report(1.0, "measured")
@@ -251,7 +302,9 @@ def _measure_all(jobs: Sequence[_Job], progress: Progress | None) -> tuple[Devia
 
 
 def _measure(job: _Job) -> Iterable[Deviation]:
-    """Baseline and families on inputs that the format holds, so that what differs is the arithmetic alone."""
+    """Baseline and families on inputs that the format holds, so that what differs is the arithmetic
+    alone.
+    """
     query, key, value = (round_to(x, job.fmt) for x in draw_inputs(job.setting))
     truth = golden(query, key, value).out
     with torch.no_grad():
@@ -265,12 +318,21 @@ def _measure(job: _Job) -> Iterable[Deviation]:
             yield _deviation(job, family + job.suffix, "baseline", out - base, recipe)
 
 
-def _deviation(job: _Job, family: str, against: Against, difference: Tensor, recipe: Recipe | None) -> Deviation:
+def _deviation(
+    job: _Job, family: str, against: Against, difference: Tensor, recipe: Recipe | None
+) -> Deviation:
     size = difference.abs().flatten(1)
     std, mean = torch.std_mean(size, dim=1, correction=0)
     blocks = (None, None) if recipe is None else (recipe.block_query, recipe.block_key)
     largest = size.amax(1)
-    return Deviation(job.fmt.name, family, against, job.x, *blocks, *(tuple(s.tolist()) for s in (largest, mean, std)))
+    return Deviation(
+        job.fmt.name,
+        family,
+        against,
+        job.x,
+        *blocks,
+        *(tuple(s.tolist()) for s in (largest, mean, std)),
+    )
 
 
 def _computed(recipe: Recipe, fmt: Format) -> Recipe:
@@ -280,12 +342,19 @@ def _computed(recipe: Recipe, fmt: Format) -> Recipe:
     return recipe.with_(compute="float64", matmul=Matmul(FP64))
 
 
-def _bars(found: Sequence[Deviation], family: str, against: Against, formats: tuple[str, ...]) -> Series:
-    values = [next(d.max for d in found if (d.format, d.family, d.against) == (f, family, against)) for f in formats]
+def _bars(
+    found: Sequence[Deviation], family: str, against: Against, formats: tuple[str, ...]
+) -> Series:
+    values = [
+        next(d.max for d in found if (d.format, d.family, d.against) == (f, family, against))
+        for f in formats
+    ]
     return Series(family, formats, *_spread(values), style="bar")
 
 
-def _spread(values: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+def _spread(
+    values: Sequence[Sequence[float]],
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     return tuple(map(statistics.median, values)), tuple(map(min, values)), tuple(map(max, values))
 
 
@@ -306,48 +375,95 @@ def _curves(
         series = []
         for fmt in formats:
             for family in families:
-                points = [d for d in found if (d.format, d.family, d.against) == (fmt.name, family, "baseline")]
+                points = [
+                    d
+                    for d in found
+                    if (d.format, d.family, d.against) == (fmt.name, family, "baseline")
+                ]
                 x = tuple(d.x for d in points)
                 middle, low, high = _spread([getattr(d, statistic) for d in points])
                 series.append(Series(f"{fmt.name}, {family}", x, middle, low, high))
                 ratio = middle[-1] / middle[0] if middle[0] else None
-                rows.append((statistic, fmt.name, family, x[0], middle[0], x[-1], middle[-1], ratio, paper))
+                rows.append(
+                    (statistic, fmt.name, family, x[0], middle[0], x[-1], middle[-1], ratio, paper)
+                )
         title = f"Flash attention against the baseline: {statistic} of |difference|"
         y_label = f"{statistic} |difference| of O"
-        figures.append(Figure(title, x_label, y_label, tuple(series), _caption(setting), command, True, True))
-    columns = ("statistic", "format", "family", "first x", "at first x", "last x", "at last x", "ratio", "paper")
+        figures.append(
+            Figure(title, x_label, y_label, tuple(series), _caption(setting), command, True, True)
+        )
+    columns = (
+        "statistic",
+        "format",
+        "family",
+        "first x",
+        "at first x",
+        "last x",
+        "at last x",
+        "ratio",
+        "paper",
+    )
     table = Table(f"Deviation over {x_label}", columns, tuple(rows), _caption(setting), command)
     return SweepResult(name, setting, found, tuple(figures), (table,), command)
 
 
 def _factors(
-    found: Sequence[Deviation], formats: Sequence[Format], families: Sequence[str], setting: Setting, command: str
+    found: Sequence[Deviation],
+    formats: Sequence[Format],
+    families: Sequence[str],
+    setting: Setting,
+    command: str,
 ) -> Table:
-    """Each family's error against golden, as a multiple of the baseline's; the paper states bf16's factor only."""
+    """Each family's error against golden, as a multiple of the baseline's; the paper states bf16's
+    factor only.
+    """
     rows = []
     for fmt in formats:
-        base = next(d for d in found if (d.format, d.family, d.against) == (fmt.name, "baseline", "golden"))
+        base = next(
+            d for d in found if (d.format, d.family, d.against) == (fmt.name, "baseline", "golden")
+        )
         rows.append(
-            (fmt.name, "baseline", *(statistics.median(getattr(base, s)) for s in ("max", "mean", "std")), 1.0, "")
+            (
+                fmt.name,
+                "baseline",
+                *(statistics.median(getattr(base, s)) for s in ("max", "mean", "std")),
+                1.0,
+                "",
+            )
         )
         for family in families:
-            this = next(d for d in found if (d.format, d.family, d.against) == (fmt.name, family, "golden"))
+            this = next(
+                d for d in found if (d.format, d.family, d.against) == (fmt.name, family, "golden")
+            )
             figures = [statistics.median(getattr(this, s)) for s in ("max", "mean", "std")]
             factor = factor_of(this, base)
             paper = "about 10" if fmt == BF16 and family.startswith("flash") else ""
             rows.append((fmt.name, family, *figures, factor, paper))
-    columns = ("format", "family", "max |error|", "mean |error|", "std |error|", "max / baseline's", "paper's factor")
-    return Table("Error against the fp64 golden value", columns, tuple(rows), _caption(setting), command)
+    columns = (
+        "format",
+        "family",
+        "max |error|",
+        "mean |error|",
+        "std |error|",
+        "max / baseline's",
+        "paper's factor",
+    )
+    return Table(
+        "Error against the fp64 golden value", columns, tuple(rows), _caption(setting), command
+    )
 
 
 def factor_of(this: Deviation, base: Deviation) -> float | None:
-    """Return the median over seeds of the ratio of the two largest errors; None where the base has none."""
+    """Return the median over seeds of the ratio of the two largest errors; None where the base has
+    none.
+    """
     ratios = [a / b for a, b in zip(this.max, base.max, strict=True) if b]
     return statistics.median(ratios) if ratios else None
 
 
 def _caption(setting: Setting) -> str:
     return (
-        f"{setting.seeds} seeds, {setting.inputs} inputs, d = {setting.head_dim}, N = {setting.length} and "
-        f"M = {setting.memory} elements where not swept; the median over seeds, and the range from least to most."
+        f"{setting.seeds} seeds, {setting.inputs} inputs, d = {setting.head_dim}, N ="
+        f" {setting.length} and M = {setting.memory} elements where not swept; the median over"
+        " seeds, and the range from least to most."
     )

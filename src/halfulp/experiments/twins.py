@@ -1,8 +1,10 @@
-"""Twin runs for the comparison of Golden et al. (arXiv 2405.02803, section V): trained here, then compared.
+"""Twin runs for the comparison of Golden et al. (arXiv 2405.02803, section V): trained here, then
+compared.
 
-The paper sets the drift between flash and baseline attention beside that of other changes nobody minds: another
-initialization, a lower precision. Here stand the same run once more (which must not drift at all), other block sizes
-and the halfulp recipe as well. Every run is a folder that can be resumed, and trains on one thread.
+The paper sets the drift between flash and baseline attention beside that of other changes nobody
+minds: another initialization, a lower precision. Here stand the same run once more (which must not
+drift at all), other block sizes and the halfulp recipe as well. Every run is a folder that can be
+resumed, and trains on one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfulp.experiments.compare import INITIALIZATION, REPEATED, CompareResult, Drift, drift_between
+from halfulp.experiments.compare import (
+    INITIALIZATION,
+    REPEATED,
+    CompareResult,
+    Drift,
+    drift_between,
+)
 from halfulp.experiments.compare_summary import Interval, slope_ratio
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
@@ -28,7 +36,9 @@ _TILES = "BF16_FLASH2[block_query={0},block_key={0}]"
 KINDS: dict[str, Callable[[RunConfig], RunConfig]] = {
     "baseline": lambda c: _with(c, "torch:math", "bf16"),
     "repeated": lambda c: _with(c, "torch:math", "bf16"),
-    "weights": lambda c: dataclasses.replace(_with(c, "torch:math", "bf16"), seed=c.seed + OTHER_WEIGHTS),
+    "weights": lambda c: dataclasses.replace(
+        _with(c, "torch:math", "bf16"), seed=c.seed + OTHER_WEIGHTS
+    ),
     "flash": lambda c: _with(c, "torch:flash", "bf16"),
     "halfulp": lambda c: _with(c, "BF16_HALFULP", "bf16"),
     "small-blocks": lambda c: _with(c, _TILES.format(8), "bf16"),
@@ -38,7 +48,8 @@ KINDS: dict[str, Callable[[RunConfig], RunConfig]] = {
     "fp16": lambda c: _with(c, "torch:math", "fp16"),
     "fp16-flash": lambda c: _with(c, "torch:flash", "fp16"),
 }
-"""Runs by name, made of one configuration; they share data, and all but "weights" their initial weights.
+"""Runs by name, made of one configuration; they share data, and all but "weights" their initial
+weights.
 
 "torch:fp32" is PyTorch's flash kernel on fp32 tensors, which it reads as they are on a CPU.
 """
@@ -72,18 +83,23 @@ PAPER = (FLASH, INITIALIZATION, *LOW_PRECISION, REPEATED)
 
 @dataclass(frozen=True)
 class DriftResult:
-    """The drifts of one workload, what the paper's ratio comes to, and the folders of the runs by kind and seed."""
+    """The drifts of one workload, what the paper's ratio comes to, and the folders of the runs by
+    kind and seed.
+    """
 
     compared: CompareResult
     folders: dict[tuple[str, int], Path]
 
     def ratio(self, low_precision: str) -> Interval:
-        """How many times as steep the drift of low precision is as that of flash attention (the paper: 2 to 5)."""
+        """How many times as steep the drift of low precision is as that of flash attention (the
+        paper: 2 to 5).
+        """
         return slope_ratio(self.compared.of(low_precision), self.compared.of(FLASH))
 
 
 def small_pictures(steps: int = 300) -> RunConfig:
-    """Return the diffusion workload at its smallest: 16 pictures of 16 pixels, about 3 s for 300 steps.
+    """Return the diffusion workload at its smallest: 16 pictures of 16 pixels, about 3 s for 300
+    steps.
 
     The learning rate stays what it is, as drift is read off a line.
     """
@@ -123,7 +139,8 @@ def measure_drift(
     Args:
         config: workload, optimizer, steps and batch; attention, precision and seeds are replaced.
         seeds: of weights and data, a set of twin runs for each.
-        folder: where the runs are written, KIND-SEED each, and resumed; None: somewhere temporary, gone afterwards.
+        folder: where the runs are written, KIND-SEED each, and resumed; None: somewhere temporary,
+            gone afterwards.
         pairs: names of `PAIRS`; all if None.
         checkpoints: how many a run.
         workers: processes.
@@ -139,7 +156,10 @@ def measure_drift(
     with nullcontext(str(folder)) if folder is not None else tempfile.TemporaryDirectory() as root:
         Path(root).mkdir(parents=True, exist_ok=True)
         jobs = {
-            (kind, seed): (KINDS[kind](_recorded(config, seed, every)), Path(root) / f"{kind}-{seed}")
+            (kind, seed): (
+                KINDS[kind](_recorded(config, seed, every)),
+                Path(root) / f"{kind}-{seed}",
+            )
             for seed in seeds
             for kind in kinds
         }
@@ -154,8 +174,12 @@ def measure_drift(
     return DriftResult(CompareResult(tuple(drifts), command, caption), folders)
 
 
-def train_all(jobs: Sequence[tuple[RunConfig, Path]], workers: int = 2, progress: Progress | None = None) -> None:
-    """Train every configuration into its folder, each on one thread; a run that is done already is left as it is."""
+def train_all(
+    jobs: Sequence[tuple[RunConfig, Path]], workers: int = 2, progress: Progress | None = None
+) -> None:
+    """Train every configuration into its folder, each on one thread; a run that is done already is
+    left as it is.
+    """
     run_jobs(_train, jobs, workers=workers, progress=progress)
 
 
@@ -180,7 +204,13 @@ def _drift(pair: Pair, seed: int, baseline: Path, run: Path) -> Drift:
 
 def _recorded(config: RunConfig, seed: int, every: int) -> RunConfig:
     return dataclasses.replace(
-        config, seed=seed, data_seed=seed, checkpoint_every=every, keep=None, measure_every=0, metrics_every=every
+        config,
+        seed=seed,
+        data_seed=seed,
+        checkpoint_every=every,
+        keep=None,
+        measure_every=0,
+        metrics_every=every,
     )
 
 

@@ -1,4 +1,6 @@
-"""What `halfulp.watch` wrote down of a training that is not halfulp's own, as figures and tables."""
+"""What `halfulp.watch` wrote down of a training that is not halfulp's own, as figures and
+tables.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ from halfulp.watch.watching import COLUMNS, FIXES, OPERATIONS, WatchReport, alar
 
 
 def watched(folder: Path, command: str) -> tuple[dict[str, Any], str]:
-    """Return {"figures": …, "tables": …} of the folder of a watcher, open or closed, and the finding in a sentence."""
-    record, rows = read_json(folder / "run.json"), [row for row in read_rows(folder) if "measure" in row]
+    """Return {"figures": …, "tables": …} of the folder of a watcher, open or closed, and the
+    finding in a sentence.
+    """
+    record, rows = (
+        read_json(folder / "run.json"),
+        [row for row in read_rows(folder) if "measure" in row],
+    )
     rows = _whole(rows, len(record["layers"]))
     recent, layers = rows[-WINDOW:], record["layers"]
     steps = max([record["steps"], *(row["step"] for row in rows[-1:])])
@@ -29,11 +36,16 @@ def watched(folder: Path, command: str) -> tuple[dict[str, Any], str]:
     )
     tables = [_alarms(report, record["rule"], command), _heads(report, command)]
     figures = measured_by_head(rows, command, names=layers)
-    return {"figures": [f.as_dict() for f in figures], "tables": [t.as_dict() for t in tables]}, _finding(report)
+    return {
+        "figures": [f.as_dict() for f in figures],
+        "tables": [t.as_dict() for t in tables],
+    }, _finding(report)
 
 
 def _whole(rows: list[Row], layers: int) -> list[Row]:
-    """Rows whose figures have an entry for every layer: one that was met later has none in the rows before."""
+    """Rows whose figures have an entry for every layer: one that was met later has none in the rows
+    before.
+    """
     for row in rows:
         for heads in row["measure"].values():
             heads += [[] for _ in range(layers - len(heads))]
@@ -42,18 +54,31 @@ def _whole(rows: list[Row], layers: int) -> list[Row]:
 
 def _finding(report: WatchReport) -> str:
     layers = len(report.layers)
-    said = f"{report.measurements} measurement{'s' * (report.measurements != 1)} of {layers} attention layer"
+    said = (
+        f"{report.measurements} measurement{'s' * (report.measurements != 1)} of {layers} attention"
+        " layer"
+    )
     said += "s" * (layers != 1)
     if not report.rows:
         return f"{said}."
     alarms = len(report.alarms)
-    alarming = f"{alarms} heads alarm" if alarms > 1 else "one head alarms" if alarms else "no head alarms"
+    alarming = (
+        f"{alarms} heads alarm" if alarms > 1 else "one head alarms" if alarms else "no head alarms"
+    )
     return f"{said}, the last at step {report.measured_step}: {alarming}."
 
 
 def _alarms(report: WatchReport, rule: str, command: str) -> Table:
     rows = tuple(
-        (a.kind, a.layer, a.head, round(a.t, 1), round(a.score_moved, 1), OPERATIONS[a.operation], FIXES[a.operation])
+        (
+            a.kind,
+            a.layer,
+            a.head,
+            round(a.t, 1),
+            round(a.score_moved, 1),
+            OPERATIONS[a.operation],
+            FIXES[a.operation],
+        )
         for a in report.alarms
     )
     columns = ("alarm", "layer", "head", "t", "mean score moved", "what leans", "fix")
@@ -63,7 +88,13 @@ def _alarms(report: WatchReport, rule: str, command: str) -> Table:
 
 
 def _heads(report: WatchReport, command: str) -> Table:
-    rows = tuple((row["layer"], row["head"], *(row.get(name) for _, name, _ in COLUMNS)) for row in report.rows)
+    rows = tuple(
+        (row["layer"], row["head"], *(row.get(name) for _, name, _ in COLUMNS))
+        for row in report.rows
+    )
     titles = tuple(title for title, _, _ in COLUMNS)
-    caption = "Of the last measurement; what leans, over the last ones, as a share of Σ|δ − golden|, and t."
+    caption = (
+        "Of the last measurement; what leans, over the last ones, as a share of Σ|δ − golden|,"
+        " and t."
+    )
     return Table("Heads", ("layer", "head", *titles), rows, caption, command)

@@ -1,11 +1,12 @@
 """Block-scaled formats: small numbers that share a scale.
 
-A four-bit number has a range of twelve to one; what makes it usable is a scale per block of neighbors along the last
-dimension. The OCP microscaling formats take a power of two from the largest exponent in the block; NVFP4 takes an 8-bit
-float from the largest magnitude and a float32 scale for the tensor.
+A four-bit number has a range of twelve to one; what makes it usable is a scale per block of
+neighbors along the last dimension. The OCP microscaling formats take a power of two from the
+largest exponent in the block; NVFP4 takes an 8-bit float from the largest magnitude and a float32
+scale for the tensor.
 
-Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6; NVIDIA, "Pretraining Large Language Models
-with NVFP4" (2025), appendix on quantization.
+Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6; NVIDIA, "Pretraining
+Large Language Models with NVFP4" (2025), appendix on quantization.
 """
 
 from __future__ import annotations
@@ -20,34 +21,43 @@ from torch.nn import functional
 from halfulp.formats.format import E2M1, E2M3, E3M2, OCP_E4M3, OCP_E5M2, Format, Rounding
 from halfulp.formats.general import power_of_two_below, round_general
 
-# The scale of the MX formats: an exponent without sign or fraction. Its code 0 is 2**-127 and not zero, which `Format`
-# does not say; the exponent is clamped here instead of being rounded to this format.
+# The scale of the MX formats: an exponent without sign or fraction. Its code 0 is 2**-127 and not
+# zero, which `Format` does not say; the exponent is clamped here instead of being rounded to this
+# format.
 E8M0: Final = Format("e8m0", 8, 0, specials="nan_only", overflow="saturate")
 _E8M0_EXPONENT: Final = 127
 
-# Numbers worked on together on the CPU: a few float64 copies of them fit into the second-level cache.
+# Numbers worked on together on the CPU: a few float64 copies of them fit into the second-level
+# cache.
 _CHUNK: Final = 2**14
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format whose elements share a scale per block along the last dimension; a last block may be short.
+    """A format whose elements share a scale per block along the last dimension; a last block may be
+    short.
 
-    The value of an element is element * block scale (* tensor scale), exactly, brought to the container's dtype.
-    A block that holds a NaN or an infinity becomes NaN as a whole, for its scale does; with a tensor scale, the tensor.
+    The value of an element is element * block scale (* tensor scale), exactly, brought to the
+    container's dtype. A block that holds a NaN or an infinity becomes NaN as a whole, for its scale
+    does; with a tensor scale, the tensor.
     """
 
     name: str  # how it is printed and parsed
     element: Format  # what each number is rounded to after the scale is taken out; it saturates
     block_size: int  # neighbors along the last dimension that share a scale
     scale: Format  # format of the scale of a block: E8M0 (powers of two) or a float
-    tensor_scale: bool = False  # a float32 scale for the whole tensor, so that the block scales use their range
+    # a float32 scale for the whole tensor, so that the block scales use their range
+    tensor_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} is not accepted; accepted: a positive integer")
+            raise ValueError(
+                f"block_size={self.block_size} is not accepted; accepted: a positive integer"
+            )
         if self.element.overflow != "saturate":
-            raise ValueError(f"element={self.element} must saturate; accepted: a format with overflow='saturate'")
+            raise ValueError(
+                f"element={self.element} must saturate; accepted: a format with overflow='saturate'"
+            )
 
     @property
     def bits(self) -> int:
@@ -73,12 +83,15 @@ BLOCK_FORMATS: Final = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4, N
 
 
 def round_blocks(x: Tensor, fmt: BlockFormat, rounding: Rounding, seed: int, offset: int) -> Tensor:
-    """Return x [..., N] (float32 or float64, detached) rounded to fmt, a new tensor of the same shape and dtype."""
+    """Return x [..., N] (float32 or float64, detached) rounded to fmt, a new tensor of the same
+    shape and dtype.
+    """
     if x.numel() == 0:
         return x.clone()
     length = x.shape[-1] if x.dim() else 1
     if length % fmt.block_size == 0:
-        length = fmt.block_size  # no row ends inside a block, so any number of blocks can be worked on together
+        # no row ends inside a block, so any number of blocks can be worked on together
+        length = fmt.block_size
     rows = x.reshape(-1, length)
     tensor_scale = _tensor_scale(x, fmt) if fmt.tensor_scale else None
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -90,9 +103,16 @@ def round_blocks(x: Tensor, fmt: BlockFormat, rounding: Rounding, seed: int, off
 
 
 def _round_rows(
-    x: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None, rounding: Rounding, seed: int, offset: int
+    x: Tensor,
+    fmt: BlockFormat,
+    tensor_scale: Tensor | None,
+    rounding: Rounding,
+    seed: int,
+    offset: int,
 ) -> Tensor:
-    """Return float64 x [rows, N] rounded; in float64 the product of an element and its scales is exact."""
+    """Return float64 x [rows, N] rounded; in float64 the product of an element and its scales is
+    exact.
+    """
     length = x.shape[-1]
     missing = -length % fmt.block_size
     blocks = (functional.pad(x, (0, missing)) if missing else x).view(len(x), -1, fmt.block_size)
@@ -110,27 +130,34 @@ def _round_rows(
 
 
 def _tensor_scale(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """Return the tensor's scale as float64: the float32 that brings the largest block scale to its format's max."""
+    """Return the tensor's scale as float64: the float32 that brings the largest block scale to its
+    format's max.
+    """
     # An infinite scale makes every block's a zero, and their product NaN.
     return (x.abs().amax().float() / (fmt.scale.max * fmt.element.max)).double()
 
 
 def _block_scale(largest: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None) -> Tensor:
-    """Return the scale of every block, the tensor's included, from the largest magnitude in each; both float64."""
+    """Return the scale of every block, the tensor's included, from the largest magnitude in each;
+    both float64.
+    """
     if fmt.scale.mantissa_bits == 0:
         below = power_of_two_below(largest) * 2.0**-fmt.element.max_exponent
         scale = below.clamp(2.0**-_E8M0_EXPONENT, 2.0**_E8M0_EXPONENT)
         return scale.masked_fill(~largest.isfinite(), torch.nan)
     if tensor_scale is None:
         tensor_scale = torch.ones((), dtype=largest.dtype, device=largest.device)
-    ratio = _quotient(largest.masked_fill(largest.isinf(), torch.nan), fmt.element.max * tensor_scale)
+    ratio = _quotient(
+        largest.masked_fill(largest.isinf(), torch.nan), fmt.element.max * tensor_scale
+    )
     return round_general(ratio, fmt.scale, "nearest_even", 0, 0) * tensor_scale
 
 
 def _quotient(numbers: Tensor, scale: Tensor) -> Tensor:
     """Return numbers / scale, both float64, a zero where the scale is zero.
 
-    Rounding the quotient, which is rounded itself, is safe: with a scale of at most 28 bits, scale times any number or
-    midpoint of the element format is a float64, and a float64 beside it has a quotient that stays beside.
+    Rounding the quotient, which is rounded itself, is safe: with a scale of at most 28 bits, scale
+    times any number or midpoint of the element format is a float64, and a float64 beside it has a
+    quotient that stays beside.
     """
     return numbers / torch.where(scale == 0, torch.inf, scale)

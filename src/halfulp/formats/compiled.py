@@ -1,4 +1,6 @@
-"""Rounding in the native library: one pass over the memory for any scalar format, bit for bit what `general` gives."""
+"""Rounding in the native library: one pass over the memory for any scalar format, bit for bit what
+`general` gives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from halfulp.formats.format import Format, Overflow, Rounding
 from halfulp.formats.general import fits_container
 from halfulp.native import BEST_ISA, function, missing
 
-_ROUNDINGS: dict[Rounding, int] = {"nearest_even": 0, "nearest_away": 1, "toward_zero": 2, "up": 3, "down": 4}
+_ROUNDINGS: dict[Rounding, int] = {
+    "nearest_even": 0,
+    "nearest_away": 1,
+    "toward_zero": 2,
+    "up": 3,
+    "down": 4,
+}
 _OVERFLOWS: dict[Overflow, int] = {"infinity": 0, "saturate": 1, "nan": 2}
 
 
@@ -20,7 +28,10 @@ class CFormat(ctypes.Structure):
     """`halfulp_format` of native/halfulp.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("active", "rounding", "overflow", "infinities", "subnormals")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("active", "rounding", "overflow", "infinities", "subnormals")
+        ),
         *((name, ctypes.c_int32) for name in ("mantissa_bits", "min_exponent", "bias")),
         ("max", ctypes.c_double),
     )
@@ -28,15 +39,24 @@ class CFormat(ctypes.Structure):
 
 @lru_cache(maxsize=1024)
 def c_format(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> CFormat | None:
-    """The format as the library reads it; None where it does not round so: stochastically, or beyond the container."""
+    """The format as the library reads it; None where it does not round so: stochastically, or
+    beyond the container.
+    """
     if rounding not in _ROUNDINGS or not fits_container(fmt, dtype):
         return None
-    policies = (_ROUNDINGS[rounding], _OVERFLOWS[fmt.overflow], fmt.specials == "ieee", fmt.subnormals)
+    policies = (
+        _ROUNDINGS[rounding],
+        _OVERFLOWS[fmt.overflow],
+        fmt.specials == "ieee",
+        fmt.subnormals,
+    )
     return CFormat(1, *policies, fmt.mantissa_bits, fmt.min_exponent, fmt.bias, fmt.max)
 
 
 def rounded(x: Tensor, fmt: Format, rounding: Rounding, isa: int = BEST_ISA) -> Tensor | None:
-    """`x` (float32 or float64) rounded, contiguous; None where the library is missing or does not take the call."""
+    """`x` (float32 or float64) rounded, contiguous; None where the library is missing or does not
+    take the call.
+    """
     if type(x) is not Tensor or x.device.type != "cpu" or missing() is not None:
         return None
     spec = c_format(fmt, rounding, x.dtype)
@@ -45,6 +65,9 @@ def rounded(x: Tensor, fmt: Format, rounding: Rounding, isa: int = BEST_ISA) -> 
     x = x.contiguous()
     out = torch.empty_like(x)
     call = function("halfulp_round", "iiipppl")
-    wide, pointers = x.dtype is torch.float64, (ctypes.addressof(spec), x.data_ptr(), out.data_ptr())
+    wide, pointers = (
+        x.dtype is torch.float64,
+        (ctypes.addressof(spec), x.data_ptr(), out.data_ptr()),
+    )
     call(isa, torch.get_num_threads(), wide, *pointers, x.numel())
     return out

@@ -1,13 +1,14 @@
 """Random numbers that depend on a seed and a position and on nothing else.
 
-Stochastic rounding needs one random number per element. A generator with a state would make the result depend on the
-order in which a tensor is worked through; here element i gets a hash of (seed, i), so a tensor rounded whole, in pieces
-or in another order has the same bits.
+Stochastic rounding needs one random number per element. A generator with a state would make the
+result depend on the order in which a tensor is worked through; here element i gets a hash of (seed,
+i), so a tensor rounded whole, in pieces or in another order has the same bits.
 
 The same holds for dropout, whose backward pass has to drop what the forward pass dropped.
 
-Sources: the finalizer of SplitMix64 (Steele, Lea, Flood 2014; "Mix13" of Stafford), applied to a Weyl sequence; for
-dropout, which any kernel must be able to repeat in 32-bit integers, Wellons' `lowbias32`.
+Sources: the finalizer of SplitMix64 (Steele, Lea, Flood 2014; "Mix13" of Stafford), applied to a
+Weyl sequence; for dropout, which any kernel must be able to repeat in 32-bit integers, Wellons'
+`lowbias32`.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ _HALF: Final = 2**32 - 1
 
 
 def counters(count: int, device: torch.device) -> Tensor:
-    """Return int64 [count], the positions 0 to count - 1 as steps of the sequence: what `uniform` starts from."""
+    """Return int64 [count], the positions 0 to count - 1 as steps of the sequence: what `uniform`
+    starts from.
+    """
     return torch.arange(count, dtype=torch.int64, device=device).mul_(_signed(_WEYL))
 
 
 def uniform(seed: int, offset: int, steps: Tensor) -> Tensor:
-    """Return float64 numbers uniform on the multiples of 2**-53 in [0, 1), for positions offset and following.
+    """Return float64 numbers uniform on the multiples of 2**-53 in [0, 1), for positions offset and
+    following.
 
     Args:
         seed: any integer; its value modulo 2**64 counts.
         offset: position of the first number, modulo 2**64.
         steps: int64 [count] from `counters`; kept.
     """
-    # The seed is hashed first: two seeds that differ by one would otherwise walk the same sequence one step apart.
+    # The seed is hashed first: two seeds that differ by one would otherwise walk the same sequence
+    # one step apart.
     start = (_mix(_mix(seed & _WORD) ^ _WORD) + offset * _WEYL) & _WORD
     z = steps + _signed(start)
     shifted = torch.empty_like(z)
@@ -50,10 +55,11 @@ def uniform(seed: int, offset: int, steps: Tensor) -> Tensor:
 
 
 def keep_mask(seed: int, dropout_p: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return bool `[*rows.shape, columns]`: True, with probability 1 − dropout_p, where a weight is kept.
+    """Return bool `[*rows.shape, columns]`: True, with probability 1 − dropout_p, where a weight is
+    kept.
 
-    With `mix` on 32-bit words: s = mix(mix(seed mod 2³²) ^ (seed div 2³² mod 2³²)), r = mix(s ^ (row mod 2³²)),
-    x = mix(r ^ (column · 0x9E3779B1 mod 2³²)); kept if x ≥ ⌊dropout_p · 2³²⌋.
+    With `mix` on 32-bit words: s = mix(mix(seed mod 2³²) ^ (seed div 2³² mod 2³²)), r = mix(s ^
+    (row mod 2³²)), x = mix(r ^ (column · 0x9E3779B1 mod 2³²)); kept if x ≥ ⌊dropout_p · 2³²⌋.
 
     Args:
         seed: any integer; its value modulo 2**64 counts.

@@ -1,9 +1,9 @@
 """Number formats as plain data.
 
-Everything else in halfulp asks one question of a format: which values does it hold, and what becomes of a number that
-it does not hold? `Format` answers with seven numbers and three policies, and nothing here computes on tensors. The
-policies are fields because implementations disagree on them: torch saturates a float8_e4m3fn that overflows, ml_dtypes
-makes it NaN, and both call it e4m3.
+Everything else in halfulp asks one question of a format: which values does it hold, and what
+becomes of a number that it does not hold? `Format` answers with seven numbers and three policies,
+and nothing here computes on tensors. The policies are fields because implementations disagree on
+them: torch saturates a float8_e4m3fn that overflows, ml_dtypes makes it NaN, and both call it e4m3.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 
-Rounding: TypeAlias = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
+Rounding: TypeAlias = Literal[
+    "nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"
+]
 Overflow: TypeAlias = Literal["infinity", "saturate", "nan"]
 Specials: TypeAlias = Literal["ieee", "nan_only", "none"]
 
@@ -30,36 +32,47 @@ _OVERFLOWS: Final[dict[Specials, tuple[Overflow, ...]]] = {
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format: sign, exponent and fraction, with what happens at both ends of its range.
+    """A binary floating-point format: sign, exponent and fraction, with what happens at both ends
+    of its range.
 
     Values are (-1)**s * 2**(E - bias) * (1 + f / 2**mantissa_bits) for exponent fields E > 0 and
-    (-1)**s * 2**(1 - bias) * f / 2**mantissa_bits for E = 0, as in IEEE 754. A format must fit into float64.
+    (-1)**s * 2**(1 - bias) * f / 2**mantissa_bits for E = 0, as in IEEE 754. A format must fit into
+    float64.
 
     Raises:
-        ValueError: a field is out of range or two fields contradict each other; one line says which.
+        ValueError: a field is out of range or two fields contradict each other; one line says
+            which.
     """
 
     name: str  # how it is printed and parsed
     exponent_bits: int  # width of the exponent field, 1 to 11
     mantissa_bits: int  # width of the stored fraction, 0 to 52; the leading one is not stored
-    bias: int = _IEEE_BIAS  # subtracted from the exponent field; by default 2**(exponent_bits - 1) - 1
-    # False flushes to zero: a number is first rounded as if subnormals were there, and what is then still smaller than
-    # min_normal becomes a zero of the same sign. So a number that rounds up to min_normal survives.
+    # subtracted from the exponent field; by default 2**(exponent_bits - 1) - 1
+    bias: int = _IEEE_BIAS
+    # False flushes to zero: a number is first rounded as if subnormals were there, and what is then
+    # still smaller than min_normal becomes a zero of the same sign. So a number that rounds up to
+    # min_normal survives.
     subnormals: bool = True
-    # What the top codes hold. "ieee": the top exponent is infinity and NaN. "nan_only": all ones is NaN, there is no
-    # infinity, and the rest of the top exponent is numbers. "none": every code is a number.
+    # What the top codes hold. "ieee": the top exponent is infinity and NaN. "nan_only": all ones is
+    # NaN, there is no infinity, and the rest of the top exponent is numbers. "none": every code is
+    # a number.
     specials: Specials = "ieee"
-    # What a number becomes whose rounded magnitude exceeds max. "infinity": infinity. "saturate": max, infinities
-    # too. "nan": NaN; an infinity stays one where the format has it. Directed rounding towards zero stops at max
-    # whatever the policy, as IEEE 754 has it.
+    # What a number becomes whose rounded magnitude exceeds max. "infinity": infinity. "saturate":
+    # max, infinities too. "nan": NaN; an infinity stays one where the format has it. Directed
+    # rounding towards zero stops at max whatever the policy, as IEEE 754 has it.
     overflow: Overflow = "infinity"
-    rounding: Rounding = "nearest_even"  # how numbers are put into it; a recipe replaces it per step
+    # how numbers are put into it; a recipe replaces it per step
+    rounding: Rounding = "nearest_even"
 
     def __post_init__(self) -> None:
         _check_choice("exponent_bits", self.exponent_bits, range(1, 12), "an integer from 1 to 11")
         _check_choice("mantissa_bits", self.mantissa_bits, range(53), "an integer from 0 to 52")
-        _check_choice("specials", self.specials, get_args(Specials), f"one of {', '.join(get_args(Specials))}")
-        _check_choice("rounding", self.rounding, get_args(Rounding), f"one of {', '.join(get_args(Rounding))}")
+        _check_choice(
+            "specials", self.specials, get_args(Specials), f"one of {', '.join(get_args(Specials))}"
+        )
+        _check_choice(
+            "rounding", self.rounding, get_args(Rounding), f"one of {', '.join(get_args(Rounding))}"
+        )
         allowed = _OVERFLOWS[self.specials]
         described = f"one of {', '.join(allowed)} where specials is {self.specials}"
         _check_choice("overflow", self.overflow, allowed, described)
@@ -67,17 +80,19 @@ class Format:
             object.__setattr__(self, "bias", _ieee_bias(self.exponent_bits))
         if self.max_exponent < self.min_exponent:
             raise ValueError(
-                f"exponent_bits={self.exponent_bits} leaves no normal number where specials is {self.specials}; "
-                f"accepted: more exponent bits or specials='none'"
+                f"exponent_bits={self.exponent_bits} leaves no normal number where specials is"
+                f" {self.specials}; accepted: more exponent bits or specials='none'"
             )
         lowest, highest = self.bias + self.max_exponent - 1023, 1023
         if lowest > highest:
             raise ValueError(
-                f"exponent_bits={self.exponent_bits} has more range than float64 where specials is {self.specials}; "
-                f"accepted: at most 10"
+                f"exponent_bits={self.exponent_bits} has more range than float64 where specials is"
+                f" {self.specials}; accepted: at most 10"
             )
         if not lowest <= self.bias <= highest:
-            raise ValueError(f"bias={self.bias} leaves the range of float64; accepted: {lowest} to {highest}")
+            raise ValueError(
+                f"bias={self.bias} leaves the range of float64; accepted: {lowest} to {highest}"
+            )
 
     @property
     def bits(self) -> int:
@@ -97,7 +112,9 @@ class Format:
     @property
     def max_exponent(self) -> int:
         """Exponent of the largest finite number."""
-        reserved = self.specials == "ieee" or (self.specials == "nan_only" and self.mantissa_bits == 0)
+        reserved = self.specials == "ieee" or (
+            self.specials == "nan_only" and self.mantissa_bits == 0
+        )
         return (1 << self.exponent_bits) - 1 - reserved - self.bias
 
     @property
@@ -113,7 +130,8 @@ class Format:
 
     @property
     def min_subnormal(self) -> float:
-        """Spacing of the numbers below min_normal: the smallest positive number, unless subnormals are flushed.
+        """Spacing of the numbers below min_normal: the smallest positive number, unless subnormals
+        are flushed.
 
         Equal to min_normal in a format without mantissa bits.
         """
@@ -126,7 +144,9 @@ class Format:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The torch dtype with exactly these values, or None. Its own overflow policy may differ from this format's."""
+        """The torch dtype with exactly these values, or None. Its own overflow policy may differ
+        from this format's.
+        """
         if not self.subnormals:
             return None
         return _TORCH_DTYPES.get((self.exponent_bits, self.mantissa_bits, self.bias, self.specials))
@@ -134,15 +154,17 @@ class Format:
     def with_(self, **changes: Any) -> Format:
         """Return a copy with some fields replaced, validated like a new one.
 
-        A new width brings the default bias and the name "eXmY" with it, unless those are given too or the bias was
-        not the default one.
+        A new width brings the default bias and the name "eXmY" with it, unless those are given too
+        or the bias was not the default one.
 
         Raises:
             ValueError: an unknown field or a value that the field does not accept.
         """
         known = tuple(field.name for field in fields(self))
         for name, value in changes.items():
-            _check_choice("field", name, known, f"one of {', '.join(known)} (value given: {value!r})")
+            _check_choice(
+                "field", name, known, f"one of {', '.join(known)} (value given: {value!r})"
+            )
         if self.bias == _ieee_bias(self.exponent_bits) and "exponent_bits" in changes:
             changes.setdefault("bias", _IEEE_BIAS)
         if "exponent_bits" in changes or "mantissa_bits" in changes:
@@ -154,7 +176,12 @@ class Format:
     def holds(self, dtype: torch.dtype) -> bool:
         """Whether rounding any tensor of this floating-point dtype changes nothing."""
         source = _DTYPE_FORMATS.get(dtype)
-        if source is None or self.specials != "ieee" or self.overflow == "saturate" or not self.subnormals:
+        if (
+            source is None
+            or self.specials != "ieee"
+            or self.overflow == "saturate"
+            or not self.subnormals
+        ):
             return False
         return (
             self.mantissa_bits >= source.mantissa_bits
@@ -169,7 +196,8 @@ class Format:
 def custom(exponent_bits: int, mantissa_bits: int, **changes: Any) -> Format:
     """Return a format of any width, named "e5m10" after it; further fields of `Format` by keyword.
 
-    The overflow policy is, unless given, the strongest that the specials allow: infinity, else NaN, else saturation.
+    The overflow policy is, unless given, the strongest that the specials allow: infinity, else NaN,
+    else saturation.
 
     Raises:
         ValueError: a width or a field is not accepted.
@@ -197,7 +225,8 @@ FP32: Final = Format("fp32", 8, 23)
 TF32: Final = Format("tf32", 8, 10)
 BF16: Final = Format("bf16", 8, 7)
 FP16: Final = Format("fp16", 5, 10)
-# OCP 8-bit floating point specification (OFP8) 1.0: e4m3 without infinities (max 448), e5m2 as in IEEE 754.
+# OCP 8-bit floating point specification (OFP8) 1.0: e4m3 without infinities (max 448), e5m2 as in
+# IEEE 754.
 OCP_E4M3: Final = Format("ocp_e4m3", 4, 3, specials="nan_only", overflow="saturate")
 OCP_E5M2: Final = Format("ocp_e5m2", 5, 2)
 IEEE_E4M3: Final = Format("ieee_e4m3", 4, 3)  # max 240
@@ -206,7 +235,19 @@ E3M2: Final = Format("e3m2", 3, 2, specials="none", overflow="saturate")
 E2M3: Final = Format("e2m3", 2, 3, specials="none", overflow="saturate")
 E2M1: Final = Format("e2m1", 2, 1, specials="none", overflow="saturate")
 
-SCALAR_FORMATS: Final = (FP64, FP32, TF32, BF16, FP16, OCP_E4M3, OCP_E5M2, IEEE_E4M3, E3M2, E2M3, E2M1)
+SCALAR_FORMATS: Final = (
+    FP64,
+    FP32,
+    TF32,
+    BF16,
+    FP16,
+    OCP_E4M3,
+    OCP_E5M2,
+    IEEE_E4M3,
+    E3M2,
+    E2M3,
+    E2M1,
+)
 
 _DTYPE_FORMATS: Final = {
     torch.float64: FP64,
@@ -217,5 +258,6 @@ _DTYPE_FORMATS: Final = {
     torch.float8_e4m3fn: OCP_E4M3,
 }
 _TORCH_DTYPES: Final = {
-    (form.exponent_bits, form.mantissa_bits, form.bias, form.specials): dtype for dtype, form in _DTYPE_FORMATS.items()
+    (form.exponent_bits, form.mantissa_bits, form.bias, form.specials): dtype
+    for dtype, form in _DTYPE_FORMATS.items()
 }

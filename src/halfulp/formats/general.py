@@ -1,12 +1,14 @@
 """Rounding to any scalar format, one rounding per value and none hidden.
 
-Around a value the numbers of a format are equally spaced, and the spacing is a power of two read off the value's
-exponent bits. Scaling by it is exact, so the only rounding is the one asked for, whatever the mode.
+Around a value the numbers of a format are equally spaced, and the spacing is a power of two read
+off the value's exponent bits. Scaling by it is exact, so the only rounding is the one asked for,
+whatever the mode.
 
-A tensor on the CPU is walked in pieces that stay in the second-level cache and below the size at which torch starts its
-thread pool. Eager operations then run at cache speed, and never wait for a core that another process holds. For the
-same reason torch's round, floor, ceil and trunc are avoided: they start threads at 2**11 numbers. Constants of the
-inner loop are tensors, since wrapping a Python number takes a third of the time of an operation on a piece.
+A tensor on the CPU is walked in pieces that stay in the second-level cache and below the size at
+which torch starts its thread pool. Eager operations then run at cache speed, and never wait for a
+core that another process holds. For the same reason torch's round, floor, ceil and trunc are
+avoided: they start threads at 2**11 numbers. Constants of the inner loop are tensors, since
+wrapping a Python number takes a third of the time of an operation on a piece.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def _container(integer: torch.dtype, exponent_bits: int, mantissa_bits: int) -> 
     return _Container(integer, mask, sign, mantissa_bits, 1 - max_exponent, max_exponent)
 
 
-_CONTAINERS: Final = {torch.float32: _container(torch.int32, 8, 23), torch.float64: _container(torch.int64, 11, 52)}
+_CONTAINERS: Final = {
+    torch.float32: _container(torch.int32, 8, 23),
+    torch.float64: _container(torch.int64, 11, 52),
+}
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,13 @@ class _Plan:
     highest: float  # binades above this one, whose numbers end beyond max anyway, share its spacing
     spacing: float  # relative to the power of two below the value
     far: float  # a magnitude, in spacings, that is beyond max in every binade
-    # Adding and subtracting 1.5 * 2**(container's mantissa bits) rounds a scaled number to an integer, ties to even.
+    # Adding and subtracting 1.5 * 2**(container's mantissa bits) rounds a scaled number to an
+    # integer, ties to even.
     by_addition: bool  # whether the format leaves the two bits that this takes
-    shift: float | None  # x + shift * binade - shift * binade does it without scaling, if no exponent is too large
-    # Multiplying by these in turn makes infinities of exactly the values beyond max. None: the policy is another.
+    # x + shift * binade - shift * binade does it without scaling, if no exponent is too large
+    shift: float | None
+    # Multiplying by these in turn makes infinities of exactly the values beyond max. None: the
+    # policy is another.
     stretch: tuple[float, ...] | None
 
 
@@ -67,8 +75,13 @@ def _plan(fmt: Format, dtype: torch.dtype, rounding: Rounding) -> _Plan:
     spare = container.mantissa_bits - fmt.mantissa_bits
     room = container.max_exponent - fmt.max_exponent
     to_even = rounding == "nearest_even" and fmt.mantissa_bits > 0
-    # The directed modes may have to stop at max instead; stochastic rounding may step beyond it like the nearest modes.
-    stretchable = fmt.overflow == "infinity" and fmt.max_exponent > 0 and rounding not in ("up", "down", "toward_zero")
+    # The directed modes may have to stop at max instead; stochastic rounding may step beyond it
+    # like the nearest modes.
+    stretchable = (
+        fmt.overflow == "infinity"
+        and fmt.max_exponent > 0
+        and rounding not in ("up", "down", "toward_zero")
+    )
     return _Plan(
         lowest=fmt.min_normal,
         highest=2.0**fmt.max_exponent,
@@ -91,26 +104,34 @@ def fits_container(fmt: Format, dtype: torch.dtype) -> bool:
 
 
 def power_of_two_below(x: Tensor) -> Tensor:
-    """Return 2**floor(log2 |x|) for normal x, 0 for zeros and subnormals, inf for infinities and NaN."""
+    """Return 2**floor(log2 |x|) for normal x, 0 for zeros and subnormals, inf for infinities and
+    NaN.
+    """
     container = _CONTAINERS[x.dtype]
     return (x.view(container.integer) & container.exponent_mask).view(x.dtype)
 
 
 def round_general(x: Tensor, fmt: Format, rounding: Rounding, seed: int, offset: int) -> Tensor:
-    """Return x (contiguous, float32 or float64) rounded to fmt, a new contiguous tensor of the same shape and dtype."""
+    """Return x (contiguous, float32 or float64) rounded to fmt, a new contiguous tensor of the same
+    shape and dtype.
+    """
     if x.numel() == 0:
         return x.clone()
     if not fits_container(fmt, x.dtype):
         return round_general(x.double(), fmt, rounding, seed, offset).to(x.dtype)
     container, plan = _CONTAINERS[x.dtype], _plan(fmt, x.dtype, rounding)
     constants = (1.5 * 2.0**container.mantissa_bits, plan.spacing, *(plan.stretch or ()))
-    integer, spacing, *stretch = (torch.full((), value, dtype=x.dtype, device="cpu") for value in constants)
+    integer, spacing, *stretch = (
+        torch.full((), value, dtype=x.dtype, device="cpu") for value in constants
+    )
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     pieces = -(-x.numel() // CHUNK) if x.device.type == "cpu" else 1
     size = -(-x.numel() // pieces)
     scratch = torch.empty(size, dtype=x.dtype, device=x.device)
     steps = counters(size, x.device) if rounding == "stochastic" else None
-    for part, y in zip(torch.chunk(x.view(-1), pieces), torch.chunk(out.view(-1), pieces), strict=True):
+    for part, y in zip(
+        torch.chunk(x.view(-1), pieces), torch.chunk(out.view(-1), pieces), strict=True
+    ):
         unit = scratch if part.numel() == size else scratch[: part.numel()]
         bits, unit_bits = part.view(container.integer), unit.view(container.integer)
         torch.bitwise_and(bits, container.exponent_mask, out=unit_bits)
@@ -127,7 +148,9 @@ def round_general(x: Tensor, fmt: Format, rounding: Rounding, seed: int, offset:
             chance = uniform(seed, offset, steps[: part.numel()]) if steps is not None else None
             _round_magnitude(part, unit.mul_(spacing), y, plan.far, fmt, rounding, chance)
         # A zero lost its sign on the way, and a magnitude never had it.
-        y.view(container.integer).bitwise_or_(torch.bitwise_and(bits, container.sign_mask, out=unit_bits))
+        y.view(container.integer).bitwise_or_(
+            torch.bitwise_and(bits, container.sign_mask, out=unit_bits)
+        )
         if not fmt.subnormals:
             y.mul_(torch.ge(y.abs(), fmt.min_normal, out=unit))
         for factor in stretch:
@@ -142,7 +165,8 @@ def _round_directed(x: Tensor, unit: Tensor, y: Tensor, far: float, rounding: Ro
     """Write x rounded up or down into y; an infinity becomes a large number."""
     rest = torch.div(x, unit, out=y).clamp_(-far, far).frac()
     y.sub_(rest).mul_(unit)
-    # Seen from x itself: where the spacing exceeds one, the quotient of a tiny number may have underflowed.
+    # Seen from x itself: where the spacing exceeds one, the quotient of a tiny number may have
+    # underflowed.
     torch.sub(x, y, out=rest)
     if rounding == "up":
         y.addcmul_(torch.gt(rest, 0.0, out=rest), unit)
@@ -151,9 +175,17 @@ def _round_directed(x: Tensor, unit: Tensor, y: Tensor, far: float, rounding: Ro
 
 
 def _round_magnitude(
-    x: Tensor, unit: Tensor, y: Tensor, far: float, fmt: Format, rounding: Rounding, chance: Tensor | None
+    x: Tensor,
+    unit: Tensor,
+    y: Tensor,
+    far: float,
+    fmt: Format,
+    rounding: Rounding,
+    chance: Tensor | None,
 ) -> None:
-    """Write |x| rounded into y by the modes that treat both signs alike; an infinity becomes a large number."""
+    """Write |x| rounded into y by the modes that treat both signs alike; an infinity becomes a
+    large number.
+    """
     rest = torch.div(x, unit, out=y).abs_().clamp_max_(far).frac()
     y.sub_(rest)
     if chance is not None:
@@ -166,12 +198,18 @@ def _round_magnitude(
 
 
 def _odd_exponent_code(spacing: Tensor, y: Tensor, fmt: Format) -> Tensor:
-    """Whether the neighbor nearer zero has an odd code, in a format whose code is its exponent field alone.
+    """Whether the neighbor nearer zero has an odd code, in a format whose code is its exponent
+    field alone.
 
-    There the integer y is 1 for every normal number, so its parity says nothing, and a tie goes to the even exponent.
+    There the integer y is 1 for every normal number, so its parity says nothing, and a tie goes to
+    the even exponent.
     """
     container = _CONTAINERS[spacing.dtype]
-    field = (spacing.view(container.integer) >> container.mantissa_bits) - container.max_exponent + fmt.bias
+    field = (
+        (spacing.view(container.integer) >> container.mantissa_bits)
+        - container.max_exponent
+        + fmt.bias
+    )
     return (field & 1).bool() & (y > 0)
 
 

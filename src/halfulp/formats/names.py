@@ -12,7 +12,8 @@ FORMATS: Final[tuple[Format | BlockFormat, ...]] = (*SCALAR_FORMATS, *BLOCK_FORM
 
 
 def parse_format(name: str) -> Format | BlockFormat:
-    """Return the built-in format of that name (any case), or the IEEE-style format "eXmY" of any width.
+    """Return the built-in format of that name (any case), or the IEEE-style format "eXmY" of any
+    width.
 
     Raises:
         ValueError: the name is neither; one line lists what is accepted.
@@ -24,5 +25,7 @@ def parse_format(name: str) -> Format | BlockFormat:
     widths = re.fullmatch(r"e(\d{1,2})m(\d{1,2})", lowered)
     if widths is None:
         accepted = ", ".join(fmt.name for fmt in FORMATS)
-        raise ValueError(f"format={name!r} is not known; accepted: {accepted}, or eXmY such as e5m10")
+        raise ValueError(
+            f"format={name!r} is not known; accepted: {accepted}, or eXmY such as e5m10"
+        )
     return custom(int(widths[1]), int(widths[2]))

@@ -1,8 +1,9 @@
 """The one door through which a number is put into a low-precision format.
 
-Every experiment in halfulp stands on this step, so it has one meaning: the value as if computed exactly and rounded
-once, by the format's own rules. `round_to` picks the quickest way that has those bits (tests/formats holds them equal):
-nothing where the format holds the dtype, the native library, torch's own cast, and the general way for the rest.
+Every experiment in halfulp stands on this step, so it has one meaning: the value as if computed
+exactly and rounded once, by the format's own rules. `round_to` picks the quickest way that has
+those bits (tests/formats holds them equal): nothing where the format holds the dtype, the native
+library, torch's own cast, and the general way for the rest.
 """
 
 from __future__ import annotations
@@ -21,36 +22,55 @@ _ROUNDINGS: Final = frozenset(get_args(Rounding))
 
 
 def round_to(
-    x: Tensor, fmt: Format | BlockFormat, *, rounding: Rounding | None = None, seed: int = 0, offset: int = 0
+    x: Tensor,
+    fmt: Format | BlockFormat,
+    *,
+    rounding: Rounding | None = None,
+    seed: int = 0,
+    offset: int = 0,
 ) -> Tensor:
     """Return x rounded to fmt, kept in x's dtype.
 
-    Each value is rounded once, from float64 too. NaN stays NaN, zeros keep their sign, and infinities and what lies
-    beyond the largest number follow `fmt.overflow`. A tie under "nearest_even" goes to the even code, which in a format
-    without mantissa bits is the even exponent field. A rounded value beyond the range of x's own dtype is infinite.
+    Each value is rounded once, from float64 too. NaN stays NaN, zeros keep their sign, and
+    infinities and what lies beyond the largest number follow `fmt.overflow`. A tie under
+    "nearest_even" goes to the even code, which in a format without mantissa bits is the even
+    exponent field. A rounded value beyond the range of x's own dtype is infinite.
 
     Args:
         x: float32 or float64, any shape and strides; never modified.
-        fmt: the format; a `BlockFormat` shares scales along the last dimension (a scalar is a block of one).
-        rounding: instead of the format's own; in a `BlockFormat` it goes for the elements and not for the scales.
-        seed: of stochastic rounding. Which of the two neighbors a number gets depends on the seed and on its position.
-        offset: position of x's first element in row-major order, for a tensor that is rounded in pieces.
+        fmt: the format; a `BlockFormat` shares scales along the last dimension (a scalar is a block
+            of one).
+        rounding: instead of the format's own; in a `BlockFormat` it goes for the elements and not
+            for the scales.
+        seed: of stochastic rounding. Which of the two neighbors a number gets depends on the seed
+            and on its position.
+        offset: position of x's first element in row-major order, for a tensor that is rounded in
+            pieces.
 
     Returns:
-        x itself where `fmt.holds(x.dtype)`, otherwise a new tensor of the same shape and dtype. Rounding has no
-        gradient.
+        x itself where `fmt.holds(x.dtype)`, otherwise a new tensor of the same shape and dtype.
+        Rounding has no gradient.
 
     Raises:
-        ValueError: x is no tensor of float32 or float64, the rounding is unknown, or autograd would record the call.
+        ValueError: x is no tensor of float32 or float64, the rounding is unknown, or autograd would
+            record the call.
     """
     _check_dtype(x)
-    mode = rounding if rounding is not None else (fmt.element if isinstance(fmt, BlockFormat) else fmt).rounding
+    mode = (
+        rounding
+        if rounding is not None
+        else (fmt.element if isinstance(fmt, BlockFormat) else fmt).rounding
+    )
     if mode not in _ROUNDINGS:
-        raise ValueError(f"rounding={mode!r} is not accepted; accepted: {', '.join(get_args(Rounding))}")
+        raise ValueError(
+            f"rounding={mode!r} is not accepted; accepted: {', '.join(get_args(Rounding))}"
+        )
     if fmt.holds(x.dtype):
         return x
     if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError("x.requires_grad=True is not accepted: rounding has no gradient; accepted: x.detach()")
+        raise ValueError(
+            "x.requires_grad=True is not accepted: rounding has no gradient; accepted: x.detach()"
+        )
     if isinstance(fmt, BlockFormat):
         return round_blocks(x, fmt, mode, seed, offset)
     found = compiled.rounded(x, fmt, mode)
@@ -66,8 +86,9 @@ def round_to(
 def _native_dtype(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype whose cast from `dtype` is bit-equal, or None.
 
-    float64 goes natively to float32 alone, since torch's casts to narrower types pass through float32 and round twice.
-    The 8-bit types are left out: torch decodes them slower than the general way rounds.
+    float64 goes natively to float32 alone, since torch's casts to narrower types pass through
+    float32 and round twice. The 8-bit types are left out: torch decodes them slower than the
+    general way rounds.
     """
     if rounding != "nearest_even" or fmt.overflow == "nan":
         return None
@@ -79,8 +100,9 @@ def _native_dtype(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> torch.
 def ulp(x: Tensor, fmt: Format) -> Tensor:
     """Return the spacing of fmt's numbers in the binade of |x|, in x's shape and dtype.
 
-    Below `fmt.min_normal` it is `fmt.min_subnormal`, beyond `fmt.max` that of the top binade, at infinities and NaN
-    it is NaN. A spacing too small for x's dtype (a float64 format asked about float32 numbers) underflows.
+    Below `fmt.min_normal` it is `fmt.min_subnormal`, beyond `fmt.max` that of the top binade, at
+    infinities and NaN it is NaN. A spacing too small for x's dtype (a float64 format asked about
+    float32 numbers) underflows.
 
     Args:
         x: float32 or float64, any shape.
@@ -115,4 +137,6 @@ def _check_dtype(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"x={x!r} is not accepted; accepted: a tensor")
     if x.dtype is not torch.float32 and x.dtype is not torch.float64:
-        raise ValueError(f"x.dtype={x.dtype} is not accepted; accepted: torch.float32 or torch.float64")
+        raise ValueError(
+            f"x.dtype={x.dtype} is not accepted; accepted: torch.float32 or torch.float64"
+        )

@@ -1,8 +1,8 @@
 """The ladder while it is climbed: runs in parallel, none twice, and no more than the budget allows.
 
-Every rung is a plan of attention over some seeds. Its runs lie in OUT/rungs/NAME/seed-S, and what is there already is
-read, so that a search that was interrupted asks the same questions again and gets its old answers at once. Rungs of the
-same plan share their runs.
+Every rung is a plan of attention over some seeds. Its runs lie in OUT/rungs/NAME/seed-S, and what
+is there already is read, so that a search that was interrupted asks the same questions again and
+gets its old answers at once. Rungs of the same plan share their runs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Ladder:
         self.share = (0.0, 1.0)  # of the progress that the present phase has
         self._began = time.time()
         self._runs: dict[tuple[str, int], RungRun] = {}  # by plan and seed
-        self._plans: dict[str, tuple[AttentionPlan, str]] = {}  # by its text: the plan, and the rung that has the runs
+        # by its text: the plan, and the rung that has the runs
+        self._plans: dict[str, tuple[AttentionPlan, str]] = {}
 
     @property
     def steps(self) -> int:
@@ -94,7 +95,9 @@ class Ladder:
         return time.time() - self._began
 
     def add(self, substitution: Substitution) -> Rung:
-        """Return the rung of a substitution, without running it; a name stands for one substitution."""
+        """Return the rung of a substitution, without running it; a name stands for one
+        substitution.
+        """
         plan = plan_of(substitution.cells)
         name, text = substitution.name, str(plan)
         if name not in self.rungs:
@@ -144,13 +147,18 @@ class Ladder:
         jobs = [self._job(plan, seed) for plan, seed in keys]
 
         def report(done: float, message: str) -> None:
-            self.progress(low + (high - low) * done, f"{jobs[0].rung}{' …' if len(jobs) > 1 else ''}: {message}")
+            self.progress(
+                low + (high - low) * done,
+                f"{jobs[0].rung}{' …' if len(jobs) > 1 else ''}: {message}",
+            )
 
         report(0.0, f"0 of {len(jobs)} runs")
         results = run_jobs(run_rung, jobs, workers=s.workers, backend=s.backend, progress=report)
         for key, result in zip(keys, results, strict=True):
             if result is not None:
-                self._runs[key] = replace(result, folder=str(Path(result.folder).relative_to(s.out)))
+                self._runs[key] = replace(
+                    result, folder=str(Path(result.folder).relative_to(s.out))
+                )
         if None in results:
             raise BudgetSpentError
 
@@ -184,7 +192,9 @@ class Ladder:
         if not any("loss" in row for row in rows):
             return False
         twin = self._twin(seed)
-        judged = judge_rows(rows, s.rule, s.horizon, None if twin is None else read_curves(read_rows(twin)))
+        judged = judge_rows(
+            rows, s.rule, s.horizon, None if twin is None else read_curves(read_rows(twin))
+        )
         if judged.failed_at is None and rows[-1]["step"] < s.horizon:
             return False
         run = summarize(ORIGINAL, seed, s.source.resolve(), 0, rows, judged)
@@ -195,4 +205,6 @@ class Ladder:
 def seeded(config: RunConfig, seed: int) -> RunConfig:
     """Return the run with other weights and another order of data, both of the seed."""
     shift = seed - config.seed
-    return replace(config, seed=seed, data_seed=None if config.data_seed is None else config.data_seed + shift)
+    return replace(
+        config, seed=seed, data_seed=None if config.data_seed is None else config.data_seed + shift
+    )

@@ -1,7 +1,8 @@
-"""The questions of an isolation, each answered by runs: attention, emulation, tiling, layers, operations, heads, bits.
+"""The questions of an isolation, each answered by runs: attention, emulation, tiling, layers,
+operations, heads, bits.
 
-Searches go on one seed, the first on which the run fails; what they find is then tried on every seed on which it does.
-A run that drifts counts as not saved: it may only take longer to fail.
+Searches go on one seed, the first on which the run fails; what they find is then tried on every
+seed on which it does. A run that drifts counts as not saved: it may only take longer to fail.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Investigation:
     def __init__(self, ladder: Ladder) -> None:
         self.ladder, self.cells = ladder, ladder.cells
         self.heads_a_layer = places(ladder.settings.config.workload)[1]
-        self.failing: list[int] = []  # seeds on which the original does not survive and its twin does
+        # seeds on which the original does not survive and its twin does
+        self.failing: list[int] = []
         self.main: int | None = None  # the seed of the searches
         self.base: Cells | None = None  # recipes in the place of kernels
         self.base_rung = ORIGINAL
@@ -61,7 +63,9 @@ class Investigation:
         self.not_tested: list[tuple[str, str]] = []
 
     def begin(self, what: str, share: float) -> None:
-        """Say which part of the progress the next question has, and how much will be done after it."""
+        """Say which part of the progress the next question has, and how much will be done after
+        it.
+        """
         self.ladder.share = (self.ladder.share[1] if self.ladder.rungs else 0.0, share)
         self.ladder.progress(self.ladder.share[0], what)
 
@@ -91,11 +95,18 @@ class Investigation:
             sound = [seed for seed in s.seeds if seed not in bad]
             self.notes.append(f"Seeds {_list(sound)}: the run itself survives; they were left out.")
         if self.failing:
-            self.main = next((seed for seed in self.failing if failed.runs[seed].outcome == "failed"), self.failing[0])
+            self.main = next(
+                (seed for seed in self.failing if failed.runs[seed].outcome == "failed"),
+                self.failing[0],
+            )
 
     def emulation(self) -> None:
         """Does a recipe fail as the kernel does: only in a recipe can operations be replaced."""
-        kernels = list(dict.fromkeys(c for c in (self.cells[p] for p in suspects(self.cells)) if not is_recipe(c)))
+        kernels = list(
+            dict.fromkeys(
+                c for c in (self.cells[p] for p in suspects(self.cells)) if not is_recipe(c)
+            )
+        )
         if not kernels:
             self.base = self.cells
             return
@@ -116,7 +127,8 @@ class Investigation:
             self._say_emulation(tried[i][0], runs[i])
         if not alike:
             self.notes.append(
-                f"No recipe that emulates {', '.join(kernels)} fails alike, so no operation in it could be replaced."
+                f"No recipe that emulates {', '.join(kernels)} fails alike, so no operation in it"
+                " could be replaced."
             )
 
     def tiling(self) -> None:
@@ -127,7 +139,11 @@ class Investigation:
         tokens = self._tokens()
         cells = in_cells(self.base, partial(_untiled, tokens=tokens))
         if cells is None:
-            self.notes.append(f"Tiling is not the cause: one tile holds all {tokens or ''} tokens.".replace("  ", " "))
+            self.notes.append(
+                f"Tiling is not the cause: one tile holds all {tokens or ''} tokens.".replace(
+                    "  ", " "
+                )
+            )
             return
         whole = Substitution(TILING, "(b) tiling", "block = N", cells)
         if self._screen([whole])[0].survived:
@@ -151,7 +167,9 @@ class Investigation:
         self._confirm(self._only_layers(found.all), inside, "(c) layers")
 
     def operations(self) -> None:
-        """Which operation: each replaced alone, then sets of them; and halfulp's recipe, which replaces several."""
+        """Which operation: each replaced alone, then sets of them; and halfulp's recipe, which
+        replaces several.
+        """
         if self.base is None:
             self.not_tested.append(("(d) operations", "no emulation fails alike"))
             return
@@ -161,7 +179,9 @@ class Investigation:
         except BudgetSpentError:  # what is known is kept
             self.rescues += [frozenset({one}) for one in options if self._survived(one)]
             raise
-        saving = [one for one, run in zip(options, runs, strict=True) if run is not None and run.survived]
+        saving = [
+            one for one, run in zip(options, runs, strict=True) if run is not None and run.survived
+        ]
         self._keep([frozenset({one}) for one in saving])
         fixed = in_cells(self.base, halfulp_like)
         if fixed is not None:
@@ -175,7 +195,11 @@ class Investigation:
 
     def heads(self) -> None:
         """Which heads of the guilty layers: the kernel in some of them alone; halves first."""
-        layers = frozenset().union(*self.layer_sets) if self.layer_sets else {i for i, _ in suspects(self.cells)}
+        layers = (
+            frozenset().union(*self.layer_sets)
+            if self.layer_sets
+            else {i for i, _ in suspects(self.cells)}
+        )
         members = sorted(place for place in suspects(self.cells) if place[0] in layers)
         if len(members) < 2:
             self.place_sets = (frozenset(members),)
@@ -191,10 +215,16 @@ class Investigation:
         self._confirm(self._only_places(found.all), found.all, "(e) heads")
 
     def bits(self) -> None:
-        """How many mantissa bits the guilty tensor needs: bisection upwards, two steps downwards."""
-        step = next((one.tensor for chosen in self.rescues for one in _ordered(chosen) if one.tensor), None)
+        """How many mantissa bits the guilty tensor needs: bisection upwards, two steps
+        downwards.
+        """
+        step = next(
+            (one.tensor for chosen in self.rescues for one in _ordered(chosen) if one.tensor), None
+        )
         if self.base is None or step is None:
-            self.not_tested.append(("(f) bits", "no operation was found whose bits could be varied"))
+            self.not_tested.append(
+                ("(f) bits", "no operation was found whose bits could be varied")
+            )
             return
         own = bits_of(self.base, step)
         if own is None:
@@ -204,11 +234,20 @@ class Investigation:
 
         def survives(numbers: Sequence[int]) -> list[bool]:
             self.varied += [Bits(step, n, f"{step}-m{n}") for n in numbers]
-            return [run.survived for run in self._screen([self._with_bits(step, n) for n in numbers])]
+            return [
+                run.survived for run in self._screen([self._with_bits(step, n) for n in numbers])
+            ]
 
         enough = least_surviving(own + 1, _FULL, survives)
-        said = f"{enough} suffice" if enough else "no number of them suffices while all else stays as it is"
-        self.notes.append(f"Mantissa bits of {step}: {own} are too few, {said}; more bits were taken never to hurt.")
+        said = (
+            f"{enough} suffice"
+            if enough
+            else "no number of them suffices while all else stays as it is"
+        )
+        self.notes.append(
+            f"Mantissa bits of {step}: {own} are too few, {said}; more bits were taken never to"
+            " hurt."
+        )
         survives([n for n in (own - 1, own - 2) if n >= 0])
 
     def rescue_rung(self, operations: Iterable[Operation]) -> Rung:
@@ -224,8 +263,8 @@ class Investigation:
         assert self.main is not None
         kernel = self.ladder.rungs[ORIGINAL].runs[self.main]
         self.notes.append(
-            f"Operations were replaced inside {chosen.change}, which fails alike: seed {self.main} at step "
-            f"{run.failed_at or '–'}, the kernel itself at step {kernel.failed_at or '–'}."
+            f"Operations were replaced inside {chosen.change}, which fails alike: seed {self.main}"
+            f" at step {run.failed_at or '–'}, the kernel itself at step {kernel.failed_at or '–'}."
         )
 
     def _tokens(self) -> int | None:
@@ -241,7 +280,10 @@ class Investigation:
         chosen = sorted(layers)
         kept = [place for place in suspects(self.cells) if place[0] in chosen]
         name = _short("only-layer-" + ".".join(map(str, chosen)))
-        text = f"low precision in {places_text(_whole(chosen, self.heads_a_layer), self.heads_a_layer)} alone"
+        text = (
+            "low precision in"
+            f" {places_text(_whole(chosen, self.heads_a_layer), self.heads_a_layer)} alone"
+        )
         return Substitution(name, "(c) layers", text, only(self.cells, kept))
 
     def _only_places(self, chosen: Iterable[Place]) -> Substitution:
@@ -263,23 +305,37 @@ class Investigation:
 
     def _say_spread(self, found: Guilty[Any], word: str) -> None:
         if any(len(one) > 1 for one in found.sets):
-            self.notes.append(f"No single {word} carries the failure alone in: {_sets_text(found)}.")
+            self.notes.append(
+                f"No single {word} carries the failure alone in: {_sets_text(found)}."
+            )
         if len(found.sets) > 1:
-            self.notes.append(f"Each of these {word}s or sets of {word}s fails alone: {_sets_text(found)}.")
+            self.notes.append(
+                f"Each of these {word}s or sets of {word}s fails alone: {_sets_text(found)}."
+            )
 
     def _replaced(self, operations: Iterable[Operation]) -> Cells | None:
         assert self.base is not None
         chosen = _ordered(operations)
         kinds = [one.kind for one in chosen if one.kind]
-        return None if len(set(kinds)) < len(kinds) else in_cells(self.base, lambda recipe: changed(recipe, chosen))
+        return (
+            None
+            if len(set(kinds)) < len(kinds)
+            else in_cells(self.base, lambda recipe: changed(recipe, chosen))
+        )
 
     def _scores(self, sets: Sequence[frozenset[Operation]]) -> list[RungRun | None]:
-        """How far the run gets with sets of operations replaced; None where they do not go together."""
+        """How far the run gets with sets of operations replaced; None where they do not go
+        together.
+        """
         asked: list[Substitution | None] = []
         for chosen in sets:
             cells = self._replaced(chosen)
             change = "; ".join(one.change for one in _ordered(chosen))
-            named = None if cells is None else Substitution(_set_name(chosen), "(d) operations", change, cells)
+            named = (
+                None
+                if cells is None
+                else Substitution(_set_name(chosen), "(d) operations", change, cells)
+            )
             asked.append(named)
         runs = iter(self._screen([one for one in asked if one is not None]))
         return [None if one is None else next(runs) for one in asked]
@@ -295,19 +351,25 @@ class Investigation:
             self._keep([found])
 
     def _keep(self, sets: Sequence[frozenset[Operation]]) -> None:
-        """Remember sets that saved the run on the seed of the searches, and try them on the other seeds."""
+        """Remember sets that saved the run on the seed of the searches, and try them on the other
+        seeds.
+        """
         self.rescues += sets
         for chosen in sets:
             cells = self._replaced(chosen)
             assert cells is not None
             change = "; ".join(one.change for one in _ordered(chosen))
-            self.ladder.climb([Substitution(_set_name(chosen), "(d) operations", change, cells)], self.failing)
+            self.ladder.climb(
+                [Substitution(_set_name(chosen), "(d) operations", change, cells)], self.failing
+            )
 
     def _with_bits(self, step: str, bits: int) -> Substitution:
         assert self.base is not None
         cells = in_cells(self.base, lambda recipe: with_bits(recipe, step, bits))
         assert cells is not None
-        return Substitution(f"{step}-m{bits}", "(f) bits", f"{step} with {bits} mantissa bits", cells)
+        return Substitution(
+            f"{step}-m{bits}", "(f) bits", f"{step} with {bits} mantissa bits", cells
+        )
 
 
 def _untiled(recipe: Recipe, tokens: int | None) -> Recipe | None:
@@ -329,7 +391,11 @@ def _set_name(operations: Iterable[Operation]) -> str:
 
 def _short(name: str) -> str:
     """A name that a file system takes."""
-    return name if len(name) <= 100 else f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    return (
+        name
+        if len(name) <= 100
+        else f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    )
 
 
 def _whole(layers: Iterable[int], heads: int) -> list[Place]:

@@ -1,4 +1,6 @@
-"""What an isolation found, as plain frozen data: the ladder, the verdict, how sure it is, and what was left out."""
+"""What an isolation found, as plain frozen data: the ladder, the verdict, how sure it is, and what
+was left out.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Seeds:
 
     @property
     def bound(self) -> float | None:
-        """The least share of all seeds on which it would hold, at 95 % confidence (Clopper–Pearson, one-sided)."""
+        """The least share of all seeds on which it would hold, at 95 % confidence (Clopper–Pearson,
+        one-sided).
+        """
         return share_bound(self.held, self.tried, CONFIDENCE) if self.tried else None
 
     def text(self) -> str:
@@ -33,7 +37,10 @@ class Seeds:
         if self.bound is None:
             return "no seeds"
         said = f"{self.held} of {self.tried} seed{'s' * (self.tried > 1)}"
-        return f"{said}, so at least {100 * self.bound:.0f} % of all seeds at {100 * CONFIDENCE:.0f} % confidence"
+        return (
+            f"{said}, so at least {100 * self.bound:.0f} % of all seeds at {100 * CONFIDENCE:.0f} %"
+            " confidence"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,8 @@ class Isolation:
         """Return the JSON form, tables included."""
         plain = asdict(self)
         plain["rungs"] = [
-            {**asdict(rung), "runs": [run.as_dict() for run in rung.runs.values()]} for rung in self.rungs
+            {**asdict(rung), "runs": [run.as_dict() for run in rung.runs.values()]}
+            for rung in self.rungs
         ]
         plain["confidence"] = _seeds(self.confidence)
         plain["rescues"] = [{**asdict(one), "seeds": _seeds(one.seeds)} for one in self.rescues]
@@ -115,12 +123,21 @@ class Isolation:
         """Return one row a rung: the worst of its seeds, and the figure that decided it."""
         varied = {one.rung for one in self.bits[1:]}  # the first is the failing recipe itself
         rows = tuple(
-            (r.question, r.change, outcome_text(r), failure_text(list(r.runs.values())), worst(r).reason)
+            (
+                r.question,
+                r.change,
+                outcome_text(r),
+                failure_text(list(r.runs.values())),
+                worst(r).reason,
+            )
             for r in self.rungs
             if r.runs and r.name not in varied
         )
         columns = ("question", "what is changed", "outcome", "failed at step", "decided by")
-        caption = f"{self.horizon - self.start} steps, seeds {', '.join(map(str, self.seeds))}. Rule: {self.rule}."
+        caption = (
+            f"{self.horizon - self.start} steps, seeds {', '.join(map(str, self.seeds))}. Rule:"
+            f" {self.rule}."
+        )
         return Table("Substitution ladder", columns, rows, caption, self.command)
 
     def bit_table(self) -> Table:
@@ -131,10 +148,14 @@ class Isolation:
             rung = by_name[one.rung]
             if rung.runs:
                 decided = worst(rung).reason
-                rows.append((one.bits, outcome_text(rung), failure_text(list(rung.runs.values())), decided))
+                rows.append(
+                    (one.bits, outcome_text(rung), failure_text(list(rung.runs.values())), decided)
+                )
         columns = ("mantissa bits", "outcome", "failed at step", "decided by")
         title = f"Mantissa bits of {self.bits[0].step}"
-        return Table(title, columns, tuple(rows), "All else as in the failing recipe.", self.command)
+        return Table(
+            title, columns, tuple(rows), "All else as in the failing recipe.", self.command
+        )
 
 
 def worst(rung: Rung) -> RungRun:
@@ -159,4 +180,9 @@ def failure_text(runs: Sequence[RungRun]) -> str:
 
 
 def _seeds(seeds: Seeds) -> dict[str, Any]:
-    return {"held": seeds.held, "tried": seeds.tried, "bound": seeds.bound, "confidence": CONFIDENCE}
+    return {
+        "held": seeds.held,
+        "tried": seeds.tried,
+        "bound": seeds.bound,
+        "confidence": CONFIDENCE,
+    }

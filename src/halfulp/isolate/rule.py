@@ -1,9 +1,11 @@
-"""When a run has failed: a rule with numbers in it, so that nobody has to look at a curve and decide.
+"""When a run has failed: a rule with numbers in it, so that nobody has to look at a curve and
+decide.
 
-Three things count. A number that is not finite. A loss that has lost a stated factor against its own best, for a stated
-number of steps, so that one spike is no failure. Scores or weights that run away from those of the twin, the same run
-with attention in fp32, long before the loss shows it. A run whose scores walk off more slowly is said to drift: it has
-not failed, and it has not survived either.
+Three things count. A number that is not finite. A loss that has lost a stated factor against its
+own best, for a stated number of steps, so that one spike is no failure. Scores or weights that run
+away from those of the twin, the same run with attention in fp32, long before the loss shows it. A
+run whose scores walk off more slowly is said to drift: it has not failed, and it has not survived
+either.
 """
 
 from __future__ import annotations
@@ -31,20 +33,28 @@ class Rule:
     """What counts as failure; the defaults are for the one-layer task, `rule_for` has others."""
 
     loss_factor: float = 3.0  # k: failed above k times the best loss
-    patience: int | None = None  # n, steps: losses are medians over n steps; None: a tenth of the run
+    # n, steps: losses are medians over n steps; None: a tenth of the run
+    patience: int | None = None
     least_loss: float = 1e-5  # below it a loss that rises is fp32's own noise
     score_drift: float = 2.0  # natural units, over the second half of the run and beyond the twin's
-    run_away: float = 10.0  # failed above this many times the twin's largest score or σ, for n steps
+    # failed above this many times the twin's largest score or σ, for n steps
+    run_away: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("loss_factor", "run_away"):
             if not 1 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is a finite factor above 1")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: accepted is a finite factor above 1"
+                )
         for name in ("least_loss", "score_drift"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is a finite number of at least 0")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: accepted is a finite number of at least 0"
+                )
         if self.patience is not None and self.patience < 1:
-            raise ValueError(f"patience={self.patience}: accepted is an integer of at least 1, or None")
+            raise ValueError(
+                f"patience={self.patience}: accepted is an integer of at least 1, or None"
+            )
 
     def steps_of(self, planned: int) -> int:
         """Return n for a run of so many steps."""
@@ -54,36 +64,46 @@ class Rule:
         """Return the rule in words, for a run of so many steps."""
         n = self.steps_of(planned)
         return (
-            f"failed: a number is not finite, or the loss (median of {n} steps) is over {self.loss_factor:g} times its "
-            f"lowest (smallest median of {n} steps before) and at least {self.least_loss:g}, or for {n} steps the "
-            f"largest score or a σ of W_Q or W_K is over {self.run_away:g} times the fp32 twin's; drifting: not "
-            f"failed, but over the second half the mean score has moved by more than {self.score_drift:g} beyond the "
-            f"twin's; survived: otherwise"
+            f"failed: a number is not finite, or the loss (median of {n} steps) is over"
+            f" {self.loss_factor:g} times its lowest (smallest median of {n} steps before) and at"
+            f" least {self.least_loss:g}, or for {n} steps the largest score or a σ of W_Q or W_K"
+            f" is over {self.run_away:g} times the fp32 twin's; drifting: not failed, but over the"
+            f" second half the mean score has moved by more than {self.score_drift:g} beyond the"
+            " twin's; survived: otherwise"
         )
 
 
 def rule_for(workload: WorkloadConfig) -> Rule:
     """Return the rule by which runs of a workload are judged unless another is given.
 
-    A language model's loss starts at the log of its vocabulary and ends at a good part of it: a factor of 3 is more
-    than it can lose. Its mean scores wander by some units in sound runs too.
+    A language model's loss starts at the log of its vocabulary and ends at a good part of it: a
+    factor of 3 is more than it can lose. Its mean scores wander by some units in sound runs too.
     """
-    return Rule() if isinstance(workload, LayerTask) else Rule(loss_factor=1.2, least_loss=0.0, score_drift=10.0)
+    return (
+        Rule()
+        if isinstance(workload, LayerTask)
+        else Rule(loss_factor=1.2, least_loss=0.0, score_drift=10.0)
+    )
 
 
 _LAYER = Rule()
 RULE = (
-    f"failed: a number is not finite, or the loss (median of the last tenth of the run) is over {_LAYER.loss_factor:g} "
-    f"times its lowest (smallest median of any earlier tenth) and at least 1e-5; drifting: not failed, but the mean "
-    f"score has moved by more than {_LAYER.score_drift:g} over the second half; survived: otherwise"
+    "failed: a number is not finite, or the loss (median of the last tenth of the run) is over"
+    f" {_LAYER.loss_factor:g} times its lowest (smallest median of any earlier tenth) and at least"
+    f" 1e-5; drifting: not failed, but the mean score has moved by more than {_LAYER.score_drift:g}"
+    " over the second half; survived: otherwise"
 )
 """What `judge` goes by."""
 
 
 def judge(
-    loss: Sequence[float], mean_score: Sequence[float], broke_at: int | None = None, rule: Rule = _LAYER
+    loss: Sequence[float],
+    mean_score: Sequence[float],
+    broke_at: int | None = None,
+    rule: Rule = _LAYER,
 ) -> tuple[Outcome, str]:
-    """Return what became of a whole run, by its last tenth and without a twin, and the figures that decided it.
+    """Return what became of a whole run, by its last tenth and without a twin, and the figures that
+    decided it.
 
     Args:
         loss: at every recorded step.
@@ -96,7 +116,10 @@ def judge(
     tenths = [statistics.median(part) for part in _tenths(loss)]
     last, lowest = tenths[-1], min(tenths)
     moved = _moved(mean_score)
-    figures = f"loss {last:.1e} at the end, {lowest:.1e} at best; mean score {mean_score[-1]:+.1f}, moved {moved:+.1f}"
+    figures = (
+        f"loss {last:.1e} at the end, {lowest:.1e} at best; mean score {mean_score[-1]:+.1f}, moved"
+        f" {moved:+.1f}"
+    )
     if last > rule.loss_factor * lowest and last >= rule.least_loss:
         return "failed", figures
     return ("drifting" if abs(moved) > rule.score_drift else "survived"), figures
@@ -127,7 +150,9 @@ class Curve:
         self.values.append(value)
 
     def at(self, step: int) -> float:
-        """The value at a step, or at the last recorded one before it; the first where there is none."""
+        """The value at a step, or at the last recorded one before it; the first where there is
+        none.
+        """
         return self.values[max(0, bisect.bisect_right(self.steps, step) - 1)]
 
     def largest(self, step: int) -> float:
@@ -136,10 +161,11 @@ class Curve:
 
 
 def read_curves(rows: Iterable[Row]) -> dict[str, Curve]:
-    """Return loss, mean score and the figures of `RUN_AWAY` by name, from metrics and measurements in order of steps.
+    """Return loss, mean score and the figures of `RUN_AWAY` by name, from metrics and measurements
+    in order of steps.
 
-    What is measured by layer and head has a curve for each: "max_score of layer 1, head 2". A number that was not
-    finite, null in a file, is NaN.
+    What is measured by layer and head has a curve for each: "max_score of layer 1, head 2". A
+    number that was not finite, null in a file, is NaN.
     """
     curves: dict[str, Curve] = {}
     for row in rows:
@@ -156,7 +182,10 @@ def _figures(row: Row) -> Iterator[tuple[str, float]]:
             yield name, _number(row[name])
         measured = row.get("measure", {}).get(name)
         for layer, heads in enumerate(measured if isinstance(measured, list) else ()):
-            yield from ((f"{name} of layer {layer}, head {head}", _number(x)) for head, x in enumerate(heads))
+            yield from (
+                (f"{name} of layer {layer}, head {head}", _number(x))
+                for head, x in enumerate(heads)
+            )
 
 
 def _number(value: float | None) -> float:
@@ -171,9 +200,8 @@ class Judgement:
     reason: str  # the figures that decided it
     failed_at: int | None = None  # the step at which the rule called it failed
     loss: float = math.nan  # the last; a median over n steps where there are so many
-    score_moved: float = (
-        0.0  # the mean score's way over the second half, beyond the twin's; of the head that moved most
-    )
+    # the mean score's way over the second half, beyond the twin's; of the head that moved most
+    score_moved: float = 0.0
 
     @property
     def survived(self) -> bool:
@@ -187,7 +215,8 @@ class Watcher:
     Args:
         rule: what counts.
         planned: steps of the whole run.
-        twin: curves of the same run with attention in fp32; without them nothing is held against a twin.
+        twin: curves of the same run with attention in fp32; without them nothing is held against a
+            twin.
     """
 
     def __init__(self, rule: Rule, planned: int, twin: Mapping[str, Curve] | None = None) -> None:
@@ -199,13 +228,21 @@ class Watcher:
         self._since: dict[str, int] = {}  # when a figure went over the twin's
 
     def __call__(self, row: Row) -> str | None:
-        """Take one line of metrics or one measurement; return why the run has failed, once it has."""
+        """Take one line of metrics or one measurement; return why the run has failed, once it
+        has.
+        """
         for name, value in _figures(row):
             self.curves.setdefault(name, Curve()).add(row["step"], value)
             if self.failed is None:
-                reason = self._loss(row["step"], value) if name == "loss" else self._figure(name, row["step"], value)
+                reason = (
+                    self._loss(row["step"], value)
+                    if name == "loss"
+                    else self._figure(name, row["step"], value)
+                )
                 if reason:
-                    self.failed = Judgement("failed", f"{reason} at step {row['step']}", row["step"])
+                    self.failed = Judgement(
+                        "failed", f"{reason} at step {row['step']}", row["step"]
+                    )
         return self.failed.reason if self.failed else None
 
     def judgement(self) -> Judgement:
@@ -215,16 +252,23 @@ class Watcher:
             ValueError: no loss was recorded.
         """
         if "loss" not in self.curves:
-            raise ValueError("metrics without a loss: accepted are those of a run with at least one recorded step")
+            raise ValueError(
+                "metrics without a loss: accepted are those of a run with at least one recorded"
+                " step"
+            )
         loss = self._medians.values[-1] if self._best else self.curves["loss"].values[-1]
         moved = {name: self._drift(name) for name in self.curves if name.startswith(DRIFT)}
         worst = max(moved, key=lambda name: abs(moved[name]), default="")
         way = moved.get(worst, 0.0)
         if self.failed is not None:
             return replace(self.failed, loss=loss, score_moved=way)
-        figures = f"loss {loss:.2g}, {self._best[-1]:.2g} at best" if self._best else f"loss {loss:.2g}"
+        figures = (
+            f"loss {loss:.2g}, {self._best[-1]:.2g} at best" if self._best else f"loss {loss:.2g}"
+        )
         figures += f"; {worst.replace('_', ' ')} moved {way:+.1f}" if worst else ""
-        return Judgement("drifting" if abs(way) > self.rule.score_drift else "survived", figures, None, loss, way)
+        return Judgement(
+            "drifting" if abs(way) > self.rule.score_drift else "survived", figures, None, loss, way
+        )
 
     def _loss(self, step: int, value: float) -> str | None:
         if not math.isfinite(value):
@@ -233,11 +277,17 @@ class Watcher:
         gap = curve.steps[1] - curve.steps[0] if len(curve.steps) > 1 else step
         if step - self.patience < curve.steps[0] - gap:
             return None
-        median = statistics.median(curve.values[bisect.bisect_right(curve.steps, step - self.patience) :])
+        median = statistics.median(
+            curve.values[bisect.bisect_right(curve.steps, step - self.patience) :]
+        )
         self._medians.add(step, median)
         self._best.append(min(median, self._best[-1]) if self._best else median)
         earlier = bisect.bisect_right(self._medians.steps, step - self.patience)
-        if not earlier or median < self.rule.least_loss or median <= self.rule.loss_factor * self._best[earlier - 1]:
+        if (
+            not earlier
+            or median < self.rule.least_loss
+            or median <= self.rule.loss_factor * self._best[earlier - 1]
+        ):
             return None
         return f"loss {median:.2g}, {median / self._best[earlier - 1]:.1f} times its best"
 
@@ -262,7 +312,9 @@ class Watcher:
         return _moved(curve.values) - (0.0 if twin is None else twin.at(end) - twin.at(half))
 
 
-def judge_rows(rows: Iterable[Row], rule: Rule, planned: int, twin: Mapping[str, Curve] | None = None) -> Judgement:
+def judge_rows(
+    rows: Iterable[Row], rule: Rule, planned: int, twin: Mapping[str, Curve] | None = None
+) -> Judgement:
     """Return what became of a recorded run: see `Watcher`."""
     watcher = Watcher(rule, planned, twin)
     for row in rows:

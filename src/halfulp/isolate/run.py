@@ -1,8 +1,10 @@
-"""`isolate`: which attention, where, which operation and how many bits make a run fail, and what saves it.
+"""`isolate`: which attention, where, which operation and how many bits make a run fail, and what
+saves it.
 
-The questions come in the order in which their answers narrow the next: is it attention at all, is it what the kernel's
-emulation does too, is it the tiling; then which layers, which operation, which heads, how many bits. Every answer is a
-run that was made, judged by a stated rule; the last step turns them into a sentence, and into a number for how sure.
+The questions come in the order in which their answers narrow the next: is it attention at all, is
+it what the kernel's emulation does too, is it the tiling; then which layers, which operation, which
+heads, how many bits. Every answer is a run that was made, judged by a stated rule; the last step
+turns them into a sentence, and into a number for how sure.
 """
 
 from __future__ import annotations
@@ -58,12 +60,12 @@ def isolate(
 
     Args:
         run: the folder of a recorded run, whose order of samples is replayed, or a configuration.
-        out: the folder for all runs, isolation.json and run.json. One that holds an unfinished isolation with the same
-            settings is continued.
+        out: the folder for all runs, isolation.json and run.json. One that holds an unfinished
+            isolation with the same settings is continued.
         seeds: of weights and data; by default the run's own and the two after it.
         steps: the last step of every run; by default that of the run.
-        from_step: start every run from the recorded run's checkpoint of that step instead of from the beginning; the
-            seed is then the run's own.
+        from_step: start every run from the recorded run's checkpoint of that step instead of from
+            the beginning; the seed is then the run's own.
         budget_seconds: of this call; what is not tested then is said.
         budget_steps: of training, over all runs.
         workers: processes, one thread each.
@@ -76,7 +78,9 @@ def isolate(
         ValueError: an argument is not accepted, or the folder holds something else.
         WorkerKilledError: a worker process was killed; the same call goes on.
     """
-    settings = _settings(run, out, seeds, steps, from_step, budget_seconds, budget_steps, workers, backend, rule)
+    settings = _settings(
+        run, out, seeds, steps, from_step, budget_seconds, budget_steps, workers, backend, rule
+    )
     _claim(settings, command)
     found = Investigation(Ladder(settings, progress))
     status = "interrupted"
@@ -123,7 +127,11 @@ def _settings(
     if seeds is None:
         seeds = (config.seed,) if from_step else tuple(range(config.seed, config.seed + 3))
     if not seeds or len(set(seeds)) < len(seeds) or (from_step and tuple(seeds) != (config.seed,)):
-        accepted = f"the run's own {config.seed} with from_step" if from_step else "different ones, at least one"
+        accepted = (
+            f"the run's own {config.seed} with from_step"
+            if from_step
+            else "different ones, at least one"
+        )
         raise ValueError(f"seeds={list(seeds)}: accepted are {accepted}")
     for name, budget in (("budget_seconds", budget_seconds), ("budget_steps", budget_steps)):
         if budget is not None and not budget > 0:
@@ -132,11 +140,22 @@ def _settings(
         raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
     rule = rule or rule_for(config.workload)
     settings = Settings(
-        config, tuple(seeds), horizon, rule, out, source, from_step, workers, backend, budget_seconds, budget_steps
+        config,
+        tuple(seeds),
+        horizon,
+        rule,
+        out,
+        source,
+        from_step,
+        workers,
+        backend,
+        budget_seconds,
+        budget_steps,
     )
     if not suspects(Ladder(settings).cells):
         raise ValueError(
-            f"attention={str(config.attention)!r}: it is in fp32 everywhere; accepted is a run with another"
+            f"attention={str(config.attention)!r}: it is in fp32 everywhere; accepted is a run with"
+            " another"
         )
     return settings
 
@@ -148,11 +167,14 @@ def _claim(settings: Settings, command: str) -> None:
     if settings.out.exists() and any(settings.out.iterdir()):
         record = read_json(settings.out / "run.json")
         if not isinstance(record, dict) or record.get("kind") != "isolate":
-            raise ValueError(f"out={str(settings.out)!r} holds other files; accepted is a new or empty folder")
+            raise ValueError(
+                f"out={str(settings.out)!r} holds other files; accepted is a new or empty folder"
+            )
         changes = [name for name in wanted if record["settings"].get(name) != wanted[name]]
         if changes:
             raise ValueError(
-                f"out={str(settings.out)!r} holds an isolation with another {changes[0]}; accepted is a new folder"
+                f"out={str(settings.out)!r} holds an isolation with another {changes[0]}; accepted"
+                " is a new folder"
             )
     settings.out.mkdir(exist_ok=True)
     write_json(settings.out / "run.json", _record(settings, "running", command))

@@ -1,7 +1,8 @@
-"""One run of the ladder: trained until the rule calls it failed or the horizon is reached, in a run folder of its own.
+"""One run of the ladder: trained until the rule calls it failed or the horizon is reached, in a run
+folder of its own.
 
-A job is plain data, so that a process on another machine can do it. A run that is over is read and not trained again;
-one that was cut off goes on from its last checkpoint.
+A job is plain data, so that a process on another machine can do it. A run that is over is read and
+not trained again; one that was cut off goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ class RungRun:
     last_step: int
     made: int  # steps made for it
     loss: float  # at the end: median over the rule's number of steps, where there are so many
-    score_moved: float  # of the mean score over the second half, beyond the twin's; the layer and head that moved most
-    figures: dict[str, float]  # at the end: mean_score, max_score and σ, the largest of any layer and head
+    # of the mean score over the second half, beyond the twin's; the layer and head that moved most
+    score_moved: float
+    # at the end: mean_score, max_score and σ, the largest of any layer and head
+    figures: dict[str, float]
     seconds: float  # of training
     folder: str  # inside the isolation's
 
@@ -69,12 +72,19 @@ class RungRun:
         return self.outcome == "survived"
 
     def __lt__(self, other: RungRun) -> bool:
-        """Whether it got less far: outcome first, then the time to failure, the drift, and the loss."""
+        """Whether it got less far: outcome first, then the time to failure, the drift, and the
+        loss.
+        """
         return self._rank() < other._rank()
 
     def _rank(self) -> tuple[float, ...]:
         last = float("inf") if self.failed_at is None else self.failed_at
-        return ("failed", "drifting", "survived").index(self.outcome), last, -abs(self.score_moved), -self.loss
+        return (
+            ("failed", "drifting", "survived").index(self.outcome),
+            last,
+            -abs(self.score_moved),
+            -self.loss,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -84,10 +94,13 @@ class RungRun:
 def rung_config(config: RunConfig, horizon: int) -> RunConfig:
     """Return the run with enough lines of metrics, measurements and checkpoints for the ladder."""
     metrics = min(config.metrics_every, max(1, horizon // _POINTS))
-    measured = not isinstance(config.workload, LayerTask)  # whose metrics hold all that the rule looks at
+    # whose metrics hold all that the rule looks at
+    measured = not isinstance(config.workload, LayerTask)
     measure = (config.measure_every or max(1, horizon // _POINTS)) if measured else 0
     checkpoint = max(_LEAST, -(-horizon // _CHECKPOINTS))
-    return replace(config, metrics_every=metrics, measure_every=measure, checkpoint_every=checkpoint, keep=0)
+    return replace(
+        config, metrics_every=metrics, measure_every=measure, checkpoint_every=checkpoint, keep=0
+    )
 
 
 def run_rung(job: Job) -> RungRun | None:
@@ -105,14 +118,23 @@ def run_rung(job: Job) -> RungRun | None:
 
 def _run_rung(job: Job) -> RungRun | None:
     twin = None if job.twin is None else read_curves(read_rows(job.twin))
-    earlier = [row for row in read_rows(job.source) if row["step"] <= job.start] if job.source and job.start else []
+    earlier = (
+        [row for row in read_rows(job.source) if row["step"] <= job.start]
+        if job.source and job.start
+        else []
+    )
     rows = _recorded(job)
     if rows is None:
         rows = _train(job, Watcher(job.rule, job.horizon, twin), earlier)
     if rows is None:
         return None
     rows = sorted(rows, key=lambda row: (row["step"], "loss" in row))
-    judged = judge_rows((row for row in (*earlier, *rows) if row["step"] <= job.horizon), job.rule, job.horizon, twin)
+    judged = judge_rows(
+        (row for row in (*earlier, *rows) if row["step"] <= job.horizon),
+        job.rule,
+        job.horizon,
+        twin,
+    )
     return summarize(job.rung, job.config.seed, job.folder, job.start, rows, judged)
 
 
@@ -123,7 +145,9 @@ def _recorded(job: Job) -> list[Row] | None:
     record = read_record(job.folder)
     changes = difference(config_from_dict(record["config"]), job.config)
     if changes:
-        raise ValueError(f"out={str(job.folder)!r} holds another run ({changes[0]}); accepted is a new folder")
+        raise ValueError(
+            f"out={str(job.folder)!r} holds another run ({changes[0]}); accepted is a new folder"
+        )
     return read_rows(job.folder) if record["status"] in ("done", "failed", "stopped") else None
 
 
@@ -135,11 +159,21 @@ def _train(job: Job, watcher: Watcher, earlier: Sequence[Row]) -> list[Row] | No
         shutil.rmtree(job.folder)  # nothing to go on from
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     sentinel = _Sentinel(watcher, job, earlier)
-    begin = load_checkpoint(job.source / "checkpoints" / f"step-{job.start}") if job.source and job.start else None
+    begin = (
+        load_checkpoint(job.source / "checkpoints" / f"step-{job.start}")
+        if job.source and job.start
+        else None
+    )
     order = None if job.source is None else read_order(job.source)
     try:
         run = train(
-            job.config, job.folder, resume=True, batches=order, start=begin, stop=sentinel.stop, sinks=(sentinel,)
+            job.config,
+            job.folder,
+            resume=True,
+            batches=order,
+            start=begin,
+            stop=sentinel.stop,
+            sinks=(sentinel,),
         )
     except OutOfTimeError:
         return None
@@ -148,7 +182,9 @@ def _train(job: Job, watcher: Watcher, earlier: Sequence[Row]) -> list[Row] | No
     return [*run.metrics, *run.measures]
 
 
-def summarize(rung: str, seed: int, folder: Path, start: int, rows: Sequence[Row], judged: Judgement) -> RungRun:
+def summarize(
+    rung: str, seed: int, folder: Path, start: int, rows: Sequence[Row], judged: Judgement
+) -> RungRun:
     """Return a judged run in a few numbers; `rows` are all its lines in order."""
     last = max((row["step"] for row in rows), default=start)
     curves = read_curves(rows)
@@ -174,7 +210,9 @@ def summarize(rung: str, seed: int, folder: Path, start: int, rows: Sequence[Row
 
 
 class _Sentinel:
-    """Shows a run's lines to the watcher as they come, and ends the run once they have told enough."""
+    """Shows a run's lines to the watcher as they come, and ends the run once they have told
+    enough.
+    """
 
     def __init__(self, watcher: Watcher, job: Job, earlier: Sequence[Row]) -> None:
         self.watcher, self.job = watcher, job
@@ -196,7 +234,11 @@ class _Sentinel:
     def stop(self, row: Row) -> str | None:
         """Return why the run may end here."""
         reason = self.watcher(row)
-        if reason is None and row["step"] >= self.job.horizon and self.job.horizon < self.job.config.steps:
+        if (
+            reason is None
+            and row["step"] >= self.job.horizon
+            and self.job.horizon < self.job.config.steps
+        ):
             reason = HORIZON
         if reason is None and time.time() >= (self.job.deadline or float("inf")):
             raise OutOfTimeError

@@ -1,9 +1,10 @@
 """Finding what matters among many, with few questions: pure logic, which knows nothing of training.
 
-A question is a set of suspects, and the answer comes from a run: does it still fail when only these are left in place?
-Halves that carry the failure are halved again, so that one guilty head of 144 takes 8 questions and not 144. Where
-neither half fails alone, what is guilty is spread over both, and the search goes finer and says so (delta debugging:
-Zeller & Hildebrandt 2002). Questions come in batches, since runs go in parallel.
+A question is a set of suspects, and the answer comes from a run: does it still fail when only these
+are left in place? Halves that carry the failure are halved again, so that one guilty head of 144
+takes 8 questions and not 144. Where neither half fails alone, what is guilty is spread over both,
+and the search goes finer and says so (delta debugging: Zeller & Hildebrandt 2002). Questions come
+in batches, since runs go in parallel.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ Fails = Callable[[Sequence[frozenset[Item]]], Sequence[bool]]
 
 
 def minimal_failing(items: Sequence[Item], fails: Fails[Item]) -> frozenset[Item]:
-    """Return a set that fails and of which no member can be spared, given that all of `items` together fail.
+    """Return a set that fails and of which no member can be spared, given that all of `items`
+    together fail.
 
-    Of a single guilty item among n it asks two questions for every halving of n; of several that need each other, more.
+    Of a single guilty item among n it asks two questions for every halving of n; of several that
+    need each other, more.
     """
     current, parts = list(items), 2
     while len(current) > 1:
@@ -30,7 +33,10 @@ def minimal_failing(items: Sequence[Item], fails: Fails[Item]) -> frozenset[Item
         smaller = _first_failing(chunks, fails)
         if smaller is not None:
             parts = 2
-        elif parts > 2 and (smaller := _first_failing([whole - chunk for chunk in chunks], fails)) is not None:
+        elif (
+            parts > 2
+            and (smaller := _first_failing([whole - chunk for chunk in chunks], fails)) is not None
+        ):
             parts -= 1
         elif parts < len(current):
             parts = min(len(current), 2 * parts)
@@ -42,9 +48,13 @@ def minimal_failing(items: Sequence[Item], fails: Fails[Item]) -> frozenset[Item
     return frozenset(current)
 
 
-def _first_failing(questions: Sequence[frozenset[Item]], fails: Fails[Item]) -> frozenset[Item] | None:
+def _first_failing(
+    questions: Sequence[frozenset[Item]], fails: Fails[Item]
+) -> frozenset[Item] | None:
     answers = fails(questions)
-    return next((question for question, failed in zip(questions, answers, strict=True) if failed), None)
+    return next(
+        (question for question, failed in zip(questions, answers, strict=True) if failed), None
+    )
 
 
 def _split(items: Sequence[Item], parts: int) -> list[list[Item]]:
@@ -55,7 +65,9 @@ def _split(items: Sequence[Item], parts: int) -> list[list[Item]]:
 
 @dataclass(frozen=True)
 class Guilty(Generic[Item]):
-    """Disjoint sets each of which fails alone and has no member to spare; without all of them the run does not fail."""
+    """Disjoint sets each of which fails alone and has no member to spare; without all of them the
+    run does not fail.
+    """
 
     sets: tuple[frozenset[Item], ...]
 
@@ -68,7 +80,8 @@ class Guilty(Generic[Item]):
 def guilty_sets(items: Sequence[Item], fails: Fails[Item]) -> Guilty[Item]:
     """Return what carries a failure, given that all of `items` together fail.
 
-    One set is looked for, then the rest without it is asked whether it still fails; if so, it holds another.
+    One set is looked for, then the rest without it is asked whether it still fails; if so, it holds
+    another.
     """
     found: list[frozenset[Item]] = []
     rest = list(items)
@@ -78,8 +91,12 @@ def guilty_sets(items: Sequence[Item], fails: Fails[Item]) -> Guilty[Item]:
     return Guilty(tuple(found))
 
 
-def least_surviving(low: int, high: int, survives: Callable[[Sequence[int]], Sequence[bool]]) -> int | None:
-    """Return the smallest of low … high that survives, if more never hurts; None if not even high does."""
+def least_surviving(
+    low: int, high: int, survives: Callable[[Sequence[int]], Sequence[bool]]
+) -> int | None:
+    """Return the smallest of low … high that survives, if more never hurts; None if not even high
+    does.
+    """
     if not survives([high])[0]:
         return None
     while low < high:
@@ -103,7 +120,8 @@ class Comparable(Protocol):
 
 
 Scores = Callable[[Sequence[frozenset[Item]]], Sequence[Comparable | None]]
-"""Answers a batch: how far does the run get with these changes? None: they cannot be made together."""
+"""Answers a batch: how far does the run get with these changes? None: they cannot be made together.
+"""
 
 
 def rescuing_set(
@@ -111,16 +129,21 @@ def rescuing_set(
     scores: Scores[Item],
     most: int = 6,
 ) -> frozenset[Item] | None:
-    """Return changes that together save the run, none of which can be left out; None if no set of `most` was found.
+    """Return changes that together save the run, none of which can be left out; None if no set of
+    `most` was found.
 
-    The change that gets the run furthest is added until it survives, whether or not the last one helped by itself,
-    since some help only together. Then every change is tried without.
+    The change that gets the run furthest is added until it survives, whether or not the last one
+    helped by itself, since some help only together. Then every change is tried without.
     """
     items, current, saved = list(items), frozenset[Item](), False
     while not saved and len(current) < most:
         options = [current | {item} for item in items if item not in current]
         found = scores(options) if options else ()
-        ranked = [(score, option) for score, option in zip(found, options, strict=True) if score is not None]
+        ranked = [
+            (score, option)
+            for score, option in zip(found, options, strict=True)
+            if score is not None
+        ]
         if not ranked:
             return None
         best = ranked[0]
@@ -136,7 +159,9 @@ def spare(
     chosen: frozenset[Item],
     scores: Scores[Item],
 ) -> frozenset[Item]:
-    """Return a surviving set without the changes that it survives without, tried from the last in `order`."""
+    """Return a surviving set without the changes that it survives without, tried from the last in
+    `order`.
+    """
     current, smaller = chosen, True
     while smaller:
         smaller = False
@@ -149,7 +174,8 @@ def spare(
 
 
 def share_bound(held: int, tried: int, confidence: float = 0.95) -> float:
-    """Return the least share of all seeds that would hold, given so many of those tried, at that confidence.
+    """Return the least share of all seeds that would hold, given so many of those tried, at that
+    confidence.
 
     Clopper & Pearson 1934, one-sided.
 

@@ -1,9 +1,11 @@
-"""The ladder's questions as data: which attention runs in which head, and what may be changed in its recipe.
+"""The ladder's questions as data: which attention runs in which head, and what may be changed in
+its recipe.
 
-A substitution is another text of the same run configuration. Where: attention in fp32 everywhere, or everywhere but in
-some layers and heads. What: an operation of the recipe replaced by one that rounds less or is consistent with the
-others. Operations that a kernel could afford are called repairs; the others (an O of fp32, a δ by another pass over all
-tiles) only say where the error comes from.
+A substitution is another text of the same run configuration. Where: attention in fp32 everywhere,
+or everywhere but in some layers and heads. What: an operation of the recipe replaced by one that
+rounds less or is consistent with the others. Operations that a kernel could afford are called
+repairs; the others (an O of fp32, a δ by another pass over all tiles) only say where the error
+comes from.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ Cells: TypeAlias = Mapping[Place, str]
 EXACT = "torch:fp32"
 _EXACT = {EXACT, "FP32", "FP64"}
 
-# The stock kernel's algorithm with the structure of PyTorch's CPU kernel: its block of keys and its bf16 gradient sums.
+# The stock kernel's algorithm with the structure of PyTorch's CPU kernel: its block of keys and its
+# bf16 gradient sums.
 _CPU_LIKE = "BF16_FLASH2[block_query=32,block_key=512,grad_accumulator=bf16]"
 _EMULATIONS: dict[str, tuple[str, ...]] = {
     "torch:math": ("BF16_STANDARD_CPU", "BF16_STANDARD"),
@@ -58,7 +61,11 @@ def cells_of(config: RunConfig) -> dict[Place, str]:
 
 def suspects(cells: Cells) -> frozenset[Place]:
     """Return the heads whose attention is not in fp32 or better."""
-    return frozenset(place for place, choice in cells.items() if choice.strip().upper() not in map(str.upper, _EXACT))
+    return frozenset(
+        place
+        for place, choice in cells.items()
+        if choice.strip().upper() not in map(str.upper, _EXACT)
+    )
 
 
 def plan_of(cells: Cells) -> AttentionPlan:
@@ -74,7 +81,9 @@ def plan_of(cells: Cells) -> AttentionPlan:
     texts = [base]
     for choice, groups in by_choice.items():
         for members, layers in groups.items():
-            texts.append(f"{place_text(layers, () if len(members) == heads else members)}: {choice}")
+            texts.append(
+                f"{place_text(layers, () if len(members) == heads else members)}: {choice}"
+            )
     return AttentionPlan.of(*texts)
 
 
@@ -85,7 +94,9 @@ def place_text(layers: Iterable[int], heads: Iterable[int] = ()) -> str:
 
 
 def places_text(found: Iterable[Place], heads: int) -> str:
-    """Return where in words: "layer 1", "heads 2 and 5 of layer 1", "layer 0; head 1 of layer 2"."""
+    """Return where in words: "layer 1", "heads 2 and 5 of layer 1", "layer 0; head 1 of layer
+    2".
+    """
     by_layer: dict[int, list[int]] = {}
     for layer, head in sorted(found):
         by_layer.setdefault(layer, []).append(head)
@@ -107,7 +118,9 @@ def only(cells: Cells, kept: Iterable[Place]) -> dict[Place, str]:
 
 
 def emulations(choice: str, device: str) -> tuple[str, ...]:
-    """Return the recipes to try in the place of a kernel, the likest first; a recipe stands for itself."""
+    """Return the recipes to try in the place of a kernel, the likest first; a recipe stands for
+    itself.
+    """
     if is_recipe(choice):
         return (choice,)
     if choice in _EMULATIONS:
@@ -161,7 +174,9 @@ OPERATIONS: tuple[Operation, ...] = (
         repair=True,
         tensor="out",
     ),
-    Operation("O-fp32", "O stored in fp32", "the rounding of O", (("out", FP32),), "δ", tensor="out"),
+    Operation(
+        "O-fp32", "O stored in fp32", "the rounding of O", (("out", FP32),), "δ", tensor="out"
+    ),
     Operation(
         "delta-dP.P",
         "δ = rowsum(dP ∘ P)",
@@ -214,7 +229,10 @@ OPERATIONS: tuple[Operation, ...] = (
         "scores-fp32",
         "scores, maximum and weights in fp32 up to the product",
         "the rounding of the scores",
-        tuple((name, FP32) for name in ("product", "scores", "row_max", "shifted_scores", "weights", "lse")),
+        tuple(
+            (name, FP32)
+            for name in ("product", "scores", "row_max", "shifted_scores", "weights", "lse")
+        ),
         repair=True,
         tensor="scores",
     ),
@@ -222,7 +240,10 @@ OPERATIONS: tuple[Operation, ...] = (
         "row-sum-fp32",
         "l accumulated in fp32",
         "the rounding of l",
-        tuple((name, FP32) for name in ("block_sum", "row_sum", "max_change", "rescale", "log_row_sum")),
+        tuple(
+            (name, FP32)
+            for name in ("block_sum", "row_sum", "max_change", "rescale", "log_row_sum")
+        ),
         repair=True,
         tensor="row_sum",
     ),
@@ -245,14 +266,20 @@ OPERATIONS: tuple[Operation, ...] = (
         "dS-fp32",
         "dS not rounded",
         "the rounding of dS",
-        tuple((name, FP32) for name in ("grad_probabilities", "grad_centered", "grad_scores", "scaled_grad_scores")),
+        tuple(
+            (name, FP32)
+            for name in ("grad_probabilities", "grad_centered", "grad_scores", "scaled_grad_scores")
+        ),
         tensor="grad_scores",
     ),
     Operation(
         "gradients-fp32",
         "dQ, dK and dV accumulated and stored in fp32",
         "the rounding of dQ, dK and dV",
-        tuple((n, FP32) for n in ("grad_block", "grad_accumulator", "grad_query", "grad_key", "grad_value")),
+        tuple(
+            (n, FP32)
+            for n in ("grad_block", "grad_accumulator", "grad_query", "grad_key", "grad_value")
+        ),
         repair=True,
         tensor="grad_accumulator",
     ),
@@ -264,7 +291,8 @@ OPERATIONS: tuple[Operation, ...] = (
         tensor="query",
     ),
 )
-"""In the order in which they are tried; where several alone save a run, the first names the cause."""
+"""In the order in which they are tried; where several alone save a run, the first names the cause.
+"""
 
 
 def changed(recipe: Recipe, operations: Iterable[Operation]) -> Recipe | None:
@@ -276,15 +304,19 @@ def changed(recipe: Recipe, operations: Iterable[Operation]) -> Recipe | None:
 def replaced(recipe: Recipe, operations: Iterable[Operation]) -> Recipe | None:
     """Return the recipe with operations replaced, in the order of `OPERATIONS`.
 
-    A step that the recipe does not round is left as it is. None: one of them changes nothing here, or they do not go
-    together.
+    A step that the recipe does not round is left as it is. None: one of them changes nothing here,
+    or they do not go together.
     """
     chosen = set(operations)
     fields: dict[str, Any] = {}
     for operation in (known for known in OPERATIONS if known in chosen):
         if operation.replaces_delta and recipe.delta_from != "out":
             return None
-        own = {name: value for name, value in operation.fields if value is not FP32 or _rounds(recipe, name)}
+        own = {
+            name: value
+            for name, value in operation.fields
+            if value is not FP32 or _rounds(recipe, name)
+        }
         if all(getattr(recipe, name) == value for name, value in own.items()):
             return None
         fields |= own
@@ -322,7 +354,9 @@ def _runs(recipe: Recipe) -> bool:
 
 
 def in_cells(cells: Cells, change: Callable[[Recipe], Recipe | None]) -> dict[Place, str] | None:
-    """Return the cells with `change(recipe)` where a recipe runs that is not exact; None if it changes none of them."""
+    """Return the cells with `change(recipe)` where a recipe runs that is not exact; None if it
+    changes none of them.
+    """
     found: dict[str, str] = {}
     for choice in {cells[place] for place in suspects(cells)}:
         if is_recipe(choice):
@@ -346,7 +380,9 @@ def halfulp_like(recipe: Recipe) -> Recipe:
 
 
 def with_bits(recipe: Recipe, step: str, bits: int) -> Recipe | None:
-    """Return the recipe with so many mantissa bits in one step; None where that is not rounded, or to blocks."""
+    """Return the recipe with so many mantissa bits in one step; None where that is not rounded, or
+    to blocks.
+    """
     fmt = getattr(recipe, step)
     if not isinstance(fmt, Format) or not _rounds(recipe, step):
         return None
@@ -357,7 +393,9 @@ def with_bits(recipe: Recipe, step: str, bits: int) -> Recipe | None:
 
 
 def bits_of(cells: Cells, step: str) -> int | None:
-    """Return the fewest mantissa bits of a step in the recipes that run; None where none rounds it."""
+    """Return the fewest mantissa bits of a step in the recipes that run; None where none rounds
+    it.
+    """
     recipes = [_named(cells[place]) for place in suspects(cells) if is_recipe(cells[place])]
     formats = [getattr(recipe, step) for recipe in recipes if _rounds(recipe, step)]
     return min((fmt.mantissa_bits for fmt in formats if isinstance(fmt, Format)), default=None)

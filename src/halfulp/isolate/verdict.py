@@ -1,8 +1,8 @@
 """From rungs to a sentence: what is to blame, where, on how many seeds, and what saves the run.
 
-Nothing is said here that a run did not show. A cause is named after the operation whose replacement alone saved the
-run; where only several together do, all of them are named. It holds on a seed if every rung that it rests on came out
-as it says on that seed.
+Nothing is said here that a run did not show. A cause is named after the operation whose replacement
+alone saved the run; where only several together do, all of them are named. It holds on a seed if
+every rung that it rests on came out as it says on that seed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def conclude(found: Investigation, status: str, command: str) -> Isolation:
 
 
 def _rescues(found: Investigation) -> list[Rescue]:
-    """The minimal sets, those that hold on the largest share of seeds first, then the smaller, then the earlier."""
+    """The minimal sets, those that hold on the largest share of seeds first, then the smaller, then
+    the earlier.
+    """
     rescues = []
     whole = found.ladder.rungs.get(TILING)
     if whole is not None and found.main in whole.runs and whole.runs[found.main].survived:
@@ -75,7 +77,9 @@ def _rescues(found: Investigation) -> list[Rescue]:
                 seeds=Seeds(*rung.held(found.failing)),
             )
         )
-    return sorted(rescues, key=lambda one: (-one.seeds.held / max(one.seeds.tried, 1), len(one.operations)))
+    return sorted(
+        rescues, key=lambda one: (-one.seeds.held / max(one.seeds.tried, 1), len(one.operations))
+    )
 
 
 def _places(found: Investigation) -> tuple[Place, ...]:
@@ -87,7 +91,9 @@ def _places(found: Investigation) -> tuple[Place, ...]:
 
 
 def _seeds(found: Investigation, rescue: Rescue | None) -> Seeds:
-    """On how many seeds every rung that the verdict rests on came out as it says, of those where all were run."""
+    """On how many seeds every rung that the verdict rests on came out as it says, of those where
+    all were run.
+    """
     survive = [*found.cleared, *([rescue.rung] if rescue else [])] or [TWIN]
     held = tried = 0
     for seed in found.failing:
@@ -101,7 +107,9 @@ def _seeds(found: Investigation, rescue: Rescue | None) -> Seeds:
     return Seeds(held, tried)
 
 
-def _verdict(found: Investigation, rescues: Sequence[Rescue], seeds: Seeds, where: Sequence[Place]) -> str:
+def _verdict(
+    found: Investigation, rescues: Sequence[Rescue], seeds: Seeds, where: Sequence[Place]
+) -> str:
     if not found.failing:
         return _no_failure(found)
     place = places_text(where, found.heads_a_layer) if 0 < len(where) < len(found.cells) else ""
@@ -141,13 +149,22 @@ def _fix(found: Investigation, rescues: Sequence[Rescue]) -> str:
     if repairs:
         best = repairs[0]
         least = "; none of these can be left out" if len(best.operations) > 1 else ""
-        parts.append(f"{_capital(best.change)}: survives on {best.seeds.held} of {best.seeds.tried} seeds{least}.")
+        parts.append(
+            f"{_capital(best.change)}: survives on {best.seeds.held} of {best.seeds.tried}"
+            f" seeds{least}."
+        )
     elif rescues:
-        parts.append("No set of affordable changes was found that survives; of the others: " + rescues[0].change + ".")
+        parts.append(
+            "No set of affordable changes was found that survives; of the others: "
+            + rescues[0].change
+            + "."
+        )
     rung = found.ladder.rungs.get(HALFULP)
     if rung is not None and rung.runs:
         held, tried = rung.held(found.failing)
-        parts.append(f"halfulp's own recipe (attention BF16_HALFULP) survives on {held} of {tried} seeds.")
+        parts.append(
+            f"halfulp's own recipe (attention BF16_HALFULP) survives on {held} of {tried} seeds."
+        )
     return " ".join(parts)
 
 
@@ -156,7 +173,9 @@ def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> I
     if found.main is None:
         return
     named = {ORIGINAL: "as it is", TWIN: "fp32 attention", HALFULP: "halfulp"}
-    named |= {one.rung: one.change for one in [*rescues[:1], *(one for one in rescues if one.repair)][:2]}
+    named |= {
+        one.rung: one.change for one in [*rescues[:1], *(one for one in rescues if one.repair)][:2]
+    }
     curves = {
         label: read_curves(read_rows(found.ladder.folder(name, found.main)))
         for name, label in named.items()
@@ -171,14 +190,22 @@ def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> I
     failed = [
         (one.bits, run.failed_at)
         for one in sorted(found.varied, key=lambda one: one.bits)
-        if (run := _run(found, found.ladder.rungs.get(one.rung))) is not None and run.failed_at is not None
+        if (run := _run(found, found.ladder.rungs.get(one.rung))) is not None
+        and run.failed_at is not None
     ]
     if failed:
         bits, steps = zip(*failed, strict=True)
-        line = Series(found.varied[0].step, tuple(bits), tuple(float(step) for step in steps), style="points")
+        line = Series(
+            found.varied[0].step, tuple(bits), tuple(float(step) for step in steps), style="points"
+        )
         title = f"Time to failure over mantissa bits of {found.varied[0].step}"
         yield Figure(
-            title, "mantissa bits", "steps", (line,), f"{caption} Runs that did not fail are left out.", command
+            title,
+            "mantissa bits",
+            "steps",
+            (line,),
+            f"{caption} Runs that did not fail are left out.",
+            command,
         )
 
 

@@ -1,1 +1,3 @@
-"""Fast attention kernels: a native library for CPUs, Triton for GPUs. Each speaks the contract of `options`."""
+"""Fast attention kernels: a native library for CPUs, Triton for GPUs. Each speaks the contract of
+`options`.
+"""

@@ -1,4 +1,5 @@
-"""Attention forward and backward on CPU at the speed of its matrix instructions, in the native library.
+"""Attention forward and backward on CPU at the speed of its matrix instructions, in the native
+library.
 
 Everything that could make the library read beyond a tensor is checked here, before the call.
 """
@@ -37,7 +38,10 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("isa", "dtype", "recipe", "threads")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "n_query", "n_key", "d", "dv")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("batch", "heads", "key_heads", "n_query", "n_key", "d", "dv")
+        ),
         *((name, ctypes.c_int64) for name in ("left", "right", "offset")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("chunks", "mask_kind")),
@@ -47,8 +51,14 @@ class _Call(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("sinks", ctypes.c_void_p),
         *((name, _Tensor) for name in ("query", "key", "value", "grad_out", "mask")),
-        *((name, ctypes.c_void_p) for name in ("out", "residual", "lse", "row_max", "row_sum", "own_lse", "grad_lse")),
-        *((name, ctypes.c_void_p) for name in ("grad_query", "grad_key", "grad_value", "grad_sinks")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("out", "residual", "lse", "row_max", "row_sum", "own_lse", "grad_lse")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("grad_query", "grad_key", "grad_value", "grad_sinks")
+        ),
     )
 
 
@@ -73,7 +83,11 @@ def _operand_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
             return "tensors that are not [B, H, N, D]"
     if query.dtype not in _DTYPES:
         return f"dtype {query.dtype}"
-    return None if query.dtype == key.dtype == value.dtype else "query, key and value of different dtypes"
+    return (
+        None
+        if query.dtype == key.dtype == value.dtype
+        else "query, key and value of different dtypes"
+    )
 
 
 def _shape_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -107,21 +121,29 @@ def _option_refused(options: Options, heads: int) -> str | None:
     if not (math.isfinite(options.scale) and abs(options.scale) <= _LARGEST):
         return "a scale that is not a finite float32"
     if options.softcap != 0 and not 1 / _LARGEST < options.softcap < _LARGEST:
-        return f"a softcap of {options.softcap}: accepted are 0 and {1 / _LARGEST:g} to {_LARGEST:g}"
+        return (
+            f"a softcap of {options.softcap}: accepted are 0 and {1 / _LARGEST:g} to {_LARGEST:g}"
+        )
     if not 0 <= options.dropout_p <= 1:
         return f"a dropout_p of {options.dropout_p}: accepted are 0 to 1"
     sinks = options.sinks
-    if sinks is not None and not (tuple(sinks.shape) == (heads,) and sinks.is_floating_point() and sinks.is_cpu):
+    if sinks is not None and not (
+        tuple(sinks.shape) == (heads,) and sinks.is_floating_point() and sinks.is_cpu
+    ):
         found = f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype} on {sinks.device}"
         return f"{found}: accepted is one floating-point number a head on the CPU, ({heads},)"
     return None
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, *, isa: Isa | None = None) -> Saved:
-    """Attention of bf16, fp16 or fp32 tensors; float32 statistics in base 2, a residual for "halfulp" in 16 bits.
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, *, isa: Isa | None = None
+) -> Saved:
+    """Attention of bf16, fp16 or fp32 tensors; float32 statistics in base 2, a residual for
+    "halfulp" in 16 bits.
 
-    Runs on `torch.get_num_threads()` threads with bits that do not depend on it. `isa` forces an instruction set.
-    Raises ValueError for what `supports` refuses, and for an `isa` that this machine lacks.
+    Runs on `torch.get_num_threads()` threads with bits that do not depend on it. `isa` forces an
+    instruction set. Raises ValueError for what `supports` refuses, and for an `isa` that this
+    machine lacks.
     """
     call, operands = _call(query, key, value, options, isa)
     b, h, n, dv = *query.shape[:3], value.shape[3]
@@ -149,14 +171,17 @@ def backward(
     *,
     isa: Isa | None = None,
 ) -> Gradients:
-    """Gradients of `forward`'s out `[B, H, N, D_v]` and lse `[B, H, N]`, contiguous, in the inputs' dtype.
+    """Gradients of `forward`'s out `[B, H, N, D_v]` and lse `[B, H, N]`, contiguous, in the inputs'
+    dtype.
 
     `saved` must be this module's own: its row statistics are in base 2. Errors as `forward`.
     """
     call, operands = _call(query, key, value, options, isa)
     b, h, n, dv = *query.shape[:3], value.shape[3]
     if grad_out.shape != (b, h, n, dv):
-        raise ValueError(f"grad_out of shape {tuple(grad_out.shape)}: accepted is out's shape {(b, h, n, dv)}")
+        raise ValueError(
+            f"grad_out of shape {tuple(grad_out.shape)}: accepted is out's shape {(b, h, n, dv)}"
+        )
     if grad_out.device.type != "cpu":
         raise ValueError(f"grad_out on {grad_out.device}: accepted is the CPU")
     grad_out = _rows(grad_out.to(query.dtype))
@@ -165,7 +190,10 @@ def backward(
     out = _checked("saved.out", saved.out, (b, h, n, dv), query.dtype)
     rows = {"row_max": saved.row_max, "row_sum": saved.row_sum, "own_lse": own_lse}
     held = [_checked(f"saved.{name}", x, (b, h, n), torch.float32) for name, x in rows.items()]
-    call.out, (call.row_max, call.row_sum, call.own_lse) = out.data_ptr(), (x.data_ptr() for x in held)
+    call.out, (call.row_max, call.row_sum, call.own_lse) = (
+        out.data_ptr(),
+        (x.data_ptr() for x in held),
+    )
     if saved.residual is not None:
         held.append(_checked("saved.residual", saved.residual, (b, h, n, dv), torch.int8))
         call.residual = held[-1].data_ptr()
@@ -173,23 +201,38 @@ def backward(
         held.append(_checked("grad_lse", grad_lse.to(torch.float32), (b, h, n), torch.float32))
         call.grad_lse = held[-1].data_ptr()
     gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)))
-    call.grad_query, call.grad_key, call.grad_value = (x.data_ptr() for x in gradients[:3] if x is not None)
+    call.grad_query, call.grad_key, call.grad_value = (
+        x.data_ptr() for x in gradients[:3] if x is not None
+    )
     if options.sinks is not None:
         of_sinks = torch.empty(h, dtype=torch.float32)
         call.grad_sinks = of_sinks.data_ptr()
     _run("halfulp_backward", call)
     del operands, held
-    return gradients if options.sinks is None else gradients._replace(sinks=of_sinks.to(options.sinks.dtype))
+    return (
+        gradients
+        if options.sinks is None
+        else gradients._replace(sinks=of_sinks.to(options.sinks.dtype))
+    )
 
 
-def round_out(exact: Tensor, dtype: torch.dtype, *, isa: Isa | None = None) -> tuple[Tensor, Tensor]:
-    """O in `dtype` (bfloat16 or float16) and its residual int8, as `forward` rounds `exact` (contiguous float32)."""
+def round_out(
+    exact: Tensor, dtype: torch.dtype, *, isa: Isa | None = None
+) -> tuple[Tensor, Tensor]:
+    """O in `dtype` (bfloat16 or float16) and its residual int8, as `forward` rounds `exact`
+    (contiguous float32).
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype={dtype}: accepted are torch.bfloat16 and torch.float16")
     exact = _checked("exact", exact, tuple(exact.shape), torch.float32)
-    out, residual = torch.empty(exact.shape, dtype=dtype), torch.empty(exact.shape, dtype=torch.int8)
+    out, residual = (
+        torch.empty(exact.shape, dtype=dtype),
+        torch.empty(exact.shape, dtype=torch.int8),
+    )
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (exact, out, residual))
-    library().halfulp_round_out(isa_number(isa), _DTYPES[dtype], *pointers, ctypes.c_int64(exact.numel()))
+    library().halfulp_round_out(
+        isa_number(isa), _DTYPES[dtype], *pointers, ctypes.c_int64(exact.numel())
+    )
     return out, residual
 
 
@@ -203,7 +246,9 @@ def _pointer(x: Tensor) -> _Tensor:
 
 
 def _mask(options: Options, shape: tuple[int, ...]) -> tuple[int, Tensor]:
-    """What kind of mask there is, and the mask as bool or float32 whose rows are neighboring elements."""
+    """What kind of mask there is, and the mask as bool or float32 whose rows are neighboring
+    elements.
+    """
     mask = options.attn_mask
     if mask is None:
         return 0, torch.empty(0)
@@ -236,15 +281,31 @@ def _call(
     shape = (b, h, hk, n, nk, d, dv, left, right, options.causal_offset)
     kind, held = _mask(options, (b, h, n, nk))
     mask = _Tensor() if kind == 0 else _pointer(held)
-    ints = (isa_number(isa), _DTYPES[query.dtype], _RECIPES[options.recipe], torch.get_num_threads())
+    ints = (
+        isa_number(isa),
+        _DTYPES[query.dtype],
+        _RECIPES[options.recipe],
+        torch.get_num_threads(),
+    )
     sinks = None if options.sinks is None else options.sinks.detach().to(torch.float32).contiguous()
-    dropped = min(int(options.dropout_p * 2**32), 2**32 - 1)  # of p = 1 one weight in 2³² is left, times 0
+    # of p = 1 one weight in 2³² is left, times 0
+    dropped = min(int(options.dropout_p * 2**32), 2**32 - 1)
     kept_scale = 0.0 if options.dropout_p == 1 else 1 / (1 - options.dropout_p)
-    more = (options.softcap, dropped, kept_scale, options.seed % 2**64, None if sinks is None else sinks.data_ptr())
-    call = _Call(*ints, *shape, options.scale, 0, kind, *more, *map(_pointer, operands), _Tensor(), mask)
+    more = (
+        options.softcap,
+        dropped,
+        kept_scale,
+        options.seed % 2**64,
+        None if sinks is None else sinks.data_ptr(),
+    )
+    call = _Call(
+        *ints, *shape, options.scale, 0, kind, *more, *map(_pointer, operands), _Tensor(), mask
+    )
     return call, (*operands, held) if sinks is None else (*operands, held, sinks)
 
 
 def _run(name: str, call: _Call) -> None:
     if getattr(library(), name)(ctypes.byref(call)):
-        raise MemoryError(f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys")
+        raise MemoryError(
+            f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"
+        )

@@ -1,8 +1,10 @@
-"""What a kernel is asked and what it gives back: the one contract of every backend, torch alone needed to read it.
+"""What a kernel is asked and what it gives back: the one contract of every backend, torch alone
+needed to read it.
 
-A backend is a module with three functions: `supports(query, key, value, options) -> str | None` (None: it runs these;
-else the reason in words), `forward(query, key, value, options) -> Saved` and `backward(grad_out, grad_lse, query, key,
-value, saved, options) -> Gradients`. Tensors are `[B, H, N, D]`; key and value may have fewer heads, a divisor of H.
+A backend is a module with three functions: `supports(query, key, value, options) -> str | None`
+(None: it runs these; else the reason in words), `forward(query, key, value, options) -> Saved` and
+`backward(grad_out, grad_lse, query, key, value, saved, options) -> Gradients`. Tensors are `[B, H,
+N, D]`; key and value may have fewer heads, a divisor of H.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ class Options:
     recipe: str = "halfulp"  # one of KERNEL_RECIPES
     is_causal: bool = False  # query i sees keys j ≤ i + causal_offset
     scale: float = 1.0
-    attn_mask: Tensor | None = (
-        None  # bool (True: may see) or float (added to scaled scores), broadcasts to B, H, N, N_k
-    )
-    window: tuple[int, int] | None = None  # (left, right): i + causal_offset − left ≤ j ≤ … + right; −1: no bound
+    # bool (True: may see) or float (added to the scaled scores), broadcasts to [B, H, N, N_k]
+    attn_mask: Tensor | None = None
+    # (left, right): i + causal_offset − left ≤ j ≤ … + right; −1: no bound
+    window: tuple[int, int] | None = None
     softcap: float = 0.0  # c > 0: scaled scores become c·tanh(S / c), before any mask is added
     sinks: Tensor | None = None  # [H]: one more key with this score and a value of 0, for every row
     dropout_p: float = 0.0
@@ -37,15 +39,20 @@ class Options:
 class Saved(NamedTuple):
     """What the forward pass gives; N is the number of queries.
 
-    The residual is that of O in 8 bits, in units of 2⁻⁸ ulp of O; None where the recipe or the dtype keeps none.
+    The residual is that of O in 8 bits, in units of 2⁻⁸ ulp of O; None where the recipe or the
+    dtype keeps none.
     """
 
     out: Tensor  # [B, H, N, D_v], query's dtype, contiguous; 0 in a fully masked row
     residual: Tensor | None  # int8 [B, H, N, D_v]
-    lse: Tensor  # float32 [B, H, N] (float64 for float64 inputs), natural logarithm; −inf in a fully masked row
-    row_max: Tensor  # as lse, in the kernel's own base: what scores are shifted by, an integer before it is rounded up
+    # float32 [B, H, N] (float64 for float64 inputs), natural logarithm; −inf in a fully masked row
+    lse: Tensor
+    # as lse, in the kernel's own base: what scores are shifted by, an integer before it is rounded
+    # up
+    row_max: Tensor
     row_sum: Tensor  # as lse: what O was divided by
-    own_lse: Tensor | None = None  # as lse, in the kernel's own base: for a backward pass that wants its very bits
+    # as lse, in the kernel's own base: for a backward pass that wants its very bits
+    own_lse: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -55,4 +62,5 @@ class Gradients(NamedTuple):
     key: Tensor
     value: Tensor
     sinks: Tensor | None = None  # [H], where there are sinks
-    attn_mask: Tensor | None = None  # the mask's shape; only from the backend "torch", which alone offers it
+    # the mask's shape; only from the backend "torch", which alone offers it
+    attn_mask: Tensor | None = None

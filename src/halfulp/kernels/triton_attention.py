@@ -1,4 +1,6 @@
-"""The door to the Triton kernels: what they support, and the two passes. Triton is imported on the first call only."""
+"""The door to the Triton kernels: what they support, and the two passes. Triton is imported on the
+first call only.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ MIN_CAPABILITY = (8, 0)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
-    """None if the kernels run this call, else why not, in words. Triton is imported only for tensors on a GPU."""
+    """None if the kernels run this call, else why not, in words. Triton is imported only for
+    tensors on a GPU.
+    """
     if options.recipe not in KERNEL_RECIPES:
         return f"the recipe {options.recipe!r} is none of {', '.join(KERNEL_RECIPES)}"
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the dtype {query.dtype} is none of bfloat16, float16 and float32"
     if key.dtype != query.dtype or value.dtype != query.dtype:
-        return f"key of dtype {key.dtype} and value of dtype {value.dtype} are not query's, {query.dtype}"
+        return (
+            f"key of dtype {key.dtype} and value of dtype {value.dtype} are not query's,"
+            f" {query.dtype}"
+        )
     widest = max(query.shape[-1], value.shape[-1])
     if widest > MAX_DIM:
         return f"the head dimension {widest} is above {MAX_DIM}"
@@ -34,12 +41,17 @@ def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str
     if query.shape[1] % key.shape[1]:
         return f"{key.shape[1]} key heads do not divide {query.shape[1]} query heads"
     if not 0 < options.scale < float("inf"):
-        return f"the scale {options.scale} is not positive and finite: the row maximum is taken before it"
+        return (
+            f"the scale {options.scale} is not positive and finite: the row maximum is taken"
+            " before it"
+        )
     shape = (*query.shape[:3], key.shape[2])
     return _unsupported_option(options, shape, query.device) or _unsupported_device(query)
 
 
-def _unsupported_option(options: Options, shape: tuple[int, ...], device: torch.device) -> str | None:
+def _unsupported_option(
+    options: Options, shape: tuple[int, ...], device: torch.device
+) -> str | None:
     mask, sinks = options.attn_mask, options.sinks
     if not 0 <= options.softcap < float("inf"):
         return f"the softcap {options.softcap} is not 0 or positive and finite"
@@ -53,7 +65,9 @@ def _unsupported_option(options: Options, shape: tuple[int, ...], device: torch.
             return f"attn_mask of dtype {mask.dtype}, neither bool nor floating point"
         given = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         if len(given) != 4 or any(g not in (1, n) for g, n in zip(given, shape, strict=True)):
-            return f"attn_mask of shape {tuple(mask.shape)} does not broadcast to the scores' {shape}"
+            return (
+                f"attn_mask of shape {tuple(mask.shape)} does not broadcast to the scores' {shape}"
+            )
     if sinks is not None and tuple(sinks.shape) != (shape[1],):
         return f"sinks of shape {tuple(sinks.shape)} for {shape[1]} heads"
     return None
@@ -75,15 +89,21 @@ def _unsupported_device(query: Tensor) -> str | None:
 
 
 def interpreting() -> bool:
-    """Whether triton was imported by someone who asked for its interpreter, which runs kernels on CPU tensors."""
+    """Whether triton was imported by someone who asked for its interpreter, which runs kernels on
+    CPU tensors.
+    """
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, options: Options, *, config: Config | None = None) -> Saved:
-    """O, its residual, lse, m and l; see `options.Saved`. m is in base 2; −inf and l = 0 in a fully masked row.
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, *, config: Config | None = None
+) -> Saved:
+    """O, its residual, lse, m and l; see `options.Saved`. m is in base 2; −inf and l = 0 in a fully
+    masked row.
 
-    `config` overrides the tile sizes of the table. Raises ValueError where `supports` gives a reason.
+    `config` overrides the tile sizes of the table. Raises ValueError where `supports` gives a
+    reason.
     """
     _check(query, key, value, options)
     from halfulp.kernels.triton_launch import forward_launch
@@ -106,8 +126,9 @@ def backward(
 ) -> Gradients:
     """dQ, dK, dV and the sinks' gradient, without atomics: the same bits on every run.
 
-    `saved` is what `forward` gave with these options; `grad_lse [B, H, N]` is the gradient of the natural lse.
-    `configs` overrides tile sizes ("query", "key"). Raises ValueError where `supports` gives a reason.
+    `saved` is what `forward` gave with these options; `grad_lse [B, H, N]` is the gradient of the
+    natural lse. `configs` overrides tile sizes ("query", "key"). Raises ValueError where `supports`
+    gives a reason.
     """
     _check(query, key, value, options)
     from halfulp.kernels.triton_launch import backward_launches, grad_sinks
@@ -126,7 +147,9 @@ def backward(
 def _check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
     reason = supports(query, key, value, options)
     if reason is not None:
-        raise ValueError(f"options={options.recipe!r} on {query.device}: not for the Triton kernels: {reason}")
+        raise ValueError(
+            f"options={options.recipe!r} on {query.device}: not for the Triton kernels: {reason}"
+        )
 
 
 def target_of(query: Tensor) -> Target:
@@ -158,7 +181,9 @@ def _launch_all(launches: list[Launch]) -> None:
     for kernel, grid, arguments, config in launches:
         if arguments.get("DESCRIPTORS"):
             triton.set_allocator(_workspace)
-        kernel[grid](**arguments, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True)
+        kernel[grid](
+            **arguments, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True
+        )
 
 
 def _workspace(size: int, alignment: int, stream: Any) -> Tensor:  # noqa: ARG001 - triton's signature

@@ -1,7 +1,8 @@
-"""The Triton backward kernels: row statistics, dQ (or the exact δ), dK and dV; switches as in the forward kernel.
+"""The Triton backward kernels: row statistics, dQ (or the exact δ), dK and dV; switches as in the
+forward kernel.
 
-No atomics: a gradient element is summed by one program, in an order that the shape alone fixes, so runs repeat bit for
-bit.
+No atomics: a gradient element is summed by one program, in an order that the shape alone fixes, so
+runs repeat bit for bit.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -11,8 +12,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfulp.kernels.triton_scores import ADDITIVE, NO_MASK, dropout_row, kept, key_range, row_range, seen_products
-from halfulp.kernels.triton_tiles import LOG2_E, binade, descriptor, rounded, rounded_again, rows_of, store_rows
+from halfulp.kernels.triton_scores import (
+    ADDITIVE,
+    NO_MASK,
+    dropout_row,
+    kept,
+    key_range,
+    row_range,
+    seen_products,
+)
+from halfulp.kernels.triton_tiles import (
+    LOG2_E,
+    binade,
+    descriptor,
+    rounded,
+    rounded_again,
+    rows_of,
+    store_rows,
+)
 
 
 @triton.jit
@@ -20,7 +37,8 @@ def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift,
                 do_b, do_h, do_n, heads, N_q, D_v: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
                 ROUNDED: tl.constexpr, RESIDUAL: tl.constexpr, FROM_OUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
                 EMULATED: tl.constexpr):  # fmt: skip
-    """What the backward pass needs of every row: its shift, δ − dLSE, and if ROUNDED what dS and dV multiply by.
+    """What the backward pass needs of every row: its shift, δ − dLSE, and if ROUNDED what dS and dV
+    multiply by.
 
     dS multiplies by 1 / `algorithms.backward.balance`, which its δ then has already; dV by 1 / l.
     """
@@ -39,19 +57,28 @@ def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift,
         batch, query_head = tl.cast(head // heads, tl.int64), tl.cast(head % heads, tl.int64)
         Grad_out += batch * do_b + query_head * do_h
         offset = tl.cast(head, tl.int64) * N_q * D_v
-        do = rows_of(Grad_out, Out, start, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, EMULATED).to(tl.float32)
-        out = rows_of(Out + offset, Out, start, D_v, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, EMULATED)
+        do = rows_of(
+            Grad_out, Out, start, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, EMULATED
+        ).to(tl.float32)
+        out = rows_of(
+            Out + offset, Out, start, D_v, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, EMULATED
+        )
         out = out.to(tl.float32)
         if RESIDUAL:
             IS_BF16: tl.constexpr = Out.dtype.element_ty == tl.bfloat16
-            unit = (((111 if IS_BF16 else 108) + binade(out, IS_BF16)) << 23).to(tl.float32, bitcast=True)
-            units = rows_of(Residual + offset, Out, start, D_v, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, False)
+            unit = (((111 if IS_BF16 else 108) + binade(out, IS_BF16)) << 23).to(
+                tl.float32, bitcast=True
+            )
+            units = rows_of(
+                Residual + offset, Out, start, D_v, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, False
+            )
             out += units.to(tl.float32) * unit
         delta = tl.sum(do * out, 1)
     else:
         delta = tl.load(Delta + at, mask=inside, other=0.0)
     if HAS_GRAD_LSE:
-        # The lse of an empty row is constant, and the gradient that reaches it may be infinite or NaN.
+        # The lse of an empty row is constant, and the gradient that reaches it may be infinite or
+        # NaN.
         delta -= tl.where(empty, 0.0, tl.load(Grad_lse + at, mask=inside, other=0.0))
     if ROUNDED:
         shift = tl.where(empty, 0.0, tl.ceil(m))
@@ -81,7 +108,9 @@ def _row_values(Values, start, N_q, BLOCK_M: tl.constexpr):
 @triton.jit
 def _grad_scores(weights, grad_weights, inverse, delta, slope, DTYPE: tl.constexpr, ROUNDED: tl.constexpr,
                  CAPPED: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
-    """dS = P ∘ (dP − δ) as an operand; if ROUNDED, with the forward pass's rounded weights and l inside one fma."""
+    """dS = P ∘ (dP − δ) as an operand; if ROUNDED, with the forward pass's rounded weights and l
+    inside one fma.
+    """
     if ROUNDED:
         weights = rounded_again(weights, DTYPE, PACKED, EMULATED)
         centered = tl.fma(grad_weights, inverse, -delta)
@@ -99,12 +128,16 @@ def _query_tiles(dq, delta_sum, q, do, K, V, K_tiles, V_tiles, k_n, v_n, shift, 
                  HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr, MASK: tl.constexpr,
                  CAPPED: tl.constexpr, DROPPED: tl.constexpr, SUM_DELTA: tl.constexpr, DESCRIPTORS: tl.constexpr,
                  PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
-    """dQ, or Σ dP ∘ P if SUM_DELTA, over the key blocks from low to high; `more` is what options read."""
+    """dQ, or Σ dP ∘ P if SUM_DELTA, over the key blocks from low to high; `more` is what options
+    read.
+    """
     Mask, mask_m, mask_n, cap_scale, hashes, last_dropped, kept_scale = more
     factor = 1.0 if MASK == ADDITIVE else scale
     for start in tl.range(low, high, BLOCK_N):
         k = rows_of(K, K_tiles, start, k_n, N_k, D, HEAD_DIM, BLOCK_N, EDGE, DESCRIPTORS, EMULATED)
-        v = rows_of(V, V_tiles, start, v_n, N_k, D_v, VALUE_DIM, BLOCK_N, EDGE, DESCRIPTORS, EMULATED)
+        v = rows_of(
+            V, V_tiles, start, v_n, N_k, D_v, VALUE_DIM, BLOCK_N, EDGE, DESCRIPTORS, EMULATED
+        )
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_weights = tl.dot(do, tl.trans(v), input_precision="ieee")
         columns = start + tl.arange(0, BLOCK_N)
@@ -158,7 +191,9 @@ def query_kernel(Q, K, V, Grad_out, Shift, Inverse, Delta, Grad_query, Mask,
 
     dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     delta_sum = tl.zeros([BLOCK_M], tl.float32)
-    low, whole, rest, high = key_range(start, N_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    low, whole, rest, high = key_range(
+        start, N_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
     hashes = rows
     if DROPPED:
         hashes = dropout_row(dropout_start, tl.cast(head, tl.int64) * N_q + rows)
@@ -199,7 +234,19 @@ def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift,
     DTYPE: tl.constexpr = Q.dtype.element_ty
     for start in tl.range(low, high, BLOCK_M):
         q = rows_of(Q, Q_tiles, start, q_n, N_q, D, HEAD_DIM, BLOCK_M, True, DESCRIPTORS, EMULATED)
-        do = rows_of(Grad_out, Grad_tiles, start, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, True, DESCRIPTORS, EMULATED)
+        do = rows_of(
+            Grad_out,
+            Grad_tiles,
+            start,
+            do_n,
+            N_q,
+            D_v,
+            VALUE_DIM,
+            BLOCK_M,
+            True,
+            DESCRIPTORS,
+            EMULATED,
+        )
         shift = _row_values(Shift, start, N_q, BLOCK_M)
         delta = _row_values(Delta, start, N_q, BLOCK_M)
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
@@ -211,12 +258,17 @@ def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift,
         weights = tl.exp2(tl.fma(products, factor, -shift[None, :]))
         inverse, for_value = shift, weights
         if ROUNDED:
-            # bf16(bf16(w) / l) would round twice, alike in all of a diffuse row: dV takes the weights before rounding.
+            # bf16(bf16(w) / l) would round twice, alike in all of a diffuse row: dV takes the
+            # weights before rounding.
             inverse = _row_values(Inverse, start, N_q, BLOCK_M)
             for_value = weights * _row_values(Inverse_value, start, N_q, BLOCK_M)[None, :]
         for_value = rounded(for_value, DTYPE, EMULATED)
         if DROPPED:
-            keep = kept(dropout_row(dropout_start, first_row + rows)[None, :], columns[:, None], last_dropped)
+            keep = kept(
+                dropout_row(dropout_start, first_row + rows)[None, :],
+                columns[:, None],
+                last_dropped,
+            )
             for_value = tl.where(keep, for_value, 0.0)
         dv = tl.dot(for_value, do, dv, input_precision="ieee")
         grad_weights = tl.dot(v, tl.trans(do), input_precision="ieee")
@@ -236,7 +288,9 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROUNDED: tl.constexpr, HAS_LEFT: tl.constexpr,
                HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, CAPPED: tl.constexpr, DROPPED: tl.constexpr,
                DESCRIPTORS: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
-    """dK and dV of one key block, summed over the query heads that share it. Grid: blocks · B · H_k."""
+    """dK and dV of one key block, summed over the query heads that share it. Grid: blocks · B ·
+    H_k.
+    """
     blocks = tl.cdiv(N_k, BLOCK_N)
     key_head = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK_N
@@ -261,7 +315,8 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
         if MASK != NO_MASK:
             Mask_head += batch * mask_b + query_head * mask_h + tl.cast(start, tl.int64) * mask_n
         more = (Mask_head, mask_m, mask_n, cap_scale, at, dropout_start, last_dropped, kept_scale)
-        # Wide heads and windows leave no registers for a second loop: there the mask stays on in every tile.
+        # Wide heads and windows leave no registers for a second loop: there the mask stays on in
+        # every tile.
         split: tl.constexpr = HAS_RIGHT and not HAS_LEFT and HEAD_DIM + VALUE_DIM < 256
         if split:
             dk, dv = _key_tiles(
@@ -280,6 +335,9 @@ def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key
     offset = tl.cast(key_head, tl.int64) * N_k
     if DROPPED:
         dv *= kept_scale
-    dk, dv = rounded(dk * alpha, K.dtype.element_ty, EMULATED), rounded(dv, V.dtype.element_ty, EMULATED)
+    dk, dv = (
+        rounded(dk * alpha, K.dtype.element_ty, EMULATED),
+        rounded(dv, V.dtype.element_ty, EMULATED),
+    )
     store_rows(Grad_key + offset * D, dk, start, N_k, D, HEAD_DIM, BLOCK_N)
     store_rows(Grad_value + offset * D_v, dv, start, N_k, D_v, VALUE_DIM, BLOCK_N)

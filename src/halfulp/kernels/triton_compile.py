@@ -1,7 +1,8 @@
-"""The kernels compiled for chips that are not at hand: registers, shared memory, spills, instructions per score.
+"""The kernels compiled for chips that are not at hand: registers, shared memory, spills,
+instructions per score.
 
-The same launch plan that runs on a GPU is compiled for a named target, so the figures are of the code that will run.
-What a figure cannot say without the chip is time.
+The same launch plan that runs on a GPU is compiled for a named target, so the figures are of the
+code that will run. What a figure cannot say without the chip is time.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Compiled:
     registers: int  # a thread
     shared: int  # bytes a block
     spills: int  # bytes of stack a thread
-    instructions: dict[str, float]  # a thread and score, by kind, in the loop without masks; {}: no loop, or AMD
+    # a thread and score, by kind, in the loop without masks; {}: no loop, or AMD
+    instructions: dict[str, float]
 
 
 def launches(
@@ -70,12 +72,16 @@ def launches(
     config: Config | None = None,
     shape: tuple[int, int, int] = (1, 16, 4096),
 ) -> dict[str, Launch]:
-    """The launches of one call by kind ("forward", "rows", "query", "key", "delta" where the recipe sums it over P).
+    """The launches of one call by kind ("forward", "rows", "query", "key", "delta" where the recipe
+    sums it over P).
 
     They are planned on tensors without memory; `shape` is B, H, N.
     """
     q, k, v, do = (torch.empty(*shape, dim, dtype=dtype, device="meta") for _ in range(4))
-    options = Options(**{"recipe": recipe, "is_causal": causal, "scale": dim**-0.5} | _variant(variant, shape, dtype))
+    options = Options(
+        **{"recipe": recipe, "is_causal": causal, "scale": dim**-0.5}
+        | _variant(variant, shape, dtype)
+    )
     chip = TARGETS[target]
     capability = Target(chip.arch, packs=True) if chip.backend == "cuda" else Target(0)
     forward, saved = forward_launch(q, k, v, options, capability, config)
@@ -88,7 +94,9 @@ def launches(
 def _variant(variant: str, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
     """The options that a variant stands for; its mask is one for all batches and heads."""
     _, heads, length = shape
-    boolean, additive = (torch.empty(length, length, dtype=kind, device="meta") for kind in (torch.bool, dtype))
+    boolean, additive = (
+        torch.empty(length, length, dtype=kind, device="meta") for kind in (torch.bool, dtype)
+    )
     each: dict[str, dict[str, Any]] = {
         "boolean": {"attn_mask": boolean},
         "additive": {"attn_mask": additive},
@@ -119,7 +127,11 @@ def compile_launch(launch: Launch, target: str) -> Any:
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    schedule = {"num_warps": launch.config.warps, "num_stages": launch.config.stages, "enable_fp_fusion": True}
+    schedule = {
+        "num_warps": launch.config.warps,
+        "num_stages": launch.config.stages,
+        "enable_fp_fusion": True,
+    }
     return triton.compile(source, target=TARGETS[target], options=schedule)
 
 
@@ -128,8 +140,11 @@ def measure(launch: Launch, target: str) -> Compiled:
     compiled = compile_launch(launch, target)
     if TARGETS[target].backend == "hip":
         text = compiled.asm["amdgcn"]
-        spills = _number(r"\.private_segment_fixed_size:\s*(\d+)", text)  # scalars that spill go to lanes of registers
-        return Compiled(_number(r"\.vgpr_count:\s*(\d+)", text), compiled.metadata.shared, spills, {})
+        # scalars that spill go to lanes of registers
+        spills = _number(r"\.private_segment_fixed_size:\s*(\d+)", text)
+        return Compiled(
+            _number(r"\.vgpr_count:\s*(\d+)", text), compiled.metadata.shared, spills, {}
+        )
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
@@ -162,16 +177,35 @@ KINDS = {
     "float": ("FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "FRND", "FCHK"),
     "memory": ("LD", "ST", "UTMA", "CCTL"),
     "uniform": ("U", "R2UR"),
-    "integer": ("IMAD", "IADD", "LOP", "SHF", "PRMT", "ISETP", "SEL", "LEA", "MOV", "VIADD", "PLOP", "IMNMX", "VIMN"),
+    "integer": (
+        "IMAD",
+        "IADD",
+        "LOP",
+        "SHF",
+        "PRMT",
+        "ISETP",
+        "SEL",
+        "LEA",
+        "MOV",
+        "VIADD",
+        "PLOP",
+        "IMNMX",
+        "VIMN",
+    ),
 }
 
 
 def inner_loop(assembly: str) -> dict[str, int]:
-    """Instructions of the loop over tiles without masks, by kind, with their "total"; from `cuobjdump -sass`.
+    """Instructions of the loop over tiles without masks, by kind, with their "total"; from
+    `cuobjdump -sass`.
 
-    Among the loops that hold both matrix products and exponentials it is the shortest: a mask only adds to it.
+    Among the loops that hold both matrix products and exponentials it is the shortest: a mask only
+    adds to it.
     """
-    code = [(int(m[1], 16), m[2].strip()) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+([^/;]*[A-Z][^;]*);", assembly)]
+    code = [
+        (int(m[1], 16), m[2].strip())
+        for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+([^/;]*[A-Z][^;]*);", assembly)
+    ]
     loops = []
     for end, text in code:
         jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
@@ -196,19 +230,35 @@ def _kind(opcode: str) -> str:
 
 def row_name(target: str, dim: int, kind: str, recipe: str, causal: bool, variant: str = "") -> str:
     """The key of one kernel in the table."""
-    return " ".join((target, str(dim), kind, recipe, *(["causal"] if causal else []), *([variant] if variant else [])))
+    return " ".join(
+        (
+            target,
+            str(dim),
+            kind,
+            recipe,
+            *(["causal"] if causal else []),
+            *([variant] if variant else []),
+        )
+    )
 
 
-def row(target: str, dim: int, kind: str, recipe: str, causal: bool, variant: str = "") -> dict[str, Any]:
-    """One row of the table: tile sizes and what the compiled kernel takes, its instructions to two places. bf16."""
+def row(
+    target: str, dim: int, kind: str, recipe: str, causal: bool, variant: str = ""
+) -> dict[str, Any]:
+    """One row of the table: tile sizes and what the compiled kernel takes, its instructions to two
+    places. bf16.
+    """
     launch = launches(recipe, dim, causal=causal, variant=variant, target=target)[kind]
     measured = asdict(measure(launch, target))
-    instructions = {name: round(count, 2) for name, count in sorted(measured["instructions"].items())}
+    instructions = {
+        name: round(count, 2) for name, count in sorted(measured["instructions"].items())
+    }
     return measured | {"instructions": instructions, "config": list(launch.config[:4])}
 
 
 def rows() -> list[tuple[str, int, str, str, bool, str]]:
-    """What the table holds: the two recipes to be compared, and options in the recipe that takes more, on every chip.
+    """What the table holds: the two recipes to be compared, and options in the recipe that takes
+    more, on every chip.
 
     Sinks are read by the forward kernel alone.
     """
@@ -232,6 +282,10 @@ def rows() -> list[tuple[str, int, str, str, bool, str]]:
 
 def shipped_rows() -> dict[str, dict[str, Any]]:
     """The table of the package, made with the triton version that it names under "triton"."""
-    text = resources.files("halfulp.kernels").joinpath("triton_compiled.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("halfulp.kernels")
+        .joinpath("triton_compiled.json")
+        .read_text(encoding="utf-8")
+    )
     found: dict[str, dict[str, Any]] = json.loads(text)
     return found

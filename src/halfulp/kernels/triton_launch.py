@@ -1,7 +1,7 @@
 """What is launched for one call: kernel, grid, arguments.
 
-Planned here and run by `triton_attention`; compiled for other chips by `triton_compile` from the same plan, so that
-what is measured there is what runs.
+Planned here and run by `triton_attention`; compiled for other chips by `triton_compile` from the
+same plan, so that what is measured there is what runs.
 """
 
 from __future__ import annotations
@@ -53,17 +53,27 @@ class _Call(NamedTuple):
 
 
 def forward_launch(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, target: Target, config: Config | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    target: Target,
+    config: Config | None = None,
 ) -> tuple[Launch, Saved]:
     """The forward kernel and the tensors that it will fill; `config` overrides the table."""
     call = _call(query, key, value, options)
     batch, heads, length, _ = query.shape
     saved = Saved(
         torch.empty(batch, heads, length, value.shape[3], dtype=query.dtype, device=query.device),
-        torch.empty(batch, heads, length, value.shape[3], dtype=torch.int8, device=query.device)
-        if call.residual
-        else None,
-        *(torch.empty(batch, heads, length, dtype=torch.float32, device=query.device) for _ in range(3)),
+        (
+            torch.empty(batch, heads, length, value.shape[3], dtype=torch.int8, device=query.device)
+            if call.residual
+            else None
+        ),
+        *(
+            torch.empty(batch, heads, length, dtype=torch.float32, device=query.device)
+            for _ in range(3)
+        ),
     )
     config = config or _config("forward", call, target)
     shift = {"halfulp": INTEGER, "published": STABILIZED}.get(options.recipe, MAXIMUM)
@@ -89,16 +99,27 @@ def backward_launches(
     target: Target,
     configs: dict[str, Config] | None = None,
 ) -> tuple[list[Launch], Gradients]:
-    """The backward kernels in order and the gradients that they will fill; `configs` overrides the table by kind."""
+    """The backward kernels in order and the gradients that they will fill; `configs` overrides the
+    table by kind.
+    """
     call, configs = _call(query, key, value, options), configs or {}
     query_config = configs.get("query") or _config("query", call, target)
     key_config = configs.get("key") or _config("key", call, target)
     do = _dense(grad_out.to(query.dtype))
     shift, inverse, inverse_value, delta = (torch.empty_like(saved.lse) for _ in range(4))
-    gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)))
+    gradients = Gradients(
+        *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    )
     batch, heads, length, _ = query.shape
     do_strides = dict(zip(("do_b", "do_h", "do_n"), do.stride(), strict=False))
-    operands = {"Q": call.q, "K": call.k, "V": call.v, "Grad_out": do, "Shift": shift, "Inverse": inverse}
+    operands = {
+        "Q": call.q,
+        "K": call.k,
+        "V": call.v,
+        "Grad_out": do,
+        "Shift": shift,
+        "Inverse": inverse,
+    }
     shared = call.shared | do_strides | {
         "alpha": float(options.scale), "ROUNDED": call.rounded, "PACKED": call.residual and target.packs
     }  # fmt: skip
@@ -106,9 +127,12 @@ def backward_launches(
 
     def over_queries(sum_delta: bool) -> Launch:
         out = delta if sum_delta else gradients.query
-        # δ = rowsum(dP ∘ P) is a pass of its own, with dQ's tiles; the gradient's pointer is not used there.
+        # δ = rowsum(dP ∘ P) is a pass of its own, with dQ's tiles; the gradient's pointer is not
+        # used there.
         named = operands | {"Delta": delta, "Grad_query": out} | shared | {"SUM_DELTA": sum_delta}
-        return Launch(query_kernel, query_grid, named | _tiles(query_config, call, target), query_config)
+        return Launch(
+            query_kernel, query_grid, named | _tiles(query_config, call, target), query_config
+        )
 
     exact = options.recipe == "exact_delta"
     rows_config = Config(16 if call.dim > 128 else 32, 1, 4, 1)
@@ -126,7 +150,11 @@ def backward_launches(
     if exact:  # the shift first, then δ, then once more if there is a dLSE to subtract
         first = rows | {"FROM_OUT": True, "HAS_GRAD_LSE": False}
         subtract = launches if grad_lse is not None else []
-        launches = [Launch(rows_kernel, rows_grid, first, rows_config), over_queries(True), *subtract]
+        launches = [
+            Launch(rows_kernel, rows_grid, first, rows_config),
+            over_queries(True),
+            *subtract,
+        ]
     named = operands | {
         "Inverse_value": inverse_value, "Delta": delta, "Grad_key": gradients.key, "Grad_value": gradients.value
     } | shared  # fmt: skip
@@ -154,11 +182,22 @@ def _call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> _Call:
         "HEAD_DIM": dim, "VALUE_DIM": value_dim, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
     }  # fmt: skip
     rounded = options.recipe == "halfulp"
-    return _Call(shared, q, k, v, right >= 0, rounded, rounded and query.dtype != torch.float32, max(dim, value_dim))
+    return _Call(
+        shared,
+        q,
+        k,
+        v,
+        right >= 0,
+        rounded,
+        rounded and query.dtype != torch.float32,
+        max(dim, value_dim),
+    )
 
 
 def _optional(options: Options, shape: tuple[int, ...], unused: Tensor) -> dict[str, Any]:
-    """The arguments of masks, softcap and dropout; what a call does not use is a number and a pointer never read."""
+    """The arguments of masks, softcap and dropout; what a call does not use is a number and a
+    pointer never read.
+    """
     mask, kind = options.attn_mask, NO_MASK
     if mask is None:
         strides: tuple[int, ...] = (0,) * 4
@@ -179,12 +218,16 @@ def _optional(options: Options, shape: tuple[int, ...], unused: Tensor) -> dict[
 
 
 def _int32(word: int) -> int:
-    """A 32-bit word as the signed number of the same bits: every word has then one type, and one compiled kernel."""
+    """A 32-bit word as the signed number of the same bits: every word has then one type, and one
+    compiled kernel.
+    """
     return word - 2**32 if word >= 2**31 else word
 
 
 def grad_sinks(launches: list[Launch], sinks: Tensor) -> Tensor:
-    """The gradient of the sinks, once the kernels ran: a sink's value is 0, so its dS is −p (δ − dLSE)."""
+    """The gradient of the sinks, once the kernels ran: a sink's value is 0, so its dS is −p (δ −
+    dLSE).
+    """
     rows = launches[0].arguments
     weights = torch.exp2(_base_2(sinks)[:, None] - rows["Shift"])
     products: Tensor = weights * rows["Delta"]
@@ -196,8 +239,12 @@ def _base_2(sinks: Tensor) -> Tensor:
 
 
 def _config(kind: str, call: _Call, target: Target) -> Config:
-    options = (call.shared["MASK"] != NO_MASK.value) + call.shared["CAPPED"] + call.shared["DROPPED"]
-    return config_for(kind, target.capability, call.dim, call.causal, call.q.element_size(), options=options)
+    options = (
+        (call.shared["MASK"] != NO_MASK.value) + call.shared["CAPPED"] + call.shared["DROPPED"]
+    )
+    return config_for(
+        kind, target.capability, call.dim, call.causal, call.q.element_size(), options=options
+    )
 
 
 def _tiles(config: Config, call: _Call, target: Target, *others: Tensor) -> dict[str, Any]:
@@ -208,7 +255,9 @@ def _tiles(config: Config, call: _Call, target: Target, *others: Tensor) -> dict
 
 
 def describable(x: Tensor) -> bool:
-    """Whether tensor descriptors can read it: addresses and row strides in multiples of 16 bytes."""
+    """Whether tensor descriptors can read it: addresses and row strides in multiples of 16
+    bytes.
+    """
     aligned = x.device.type == "meta" or x.data_ptr() % 16 == 0
     return aligned and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3])
 

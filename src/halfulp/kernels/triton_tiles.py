@@ -1,7 +1,7 @@
 """What all Triton kernels share: rounding, powers of two, tiles of operands read and written.
 
-`EMULATED` is for Triton's interpreter, whose bf16 casts truncate and whose bf16 products multiply bit patterns
-(measured in 3.6 and 3.9): there operands are fp32 values that fit bf16.
+`EMULATED` is for Triton's interpreter, whose bf16 casts truncate and whose bf16 products multiply
+bit patterns (measured in 3.6 and 3.9): there operands are fp32 values that fit bf16.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
@@ -28,8 +28,8 @@ def rounded(x, DTYPE: tl.constexpr, EMULATED: tl.constexpr):
 def rounded_again(x, DTYPE: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.constexpr):
     """`x` rounded to the operand format, in fp32.
 
-    Left to the compiler, numbers are rounded one at a time by an instruction as slow as exp2; NVIDIA's packed one
-    rounds two and runs where additions do. Elsewhere PACKED is False.
+    Left to the compiler, numbers are rounded one at a time by an instruction as slow as exp2;
+    NVIDIA's packed one rounds two and runs where additions do. Elsewhere PACKED is False.
     """
     if PACKED and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
@@ -52,14 +52,18 @@ def _operand(x, EMULATED: tl.constexpr):
 
 @triton.jit
 def power_of_two(exponent):
-    """2^exponent for an integer-valued fp32 exponent of at most 0; 0 below 2⁻¹²⁶. Exact on every chip."""
+    """2^exponent for an integer-valued fp32 exponent of at most 0; 0 below 2⁻¹²⁶. Exact on every
+    chip.
+    """
     whole = tl.maximum(exponent, -127.0).to(tl.int32)
     return ((whole + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def binade(out, IS_BF16: tl.constexpr):
-    """The exponent e of |out| in [2^(e−1), 2^e), held where its residual's unit is a normal fp32 number."""
+    """The exponent e of |out| in [2^(e−1), 2^e), held where its residual's unit is a normal fp32
+    number.
+    """
     exponent = ((out.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 126
     return tl.maximum(exponent, -100 if IS_BF16 else -13)
 
@@ -67,7 +71,9 @@ def binade(out, IS_BF16: tl.constexpr):
 @triton.jit
 def rows_of(Base, Descriptor, start, stride, N, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
              EDGE: tl.constexpr, DESCRIPTORS: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
-    """Rows start … start + BLOCK of one head's [N, D], as an operand [BLOCK, PADDED]; 0 beyond its edges."""
+    """Rows start … start + BLOCK of one head's [N, D], as an operand [BLOCK, PADDED]; 0 beyond its
+    edges.
+    """
     if DESCRIPTORS:
         tile = Descriptor.load([start, 0])
     else:
@@ -85,10 +91,20 @@ def rows_of(Base, Descriptor, start, stride, N, D: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def descriptor(Base, stride, N, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):
+def descriptor(
+    Base,
+    stride,
+    N,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
     """A tensor descriptor of one head's [N, D], or its pointer where none is asked for."""
     if DESCRIPTORS:
-        return tl.make_tensor_descriptor(Base, shape=[N, D], strides=[stride, 1], block_shape=[BLOCK, PADDED])
+        return tl.make_tensor_descriptor(
+            Base, shape=[N, D], strides=[stride, 1], block_shape=[BLOCK, PADDED]
+        )
     else:  # noqa: RET505 - both ends of one constant branch, or the compiler asks for one type
         return Base
 

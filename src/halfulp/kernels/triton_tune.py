@@ -1,6 +1,8 @@
-"""Tile sizes by measurement: times every candidate on the GPU at hand and writes a table for `triton_configs`.
+"""Tile sizes by measurement: times every candidate on the GPU at hand and writes a table for
+`triton_configs`.
 
-Run once for a kind of GPU and keep the file; `triton_configs.use` takes it. Nothing is tuned while a model runs.
+Run once for a kind of GPU and keep the file; `triton_configs.use` takes it. Nothing is tuned while
+a model runs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Timer = Callable[[Callable[[], Any]], float]
 
 
 def candidates(kind: str, dim: int) -> list[Config]:
-    """What is tried, the table's own choices not among them: tiles that may fit, 4 and 8 warps, 1 to 3 stages."""
+    """What is tried, the table's own choices not among them: tiles that may fit, 4 and 8 warps, 1
+    to 3 stages.
+    """
     tiles = [(m, n) for m, n in BLOCKS[kind] if dim <= 128 or m * n <= 64 * 64]
     return [Config(m, n, warps, stages, described) for m, n in tiles for warps in (4, 8) for stages in (1, 2, 3)
             for described in (False, True)]  # fmt: skip
@@ -47,20 +51,30 @@ def tune(
     device: str = "cuda",
     choices: Callable[[str, int], list[Config]] = candidates,
 ) -> dict[str, Any]:
-    """The fastest configuration of every kernel on this GPU, as a table; bf16, causal and not, without options.
+    """The fastest configuration of every kernel on this GPU, as a table; bf16, causal and not,
+    without options.
 
-    Where nothing is faster than the shipped choice, or a candidate does not fit, the shipped choice stays. `write` is a
-    JSON file that gets the shipped table with this GPU's rows replaced. Minutes a dimension: each candidate compiles.
+    Where nothing is faster than the shipped choice, or a candidate does not fit, the shipped choice
+    stays. `write` is a JSON file that gets the shipped table with this GPU's rows replaced. Minutes
+    a dimension: each candidate compiles.
     """
     draw = torch.Generator().manual_seed(0)
     rows: dict[str, dict[str, Any]] = {}
     for dim in dims:
         shape = (1, 16 if dim <= 128 else 8, length, dim)
-        q, k, v, do = (torch.randn(shape, generator=draw).to(device, torch.bfloat16) for _ in range(4))
+        q, k, v, do = (
+            torch.randn(shape, generator=draw).to(device, torch.bfloat16) for _ in range(4)
+        )
         rows[str(dim)] = {
-            f"{kind} causal" if causal else kind: _fastest(
-                kind, (q, k, v, do), Options(recipe, causal, dim**-0.5), timer, choices(kind, dim)
-            )._asdict()
+            f"{kind} causal" if causal else kind: (
+                _fastest(
+                    kind,
+                    (q, k, v, do),
+                    Options(recipe, causal, dim**-0.5),
+                    timer,
+                    choices(kind, dim),
+                )._asdict()
+            )
             for kind in KINDS
             for causal in (False, True)
         }
@@ -68,7 +82,9 @@ def tune(
     for dim in dims:  # what calls with options run with is not timed
         for kind in KINDS:
             for count, name in ((1, "option"), (2, "options")):
-                rows[str(dim)][f"{kind} {name}"] = config_for(kind, capability, dim, False, options=count)._asdict()
+                rows[str(dim)][f"{kind} {name}"] = config_for(
+                    kind, capability, dim, False, options=count
+                )._asdict()
     table = shipped_table() | {str(capability): rows}
     if write is not None:
         write.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
@@ -76,17 +92,28 @@ def tune(
 
 
 def _fastest(
-    kind: str, tensors: tuple[Tensor, ...], options: Options, timer: Timer, choices: Sequence[Config]
+    kind: str,
+    tensors: tuple[Tensor, ...],
+    options: Options,
+    timer: Timer,
+    choices: Sequence[Config],
 ) -> Config:
     q, k, v, do = tensors
     saved = door.forward(q, k, v, options)
-    best, least = config_for(kind, door.target_of(q).capability, q.shape[3], options.is_causal), float("inf")
+    best, least = (
+        config_for(kind, door.target_of(q).capability, q.shape[3], options.is_causal),
+        float("inf"),
+    )
     for config in (best, *choices):
         try:
             if kind == "forward":
                 time = timer(partial(door.forward, q, k, v, options, config=config))
             else:  # the other backward kernel runs too, the same for every candidate
-                time = timer(partial(door.backward, do, None, q, k, v, saved, options, configs={kind: config}))
+                time = timer(
+                    partial(
+                        door.backward, do, None, q, k, v, saved, options, configs={kind: config}
+                    )
+                )
         except Exception as error:
             if "OutOfResources" not in type(error).__name__:
                 raise

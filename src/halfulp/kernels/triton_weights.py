@@ -1,8 +1,10 @@
-"""Do the forward and the two backward kernels round to the same weights? Read from their results, not their source.
+"""Do the forward and the two backward kernels round to the same weights? Read from their results,
+not their source.
 
-exp2 is approximate on GPUs, and the forward pass may round a score less its running maximum where the backward pass has
-the final one. The kernels that run are the ones of training; their inputs are chosen so that a result is the weights:
-V = 1 (the unit matrix) makes O = P̂ / l; with δ = −l, V = 0, and a unit matrix beside Q or K, dK and dQ hold P̂.
+exp2 is approximate on GPUs, and the forward pass may round a score less its running maximum where
+the backward pass has the final one. The kernels that run are the ones of training; their inputs are
+chosen so that a result is the weights: V = 1 (the unit matrix) makes O = P̂ / l; with δ = −l, V =
+0, and a unit matrix beside Q or K, dK and dQ hold P̂.
 """
 
 from __future__ import annotations
@@ -21,15 +23,24 @@ SIZE = 64  # queries, keys and features of one head
 
 
 def rounded_weights(
-    query: Tensor, key: Tensor, *, scale: float, is_causal: bool = False, configs: dict[str, Config] | None = None
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    configs: dict[str, Config] | None = None,
 ) -> dict[str, Tensor]:
-    """P̂ `[B, H, 64, 64]` of "forward", "query" (dQ's kernel) and "key" (dK's), shifted by the final m; bf16 or fp16.
+    """P̂ `[B, H, 64, 64]` of "forward", "query" (dQ's kernel) and "key" (dK's), shifted by the
+    final m; bf16 or fp16.
 
-    query and key are `[B, H, 64, 64]`. Raises ValueError for other shapes, and where the kernels do not run.
+    query and key are `[B, H, 64, 64]`. Raises ValueError for other shapes, and where the kernels do
+    not run.
     """
     for name, x in (("query", query), ("key", key)):
         if x.ndim != 4 or x.shape[2:] != (SIZE, SIZE):
-            raise ValueError(f"{name} of shape {tuple(x.shape)}: accepted is [B, H, {SIZE}, {SIZE}]")
+            raise ValueError(
+                f"{name} of shape {tuple(x.shape)}: accepted is [B, H, {SIZE}, {SIZE}]"
+            )
     configs = configs or {}
     options = Options(is_causal=is_causal, scale=scale)
     reason = door.supports(query, key, key, options)
@@ -39,7 +50,9 @@ def rounded_weights(
     nothing = torch.zeros_like(unit)
     target = door.target_of(query)
     wide_query, wide_key = torch.cat([query, nothing], 3), torch.cat([key, nothing], 3)
-    launch, saved = forward_launch(wide_query, wide_key, unit, options, target, configs.get("forward"))
+    launch, saved = forward_launch(
+        wide_query, wide_key, unit, options, target, configs.get("forward")
+    )
     exact = torch.empty(saved.out.shape, dtype=torch.float32, device=query.device)
     launch.arguments.update(Out=exact, RESIDUAL=False)
     door.run([launch], query)
@@ -47,17 +60,28 @@ def rounded_weights(
         if unfilled is not None:
             unfilled.zero_()
     weights = {"forward": (exact * saved.row_sum[..., None]).to(query.dtype)}
-    beside = {"query": (wide_query, torch.cat([key, unit], 3)), "key": (torch.cat([query, unit], 3), wide_key)}
+    beside = {
+        "query": (wide_query, torch.cat([key, unit], 3)),
+        "key": (torch.cat([query, unit], 3), wide_key),
+    }
     for kind, (q, k) in beside.items():
         weights[kind] = _from_gradient(kind, q, k, nothing, saved, options, configs)
     return weights
 
 
 def _from_gradient(
-    kind: str, q: Tensor, k: Tensor, nothing: Tensor, saved: Saved, options: Options, configs: dict[str, Config]
+    kind: str,
+    q: Tensor,
+    k: Tensor,
+    nothing: Tensor,
+    saved: Saved,
+    options: Options,
+    configs: dict[str, Config],
 ) -> Tensor:
     """P̂ from the half of dQ or dK that belongs to the unit matrix."""
-    launches, gradients = backward_launches(nothing, None, q, k, nothing, saved, options, door.target_of(q), configs)
+    launches, gradients = backward_launches(
+        nothing, None, q, k, nothing, saved, options, door.target_of(q), configs
+    )
     wanted = launches[-1] if kind == "query" else launches[-2]
     arguments: dict[str, Any] = wanted.arguments
     door.run(launches[:1], q)  # the rows' shift

@@ -1,4 +1,6 @@
-"""Attention as PyTorch operators: `torch.ops.halfulp.attention_forward` and `attention_backward`, and who runs them."""
+"""Attention as PyTorch operators: `torch.ops.halfulp.attention_forward` and `attention_backward`,
+and who runs them.
+"""
 
 from halfulp.kernels.options import KERNEL_RECIPES, Options
 from halfulp.ops.dispatch import BACKENDS, Dispatch, choose, explain

@@ -1,7 +1,8 @@
-"""Which kernel runs: the first that fits where none is asked for, and the one that is asked for or an error.
+"""Which kernel runs: the first that fits where none is asked for, and the one that is asked for or
+an error.
 
-Kernels are imported when a call could use them. Every one that does not fit says why in words, and those words are what
-`explain` shows and what an error repeats.
+Kernels are imported when a call could use them. Every one that does not fit says why in words, and
+those words are what `explain` shows and what an error repeats.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _said = set[str]()
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Which backend runs a call, and what speaks against each of the others; printed, it is a paragraph."""
+    """Which backend runs a call, and what speaks against each of the others; printed, it is a
+    paragraph.
+    """
 
     backend: str | None  # None: the one that was asked for does not take the call
     asked: str | None
@@ -39,18 +42,27 @@ class Dispatch:
 
 
 def choose(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, backend: str | None, *, mask_gradient: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    backend: str | None,
+    *,
+    mask_gradient: bool = False,
 ) -> ModuleType:
     """The module that runs the call.
 
     Raises:
-        ValueError: the backend asked for does not exist or does not take these inputs. Nothing else is run instead.
+        ValueError: the backend asked for does not exist or does not take these inputs. Nothing else
+            is run instead.
     """
     if backend is not None:
         reason = why_not(backend, query, key, value, options, mask_gradient=mask_gradient)
         if reason is not None:
             others = [name for name in BACKENDS if name != backend]
-            raise ValueError(f"backend={backend!r}: {reason}; accepted are None, {', '.join(map(repr, others))}")
+            raise ValueError(
+                f"backend={backend!r}: {reason}; accepted are None, {', '.join(map(repr, others))}"
+            )
         return _module(backend)
     for name in _candidates(query):
         if why_not(name, query, key, value, options, mask_gradient=mask_gradient) is None:
@@ -60,17 +72,30 @@ def choose(
 
 
 def explain(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, backend: str | None, *, mask_gradient: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    backend: str | None,
+    *,
+    mask_gradient: bool = False,
 ) -> Dispatch:
-    """What `choose` would do with the same arguments, and why; raises ValueError for an unknown backend only."""
+    """What `choose` would do with the same arguments, and why; raises ValueError for an unknown
+    backend only.
+    """
     _check_name(backend)
-    why = {name: why_not(name, query, key, value, options, mask_gradient=mask_gradient) for name in BACKENDS}
+    why = {
+        name: why_not(name, query, key, value, options, mask_gradient=mask_gradient)
+        for name in BACKENDS
+    }
     wanted = (backend,) if backend is not None else _candidates(query)
     chosen = next((name for name in wanted if why[name] is None), None)
     reasons = {}
     for name, reason in why.items():
         if name == chosen:
-            reasons[name] = "runs: " + ("asked for" if backend else "the first that takes these inputs")
+            reasons[name] = "runs: " + (
+                "asked for" if backend else "the first that takes these inputs"
+            )
         elif reason is None:
             reasons[name] = "would take these inputs"
         else:
@@ -79,7 +104,13 @@ def explain(
 
 
 def why_not(
-    name: str, query: Tensor, key: Tensor, value: Tensor, options: Options, *, mask_gradient: bool = False
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    *,
+    mask_gradient: bool = False,
 ) -> str | None:
     """Why a backend does not take a call, in words; None if it does."""
     _check_name(name)
@@ -112,7 +143,9 @@ def _check_name(name: str | None) -> None:
 
 
 def missing(name: str) -> str | None:
-    """Why a kernel cannot run on this machine whatever the inputs, such as a library that was never built."""
+    """Why a kernel cannot run on this machine whatever the inputs, such as a library that was never
+    built.
+    """
     try:
         module = _module(name)
     except ImportError as error:
@@ -129,7 +162,8 @@ def _say_once(name: str) -> None:
     reason = missing(name)
     if reason is not None:
         warnings.warn(
-            f"halfulp.attention runs in plain PyTorch, which is slower: the kernel {name!r} is missing: {reason}",
+            f"halfulp.attention runs in plain PyTorch, which is slower: the kernel {name!r} is"
+            f" missing: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )

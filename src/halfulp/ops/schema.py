@@ -1,7 +1,9 @@
-"""`torch.ops.halfulp.attention_forward` and `attention_backward`: attention as PyTorch's own machinery sees it.
+"""`torch.ops.halfulp.attention_forward` and `attention_backward`: attention as PyTorch's own
+machinery sees it.
 
-Schema, shapes without data, autograd, autocast and vmap, so that compiling, checkpointing and distributed training
-treat it like a built-in operator. Arguments are checked above, in `halfulp.attention`; here they are passed on.
+Schema, shapes without data, autograd, autocast and vmap, so that compiling, checkpointing and
+distributed training treat it like a built-in operator. Arguments are checked above, in
+`halfulp.attention`; here they are passed on.
 """
 
 from __future__ import annotations
@@ -40,11 +42,14 @@ def attention_forward(
     backend: str | None,
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, lse, residual, row_max, row_sum, own_lse) of `kernels.options.Saved`; what is None there is empty.
+    """Return (out, lse, residual, row_max, row_sum, own_lse) of `kernels.options.Saved`; what is
+    None there is empty.
 
     `seed` is an int64 scalar on the CPU where there is dropout.
     """
-    options = _options(attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe)
+    options = _options(
+        attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe
+    )
     kernel = choose(query, key, value, options, backend, mask_gradient=mask_gradient)
     saved: Saved = kernel.forward(query, key, value, options)
     batch, heads, count = query.shape[:3]
@@ -84,17 +89,32 @@ def attention_backward(
     backend: str | None,
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, sinks and attn_mask; empty where there is none, or none was asked for."""
-    options = _options(attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe)
+    """Gradients of query, key, value, sinks and attn_mask; empty where there is none, or none was
+    asked for.
+    """
+    options = _options(
+        attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe
+    )
     kernel = choose(query, key, value, options, backend, mask_gradient=mask_gradient)
     saved = Saved(
-        out, residual if residual.shape[3] else None, lse, row_max, row_sum, own_lse if own_lse.shape[2] else None
+        out,
+        residual if residual.shape[3] else None,
+        lse,
+        row_max,
+        row_sum,
+        own_lse if own_lse.shape[2] else None,
     )
     more = {"mask_gradient": mask_gradient} if kernel is tiled else {}
     grads = kernel.backward(grad_out, grad_lse, query, key, value, saved, options, **more)
     none = query.new_empty(0)
     of_sinks = none if grads.sinks is None else grads.sinks
-    return grads.query, grads.key, grads.value, of_sinks, none.clone() if grads.attn_mask is None else grads.attn_mask
+    return (
+        grads.query,
+        grads.key,
+        grads.value,
+        of_sinks,
+        none.clone() if grads.attn_mask is None else grads.attn_mask,
+    )
 
 
 def _options(
@@ -111,7 +131,18 @@ def _options(
 ) -> Options:
     bounds = None if window is None else (window[0], window[1])
     number = 0 if seed is None else int(seed)
-    return Options(recipe, is_causal, scale, attn_mask, bounds, softcap, sinks, dropout_p, number, causal_offset)
+    return Options(
+        recipe,
+        is_causal,
+        scale,
+        attn_mask,
+        bounds,
+        softcap,
+        sinks,
+        dropout_p,
+        number,
+        causal_offset,
+    )
 
 
 def _fake_forward(query: Tensor, value: Tensor, recipe: str) -> Forward:
@@ -130,11 +161,22 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:  # noqa
 
 
 @attention_backward.register_fake
-def _(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Backward:  # noqa: ARG001
+def _(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+) -> Backward:
     attn_mask, sinks, mask_gradient = rest[6], rest[7], rest[17]
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    of_mask = attn_mask.new_empty(attn_mask.shape) if mask_gradient and attn_mask is not None else query.new_empty(0)
+    of_mask = (
+        attn_mask.new_empty(attn_mask.shape)
+        if mask_gradient and attn_mask is not None
+        else query.new_empty(0)
+    )
     return dq, dk, dv, of_sinks, of_mask
 
 

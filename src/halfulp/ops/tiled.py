@@ -1,7 +1,8 @@
-"""The backend "torch": the tiled algorithms in plain PyTorch, with the bits of `halfulp.emulate` in the same recipe.
+"""The backend "torch": the tiled algorithms in plain PyTorch, with the bits of `halfulp.emulate` in
+the same recipe.
 
-It runs on every device and takes every option, so it is what the fast kernels are held to and what remains where none
-of them fits.
+It runs on every device and takes every option, so it is what the fast kernels are held to and what
+remains where none of them fits.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ _IN_BF16: dict[str, Recipe] = {
 
 @cache
 def recipe_of(name: str, dtype: torch.dtype) -> Recipe:
-    """The recipe that a kernel's recipe means for inputs of `dtype`: what is bf16 in it takes that dtype's format.
+    """The recipe that a kernel's recipe means for inputs of `dtype`: what is bf16 in it takes that
+    dtype's format.
 
-    float32 and float64 inputs are worked on in their own dtype, where nothing is rounded, no residual is left, and l is
-    what every weight is over: lse would round it.
-    Raises ValueError for a name that is no kernel's recipe.
+    float32 and float64 inputs are worked on in their own dtype, where nothing is rounded, no
+    residual is left, and l is what every weight is over: lse would round it. Raises ValueError for
+    a name that is no kernel's recipe.
     """
     if name not in KERNEL_RECIPES:
         raise ValueError(f"recipe={name!r}: accepted are {', '.join(KERNEL_RECIPES)}")
@@ -50,7 +52,11 @@ def recipe_of(name: str, dtype: torch.dtype) -> Recipe:
     changes: dict[str, Any] = {step: fmt for step in STEPS if getattr(recipe, step) == BF16}
     changes["name"] = recipe.name.replace("BF16", fmt.name.upper())
     if fmt in (FP32, FP64):
-        changes |= {"residual_bits": None, "divisor_from": "row_sum", "grad_value_from": "probabilities"}
+        changes |= {
+            "residual_bits": None,
+            "divisor_from": "row_sum",
+            "grad_value_from": "probabilities",
+        }
         if recipe.delta_from == "residual":
             changes["delta_from"] = "out"
     if fmt == FP64:
@@ -94,12 +100,22 @@ def backward(
     *,
     mask_gradient: bool = False,
 ) -> Gradients:
-    """Gradients of `forward`; those of sinks and, if asked for, of an additive mask beside those of the operands."""
+    """Gradients of `forward`; those of sinks and, if asked for, of an additive mask beside those of
+    the operands.
+    """
     mask, sinks = options.attn_mask, options.sinks
     if 0 in (*query.shape[:3], *key.shape[:3], value.shape[3]):
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+        dq, dk, dv = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+        )
         no_sinks = None if sinks is None else torch.zeros_like(sinks)
-        return Gradients(dq, dk, dv, no_sinks, torch.zeros_like(mask) if mask_gradient and mask is not None else None)
+        return Gradients(
+            dq,
+            dk,
+            dv,
+            no_sinks,
+            torch.zeros_like(mask) if mask_gradient and mask is not None else None,
+        )
     step = Step(recipe_of(options.recipe, query.dtype))
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         problem = _problem(query, key, value, options, step)
@@ -108,10 +124,16 @@ def backward(
         dq, dk, dv = (
             g.to(x.dtype).contiguous()
             for g, x in zip(
-                algorithms.attend_backward(problem, kept, grad_out, d_lse, step), (query, key, value), strict=True
+                algorithms.attend_backward(problem, kept, grad_out, d_lse, step),
+                (query, key, value),
+                strict=True,
             )
         )
-        of_sinks = None if sinks is None else grad_sinks(problem, kept, grad_out, d_lse, step).to(sinks.dtype)
+        of_sinks = (
+            None
+            if sinks is None
+            else grad_sinks(problem, kept, grad_out, d_lse, step).to(sinks.dtype)
+        )
         of_mask = None
         if mask_gradient and mask is not None:
             of_mask = grad_mask(problem, kept, grad_out, d_lse, step).to(mask.dtype)
@@ -154,9 +176,13 @@ def _unpacked(saved: Saved, unit: float, recipe: Recipe) -> algorithms.Saved:
     if saved.residual is not None:
         assert isinstance(recipe.out, Format)
         assert recipe.residual_bits is not None
-        for_delta = out + torch.ldexp(saved.residual.float(), residual_unit(out, recipe.out, recipe.residual_bits))
+        for_delta = out + torch.ldexp(
+            saved.residual.float(), residual_unit(out, recipe.out, recipe.residual_bits)
+        )
     lse = saved.lse * unit if saved.own_lse is None else saved.own_lse
-    lse, top, row_sum = (x.to(recipe.dtype).unsqueeze(-1) for x in (lse, saved.row_max, saved.row_sum))
+    lse, top, row_sum = (
+        x.to(recipe.dtype).unsqueeze(-1) for x in (lse, saved.row_max, saved.row_sum)
+    )
     row_max = top.ceil() if recipe.shift.kind == "integer" else top
     return algorithms.Saved(out, for_delta, lse, row_max, row_sum, top)
 
@@ -167,5 +193,9 @@ def _nothing(query: Tensor, value: Tensor, options: Options) -> Saved:
     rows = query.new_zeros(query.shape[:3], dtype=recipe.dtype)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     residual = out.to(torch.int8) if recipe.delta_from == "residual" else None
-    lse = rows - torch.inf if options.sinks is None else rows + options.sinks.to(recipe.dtype).view(1, -1, 1)
+    lse = (
+        rows - torch.inf
+        if options.sinks is None
+        else rows + options.sinks.to(recipe.dtype).view(1, -1, 1)
+    )
     return Saved(out, residual, lse, lse.clone(), rows, lse.clone() if recipe.base == "2" else None)

@@ -1,7 +1,8 @@
 """What autocast and vmap make of the operators of `schema`: the same as of PyTorch's own attention.
 
-Under autocast, float32 operands are read in the autocast dtype. Under vmap, the mapped dimension joins the batch; where
-that cannot be (dropout, whose masks depend on the place in the batch, and mapped sinks) the calls run one by one.
+Under autocast, float32 operands are read in the autocast dtype. Under vmap, the mapped dimension
+joins the batch; where that cannot be (dropout, whose masks depend on the place in the batch, and
+mapped sinks) the calls run one by one.
 """
 
 from __future__ import annotations
@@ -17,16 +18,24 @@ from torch.autograd import forward_ad
 
 from halfulp.ops.schema import ONCE, attention_backward, attention_forward, gradients, keep
 
-_NO_FORWARD_MODE = "halfulp.attention has no forward-mode derivative, as PyTorch's flash kernels have none"
-_FORWARD_OPERANDS, _BACKWARD_OPERANDS = 3, 11  # leading arguments that have a batch dimension: all but grad_lse's None
+_NO_FORWARD_MODE = (
+    "halfulp.attention has no forward-mode derivative, as PyTorch's flash kernels have none"
+)
+# leading arguments that have a batch dimension: all but grad_lse's None
+_FORWARD_OPERANDS, _BACKWARD_OPERANDS = 3, 11
 
 
 def _autocast_rule(device_type: str) -> Callable[..., Any]:
-    key = DispatchKeySet(getattr(DispatchKey, "Autocast" + {"cpu": "CPU", "cuda": "CUDA"}[device_type]))
+    key = DispatchKeySet(
+        getattr(DispatchKey, "Autocast" + {"cpu": "CPU", "cuda": "CUDA"}[device_type])
+    )
 
     def cast(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        operands = [x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in args[:3]]
+        operands = [
+            x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
+            for x in args[:3]
+        ]
         with torch._C._ExcludeDispatchKeyGuard(key):
             return torch.ops.halfulp.attention_forward(*operands, *args[3:])
 
@@ -34,7 +43,9 @@ def _autocast_rule(device_type: str) -> Callable[..., Any]:
 
 
 for _device in ("cpu", "cuda"):
-    torch.library.impl("halfulp::attention_forward", "Autocast" + _device.upper())(_autocast_rule(_device))
+    torch.library.impl("halfulp::attention_forward", "Autocast" + _device.upper())(
+        _autocast_rule(_device)
+    )
 
 
 @attention_forward.register_vmap
@@ -48,7 +59,9 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]
 
 
 class _Functional(torch.autograd.Function):
-    """The operator for `torch.func`, which differentiates functions of this form and no operators."""
+    """The operator for `torch.func`, which differentiates functions of this form and no
+    operators.
+    """
 
     generate_vmap_rule = True
 
@@ -66,7 +79,9 @@ class _Functional(torch.autograd.Function):
 
 
 class _FunctionalBackward(torch.autograd.Function):
-    """The backward operator for `torch.func`, which takes it with gradients on; once differentiable."""
+    """The backward operator for `torch.func`, which takes it with gradients on; once
+    differentiable.
+    """
 
     generate_vmap_rule = True
 
@@ -84,7 +99,10 @@ class _FunctionalBackward(torch.autograd.Function):
 
 
 # The compiler counts the parameters of `forward` to tell whether the first of them is a context.
-for _function, _operator in ((_Functional, attention_forward), (_FunctionalBackward, attention_backward)):
+for _function, _operator in (
+    (_Functional, attention_forward),
+    (_FunctionalBackward, attention_backward),
+):
     setattr(_function.forward, "__signature__", inspect.signature(_operator._init_fn))  # noqa: B010
 
 
@@ -105,14 +123,21 @@ def _has_tangent(argument: Any) -> bool:
 
 
 def _mapped(
-    operator: Callable[..., Any], operands: int, info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+    operator: Callable[..., Any],
+    operands: int,
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    args: tuple[Any, ...],
 ) -> tuple[Any, Any]:
     size: int = info.batch_size
     mask, sinks, seed = args[operands : operands + 3]
     wants_mask = bool(args[-1])
     if sinks is not None or seed is not None or (wants_mask and mask is not None):
         return _one_by_one(operator, size, in_dims, args)
-    joined = [None if x is None else _join(x, dim, size) for x, dim in zip(args[:operands], in_dims, strict=False)]
+    joined = [
+        None if x is None else _join(x, dim, size)
+        for x, dim in zip(args[:operands], in_dims, strict=False)
+    ]
     batch: int = args[0].shape[1 if in_dims[0] == 0 else 0]
     if mask is not None:
         mask = _join_mask(mask, in_dims[operands], size, batch)
@@ -142,7 +167,9 @@ def _one_by_one(
     operator: Callable[..., Any], size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     calls = [
-        operator(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
+        operator(
+            *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
+        )
         for i in range(size)
     ]
     results = tuple(torch.stack(column) for column in zip(*calls, strict=True))

@@ -1,8 +1,9 @@
-"""A recipe says which format every named intermediate of attention is rounded to, and the structural choices around it.
+"""A recipe says which format every named intermediate of attention is rounded to, and the
+structural choices around it.
 
-The algorithms are written once; the arithmetic is a parameter. Every named intermediate passes through a `Step`, which
-rounds it as the recipe says and shows it to observers. So one source gives the fp64 truth, any kernel's arithmetic, and
-every measurement.
+The algorithms are written once; the arithmetic is a parameter. Every named intermediate passes
+through a `Step`, which rounds it as the recipe says and shows it to observers. So one source gives
+the fp64 truth, any kernel's arithmetic, and every measurement.
 """
 
 from halfulp.recipes.named import (

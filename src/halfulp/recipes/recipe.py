@@ -1,4 +1,6 @@
-"""What a recipe is: the format of every named intermediate, and the structural choices, each checked."""
+"""What a recipe is: the format of every named intermediate, and the structural choices, each
+checked.
+"""
 
 # ruff: noqa: RUF009 - `_rounded` makes a dataclass field
 
@@ -33,17 +35,20 @@ AnyFormat = Format | BlockFormat
 
 @dataclass(frozen=True)
 class Shift:
-    """What a row of scores is shifted by before the exponential (softmax does not change; its rounding does).
+    """What a row of scores is shifted by before the exponential (softmax does not change; its
+    rounding does).
 
-    `maximum`: the row maximum. `integer`: the maximum rounded up to an integer, so that every rescale in base 2 is
-    exact. `offset`: the maximum plus a constant (Qiu & Yao, appendix C). `stabilized`: Qiu & Yao, Algorithm 1, lines
-    7-10: where the maximum is repeated, β·r_m if r_m > 0 and γ·r_m if r_m < 0.
+    `maximum`: the row maximum. `integer`: the maximum rounded up to an integer, so that every
+    rescale in base 2 is exact. `offset`: the maximum plus a constant (Qiu & Yao, appendix C).
+    `stabilized`: Qiu & Yao, Algorithm 1, lines 7-10: where the maximum is repeated, β·r_m if r_m >
+    0 and γ·r_m if r_m < 0.
     """
 
     kind: ShiftKind = "maximum"
     beta: float = 7.0  # factor for a positive repeated maximum, accepted > 1; the paper uses [2, 8]
     gamma: float = 0.0  # factor for a negative repeated maximum; the paper settles on 0
-    tie_tolerance: float = 0.0  # scores this close to the maximum count as repeated; the official code uses 1e-3
+    # scores this close to the maximum count as repeated; the official code uses 1e-3
+    tie_tolerance: float = 0.0
     unconditional: bool = False  # shift also where the maximum is single (appendix C says why not)
     offset: float = 0.0  # for `offset`, in units of the scores
 
@@ -54,7 +59,9 @@ class Shift:
         if self.kind == "stabilized" and not 0 <= self.gamma < math.inf:
             raise ValueError(f"gamma={self.gamma}: accepted is a finite factor of at least 0")
         if not 0 <= self.tie_tolerance < math.inf:
-            raise ValueError(f"tie_tolerance={self.tie_tolerance}: accepted is a finite number of at least 0")
+            raise ValueError(
+                f"tie_tolerance={self.tie_tolerance}: accepted is a finite number of at least 0"
+            )
         if not math.isfinite(self.offset):
             raise ValueError(f"offset={self.offset}: accepted is a finite number")
 
@@ -63,9 +70,9 @@ class Shift:
 class Matmul:
     """How a matrix product is summed: in which format, and in which order of k.
 
-    `native`: one library gemm in the accumulate format (FP32 or FP64). `sequential`: k = 0, 1, 2, ... with one rounding
-    after every product-and-add. `blocked`: `block` terms at a time by a gemm, rounded once when added to the running
-    sum (tensor-core style).
+    `native`: one library gemm in the accumulate format (FP32 or FP64). `sequential`: k = 0, 1, 2,
+    ... with one rounding after every product-and-add. `blocked`: `block` terms at a time by a gemm,
+    rounded once when added to the running sum (tensor-core style).
     """
 
     accumulate: Format = formats.FP32
@@ -78,13 +85,17 @@ class Matmul:
             raise ValueError(f"accumulate={self.accumulate}: accepted is a scalar format")
         if self.order == "native" and self.accumulate not in (formats.FP32, formats.FP64):
             accepted = "accepted are FP32 and FP64, or order='sequential' or 'blocked'"
-            raise ValueError(f"accumulate={self.accumulate.name}: a native gemm cannot sum in it; {accepted}")
+            raise ValueError(
+                f"accumulate={self.accumulate.name}: a native gemm cannot sum in it; {accepted}"
+            )
         _check_block("block", self.block)
 
 
 def _check_choice(name: str, value: object, choices: Any) -> None:
     if value not in get_args(choices):
-        raise ValueError(f"{name}={value!r}: accepted are {', '.join(map(repr, get_args(choices)))}")
+        raise ValueError(
+            f"{name}={value!r}: accepted are {', '.join(map(repr, get_args(choices)))}"
+        )
 
 
 def _check_block(name: str, value: object) -> None:
@@ -99,39 +110,51 @@ def _rounded(meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every rounding and every structural choice of one attention kernel; `recipe.with_(out=formats.FP32)` changes one.
+    """Every rounding and every structural choice of one attention kernel;
+    `recipe.with_(out=formats.FP32)` changes one.
 
     A step whose format holds every number of `compute` is not rounded.
     """
 
     name: str
     algorithm: Algorithm = "flash2"
-    compute: Compute = "float32"  # what holds intermediates and does the arithmetic between roundings
+    # what holds intermediates and does the arithmetic between roundings
+    compute: Compute = "float32"
     matmul: Matmul = Matmul()
     block_query: int | None = 128  # rows of a tile; None: all
     block_key: int | None = 128  # columns of a tile; None: all
     base: Base = "e"  # of the exponential; base 2 folds log2(e) into the scale
-    exponential: Exponential = "direct"  # split: 2^(S − rint S) · 2^(rint S − m), bits that no tiling changes
+    # split: 2^(S − rint S) · 2^(rint S − m), bits that no tiling changes
+    exponential: Exponential = "direct"
     shift: Shift = Shift()
     row_sum_from: RowSumFrom = "exact"  # l from the weights before or after rounding
-    backward_weights: BackwardWeights = "lse"  # P = exp(S − lse), exp(S − m)/l, or the rounded weights / l
+    # P = exp(S − lse), exp(S − m)/l, or the rounded weights / l
+    backward_weights: BackwardWeights = "lse"
     delta_from: DeltaFrom = "out"  # what δ is computed from
-    residual_bits: int | None = None  # the residual of O in n bits, scaled by half an ulp of O; None: as a float
-    input_scaling: InputScaling = "none"  # tensor: inputs are scaled to the format's maximum around the rounding
+    # the residual of O in n bits, scaled by half an ulp of O; None: as a float
+    residual_bits: int | None = None
+    # tensor: inputs are scaled to the format's maximum around the rounding
+    input_scaling: InputScaling = "none"
     weights_scale: float = 1.0  # factor on the weights before they are rounded (fp8 pre-scale)
-    row_sum_floor: float = 0.0  # lower bound on one tile's row sum (the paper's official code uses 1e-10)
+    # lower bound on one tile's row sum (the paper's official code uses 1e-10)
+    row_sum_floor: float = 0.0
     lse_from: LseFrom = "row_sum"  # exact: from the weights before rounding even where l is not
-    divisor_from: DivisorFrom = "row_sum"  # of dS's weights: the l of O, the l of lse, or between (algorithms.balance)
-    grad_value_from: GradValueFrom = "probabilities"  # lse: dV takes exp(S − lse), whatever dS takes
+    # of dS's weights: the l of O, the l of lse, or between (algorithms.balance)
+    divisor_from: DivisorFrom = "row_sum"
+    # lse: dV takes exp(S − lse), whatever dS takes
+    grad_value_from: GradValueFrom = "probabilities"
     gradient_scale_at: GradientScaleAt = "products"  # where α enters the backward pass
-    seed: int = 0  # of stochastic rounding; a call repeats its draws, so give every call of a run another seed
+    # of stochastic rounding; a call repeats its draws, so give every call of a run another seed
+    seed: int = 0
 
     query: AnyFormat = _rounded("query as read")
     key: AnyFormat = _rounded("key as read")
     value: AnyFormat = _rounded("value as read")
     product: AnyFormat = _rounded("QKᵀ before scaling")
     scores: AnyFormat = _rounded("S = α QKᵀ")
-    tie_threshold: AnyFormat = _rounded("r_m − tolerance: scores from there on count as repeated maxima")
+    tie_threshold: AnyFormat = _rounded(
+        "r_m − tolerance: scores from there on count as repeated maxima"
+    )
     row_max: AnyFormat = _rounded("m")
     shifted_scores: AnyFormat = _rounded("S − m")
     weights: AnyFormat = _rounded("P̄ = exp(S − m)")
@@ -172,13 +195,23 @@ class Recipe:
                 _check_block(name, getattr(self, name))
         for name in STEPS:
             if not isinstance(getattr(self, name), Format | BlockFormat):
-                raise ValueError(f"{name}={getattr(self, name)!r}: accepted is a format, such as halfulp.formats.BF16")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: accepted is a format, such as"
+                    " halfulp.formats.BF16"
+                )
         if not 0 < self.weights_scale < math.inf:
-            raise ValueError(f"weights_scale={self.weights_scale}: accepted is a finite number above 0")
+            raise ValueError(
+                f"weights_scale={self.weights_scale}: accepted is a finite number above 0"
+            )
         if not 0 <= self.row_sum_floor < math.inf:
-            raise ValueError(f"row_sum_floor={self.row_sum_floor}: accepted is a finite number of at least 0")
+            raise ValueError(
+                f"row_sum_floor={self.row_sum_floor}: accepted is a finite number of at least 0"
+            )
         if self.residual_bits is not None and not 2 <= self.residual_bits <= 16:
-            raise ValueError(f"residual_bits={self.residual_bits}: accepted are 2 to 16, or None for a float residual")
+            raise ValueError(
+                f"residual_bits={self.residual_bits}: accepted are 2 to 16, or None for a float"
+                " residual"
+            )
         self._check_together()
 
     def _check_together(self) -> None:
@@ -186,15 +219,27 @@ class Recipe:
         if self.shift.kind == "integer" and self.base != "2":
             raise ValueError(f"base={self.base!r}: an integer shift is exact only with base '2'")
         if self.exponential == "split" and self.shift.kind != "integer":
-            raise ValueError(f"exponential='split': accepted only with an integer shift, not {self.shift.kind!r}")
+            raise ValueError(
+                f"exponential='split': accepted only with an integer shift, not {self.shift.kind!r}"
+            )
         if self.algorithm == "standard" and self.row_sum_from == "rounded":
-            raise ValueError("row_sum_from='rounded': standard attention divides before it rounds; accepted is 'exact'")
+            raise ValueError(
+                "row_sum_from='rounded': standard attention divides before it rounds; accepted is"
+                " 'exact'"
+            )
         if self.residual_bits is not None and not isinstance(self.out, Format):
             accepted = f"accepted is None where out is the block format {self.out.name}"
             raise ValueError(f"residual_bits={self.residual_bits}: {accepted}")
-        if self.compute == "float64" and self.matmul.order == "native" and self.matmul.accumulate != formats.FP64:
+        if (
+            self.compute == "float64"
+            and self.matmul.order == "native"
+            and self.matmul.accumulate != formats.FP64
+        ):
             accepted = "accepted is Matmul(FP64), or order='sequential' or 'blocked'"
-            raise ValueError(f"matmul={self.matmul.accumulate.name}: a native gemm on float64 sums in fp64; {accepted}")
+            raise ValueError(
+                f"matmul={self.matmul.accumulate.name}: a native gemm on float64 sums in fp64;"
+                f" {accepted}"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -207,7 +252,11 @@ class Recipe:
     def rounded_steps(self) -> dict[str, AnyFormat]:
         """The steps that change bits, with their formats."""
         every = ((name, getattr(self, name)) for name in STEPS)
-        return {name: fmt for name, fmt in every if isinstance(fmt, BlockFormat) or not fmt.holds(self.dtype)}
+        return {
+            name: fmt
+            for name, fmt in every
+            if isinstance(fmt, BlockFormat) or not fmt.holds(self.dtype)
+        }
 
     def with_(self, **changes: Any) -> Recipe:
         """The same recipe with fields replaced; raises ValueError for a name that is no field."""
@@ -215,7 +264,9 @@ class Recipe:
         for name in changes:
             if name not in known:
                 accepted = ", ".join(sorted(known))
-                raise ValueError(f"{name}={changes[name]!r}: not a recipe field; accepted are {accepted}")
+                raise ValueError(
+                    f"{name}={changes[name]!r}: not a recipe field; accepted are {accepted}"
+                )
         return replace(self, **changes)
 
     @property
@@ -224,7 +275,9 @@ class Recipe:
         return torch.float64 if self.compute == "float64" else torch.float32
 
 
-_CHOICES = {name: hint for name, hint in get_type_hints(Recipe).items() if get_origin(hint) is Literal}
+_CHOICES = {
+    name: hint for name, hint in get_type_hints(Recipe).items() if get_origin(hint) is Literal
+}
 
 STEPS: dict[str, str] = {f.name: f.metadata["step"] for f in fields(Recipe) if "step" in f.metadata}
 """Every named intermediate and what it is, in the order of the algorithm."""

@@ -1,4 +1,6 @@
-"""The seam: every named intermediate passes through a `Step`, which rounds it and shows it to observers."""
+"""The seam: every named intermediate passes through a `Step`, which rounds it and shows it to
+observers.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ Observer = Callable[[str, Tensor, Tensor], None]
 
 
 class Step:
-    """The seam: `step(name, value)` rounds the value as the recipe says and shows (name, exact, rounded) to observers.
+    """The seam: `step(name, value)` rounds the value as the recipe says and shows (name, exact,
+    rounded) to observers.
 
-    An observer that changes what it is shown raises RuntimeError. Stochastic rounding is keyed by the recipe's seed,
-    the step's name and how often it was passed, so a run repeats bit for bit.
+    An observer that changes what it is shown raises RuntimeError. Stochastic rounding is keyed by
+    the recipe's seed, the step's name and how often it was passed, so a run repeats bit for bit.
     """
 
     def __init__(self, recipe: Recipe, observers: Sequence[Observer] = ()) -> None:
@@ -49,22 +52,29 @@ class Step:
         return hash_seed(self.recipe.seed, name, count)
 
     def scratch(self, x: Tensor) -> Tensor | None:
-        """`x` as an output buffer if it may be overwritten: an observer may have kept it, and then it may not."""
+        """`x` as an output buffer if it may be overwritten: an observer may have kept it, and then
+        it may not.
+        """
         return None if self.observers else x
 
 
 def _show(observe: Observer, name: str, exact: Tensor, rounded: Tensor) -> None:
-    if exact.is_inference() or rounded.is_inference():  # no version counter, so the observer gets copies
+    # no version counter, so the observer gets copies
+    if exact.is_inference() or rounded.is_inference():
         return observe(name, exact.clone(), rounded.clone())
     before = (exact._version, rounded._version)
     observe(name, exact, rounded)
     if (exact._version, rounded._version) != before:
-        raise RuntimeError(f"an observer changed step {name!r}: it may look at what it is shown, not change it")
+        raise RuntimeError(
+            f"an observer changed step {name!r}: it may look at what it is shown, not change it"
+        )
     return None
 
 
 def hash_seed(seed: int, name: str, count: int) -> int:
-    """A 31-bit seed from a recipe seed, a step's name and a counter (FNV-1a, the same on every machine)."""
+    """A 31-bit seed from a recipe seed, a step's name and a counter (FNV-1a, the same on every
+    machine).
+    """
     state = 0x811C9DC5
     for byte in f"{seed}/{name}/{count}".encode():
         state = ((state ^ byte) * 0x01000193) & 0xFFFFFFFF

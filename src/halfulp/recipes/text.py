@@ -1,9 +1,10 @@
-"""Recipes as one line of text, for the command line and for run folders: a name, then what is changed in brackets.
+"""Recipes as one line of text, for the command line and for run folders: a name, then what is
+changed in brackets.
 
-`BF16_FLASH2[delta_from=residual,residual=bf16,shift=integer,base=2]` is the stock recipe with four fields replaced.
-Formats are written as `halfulp ls formats` has them or as eXmY, with a rounding mode after a slash where it is not the
-format's own (`out=bf16/stochastic`); fields of the shift and of the matmul have a dot (`shift.beta=7`,
-`matmul.order=sequential`).
+`BF16_FLASH2[delta_from=residual,residual=bf16,shift=integer,base=2]` is the stock recipe with four
+fields replaced. Formats are written as `halfulp ls formats` has them or as eXmY, with a rounding
+mode after a slash where it is not the format's own (`out=bf16/stochastic`); fields of the shift and
+of the matmul have a dot (`shift.beta=7`, `matmul.order=sequential`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from halfulp.recipes.recipe import Matmul, Recipe, Shift
 
 _PARTS: dict[str, type] = {"shift": Shift, "matmul": Matmul}
 _LEADING = {"shift": "kind", "matmul": "order"}  # what a part without a dot sets
-_HINTS: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Recipe, Shift, Matmul)}
+_HINTS: dict[type, dict[str, Any]] = {
+    kind: get_type_hints(kind) for kind in (Recipe, Shift, Matmul)
+}
 
 
 def recipe_named(text: str) -> Recipe:
-    """Return the built-in recipe of that name (any case), with the changes that follow in brackets, if any.
+    """Return the built-in recipe of that name (any case), with the changes that follow in brackets,
+    if any.
 
     Raises:
         ValueError: the name, a field or a value is not known; one line says what is accepted.
@@ -31,7 +35,10 @@ def recipe_named(text: str) -> Recipe:
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\[(.*)\])?\s*", text, re.DOTALL)
     base = RECIPES.get(match[1].upper()) if match else None
     if match is None or base is None:
-        raise ValueError(f"recipe={text!r}: accepted are {', '.join(RECIPES)}, each with [field=value,…] if wanted")
+        raise ValueError(
+            f"recipe={text!r}: accepted are {', '.join(RECIPES)}, each with [field=value,…] if"
+            " wanted"
+        )
     if not (match[2] or "").strip():
         return base
     changes: dict[str, Any] = {}
@@ -39,7 +46,9 @@ def recipe_named(text: str) -> Recipe:
     for item in match[2].split(","):
         field, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals:
-            raise ValueError(f"recipe={text!r}: {item.strip()!r} is no change; accepted is field=value")
+            raise ValueError(
+                f"recipe={text!r}: {item.strip()!r} is no change; accepted is field=value"
+            )
         part, dot, inner = field.partition(".")
         if part in _PARTS:
             inner = inner if dot else _LEADING[part]
@@ -104,13 +113,18 @@ def _format_text(fmt: Format | BlockFormat) -> str:
                 return spelling if known.rounding == rounding else f"{spelling}/{rounding}"
         elif known == fmt:
             return spelling
-    raise ValueError(f"format={fmt.name!r} has no text form; accepted are the names of `halfulp ls formats` and eXmY")
+    raise ValueError(
+        f"format={fmt.name!r} has no text form; accepted are the names of `halfulp ls formats` and"
+        " eXmY"
+    )
 
 
 def _read(kind: type, field: str, text: str) -> Any:
     hints = _HINTS[kind]
     if field not in hints:
-        raise ValueError(f"{field}={text!r}: not a field of a recipe; accepted are {', '.join(hints)}")
+        raise ValueError(
+            f"{field}={text!r}: not a field of a recipe; accepted are {', '.join(hints)}"
+        )
     return _value(field, hints[field], text)
 
 
@@ -125,7 +139,9 @@ def _value(field: str, hint: Any, text: str) -> Any:
         if not slash:
             return fmt
         if not isinstance(fmt, Format):
-            raise ValueError(f"{field}={text!r}: a block format takes no rounding mode; accepted is {name}")
+            raise ValueError(
+                f"{field}={text!r}: a block format takes no rounding mode; accepted is {name}"
+            )
         return fmt.with_(rounding=rounding)
     if bool in options:
         if text.lower() not in ("true", "false"):
@@ -137,4 +153,6 @@ def _value(field: str, hint: Any, text: str) -> Any:
     try:
         return number(text)
     except ValueError:
-        raise ValueError(f"{field}={text!r}: accepted is {'an integer' if number is int else 'a number'}") from None
+        raise ValueError(
+            f"{field}={text!r}: accepted is {'an integer' if number is int else 'a number'}"
+        ) from None

@@ -1,4 +1,6 @@
-"""An audit as sections of a page: a table of all targets, then one section a target with its figures and relations."""
+"""An audit as sections of a page: a table of all targets, then one section a target with its
+figures and relations.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ def audit_page(reports: Sequence[Report], command: str, *, meta: str = "") -> st
     """Return the page of one or more audits; `command` repeats them."""
     names = ", ".join(str(report["target"]) for report in reports)
     lead = (
-        "Every figure is set beside the stock kernel's own arithmetic on the same inputs and the floor of the format."
+        "Every figure is set beside the stock kernel's own arithmetic on the same inputs and the"
+        " floor of the format."
     )
     sections = [audit_section(report, folded=len(reports) > 1) for report in reports]
     if len(reports) > 1:
         sections = [
-            {"heading": "All targets", "finding": verdicts(reports), "blocks": [audit_summary(reports)]},
+            {
+                "heading": "All targets",
+                "finding": verdicts(reports),
+                "blocks": [audit_summary(reports)],
+            },
             *sections,
         ]
     sections[0]["blocks"].append({"kind": "command", "command": command})
@@ -46,34 +53,65 @@ def verdicts(reports: Sequence[Report]) -> str:
 
 
 def audit_summary(reports: Sequence[Report], skipped: Mapping[str, str] | None = None) -> Block:
-    """Return the table of all targets; `skipped` are those that this machine lacks, with the reason."""
+    """Return the table of all targets; `skipped` are those that this machine lacks, with the
+    reason.
+    """
     rows: list[tuple[object, ...]] = []
     for report in reports:
         stock, floor = worst_ratios(report)
         seconds = duration_text(report["seconds"])
         ratios = (times_text(stock), times_text(floor))
         rows.append((report["target"], report["verdict"], *ratios, why(report), seconds))
-    rows += [(name, "skipped", None, None, reason, None) for name, reason in (skipped or {}).items()]
-    caption = "The largest error over all probe inputs, as a multiple of the stock recipe's and of the format's floor."
+    rows += [
+        (name, "skipped", None, None, reason, None) for name, reason in (skipped or {}).items()
+    ]
+    caption = (
+        "The largest error over all probe inputs, as a multiple of the stock recipe's and of the"
+        " format's floor."
+    )
     columns = ("target", "verdict", "× stock", "× floor", "why", "time")
-    return {"kind": "table", "title": "Verdicts", "columns": columns, "rows": rows, "caption": caption}
+    return {
+        "kind": "table",
+        "title": "Verdicts",
+        "columns": columns,
+        "rows": rows,
+        "caption": caption,
+    }
 
 
 def audit_section(report: Report, *, folded: bool = False) -> dict[str, Any]:
-    """Return the section of one target; `folded` shows the tables only when asked for, as on a page of many targets."""
+    """Return the section of one target; `folded` shows the tables only when asked for, as on a page
+    of many targets.
+    """
     verdict = report["verdict"]
     finding = f"{verdict.capitalize()}, {MEANING[verdict]}: {report['reason']}."
     heading = str(report["target"])
     if verdict == "error":
-        return {"heading": heading, "finding": finding, "blocks": [{"kind": "text", "text": headline(report)}]}
-    blocks: list[Block] = [{"kind": "facts", "pairs": [("audited", headline(report)), *facts(report)]}]
+        return {
+            "heading": heading,
+            "finding": finding,
+            "blocks": [{"kind": "text", "text": headline(report)}],
+        }
+    blocks: list[Block] = [
+        {"kind": "facts", "pairs": [("audited", headline(report)), *facts(report)]}
+    ]
     if report["script"]:
-        caption = "The smallest input that shows it, as a program that exits with 1 while the defect is there:"
+        caption = (
+            "The smallest input that shows it, as a program that exits with 1 while the defect is"
+            " there:"
+        )
         blocks.append({"kind": "code", "text": report["script"], "caption": caption})
     tables = [_probes(report), _relations(report)]
-    blocks += [{"kind": "details", "summary": "Every probe input and relation", "blocks": tables}] if folded else tables
+    blocks += (
+        [{"kind": "details", "summary": "Every probe input and relation", "blocks": tables}]
+        if folded
+        else tables
+    )
     if skipped := not_run(report):
-        blocks += [{"kind": "heading", "text": "Not run"}, {"kind": "facts", "pairs": [(p, r) for r, p in skipped]}]
+        blocks += [
+            {"kind": "heading", "text": "Not run"},
+            {"kind": "facts", "pairs": [(p, r) for r, p in skipped]},
+        ]
     blocks.append({"kind": "text", "text": f"{false_alarms(report)}."})
     return {"heading": heading, "finding": finding, "blocks": blocks}
 
@@ -97,12 +135,30 @@ def _probes(report: Report) -> Block:
         "at least",
         "exposes",
     )
-    caption = "The worst figure of each: relative error, and its multiple of the stock recipe's and of the floor's."
-    return {"kind": "table", "title": "Probe inputs", "columns": columns, "rows": rows, "caption": caption}
+    caption = (
+        "The worst figure of each: relative error, and its multiple of the stock recipe's and of"
+        " the floor's."
+    )
+    return {
+        "kind": "table",
+        "title": "Probe inputs",
+        "columns": columns,
+        "rows": rows,
+        "caption": caption,
+    }
 
 
 def _relations(report: Report) -> Block:
     rows = [(row.relation, row.outcome, row.detail) for row in relation_rows(report)]
-    caption = "What exact arithmetic guarantees between two calls; a difference as large as rounding is allowed."
+    caption = (
+        "What exact arithmetic guarantees between two calls; a difference as large as rounding is"
+        " allowed."
+    )
     columns = ("relation", "outcome", "detail")
-    return {"kind": "table", "title": "Relations between calls", "columns": columns, "rows": rows, "caption": caption}
+    return {
+        "kind": "table",
+        "title": "Relations between calls",
+        "columns": columns,
+        "rows": rows,
+        "caption": caption,
+    }

@@ -1,6 +1,8 @@
-"""What a reader of an audit wants to know, picked from its plain data: a row a probe and a row a relation.
+"""What a reader of an audit wants to know, picked from its plain data: a row a probe and a row a
+relation.
 
-Terminal and page show the same rows, so they are chosen here once. An audit's plain data is `AuditReport.as_dict()`.
+Terminal and page show the same rows, so they are chosen here once. An audit's plain data is
+`AuditReport.as_dict()`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_
 
 @dataclass(frozen=True)
 class ProbeRow:
-    """The worst figure of one case: the failing one where one fails, else the farthest above the floor."""
+    """The worst figure of one case: the failing one where one fails, else the farthest above the
+    floor.
+    """
 
     grade: str  # sound, stock or defect, for this case alone
     probe: str
@@ -51,8 +55,14 @@ class RelationRow:
 
 
 def probe_rows(report: Report) -> list[ProbeRow]:
-    """Return one row for every case that was measured: the failing ones first, the worst of them first."""
-    rows = [_probe_row(case, _findings_of(report, case)) for case in report["cases"] if case["status"] == "ok"]
+    """Return one row for every case that was measured: the failing ones first, the worst of them
+    first.
+    """
+    rows = [
+        _probe_row(case, _findings_of(report, case))
+        for case in report["cases"]
+        if case["status"] == "ok"
+    ]
     return sorted(rows, key=_severity)
 
 
@@ -79,7 +89,17 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     note = "; ".join(dict.fromkeys(f["property"] for f in other))
     if worst is None or (other and not any(f["kind"] == "error" for f in failing)):
         return ProbeRow(
-            grade, case["probe"], case["shape"], case["exposes"], note or "–", None, None, None, None, None, ""
+            grade,
+            case["probe"],
+            case["shape"],
+            case["exposes"],
+            note or "–",
+            None,
+            None,
+            None,
+            None,
+            None,
+            "",
         )
     return ProbeRow(
         grade,
@@ -97,12 +117,16 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
 
 
 def relation_rows(report: Report) -> list[RelationRow]:
-    """Return one row a relation: broken if any tensor breaks it, bitwise if all tensors hold it bit for bit."""
+    """Return one row a relation: broken if any tensor breaks it, bitwise if all tensors hold it bit
+    for bit.
+    """
     broken = {f["property"]: f["figure"] for f in report["findings"] if f["kind"] == "relation"}
     rows = []
     for name in dict.fromkeys(r["invariant"] for r in report["relations"]):
         same = [r for r in report["relations"] if r["invariant"] == name]
-        bad = [f"{_short(r)}: {broken[key]}" for r in same if (key := f"{name}: {_short(r)}") in broken]
+        bad = [
+            f"{_short(r)}: {broken[key]}" for r in same if (key := f"{name}: {_short(r)}") in broken
+        ]
         differ = [r for r in same if r["identical"] < 1]
         if bad:
             rows.append(RelationRow(name, "broken", "; ".join(bad)))
@@ -145,7 +169,12 @@ def facts(report: Report) -> list[tuple[str, str]]:
         text = ", ".join(f"{name} as N^{p:.2f}" for name, p in grown.items())
         found.append(("growth", f"error relative to the stock recipe's over N: {text}"))
     if report["drift"] is not None:
-        found.append(("drift", f"summed error of O grows as n^{report['drift']:.2f} (0.5 random walk, 1 drift)"))
+        found.append(
+            (
+                "drift",
+                f"summed error of O grows as n^{report['drift']:.2f} (0.5 random walk, 1 drift)",
+            )
+        )
     if report["notes"]:
         found.append(("notes", "; ".join(report["notes"])))
     if report["smallest"]:
@@ -155,10 +184,16 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def worst_ratios(report: Report) -> tuple[float | None, float | None]:
-    """Return the largest error of any case as a multiple of the stock recipe's and of the floor's."""
+    """Return the largest error of any case as a multiple of the stock recipe's and of the
+    floor's.
+    """
     rows = [row for case in report["cases"] for row in case["rows"]]
-    stock = max((row["times_stock"] for row in rows if row["times_stock"] is not None), default=None)
-    floor = max((row["times_floor"] for row in rows if row["times_floor"] is not None), default=None)
+    stock = max(
+        (row["times_stock"] for row in rows if row["times_stock"] is not None), default=None
+    )
+    floor = max(
+        (row["times_floor"] for row in rows if row["times_floor"] is not None), default=None
+    )
     return stock, floor
 
 
@@ -172,7 +207,9 @@ def why(report: Report) -> str:
 def false_alarms(report: Report) -> str:
     """Return how many tests were made, and how likely a false alarm is over all of them."""
     level = 100 * report["family_level"]
-    return f"{report['tests']} tests; chance of any false alarm over all of them: at most {level:g} %"
+    return (
+        f"{report['tests']} tests; chance of any false alarm over all of them: at most {level:g} %"
+    )
 
 
 def headline(report: Report) -> str:

@@ -1,4 +1,5 @@
-"""An audit on the terminal: the verdict first, then why, then every probe and relation, in 100 columns.
+"""An audit on the terminal: the verdict first, then why, then every probe and relation, in 100
+columns.
 
 Every verdict carries a sign and a word besides its color, so that it reads in a log file as well.
 """
@@ -63,7 +64,9 @@ def print_audit(report: Report, console: Console, *, script: str | None = None) 
 
 
 def print_summary(reports: Sequence[Report], console: Console) -> None:
-    """Print one line a target: verdict, largest error beside the stock recipe's and the floor, and why."""
+    """Print one line a target: verdict, largest error beside the stock recipe's and the floor, and
+    why.
+    """
     table = _table(f"{len(reports)} targets: the largest error of any probe, and why")
     for name in ("target", "verdict"):
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=30)
@@ -85,7 +88,10 @@ def print_summary(reports: Sequence[Report], console: Console) -> None:
 
 
 def _probes(report: Report) -> Table:
-    table = _table("probe inputs: the worst figure of each, as a multiple of the stock recipe's and of the floor's")
+    table = _table(
+        "probe inputs: the worst figure of each, as a multiple of the stock recipe's and of the"
+        " floor's"
+    )
     table.add_column("")
     table.add_column("probe", no_wrap=True)
     table.add_column("size (B, H, N, D)", no_wrap=True)
@@ -95,7 +101,14 @@ def _probes(report: Report) -> Table:
     for row in probe_rows(report):
         ratios = (row.times_stock, row.stock_at_least, row.times_floor, row.floor_at_least)
         figure = f"{row.figure}; {row.note}" if row.note else row.figure
-        texts = [SIGNS[row.grade], row.probe, row.shape, figure, power_text(row.relative), *map(times_text, ratios)]
+        texts = [
+            SIGNS[row.grade],
+            row.probe,
+            row.shape,
+            figure,
+            power_text(row.relative),
+            *map(times_text, ratios),
+        ]
         style = "" if row.grade == "sound" else _STYLES[row.grade]
         table.add_row(*[_plain(text, style) for text in texts])
     return table
@@ -110,14 +123,21 @@ def _relations(report: Report) -> Table:
     for row in relation_rows(report):
         broken = row.outcome == "broken"
         sign, style = "✗" if broken else "✓", "red" if broken else ""
-        table.add_row(_plain(sign, style), _plain(row.relation), _plain(row.outcome, style), _plain(row.detail))
+        table.add_row(
+            _plain(sign, style),
+            _plain(row.relation),
+            _plain(row.outcome, style),
+            _plain(row.detail),
+        )
     return table
 
 
 def _table(title: str) -> Table:
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=True)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=True
+    )
 
 
 def _plain(text: str, style: str = "") -> Text:

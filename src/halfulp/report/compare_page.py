@@ -1,4 +1,6 @@
-"""The page of a comparison of twin runs: how far weights drift apart, and what text-to-image runs draw."""
+"""The page of a comparison of twin runs: how far weights drift apart, and what text-to-image runs
+draw.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from halfulp.report.text import cell_text
 
 TITLE = "Weight drift of twin runs"
 LEAD = (
-    "Runs that share their data and differ in one thing, compared at every checkpoint. A drift means little by itself: "
-    "beside another initialization or another precision it shows whether it is large."
+    "Runs that share their data and differ in one thing, compared at every checkpoint. A drift"
+    " means little by itself: beside another initialization or another precision it shows whether"
+    " it is large."
 )
 
 
 def compare_page(
-    compared: Mapping[str, Any], pictures: Sequence[Mapping[str, Any]] = (), *, ratios: Mapping[str, Any] | None = None
+    compared: Mapping[str, Any],
+    pictures: Sequence[Mapping[str, Any]] = (),
+    *,
+    ratios: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the page of `halfulp.experiments.compare` in its plain form.
 
@@ -28,13 +34,20 @@ def compare_page(
     """
     tables = [*compared["tables"], *([ratios] if ratios else [])]
     blocks: list[Mapping[str, Any]] = [
-        {"kind": "figures", "figures": [part for figure in compared["figures"] for part in uncrowded(figure)]},
+        {
+            "kind": "figures",
+            "figures": [part for figure in compared["figures"] for part in uncrowded(figure)],
+        },
         *({"kind": "table", **table} for table in tables),
     ]
     sections = [{"heading": "Drift", "finding": finding(compared["summary"]), "blocks": blocks}]
     if pictures:
-        sections.append({"heading": "What the models draw", "finding": "", "blocks": picture_blocks(pictures)})
-    return page(TITLE, LEAD, sections, footer=f"Repeat everything on this page: {compared['command']}")
+        sections.append(
+            {"heading": "What the models draw", "finding": "", "blocks": picture_blocks(pictures)}
+        )
+    return page(
+        TITLE, LEAD, sections, footer=f"Repeat everything on this page: {compared['command']}"
+    )
 
 
 def picture_blocks(pictures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -53,7 +66,10 @@ def finding(summary: Sequence[Mapping[str, Any]]) -> str:
     broken = [line["name"] for line in moved if line["wasserstein"] is None]
     if broken:
         parts.append(f"No longer finite: {'; '.join(broken)}.")
-    known = sorted((line for line in moved if line["wasserstein"] is not None), key=lambda line: line["wasserstein"])
+    known = sorted(
+        (line for line in moved if line["wasserstein"] is not None),
+        key=lambda line: line["wasserstein"],
+    )
     if known:
         parts.append(f"Farthest apart at step {known[-1]['steps']}: {_said(known[-1])}.")
     if len(known) > 1:

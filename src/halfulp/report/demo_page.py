@@ -16,13 +16,16 @@ Act = Mapping[str, Any]
 
 TITLE = "Low-precision attention on this machine"
 LEAD = (
-    "A training run that attention in bfloat16 can ruin, what exactly goes wrong in it, and an audit of every "
-    "attention kernel found here: is it sound, as good as the stock kernels, or defective?"
+    "A training run that attention in bfloat16 can ruin, what exactly goes wrong in it, and an"
+    " audit of every attention kernel found here: is it sound, as good as the stock kernels, or"
+    " defective?"
 )
 
 
 def demo_files(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, str]:
-    """Return what a demo's run folder shows, by file name: the page first, then a picture of the failing run."""
+    """Return what a demo's run folder shows, by file name: the page first, then a picture of the
+    failing run.
+    """
     files = {"report.html": demo_page(run, acts)}
     if acts and acts[0].get("figures"):
         files["failure.svg"] = draw_panels(acts[0]["figures"][:2])
@@ -39,7 +42,10 @@ def demo_sections(run: Mapping[str, Any], acts: Sequence[Act]) -> list[dict[str,
     """Return the sections of a demo's page."""
     sections = [_section(act) for act in acts]
     if run["status"] != "done":
-        finding = f"This run was {run['status']} after {len(acts)} of its acts; the rest was not measured."
+        finding = (
+            f"This run was {run['status']} after {len(acts)} of its acts; the rest was not"
+            " measured."
+        )
         sections.append({"heading": "Not finished", "finding": finding, "blocks": []})
     return [*sections, _where(run, acts)]
 
@@ -48,7 +54,10 @@ def page_summary(acts: Sequence[Act], size: int) -> str:
     """Return what the page holds, in one sentence; `size` in bytes."""
     figures = sum(len(act.get("figures", ())) for act in acts)
     audits = sum(len(act.get("audits", ())) for act in acts)
-    return f"One page of {figures} figures and {audits} audits, {size / 1024:.0f} KiB, that opens without a network."
+    return (
+        f"One page of {figures} figures and {audits} audits, {size / 1024:.0f} KiB, that opens"
+        " without a network."
+    )
 
 
 def _section(act: Act) -> dict[str, Any]:
@@ -60,13 +69,19 @@ def _section(act: Act) -> dict[str, Any]:
         blocks += [{"kind": "code", **code}, {"kind": "command", "command": code["command"]}]
     if "audits" in act:
         blocks += _audits(act)
-    return {"heading": f"{act['number']}. {act['title']}", "finding": act["finding"], "blocks": blocks}
+    return {
+        "heading": f"{act['number']}. {act['title']}",
+        "finding": act["finding"],
+        "blocks": blocks,
+    }
 
 
 def _audits(act: Act) -> list[Block]:
     """Kernels before recipes, the worst first."""
     order = ("defect", "stock", "sound", "error")
-    audits = sorted(act["audits"], key=lambda r: (r["target"].startswith("recipe:"), order.index(r["verdict"])))
+    audits = sorted(
+        act["audits"], key=lambda r: (r["target"].startswith("recipe:"), order.index(r["verdict"]))
+    )
     rows: list[tuple[object, ...]] = []
     for report in audits:
         ratios = [times_text(ratio) for ratio in (*worst_ratios(report), *_on_activations(report))]
@@ -75,10 +90,16 @@ def _audits(act: Act) -> list[Block]:
     rows += [(name, "skipped", *blank, reason) for name, reason in act["skipped"].items()]
     columns = ("target", "verdict", "× stock", "× floor", "real: × stock", "real: × floor", "why")
     caption = (
-        "The largest error over the probe inputs, and over the real activations alone, as a multiple of the stock "
-        "recipe's and of the floor's."
+        "The largest error over the probe inputs, and over the real activations alone, as a"
+        " multiple of the stock recipe's and of the floor's."
     )
-    table = {"kind": "table", "title": "Verdicts", "columns": columns, "rows": rows, "caption": caption}
+    table = {
+        "kind": "table",
+        "title": "Verdicts",
+        "columns": columns,
+        "rows": rows,
+        "caption": caption,
+    }
     return [table | {"command": act["command"]}, *(_folded(report) for report in audits)]
 
 
@@ -102,22 +123,48 @@ def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:
     machine, config = run["machine"], run["config"]
     memory = f"{machine['memory'] / 2**30:.0f} GiB" if machine["memory"] else "unknown"
     pairs = [
-        ("processor", f"{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}"),
+        (
+            "processor",
+            f"{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}",
+        ),
         ("memory", memory),
         ("GPU", machine["gpu"] or "none"),
         ("system", f"{machine['system']}, {machine['architecture']}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),
         ("revision", run["git"] or "not in a git repository"),
-        ("settings", f"{config['seeds']} seeds, {config['steps']} steps, {config['workers']} processes of one thread"),
-        ("time", ", ".join(f"act {act['number']}: {duration_text(act['seconds'])}" for act in acts)),
-        ("data", "run.json, failure.json, failure.svg, cause.json, audit.json, isolation/, tensors/ beside this page"),
+        (
+            "settings",
+            (
+                f"{config['seeds']} seeds, {config['steps']} steps, {config['workers']} processes"
+                " of one thread"
+            ),
+        ),
+        (
+            "time",
+            ", ".join(f"act {act['number']}: {duration_text(act['seconds'])}" for act in acts),
+        ),
+        (
+            "data",
+            (
+                "run.json, failure.json, failure.svg, cause.json, audit.json, isolation/, tensors/"
+                " beside this page"
+            ),
+        ),
     ]
-    return {"heading": "Where this was measured", "finding": "", "blocks": [{"kind": "facts", "pairs": pairs}]}
+    return {
+        "heading": "Where this was measured",
+        "finding": "",
+        "blocks": [{"kind": "facts", "pairs": pairs}],
+    }
 
 
 def _meta(run: Mapping[str, Any]) -> str:
     started = datetime.fromisoformat(run["started"])
-    parts = [f"halfulp {run['halfulp']}", f"torch {run['versions']['torch']}", f"{started:%d %B %Y, %H:%M} UTC"]
+    parts = [
+        f"halfulp {run['halfulp']}",
+        f"torch {run['versions']['torch']}",
+        f"{started:%d %B %Y, %H:%M} UTC",
+    ]
     if run["ended"]:
         seconds = (datetime.fromisoformat(run["ended"]) - started).total_seconds()
         parts.append(f"took {duration_text(seconds)}")

@@ -1,8 +1,10 @@
-"""Pictures: a figure's plain data becomes a small SVG that reads on a phone, on paper and in dark mode.
+"""Pictures: a figure's plain data becomes a small SVG that reads on a phone, on paper and in dark
+mode.
 
-A picture is drawn about as wide as a phone, so that its text stays legible wherever it is shown and a page sets
-several side by side. Colors are Okabe and Ito's, told apart by every kind of color vision; each line is also named at
-its own end and dashed in its own way, so that nothing depends on color. The same data gives the same bytes.
+A picture is drawn about as wide as a phone, so that its text stays legible wherever it is shown and
+a page sets several side by side. Colors are Okabe and Ito's, told apart by every kind of color
+vision; each line is also named at its own end and dashed in its own way, so that nothing depends on
+color. The same data gives the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from halfulp.report.text import tick_text
 WIDTH = 4.9  # inches at 72 points: 353 points, one phone
 HEIGHT = 3.3
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
-_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1.5)), (0, (8, 3)), "-")
+_DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (6, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1.5, 2)),
+    (0, (3, 1.5)),
+    (0, (8, 3)),
+    "-",
+)
 _MARKERS = "osD^vPX"
 # Stand-ins that become the page's own text and grid colors in an inline picture.
 _INK, _GRID = "#1b1b1d", "#d9d9d6"
@@ -40,10 +50,12 @@ def draw(figure: FigureData, *, inline: bool = True) -> str:
     """Return the SVG text of one figure.
 
     Args:
-        figure: {"title", "x_label", "y_label", "x_log", "y_log", "series", "caption", "command"}; a series is
-            {"label", "x", "y", "low", "high", "style"} with style "line", "points", "bar" or, alone, "row" and None
-            for a missing number. Title, caption and command are not part of the picture, except as its accessible name.
-        inline: for a page, in whose text and grid colors it is then drawn; else a file with a white ground.
+        figure: {"title", "x_label", "y_label", "x_log", "y_log", "series", "caption", "command"}; a
+            series is {"label", "x", "y", "low", "high", "style"} with style "line", "points", "bar"
+            or, alone, "row" and None for a missing number. Title, caption and command are not part
+            of the picture, except as its accessible name.
+        inline: for a page, in whose text and grid colors it is then drawn; else a file with a white
+            ground.
 
     Raises:
         ValueError: there is no series, a style is unknown, or rows are not the only series.
@@ -52,7 +64,8 @@ def draw(figure: FigureData, *, inline: bool = True) -> str:
 
 
 def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool = False) -> str:
-    """Return one SVG of several figures in a grid, each under its title where there is more than one.
+    """Return one SVG of several figures in a grid, each under its title where there is more than
+    one.
 
     Raises:
         ValueError: there are no figures, or one cannot be drawn (see `draw`).
@@ -76,8 +89,16 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
             _draw_axes(axes, figure, titled=len(figures) > 1)
         buffer = io.StringIO()
         ground = {} if inline else {"facecolor": "white"}
-        canvas.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=inline, **ground)
-    return _finish(buffer.getvalue(), " · ".join(str(figure["title"]) for figure in figures), inline)
+        canvas.savefig(
+            buffer,
+            format="svg",
+            metadata={"Date": None, "Creator": None},
+            transparent=inline,
+            **ground,
+        )
+    return _finish(
+        buffer.getvalue(), " · ".join(str(figure["title"]) for figure in figures), inline
+    )
 
 
 def _check(figure: FigureData) -> None:
@@ -87,7 +108,9 @@ def _check(figure: FigureData) -> None:
         if series["style"] not in ("line", "points", "bar", "row"):
             raise ValueError(f"style={series['style']!r}: accepted are line, points, bar, row")
     if len(figure["series"]) > 1 and any(one["style"] == "row" for one in figure["series"]):
-        raise ValueError(f"figure {figure['title']!r} with rows and more: accepted is one series of rows")
+        raise ValueError(
+            f"figure {figure['title']!r} with rows and more: accepted is one series of rows"
+        )
 
 
 def _settings() -> Any:
@@ -125,7 +148,9 @@ def _settings() -> Any:
 
 
 def _room(series: Sequence[Mapping[str, Any]]) -> float:
-    """What names at the ends of lines need of a panel's width; a small margin where there are none."""
+    """What names at the ends of lines need of a panel's width; a small margin where there are
+    none.
+    """
     if not _fits_end_labels(series):
         return 0.015
     return 0.06 + _CHARACTER * max(len(str(one["label"])) for one in series)
@@ -136,18 +161,27 @@ def _legend_columns(series: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _legend_height(series: Sequence[Mapping[str, Any]]) -> float:
-    """Inches that a legend above the axes adds to a panel; none where names stand at the ends of lines."""
+    """Inches that a legend above the axes adds to a panel; none where names stand at the ends of
+    lines.
+    """
     if _fits_end_labels(series) or len(series) < 2:
         return 0.0
     return _LEGEND_LINE * math.ceil(len(series) / _legend_columns(series))
 
 
 def _place(axes: Any, cell: tuple[int, int], height: float, room: float) -> None:
-    """Fixed margins, so that panels align and the names at the right fit; `height` of a panel in inches."""
+    """Fixed margins, so that panels align and the names at the right fit; `height` of a panel in
+    inches.
+    """
     width, total = axes.get_figure().get_size_inches()
     row, column = cell
     bottom = total - (row + 1) * height + _BOTTOM * HEIGHT
-    place = ((column + _LEFT) * WIDTH, bottom, (1 - room - _LEFT) * WIDTH, (_TOP - _BOTTOM) * HEIGHT)
+    place = (
+        (column + _LEFT) * WIDTH,
+        bottom,
+        (1 - room - _LEFT) * WIDTH,
+        (_TOP - _BOTTOM) * HEIGHT,
+    )
     axes.set_position([part / (total if i % 2 else width) for i, part in enumerate(place)])
 
 
@@ -212,27 +246,48 @@ def _draw_series(axes: Any, one: Mapping[str, Any], index: int) -> None:
         low, high = ([_number(value) for value in one[side]] for side in ("low", "high"))
         if one["style"] == "points":
             below, above = _distances(y, low, high)
-            axes.errorbar(one["x"], y, yerr=(below, above), fmt="none", ecolor=color, elinewidth=1, capsize=2)
+            axes.errorbar(
+                one["x"], y, yerr=(below, above), fmt="none", ecolor=color, elinewidth=1, capsize=2
+            )
         else:
             axes.fill_between(one["x"], low, high, color=color, alpha=0.18, linewidth=0)
     if one["style"] == "points":
-        axes.plot(one["x"], y, linestyle="none", marker=_MARKERS[index % 7], markersize=5, color=color, label=label)
+        axes.plot(
+            one["x"],
+            y,
+            linestyle="none",
+            marker=_MARKERS[index % 7],
+            markersize=5,
+            color=color,
+            label=label,
+        )
     else:
         marker = _MARKERS[index % 7] if len(y) <= 12 else None
         dashes = _DASHES[index % len(_DASHES)]
         axes.plot(
-            one["x"], y, color=color, linestyle=dashes, marker=marker, markersize=4, zorder=3 - index / 100, label=label
+            one["x"],
+            y,
+            color=color,
+            linestyle=dashes,
+            marker=marker,
+            markersize=4,
+            zorder=3 - index / 100,
+            label=label,
         )
 
 
-def _distances(y: Sequence[float], low: Sequence[float], high: Sequence[float]) -> tuple[list[float], list[float]]:
+def _distances(
+    y: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> tuple[list[float], list[float]]:
     below = [max(0.0, b - a) for a, b in zip(low, y, strict=True)]
     above = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
     return below, above
 
 
 def _draw_bars(axes: Any, figure: FigureData) -> None:
-    """Grouped bars over names with a thin line from low to high; points on a logarithmic axis, which has no zero."""
+    """Grouped bars over names with a thin line from low to high; points on a logarithmic axis,
+    which has no zero.
+    """
     series = figure["series"]
     names = list(dict.fromkeys(str(x) for one in series for x in one["x"]))
     width = 0.8 / len(series)
@@ -246,20 +301,40 @@ def _draw_bars(axes: Any, figure: FigureData) -> None:
             continue
         error = None
         if one["low"] is not None and one["high"] is not None:
-            error = _distances(y, [_number(v) for v in one["low"]], [_number(v) for v in one["high"]])
+            error = _distances(
+                y, [_number(v) for v in one["low"]], [_number(v) for v in one["high"]]
+            )
         style = {"ecolor": _INK, "elinewidth": 0.8}
         label = _text(one["label"])
-        axes.bar(at, y, width * 0.92, color=COLORS[i % len(COLORS)], label=label, yerr=error, error_kw=style)
+        axes.bar(
+            at,
+            y,
+            width * 0.92,
+            color=COLORS[i % len(COLORS)],
+            label=label,
+            yerr=error,
+            error_kw=style,
+        )
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.5, len(names) - 0.5)
 
 
 def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
-    """Say what y is above the axis rather than along it: read without turning the head, and no width is lost."""
+    """Say what y is above the axis rather than along it: read without turning the head, and no
+    width is lost.
+    """
     axes.set_xlabel(_text(figure["x_label"]))
     text = f"{figure['title']}: {figure['y_label']}" if titled else figure["y_label"]
     weight = "bold" if titled else "normal"
-    axes.text(0, 1.045, _text(text), transform=_from_panel_edge(axes), ha="left", va="bottom", fontweight=weight)
+    axes.text(
+        0,
+        1.045,
+        _text(text),
+        transform=_from_panel_edge(axes),
+        ha="left",
+        va="bottom",
+        fontweight=weight,
+    )
     from matplotlib.ticker import MaxNLocator
 
     for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
@@ -267,12 +342,16 @@ def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
             _short_log_ticks(axis, low, high)
     if axes.get_yscale() == "linear" and not is_rows(figure["series"]):
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    if axes.get_xscale() == "linear" and not any(one["style"] in ("bar", "row") for one in figure["series"]):
+    if axes.get_xscale() == "linear" and not any(
+        one["style"] in ("bar", "row") for one in figure["series"]
+    ):
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
 def _short_log_ticks(axis: Any, low: float, high: float) -> None:
-    """Within a decade or so, numbers between the powers of ten are named as well, and all of them briefly: 3.6e-7."""
+    """Within a decade or so, numbers between the powers of ten are named as well, and all of them
+    briefly: 3.6e-7.
+    """
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -291,7 +370,9 @@ def _from_panel_edge(axes: Any) -> Any:
 
     panel = _panel(axes)
     left = (math.floor(axes.get_position().x0 / panel) + 0.01) * panel
-    return blended_transform_factory(Affine2D().translate(left, 0) + axes.get_figure().transFigure, axes.transAxes)
+    return blended_transform_factory(
+        Affine2D().translate(left, 0) + axes.get_figure().transFigure, axes.transAxes
+    )
 
 
 def _panel(axes: Any) -> float:
@@ -307,11 +388,15 @@ def _text(text: object) -> str:
 def _fits_end_labels(series: Sequence[Mapping[str, Any]]) -> bool:
     longest = max((len(str(one["label"])) for one in series), default=0)
     several = 1 < len(series) <= _MOST_END_LABELS
-    return several and longest <= _LONGEST_END_LABEL and all(one["style"] == "line" for one in series)
+    return (
+        several and longest <= _LONGEST_END_LABEL and all(one["style"] == "line" for one in series)
+    )
 
 
 def _name_ends(axes: Any, series: Sequence[Mapping[str, Any]]) -> None:
-    """Name each line at its right end, moved apart where the ends are close, with a thread to its line."""
+    """Name each line at its right end, moved apart where the ends are close, with a thread to its
+    line.
+    """
     axes.set_xlim(axes.get_xlim())  # fixed before heights are read off and threads are drawn
     axes.set_ylim(axes.get_ylim())
     ends = [end for i, one in enumerate(series) if (end := _last(axes, one, i)) is not None]
@@ -319,10 +404,17 @@ def _name_ends(axes: Any, series: Sequence[Mapping[str, Any]]) -> None:
     for (index, x, y), height in zip(ends, heights, strict=True):
         color = COLORS[index % len(COLORS)]
         axes.plot(
-            [x, 1.025, 1.06], [y, height, height], transform=axes.transAxes, clip_on=False, color=color, linewidth=0.8
+            [x, 1.025, 1.06],
+            [y, height, height],
+            transform=axes.transAxes,
+            clip_on=False,
+            color=color,
+            linewidth=0.8,
         )
         label = _text(series[index]["label"])
-        axes.text(1.075, height, label, transform=axes.transAxes, va="center", ha="left", fontsize=9.5)
+        axes.text(
+            1.075, height, label, transform=axes.transAxes, va="center", ha="left", fontsize=9.5
+        )
 
 
 def _last(axes: Any, one: Mapping[str, Any], index: int) -> tuple[int, float, float] | None:
@@ -337,7 +429,9 @@ def _last(axes: Any, one: Mapping[str, Any], index: int) -> tuple[int, float, fl
 
 
 def _apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Positions near the wanted ones, in the same order, at least `gap` apart and inside 0 to 1 if there is room."""
+    """Positions near the wanted ones, in the same order, at least `gap` apart and inside 0 to 1 if
+    there is room.
+    """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     placed: list[float] = []
     for i in order:
@@ -357,17 +451,28 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
 def _legend_above(axes: Any, series: Sequence[Mapping[str, Any]]) -> None:
     """A legend outside the axes, so that it never covers data."""
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.145), bbox_transform=_from_panel_edge(axes),
-        ncols=_legend_columns(series), frameon=False, borderaxespad=0, borderpad=0, fontsize=9.5, columnspacing=1.2,
-    )  # fmt: skip
+        loc="lower left",
+        bbox_to_anchor=(0, 1.145),
+        bbox_transform=_from_panel_edge(axes),
+        ncols=_legend_columns(series),
+        frameon=False,
+        borderaxespad=0,
+        borderpad=0,
+        fontsize=9.5,
+        columnspacing=1.2,
+    )
 
 
 def _finish(svg: str, title: str, inline: bool) -> str:
-    """Drop what only matplotlib needs, name the picture, and let the page color and set the text."""
+    """Drop what only matplotlib needs, name the picture, and let the page color and set the
+    text.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"(?:font-family: |(font: [^;\"]*?))'DejaVu Sans'[^;\"]*(; )?", _drop_family, svg)
-    svg = svg.replace("xlink:href", "href").replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
+    svg = svg.replace("xlink:href", "href").replace(
+        ' xmlns:xlink="http://www.w3.org/1999/xlink"', ""
+    )
     svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _hundredths, tag[0]), svg)
     svg = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", svg)
     svg = re.sub(r"\s*\n\s*", " ", svg).replace("> <", ">\n<").replace('z " ', 'z" ')
@@ -392,8 +497,12 @@ def _drop_family(match: re.Match[str]) -> str:
 
 
 def _own_ids(svg: str) -> str:
-    """Keep the ids that something refers to, under a prefix of this picture's own: a page holds many pictures."""
+    """Keep the ids that something refers to, under a prefix of this picture's own: a page holds
+    many pictures.
+    """
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     prefix = f"f{zlib.crc32(svg.encode()):08x}-"
-    svg = re.sub(r' id="([^"]+)"', lambda match: f' id="{prefix}{match[1]}"' if match[1] in used else "", svg)
+    svg = re.sub(
+        r' id="([^"]+)"', lambda match: f' id="{prefix}{match[1]}"' if match[1] in used else "", svg
+    )
     return re.sub(r'((?:href="#|url\(#))', rf"\1{prefix}", svg)

@@ -1,7 +1,8 @@
 """Heat maps: a table of numbers as colors, for the page and its two color schemes.
 
-All cells of one color are one path, so that thousands of them stay small. The scale runs from blue over white to
-orange, which every kind of color vision tells apart; its ends are written beside the bar.
+All cells of one color are one path, so that thousands of them stay small. The scale runs from blue
+over white to orange, which every kind of color vision tells apart; its ends are written beside the
+bar.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def draw_heat_map(figure: Mapping[str, Any]) -> str:
     """Return the inline SVG of a heat map.
 
     Args:
-        figure: {"kind": "heat map", "title", "x_label", "y_label", "values", "low", "high", "caption", "command"};
-            values are rows of equal length, the first on top, None where there is no number; what lies outside low to
-            high has the color of that end. A title that says more than the axes is the page's, not the picture's.
+        figure: {"kind": "heat map", "title", "x_label", "y_label", "values", "low", "high",
+            "caption", "command"}; values are rows of equal length, the first on top, None where
+            there is no number; what lies outside low to high has the color of that end. A title
+            that says more than the axes is the page's, not the picture's.
 
     Raises:
         ValueError: there are no values, rows differ in length, or low is not below high.
@@ -41,7 +43,8 @@ def draw_heat_map(figure: Mapping[str, Any]) -> str:
     columns = len(values[0]) if values else 0
     if not columns or any(len(row) != columns for row in values):
         raise ValueError(
-            f"values of heat map {figure['title']!r}: accepted are rows of one length, at least one number"
+            f"values of heat map {figure['title']!r}: accepted are rows of one length, at least one"
+            " number"
         )
     if not low < high:
         raise ValueError(f"low={low}, high={high}: accepted is low below high")
@@ -64,8 +67,8 @@ def draw_heat_map(figure: Mapping[str, Any]) -> str:
     )
     cells = _cells(levels, _LEFT, _TOP, width, height) + _cells(bar, right + 16, _TOP, 10, height)
     return (
-        f'<svg role="img" aria-label="{escape(str(figure["title"]))}" viewBox="0 0 353 {bottom + 40:g}" '
-        f'style="font-size:10.5px">{cells}{"".join(texts)}</svg>'
+        f'<svg role="img" aria-label="{escape(str(figure["title"]))}" viewBox="0 0 353'
+        f' {bottom + 40:g}" style="font-size:10.5px">{cells}{"".join(texts)}</svg>'
     )
 
 
@@ -80,7 +83,11 @@ def _color(level: int | None) -> str:
     """Blue at the lowest level, white in the middle, orange at the highest."""
     share = (level or 0) / _LEVELS
     end = ORANGE if share > 0 else BLUE
-    mixed = MISSING if level is None else [round(w + abs(share) * (e - w)) for w, e in zip(WHITE, end, strict=True)]
+    mixed = (
+        MISSING
+        if level is None
+        else [round(w + abs(share) * (e - w)) for w, e in zip(WHITE, end, strict=True)]
+    )
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
@@ -89,15 +96,23 @@ def _text(x: float, y: float, text: object, anchor: str) -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="currentColor">{said}</text>'
 
 
-def _cells(levels: Sequence[Sequence[int | None]], x: float, y: float, width: float, height: float) -> str:
-    """Cells as paths in units of a cell, one a color; neighbors of one color in a row are one rectangle."""
+def _cells(
+    levels: Sequence[Sequence[int | None]], x: float, y: float, width: float, height: float
+) -> str:
+    """Cells as paths in units of a cell, one a color; neighbors of one color in a row are one
+    rectangle.
+    """
     paths: dict[str, list[str]] = {}
     for row, line in enumerate(levels):
         start = 0
         for column in range(1, len(line) + 1):
             if column == len(line) or line[column] != line[start]:
-                paths.setdefault(_color(line[start]), []).append(f"M{start} {row}h{column - start}v1H{start}z")
+                paths.setdefault(_color(line[start]), []).append(
+                    f"M{start} {row}h{column - start}v1H{start}z"
+                )
                 start = column
-    drawn = "".join(f'<path fill="{color}" d="{"".join(parts)}"/>' for color, parts in sorted(paths.items()))
+    drawn = "".join(
+        f'<path fill="{color}" d="{"".join(parts)}"/>' for color, parts in sorted(paths.items())
+    )
     scale = f"scale({width / len(levels[0]):.4g} {height / len(levels):.4g})"
     return f'<g transform="translate({x:g} {y:g}) {scale}" shape-rendering="crispEdges">{drawn}</g>'

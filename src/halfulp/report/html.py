@@ -1,7 +1,8 @@
-"""Pages: plain data becomes one HTML file that opens anywhere, without a network and without scripts.
+"""Pages: plain data becomes one HTML file that opens anywhere, without a network and without
+scripts.
 
-A page is a title, a lead and sections; a section is a heading, one sentence that says what was found, and blocks. Every
-text is escaped here and nowhere else, so that no caller can forget it.
+A page is a title, a lead and sections; a section is a heading, one sentence that says what was
+found, and blocks. Every text is escaped here and nowhere else, so that no caller can forget it.
 
 Blocks are dictionaries with a "kind":
     {"kind": "text", "text"}                       a paragraph
@@ -49,12 +50,16 @@ BADGES: dict[str, tuple[str, str]] = {
     "not yet": ("none", "–"),
     "skipped": ("none", "–"),
 }
-"""Words that a table shows as a badge: its tone and its sign, so that color is never the only carrier."""
+"""Words that a table shows as a badge: its tone and its sign, so that color is never the only
+carrier.
+"""
 
 BADGE_COLUMNS = {"verdict", "outcome"}
 
 
-def page(title: str, lead: str, sections: Sequence[Section], *, meta: str = "", footer: str = "") -> str:
+def page(
+    title: str, lead: str, sections: Sequence[Section], *, meta: str = "", footer: str = ""
+) -> str:
     """Return one self-contained HTML document.
 
     Args:
@@ -68,7 +73,9 @@ def page(title: str, lead: str, sections: Sequence[Section], *, meta: str = "", 
         ValueError: a block's kind is unknown, or a figure cannot be drawn.
     """
     names = _anchors([str(section["heading"]) for section in sections])
-    body = _own_ids("\n".join(_section(section, name) for section, name in zip(sections, names, strict=True)))
+    body = _own_ids(
+        "\n".join(_section(section, name) for section, name in zip(sections, names, strict=True))
+    )
     contents = _contents(sections, names) if len(sections) > 1 else ""
     below = f"<footer><p class='meta'>{_e(footer)}</p></footer>" if footer else ""
     about = f"<p class='meta'>{_e(meta)}</p>" if meta else ""
@@ -114,7 +121,9 @@ def _anchors(headings: Sequence[str]) -> list[str]:
 
 
 def _own_ids(body: str) -> str:
-    """Number the pictures and put the number into their ids, since the same picture may stand on a page twice."""
+    """Number the pictures and put the number into their ids, since the same picture may stand on a
+    page twice.
+    """
     numbers = itertools.count(1)
 
     def own(picture: re.Match[str]) -> str:
@@ -135,7 +144,8 @@ def _contents(sections: Sequence[Section], names: Sequence[str]) -> str:
 def _section(section: Section, name: str) -> str:
     finding = f"<p class='finding'>{_e(section['finding'])}</p>" if section.get("finding") else ""
     return (
-        f"<section id='{name}' aria-labelledby='{name}-h'><h2 id='{name}-h'>{_e(section['heading'])}</h2>"
+        f"<section id='{name}' aria-labelledby='{name}-h'><h2"
+        f" id='{name}-h'>{_e(section['heading'])}</h2>"
         f"{finding}\n{_blocks(section['blocks'])}</section>"
     )
 
@@ -173,36 +183,54 @@ def _code(block: Block) -> str:
 
 
 def _command(block: Block) -> str:
-    return f"<p class='command'>Repeat: <code>{_e(block['command'])}</code></p>" if block.get("command") else ""
+    return (
+        f"<p class='command'>Repeat: <code>{_e(block['command'])}</code></p>"
+        if block.get("command")
+        else ""
+    )
 
 
 def _details(block: Block) -> str:
-    return f"<details><summary>{_e(block['summary'])}</summary>\n{_blocks(block['blocks'])}</details>"
+    return (
+        f"<details><summary>{_e(block['summary'])}</summary>\n{_blocks(block['blocks'])}</details>"
+    )
 
 
 def _figures(block: Block) -> str:
-    """Figures of one measurement share a command and a caption; each is said once, below all of them."""
+    """Figures of one measurement share a command and a caption; each is said once, below all of
+    them.
+    """
     figures = block["figures"]
     commands = list(dict.fromkeys(figure["command"] for figure in figures))
     captions = list(dict.fromkeys(figure["caption"] for figure in figures))
     shared = len(captions) == 1
     cells = "\n".join(_figure(figure, with_caption=not shared) for figure in figures)
     below = f"<p class='note'>{_e(captions[0])}</p>" if shared and captions[0] else ""
-    return f"<div class='figures'>{cells}</div>{below}" + "".join(_command({"command": c}) for c in commands)
+    return f"<div class='figures'>{cells}</div>{below}" + "".join(
+        _command({"command": c}) for c in commands
+    )
 
 
 def _figure(figure: Mapping[str, Any], *, with_caption: bool) -> str:
-    caption = f"<figcaption>{_e(figure['caption'])}</figcaption>" if with_caption and figure["caption"] else ""
+    caption = (
+        f"<figcaption>{_e(figure['caption'])}</figcaption>"
+        if with_caption and figure["caption"]
+        else ""
+    )
     return f"<figure><h3>{_e(figure['title'])}</h3>{draw_picture(figure)}{caption}</figure>"
 
 
 def _picture(block: Block) -> str:
     if not str(block["source"]).startswith("data:image/png;base64,"):
         raise ValueError(
-            f"source={str(block['source'])[:40]!r}: accepted is data:image/png;base64,… in the page itself"
+            f"source={str(block['source'])[:40]!r}: accepted is data:image/png;base64,… in the page"
+            " itself"
         )
     caption = f"<figcaption>{_e(block['caption'])}</figcaption>" if block.get("caption") else ""
-    return f"<figure class='sheet'><img src='{_e(block['source'])}' alt='{_e(block['alt'])}'>{caption}</figure>"
+    return (
+        f"<figure class='sheet'><img src='{_e(block['source'])}'"
+        f" alt='{_e(block['alt'])}'>{caption}</figure>"
+    )
 
 
 def _table(block: Block) -> str:
@@ -215,13 +243,17 @@ def _table(block: Block) -> str:
     body = []
     for row in rows:
         cells = [f"<th scope='row'{_class(classes[0])}>{_cell(row[0], columns[0])}</th>"]
-        cells += [f"<td{_class(classes[i])}>{_cell(row[i], columns[i])}</td>" for i in range(1, len(columns))]
+        cells += [
+            f"<td{_class(classes[i])}>{_cell(row[i], columns[i])}</td>"
+            for i in range(1, len(columns))
+        ]
         body.append(f"<tr>{''.join(cells)}</tr>")
     title, caption = block.get("title") or "", block.get("caption") or ""
     named = f"<h3>{_e(title)}</h3>" if title else ""
     said = f"<p class='note'>{_e(caption)}</p>" if caption else ""
     return (
-        f"{named}{said}<div class='scroll' role='region' aria-label='{_e(title or 'table')}' tabindex='0'><table>"
+        f"{named}{said}<div class='scroll' role='region' aria-label='{_e(title or 'table')}'"
+        " tabindex='0'><table>"
         f"<thead><tr>{head}</tr></thead>\n<tbody>{chr(10).join(body)}</tbody></table></div>{_command(block)}"
     )
 
@@ -250,7 +282,9 @@ def _cell(value: object, column: str) -> str:
 def _is_numeric(cells: Sequence[object]) -> bool:
     texts = [cell_text(cell) for cell in cells if cell is not None]
     number = r"[+−-]?[\d∞][\d.,e+−-]*"
-    return bool(texts) and all(re.fullmatch(rf"{number}( … {number}| ?[×%s])?", text) for text in texts)
+    return bool(texts) and all(
+        re.fullmatch(rf"{number}( … {number}| ?[×%s])?", text) for text in texts
+    )
 
 
 _RENDERERS: dict[str, Callable[[Block], str]] = {

@@ -1,4 +1,6 @@
-"""An isolation on a page and on the terminal, from its plain data: the verdict first, then the ladder it rests on."""
+"""An isolation on a page and on the terminal, from its plain data: the verdict first, then the
+ladder it rests on.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,24 @@ _STYLES = {"good": "green", "warn": "yellow", "bad": "red", "none": "dim"}
 
 def isolation_page(plain: Isolation, *, meta: str = "") -> str:
     """Return the page of an isolation."""
-    lead = f"The run {plain['run']}, trained again with one thing changed at a time until it survives."
-    return page(TITLE, lead, isolation_sections(plain), meta=meta, footer=f"Repeat it: {plain['command']}")
+    lead = (
+        f"The run {plain['run']}, trained again with one thing changed at a time until it survives."
+    )
+    return page(
+        TITLE, lead, isolation_sections(plain), meta=meta, footer=f"Repeat it: {plain['command']}"
+    )
 
 
 def isolation_sections(plain: Isolation) -> list[dict[str, Any]]:
     """Return the sections of an isolation: what was found, and the ladder."""
-    state = "" if plain["status"] == "done" else f"This isolation is {plain['status']}; the same command goes on. "
-    verdict: list[Block] = [{"kind": "text", "text": f"Fix. {plain['fix']}"}] if plain["fix"] else []
+    state = (
+        ""
+        if plain["status"] == "done"
+        else f"This isolation is {plain['status']}; the same command goes on. "
+    )
+    verdict: list[Block] = (
+        [{"kind": "text", "text": f"Fix. {plain['fix']}"}] if plain["fix"] else []
+    )
     if plain["notes"]:
         verdict.append({"kind": "list", "items": plain["notes"]})
     if plain["figures"]:
@@ -36,7 +48,11 @@ def isolation_sections(plain: Isolation) -> list[dict[str, Any]]:
     tables = [{"kind": "table", **table} for table in plain["tables"]]
     return [
         {"heading": "Verdict", "finding": f"{state}{plain['verdict']}", "blocks": verdict},
-        {"heading": "The ladder", "finding": "Every row is a run or one run a seed.", "blocks": tables},
+        {
+            "heading": "The ladder",
+            "finding": "Every row is a run or one run a seed.",
+            "blocks": tables,
+        },
     ]
 
 
@@ -51,11 +67,15 @@ def print_isolation(plain: Isolation, to: Console) -> None:
     for note in plain["notes"]:
         to.print(Text(note, style="dim"))
     color = _STYLES["good" if plain["found"] else "none"]
-    to.print(Text("verdict  ", style=f"bold {color}").append(plain["verdict"], style="default not bold"))
+    to.print(
+        Text("verdict  ", style=f"bold {color}").append(plain["verdict"], style="default not bold")
+    )
     if plain["fix"]:
         to.print(Text("fix  ", style="bold").append(plain["fix"], style="not bold"))
     if plain["status"] != "done":
-        to.print(Text(f"This isolation is {plain['status']}; the same command goes on.", style="bold"))
+        to.print(
+            Text(f"This isolation is {plain['status']}; the same command goes on.", style="bold")
+        )
     to.print(Padding(Text(", ".join(value for _, value in _spent(plain)), style="dim"), (0, 0)))
 
 
@@ -78,14 +98,22 @@ def _facts(plain: Isolation) -> list[tuple[str, str]]:
     ]
     if confidence["tried"]:
         held = f"{confidence['held']} of {confidence['tried']} seeds"
-        least = f"{100 * confidence['bound']:.0f} % at {100 * confidence['confidence']:.0f} % confidence"
-        pairs.append(("confidence", f"{held}; of all seeds at least {least} (Clopper–Pearson, one-sided)"))
+        least = (
+            f"{100 * confidence['bound']:.0f} % at {100 * confidence['confidence']:.0f} %"
+            " confidence"
+        )
+        pairs.append(
+            ("confidence", f"{held}; of all seeds at least {least} (Clopper–Pearson, one-sided)")
+        )
     return pairs + _spent(plain)
 
 
 def _spent(plain: Isolation) -> list[tuple[str, str]]:
     runs = sum(len(rung["runs"]) for rung in plain["rungs"])
-    return [("runs", f"{runs} runs, {plain['steps']} steps of training"), ("time", duration_text(plain["seconds"]))]
+    return [
+        ("runs", f"{runs} runs, {plain['steps']} steps of training"),
+        ("time", duration_text(plain["seconds"])),
+    ]
 
 
 def _list(numbers: list[int]) -> str:

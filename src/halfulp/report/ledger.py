@@ -1,7 +1,8 @@
 """The claims ledger on the terminal and on a page, from the plain data of its verdicts.
 
-A verdict is {"id", "statement", "paper", "measured", "rule", "verdict", "command", "seconds", "pictures"}; pictures,
-which may be missing, are figures and heat maps as `report.heatmap.draw_picture` takes them.
+A verdict is {"id", "statement", "paper", "measured", "rule", "verdict", "command", "seconds",
+"pictures"}; pictures, which may be missing, are figures and heat maps as
+`report.heatmap.draw_picture` takes them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def counts(verdicts: Sequence[Verdict]) -> str:
 
 
 def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
-    """Print every measured claim with the paper's figure, the one measured here and the rule; the others in a line."""
+    """Print every measured claim with the paper's figure, the one measured here and the rule; the
+    others in a line.
+    """
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -33,27 +36,46 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
     for verdict in (v for v in verdicts if v["measured"]):
         tone, sign = BADGES[verdict["verdict"]]
         line = Text(f"{sign} {verdict['id']}  ", style=f"bold {_STYLES[tone]}")
-        line.append(verdict["verdict"], style=_STYLES[tone]).append(f"  ({verdict['seconds']:.1f} s)", style="dim")
+        line.append(verdict["verdict"], style=_STYLES[tone]).append(
+            f"  ({verdict['seconds']:.1f} s)", style="dim"
+        )
         to.print(line)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column(ratio=1)
-        for name, key in (("claim", "statement"), ("paper", "paper"), ("measured", "measured"), ("rule", "rule")):
+        for name, key in (
+            ("claim", "statement"),
+            ("paper", "paper"),
+            ("measured", "measured"),
+            ("rule", "rule"),
+        ):
             if verdict[key]:
                 grid.add_row(name, Text(str(verdict[key])))
         to.print(Padding(grid, (0, 0, 1, 4)))
     for verdict in (v for v in verdicts if not v["measured"]):
         _, sign = BADGES[verdict["verdict"]]
-        to.print(Text(f"{sign} {verdict['id']:<4} {verdict['verdict']}: {verdict['statement']}", style="dim"))
+        to.print(
+            Text(
+                f"{sign} {verdict['id']:<4} {verdict['verdict']}: {verdict['statement']}",
+                style="dim",
+            )
+        )
     to.print(Text(counts(verdicts), style="bold"))
 
 
 def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") -> str:
-    """Return the page of a ledger: all verdicts in one table, then claim by claim what was measured, with pictures."""
-    rows = [[verdict[key] for key in ("id", "verdict", "statement", "paper")] for verdict in verdicts]
+    """Return the page of a ledger: all verdicts in one table, then claim by claim what was
+    measured, with pictures.
+    """
+    rows = [
+        [verdict[key] for key in ("id", "verdict", "statement", "paper")] for verdict in verdicts
+    ]
     columns = ("id", "verdict", "claim", "paper")
     table = {"kind": "table", "title": "", "columns": columns, "rows": rows, "command": command}
-    lead = "Every claim with the paper's figure, the figure measured here, and a verdict computed by a stated rule."
+    lead = (
+        "Every claim with the paper's figure, the figure measured here, and a verdict computed by a"
+        " stated rule."
+    )
     measured = [block for verdict in verdicts for block in _claim(verdict)]
     sections: list[dict[str, Any]] = [
         {"heading": "Verdicts", "finding": f"{counts(verdicts)}.", "blocks": [table]},

@@ -10,18 +10,26 @@ from halfulp.report.html import page
 
 
 def experiment_page(
-    title: str, figures: Sequence[Mapping[str, Any]], tables: Sequence[Mapping[str, Any]], *, meta: str = ""
+    title: str,
+    figures: Sequence[Mapping[str, Any]],
+    tables: Sequence[Mapping[str, Any]],
+    *,
+    meta: str = "",
 ) -> str:
     """Return a page of figures and tables in their plain form (`experiments.results`)."""
     figures = [part for figure in figures for part in uncrowded(figure)]
-    captions = list(dict.fromkeys(str(part["caption"]) for part in (*figures, *tables) if part["caption"]))
+    captions = list(
+        dict.fromkeys(str(part["caption"]) for part in (*figures, *tables) if part["caption"])
+    )
     lead = captions[0] if len(captions) == 1 else ""
     said = {"caption": ""} if lead else {}
     blocks: list[dict[str, Any]] = []
     if figures:
         blocks.append({"kind": "figures", "figures": [{**figure, **said} for figure in figures]})
     blocks += [{"kind": "table", **table, **said} for table in tables]
-    return page(title, lead, [{"heading": "Figures and tables", "finding": "", "blocks": blocks}], meta=meta)
+    return page(
+        title, lead, [{"heading": "Figures and tables", "finding": "", "blocks": blocks}], meta=meta
+    )
 
 
 def uncrowded(figure: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -36,4 +44,7 @@ def uncrowded(figure: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for one in series:
         name, _, rest = one["label"].partition(", ")
         parts.setdefault(name, []).append({**one, "label": rest})
-    return [{**figure, "title": f"{figure['title']}, {name}", "series": same} for name, same in parts.items()]
+    return [
+        {**figure, "title": f"{figure['title']}, {name}", "series": same}
+        for name, same in parts.items()
+    ]

@@ -1,4 +1,6 @@
-"""Bars that lie: one row a name, with its range and its value in digits, for many names on a phone's width."""
+"""Bars that lie: one row a name, with its range and its value in digits, for many names on a
+phone's width.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _WIDEST_NAMES = 0.45  # of a panel's width
 
 
 def draw_rows(axes: Any, one: Mapping[str, Any], *, panel: float, color: str, ink: str) -> None:
-    """Draw a series of names from top to bottom, a line at 1 where it is among the values, a dash for a missing one.
+    """Draw a series of names from top to bottom, a line at 1 where it is among the values, a dash
+    for a missing one.
 
     Args:
         axes: where to draw; its left edge moves to the right until the names fit.
@@ -41,7 +44,9 @@ def draw_rows(axes: Any, one: Mapping[str, Any], *, panel: float, color: str, in
     right = max([end for end in ends if math.isfinite(end)], default=0.0) or 1.0
     for row, y, end in zip(at, values, ends, strict=True):
         text = times_text(None if math.isnan(y) else y)
-        axes.text(min(end, right) + 0.02 * right, row, text, va="center", ha="left", fontsize=_SMALL)
+        axes.text(
+            min(end, right) + 0.02 * right, row, text, va="center", ha="left", fontsize=_SMALL
+        )
     if right >= 1:
         axes.axvline(1.0, color=ink, linewidth=0.8, linestyle=(0, (3, 2)), zorder=0.9)
     axes.set_xlim(0, 1.2 * right)

@@ -1,4 +1,6 @@
-"""The page of run folders of any kind: what training runs recorded, isolations, demos, one section after the other."""
+"""The page of run folders of any kind: what training runs recorded, isolations, demos, one section
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ def run_page(sections: Sequence[Section], names: Sequence[str], command: str, ve
     return page(title, "", sections, meta=version, footer=f"Make this page again: {command}")
 
 
-def training_section(seen: Mapping[str, Any], finding: str, pictures: Sequence[Mapping[str, Any]] = ()) -> Section:
-    """Return the section of training runs: `seen` is {"figures", "tables"}, pictures blocks with a title."""
+def training_section(
+    seen: Mapping[str, Any], finding: str, pictures: Sequence[Mapping[str, Any]] = ()
+) -> Section:
+    """Return the section of training runs: `seen` is {"figures", "tables"}, pictures blocks with a
+    title.
+    """
     figures = [part for figure in seen["figures"] for part in uncrowded(figure)]
     blocks: list[Mapping[str, Any]] = [{"kind": "figures", "figures": figures}] if figures else []
     blocks += [{"kind": "table", **table} for table in seen["tables"]]
@@ -36,12 +42,23 @@ def record_section(name: str, record: Mapping[str, Any]) -> Section:
         ("ended", record["ended"] or f"not yet, or killed: {record['status']}"),
         (
             "taken up again",
-            "; ".join(f"after step {r['step']} at {r['at']}" for r in record.get("resumed", ())) or "no",
+            "; ".join(f"after step {r['step']} at {r['at']}" for r in record.get("resumed", ()))
+            or "no",
         ),
-        ("processor", f"{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}"),
+        (
+            "processor",
+            f"{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}",
+        ),
         ("GPU", machine["gpu"] or "none"),
-        ("versions", ", ".join(f"{package} {version}" for package, version in record["versions"].items())),
+        (
+            "versions",
+            ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
+        ),
         ("revision", record["git"] or "not in a git repository"),
         ("configuration", ", ".join(f"{key}: {value}" for key, value in record["config"].items())),
     ]
-    return {"heading": f"How {name} was made", "finding": "", "blocks": [{"kind": "facts", "pairs": pairs}]}
+    return {
+        "heading": f"How {name} was made",
+        "finding": "",
+        "blocks": [{"kind": "facts", "pairs": pairs}],
+    }

@@ -1,4 +1,6 @@
-"""The style sheet of every page: one column on a phone, pictures side by side on a desk, black on white in print."""
+"""The style sheet of every page: one column on a phone, pictures side by side on a desk, black on
+white in print.
+"""
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1b1d; --soft: #5c5c61; --ground: #fdfdfb; --panel: #f4f4f0; --line: #dcdcd6;

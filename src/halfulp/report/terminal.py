@@ -19,7 +19,9 @@ Advance = Callable[[float, str], None]
 
 
 def console() -> Console:
-    """Return the console of standard output: as wide as the terminal, or 100 columns in a pipe, without color there."""
+    """Return the console of standard output: as wide as the terminal, or 100 columns in a pipe,
+    without color there.
+    """
     from rich.console import Console
 
     watched = sys.stdout.isatty()
@@ -29,27 +31,36 @@ def console() -> Console:
 def print_table(table: Mapping[str, Any], to: Console) -> None:
     """Print a table's plain data: {"title", "columns", "rows", "caption"}.
 
-    No figure is cut: long text wraps, and columns that do not fit beside each other follow below, after the first
-    column once more.
+    No figure is cut: long text wraps, and columns that do not fit beside each other follow below,
+    after the first column once more.
     """
     from rich.table import Table
     from rich.text import Text
 
     texts = [[cell_text(cell) for cell in row] for row in table["rows"]]
-    lengths = [max([len(str(name)), *(len(row[i]) for row in texts)]) for i, name in enumerate(table["columns"])]
+    lengths = [
+        max([len(str(name)), *(len(row[i]) for row in texts)])
+        for i, name in enumerate(table["columns"])
+    ]
     widths = [min(length, _WHOLE) for length in lengths]
     title = table["title"]
     for part in _parts(widths, to.width):
-        grid = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        fits = sum(widths[i] + _GAP for i in part) - _GAP <= to.width  # else two columns of which both wrap
+        grid = Table(
+            title=title, title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
+        # else two columns of which both wrap
+        fits = sum(widths[i] + _GAP for i in part) - _GAP <= to.width
         for i in part:
             cells = [row[i] for row in table["rows"]]
             number = all(isinstance(cell, (int, float)) or cell is None for cell in cells)
             whole = fits and lengths[i] <= _WHOLE
             grid.add_column(
-                str(table["columns"][i]), justify="right" if number else "left", no_wrap=whole, overflow="fold",
+                str(table["columns"][i]),
+                justify="right" if number else "left",
+                no_wrap=whole,
+                overflow="fold",
                 min_width=widths[i] if fits else None,
-            )  # fmt: skip
+            )
         for row in texts:
             grid.add_row(*(Text(row[i]) for i in part))
         to.print(grid)
@@ -59,7 +70,9 @@ def print_table(table: Mapping[str, Any], to: Console) -> None:
 
 
 def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Columns that fit beside each other in so many characters, each part opening with the first column."""
+    """Columns that fit beside each other in so many characters, each part opening with the first
+    column.
+    """
     parts = [[0]]
     for i in range(1, len(widths)):
         if len(parts[-1]) > 1 and sum(widths[j] + _GAP for j in parts[-1]) + widths[i] > room:
@@ -81,7 +94,8 @@ def print_act(act: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Advance]:
-    """Show a bar with the time that is left on standard error while the block runs; nothing where that is no terminal.
+    """Show a bar with the time that is left on standard error while the block runs; nothing where
+    that is no terminal.
 
     The block gets a function of the fraction done, 0 to 1, and of what is being worked on.
     """

@@ -38,7 +38,9 @@ def power_text(value: float | None) -> str:
 
 def tick_text(value: float) -> str:
     """Return the shortest text of up to three digits, for the ticks of an axis."""
-    return re.sub(r"e([+-])0?(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", f"{value:.3g}")
+    return re.sub(
+        r"e([+-])0?(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", f"{value:.3g}"
+    )
 
 
 def times_text(ratio: float | None) -> str:

@@ -1,7 +1,9 @@
-"""Run folders and files that are whole or not there: written under a temporary name, synced, then renamed.
+"""Run folders and files that are whole or not there: written under a temporary name, synced, then
+renamed.
 
-A reader, another process or a later run, never meets half a file, whenever the writer was stopped. A run folder is
-known by its run.json. A new run is written beside the one that it replaces and takes its place at the end.
+A reader, another process or a later run, never meets half a file, whenever the writer was stopped.
+A run folder is known by its run.json. A new run is written beside the one that it replaces and
+takes its place at the end.
 """
 
 from __future__ import annotations
@@ -68,16 +70,21 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def open_run(out: Path) -> Path:
-    """Return a new, empty folder beside `out` to write a run into; `close_run` puts it in its place.
+    """Return a new, empty folder beside `out` to write a run into; `close_run` puts it in its
+    place.
 
     Raises:
-        ValueError: `out` or the folder beside it holds something else than a run, or cannot be written.
+        ValueError: `out` or the folder beside it holds something else than a run, or cannot be
+            written.
     """
     check_folder("out", out)
     beside = _beside(out, "partial")
     for folder in (out, beside):
         if folder.exists() and any(folder.iterdir()) and not is_run_folder(folder):
-            raise ValueError(f"out={str(out)!r}: {str(folder)!r} holds other files; accepted is a new or empty folder")
+            raise ValueError(
+                f"out={str(out)!r}: {str(folder)!r} holds other files; accepted is a new or empty"
+                " folder"
+            )
     if beside.exists():
         shutil.rmtree(beside)
     beside.mkdir()
@@ -104,7 +111,9 @@ def _beside(out: Path, suffix: str) -> Path:
 
 
 def check_file(argument: str, path: Path | None) -> None:
-    """Raise ValueError, before the work, for a file that could not be written after it; None is no file."""
+    """Raise ValueError, before the work, for a file that could not be written after it; None is no
+    file.
+    """
     if path is None:
         return
     if path.is_dir():
@@ -113,7 +122,9 @@ def check_file(argument: str, path: Path | None) -> None:
 
 
 def check_folder(argument: str, path: Path | None) -> None:
-    """Raise ValueError, before the work, for a folder that is not there and could not be made; None is no folder."""
+    """Raise ValueError, before the work, for a folder that is not there and could not be made; None
+    is no folder.
+    """
     if path is None:
         return
     if path.exists() and not path.is_dir():
@@ -123,10 +134,14 @@ def check_folder(argument: str, path: Path | None) -> None:
 
 def _check_writable(argument: str, path: Path, folder: Path) -> None:
     if not folder.is_dir():
-        raise ValueError(f"{argument}={str(path)!r}: there is no folder {str(folder)!r}; accepted is a place in one")
+        raise ValueError(
+            f"{argument}={str(path)!r}: there is no folder {str(folder)!r}; accepted is a place"
+            " in one"
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(
-            f"{argument}={str(path)!r}: nothing may be written to {str(folder)!r}; accepted is where it may"
+            f"{argument}={str(path)!r}: nothing may be written to {str(folder)!r}; accepted is"
+            " where it may"
         )
 
 

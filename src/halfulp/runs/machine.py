@@ -1,4 +1,6 @@
-"""Where a run was made: versions, git revision and machine, so that its figures can be compared with another's."""
+"""Where a run was made: versions, git revision and machine, so that its figures can be compared
+with another's.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +29,44 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return system, processor, cores, memory in bytes, and the vector instructions that torch uses."""
+    """Return system, processor, cores, memory in bytes, and the vector instructions that torch
+    uses.
+    """
     return {
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if hasattr(os, "sysconf")
+        else None,
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
     }
 
 
 def git_revision() -> str | None:
-    """Return the commit of the source tree that this package runs from, with "+" if it was changed since; else None."""
+    """Return the commit of the source tree that this package runs from, with "+" if it was changed
+    since; else None.
+    """
     source = Path(__file__).parents[2]
     if not (source.parent / ".git").exists():
         return None
     commit = _git(source, "rev-parse", "HEAD")
-    return None if commit is None else commit + ("+" if _git(source, "status", "--porcelain", "--", ".") else "")
+    return (
+        None
+        if commit is None
+        else commit + ("+" if _git(source, "status", "--porcelain", "--", ".") else "")
+    )
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -1,8 +1,9 @@
-"""Many jobs at once: processes of one thread each on this machine, or whatever joblib knows how to reach.
+"""Many jobs at once: processes of one thread each on this machine, or whatever joblib knows how to
+reach.
 
-joblib is the one place where several worlds meet: its own processes here, and through its registry a Ray or Dask
-cluster, without a line in between that knows of either. Jobs and results travel by pickle between processes that
-belong to one program; nothing of it is kept in a file.
+joblib is the one place where several worlds meet: its own processes here, and through its registry
+a Ray or Dask cluster, without a line in between that knows of either. Jobs and results travel by
+pickle between processes that belong to one program; nothing of it is kept in a file.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def run_jobs(
         function: at the top level of a module, so that a worker can find it.
         jobs: what it is called with.
         workers: processes; 1 means this process unless a backend is named.
-        backend: of joblib: "loky" (the default), "threading", "dask" or "dask:ADDRESS" of its scheduler, "ray", or any
-            that the caller registered. Workers on other machines need the same packages and the same folders.
+        backend: of joblib: "loky" (the default), "threading", "dask" or "dask:ADDRESS" of its
+            scheduler, "ray", or any that the caller registered. Workers on other machines need the
+            same packages and the same folders.
         progress: called with the fraction of jobs that are done.
 
     Raises:
@@ -50,7 +52,11 @@ def run_jobs(
         raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
     report = progress or no_progress
     results: dict[int, Result] = {}
-    calls = _here if backend is None and min(workers, len(jobs)) <= 1 else partial(_spread, workers, backend)
+    calls = (
+        _here
+        if backend is None and min(workers, len(jobs)) <= 1
+        else partial(_spread, workers, backend)
+    )
     for number, result in calls(function, jobs):
         results[number] = result
         report(len(results) / len(jobs), f"{len(results)} of {len(jobs)} runs")
@@ -70,13 +76,20 @@ def _spread(
 
     done = 0
     with _configured(backend):
-        parallel = Parallel(n_jobs=min(workers, len(jobs)), return_as="generator_unordered", batch_size=1)
+        parallel = Parallel(
+            n_jobs=min(workers, len(jobs)), return_as="generator_unordered", batch_size=1
+        )
         try:
-            for found in parallel(delayed(_numbered)(function, number, job) for number, job in enumerate(jobs)):
+            for found in parallel(
+                delayed(_numbered)(function, number, job) for number, job in enumerate(jobs)
+            ):
                 done += 1
                 yield found
         except TerminatedWorkerError as error:
-            said = f"a worker process was killed, perhaps for want of memory, with {done} of {len(jobs)} runs done"
+            said = (
+                f"a worker process was killed, perhaps for want of memory, with {done} of"
+                f" {len(jobs)} runs done"
+            )
             raise WorkerKilledError(said) from error
 
 
@@ -100,8 +113,13 @@ def _configured(backend: str | None) -> Iterator[None]:
     try:
         context = parallel_config(backend=name, **options)
     except (ValueError, TypeError, ImportError) as error:
-        accepted = "accepted are loky, threading, dask:ADDRESS, ray:ADDRESS or a name registered with joblib"
-        raise ValueError(f"backend={backend!r}: {' '.join(str(error).split())}; {accepted}") from None
+        accepted = (
+            "accepted are loky, threading, dask:ADDRESS, ray:ADDRESS or a name registered with"
+            " joblib"
+        )
+        raise ValueError(
+            f"backend={backend!r}: {' '.join(str(error).split())}; {accepted}"
+        ) from None
     with context:
         yield
 
@@ -112,7 +130,9 @@ def _register_ray(address: str) -> None:
         ray = importlib.import_module("ray")
         register = importlib.import_module("ray.util.joblib").register_ray
     except ImportError:
-        raise ValueError("backend='ray': the package ray is not installed here; accepted is loky") from None
+        raise ValueError(
+            "backend='ray': the package ray is not installed here; accepted is loky"
+        ) from None
     if address:
         ray.init(address=address)
     register()

@@ -1,7 +1,9 @@
-"""What an experiment hands to whoever draws or prints it: plain data that turns into JSON and nothing else.
+"""What an experiment hands to whoever draws or prints it: plain data that turns into JSON and
+nothing else.
 
-Experiments compute and reports render; between them go figures and tables in the dictionary form of this file, so that
-a picture can be drawn again from a file years later, without the code that measured it.
+Experiments compute and reports render; between them go figures and tables in the dictionary form of
+this file, so that a picture can be drawn again from a file years later, without the code that
+measured it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Series:
         for name in ("y", "low", "high"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.x):
-                raise ValueError(f"{name} of {len(values)} values: accepted are as many as x has, {len(self.x)}")
+                raise ValueError(
+                    f"{name} of {len(values)} values: accepted are as many as x has, {len(self.x)}"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; numbers that are not finite become None."""
@@ -86,11 +90,15 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"row of {len(row)} cells: accepted are as many as columns, {len(self.columns)}")
+                raise ValueError(
+                    f"row of {len(row)} cells: accepted are as many as columns, {len(self.columns)}"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; numbers that are not finite become None."""
-        rows = [[_plain(cell) if isinstance(cell, float) else cell for cell in row] for row in self.rows]
+        rows = [
+            [_plain(cell) if isinstance(cell, float) else cell for cell in row] for row in self.rows
+        ]
         return {
             "title": self.title,
             "columns": list(self.columns),

@@ -1,8 +1,8 @@
 """Experiments run on one thread of torch.
 
-Two reasons: a sum split over threads has other bits than one that is not, and an experiment must give the same figures
-on every machine; and on tensors this small a thread pool costs more than it brings, a great deal more where another
-process wants the same cores.
+Two reasons: a sum split over threads has other bits than one that is not, and an experiment must
+give the same figures on every machine; and on tensors this small a thread pool costs more than it
+brings, a great deal more where another process wants the same cores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which attention runs where: one function for the whole model, others for some of its layers and heads.
+"""Which attention runs where: one function for the whole model, others for some of its layers and
+heads.
 
-Every choice is a line of text, so that a run folder can say it, a worker process can be told it, and a run can be
-repeated from its record: PyTorch's kernels ("torch:flash"), a recipe ("BF16_FLASH2[out=fp32]"), or a function of the
-user's ("kernel.py:attention").
+Every choice is a line of text, so that a run folder can say it, a worker process can be told it,
+and a run can be repeated from its record: PyTorch's kernels ("torch:flash"), a recipe
+("BF16_FLASH2[out=fp32]"), or a function of the user's ("kernel.py:attention").
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ TORCH_BACKENDS = {
     "torch:efficient": SDPBackend.EFFICIENT_ATTENTION,
     "torch:cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""PyTorch's kernels; float32 inputs are read as bf16. "torch" leaves the choice to PyTorch, "torch:fp32" casts up."""
+"""PyTorch's kernels; float32 inputs are read as bf16. "torch" leaves the choice to PyTorch,
+"torch:fp32" casts up.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Assignment:
 
     def covers(self, layer: int, head: int) -> bool:
         """Whether it speaks of that head of that layer."""
-        return (self.layers is None or layer in self.layers) and (self.heads is None or head in self.heads)
+        return (self.layers is None or layer in self.layers) and (
+            self.heads is None or head in self.heads
+        )
 
     def __str__(self) -> str:
         where = [
@@ -58,21 +63,29 @@ class Assignment:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Who computes attention in every head of every layer; of several assignments that cover a head the last counts."""
+    """Who computes attention in every head of every layer; of several assignments that cover a head
+    the last counts.
+    """
 
     assignments: tuple[Assignment, ...] = (Assignment("torch:flash"),)
 
     @classmethod
     def of(cls, *texts: str) -> AttentionPlan:
-        """Read "CHOICE", "layer 1: CHOICE", "head 2,5: CHOICE" or "layer 0,1 head 2: CHOICE"; the first covers all.
+        """Read "CHOICE", "layer 1: CHOICE", "head 2,5: CHOICE" or "layer 0,1 head 2: CHOICE"; the
+        first covers all.
 
         Raises:
             ValueError: a text is none of these, or the first leaves some heads without attention.
         """
         plan = cls(tuple(_assignment(text) for text in texts))
-        if not plan.assignments or plan.assignments[0].layers is not None or plan.assignments[0].heads is not None:
+        if (
+            not plan.assignments
+            or plan.assignments[0].layers is not None
+            or plan.assignments[0].heads is not None
+        ):
             raise ValueError(
-                f"attention={list(texts)!r}: accepted is first a choice for every head, such as torch:flash"
+                f"attention={list(texts)!r}: accepted is first a choice for every head, such as"
+                " torch:flash"
             )
         return plan
 
@@ -97,20 +110,26 @@ class AttentionPlan:
             for name, numbers, count in (("layer", a.layers, layers), ("head", a.heads, heads)):
                 for number in numbers or ():
                     if not 0 <= number < count:
-                        raise ValueError(f"attention={str(a)!r}: accepted are {name}s 0 to {count - 1}")
+                        raise ValueError(
+                            f"attention={str(a)!r}: accepted are {name}s 0 to {count - 1}"
+                        )
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.assignments))
 
 
-_WHERE = re.compile(r"\s*(?:layers?\s+(?P<layers>[\d,]+))?\s*(?:heads?\s+(?P<heads>[\d,]+))?\s*:\s*(?P<choice>.+)")
+_WHERE = re.compile(
+    r"\s*(?:layers?\s+(?P<layers>[\d,]+))?\s*(?:heads?\s+(?P<heads>[\d,]+))?\s*:\s*(?P<choice>.+)"
+)
 
 
 def _assignment(text: str) -> Assignment:
     match = _WHERE.fullmatch(text) if re.match(r"\s*(layer|head)", text) else None
     if match is None:
         if re.match(r"\s*(layers?|heads?)\s", text) or not text.strip():
-            raise ValueError(f"attention={text!r}: accepted is CHOICE or, for some, 'layer 1 head 2,5: CHOICE'")
+            raise ValueError(
+                f"attention={text!r}: accepted is CHOICE or, for some, 'layer 1 head 2,5: CHOICE'"
+            )
         return Assignment(text.strip())
     layers, heads = (
         None if match[name] is None else tuple(int(n) for n in match[name].split(",") if n)
@@ -119,13 +138,15 @@ def _assignment(text: str) -> Assignment:
     return Assignment(match["choice"].strip(), layers, heads)
 
 
-def attention_function(choice: str, own: Mapping[str, AttentionFunction] | None = None) -> AttentionFunction:
+def attention_function(
+    choice: str, own: Mapping[str, AttentionFunction] | None = None
+) -> AttentionFunction:
     """Return the function that a choice names.
 
     Args:
-        choice: "torch", "torch:fp32", one of `TORCH_BACKENDS`, a recipe (see `halfulp.recipes.recipe_named`),
-            "halfulp" (`halfulp.attention` in bf16; "halfulp:torch" and so on for one backend), "module:function" or
-            "file.py:function", or a name in `own`.
+        choice: "torch", "torch:fp32", one of `TORCH_BACKENDS`, a recipe (see
+            `halfulp.recipes.recipe_named`), "halfulp" (`halfulp.attention` in bf16; "halfulp:torch"
+            and so on for one backend), "module:function" or "file.py:function", or a name in `own`.
         own: functions of the caller's by name.
 
     Raises:
@@ -144,31 +165,52 @@ def attention_function(choice: str, own: Mapping[str, AttentionFunction] | None 
     if choice == "halfulp" or (":" in choice and not choice.startswith("torch:")):
         target = resolve(choice)
         if target.missing is not None:
-            raise ValueError(f"attention={choice!r}: {target.missing}; accepted is one that runs here")
+            raise ValueError(
+                f"attention={choice!r}: {target.missing}; accepted is one that runs here"
+            )
         return partial(_out_of, target.call)
     torchs = ", ".join(TORCH_BACKENDS)
-    accepted = f"torch, torch:fp32, {torchs}, halfulp, file.py:function, or a recipe: {', '.join(RECIPES)}"
+    accepted = (
+        f"torch, torch:fp32, {torchs}, halfulp, file.py:function, or a recipe: {', '.join(RECIPES)}"
+    )
     raise ValueError(f"attention={choice!r}: accepted are {accepted}")
 
 
 class Attend(nn.Module):
-    """The seam between a model and its attention: the plan's function in every head, and a tap behind it."""
+    """The seam between a model and its attention: the plan's function in every head, and a tap
+    behind it.
+    """
 
     def __init__(
-        self, layer: int, heads: int, plan: AttentionPlan, own: Mapping[str, AttentionFunction] | None = None
+        self,
+        layer: int,
+        heads: int,
+        plan: AttentionPlan,
+        own: Mapping[str, AttentionFunction] | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.heads = layer, heads
         self.groups = [
-            (None if len(members) == heads else torch.tensor(members), attention_function(choice, own))
+            (
+                None if len(members) == heads else torch.tensor(members),
+                attention_function(choice, own),
+            )
             for choice, members in plan.groups(layer, heads).items()
         ]
         self.tap: Tap | None = None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None = None,
     ) -> Tensor:
-        """Return out `[B, H, N, D_v]` of query `[B, H, N, D]`; key and value may have fewer heads (GQA)."""
+        """Return out `[B, H, N, D_v]` of query `[B, H, N, D]`; key and value may have fewer heads
+        (GQA).
+        """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if key.shape[1] != self.heads:
             key, value = (x.repeat_interleave(self.heads // x.shape[1], 1) for x in (key, value))
@@ -177,14 +219,22 @@ class Attend(nn.Module):
             out = self.tap(self.layer, query, key, value, out, is_causal=is_causal, scale=scale)
         return out
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    ) -> Tensor:
         if len(self.groups) == 1:
             return self.groups[0][1](query, key, value, is_causal=is_causal, scale=scale)
         parts: list[Tensor | None] = [None] * self.heads
         for members, function in self.groups:
             assert members is not None
             members = members.to(query.device)
-            out = function(query[:, members], key[:, members], value[:, members], is_causal=is_causal, scale=scale)
+            out = function(
+                query[:, members],
+                key[:, members],
+                value[:, members],
+                is_causal=is_causal,
+                scale=scale,
+            )
             for place, head in enumerate(members.tolist()):
                 parts[head] = out[:, place]
         return torch.stack([part for part in parts if part is not None], 1)
@@ -199,19 +249,29 @@ def set_tap(model: nn.Module, tap: Tap | None) -> None:
 
 def _torch_fp32(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     with torch.autocast(query.device.type, enabled=False):
-        out = functional.scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
+        out = functional.scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), **options
+        )
     return out.to(query.dtype)
 
 
-def _torch_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def _torch_backend(
+    backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
     half = query.dtype if query.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     with sdpa_kernel(backend):
-        out = functional.scaled_dot_product_attention(query.to(half), key.to(half), value.to(half), **options)
+        out = functional.scaled_dot_product_attention(
+            query.to(half), key.to(half), value.to(half), **options
+        )
     return out.to(query.dtype)
 
 
-def _out_of(call: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Out of a kernel of the user's, read in bf16 as kernels are, without the lse that some return beside it."""
+def _out_of(
+    call: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    """Out of a kernel of the user's, read in bf16 as kernels are, without the lse that some return
+    beside it.
+    """
     half = query.dtype if query.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     result = call(query.to(half), key.to(half), value.to(half), **options)
     out = result[0] if isinstance(result, tuple) else result

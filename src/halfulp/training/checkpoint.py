@@ -1,7 +1,8 @@
-"""Checkpoints: weights and optimizer as safetensors, the rest as JSON, in a folder that is whole or not there.
+"""Checkpoints: weights and optimizer as safetensors, the rest as JSON, in a folder that is whole or
+not there.
 
-A folder is written under a hidden name, synced and renamed. One that is torn all the same (a full disk, a copy that was
-cut off) is skipped with a warning, and the one before it is taken.
+A folder is written under a hidden name, synced and renamed. One that is torn all the same (a full
+disk, a copy that was cut off) is skipped with a warning, and the one before it is taken.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Checkpoint:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, whole where they are sharded; tied ones once."""
+    """Return parameters and persistent buffers by name, whole where they are sharded; tied ones
+    once.
+    """
     named = dict(model.named_parameters()) | {
         name: x for name, x in model.state_dict().items() if name in dict(model.named_buffers())
     }
@@ -64,11 +67,15 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | Non
         found = checkpoint.model.get(name)
         if found is None or found.shape != x.shape:
             there = "nothing" if found is None else f"shape {tuple(found.shape)}"
-            raise ValueError(f"checkpoint: {name} has {there}; accepted is the model's {tuple(x.shape)}")
+            raise ValueError(
+                f"checkpoint: {name} has {there}; accepted is the model's {tuple(x.shape)}"
+            )
     with torch.no_grad():
         for name, x in checkpoint.model.items():
             if name not in targets:
-                raise ValueError(f"checkpoint: {name} is not of this model; accepted are {', '.join(targets)}")
+                raise ValueError(
+                    f"checkpoint: {name} is not of this model; accepted are {', '.join(targets)}"
+                )
             targets[name].copy_(_like(x, targets[name]))
     if optimizer is not None:
         _restore_optimizer(checkpoint, model, optimizer)
@@ -96,12 +103,18 @@ def restore_random(states: dict[str, Tensor]) -> None:
     """Set torch's generators; devices that are not here are left out."""
     torch.set_rng_state(states["cpu"])
     for device, state in states.items():
-        if device != "cpu" and torch.cuda.is_available() and int(device[5:]) < torch.cuda.device_count():
+        if (
+            device != "cpu"
+            and torch.cuda.is_available()
+            and int(device[5:]) < torch.cuda.device_count()
+        ):
             torch.cuda.set_rng_state(state, device)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `folder/step-N`, whole or not at all; one of that step that is there already is replaced."""
+    """Write `folder/step-N`, whole or not at all; one of that step that is there already is
+    replaced.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
@@ -114,9 +127,14 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         for group in ("optimizer", "random", "monitor")
         for name, x in getattr(checkpoint, group).items()
     }
-    save_file({name: x.contiguous() for name, x in checkpoint.model.items()}, partial / "model.safetensors")
+    save_file(
+        {name: x.contiguous() for name, x in checkpoint.model.items()},
+        partial / "model.safetensors",
+    )
     save_file(state, partial / "state.safetensors")
-    (partial / "state.json").write_text(json_text({"step": checkpoint.step, "scaler": checkpoint.scaler}) + "\n")
+    (partial / "state.json").write_text(
+        json_text({"step": checkpoint.step, "scaler": checkpoint.scaler}) + "\n"
+    )
     for file in partial.iterdir():
         sync_file(file)
     sync_folder(partial)
@@ -138,7 +156,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
     try:
         plain = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        model, state = load_file(folder / "model.safetensors"), load_file(folder / "state.safetensors")
+        model, state = (
+            load_file(folder / "model.safetensors"),
+            load_file(folder / "state.safetensors"),
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"checkpoint={str(folder)!r}: {' '.join(str(error).split())}; accepted is a whole one"
@@ -151,10 +172,14 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, ascending; whether they are whole is not looked at."""
+    """Return the steps of the checkpoints in a folder, ascending; whether they are whole is not
+    looked at.
+    """
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+    return sorted(
+        int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
+    )
 
 
 def checkpoints(folder: Path) -> Iterator[Checkpoint]:
@@ -167,7 +192,9 @@ def checkpoints(folder: Path) -> Iterator[Checkpoint]:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove what was left half-written, and all but the last `keep` checkpoints (None: keep all)."""
+    """Remove what was left half-written, and all but the last `keep` checkpoints (None: keep
+    all).
+    """
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
     if keep is not None:

@@ -1,4 +1,6 @@
-"""What a training run is, as plain frozen data: the same configuration and machine give the same bits."""
+"""What a training run is, as plain frozen data: the same configuration and machine give the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Schedule: TypeAlias = Literal["constant", "cosine"]
 
 @dataclass(frozen=True)
 class LayerTask:
-    """One causal attention layer (W_Q, W_K, W_V, W_O; one head) learns a random teacher on one fixed batch."""
+    """One causal attention layer (W_Q, W_K, W_V, W_O; one head) learns a random teacher on one
+    fixed batch.
+    """
 
     batch: int = 16
     tokens: int = 32
@@ -22,7 +26,9 @@ class LayerTask:
 
     def __post_init__(self) -> None:
         if min(self.batch, self.tokens, self.width) < 1 or not 0 <= self.constant <= self.width:
-            raise ValueError(f"workload={self}: accepted are positive sizes and 0 to width constant coordinates")
+            raise ValueError(
+                f"workload={self}: accepted are positive sizes and 0 to width constant coordinates"
+            )
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class Language:
     vocabulary: int = 256  # 50304 for GPT-2's BPE, as nanoGPT pads it
     positions: Literal["learned", "rope"] = "learned"
     query_key_norm: bool = False  # RMS norm of query and key in every head
-    data: str = "synthetic"  # "synthetic", "english", or the path of a token file (`halfulp.training.tokens`)
+    # "synthetic", "english", or the path of a token file (`halfulp.training.tokens`)
+    data: str = "synthetic"
 
     def __post_init__(self) -> None:
         if min(self.layers, self.heads, self.width, self.context, self.vocabulary) < 1:
@@ -45,29 +52,51 @@ class Language:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads}: accepted is a divisor of width={self.width}")
         if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
-            raise ValueError(f"key_heads={self.key_heads}: accepted is a divisor of heads={self.heads}")
+            raise ValueError(
+                f"key_heads={self.key_heads}: accepted is a divisor of heads={self.heads}"
+            )
         if self.positions == "rope" and self.width // self.heads % 2:
-            raise ValueError(f"positions='rope': accepted is an even head dimension, not {self.width // self.heads}")
+            raise ValueError(
+                "positions='rope': accepted is an even head dimension, not"
+                f" {self.width // self.heads}"
+            )
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """A small diffusion transformer that draws named pictures: self-attention and cross-attention to the name."""
+    """A small diffusion transformer that draws named pictures: self-attention and cross-attention
+    to the name.
+    """
 
     layers: int = 4
     heads: int = 4
     width: int = 128
     size: int = 32  # pixels a side
     patch: int = 4  # pixels a side of one token
-    data: Literal["auto", "emoji", "digits", "shapes"] = "auto"  # auto: the first of the others that is installed
+    # auto: the first of the others that is installed
+    data: Literal["auto", "emoji", "digits", "shapes"] = "auto"
     count: int | None = None  # pictures, spread evenly over the data; None: all
     name_length: int = 32  # bytes of a name that are read
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.heads, self.width, self.size, self.patch, self.name_length, self.count or 1) < 1:
+        if (
+            min(
+                self.layers,
+                self.heads,
+                self.width,
+                self.size,
+                self.patch,
+                self.name_length,
+                self.count or 1,
+            )
+            < 1
+        ):
             raise ValueError(f"workload={self}: accepted are sizes of at least 1")
         if self.width % self.heads or self.size % self.patch:
-            raise ValueError(f"workload={self}: accepted are heads that divide width and a patch that divides size")
+            raise ValueError(
+                f"workload={self}: accepted are heads that divide width and a patch that divides"
+                " size"
+            )
 
 
 WorkloadConfig: TypeAlias = LayerTask | Language | Pictures
@@ -87,23 +116,35 @@ class Optimizer:
     clip: float | None = None  # global norm; None: no clipping
 
     def __post_init__(self) -> None:
-        if not self.learning_rate > 0 or self.warm_up < 0 or not 0 <= self.least_rate <= self.learning_rate:
-            raise ValueError(f"optimizer={self}: accepted are learning_rate > 0, warm_up ≥ 0, least_rate up to it")
+        if (
+            not self.learning_rate > 0
+            or self.warm_up < 0
+            or not 0 <= self.least_rate <= self.learning_rate
+        ):
+            raise ValueError(
+                f"optimizer={self}: accepted are learning_rate > 0, warm_up ≥ 0, least_rate up"
+                " to it"
+            )
         if self.cosine_steps is not None and self.cosine_steps <= self.warm_up:
-            raise ValueError(f"cosine_steps={self.cosine_steps}: accepted are more than warm_up={self.warm_up}")
+            raise ValueError(
+                f"cosine_steps={self.cosine_steps}: accepted are more than warm_up={self.warm_up}"
+            )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip}: accepted is a number above 0, or None")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run. Two runs that differ in one field are twin runs: same data order, same initial weights."""
+    """One training run. Two runs that differ in one field are twin runs: same data order, same
+    initial weights.
+    """
 
     workload: WorkloadConfig
     attention: AttentionPlan = field(default_factory=AttentionPlan)
     optimizer: Optimizer = field(default_factory=Optimizer)
     steps: int = 1000
-    batch: int = 1  # sequences, pictures or, for LayerTask, copies of its fixed batch; a step, over all processes
+    # sequences, pictures or, for LayerTask, copies of its fixed batch; a step, over all processes
+    batch: int = 1
     accumulation: int = 1  # micro-batches a step
     autocast: Autocast = "none"
     seed: int = 0  # of the weights
@@ -118,9 +159,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "metrics_every"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer of at least 1")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: accepted is an integer of at least 1"
+                )
         for name in ("measure_every", "checkpoint_every"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: accepted is an integer of at least 0 (0: never)")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: accepted is an integer of at least 0 (0: never)"
+                )
         if self.batch % self.accumulation:
-            raise ValueError(f"accumulation={self.accumulation}: accepted is a divisor of batch={self.batch}")
+            raise ValueError(
+                f"accumulation={self.accumulation}: accepted is a divisor of batch={self.batch}"
+            )

@@ -1,4 +1,6 @@
-"""Kernels whose sums have a fixed order, so that a run on a GPU repeats bit for bit as one on a CPU does."""
+"""Kernels whose sums have a fixed order, so that a run on a GPU repeats bit for bit as one on a CPU
+does.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from contextlib import contextmanager
 
 import torch
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it starts; a fixed size makes it deterministic
+# cuBLAS reads it when it starts; a fixed size makes it deterministic
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Ask torch for deterministic kernels on CUDA inside the block; one that has none raises RuntimeError.
+    """Ask torch for deterministic kernels on CUDA inside the block; one that has none raises
+    RuntimeError.
 
     On a CPU torch's kernels are deterministic for one number of threads, and nothing is changed.
     """

@@ -1,9 +1,10 @@
 """A small diffusion transformer that draws named pictures: model, noise schedule and sampler.
 
-The architecture is DiT's (Peebles & Xie, arXiv 2212.09748): patches as tokens, and the time as a shift, scale and gate
-of every branch. Each block attends twice, to the patches and to the bytes of the name, so that one training exercises
-two shapes of attention. The network predicts v (Salimans & Ho, arXiv 2202.00512) on a cosine schedule, which stays
-finite at both ends, and pictures are drawn by DDIM (Song et al., arXiv 2010.02502), which adds no noise of its own.
+The architecture is DiT's (Peebles & Xie, arXiv 2212.09748): patches as tokens, and the time as a
+shift, scale and gate of every branch. Each block attends twice, to the patches and to the bytes of
+the name, so that one training exercises two shapes of attention. The network predicts v (Salimans &
+Ho, arXiv 2202.00512) on a cosine schedule, which stays finite at both ends, and pictures are drawn
+by DDIM (Song et al., arXiv 2010.02502), which adds no noise of its own.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ def encode_name(name: str, length: int) -> list[int]:
 
 
 def noise_levels(time: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors of picture and noise at a time from 0 (picture) to 1 (noise); their squares sum to 1."""
+    """Return the factors of picture and noise at a time from 0 (picture) to 1 (noise); their
+    squares sum to 1.
+    """
     angle = time * (math.pi / 2)
     return angle.cos(), angle.sin()
 
 
 def add_noise(clean: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the noisy picture α·clean + σ·noise and what is to be predicted of it, v = α·noise − σ·clean.
+    """Return the noisy picture α·clean + σ·noise and what is to be predicted of it, v = α·noise −
+    σ·clean.
 
     Args:
         clean: `[B, …]`.
@@ -52,8 +56,11 @@ def add_noise(clean: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tenso
     return alpha * clean + sigma * noise, alpha * noise - sigma * clean
 
 
-def draw_samples(predict: Predict, noise: Tensor, steps: int = 30, clip: float | None = None) -> Tensor:
-    """Return what DDIM makes of the noise in `steps` equal steps of time, without any randomness of its own.
+def draw_samples(
+    predict: Predict, noise: Tensor, steps: int = 30, clip: float | None = None
+) -> Tensor:
+    """Return what DDIM makes of the noise in `steps` equal steps of time, without any randomness of
+    its own.
 
     Args:
         predict: v at a time.
@@ -79,10 +86,15 @@ def draw_samples(predict: Predict, noise: Tensor, steps: int = 30, clip: float |
 
 
 class DiffusionTransformer(nn.Module):
-    """Maps a noisy picture, its time and a name to v; layers 2i attend to the patches, 2i + 1 to the name."""
+    """Maps a noisy picture, its time and a name to v; layers 2i attend to the patches, 2i + 1 to
+    the name.
+    """
 
     def __init__(
-        self, config: Pictures, plan: AttentionPlan, own: Mapping[str, AttentionFunction] | None = None
+        self,
+        config: Pictures,
+        plan: AttentionPlan,
+        own: Mapping[str, AttentionFunction] | None = None,
     ) -> None:
         super().__init__()
         plan.check(2 * config.layers, config.heads)
@@ -91,7 +103,9 @@ class DiffusionTransformer(nn.Module):
         self.read = nn.Linear(pixels, width)
         self.positions = nn.Parameter(torch.randn(self.side**2, width) * 0.02)
         self.name = NameEncoder(config.name_length, width)
-        self.time = nn.Sequential(nn.Linear(2 * _FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.time = nn.Sequential(
+            nn.Linear(2 * _FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width)
+        )
         self.blocks = nn.ModuleList(_Block(config, i, plan, own) for i in range(config.layers))
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulate = nn.Linear(width, 2 * width)
@@ -100,7 +114,9 @@ class DiffusionTransformer(nn.Module):
             _zero(layer)
 
     def forward(self, noisy: Tensor, time: Tensor, name: Tensor) -> Tensor:
-        """Return v `[B, 3, S, S]` of a noisy picture `[B, 3, S, S]` at time `[B]` with a name `[B, L]` of symbols."""
+        """Return v `[B, 3, S, S]` of a noisy picture `[B, 3, S, S]` at time `[B]` with a name `[B,
+        L]` of symbols.
+        """
         x = self.read(self._patches(noisy)) + self.positions
         symbols = self.name(name)
         condition = functional.silu(self.time(_waves(time)) + symbols.mean(1))
@@ -137,12 +153,16 @@ class NameEncoder(nn.Module):
 
 
 class PictureAttention(nn.Module):
-    """Attention of patches to themselves or to a name; the module that taps and measurements look for."""
+    """Attention of patches to themselves or to a name; the module that taps and measurements look
+    for.
+    """
 
     def __init__(self, width: int, attend: Attend) -> None:
         super().__init__()
         self.heads, self.attend = attend.heads, attend
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
 
     def head_weights(self) -> tuple[Tensor, Tensor]:
         """W_Q and W_K `[H, D, width]`."""
@@ -151,7 +171,9 @@ class PictureAttention(nn.Module):
         return query, key
 
     def forward(self, x: Tensor, source: Tensor | None = None) -> Tensor:
-        """Map X `[B, N, width]`, which attends to `source [B, N_k, width]` or to itself, to the same shape."""
+        """Map X `[B, N, width]`, which attends to `source [B, N_k, width]` or to itself, to the
+        same shape.
+        """
         source = x if source is None else source
         query, key, value = (
             layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -163,10 +185,16 @@ class PictureAttention(nn.Module):
 
 
 class _Block(nn.Module):
-    """Self-attention, attention to the name and a perceptron, each shifted, scaled and gated by the condition."""
+    """Self-attention, attention to the name and a perceptron, each shifted, scaled and gated by the
+    condition.
+    """
 
     def __init__(
-        self, config: Pictures, number: int, plan: AttentionPlan, own: Mapping[str, AttentionFunction] | None
+        self,
+        config: Pictures,
+        number: int,
+        plan: AttentionPlan,
+        own: Mapping[str, AttentionFunction] | None,
     ) -> None:
         super().__init__()
         width = config.width
@@ -188,7 +216,9 @@ class _Block(nn.Module):
 
 
 def _waves(time: Tensor) -> Tensor:
-    """Sines and cosines of a time `[B]`, `[B, 2·_FREQUENCIES]`, of periods from a thousandth of the range up."""
+    """Sines and cosines of a time `[B]`, `[B, 2·_FREQUENCIES]`, of periods from a thousandth of the
+    range up.
+    """
     rates = torch.exp(torch.linspace(0.0, math.log(1000.0), _FREQUENCIES, device=time.device))
     angles = time[:, None].float() * rates
     return torch.cat((angles.cos(), angles.sin()), -1)

@@ -1,7 +1,7 @@
 """Several processes on one run, by PyTorch's own engines: DDP copies the model, FSDP2 shards it.
 
-Started by `torchrun`, which tells every process its rank. A step reads the same samples however many processes share
-them, so losses differ from a single process's by fp32 rounding alone.
+Started by `torchrun`, which tells every process its rank. A step reads the same samples however
+many processes share them, so losses differ from a single process's by fp32 rounding alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class World:
         return model
 
     def gathering(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Return a context in which a micro-batch's gradients are only summed up unless it is the last of its step."""
+        """Return a context in which a micro-batch's gradients are only summed up unless it is the
+        last of its step.
+        """
         if self.parallel == "fsdp":
             model.set_requires_gradient_sync(last)  # type: ignore[operator]
         if self.parallel == "ddp" and not last:
@@ -101,7 +103,8 @@ def world(parallel: Parallel, device: str) -> Iterator[World]:
         raise ValueError(f"parallel={parallel!r}: accepted are none, ddp and fsdp")
     if not distributed.is_torchelastic_launched():
         raise ValueError(
-            f"parallel={parallel!r}: accepted under torchrun, such as torchrun --nproc-per-node 4 -m halfulp train …"
+            f"parallel={parallel!r}: accepted under torchrun, such as torchrun --nproc-per-node 4"
+            " -m halfulp train …"
         )
     on_gpu = torch.device(device).type == "cuda"
     joined = distributed.is_initialized()  # by the caller, who then also leaves

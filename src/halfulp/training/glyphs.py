@@ -1,7 +1,9 @@
-"""Named pictures from what is installed: the emoji font, scikit-learn's digits, or shapes drawn here.
+"""Named pictures from what is installed: the emoji font, scikit-learn's digits, or shapes drawn
+here.
 
-Text-to-image training needs pictures with texts. Debian's fonts-noto-color-emoji holds 1405 drawings whose texts are
-the Unicode names; they are read from the installed font and never stored elsewhere. Shapes need nothing at all.
+Text-to-image training needs pictures with texts. Debian's fonts-noto-color-emoji holds 1405
+drawings whose texts are the Unicode names; they are read from the installed font and never stored
+elsewhere. Shapes need nothing at all.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ import numpy as np
 
 Source: TypeAlias = Literal["emoji", "digits", "shapes"]
 
-FONT_FOLDERS = (Path("/usr/share/fonts"), Path("/usr/local/share/fonts"), Path("~/.local/share/fonts").expanduser())
+FONT_FOLDERS = (
+    Path("/usr/share/fonts"),
+    Path("/usr/local/share/fonts"),
+    Path("~/.local/share/fonts").expanduser(),
+)
 FONT_FILE = "NotoColorEmoji.ttf"
 
 _COLORS = {
@@ -40,7 +46,9 @@ _SHAPES: dict[str, Callable[[Any, Any], Any]] = {
     "frame": lambda x, y: 0.16 - abs(np.maximum(abs(x), abs(y)) - 0.6),
     "diamond": lambda x, y: (0.85 - abs(x) - abs(y)) / 2**0.5,
     "triangle": lambda x, y: np.minimum(0.6 - y, (y + 0.85 - 2 * abs(x)) / 5**0.5),
-    "plus": lambda x, y: np.minimum(0.75 - np.maximum(abs(x), abs(y)), 0.22 - np.minimum(abs(x), abs(y))),
+    "plus": lambda x, y: np.minimum(
+        0.75 - np.maximum(abs(x), abs(y)), 0.22 - np.minimum(abs(x), abs(y))
+    ),
     "bar": lambda x, y: np.minimum(0.8 - abs(x), 0.22 - abs(y)),
 }
 
@@ -55,7 +63,9 @@ class NamedPictures:
 
 
 def available_source(wanted: str = "auto") -> Source:
-    """Return the source itself, or for "auto" the first that is installed here: emoji, digits, shapes."""
+    """Return the source itself, or for "auto" the first that is installed here: emoji, digits,
+    shapes.
+    """
     if wanted == "auto":
         return "emoji" if emoji_font() else "digits" if _has_digits() else "shapes"
     if wanted not in ("emoji", "digits", "shapes"):
@@ -75,7 +85,11 @@ def load_pictures(source: str, size: int, count: int | None = None) -> NamedPict
     Raises:
         ValueError: the source is not installed here, or has fewer pictures.
     """
-    readers: dict[str, Callable[[int], NamedPictures]] = {"emoji": _emoji, "digits": _digits, "shapes": _shapes}
+    readers: dict[str, Callable[[int], NamedPictures]] = {
+        "emoji": _emoji,
+        "digits": _digits,
+        "shapes": _shapes,
+    }
     whole = readers[available_source(source)](size)
     total = len(whole.names)
     if count is None or count == total:
@@ -107,8 +121,8 @@ def _emoji(size: int) -> NamedPictures:
     path = emoji_font()
     if path is None:
         raise ValueError(
-            f"data='emoji': there is no {FONT_FILE} with bitmaps (Debian's fonts-noto-color-emoji); "
-            "accepted here are digits and shapes"
+            f"data='emoji': there is no {FONT_FILE} with bitmaps (Debian's fonts-noto-color-emoji);"
+            " accepted here are digits and shapes"
         )
     from fontTools.ttLib import TTFont
 
@@ -116,7 +130,10 @@ def _emoji(size: int) -> NamedPictures:
     with TTFont(path, lazy=True) as font:
         (bitmaps,) = font["CBDT"].strikeData
         for point, glyph in sorted(font.getBestCmap().items()):
-            name, data = unicodedata.name(chr(point), ""), getattr(bitmaps.get(glyph), "imageData", None)
+            name, data = (
+                unicodedata.name(chr(point), ""),
+                getattr(bitmaps.get(glyph), "imageData", None),
+            )
             if name and data is not None:
                 names.append(name.lower())
                 pixels.append(_on_white(data, size))
@@ -151,17 +168,24 @@ def _digits(size: int) -> NamedPictures:
     found = load_digits()
     gray = (255 - found.images * (255 / 16)).round().astype(np.uint8)
     enlarged = [
-        np.asarray(Image.fromarray(one).convert("RGB").resize((size, size), Image.Resampling.BICUBIC)) for one in gray
+        np.asarray(
+            Image.fromarray(one).convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+        )
+        for one in gray
     ]
     names = tuple(unicodedata.name(str(digit)).lower() for digit in found.target)
     return NamedPictures(names, np.stack(enlarged), "scikit-learn's digits")
 
 
 def _shapes(size: int) -> NamedPictures:
-    """Eight shapes in eight colors, edges blended over one pixel; every eighth one differs in both."""
+    """Eight shapes in eight colors, edges blended over one pixel; every eighth one differs in
+    both.
+    """
     y, x = np.meshgrid(*[(np.arange(size) + 0.5) * (2 / size) - 1] * 2, indexing="ij")
     colors, names, pixels = list(_COLORS.items()), [], []
-    for (number, (shape, inside)), step in itertools.product(enumerate(_SHAPES.items()), range(len(colors))):
+    for (number, (shape, inside)), step in itertools.product(
+        enumerate(_SHAPES.items()), range(len(colors))
+    ):
         color, rgb = colors[(number + step) % len(colors)]
         cover = np.clip(inside(x, y) * (size / 2) + 0.5, 0, 1)[..., None]
         names.append(f"{color} {shape}")

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM while a run trains: the first lets the step end and be saved, the second does not wait."""
+"""Ctrl-C and SIGTERM while a run trains: the first lets the step end and be saved, the second does
+not wait.
+"""
 
 from __future__ import annotations
 

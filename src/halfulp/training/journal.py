@@ -1,4 +1,6 @@
-"""A training's run folder while it is written, and read again: run.json, metrics.jsonl, batches.npy, checkpoints."""
+"""A training's run folder while it is written, and read again: run.json, metrics.jsonl,
+batches.npy, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -39,24 +41,32 @@ class Journal:
         command: str | None,
         again: bool = False,
     ) -> Journal:
-        """Start a run in a new or empty folder, or `again` in one where a run was killed before it had a record.
+        """Start a run in a new or empty folder, or `again` in one where a run was killed before it
+        had a record.
 
         Raises:
             ValueError: the folder holds something, or its parent is not there.
         """
-        if folder.exists() and (not folder.is_dir() or any(not (again and _early(p)) for p in folder.iterdir())):
+        if folder.exists() and (
+            not folder.is_dir() or any(not (again and _early(p)) for p in folder.iterdir())
+        ):
             raise ValueError(
-                f"out={str(folder)!r}: it is not empty; accepted is a new folder, or resume for its own run"
+                f"out={str(folder)!r}: it is not empty; accepted is a new folder, or resume for its"
+                " own run"
             )
         if not folder.resolve().parent.is_dir():
-            raise ValueError(f"out={str(folder)!r}: there is no folder for it; accepted is a place in one")
+            raise ValueError(
+                f"out={str(folder)!r}: there is no folder for it; accepted is a place in one"
+            )
         folder.mkdir(exist_ok=True)
         write_order(folder, order)
         return cls(folder, new_record(config, source, command), [])
 
     @classmethod
     def take_up(cls, folder: Path, step: int) -> Journal:
-        """Go on with a run after that step: lines of later steps, whose state is lost, are made again."""
+        """Go on with a run after that step: lines of later steps, whose state is lost, are made
+        again.
+        """
         record = read_record(folder)
         record |= {"status": "running", "reason": "", "ended": None}
         record["resumed"] = [*record["resumed"], {"step": step, "at": now()}]
@@ -68,7 +78,9 @@ class Journal:
         self._metrics.flush()
 
     def checkpoint(self, checkpoint: Checkpoint, keep: int | None) -> None:
-        """Write a checkpoint after the lines that precede it, and remove those that are not kept."""
+        """Write a checkpoint after the lines that precede it, and remove those that are not
+        kept.
+        """
         os.fsync(self._metrics.fileno())
         save_checkpoint(self.folder / "checkpoints", checkpoint)
         prune(self.folder / "checkpoints", keep)
@@ -85,28 +97,38 @@ def _early(path: Path) -> bool:
     return path.name.startswith((".batches.npy.", ".run.json.")) or path.name == "batches.npy"
 
 
-def recorded_state(folder: Path, config: RunConfig, source: dict[str, Any]) -> tuple[np.ndarray, Checkpoint | None]:
+def recorded_state(
+    folder: Path, config: RunConfig, source: dict[str, Any]
+) -> tuple[np.ndarray, Checkpoint | None]:
     """Return the order of a run that is to go on, and its last whole checkpoint if it has one.
 
     Raises:
-        ValueError: the folder holds no run, one of another configuration or of other data than are here now, or its
-            recorded order is torn.
+        ValueError: the folder holds no run, one of another configuration or of other data than are
+            here now, or its recorded order is torn.
     """
     record = read_record(folder)
     recorded = config_from_dict(record["config"])
     if changes := difference(recorded, config):
         raise ValueError(
-            f"out={str(folder)!r}: the run there has another configuration ({changes[0]}); accepted is its own"
+            f"out={str(folder)!r}: the run there has another configuration ({changes[0]}); accepted"
+            " is its own"
         )
     if record["data"] != json.loads(json.dumps(source)):
-        raise ValueError(f"out={str(folder)!r}: its data were {record['data']}; accepted is that and not {source}")
+        raise ValueError(
+            f"out={str(folder)!r}: its data were {record['data']}; accepted is that and not"
+            f" {source}"
+        )
     return read_order(folder), next(checkpoints(folder / "checkpoints"), None)
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the lines of metrics.jsonl; a torn last line is left out with a warning, and so is any other."""
+    """Return the lines of metrics.jsonl; a torn last line is left out with a warning, and so is any
+    other.
+    """
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return []
     rows = []
@@ -116,7 +138,9 @@ def read_rows(folder: Path) -> list[Row]:
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("no step")
         except ValueError:
-            warnings.warn(f"{folder / 'metrics.jsonl'}: line {number} is torn and was left out", stacklevel=2)
+            warnings.warn(
+                f"{folder / 'metrics.jsonl'}: line {number} is torn and was left out", stacklevel=2
+            )
             continue
         rows.append(row)
     return rows
@@ -143,5 +167,7 @@ def read_order(folder: Path) -> np.ndarray:
             f"batches={str(path)!r}: {' '.join(str(error).split())}; accepted is a whole .npy file"
         ) from None
     if order.ndim != 2 or order.dtype != np.int64:
-        raise ValueError(f"batches={str(path)!r}: {order.dtype} {order.shape}; accepted is int64 [steps, batch]")
+        raise ValueError(
+            f"batches={str(path)!r}: {order.dtype} {order.shape}; accepted is int64 [steps, batch]"
+        )
     return order

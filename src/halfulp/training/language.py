@@ -1,4 +1,6 @@
-"""Language modeling: windows of a stream of tokens, a GPT, and the cross-entropy of the next token."""
+"""Language modeling: windows of a stream of tokens, a GPT, and the cross-entropy of the next
+token.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from halfulp.training.tokens import read_tokens
 
 
 class LanguageWorkload:
-    """A GPT and the stream it reads; a sample is where a window starts. See `halfulp.training.workload.Workload`."""
+    """A GPT and the stream it reads; a sample is where a window starts. See
+    `halfulp.training.workload.Workload`.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,9 @@ class LanguageWorkload:
         self.source: dict[str, Any]
         self.tokens, self.source = token_stream(config, data_seed)
         if len(self.tokens) <= config.context:
-            raise ValueError(f"context={config.context}: accepted are fewer tokens than data={config.data!r} has")
+            raise ValueError(
+                f"context={config.context}: accepted are fewer tokens than data={config.data!r} has"
+            )
         self.model: Gpt = Gpt(config, plan, seed=seed, own=own).to(self.device)
 
     def order(self, steps: int, batch: int) -> np.ndarray:
@@ -63,7 +69,8 @@ class LanguageWorkload:
 
 
 def token_stream(config: Language, data_seed: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the tokens that a configuration names, and what they are, for the record: data, tokens, sha256.
+    """Return the tokens that a configuration names, and what they are, for the record: data,
+    tokens, sha256.
 
     Raises:
         ValueError: there is no such data, or its tokens do not fit the vocabulary.
@@ -74,14 +81,24 @@ def token_stream(config: Language, data_seed: int) -> tuple[np.ndarray, dict[str
             return tokens, {"data": "synthetic", "tokens": len(tokens), "sha256": _sha256(tokens)}
         case "english":
             tokens, needed = np.frombuffer(english_text(), dtype=np.uint8), 256
-            about: dict[str, Any] = {"data": "english", "tokens": len(tokens), "sha256": _sha256(tokens)}
+            about: dict[str, Any] = {
+                "data": "english",
+                "tokens": len(tokens),
+                "sha256": _sha256(tokens),
+            }
         case path:
             if not Path(path).is_file():
-                raise ValueError(f"data={path!r}: accepted are synthetic, english, or a token file (halfulp tokens)")
+                raise ValueError(
+                    f"data={path!r}: accepted are synthetic, english, or a token file (halfulp"
+                    " tokens)"
+                )
             tokens, sidecar = read_tokens(Path(path))
             needed, about = sidecar["vocabulary"], {"data": path, **sidecar}
     if config.vocabulary < needed:
-        raise ValueError(f"vocabulary={config.vocabulary}: accepted for data={config.data!r} is at least {needed}")
+        raise ValueError(
+            f"vocabulary={config.vocabulary}: accepted for data={config.data!r} is at least"
+            f" {needed}"
+        )
     return tokens, about
 
 

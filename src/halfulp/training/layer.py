@@ -1,8 +1,9 @@
 """The one-layer task: a causal attention layer learns a random fp32 teacher on one fixed batch.
 
-A few of the input coordinates are constant 1, so keys share a direction that softmax cannot see: the only thing that
-can push the scores along it is a row sum of dS that is not zero. With attention free of that error the mean score
-stays where it is; with the stock recipe it walks off, the weights with it, and in the end the loss.
+A few of the input coordinates are constant 1, so keys share a direction that softmax cannot see:
+the only thing that can push the scores along it is a row sum of dS that is not zero. With attention
+free of that error the mean score stays where it is; with the stock recipe it walks off, the weights
+with it, and in the end the loss.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class LayerWorkload:
     def order(self, steps: int, batch: int) -> np.ndarray:
         """Zeros: every step reads the one fixed batch."""
         if batch != 1:
-            raise ValueError(f"batch={batch}: the one-layer task has one fixed batch; accepted is 1")
+            raise ValueError(
+                f"batch={batch}: the one-layer task has one fixed batch; accepted is 1"
+            )
         return np.zeros((steps, batch), dtype=np.int64)
 
     def batch(self, samples: np.ndarray, step: int) -> tuple[Tensor, ...]:  # noqa: ARG002 - every step is alike
@@ -83,7 +86,9 @@ class LayerWorkload:
         return error.square().mean()
 
     def figures(self) -> dict[str, float]:
-        """Mean and largest score of the last forward pass (of those a query may see, scaled), σ(W_Q) and σ(W_K) now."""
+        """Mean and largest score of the last forward pass (of those a query may see, scaled),
+        σ(W_Q) and σ(W_K) now.
+        """
         assert self.model.last is not None
         query, key = self.model.last
         scores = (query @ key.mT * self.config.width**-0.5)[:, ~self._hidden]

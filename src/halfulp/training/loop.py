@@ -1,8 +1,9 @@
 """The training loop: one readable function that trains any workload, and the few things around it.
 
-The same configuration gives the same bits on the same machine: the order of samples is drawn before the first step and
-recorded, weights come from a seed of their own, and a checkpoint holds everything that the rest of the run depends on.
-So a run that was killed at any moment and taken up again ends in the weights it would have ended in.
+The same configuration gives the same bits on the same machine: the order of samples is drawn before
+the first step and recorded, weights come from a seed of their own, and a checkpoint holds
+everything that the rest of the run depends on. So a run that was killed at any moment and taken up
+again ends in the weights it would have ended in.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class TrainedRun:
     """What a run recorded, and the model it ended with."""
 
     config: RunConfig
-    metrics: list[Row]  # step, loss, grad_norm, learning_rate, seconds, tokens_per_second, the workload's figures
+    # step, loss, grad_norm, learning_rate, seconds, tokens_per_second, the workload's figures
+    metrics: list[Row]
     measures: list[Row]  # step, measure: {name: numbers or [layer][head]}
     status: Status
     reason: str  # why it failed or was stopped
@@ -59,7 +61,9 @@ class TrainedRun:
     workload: Workload
 
     def curve(self, name: str) -> tuple[float, ...]:
-        """Return one figure of every line of metrics; None in a file was a number that is not finite."""
+        """Return one figure of every line of metrics; None in a file was a number that is not
+        finite.
+        """
         return tuple(math.nan if row[name] is None else row[name] for row in self.metrics)
 
     @property
@@ -88,32 +92,43 @@ def train(
     Args:
         config: the run.
         folder: where to write it; None trains in memory.
-        resume: go on from the last whole checkpoint in `folder`; a run that is over is returned as it stands, one that
-            never began is begun.
+        resume: go on from the last whole checkpoint in `folder`; a run that is over is returned as
+            it stands, one that never began is begun.
         batches: another run's order of samples, int64 `[steps, batch]`, instead of drawing one.
-        start: another run's checkpoint to start from, weights and optimizer; the steps before it are not made.
+        start: another run's checkpoint to start from, weights and optimizer; the steps before it
+            are not made.
         own: attention functions of the caller's that the plan may name.
         parallel: "ddp" or "fsdp" under torchrun.
         stop: shown every line of metrics; a text ends the run with that reason.
         sinks: shown every line of metrics.
         progress: called at every line of metrics.
-        deadline: seconds since the epoch; the first step that ends after it is the last, and the run can be resumed.
+        deadline: seconds since the epoch; the first step that ends after it is the last, and the
+            run can be resumed.
         command: what repeats the run, for its record.
 
     Raises:
-        ValueError: the configuration does not fit the workload, this machine or what lies in the folder.
+        ValueError: the configuration does not fit the workload, this machine or what lies in the
+            folder.
     """
     if resume and folder is None:
         raise ValueError("resume=True: accepted with the folder of a run")
     if parallel == "fsdp" and config.measure_every:
-        raise ValueError(f"measure_every={config.measure_every}: accepted with parallel='fsdp' is 0")
+        raise ValueError(
+            f"measure_every={config.measure_every}: accepted with parallel='fsdp' is 0"
+        )
     with world(parallel, config.device) as group, deterministic(group.device):
         session, over = _prepare(config, folder, group, resume, batches, start, own)
         if over:
             assert folder is not None
             return _as_recorded(session, folder)
-        journal = None if folder is None or not group.leads else _journal(session, folder, resume, command)
-        watched = _Watched(stop, sinks, progress or no_progress, math.inf if deadline is None else deadline)
+        journal = (
+            None
+            if folder is None or not group.leads
+            else _journal(session, folder, resume, command)
+        )
+        watched = _Watched(
+            stop, sinks, progress or no_progress, math.inf if deadline is None else deadline
+        )
         return _run(session, journal, watched)
 
 
@@ -126,11 +141,21 @@ def _prepare(
     start: Checkpoint | None,
     own: Mapping[str, AttentionFunction] | None,
 ) -> tuple[Session, bool]:
-    """The session, and whether its run is over already; every process reads before the one that leads writes."""
-    seeds = {"seed": config.seed, "data_seed": config.seed if config.data_seed is None else config.data_seed}
-    workload = build_workload(config.workload, config.attention, **seeds, device=group.device, own=own)
+    """The session, and whether its run is over already; every process reads before the one that
+    leads writes.
+    """
+    seeds = {
+        "seed": config.seed,
+        "data_seed": config.seed if config.data_seed is None else config.data_seed,
+    }
+    workload = build_workload(
+        config.workload, config.attention, **seeds, device=group.device, own=own
+    )
     if config.batch % (config.accumulation * group.size):
-        accepted = f"accepted is a multiple of accumulation × processes = {config.accumulation * group.size}"
+        accepted = (
+            "accepted is a multiple of accumulation × processes ="
+            f" {config.accumulation * group.size}"
+        )
         raise ValueError(f"batch={config.batch}: {accepted}")
     over, rows = False, list[Row]()
     if resume and folder is not None and (folder / "run.json").exists():
@@ -147,7 +172,9 @@ def _prepare(
 def _journal(session: Session, folder: Path, resume: bool, command: str | None) -> Journal:
     if resume and (folder / "run.json").exists():
         return Journal.take_up(folder, session.done)
-    return Journal.begin(folder, session.config, session.order, session.workload.source, command, resume)
+    return Journal.begin(
+        folder, session.config, session.order, session.workload.source, command, resume
+    )
 
 
 def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) -> np.ndarray:
@@ -155,7 +182,10 @@ def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) ->
     if batches is None:
         return workload.order(config.steps, config.batch)
     if batches.ndim != 2 or batches.shape[0] < config.steps or batches.shape[1] != config.batch:
-        raise ValueError(f"batches of shape {batches.shape}: accepted is [at least {config.steps}, {config.batch}]")
+        raise ValueError(
+            f"batches of shape {batches.shape}: accepted is [at least {config.steps},"
+            f" {config.batch}]"
+        )
     return batches[: config.steps]
 
 
@@ -185,12 +215,17 @@ def _run(session: Session, journal: Journal | None, watched: _Watched) -> Traine
                         if sink is not None:
                             sink.row(row)
                     if "loss" in row:
-                        watched.progress(session.done / config.steps, f"step {session.done}: loss {row['loss']:.4g}")
+                        watched.progress(
+                            session.done / config.steps,
+                            f"step {session.done}: loss {row['loss']:.4g}",
+                        )
                         reason = (stop(row) or "") if stop is not None else ""
                         status = "stopped" if group.agree(bool(reason)) else status
                 if not math.isfinite(session.loss):
                     status, reason = "failed", f"the loss of step {session.done} is {session.loss}"
-                elif status == _OVER[0] and group.agree(bool(asked) or time.time() >= watched.deadline):
+                elif status == _OVER[0] and group.agree(
+                    bool(asked) or time.time() >= watched.deadline
+                ):
                     said = "asked to stop" if asked else "out of time"
                     status, reason = "interrupted", f"{said} after step {session.done}"
                 last = status != _OVER[0] or session.done == config.steps
@@ -201,7 +236,9 @@ def _run(session: Session, journal: Journal | None, watched: _Watched) -> Traine
             journal.close(status, reason)
     except BaseException as error:
         if journal is not None:
-            journal.close("interrupted" if isinstance(error, KeyboardInterrupt) else "broken", repr(error))
+            journal.close(
+                "interrupted" if isinstance(error, KeyboardInterrupt) else "broken", repr(error)
+            )
         raise
     finally:
         for sink in watched.sinks:

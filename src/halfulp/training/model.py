@@ -1,8 +1,9 @@
-"""A GPT small enough to read: nanoGPT's architecture, with attention left to whoever is asked to compute it.
+"""A GPT small enough to read: nanoGPT's architecture, with attention left to whoever is asked to
+compute it.
 
-Pre-norm blocks, no bias anywhere, exact GELU, tied embeddings, learned positions (Karpathy, nanoGPT `model.py`;
-Radford et al. 2019). Rotary positions, normalized queries and keys, and shared key heads are options, since each of
-them changes how large scores grow.
+Pre-norm blocks, no bias anywhere, exact GELU, tied embeddings, learned positions (Karpathy, nanoGPT
+`model.py`; Radford et al. 2019). Rotary positions, normalized queries and keys, and shared key
+heads are options, since each of them changes how large scores grow.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ NORM_EPSILON = 1e-6  # of the RMS norm of queries and keys
 
 
 class Gpt(nn.Module):
-    """Tokens `[B, N]` to logits `[B, N, vocabulary]`; the weights come from `seed` alone, whatever attention runs."""
+    """Tokens `[B, N]` to logits `[B, N, vocabulary]`; the weights come from `seed` alone, whatever
+    attention runs.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,9 @@ class Gpt(nn.Module):
         """Return logits `[B, N, vocabulary]` of tokens int64 `[B, N]`, N at most the context."""
         length = tokens.shape[1]
         if length > self.context:
-            raise ValueError(f"tokens of length {length}: accepted are at most context={self.context}")
+            raise ValueError(
+                f"tokens of length {length}: accepted are at most context={self.context}"
+            )
         x: Tensor = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
@@ -90,7 +95,9 @@ class CausalAttention(nn.Module):
         self.rotary = Rotary(self.head_dim, config.context) if config.positions == "rope" else None
 
     def head_weights(self) -> tuple[Tensor, Tensor]:
-        """W_Q `[H, D, width]` and W_K `[H_k, D, width]`, as X meets them: before any norm or rotation."""
+        """W_Q `[H, D, width]` and W_K `[H_k, D, width]`, as X meets them: before any norm or
+        rotation.
+        """
         query, key, _ = torch.split(self.qkv.weight, self._sizes())
         shape = (-1, self.head_dim, self.qkv.in_features)
         return query.reshape(shape), key.reshape(shape)
@@ -98,7 +105,8 @@ class CausalAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map X `[B, N, width]` to the same shape."""
         parts = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x).split(self._sizes(), -1)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x).split(self._sizes(), -1)
         )
         query, key, value = parts
         query, key = _normed(query, self.query_norm), _normed(key, self.key_norm)
@@ -113,7 +121,9 @@ class CausalAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864), element i paired with i + D/2, as in Llama."""
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864), element i paired with i + D/2, as in
+    Llama.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -133,7 +143,9 @@ class Rotary(nn.Module):
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    """The RMS norm with a learned gain per coordinate (Qwen3's and OLMo 2's QK-norm), computed in fp32 at least."""
+    """The RMS norm with a learned gain per coordinate (Qwen3's and OLMo 2's QK-norm), computed in
+    fp32 at least.
+    """
     if norm is None:
         return x
     wide: Tensor = norm(x.to(torch.promote_types(x.dtype, torch.float32)))
@@ -141,7 +153,9 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    """A matrix without bias whose values are set by `_initialize`; torch's own generator is not touched."""
+    """A matrix without bias whose values are set by `_initialize`; torch's own generator is not
+    touched.
+    """
     linear = skip_init(nn.Linear, inputs, outputs, bias=False)  # type: ignore[no-untyped-call]
     assert isinstance(linear, nn.Linear)
     return linear
@@ -154,9 +168,13 @@ def _embedding(count: int, width: int) -> nn.Embedding:
 
 
 def _initialize(model: nn.Module, layers: int, generator: torch.Generator) -> None:
-    """nanoGPT's: N(0, 0.02), what is added to the residual stream 0.02/√(2·layers); gains stay 1."""
+    """nanoGPT's: N(0, 0.02), what is added to the residual stream 0.02/√(2·layers); gains
+    stay 1.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("project.weight", "down.weight"))
-                parameter.normal_(0.0, 0.02 / math.sqrt(2 * layers) if residual else 0.02, generator=generator)
+                parameter.normal_(
+                    0.0, 0.02 / math.sqrt(2 * layers) if residual else 0.02, generator=generator
+                )

@@ -1,7 +1,8 @@
-"""Text-to-image training as a workload: named pictures, noise that repeats, and a sampler to look at the result.
+"""Text-to-image training as a workload: named pictures, noise that repeats, and a sampler to look
+at the result.
 
-Noise and time of a sample come from a generator of its own, keyed by data seed, step and sample. So a step sees the
-same bits however the run is split over processes, and after a resume.
+Noise and time of a sample come from a generator of its own, keyed by data seed, step and sample. So
+a step sees the same bits however the run is split over processes, and after a resume.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from halfulp.training.glyphs import load_pictures
 
 
 class PictureWorkload:
-    """Named pictures and the diffusion transformer that draws them; see `halfulp.training.workload.Workload`."""
+    """Named pictures and the diffusion transformer that draws them; see
+    `halfulp.training.workload.Workload`.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,11 @@ class PictureWorkload:
         self.tokens_per_sample = (config.size // config.patch) ** 2
         self.pictures = load_pictures(config.data, config.size, config.count)
         digest = hashlib.sha256(self.pictures.pixels.tobytes()).hexdigest()
-        self.source: dict[str, Any] = {"data": config.data, "pictures": len(self.pictures.names), "sha256": digest}
+        self.source: dict[str, Any] = {
+            "data": config.data,
+            "pictures": len(self.pictures.names),
+            "sha256": digest,
+        }
         pixels = torch.tensor(self.pictures.pixels, device=device).permute(0, 3, 1, 2)
         self._clean = pixels.float() / 127.5 - 1
         self._names = self.symbols(self.pictures.names)
@@ -48,9 +55,11 @@ class PictureWorkload:
             self.model: DiffusionTransformer = DiffusionTransformer(config, plan, own).to(device)
 
     def order(self, steps: int, batch: int) -> np.ndarray:
-        """Every picture once an epoch, in another order each; picture = sample modulo the number of pictures.
+        """Every picture once an epoch, in another order each; picture = sample modulo the number of
+        pictures.
 
-        The epoch is part of the sample, so that a picture that a step reads twice gets other noise the second time.
+        The epoch is part of the sample, so that a picture that a step reads twice gets other noise
+        the second time.
         """
         count, total = len(self.pictures.names), steps * batch
         draw = np.random.Generator(np.random.PCG64([self.data_seed, 1]))
@@ -82,13 +91,16 @@ class PictureWorkload:
 
     def symbols(self, names: Sequence[str]) -> Tensor:
         """Names as the model reads them, int64 `[B, L]`."""
-        return torch.tensor([encode_name(name, self.config.name_length) for name in names], device=self.device)
+        return torch.tensor(
+            [encode_name(name, self.config.name_length) for name in names], device=self.device
+        )
 
     @torch.no_grad()
     def draw(self, names: Sequence[str], *, seed: int = 0, steps: int = 30) -> np.ndarray:
         """Return pictures of these names by the model as it is now, uint8 `[B, size, size, 3]`.
 
-        Without classifier-free guidance: a model that has learned its few pictures by heart leaves their range with it.
+        Without classifier-free guidance: a model that has learned its few pictures by heart leaves
+        their range with it.
 
         Args:
             names: any texts; the model knows those that it was trained on.
@@ -97,7 +109,9 @@ class PictureWorkload:
         """
         wanted = self.symbols(names)
         generator = torch.Generator().manual_seed(hash_seed(seed, "draw", 0))
-        noise = torch.randn(len(names), 3, self.config.size, self.config.size, generator=generator).to(self.device)
+        noise = torch.randn(
+            len(names), 3, self.config.size, self.config.size, generator=generator
+        ).to(self.device)
         drawn = draw_samples(lambda x, time: self.model(x, time, wanted), noise, steps, clip=1.0)
         pixels = ((drawn + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
         return pixels.permute(0, 2, 3, 1).cpu().numpy()

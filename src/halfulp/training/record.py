@@ -1,6 +1,7 @@
 """Run configurations as JSON and back; run.json, what it says of a run, and reading it again.
 
-Reading never executes anything: a configuration is plain numbers and text, and an attention is named, not stored.
+Reading never executes anything: a configuration is plain numbers and text, and an attention is
+named, not stored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def _converter() -> Any:
 
     converter = Converter(forbid_extra_keys=True)
     configure_tagged_union(WorkloadConfig, converter, tag_name="kind")
-    converter.register_unstructure_hook(AttentionPlan, lambda plan: [str(a) for a in plan.assignments])
+    converter.register_unstructure_hook(
+        AttentionPlan, lambda plan: [str(a) for a in plan.assignments]
+    )
     converter.register_structure_hook(AttentionPlan, lambda texts, _: AttentionPlan.of(*texts))
     for kind in (int, float, str, bool):
         converter.register_structure_hook(kind, _exactly)
@@ -55,7 +58,9 @@ def config_from_dict(plain: Any) -> RunConfig:
         return _converter().structure(plain, RunConfig)  # type: ignore[no-any-return]
     except Exception as error:
         reasons = transform_error(error, path="config", format_exception=_reason)
-        raise ValueError(f"config: {'; '.join(reasons)}; accepted is what a run.json holds") from None
+        raise ValueError(
+            f"config: {'; '.join(reasons)}; accepted is what a run.json holds"
+        ) from None
 
 
 def _reason(error: BaseException, kind: type[Any] | None) -> str:
@@ -75,7 +80,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     record = read_json(folder / "run.json")
     if not isinstance(record, dict) or record.get("kind") != "train":
         raise ValueError(
-            f"run={str(folder)!r}: there is no run.json of a training; accepted is a folder of `halfulp train`"
+            f"run={str(folder)!r}: there is no run.json of a training; accepted is a folder of"
+            " `halfulp train`"
         )
     return record
 

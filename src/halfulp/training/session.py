@@ -1,4 +1,6 @@
-"""One run's live state and its step: samples in, one update of the weights, a line of metrics where one is due."""
+"""One run's live state and its step: samples in, one update of the weights, a line of metrics where
+one is due.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ class Session:
     """Model, optimizer and the place in the order of samples; `step` makes one step."""
 
     def __init__(
-        self, config: RunConfig, workload: Workload, group: World, order: np.ndarray, start: Checkpoint | None
+        self,
+        config: RunConfig,
+        workload: Workload,
+        group: World,
+        order: np.ndarray,
+        start: Checkpoint | None,
     ) -> None:
         self.config, self.workload, self.group, self.order = config, workload, group, order
         self.model = group.wrap(workload.model)
         self.parameters = [p for p in workload.model.parameters() if p.requires_grad]
         rates = config.optimizer
         self.adam = torch.optim.AdamW(
-            self.parameters, lr=rates.learning_rate, betas=rates.betas, weight_decay=rates.weight_decay
+            self.parameters,
+            lr=rates.learning_rate,
+            betas=rates.betas,
+            weight_decay=rates.weight_decay,
         )
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.autocast == "fp16")
         self.monitor = None
@@ -59,10 +69,16 @@ class Session:
         rate = learning_rate(config.optimizer, number, config.steps)
         for group in self.adam.param_groups:
             group["lr"] = rate
-        rows = [] if self.monitor is None or not self.monitor.due(number) else [self._measure(number)]
+        rows = (
+            [] if self.monitor is None or not self.monitor.due(number) else [self._measure(number)]
+        )
         self.adam.zero_grad()
         self.loss = self._gradients(number)
-        shown = number % config.metrics_every == 0 or number == config.steps or not math.isfinite(self.loss)
+        shown = (
+            number % config.metrics_every == 0
+            or number == config.steps
+            or not math.isfinite(self.loss)
+        )
         self.scaler.unscale_(self.adam)
         norm = self._clip(shown)
         self.scaler.step(self.adam)
@@ -104,7 +120,9 @@ class Session:
         return nullcontext() if dtype is None else torch.autocast(self.group.device.type, dtype)
 
     def _gradients(self, number: int) -> float:
-        """Sum the gradients of all micro-batches; return the mean loss over them and all processes."""
+        """Sum the gradients of all micro-batches; return the mean loss over them and all
+        processes.
+        """
         parts = self.config.accumulation
         total = torch.zeros((), device=self.group.device)
         for part in range(parts):
@@ -147,7 +165,11 @@ class Session:
         tokens = self.workload.tokens_per_sample * self.config.batch * steps
         self._since, self._at = now, self.done
         row = {"step": self.done, "loss": self.loss, "grad_norm": norm, "learning_rate": rate}
-        return row | {"seconds": seconds, "tokens_per_second": tokens / seconds} | self.workload.figures()
+        return (
+            row
+            | {"seconds": seconds, "tokens_per_second": tokens / seconds}
+            | self.workload.figures()
+        )
 
 
 def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
@@ -157,4 +179,6 @@ def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
         return top * min(1, step / max(optimizer.warm_up, 1))
     span = (optimizer.cosine_steps or steps) - optimizer.warm_up
     done = min(1.0, (step - optimizer.warm_up) / max(span, 1))
-    return optimizer.least_rate + (top - optimizer.least_rate) * 0.5 * (1 + math.cos(math.pi * done))
+    return optimizer.least_rate + (top - optimizer.least_rate) * 0.5 * (
+        1 + math.cos(math.pi * done)
+    )

@@ -1,6 +1,8 @@
-"""Fields of a run's configuration as text, for the command line: `optimizer.learning_rate=3e-4`, `workload.layers=2`.
+"""Fields of a run's configuration as text, for the command line: `optimizer.learning_rate=3e-4`,
+`workload.layers=2`.
 
-Every field of `RunConfig` can be set by its dotted name, and what a value may be is read from the field's type.
+Every field of `RunConfig` can be set by its dotted name, and what a value may be is read from the
+field's type.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ from halfulp.training.config import RunConfig
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the configuration with all of "field=value" applied at once; None is written none, a pair 0.9,0.95.
+    """Return the configuration with all of "field=value" applied at once; None is written none, a
+    pair 0.9,0.95.
 
     Raises:
-        ValueError: a field or a value is not known, or the fields do not go together; one line says what is accepted.
+        ValueError: a field or a value is not known, or the fields do not go together; one line says
+            what is accepted.
     """
     changes: dict[str, Any] = {}
     for text in settings:
         name, equals, value = (piece.strip() for piece in text.partition("="))
         if not equals or not name:
-            raise ValueError(f"set={text!r}: accepted is field=value, such as optimizer.learning_rate=3e-4")
+            raise ValueError(
+                f"set={text!r}: accepted is field=value, such as optimizer.learning_rate=3e-4"
+            )
         _add(changes, config, name.split("."), value, name)
     changed: RunConfig = _replaced(config, changes)
     return changed
@@ -47,7 +53,10 @@ def _add(changes: dict[str, Any], part: Any, path: list[str], text: str, whole: 
     name, *rest = path
     known = [f.name for f in fields(part)]
     if name not in known:
-        raise ValueError(f"set={whole!r}: {name!r} is no field of {type(part).__name__}; accepted: {', '.join(known)}")
+        raise ValueError(
+            f"set={whole!r}: {name!r} is no field of {type(part).__name__}; accepted:"
+            f" {', '.join(known)}"
+        )
     inner = getattr(part, name)
     nested = is_dataclass(inner) and not isinstance(inner, AttentionPlan)
     if nested != bool(rest):
@@ -82,8 +91,12 @@ def _value(name: str, hint: Any, text: str) -> Any:
     if get_origin(kind) is tuple:
         parts, kinds = text.split(","), get_args(kind)
         if len(parts) != len(kinds):
-            raise ValueError(f"{name}={text!r}: accepted are {len(kinds)} values with a comma between them")
-        return tuple(_value(name, inner, part.strip()) for part, inner in zip(parts, kinds, strict=True))
+            raise ValueError(
+                f"{name}={text!r}: accepted are {len(kinds)} values with a comma between them"
+            )
+        return tuple(
+            _value(name, inner, part.strip()) for part, inner in zip(parts, kinds, strict=True)
+        )
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"{name}={text!r}: accepted are true and false")

@@ -1,7 +1,9 @@
-"""Where a run can be watched while it trains, besides its folder: the terminal, TensorBoard, Weights & Biases.
+"""Where a run can be watched while it trains, besides its folder: the terminal, TensorBoard,
+Weights & Biases.
 
-Each is a `halfulp.training.loop.Sink`. The libraries belong to the extras `tensorboard` and `wandb`; nothing is
-imported or written before the first line of metrics. Figures reach them under the names that metrics.jsonl uses.
+Each is a `halfulp.training.loop.Sink`. The libraries belong to the extras `tensorboard` and
+`wandb`; nothing is imported or written before the first line of metrics. Figures reach them under
+the names that metrics.jsonl uses.
 """
 
 from __future__ import annotations
@@ -17,11 +19,19 @@ from halfulp.training.record import config_as_dict
 
 
 class ConsoleSink:
-    """A line on standard error with step, loss, tokens a second and the time left; silent where that is no terminal."""
+    """A line on standard error with step, loss, tokens a second and the time left; silent where
+    that is no terminal.
+    """
 
     def __init__(self, steps: int, title: str, console: Any = None) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         to = console or Console(stderr=True)
         columns = (
@@ -64,7 +74,8 @@ class TensorBoardSink:
 
             self._writer = SummaryWriter(str(self._folder), flush_secs=10)
             lines = [f"    {name}: {value}" for name, value in config_as_dict(self._config).items()]
-            self._writer.add_text("config", "\n".join(lines))  # indented, which is code in its Markdown
+            # indented, which is code in its Markdown
+            self._writer.add_text("config", "\n".join(lines))
         for name, value in scalars(row):
             self._writer.add_scalar(name, value, row["step"])
 
@@ -75,10 +86,14 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run at Weights & Biases; its login, and whether it works offline, are settings of that library."""
+    """A run at Weights & Biases; its login, and whether it works offline, are settings of that
+    library.
+    """
 
     def __init__(self, project: str, config: RunConfig, folder: Path | None = None) -> None:
-        """Raise ValueError where wandb is not installed; `folder` gives the run its name and holds what it writes."""
+        """Raise ValueError where wandb is not installed; `folder` gives the run its name and holds
+        what it writes.
+        """
         _need("wandb")
         self._options: dict[str, Any] = {"project": project, "config": config_as_dict(config)}
         if folder is not None:
@@ -101,11 +116,15 @@ class WandbSink:
 
 def _need(package: str) -> None:
     if find_spec(package) is None:
-        raise ValueError(f"{package}: accepted where it is installed; pip install 'halfulp[{package}]'")
+        raise ValueError(
+            f"{package}: accepted where it is installed; pip install 'halfulp[{package}]'"
+        )
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line by name: metrics as they are, measurements as measure/layer 0/head 1."""
+    """Yield the numbers of a line by name: metrics as they are, measurements as measure/layer
+    0/head 1.
+    """
     for name, value in row.items():
         if name == "measure":
             for measure, nested in value.items():

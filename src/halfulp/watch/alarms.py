@@ -1,7 +1,8 @@
-"""What measurements give reason to fear, while there is time: a gradient that leans, and scores that follow it.
+"""What measurements give reason to fear, while there is time: a gradient that leans, and scores
+that follow it.
 
-The rule asks what reaches the weights and not what rounds: an attention whose O errs, but whose gradient does not, is
-left alone.
+The rule asks what reaches the weights and not what rounds: an attention whose O errs, but whose
+gradient does not, is left alone.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ SCORE_MOVE = 2.0
 def rule(level: float) -> str:
     """What alarms, in words."""
     return (
-        f"biased: over the last {WINDOW} measurements (half as many at least) the error of δ that the gradient has, "
-        f"read from dK (or dQ, where heads share a key) in units of Σ|δ_lp − δ_hp|, is not zero in the mean, by "
-        f"Student's t, at a level of {level:g} over all heads of one measurement; run-away: biased, and the head's "
-        f"mean score has moved by more than {SCORE_MOVE:g} since the middle of these measurements"
+        f"biased: over the last {WINDOW} measurements (half as many at least) the error of δ that"
+        " the gradient has, read from dK (or dQ, where heads share a key) in units of Σ|δ_lp −"
+        f" δ_hp|, is not zero in the mean, by Student's t, at a level of {level:g} over all heads"
+        " of one measurement; run-away: biased, and the head's mean score has moved by more than"
+        f" {SCORE_MOVE:g} since the middle of these measurements"
     )
 
 
@@ -43,13 +45,18 @@ class Alarm:
 
     def __str__(self) -> str:
         moved = f"mean score moved by {self.score_moved:+.1f}"
-        return f"step {self.step}, layer {self.layer}, head {self.head}: {self.kind} (t = {self.t:.1f}, {moved})"
+        return (
+            f"step {self.step}, layer {self.layer}, head {self.head}: {self.kind} (t ="
+            f" {self.t:.1f}, {moved})"
+        )
 
 
 def alarms(rows: Sequence[Mapping[str, Any]], level: float = LEVEL) -> list[Alarm]:
-    """Return what the last of some measurements alarms about, by `rule`; rows {"step", "measure"} as runs record them.
+    """Return what the last of some measurements alarms about, by `rule`; rows {"step", "measure"}
+    as runs record them.
 
-    Looking after every measurement of a long run is a test each time: the level is that of one look.
+    Looking after every measurement of a long run is a test each time: the level is that of one
+    look.
     """
     measured = [row for row in rows if "measure" in row][-WINDOW:]
     if len(measured) < WINDOW // 2:
@@ -62,8 +69,12 @@ def alarms(rows: Sequence[Mapping[str, Any]], level: float = LEVEL) -> list[Alar
         for head, t in enumerate(heads):
             if t is None or not abs(t) > least:
                 continue
-            now, before = (_figure(measure["mean_score"], layer, head) for measure in (last, middle))
-            kind: Literal["biased", "run-away"] = "run-away" if abs(now - before) > SCORE_MOVE else "biased"
+            now, before = (
+                _figure(measure["mean_score"], layer, head) for measure in (last, middle)
+            )
+            kind: Literal["biased", "run-away"] = (
+                "run-away" if abs(now - before) > SCORE_MOVE else "biased"
+            )
             found.append(Alarm(kind, measured[-1]["step"], layer, head, t, now - before))
     return found
 

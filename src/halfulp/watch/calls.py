@@ -1,7 +1,7 @@
 """Everything that one attention call of a foreign model tells, by head.
 
-The same measures as the monitor's, of fewer things: weights, inputs and a second pass are not at hand. What is new is
-the error of the gradients themselves, since the kernel that ran is the user's.
+The same measures as the monitor's, of fewer things: weights, inputs and a second pass are not at
+hand. What is new is the error of the gradients themselves, since the kernel that ran is the user's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ IN_GRADIENT = "delta_error_in_gradient"
 MOST_SCORES = 2**22
 """Scores of a layer that are measured: as many batch entries as fit, at least one."""
 CHUNK = 2**21
-"""Scores held at once, of one head at least; a head with more is measured in some of its rows, evenly spread."""
+"""Scores held at once, of one head at least; a head with more is measured in some of its rows,
+evenly spread.
+"""
 
 NOT_ATTENTION = 0.25
-"""Relative error of a head's O beyond which the call is not understood: a mask or another scale inside the function."""
+"""Relative error of a head's O beyond which the call is not understood: a mask or another scale
+inside the function.
+"""
 
 Figures = dict[str, Tensor]
 
@@ -36,12 +40,17 @@ def entries_of(query: Tensor, key: Tensor) -> int:
 def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     """Figures `[H]` of a call, and the parts of δ's error by batch entry `[E, H]`, in fp64.
 
-    out_error, grad_query_error, grad_key_error and grad_value_error: ‖x − golden‖ / ‖golden‖ of what the attention
-    gave, the last two of the key head that a head reads and NaN where some rows are left out. rows: query rows
-    measured. All others as `measures` documents. Under dropout, whose mask is not known, everything is NaN that takes
-    the exact O; the error of δ in dK remains, in units of what bf16's rounding of O would make.
+    out_error, grad_query_error, grad_key_error and grad_value_error: ‖x − golden‖ / ‖golden‖ of
+    what the attention gave, the last two of the key head that a head reads and NaN where some rows
+    are left out. rows: query rows measured. All others as `measures` documents. Under dropout,
+    whose mask is not known, everything is NaN that takes the exact O; the error of δ in dK remains,
+    in units of what bf16's rounding of O would make.
     """
-    tensors = {name: x if call.cast is None else x.to(call.cast) for name, x in call.tensors.items() if name in _READ}
+    tensors = {
+        name: x if call.cast is None else x.to(call.cast)
+        for name, x in call.tensors.items()
+        if name in _READ
+    }
     tensors |= {name: x for name, x in call.tensors.items() if name not in _READ}
     query, key = tensors["query"], tensors["key"]
     rows, mask, whole = _rows(call, query.shape[2], key.shape[2], query.device)
@@ -55,7 +64,11 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     for start in range(0, key_heads, at_once):
         stop = min(start + at_once, key_heads)
         part = {name: x[:, start:stop] for name, x in tensors.items() if name in _BY_KEY_HEAD}
-        part |= {name: x[:, start * group : stop * group] for name, x in tensors.items() if name not in _BY_KEY_HEAD}
+        part |= {
+            name: x[:, start * group : stop * group]
+            for name, x in tensors.items()
+            if name not in _BY_KEY_HEAD
+        }
         seen = mask
         if mask is not None and mask.shape[1] > 1:
             seen = mask[:, start * group : stop * group]
@@ -76,45 +89,81 @@ _BY_ROW = ("query", "out", "grad_out", "grad_query")
 _BY_KEY_HEAD = ("key", "value", "grad_key", "grad_value")
 
 
-def _chunk(call: Foreign, tensors: Figures, rows: Tensor, mask: Tensor | None, whole: bool) -> tuple[Figures, Figures]:
+def _chunk(
+    call: Foreign, tensors: Figures, rows: Tensor, mask: Tensor | None, whole: bool
+) -> tuple[Figures, Figures]:
     """Figures of some key heads and all heads that read them."""
     group = tensors["query"].shape[1] // tensors["key"].shape[1]
-    full = {name: x.repeat_interleave(group, 1) if name in _BY_KEY_HEAD else x for name, x in tensors.items()}
+    full = {
+        name: x.repeat_interleave(group, 1) if name in _BY_KEY_HEAD else x
+        for name, x in tensors.items()
+    }
     by_row: Figures = {
-        name: full[name][:, :, rows] for name in ("query", "out", "grad_out", "grad_query") if name in full
+        name: full[name][:, :, rows]
+        for name in ("query", "out", "grad_out", "grad_query")
+        if name in full
     }
     given = full.get("grad_key") if group == 1 else None
     # as the gradients came: all rows of the query belong to dK
     all_rows = Call(
-        -1, full["query"], full["key"], full["value"], full["out"], True, call.asked.scale, full["grad_out"], given
+        -1,
+        full["query"],
+        full["key"],
+        full["value"],
+        full["out"],
+        True,
+        call.asked.scale,
+        full["grad_out"],
+        given,
     )
     part = Call(
-        -1, by_row["query"], full["key"], full["value"], by_row["out"], mask is None and call.asked.is_causal,
-        call.asked.scale, by_row["grad_out"], given if whole else None, attn_mask=mask,
-    )  # fmt: skip
+        -1,
+        by_row["query"],
+        full["key"],
+        full["value"],
+        by_row["out"],
+        mask is None and call.asked.is_causal,
+        call.asked.scale,
+        by_row["grad_out"],
+        given if whole else None,
+        attn_mask=mask,
+    )
     exact = measures.exact_call(part)
-    found = measures.score_figures(exact) | measures.weight_figures(exact) | measures.repetition_figures(exact)
+    found = (
+        measures.score_figures(exact)
+        | measures.weight_figures(exact)
+        | measures.repetition_figures(exact)
+    )
     found |= measures.activation_figures(part)
     share = len(rows) / full["query"].shape[2]
     in_gradient = measures.delta_error_in_gradient(all_rows) * share
     if call.asked.dropout:
         nan = torch.full_like(in_gradient, math.nan)
         unit = (part.grad_out * part.out).double().square().sum(-1).sqrt().sum(-1) * _HALF_ULP  # type: ignore[operator]
-        return found | _unknown(found["mean_score"]), {SIZE: unit, TOTAL: nan, IN_GRADIENT: in_gradient}
+        return found | _unknown(found["mean_score"]), {
+            SIZE: unit,
+            TOTAL: nan,
+            IN_GRADIENT: in_gradient,
+        }
     found["out_error"] = measures.relative_error(by_row["out"], exact.out)
     error = measures.delta_error(part, exact)
     found |= measures.row_sum_figures(part, exact, error) | measures.sign_figures(part, exact)
     golden = measures.exact_gradients(part, exact)
     found |= _gradient_errors(tensors, by_row, golden, whole)
     if group > 1 and "grad_query" in by_row:
-        in_gradient = measures.delta_error_in_query_gradient(part, exact, by_row["grad_query"], golden[0])
+        in_gradient = measures.delta_error_in_query_gradient(
+            part, exact, by_row["grad_query"], golden[0]
+        )
     return found, {SIZE: error.abs().sum(-1), TOTAL: error.sum(-1), IN_GRADIENT: in_gradient}
 
 
-_HALF_ULP = 2.0**-9 / math.sqrt(3)  # the standard deviation of a rounding to bf16, relative, at most
+# the standard deviation of a rounding to bf16, relative, at most
+_HALF_ULP = 2.0**-9 / math.sqrt(3)
 
 
-def _gradient_errors(tensors: Figures, by_row: Figures, golden: tuple[Tensor, Tensor, Tensor], whole: bool) -> Figures:
+def _gradient_errors(
+    tensors: Figures, by_row: Figures, golden: tuple[Tensor, Tensor, Tensor], whole: bool
+) -> Figures:
     found = dict.fromkeys(_ERRORS, torch.full_like(golden[0][0, :, 0, 0], math.nan))
     if "grad_query" in by_row:
         found["grad_query_error"] = measures.relative_error(by_row["grad_query"], golden[0])
@@ -122,7 +171,9 @@ def _gradient_errors(tensors: Figures, by_row: Figures, golden: tuple[Tensor, Te
         if whole and name in tensors:
             group = exact.shape[1] // tensors[name].shape[1]
             summed = exact.reshape(len(exact), -1, group, *exact.shape[2:]).sum(2)
-            found[f"{name}_error"] = measures.relative_error(tensors[name], summed).repeat_interleave(group)
+            found[f"{name}_error"] = measures.relative_error(
+                tensors[name], summed
+            ).repeat_interleave(group)
     return found
 
 
@@ -135,18 +186,28 @@ def _unknown(like: Tensor) -> Figures:
     return dict.fromkeys(_NEED_OUT, torch.full_like(like, math.nan))
 
 
-def _rows(call: Foreign, n: int, n_k: int, device: torch.device) -> tuple[Tensor, Tensor | None, bool]:
-    """The rows to measure, what their queries see where `is_causal` does not say it, and whether they are all."""
+def _rows(
+    call: Foreign, n: int, n_k: int, device: torch.device
+) -> tuple[Tensor, Tensor | None, bool]:
+    """The rows to measure, what their queries see where `is_causal` does not say it, and whether
+    they are all.
+    """
     most = max(1, CHUNK // n_k)
     rows = torch.arange(0, n, -(-n // most), device=device)
     whole, asked = len(rows) == n, call.asked
-    if asked.attn_mask is None and asked.window is None and whole and not (asked.is_causal and asked.offset):
+    if (
+        asked.attn_mask is None
+        and asked.window is None
+        and whole
+        and not (asked.is_causal and asked.offset)
+    ):
         return rows, None, whole
     mask = _visible(call, rows, n_k)
     seen = mask if mask.dtype == torch.bool else mask > -math.inf
     sees = seen.any(-1).flatten(0, 1)
     alive = sees.all(0)
-    whole = whole and not bool((sees.any(0) & ~alive).any())  # a row that only some entries hide is left out for all
+    # a row that only some entries hide is left out for all
+    whole = whole and not bool((sees.any(0) & ~alive).any())
     return rows[alive], mask[:, :, alive], whole
 
 

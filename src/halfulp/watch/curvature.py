@@ -1,10 +1,11 @@
 """Why Σ(δ_lp − δ_hp) is positive: its first-order part and what the curvature of the loss adds.
 
-With err = O_lp − O_hp, e = dO(O_lp) · err. Had the rounding of O nothing to do with the gradient, e would be
-dO(O_hp) · err, which has no sign of its own: the first-order part. The rest, (dO(O_lp) − dO(O_hp)) · err ≈ errᵀ H err
-with H the Hessian of the loss in O, is positive at a minimum *whatever* the rounding (D9; it stands against A10's
-explanation by rounding that leans). dO(O_hp) comes from a second pass in which out is exact in every measured layer, so
-the curvature part of a layer holds what the errors of the other layers add to its gradient too.
+With err = O_lp − O_hp, e = dO(O_lp) · err. Had the rounding of O nothing to do with the gradient, e
+would be dO(O_hp) · err, which has no sign of its own: the first-order part. The rest, (dO(O_lp) −
+dO(O_hp)) · err ≈ errᵀ H err with H the Hessian of the loss in O, is positive at a minimum
+*whatever* the rounding (D9; it stands against A10's explanation by rounding that leans). dO(O_hp)
+comes from a second pass in which out is exact in every measured layer, so the curvature part of a
+layer holds what the errors of the other layers add to its gradient too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Read = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class ExactOut:
-    """A tap that puts exact attention in place of out, in the first `entries` batch entries, on out's gradient path.
+    """A tap that puts exact attention in place of out, in the first `entries` batch entries, on
+    out's gradient path.
 
     Exact is PyTorch's fp32 attention (fp64 where out is): its error is 2⁻¹⁶ of bf16's.
     """
@@ -34,13 +36,23 @@ class ExactOut:
         self.outs: dict[int, Tensor] = {}
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         """Return out with the value of exact attention, `[B, H, N, D_v]`."""
         wide = torch.promote_types(out.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
             kept = (x.detach()[: self.entries].to(wide) for x in (query, key, value))
-            exact = functional.scaled_dot_product_attention(*self.read(layer, *kept), is_causal=is_causal, scale=scale)
+            exact = functional.scaled_dot_product_attention(
+                *self.read(layer, *kept), is_causal=is_causal, scale=scale
+            )
             change = torch.zeros_like(out, dtype=wide)
             change[: self.entries] = exact - out[: self.entries]
         # the value is rounded once more in a sum, but only to O's own fp32
@@ -50,7 +62,8 @@ class ExactOut:
 
 @contextmanager
 def full_precision(device: str) -> Iterator[None]:
-    """Switch autocast off for every torch function inside, also where the code inside switches it on.
+    """Switch autocast off for every torch function inside, also where the code inside switches it
+    on.
 
     An exact O would be rounded again by the first autocast product behind it.
     """
@@ -64,7 +77,11 @@ class _WithoutAutocast(TorchFunctionMode):
         self.device = device
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         del types
         with torch.autocast(self.device, enabled=False):
@@ -72,7 +89,9 @@ class _WithoutAutocast(TorchFunctionMode):
 
 
 def t_value(samples: Tensor) -> Tensor:
-    """Mean over the first dimension in standard errors of it, `[S, ...]` to `[...]`; NaN for fewer than two samples."""
+    """Mean over the first dimension in standard errors of it, `[S, ...]` to `[...]`; NaN for fewer
+    than two samples.
+    """
     count = len(samples)
     if count < 2:
         return torch.full_like(samples[0], math.nan)

@@ -1,17 +1,20 @@
-"""Where the error of dW_Q points: α Σ_T (δ_lp − δ_hp)[T] · (PK)[T]ᵀ X[T], and how alike its rank-1 terms are.
+"""Where the error of dW_Q points: α Σ_T (δ_lp − δ_hp)[T] · (PK)[T]ᵀ X[T], and how alike its rank-1
+terms are.
 
-Qiu & Yao (equations 2 and 3, fig. 4) say that the terms (PK)[T]ᵀ X[T] resemble each other across tokens and steps, so
-that their sum is one direction R, which only needs coefficients of one sign to grow. Alikeness is a cosine, which means
-little without its null: each figure comes with the same figure of a shuffled control.
+Qiu & Yao (equations 2 and 3, fig. 4) say that the terms (PK)[T]ᵀ X[T] resemble each other across
+tokens and steps, so that their sum is one direction R, which only needs coefficients of one sign to
+grow. Alikeness is a cosine, which means little without its null: each figure comes with the same
+figure of a shuffled control.
 
-What is shuffled: which feature holds which number. Across tokens, the features of every token's PK and of every token's
-X are rolled by random amounts of their own. Across steps, the rows and the columns of today's direction are permuted.
-Norms, values, their mean and, across steps, the singular values stay; what goes is that a feature means the same thing
-in both. Were features exchangeable, figure and control would have the same expectation. Shuffling whole tokens would be
-no control: a mean over all pairs of tokens does not change.
+What is shuffled: which feature holds which number. Across tokens, the features of every token's PK
+and of every token's X are rolled by random amounts of their own. Across steps, the rows and the
+columns of today's direction are permuted. Norms, values, their mean and, across steps, the singular
+values stay; what goes is that a feature means the same thing in both. Were features exchangeable,
+figure and control would have the same expectation. Shuffling whole tokens would be no control: a
+mean over all pairs of tokens does not change.
 
-The error of dW_Q (A8) has this form where query = X W_Qᵀ. Where a norm or rotary positions lie between, the direction
-is that of a W_Q behind them.
+The error of dW_Q (A8) has this form where query = X W_Qᵀ. Where a norm or rotary positions lie
+between, the direction is that of a W_Q behind them.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from halfulp.watch.spectral import power_iteration
 from halfulp.watch.taps import Call
 
 MOST_TERMS = 256
-"""Rows of a head whose terms are compared with each other, evenly spread over batch entries and tokens."""
+"""Rows of a head whose terms are compared with each other, evenly spread over batch entries and
+tokens.
+"""
 SHUFFLES = 4
 """Controls of a comparison between steps."""
 
@@ -35,7 +40,9 @@ SHUFFLES = 4
 class Direction:
     """What one call says about its layer's error direction, by head."""
 
-    error: Tensor  # R = Σ_T e[T] (PK)[T]ᵀ X[T]  [H, D, width], over batch entries and rows; dW_Q,hp − dW_Q,lp is αR
+    # R = Σ_T e[T] (PK)[T]ᵀ X[T]  [H, D, width], over batch entries and rows; dW_Q,hp − dW_Q,lp is
+    # αR
+    error: Tensor
     mean_term: Tensor  # mean of (PK)[T]ᵀ X[T], each of unit norm  [H, D, width]
     figures: dict[str, Tensor]  # [H] each
 
@@ -49,14 +56,17 @@ def error_direction(call: Call, exact: Exact, error: Tensor) -> Tensor:
 def direction_of(call: Call, exact: Exact, error: Tensor, generator: torch.Generator) -> Direction:
     """The error direction of a call and how alike its terms are (A9).
 
-    Figures: terms_cosine, the mean cosine of two terms over all pairs of different rows, and terms_cosine_shuffled, its
-    control. terms_rank1: of the stack of terms, each of unit norm and written out as one row, top singular value² /
-    Frobenius². direction_rank1: of R itself, the same share: 1 where R is one rank-1 matrix (equation 3).
+    Figures: terms_cosine, the mean cosine of two terms over all pairs of different rows, and
+    terms_cosine_shuffled, its control. terms_rank1: of the stack of terms, each of unit norm and
+    written out as one row, top singular value² / Frobenius². direction_rank1: of R itself, the same
+    share: 1 where R is one rank-1 matrix (equation 3).
     """
     terms = exact.weights @ call.key.to(error.dtype)  # PK
     inputs = _inputs(call, error.dtype)
     flat = terms.transpose(0, 1).flatten(1, 2)
-    direction = _outer_sum(flat * error.transpose(0, 1).flatten(1).unsqueeze(-1), inputs.flatten(0, 1))
+    direction = _outer_sum(
+        flat * error.transpose(0, 1).flatten(1).unsqueeze(-1), inputs.flatten(0, 1)
+    )
     rows = inputs.shape[0] * inputs.shape[1]
     picked = torch.arange(0, rows, -(-rows // MOST_TERMS), device=flat.device)
     a, x = _unit(flat[:, picked]), _unit(inputs.flatten(0, 1)[picked])
@@ -86,8 +96,9 @@ def step_figures(
 ) -> dict[str, Tensor]:
     """Cosines of this step with the last measured ones, each `[H]` (A9); NaN where there are none.
 
-    direction_cosine: of R with the mean of the last R, each of unit norm. terms_step_cosine: of a term now with a term
-    then, the mean over all pairs. `_shuffled`: root mean square of the same over `SHUFFLES` controls.
+    direction_cosine: of R with the mean of the last R, each of unit norm. terms_step_cosine: of a
+    term now with a term then, the mean over all pairs. `_shuffled`: root mean square of the same
+    over `SHUFFLES` controls.
 
     Args:
         now: this step's.
@@ -95,11 +106,16 @@ def step_figures(
         means: `mean_term` of the last steps `[K, H, D, width]`, or None.
         generator: of the controls, on the CPU.
     """
-    pairs = {"direction_cosine": (unit_matrix(now.error), errors), "terms_step_cosine": (now.mean_term, means)}
+    pairs = {
+        "direction_cosine": (unit_matrix(now.error), errors),
+        "terms_step_cosine": (now.mean_term, means),
+    }
     found: dict[str, Tensor] = {}
     for name, (matrix, past) in pairs.items():
         if past is None:
-            found |= dict.fromkeys((name, f"{name}_shuffled"), torch.full_like(matrix[:, 0, 0], torch.nan))
+            found |= dict.fromkeys(
+                (name, f"{name}_shuffled"), torch.full_like(matrix[:, 0, 0], torch.nan)
+            )
             continue
         mean = past.to(matrix.dtype).mean(0)
         controls = [(_permuted(matrix, generator) * mean).sum((1, 2)) for _ in range(SHUFFLES)]
@@ -123,7 +139,9 @@ def _inputs(call: Call, dtype: torch.dtype) -> Tensor:
 
 
 def _outer_sum(terms: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_T terms[T]ᵀ inputs[T]: `[H, n, D]` and `[n, width]` or `[H, n, width]` to `[H, D, width]`."""
+    """Σ_T terms[T]ᵀ inputs[T]: `[H, n, D]` and `[n, width]` or `[H, n, width]` to `[H, D,
+    width]`.
+    """
     return terms.mT @ inputs
 
 
@@ -134,12 +152,16 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _mean_pair(total: Tensor, count: int) -> Tensor:
-    """The mean product of two different ones among `count` unit matrices, from their sum: ‖Σ‖² = count + Σ of pairs."""
+    """The mean product of two different ones among `count` unit matrices, from their sum: ‖Σ‖² =
+    count + Σ of pairs.
+    """
     return (total.square().sum((1, 2)) - count) / max(count * (count - 1), 1)
 
 
 def _stack_share(a: Tensor, x: Tensor) -> Tensor:
-    """Top singular value² / Frobenius² of the stack of aₜᵀxₜ `[n, D·width]`, by products with its Gram matrix."""
+    """Top singular value² / Frobenius² of the stack of aₜᵀxₜ `[n, D·width]`, by products with its
+    Gram matrix.
+    """
     gram = (a @ a.mT).mul_(x @ x.mT)  # [H, n, n]
     top = power_iteration(lambda y: (gram @ y.unsqueeze(-1)).squeeze(-1), gram.sum(-1))
     return top.value / a.shape[1]
@@ -154,5 +176,7 @@ def _rolled(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _permuted(matrix: Tensor, generator: torch.Generator) -> Tensor:
     """Rows and columns in random orders, the same in every head."""
-    rows, columns = (torch.randperm(n, generator=generator).to(matrix.device) for n in matrix.shape[1:])
+    rows, columns = (
+        torch.randperm(n, generator=generator).to(matrix.device) for n in matrix.shape[1:]
+    )
     return matrix[:, rows][:, :, columns]

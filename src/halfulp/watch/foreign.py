@@ -1,9 +1,11 @@
-"""Taps on a model that is not halfulp's own: what its attention was fed, gave and got back in one training pass.
+"""Taps on a model that is not halfulp's own: what its attention was fed, gave and got back in one
+training pass.
 
-Hooks on the modules say which of them calls attention. The calls themselves run as they would have: the taps put views
-in place of query, key and value, so that what comes back through them is the gradient of this call alone, and look at
-gradients without changing them. A call is handed over as soon as its last gradient is there, in the backward pass, and
-forgotten: what is held of the others are views of what autograd holds anyway.
+Hooks on the modules say which of them calls attention. The calls themselves run as they would have:
+the taps put views in place of query, key and value, so that what comes back through them is the
+gradient of this call alone, and look at gradients without changing them. A call is handed over as
+soon as its last gradient is there, in the backward pass, and forgotten: what is held of the others
+are views of what autograd holds anyway.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Foreign:
     layer: str  # the path of the module that called; a second call in a pass adds " (2)"
     asked: Asked
     entries: int = 0  # batch entries that are measured
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # query, key, value, out `[E, H, N, D]`, and grad_ of each
+    # query, key, value, out `[E, H, N, D]`, and grad_ of each
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     expected: frozenset[str] = frozenset()  # gradients that come
     cast: torch.dtype | None = None  # what autocast rounds the operands to
     unseen: str = ""  # why it is not measured
@@ -61,7 +64,8 @@ class Taps:
         model: whose attention calls are meant.
         functions: attention functions of its own, called like `F.scaled_dot_product_attention`.
         entries: batch entries to keep of a query and key `[B, H, N, D]`.
-        take: called in the backward pass with a call whose gradients are complete; may set `unseen`.
+        take: called in the backward pass with a call whose gradients are complete; may set
+            `unseen`.
     """
 
     def __init__(
@@ -73,7 +77,8 @@ class Taps:
     ) -> None:
         self.model, self.functions, self.entries, self.take = model, functions, entries, take
         self.calls: dict[Key, Foreign] = {}
-        self._later: dict[Key, Foreign] = {}  # whose operands, or all, come when a checkpoint is recomputed
+        # whose operands, or all, come when a checkpoint is recomputed
+        self._later: dict[Key, Foreign] = {}
         self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self._handles: list[Any] = []
         self._listening = False
@@ -93,7 +98,9 @@ class Taps:
             if module is not self.model:
                 self._handles += _hooks(module, partial(self._call, name))
         self._before, self._listening = listen(partial(self._call, ITSELF)), True
-        self._handles.append(self.model.register_forward_hook(lambda *_: self.leave(), always_call=True))
+        self._handles.append(
+            self.model.register_forward_hook(lambda *_: self.leave(), always_call=True)
+        )
 
     def leave(self) -> None:
         """Stop listening outside the model's modules: its forward pass is over."""
@@ -121,7 +128,14 @@ class Taps:
                 call.unseen = UNANSWERED
             call.tensors.clear()
 
-    def _call(self, name: str, form: Form, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call(
+        self,
+        name: str,
+        form: Form,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Run an attention function that the module of this name called."""
         again = torch._C._current_graph_task_id() != -1
         if self._resting:
@@ -130,7 +144,9 @@ class Taps:
         self._counts[again][name] += 1
         if again:
             return self._recomputed(key, form, function, args, kwargs)
-        call = self._asked(f"{name} ({key[1] + 1})" if key[1] else name, form, form.arguments(args, kwargs))
+        call = self._asked(
+            f"{name} ({key[1] + 1})" if key[1] else name, form, form.arguments(args, kwargs)
+        )
         self.calls[key] = call
         if call.unseen:
             return function(*args, **kwargs)
@@ -143,17 +159,27 @@ class Taps:
         return self._run(call, form, function, args, kwargs, keeping)
 
     def _recomputed(
-        self, key: Key, form: Form, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        key: Key,
+        form: Form,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Run it in the recomputation of a checkpoint, which the backward pass makes."""
         call = self._later.pop(key, None)
         if call is not None and (key[0], 1) in self.calls:
-            call.unseen = "called more than once in a pass, and recomputed"  # which of them cannot be told
+            # which of them cannot be told
+            call.unseen = "called more than once in a pass, and recomputed"
         if call is None or call.unseen:
             return function(*args, **kwargs)
         if not call.expected:  # the first pass was made without gradients
             return self._run(call, form, function, args, kwargs, "")
-        self._keep(call, form, dict(zip(_OPERANDS, _three(form, form.arguments(args, kwargs)), strict=True)))
+        self._keep(
+            call,
+            form,
+            dict(zip(_OPERANDS, _three(form, form.arguments(args, kwargs)), strict=True)),
+        )
         return function(*args, **kwargs)
 
     def _run(
@@ -169,7 +195,11 @@ class Taps:
         operands = _three(form, form.arguments(args, kwargs))
         views = [x.view_as(x) if x.requires_grad else x for x in operands]
         others = {name: x for name, x in kwargs.items() if name not in form.names[:3]}
-        by_name = {name: x for i, (name, x) in enumerate(zip(form.names, views, strict=False)) if i >= len(args)}
+        by_name = {
+            name: x
+            for i, (name, x) in enumerate(zip(form.names, views, strict=False))
+            if i >= len(args)
+        }
         result = function(*views[: len(args)], *args[3:], **by_name, **others)
         out = result[0] if isinstance(result, tuple) else result
         if not out.requires_grad:
@@ -178,8 +208,15 @@ class Taps:
         if keeping == "recomputed":  # the operands come again; out need not
             self._keep(call, form, {"out": out}, copy=True)
         else:
-            self._keep(call, form, dict(zip((*_OPERANDS, "out"), (*views, out), strict=True)), copy=keeping == "packed")
-        given = {f"grad_{name}": x for name, x in zip((*_OPERANDS, "out"), (*views, out), strict=True)}
+            self._keep(
+                call,
+                form,
+                dict(zip((*_OPERANDS, "out"), (*views, out), strict=True)),
+                copy=keeping == "packed",
+            )
+        given = {
+            f"grad_{name}": x for name, x in zip((*_OPERANDS, "out"), (*views, out), strict=True)
+        }
         call.expected = frozenset(name for name, x in given.items() if x.requires_grad)
         for name in call.expected:
             given[name].register_hook(partial(self._came, call, form, name))
@@ -203,7 +240,9 @@ class Taps:
             call.tensors.clear()
 
     def _asked(self, name: str, form: Form, given: Mapping[str, Any]) -> Foreign:
-        """What a call asks for, and whether it can be measured; the function itself judges wrong arguments."""
+        """What a call asks for, and whether it can be measured; the function itself judges wrong
+        arguments.
+        """
         try:
             return self._read(name, form, given)
         except Exception as error:
@@ -227,10 +266,16 @@ class Taps:
             call.entries = self.entries(_four(query), _four(key))
         return call
 
-    def _keep(self, call: Foreign, form: Form, tensors: Mapping[str, Tensor], *, copy: bool = False) -> None:
-        """Keep the measured batch entries as `[E, H, N, D]`, detached: views of what autograd keeps, or copies."""
+    def _keep(
+        self, call: Foreign, form: Form, tensors: Mapping[str, Tensor], *, copy: bool = False
+    ) -> None:
+        """Keep the measured batch entries as `[E, H, N, D]`, detached: views of what autograd
+        keeps, or copies.
+        """
         for name, x in tensors.items():
-            kept = _four(x.detach().transpose(-3, -2) if form.heads == -2 else x.detach())[: call.entries]
+            kept = _four(x.detach().transpose(-3, -2) if form.heads == -2 else x.detach())[
+                : call.entries
+            ]
             call.tensors[name] = kept.clone() if copy else kept
 
 
@@ -245,7 +290,10 @@ def _hooks(module: nn.Module, listener: Any) -> list[Any]:
         if before:
             listen(before.pop())
 
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
 
 
 def _said(error: Exception) -> str:
@@ -255,11 +303,17 @@ def _said(error: Exception) -> str:
 
 
 def _keeping() -> str:
-    """What becomes of a tensor that autograd saves here: "recomputed", "packed" away, or "" where it just stays."""
+    """What becomes of a tensor that autograd saves here: "recomputed", "packed" away, or "" where
+    it just stays.
+    """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return ""
-    return "recomputed" if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else "packed"
+    return (
+        "recomputed"
+        if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+        else "packed"
+    )
 
 
 def _three(form: Form, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,7 +328,10 @@ def _four(x: Tensor) -> Tensor:
 
 def _misfit(asked: Asked, query: Tensor, key: Tensor, value: Tensor) -> str:
     """Why operands `[..., H, N, D]` cannot be measured; empty where they can."""
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3] or min(query.ndim, key.ndim, value.ndim) < 2:
+    if (
+        not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]
+        or min(query.ndim, key.ndim, value.ndim) < 2
+    ):
         return "its batch entries are broadcast"
     heads, key_heads = _four(query).shape[1], _four(key).shape[1]
     if key_heads != _four(value).shape[1] or not key_heads or heads % key_heads:

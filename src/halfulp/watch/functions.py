@@ -1,7 +1,7 @@
 """The attention functions that models call, and how their arguments are read.
 
-While somebody taps, each of them is replaced wherever a loaded module holds it by one that asks, in the calling thread,
-whether a tapped model is running. Elsewhere it does what it did.
+While somebody taps, each of them is replaced wherever a loaded module holds it by one that asks, in
+the calling thread, whether a tapped model is running. Elsewhere it does what it did.
 """
 
 from __future__ import annotations
@@ -24,10 +24,22 @@ from halfulp.attention.operands import causal, scale_of
 _PATCH = sys.modules[patch.__module__]
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _FLASH = (
-    "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+    "q",
+    "k",
+    "v",
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "softcap",
+    "alibi_slopes",
+    "deterministic",
     "return_attn_probs",
-)  # fmt: skip
-ACCEPTED = "F.scaled_dot_product_attention, flash_attn_func, halfulp.attention, and your own in functions=(...)"
+)
+ACCEPTED = (
+    "F.scaled_dot_product_attention, flash_attn_func, halfulp.attention, and your own in"
+    " functions=(...)"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,8 @@ class Form:
 
     names: tuple[str, ...]  # by position; the first three are the operands
     heads: int  # where the heads are in them: −3 for [..., H, N, D], −2 for [B, N, H, D]
-    read: Callable[[Mapping[str, Any], Tensor, Tensor], Asked]  # of arguments, query and key as [..., H, N, D]
+    # of arguments, query and key as [..., H, N, D]
+    read: Callable[[Mapping[str, Any], Tensor, Tensor], Asked]
     casts: bool = False  # its operands to autocast's dtype
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +73,13 @@ class Form:
 class Listener(Protocol):
     """Shown a call of an attention function in a thread that runs a tapped model."""
 
-    def __call__(self, form: Form, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(
+        self,
+        form: Form,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         """Run the function and return what it returned."""
         ...
 
@@ -69,7 +88,9 @@ def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     lengths = (query.shape[-2], key.shape[-2])
     offset = given.get("causal_offset") or 0
     diagonal = causal(given.get("attn_mask"), bool(given.get("is_causal", False)), lengths, offset)
-    unseen = next((f"{name} is given" for name in ("softcap", "sinks") if _asks(given.get(name))), "")
+    unseen = next(
+        (f"{name} is given" for name in ("softcap", "sinks") if _asks(given.get(name))), ""
+    )
     return Asked(
         scale_of(given.get("scale"), query.shape[-1]),
         diagonal.is_causal,
@@ -83,7 +104,9 @@ def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
 
 def _read_flash(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     window = tuple(given.get("window_size") or (-1, -1))
-    unseen = next((f"{name} is given" for name in ("softcap", "alibi_slopes") if _asks(given.get(name))), "")
+    unseen = next(
+        (f"{name} is given" for name in ("softcap", "alibi_slopes") if _asks(given.get(name))), ""
+    )
     return Asked(
         scale_of(given.get("softmax_scale"), query.shape[-1]),
         bool(given.get("causal", False)),
@@ -109,7 +132,8 @@ _FLASH_FORM = Form(_FLASH, -2, _read_flash)
 _PACKED_FORM = Form(("q", "k", "v"), -2, _read_packed)
 
 _lock = threading.Lock()
-_open: dict[object, tuple[Callable[..., Any], ...]] = {}  # who taps, and which functions beside the known ones
+# who taps, and which functions beside the known ones
+_open: dict[object, tuple[Callable[..., Any], ...]] = {}
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []  # (stock, tapped)
 _here = threading.local()
 
@@ -160,7 +184,10 @@ def _put_in() -> None:
         function = getattr(module, name, None)
         if function is not None:
             forms[id(function)] = (function, form)
-    mine: list[tuple[Callable[..., Any], Form]] = [(attention, _SDPA_FORM), (attention_varlen, _PACKED_FORM)]
+    mine: list[tuple[Callable[..., Any], Form]] = [
+        (attention, _SDPA_FORM),
+        (attention_varlen, _PACKED_FORM),
+    ]
     for function in (function for functions in _open.values() for function in functions):
         mine.append((function, Form(tuple(inspect.signature(function).parameters), -3, _read_sdpa)))
     forms |= {id(function): (function, form) for function, form in mine}
@@ -174,13 +201,16 @@ def _take_out() -> None:
 
 
 def _exchange(by_id: Mapping[int, Callable[..., Any]]) -> None:
-    """Put other functions wherever a module holds one of these; halfulp's patch calls its own directly."""
+    """Put other functions wherever a module holds one of these; halfulp's patch calls its own
+    directly.
+    """
     if not by_id:
         return
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module in (_PATCH, sys.modules[__name__]):
             continue
-        if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):  # most modules hold none
+        # most modules hold none
+        if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):
             for name, held in list(vars(module).items()):
                 if id(held) in by_id:
                     setattr(module, name, by_id[id(held)])

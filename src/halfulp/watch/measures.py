@@ -1,7 +1,9 @@
-"""What one attention call tells: scores, where the weights lie, and what the rounding of O does to δ.
+"""What one attention call tells: scores, where the weights lie, and what the rounding of O does to
+δ.
 
-Functions take a `Call` and the exact value of the same call, and return a number a head. Nothing here knows which
-algorithm ran: O, dO and dK are what it gave, everything else is computed again from query, key and value.
+Functions take a `Call` and the exact value of the same call, and return a number a head. Nothing
+here knows which algorithm ran: O, dO and dK are what it gave, everything else is computed again
+from query, key and value.
 """
 
 from __future__ import annotations
@@ -15,30 +17,41 @@ from torch import Tensor
 from halfulp.watch.taps import Call
 
 UNIT_SCORE = math.log1p(-(2.0**-9))
-"""Scores at least this close to the row maximum have P̄ = exp(S − m) rounded to 1 in bf16 (the tie goes to even: 1)."""
+"""Scores at least this close to the row maximum have P̄ = exp(S − m) rounded to 1 in bf16 (the tie
+goes to even: 1).
+"""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Attention of one call by its definition, in fp64 or fp32; hidden pairs have score −inf and weight 0."""
+    """Attention of one call by its definition, in fp64 or fp32; hidden pairs have score −inf and
+    weight 0.
+    """
 
     scores: Tensor  # S = α QKᵀ [B, H, N, N_k]
     row_max: Tensor  # [B, H, N, 1]
     lse: Tensor  # [B, H, N, 1]
     weights: Tensor  # P = exp(S − lse) [B, H, N, N_k]
     out: Tensor  # PV [B, H, N, D_v]
-    visible: int | Tensor  # pairs that are not hidden, of one head of one batch entry, or their mean over these [H]
+    # pairs that are not hidden, of one head of one batch entry, or their mean over these [H]
+    visible: int | Tensor
 
 
 def exact_call(call: Call, dtype: torch.dtype = torch.float64) -> Exact:
-    """Compute a call by the definition, from its query, key and value as they are; no row may be hidden wholly."""
+    """Compute a call by the definition, from its query, key and value as they are; no row may be
+    hidden wholly.
+    """
     query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
     scores = (query @ key.mT).mul_(call.scale)
     n, n_k = scores.shape[-2:]
     visible: int | Tensor = n * n_k
     if call.attn_mask is not None:
         given = call.attn_mask
-        scores = scores.masked_fill_(~given, -math.inf) if given.dtype == torch.bool else scores.add_(given)
+        scores = (
+            scores.masked_fill_(~given, -math.inf)
+            if given.dtype == torch.bool
+            else scores.add_(given)
+        )
         visible = (scores > -math.inf).sum((0, 2, 3)).double() / len(scores)
     elif call.is_causal:
         hidden = torch.ones(n, n_k, dtype=torch.bool, device=scores.device).triu_(1)
@@ -52,7 +65,9 @@ def exact_call(call: Call, dtype: torch.dtype = torch.float64) -> Exact:
 
 
 def score_figures(exact: Exact) -> dict[str, Tensor]:
-    """mean_score and max_score `[H]`, of the pairs that a query may see, scaled by α, natural units."""
+    """mean_score and max_score `[H]`, of the pairs that a query may see, scaled by α, natural
+    units.
+    """
     seen = exact.scores.masked_fill(exact.scores == -math.inf, 0)
     total = seen.sum((0, 2, 3)) / (len(seen) * exact.visible)
     return {"mean_score": total, "max_score": exact.row_max.amax((0, 2, 3))}
@@ -61,8 +76,8 @@ def score_figures(exact: Exact) -> dict[str, Tensor]:
 def weight_figures(exact: Exact) -> dict[str, Tensor]:
     """Where attention goes, each `[H]` (A20).
 
-    entropy: nats, mean over rows. sink_first: share of the weights on the first key. sink_largest: on the key that has
-    the largest share, in each batch entry.
+    entropy: nats, mean over rows. sink_first: share of the weights on the first key. sink_largest:
+    on the key that has the largest share, in each batch entry.
     """
     seen = exact.scores.masked_fill(exact.scores == -math.inf, 0)
     entropy = exact.lse.squeeze(-1) - (seen.mul_(exact.weights)).sum(-1)
@@ -77,10 +92,10 @@ def weight_figures(exact: Exact) -> dict[str, Tensor]:
 def repetition_figures(exact: Exact) -> dict[str, Tensor]:
     """How often the condition of Qiu & Yao's bias is met, each `[H]` (A20; D5).
 
-    tied_rows: rows whose maximum is repeated, with scores rounded to fp32, as stock kernels hold them.
-    tied_rows_bf16: with these rounded on to bf16, as the paper's official code has them.
-    unit_weights: entries of P̄ = exp(S − m) a row that are 1 once rounded to bf16; the maximum is one of them.
-    repeated_unit_rows: rows with more than one of these.
+    tied_rows: rows whose maximum is repeated, with scores rounded to fp32, as stock kernels hold
+    them. tied_rows_bf16: with these rounded on to bf16, as the paper's official code has them.
+    unit_weights: entries of P̄ = exp(S − m) a row that are 1 once rounded to bf16; the maximum is
+    one of them. repeated_unit_rows: rows with more than one of these.
     """
     single = exact.scores.float()
     half, units = single.bfloat16(), exact.scores >= exact.row_max + UNIT_SCORE
@@ -100,18 +115,21 @@ def _tied(scores: Tensor) -> Tensor:
 def delta_error(call: Call, exact: Exact) -> Tensor:
     """Return e = δ_lp − δ_hp = rowsum(dO ∘ (O − O_hp)) `[B, H, N]` (A7, A10).
 
-    O is the call's own and O_hp exact. An attention that takes δ from elsewhere, from a residual or from dP ∘ P, has
-    this error in its O and not in its gradient; `key_gradient_sum` reads the gradient.
+    O is the call's own and O_hp exact. An attention that takes δ from elsewhere, from a residual or
+    from dP ∘ P, has this error in its O and not in its gradient; `key_gradient_sum` reads the
+    gradient.
     """
     return (_grad_out(call, exact) * (call.out.to(exact.out.dtype) - exact.out)).sum(-1)
 
 
 def delta_error_in_gradient(call: Call) -> Tensor:
-    """Σ_i w_i e_i `[B, H]` of the error e that the gradient really has, read from dK, with weights of mean 1.
+    """Σ_i w_i e_i `[B, H]` of the error e that the gradient really has, read from dK, with weights
+    of mean 1.
 
-    Σ_j dK_j = α Σ_i (Σ_j dS_ij) q_i, and a row sum of dS is −e_i plus the rounding of dS. Along q̄, the mean query of
-    the head, that gives w_i = q_i · q̄ / ‖q̄‖². Whatever the attention takes δ from, this is what reaches the weights;
-    it is read well where queries have a common direction, as in a run that fails. NaN without grad_key.
+    Σ_j dK_j = α Σ_i (Σ_j dS_ij) q_i, and a row sum of dS is −e_i plus the rounding of dS. Along q̄,
+    the mean query of the head, that gives w_i = q_i · q̄ / ‖q̄‖². Whatever the attention takes δ
+    from, this is what reaches the weights; it is read well where queries have a common direction,
+    as in a run that fails. NaN without grad_key.
     """
     query = call.query.double()
     if call.grad_key is None:
@@ -122,23 +140,39 @@ def delta_error_in_gradient(call: Call) -> Tensor:
 
 
 def exact_gradients(call: Call, exact: Exact) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ `[B, H, N, D]`, dK `[B, H, N_k, D]` and dV `[B, H, N_k, D_v]` by the definition, of the call's dO."""
+    """dQ `[B, H, N, D]`, dK `[B, H, N_k, D]` and dV `[B, H, N_k, D_v]` by the definition, of the
+    call's dO.
+    """
     grad_out = _grad_out(call, exact)
     grad_scores = grad_out @ call.value.to(grad_out.dtype).mT
-    grad_scores.sub_((grad_out * exact.out).sum(-1, keepdim=True)).mul_(exact.weights).mul_(call.scale)
+    grad_scores.sub_((grad_out * exact.out).sum(-1, keepdim=True)).mul_(exact.weights).mul_(
+        call.scale
+    )
     query, key = (x.to(grad_out.dtype) for x in (call.query, call.key))
     return grad_scores @ key, grad_scores.mT @ query, exact.weights.mT @ grad_out
 
 
 def relative_error(given: Tensor, golden: Tensor) -> Tensor:
-    """‖given − golden‖ / ‖golden‖ `[H]` of `[B, H, N, D]`, over batch entries and rows; NaN where golden is 0."""
-    return (given.to(golden.dtype) - golden).square().sum((0, 2, 3)).div(golden.square().sum((0, 2, 3))).sqrt()
+    """‖given − golden‖ / ‖golden‖ `[H]` of `[B, H, N, D]`, over batch entries and rows; NaN where
+    golden is 0.
+    """
+    return (
+        (given.to(golden.dtype) - golden)
+        .square()
+        .sum((0, 2, 3))
+        .div(golden.square().sum((0, 2, 3)))
+        .sqrt()
+    )
 
 
-def delta_error_in_query_gradient(call: Call, exact: Exact, grad_query: Tensor, golden: Tensor) -> Tensor:
-    """Σ_i w_i e_i `[B, H]` as `delta_error_in_gradient`, read from dQ, for heads that share a key and so a dK.
+def delta_error_in_query_gradient(
+    call: Call, exact: Exact, grad_query: Tensor, golden: Tensor
+) -> Tensor:
+    """Σ_i w_i e_i `[B, H]` as `delta_error_in_gradient`, read from dQ, for heads that share a key
+    and so a dK.
 
-    An error e of δ changes row i of dQ by −α e_i (PK)_i. Along (PK)_i that gives w_i = ‖(PK)_i‖² over its mean.
+    An error e of δ changes row i of dQ by −α e_i (PK)_i. Along (PK)_i that gives w_i = ‖(PK)_i‖²
+    over its mean.
 
     Args:
         call: its query, key and value.
@@ -154,9 +188,10 @@ def delta_error_in_query_gradient(call: Call, exact: Exact, grad_query: Tensor, 
 def row_sum_figures(call: Call, exact: Exact, error: Tensor) -> dict[str, Tensor]:
     """Row sums of dS, 0 in exact arithmetic, each `[H]`.
 
-    row_sum_grad_scores: Σ_i |Σ_j dS_ij| / Σ_ij |dS_ij| of dS = P ∘ (dP − δ_lp), with δ_lp from the call's O and all
-    else exact. key_gradient_sum: ‖Σ_j dK_j‖ / (α Σ_i Σ_j |dS_ij| ‖q_i‖), from the dK that the attention gave, since
-    Σ_j dK_j = α Σ_i (Σ_j dS_ij) q_i: what is left of the sum, of its terms' size. NaN without grad_key.
+    row_sum_grad_scores: Σ_i |Σ_j dS_ij| / Σ_ij |dS_ij| of dS = P ∘ (dP − δ_lp), with δ_lp from the
+    call's O and all else exact. key_gradient_sum: ‖Σ_j dK_j‖ / (α Σ_i Σ_j |dS_ij| ‖q_i‖), from the
+    dK that the attention gave, since Σ_j dK_j = α Σ_i (Σ_j dS_ij) q_i: what is left of the sum, of
+    its terms' size. NaN without grad_key.
     """
     grad_out = _grad_out(call, exact)
     grad_scores = grad_out @ call.value.to(grad_out.dtype).mT
@@ -174,11 +209,13 @@ def row_sum_figures(call: Call, exact: Exact, error: Tensor) -> dict[str, Tensor
 
 
 def feature_signs(call: Call, exact: Exact) -> tuple[Tensor, Tensor]:
-    """Per feature: how often dO and O − O_hp have the same sign, and what the feature adds to Σe (A11; fig. 5b, c).
+    """Per feature: how often dO and O − O_hp have the same sign, and what the feature adds to Σe
+    (A11; fig. 5b, c).
 
     Returns:
-        agreement `[H, D_v]`, the share of (batch entry, row) pairs of one sign among those where neither is 0, NaN
-        where there are none; and contribution `[H, D_v]`, Σ dO (O − O_hp) over batch entries and rows.
+        agreement `[H, D_v]`, the share of (batch entry, row) pairs of one sign among those where
+        neither is 0, NaN where there are none; and contribution `[H, D_v]`, Σ dO (O − O_hp) over
+        batch entries and rows.
     """
     products = _grad_out(call, exact) * (call.out.to(exact.out.dtype) - exact.out)
     same, other = (products > 0).sum((0, 2)).double(), (products < 0).sum((0, 2)).double()
@@ -186,8 +223,9 @@ def feature_signs(call: Call, exact: Exact) -> tuple[Tensor, Tensor]:
 
 
 def sign_figures(call: Call, exact: Exact) -> dict[str, Tensor]:
-    """sign_agreement `[H]`: the mean of `feature_signs` over features; guilty_feature: the one that adds most to |Σe|;
-    guilty_sign_agreement and guilty_share: its agreement, and its part of Σ over features of |contribution|.
+    """sign_agreement `[H]`: the mean of `feature_signs` over features; guilty_feature: the one that
+    adds most to |Σe|; guilty_sign_agreement and guilty_share: its agreement, and its part of Σ over
+    features of |contribution|.
     """
     agreement, contribution = feature_signs(call, exact)
     size = contribution.abs()
@@ -201,11 +239,21 @@ def sign_figures(call: Call, exact: Exact) -> dict[str, Tensor]:
 
 
 def activation_figures(call: Call) -> dict[str, Tensor]:
-    """Root mean squares of query, key, value, out and dO, and of X where it is known, with X's largest |x|; each `[H]`,
-    X's alike in all heads (A19).
+    """Root mean squares of query, key, value, out and dO, and of X where it is known, with X's
+    largest |x|; each `[H]`, X's alike in all heads (A19).
     """
-    named = {"query": call.query, "key": call.key, "value": call.value, "out": call.out, "grad_out": call.grad_out}
-    found = {f"{name}_rms": x.double().square().mean((0, 2, 3)).sqrt() for name, x in named.items() if x is not None}
+    named = {
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "out": call.out,
+        "grad_out": call.grad_out,
+    }
+    found = {
+        f"{name}_rms": x.double().square().mean((0, 2, 3)).sqrt()
+        for name, x in named.items()
+        if x is not None
+    }
     if call.inputs is not None:
         x = call.inputs.double()
         ones = torch.ones(call.query.shape[1], dtype=torch.float64, device=x.device)

@@ -1,7 +1,8 @@
 """Measures every attention layer of a model while it trains, and leaves the training as it was.
 
-A measurement makes two extra passes on a batch: one as the run itself makes it, and one with exact attention, for the
-part of δ's error that has nothing to do with curvature (`curvature`). A run with a monitor has the bits of one without.
+A measurement makes two extra passes on a batch: one as the run itself makes it, and one with exact
+attention, for the part of δ's error that has nothing to do with curvature (`curvature`). A run with
+a monitor has the bits of one without.
 """
 
 from __future__ import annotations
@@ -22,26 +23,36 @@ from halfulp.watch.taps import Call
 DEFAULT_EVERY = 200
 """Steps between two measurements (`benchmarks/monitor_cost.py`)."""
 MOST_SCORES = 2**22
-"""Scores of a layer that are measured unless `entries` says otherwise: as many batch entries as fit, at least one."""
+"""Scores of a layer that are measured unless `entries` says otherwise: as many batch entries as
+fit, at least one.
+"""
 CHUNK = 2**21
 """Scores of a layer held at once; at least one head's."""
-PARTS = ("delta_error", "delta_error_first_order", "delta_error_curvature", "delta_error_in_gradient")
+PARTS = (
+    "delta_error",
+    "delta_error_first_order",
+    "delta_error_curvature",
+    "delta_error_in_gradient",
+)
 
 Figures = dict[str, Tensor]
 
 
 class Monitor:
-    """Per layer and head: spectral norms, scores, weights, δ's error and its direction; see `measure`.
+    """Per layer and head: spectral norms, scores, weights, δ's error and its direction; see
+    `measure`.
 
     Args:
-        model: its attention modules have `attend` (with `layer`, `heads`, `tap`) and `head_weights()`, and are called
-            with X `[B, N, width]` first, once a pass.
+        model: its attention modules have `attend` (with `layer`, `heads`, `tap`) and
+            `head_weights()`, and are called with X `[B, N, width]` first, once a pass.
         every: steps between two measurements.
         layers: which to measure; None: all.
         entries: batch entries to measure; None: as `MOST_SCORES` allows.
         curvature: make the second pass.
-        history: measured steps that error directions are compared with; each takes 8 · width² bytes a layer.
-        dtype: of the exact values; float32 where float64 is slow (errors of 2⁻²⁴ beside bf16's 2⁻⁹).
+        history: measured steps that error directions are compared with; each takes 8 · width² bytes
+            a layer.
+        dtype: of the exact values; float32 where float64 is slow (errors of 2⁻²⁴ beside bf16's
+            2⁻⁹).
         seed: of power iteration's starts and of the shuffled controls.
 
     Raises:
@@ -60,7 +71,11 @@ class Monitor:
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
     ) -> None:
-        for name, number, least in (("every", every, 1), ("entries", entries, 1), ("history", history, 0)):
+        for name, number, least in (
+            ("every", every, 1),
+            ("entries", entries, 1),
+            ("history", history, 0),
+        ):
             if number is not None and number < least:
                 raise ValueError(f"{name}={number}: accepted is an integer of at least {least}")
         if dtype not in (torch.float32, torch.float64):
@@ -68,11 +83,16 @@ class Monitor:
         found = attention_modules(model)
         absent = [layer for layer in layers or () if layer not in found]
         if absent:
-            raise ValueError(f"layers={list(layers or ())}: accepted are {', '.join(map(str, found))}")
+            raise ValueError(
+                f"layers={list(layers or ())}: accepted are {', '.join(map(str, found))}"
+            )
         self.model, self.every, self.entries, self.history = model, every, entries, history
         self.dtype, self.seed = dtype, seed
-        self.modules = {layer: module for layer, module in found.items() if layers is None or layer in layers}
-        self.rows = max(found) + 1  # a list of lists is as long as the model, empty where nothing is measured
+        self.modules = {
+            layer: module for layer, module in found.items() if layers is None or layer in layers
+        }
+        # a list of lists is as long as the model, empty where nothing is measured
+        self.rows = max(found) + 1
         full = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
         self.curvature = curvature and full  # a half-precision model cannot hold an exact O
         self.reads: dict[int, Tensor] = {}
@@ -86,24 +106,28 @@ class Monitor:
         return step % self.every == 0
 
     def measure(self, step: int, loss: Callable[[], Tensor]) -> dict[str, Any]:
-        """Measure the model as it stands; `loss` makes one forward pass and returns a differentiable number.
+        """Measure the model as it stands; `loss` makes one forward pass and returns a
+        differentiable number.
 
         Returns:
-            loss, loss_exact (of the second pass), and by name [layer][head], an empty list for a layer that is not
-            measured; NaN where a figure is not defined. Beside what `score_figures`, `weight_figures`,
-            `repetition_figures`, `row_sum_figures`, `sign_figures`, `activation_figures`, `direction_of` and
-            `step_figures` document:
+            loss, loss_exact (of the second pass), and by name [layer][head], an empty list for a
+            layer that is not measured; NaN where a figure is not defined. Beside what
+            `score_figures`, `weight_figures`, `repetition_figures`, `row_sum_figures`,
+            `sign_figures`, `activation_figures`, `direction_of` and `step_figures` document:
 
             - entries: batch entries measured;
-            - sigma_query, sigma_key (by key head), sigma_query_key: largest singular values of W_Q, W_K and α W_Qᵀ W_K
-              (A6, A19);
-            - delta_error: Σ(δ_lp − δ_hp) over the measured entries and all rows (A10), and its parts
-              delta_error_first_order and delta_error_curvature (D9), and delta_error_in_gradient; each with _t, in
-              standard errors over batch entries, and _steps_t, over the last measured steps (`Running.t`), each of
-              which counts in units of its delta_error_size;
-            - delta_error_size: Σ|δ_lp − δ_hp| (gradients shrink by orders of magnitude while a run learns);
-            - delta_error_cumulative, its sum over the measured steps so far (fig. 5a), delta_error_positive, the share
-              of them above 0, and delta_error_sign_p, the two-sided sign test.
+            - sigma_query, sigma_key (by key head), sigma_query_key: largest singular values of W_Q,
+              W_K and α W_Qᵀ W_K (A6, A19);
+            - delta_error: Σ(δ_lp − δ_hp) over the measured entries and all rows (A10), and its
+              parts delta_error_first_order and delta_error_curvature (D9), and
+              delta_error_in_gradient; each with _t, in standard errors over batch entries, and
+              _steps_t, over the last measured steps (`Running.t`), each of which counts in units of
+              its delta_error_size;
+            - delta_error_size: Σ|δ_lp − δ_hp| (gradients shrink by orders of magnitude while a run
+              learns);
+            - delta_error_cumulative, its sum over the measured steps so far (fig. 5a),
+              delta_error_positive, the share of them above 0, and delta_error_sign_p, the two-sided
+              sign test.
         """
         recorder = Recorder(self.modules, self._entries, self.reads)
         value, calls = record(self.model, recorder, loss)
@@ -114,7 +138,9 @@ class Monitor:
         found: dict[str, list[list[float]]] = {}
         with torch.no_grad():
             for layer, call in calls.items():
-                generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 1009 + layer)
+                generator = torch.Generator().manual_seed(
+                    (self.seed * 1_000_003 + step) * 1009 + layer
+                )
                 for name, figure in self._layer(call, exact_grads.get(layer), generator).items():
                     rows = found.setdefault(name, [[] for _ in range(self.rows)])
                     rows[layer] = figure.double().cpu().tolist()
@@ -139,7 +165,9 @@ class Monitor:
         """
         layers = sorted({int(name.partition("/")[0]) for name in state})
         if any(layer not in self.modules for layer in layers):
-            raise ValueError(f"state of layers {layers}: accepted are {', '.join(map(str, self.modules))}")
+            raise ValueError(
+                f"state of layers {layers}: accepted are {', '.join(map(str, self.modules))}"
+            )
         self.reads = {layer: state[f"{layer}/reads"].cpu() for layer in layers}
         self.running, self.vectors, self.errors, self.means = {}, {}, {}, {}
         for layer in layers:
@@ -166,8 +194,12 @@ class Monitor:
             stop = min(start + at_once, heads)
             grad = None if exact_grad is None else exact_grad[:, start:stop]
             chunks.append(self._chunk(call.heads(start, stop), grad, generator))
-        found = {name: torch.cat([figures[name] for figures, _, _ in chunks]) for name in chunks[0][0]}
-        parts = {name: torch.cat([parts[name] for _, parts, _ in chunks], 1) for name in chunks[0][1]}
+        found = {
+            name: torch.cat([figures[name] for figures, _, _ in chunks]) for name in chunks[0][0]
+        }
+        parts = {
+            name: torch.cat([parts[name] for _, parts, _ in chunks], 1) for name in chunks[0][1]
+        }
         found |= errors_of_delta(self.running, layer, parts)
         found |= self._sigmas(layer, call.scale, generator)
         if chunks[0][2] is not None:
@@ -178,10 +210,16 @@ class Monitor:
     def _chunk(
         self, call: Call, exact_grad: Tensor | None, generator: torch.Generator
     ) -> tuple[Figures, Figures, Direction | None]:
-        """Figures `[h]` of some heads, the parts of δ's error by batch entry `[B, h]`, and the error direction."""
+        """Figures `[h]` of some heads, the parts of δ's error by batch entry `[B, h]`, and the
+        error direction.
+        """
         exact = measures.exact_call(call, self.dtype)
         error = measures.delta_error(call, exact)
-        found = measures.score_figures(exact) | measures.weight_figures(exact) | measures.repetition_figures(exact)
+        found = (
+            measures.score_figures(exact)
+            | measures.weight_figures(exact)
+            | measures.repetition_figures(exact)
+        )
         found |= measures.row_sum_figures(call, exact, error) | measures.sign_figures(call, exact)
         found |= measures.activation_figures(call)
         total = error.sum(-1)
@@ -189,7 +227,9 @@ class Monitor:
         if exact_grad is not None:
             first = (exact_grad.to(self.dtype) * (call.out.to(self.dtype) - exact.out)).sum((2, 3))
         read = measures.delta_error_in_gradient(call).to(self.dtype)
-        parts = dict(zip(PARTS, (total, first, total - first, read), strict=True)) | {SIZE: error.abs().sum(-1)}
+        parts = dict(zip(PARTS, (total, first, total - first, read), strict=True)) | {
+            SIZE: error.abs().sum(-1)
+        }
         direction = None if call.inputs is None else direction_of(call, exact, error, generator)
         return found | ({} if direction is None else direction.figures), parts, direction
 
@@ -197,14 +237,24 @@ class Monitor:
         query, key = self.modules[layer].head_weights()
         sigmas = head_sigmas(query, key, scale, self.vectors.get(layer), generator)
         self.vectors[layer] = sigmas.vectors
-        return {"sigma_query": sigmas.query, "sigma_key": sigmas.key, "sigma_query_key": sigmas.query_key}
+        return {
+            "sigma_query": sigmas.query,
+            "sigma_key": sigmas.key,
+            "sigma_query_key": sigmas.query_key,
+        }
 
     def _steps(self, layer: int, parts: list[Direction], generator: torch.Generator) -> Figures:
         """This step's direction beside the last ones, which it then joins."""
-        now = Direction(torch.cat([part.error for part in parts]), torch.cat([part.mean_term for part in parts]), {})
+        now = Direction(
+            torch.cat([part.error for part in parts]),
+            torch.cat([part.mean_term for part in parts]),
+            {},
+        )
         found = step_figures(now, self.errors.get(layer), self.means.get(layer), generator)
         for stacks, matrix in ((self.errors, unit_matrix(now.error)), (self.means, now.mean_term)):
             new = matrix.float()[None]
             if self.history:
-                stacks[layer] = torch.cat([stacks[layer], new])[-self.history :] if layer in stacks else new
+                stacks[layer] = (
+                    torch.cat([stacks[layer], new])[-self.history :] if layer in stacks else new
+                )
         return found

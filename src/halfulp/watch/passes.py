@@ -1,8 +1,9 @@
-"""One extra pass through a model: what its attention was fed, gave and got back, and nothing left behind.
+"""One extra pass through a model: what its attention was fed, gave and got back, and nothing left
+behind.
 
-The gradients come from `torch.autograd.grad` with respect to the attention's own tensors, so no parameter's .grad is
-touched, no hook of a distributed wrapper runs and no gradient of a weight is computed. Random generators and buffers
-are put back as they were.
+The gradients come from `torch.autograd.grad` with respect to the attention's own tensors, so no
+parameter's .grad is touched, no hook of a distributed wrapper runs and no gradient of a weight is
+computed. Random generators and buffers are put back as they were.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from halfulp.watch.curvature import ExactOut, full_precision
 from halfulp.watch.taps import Call, Tap
 
 READ: tuple[Format, ...] = (FP16, BF16, OCP_E4M3, OCP_E5M2)
-"""What kernels are asked about: do they read their operands rounded to this? Those with fewer bits come later: on few
-numbers a kernel may well not notice that they were rounded to more bits before."""
+"""What kernels are asked about: do they read their operands rounded to this? Those with fewer bits
+come later: on few numbers a kernel may well not notice that they were rounded to more bits before.
+"""
 AS_GIVEN = -1
 _HALF_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
 def attention_modules(model: nn.Module) -> dict[int, Any]:
-    """The modules of a model that hold attention, by layer: `.attend` (with `.layer`, `.heads`, `.tap`), and
-    `.head_weights()`.
+    """The modules of a model that hold attention, by layer: `.attend` (with `.layer`, `.heads`,
+    `.tap`), and `.head_weights()`.
 
     Raises:
         ValueError: there are none.
@@ -39,7 +41,9 @@ def attention_modules(model: nn.Module) -> dict[int, Any]:
         if hasattr(attend, "tap") and hasattr(module, "head_weights"):
             found[attend.layer] = module
     if not found:
-        raise ValueError(f"model={type(model).__name__}: accepted is one whose attention modules have `attend`")
+        raise ValueError(
+            f"model={type(model).__name__}: accepted is one whose attention modules have `attend`"
+        )
     return dict(sorted(found.items()))
 
 
@@ -63,13 +67,22 @@ class Recorder:
 
     modules: Mapping[int, Any]
     entries: Callable[[Tensor, Tensor], int]
-    reads: dict[int, Tensor]  # indices into READ or AS_GIVEN, by layer, int64 [H]; filled in where missing
+    # indices into READ or AS_GIVEN, by layer, int64 [H]; filled in where missing
+    reads: dict[int, Tensor]
     seen: dict[int, Seen] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     autocast: bool = False
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *, is_causal: bool, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
     ) -> Tensor:
         """Return out as it came."""
         self.autocast = self.autocast or torch.is_autocast_enabled(out.device.type)
@@ -77,24 +90,35 @@ class Recorder:
             attend = self.modules[layer].attend
             self.reads[layer] = _ask(attend, (query, key, value), is_causal=is_causal, scale=scale)
         entries = self.entries(query, key)
-        self.seen[layer] = Seen(query, key, value, out, is_causal, scale, entries, self.inputs.get(layer))
+        self.seen[layer] = Seen(
+            query, key, value, out, is_causal, scale, entries, self.inputs.get(layer)
+        )
         return out
 
-    def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The operands `[B, H, N, D]` (fp32 or fp64) rounded as the attention of that layer reads them."""
+    def read(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The operands `[B, H, N, D]` (fp32 or fp64) rounded as the attention of that layer reads
+        them.
+        """
         q, k, v = (_rounded(x, self.reads[layer]) for x in (query, key, value))
         return q, k, v
 
 
-def record(model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor]) -> tuple[float, dict[int, Call]]:
-    """Make a pass forward and back; return the loss and every recorded layer's call, operands as the attention reads
-    them, in the first `entries` batch entries.
+def record(
+    model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor]
+) -> tuple[float, dict[int, Call]]:
+    """Make a pass forward and back; return the loss and every recorded layer's call, operands as
+    the attention reads them, in the first `entries` batch entries.
     """
     seen = recorder.seen
     with _undisturbed(model), _taps(recorder.modules, recorder), _inputs(recorder):
         value = loss()
         # a layer's own number names its dO, the complement its dK
-        outs = gradients(value, {layer: s.out for layer, s in seen.items()} | {~n: s.key for n, s in seen.items()})
+        outs = gradients(
+            value,
+            {layer: s.out for layer, s in seen.items()} | {~n: s.key for n, s in seen.items()},
+        )
     calls = {}
     for layer, s in seen.items():
         query, key, v = (_wide(x[: s.entries]) for x in (s.query, s.key, s.value))
@@ -112,29 +136,39 @@ def record(model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor]) -> 
     return float(value.detach()), calls
 
 
-def exact_pass(model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor]) -> tuple[float, dict[int, Tensor]]:
-    """The same pass with exact attention in the measured batch entries, outside autocast; return its loss and dO by
-    layer.
+def exact_pass(
+    model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor]
+) -> tuple[float, dict[int, Tensor]]:
+    """The same pass with exact attention in the measured batch entries, outside autocast; return
+    its loss and dO by layer.
     """
     entries = {layer: s.entries for layer, s in recorder.seen.items()}
     taps = {layer: ExactOut(recorder.read, entries[layer]) for layer in entries}
     device = next(iter(recorder.seen.values())).out.device.type
-    mode: AbstractContextManager[None] = full_precision(device) if recorder.autocast else nullcontext()
+    mode: AbstractContextManager[None] = (
+        full_precision(device) if recorder.autocast else nullcontext()
+    )
     with _undisturbed(model), _taps({n: recorder.modules[n] for n in entries}, taps), mode:
         value = loss()
         found = gradients(value, {layer: tap.outs[layer] for layer, tap in taps.items()})
-    return float(value.detach()), {layer: g[: entries[layer]] for layer, g in found.items() if g is not None}
+    return float(value.detach()), {
+        layer: g[: entries[layer]] for layer, g in found.items() if g is not None
+    }
 
 
 def gradients(loss: Tensor, wanted: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
-    """Gradients by name, fp32 or wider; fp16 ones come from a loss scaled up by the largest power of two that fits."""
+    """Gradients by name, fp32 or wider; fp16 ones come from a loss scaled up by the largest power
+    of two that fits.
+    """
     names = [name for name, x in wanted.items() if x.requires_grad]
     tensors = [wanted[name] for name in names]
     if not names:
         return dict.fromkeys(wanted)
     scales = _HALF_SCALES if any(x.dtype == torch.float16 for x in tensors) else (1.0,)
     for scale in scales:
-        found = torch.autograd.grad(loss * scale, tensors, retain_graph=scale != scales[-1], allow_unused=True)
+        found = torch.autograd.grad(
+            loss * scale, tensors, retain_graph=scale != scales[-1], allow_unused=True
+        )
         if all(bool(g.isfinite().all()) for g in found if g is not None):
             break
     wide = (None if g is None else _wide(g) / scale for g in found)
@@ -143,7 +177,9 @@ def gradients(loss: Tensor, wanted: Mapping[int, Tensor]) -> dict[int, Tensor | 
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Random generators and buffers as they were, whatever runs inside, the backward pass too; gradients on."""
+    """Random generators and buffers as they were, whatever runs inside, the backward pass too;
+    gradients on.
+    """
     buffers = [(x, x.detach().clone()) for x in model.buffers()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -177,7 +213,9 @@ def _inputs(recorder: Recorder) -> Iterator[None]:
 
         return hook
 
-    handles = [module.register_forward_pre_hook(keep(layer)) for layer, module in recorder.modules.items()]
+    handles = [
+        module.register_forward_pre_hook(keep(layer)) for layer, module in recorder.modules.items()
+    ]
     try:
         yield
     finally:
@@ -186,7 +224,9 @@ def _inputs(recorder: Recorder) -> Iterator[None]:
 
 
 def _ask(attend: Any, operands: Sequence[Tensor], **options: Any) -> Tensor:
-    """Which format each head's attention reads: the last of READ that changes the operands and not a bit of out."""
+    """Which format each head's attention reads: the last of READ that changes the operands and not
+    a bit of out.
+    """
     kept, attend.tap = attend.tap, None
     try:
         with torch.no_grad():
@@ -194,7 +234,9 @@ def _ask(attend: Any, operands: Sequence[Tensor], **options: Any) -> Tensor:
             reads = torch.full((given.shape[1],), AS_GIVEN)
             for number, fmt in enumerate(READ):
                 rounded = [round_to(_wide(x), fmt).to(x.dtype) for x in operands]
-                changes = [(a != b).any(3).any(2).any(0) for a, b in zip(rounded, operands, strict=True)]
+                changes = [
+                    (a != b).any(3).any(2).any(0) for a, b in zip(rounded, operands, strict=True)
+                ]
                 changed = (changes[0] | changes[1] | changes[2]).cpu()
                 if not bool(changed.any()):
                     continue

@@ -1,4 +1,6 @@
-"""What is kept from one measurement to the next: a sum, counts of signs, and the last few figures."""
+"""What is kept from one measurement to the next: a sum, counts of signs, and the last few
+figures.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import Tensor
 from halfulp.watch.curvature import t_value
 
 WINDOW = 20
-"""Measurements that a mean and its t value look back on: a run's first steps say little about its present."""
+"""Measurements that a mean and its t value look back on: a run's first steps say little about its
+present.
+"""
 
 
 @dataclass
@@ -28,7 +32,9 @@ class Running:
     def start(cls, shape: tuple[int, ...]) -> Running:
         """Before the first measurement."""
         whole, real = (torch.zeros(shape, dtype=dtype) for dtype in (torch.int64, torch.float64))
-        return cls(torch.zeros((), dtype=torch.int64), real, whole, whole, real.new_zeros((0, *shape)))
+        return cls(
+            torch.zeros((), dtype=torch.int64), real, whole, whole, real.new_zeros((0, *shape))
+        )
 
     def add(self, figures: Tensor) -> None:
         """Count one more measurement."""
@@ -39,10 +45,12 @@ class Running:
 
     @property
     def t(self) -> Tensor:
-        """The mean of the last `WINDOW` measurements in standard errors of it; NaN before the third measurement.
+        """The mean of the last `WINDOW` measurements in standard errors of it; NaN before the third
+        measurement.
 
-        Neighboring measurements are alike where they stand close or see the same batch. Their correlation ρ, read from
-        the mean squared change, widens the standard error by √((1 + ρ) / (1 − ρ)), as in a first-order autoregression.
+        Neighboring measurements are alike where they stand close or see the same batch. Their
+        correlation ρ, read from the mean squared change, widens the standard error by √((1 + ρ) /
+        (1 − ρ)), as in a first-order autoregression.
         """
         n = len(self.recent)
         if n < 3:
@@ -53,13 +61,16 @@ class Running:
 
     @property
     def sign_p(self) -> Tensor:
-        """Two-sided p of the sign test over all measurements: so unequal a split of signs or a worse one, were either
-        sign as likely; zeros are left out, and without signs p is 1. It takes measurements for independent.
+        """Two-sided p of the sign test over all measurements: so unequal a split of signs or a
+        worse one, were either sign as likely; zeros are left out, and without signs p is 1. It
+        takes measurements for independent.
         """
         from scipy.special import bdtr
 
         signs, fewer = self.positive + self.negative, torch.minimum(self.positive, self.negative)
-        p = torch.as_tensor(2 * bdtr(fewer.double().numpy(), signs.numpy(), 0.5), dtype=torch.float64)
+        p = torch.as_tensor(
+            2 * bdtr(fewer.double().numpy(), signs.numpy(), 0.5), dtype=torch.float64
+        )
         return torch.where(signs > 0, p, 1.0).clamp_max(1.0)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -69,13 +80,17 @@ class Running:
     @classmethod
     def of(cls, name: str, state: dict[str, Tensor]) -> Running:
         """What `tensors` gave."""
-        return cls(**{field.name: state[f"{name}/{field.name}"].cpu().clone() for field in fields(cls)})
+        return cls(
+            **{field.name: state[f"{name}/{field.name}"].cpu().clone() for field in fields(cls)}
+        )
 
 
 SIZE, TOTAL, CUMULATIVE = "delta_error_size", "delta_error", "delta_error_cumulative"
 
 
-def errors_of_delta(running: dict[str, Running], layer: int | str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+def errors_of_delta(
+    running: dict[str, Running], layer: int | str, parts: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """What a measurement adds to what is known of a layer's error of δ.
 
     Args:
@@ -84,8 +99,8 @@ def errors_of_delta(running: dict[str, Running], layer: int | str, parts: dict[s
         parts: by batch entry `[B, H]`: `SIZE`, the unit of the others; `TOTAL`; and more parts.
 
     Returns:
-        `[H]` each: SIZE; every part summed, with _t over batch entries and _steps_t over measurements; CUMULATIVE,
-        delta_error_positive and delta_error_sign_p of TOTAL.
+        `[H]` each: SIZE; every part summed, with _t over batch entries and _steps_t over
+        measurements; CUMULATIVE, delta_error_positive and delta_error_sign_p of TOTAL.
     """
     size = parts[SIZE].sum(0)
     found = {SIZE: size}
@@ -93,7 +108,9 @@ def errors_of_delta(running: dict[str, Running], layer: int | str, parts: dict[s
         if name == SIZE:
             continue
         total = part.sum(0)
-        known = _known(running, f"{layer}/{name}", total / size.clamp_min(torch.finfo(size.dtype).tiny))
+        known = _known(
+            running, f"{layer}/{name}", total / size.clamp_min(torch.finfo(size.dtype).tiny)
+        )
         found |= {name: total, f"{name}_t": t_value(part), f"{name}_steps_t": known.t}
     known = _known(running, f"{layer}/{CUMULATIVE}", found[TOTAL])
     found[CUMULATIVE] = known.total

@@ -1,7 +1,9 @@
-"""`halfulp.watch`: steps counted, one in a while measured, alarms raised, and everything written down.
+"""`halfulp.watch`: steps counted, one in a while measured, alarms raised, and everything written
+down.
 
-Between two measured steps there is one hook on the model and one on optimizers, which count. In a measured step
-`foreign` taps the first pass, and each call's figures are computed while the backward pass goes by.
+Between two measured steps there is one hook on the model and one on optimizers, which count. In a
+measured step `foreign` taps the first pass, and each call's figures are computed while the backward
+pass goes by.
 """
 
 from __future__ import annotations
@@ -26,15 +28,26 @@ from halfulp.watch.calls import Figures, call_figures, entries_of
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
-from halfulp.watch.watching import LEVEL, MOST_ALARMS, HeadAlarm, WatchReport, alarmed_heads, report_of
+from halfulp.watch.watching import (
+    LEVEL,
+    MOST_ALARMS,
+    HeadAlarm,
+    WatchReport,
+    alarmed_heads,
+    report_of,
+)
 
 LOG = logging.getLogger("halfulp.watch")
 _PASSES_WITHOUT_STEP = 1000
-_PATIENCE = 3  # measurements that may come to nothing, where a pass is made without a backward pass, before it is said
+# measurements that may come to nothing, where a pass is made without a backward pass, before it is
+# said
+_PATIENCE = 3
 
 
 class Watcher:
-    """Watches a model; made by `halfulp.watch`, which documents the arguments. Close it, or use it in `with`."""
+    """Watches a model; made by `halfulp.watch`, which documents the arguments. Close it, or use it
+    in `with`.
+    """
 
     def __init__(
         self,
@@ -65,7 +78,8 @@ class Watcher:
         self._taps: Taps | None = None
         self._stance: Any = None
         self._due, self._passes = True, 0
-        self._usual, self._failures = 1, 0  # passes of a step; measurements that came to nothing in a row
+        # passes of a step; measurements that came to nothing in a row
+        self._usual, self._failures = 1, 0
         self._by_hand = False
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._said: set[str] = set()
@@ -85,12 +99,14 @@ class Watcher:
         self.close()
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Say that a step has ended, for trainings that no optimizer of PyTorch's ends; from then on only this counts.
+        """Say that a step has ended, for trainings that no optimizer of PyTorch's ends; from then
+        on only this counts.
 
         Args:
             loss: written down with a measurement.
         """
-        counted = not self._by_hand and self.steps > self._start and not self._passes  # by an optimizer, just now
+        # by an optimizer, just now
+        counted = not self._by_hand and self.steps > self._start and not self._passes
         self._by_hand = True
         if not counted:
             self._step_ended(loss)
@@ -107,7 +123,9 @@ class Watcher:
         )
 
     def close(self) -> None:
-        """Take every hook away; what was measured stays to be reported. Nothing if that has been done."""
+        """Take every hook away; what was measured stays to be reported. Nothing if that has been
+        done.
+        """
         if not self._handles:
             return
         self._finish(None)
@@ -122,7 +140,10 @@ class Watcher:
             return
         self._passes += 1
         if self._passes == _PASSES_WITHOUT_STEP:
-            self._say(f"{self._passes} passes and no optimizer step: accepted is one of PyTorch's, or watcher.step()")
+            self._say(
+                f"{self._passes} passes and no optimizer step: accepted is one of PyTorch's, or"
+                " watcher.step()"
+            )
         if self._taps is not None:
             if self._taps.complete:  # of a gradient accumulated over passes the first is measured
                 self._finish(None)
@@ -140,15 +161,18 @@ class Watcher:
             return
         if optimizer not in self._ours:
             mine = {id(p) for p in self.model.parameters()}
-            self._ours[optimizer] = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+            self._ours[optimizer] = any(
+                id(p) in mine for group in optimizer.param_groups for p in group["params"]
+            )
         if not self._ours[optimizer] and any(self._ours.values()):
             return
         if self._passes:
             self._step_ended(None)
         elif self._ours[optimizer] and self.steps == self._start:
             self._say(
-                f"an optimizer step and no forward pass of {type(self.model).__name__}: accepted is the module that "
-                f"the training calls, model(batch), watched after torch.compile and not before"
+                f"an optimizer step and no forward pass of {type(self.model).__name__}: accepted is"
+                " the module that the training calls, model(batch), watched after torch.compile"
+                " and not before"
             )
 
     def _step_ended(self, loss: Tensor | float | None) -> None:
@@ -179,7 +203,11 @@ class Watcher:
         if not self._found:
             self._failed(calls)
             return
-        self._layers += [call.layer for call in calls if call.layer in self._found and call.layer not in self._layers]
+        self._layers += [
+            call.layer
+            for call in calls
+            if call.layer in self._found and call.layer not in self._layers
+        ]
         self._due, self._failures = False, 0
         self.measurements += 1
         names = dict.fromkeys(name for figures in self._found.values() for name in figures)
@@ -197,15 +225,21 @@ class Watcher:
         self._alarm()
 
     def _failed(self, calls: Sequence[Foreign]) -> None:
-        """A pass has been tapped and nothing measured; another is tried soon, and then at the usual interval."""
+        """A pass has been tapped and nothing measured; another is tried soon, and then at the usual
+        interval.
+        """
         self._failures += 1
         self._due = self._failures < 2 * _PATIENCE
         where = f"step {self.steps + 1} of {type(self.model).__name__}"
         if not calls:
             self._say(f"no attention was seen in {where}: accepted are {ACCEPTED}")
         elif self._failures >= _PATIENCE or any(call.unseen != UNANSWERED for call in calls):
-            whys = "; ".join(f"{call.layer}: {call.unseen}" for call in {c.unseen: c for c in calls}.values())
-            self._say(f"no attention call could be measured in {where} ({whys}): accepted are {ACCEPTED}")
+            whys = "; ".join(
+                f"{call.layer}: {call.unseen}" for call in {c.unseen: c for c in calls}.values()
+            )
+            self._say(
+                f"no attention call could be measured in {where} ({whys}): accepted are {ACCEPTED}"
+            )
 
     def _alarm(self) -> None:
         found = alarmed_heads(list(self._rows), self._layers)
@@ -216,7 +250,11 @@ class Watcher:
         for alarm in new[:MOST_ALARMS]:
             LOG.warning("%s", alarm)
         if len(new) > MOST_ALARMS:
-            LOG.warning("step %d: %d more heads alarm; see Watcher.report()", new[0].step, len(new) - MOST_ALARMS)
+            LOG.warning(
+                "step %d: %d more heads alarm; see Watcher.report()",
+                new[0].step,
+                len(new) - MOST_ALARMS,
+            )
         if self.on_alarm is not None:
             for alarm in new:
                 self.on_alarm(alarm)
@@ -239,13 +277,21 @@ class Watcher:
         from halfulp import __version__
 
         if not self._made:
-            self._made = {"versions": describe_versions(), "machine": describe_machine(), "git": git_revision()}
+            self._made = {
+                "versions": describe_versions(),
+                "machine": describe_machine(),
+                "git": git_revision(),
+            }
         ended = datetime.now(UTC).isoformat(timespec="seconds") if status == "done" else None
         plain = {
             "halfulp": __version__,
             "kind": "watch",
             "command": "",
-            "config": {"model": type(self.model).__name__, "every": self.every, "eager": self.eager},
+            "config": {
+                "model": type(self.model).__name__,
+                "every": self.every,
+                "eager": self.eager,
+            },
             "layers": self._layers,
             "not measured": self._unseen,
             "rule": rule(LEVEL),
@@ -258,7 +304,9 @@ class Watcher:
 
 
 class _Begins:
-    """The model's hook. A copy of the model is not watched, and a model that is watched can be pickled."""
+    """The model's hook. A copy of the model is not watched, and a model that is watched can be
+    pickled.
+    """
 
     def __init__(self, watcher: Watcher | None) -> None:
         self.watcher = watcher
@@ -280,16 +328,21 @@ def _check_model(model: nn.Module, eager: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name}: accepted is an nn.Module")
     if isinstance(model, torch.jit.ScriptModule | nn.DataParallel):
-        raise ValueError(f"{name}: accepted is a model that runs in Python, by itself or in DistributedDataParallel")
+        raise ValueError(
+            f"{name}: accepted is a model that runs in Python, by itself or in"
+            " DistributedDataParallel"
+        )
     if model._compiled_call_impl is not None:
-        raise ValueError(f"{name} is compiled in place: accepted is torch.compile(model), with eager=True")
+        raise ValueError(
+            f"{name} is compiled in place: accepted is torch.compile(model), with eager=True"
+        )
     if eager:
         return
     for module in model.modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ValueError(
-                f"{name} is compiled, and its graph cannot be tapped: accepted is eager=True, which runs the measured "
-                f"steps without the compiler, or a model that is not compiled"
+                f"{name} is compiled, and its graph cannot be tapped: accepted is eager=True, which"
+                " runs the measured steps without the compiler, or a model that is not compiled"
             )
 
 

@@ -1,4 +1,6 @@
-"""What a watched training is found to do, in words: alarms with cause and fix, and a table of layers and heads."""
+"""What a watched training is found to do, in words: alarms with cause and fix, and a table of
+layers and heads.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from halfulp.watch.running import SIZE, TOTAL, WINDOW
 
 OPERATIONS = {
     "delta": "δ = rowsum(dO ∘ O) leans: the rounding error of O goes along with dO",
-    "backward": "Rows of dS do not sum to 0, and O is not to blame: it is the kernel's backward pass",
+    "backward": (
+        "Rows of dS do not sum to 0, and O is not to blame: it is the kernel's backward pass"
+    ),
     "unknown": "Rows of dS do not sum to 0; whether O is to blame cannot be told under dropout",
 }
 """What leans, by the name that an alarm gives it."""
@@ -24,7 +28,9 @@ FIXES = {
     "unknown": "train inside `with halfulp.patch():`",
 }
 LEVEL = 1e-5
-"""Of one look over all heads: a run is looked at after each of its measurements, a thousand times maybe."""
+"""Of one look over all heads: a run is looked at after each of its measurements, a thousand times
+maybe.
+"""
 MOST_ALARMS = 10
 MOST_LINES = 40
 
@@ -45,7 +51,10 @@ class HeadAlarm:
     @property
     def where(self) -> str:
         """Step, layer, head, and how sure."""
-        sure = f"t = {self.t:.1f} over {self.measurements} measurements, mean score moved by {self.score_moved:+.1f}"
+        sure = (
+            f"t = {self.t:.1f} over {self.measurements} measurements, mean score moved by"
+            f" {self.score_moved:+.1f}"
+        )
         return f"step {self.step}, {self.layer}, head {self.head}: {self.kind} ({sure})"
 
     def __str__(self) -> str:
@@ -53,19 +62,35 @@ class HeadAlarm:
 
 
 def explained(alarm: Alarm, rows: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> HeadAlarm:
-    """Name an alarm's layer, and the operation: does the error of O account for half of that in the gradient?"""
-    of_out, in_gradient = (_mean(rows, name, alarm.layer, alarm.head) for name in (TOTAL, IN_GRADIENT))
+    """Name an alarm's layer, and the operation: does the error of O account for half of that in the
+    gradient?
+    """
+    of_out, in_gradient = (
+        _mean(rows, name, alarm.layer, alarm.head) for name in (TOTAL, IN_GRADIENT)
+    )
     operation = "delta" if of_out / in_gradient >= 0.5 else "backward"
     return HeadAlarm(
-        alarm.kind, alarm.step, layers[alarm.layer], alarm.head, alarm.t, alarm.score_moved, min(len(rows), WINDOW),
+        alarm.kind,
+        alarm.step,
+        layers[alarm.layer],
+        alarm.head,
+        alarm.t,
+        alarm.score_moved,
+        min(len(rows), WINDOW),
         "unknown" if math.isnan(of_out) else operation,
-    )  # fmt: skip
+    )
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str, layer: int, head: int) -> float:
-    """The mean over measurements of a part of δ's error, in units of its size; NaN where there is none."""
+    """The mean over measurements of a part of δ's error, in units of its size; NaN where there is
+    none.
+    """
     measures = [row["measure"] for row in rows]
-    pairs = [(m[name][layer][head], m[SIZE][layer][head]) for m in measures if layer < len(m[SIZE]) and m[SIZE][layer]]
+    pairs = [
+        (m[name][layer][head], m[SIZE][layer][head])
+        for m in measures
+        if layer < len(m[SIZE]) and m[SIZE][layer]
+    ]
     if not pairs or any(part is None or size is None for part, size in pairs):
         return math.nan
     return float(sum(part / size for part, size in pairs if size)) / len(pairs)
@@ -82,9 +107,9 @@ COLUMNS = (
     ("t", "delta_error_in_gradient_steps_t", "{:+.1f}"),
 )
 LEGEND = (
-    "max S: largest score α q·k, natural units; tied: rows that repeat their maximum; O, dQ, dK, dV: relative errors "
-    "against their exact values; δ leans: mean error of δ in the gradient over the "
-    "last {window}, as a share of Σ|δ − golden|; t: the same in standard errors{alarms}."
+    "max S: largest score α q·k, natural units; tied: rows that repeat their maximum; O, dQ, dK,"
+    " dV: relative errors against their exact values; δ leans: mean error of δ in the gradient over"
+    " the last {window}, as a share of Σ|δ − golden|; t: the same in standard errors{alarms}."
 )
 
 
@@ -102,22 +127,37 @@ class WatchReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {**vars(self), "alarms": [{**vars(alarm), "text": str(alarm)} for alarm in self.alarms]}
+        return {
+            **vars(self),
+            "alarms": [{**vars(alarm), "text": str(alarm)} for alarm in self.alarms],
+        }
 
     def text(self, width: int = 100, lines: int = MOST_LINES) -> str:
-        """The report as text; with more heads than `lines`, the worst of each layer and those that alarm."""
+        """The report as text; with more heads than `lines`, the worst of each layer and those that
+        alarm.
+        """
         said = _wrapped(self._head(), width)
         if self.rows:
             shown = self.rows if len(self.rows) <= lines else self._worst()
             said += ["", *_table(shown, {(a.layer, a.head) for a in self.alarms}, width)]
             if len(shown) < len(self.rows):
-                rest = f"The worst head of each layer; text(lines={len(self.rows)}) has all {len(self.rows)}."
+                rest = (
+                    f"The worst head of each layer; text(lines={len(self.rows)}) has all"
+                    f" {len(self.rows)}."
+                )
                 said += _wrapped(rest, width)
             window = min(self.measurements, WINDOW)
             least = threshold(len(self.rows), window, LEVEL) if window >= WINDOW // 2 else None
             alarm = "" if least is None else f", beyond {least:.1f} it alarms"
-            said += ["", *_wrapped(LEGEND.format(window=_count(window, "measurement"), alarms=alarm), width)]
-        said += [line for sentence in self.unseen for line in _wrapped(f"Not measured: {sentence}.", width)]
+            said += [
+                "",
+                *_wrapped(LEGEND.format(window=_count(window, "measurement"), alarms=alarm), width),
+            ]
+        said += [
+            line
+            for sentence in self.unseen
+            for line in _wrapped(f"Not measured: {sentence}.", width)
+        ]
         if self.alarms:
             said += ["", *self._alarms(width)]
         if not self.alarms and self.rows:
@@ -127,10 +167,17 @@ class WatchReport:
     def _head(self) -> str:
         last = "" if self.measured_step is None else f", the last at step {self.measured_step}"
         steps, measurements = _count(self.steps, "step"), _count(self.measurements, "measurement")
-        return f"halfulp.watch: {steps}, {measurements}{last}, {_count(len(self.layers), 'attention layer')}"
+        return (
+            f"halfulp.watch: {steps}, {measurements}{last},"
+            f" {_count(len(self.layers), 'attention layer')}"
+        )
 
     def _alarms(self, width: int) -> list[str]:
-        said = [line for alarm in self.alarms[:MOST_ALARMS] for line in _wrapped(f"ALARM {alarm.where}", width)]
+        said = [
+            line
+            for alarm in self.alarms[:MOST_ALARMS]
+            for line in _wrapped(f"ALARM {alarm.where}", width)
+        ]
         if len(self.alarms) > MOST_ALARMS:
             said.append(f"and {len(self.alarms) - MOST_ALARMS} more")
         for operation in dict.fromkeys(alarm.operation for alarm in self.alarms):
@@ -148,7 +195,11 @@ class WatchReport:
         for row in self.rows:
             if row["layer"] not in best or _badness(row) > _badness(best[row["layer"]]):
                 best[row["layer"]] = row
-        return tuple(row for row in self.rows if best[row["layer"]] is row or (row["layer"], row["head"]) in alarmed)
+        return tuple(
+            row
+            for row in self.rows
+            if best[row["layer"]] is row or (row["layer"], row["head"]) in alarmed
+        )
 
     def __str__(self) -> str:
         return self.text(min(shutil.get_terminal_size((100, 24)).columns, 140))
@@ -179,17 +230,28 @@ def report_of(
     measure = rows[-1]["measure"] if rows else {}
     for number, layer in enumerate(layers if rows else ()):
         for head in range(len(measure["max_score"][number])):
-            row: dict[str, Any] = {"layer": layer, "head": head, "leaning": _mean(rows, IN_GRADIENT, number, head)}
-            heads.append(row | {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure})
+            row: dict[str, Any] = {
+                "layer": layer,
+                "head": head,
+                "leaning": _mean(rows, IN_GRADIENT, number, head),
+            }
+            heads.append(
+                row
+                | {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure}
+            )
     reasons = [
         f"{', '.join(layer for layer in unseen if unseen[layer] == why)} ({why})"
         for why in dict.fromkeys(unseen.values())
     ]
     last = rows[-1]["step"] if rows else None
-    return WatchReport(steps, measurements, tuple(layers), tuple(heads), tuple(alarmed), tuple(reasons), last)
+    return WatchReport(
+        steps, measurements, tuple(layers), tuple(heads), tuple(alarmed), tuple(reasons), last
+    )
 
 
-def alarmed_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> tuple[HeadAlarm, ...]:
+def alarmed_heads(
+    rows: Sequence[Mapping[str, Any]], layers: Sequence[str]
+) -> tuple[HeadAlarm, ...]:
     """What the last of some measurements alarms about."""
     return tuple(explained(alarm, rows, layers) for alarm in alarms(rows, LEVEL))
 
@@ -203,7 +265,9 @@ def _badness(row: Mapping[str, Any]) -> float:
     return -1.0 if t is None or math.isnan(t) else abs(t)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], alarmed: Collection[tuple[str, int]], width: int) -> list[str]:
+def _table(
+    rows: Sequence[Mapping[str, Any]], alarmed: Collection[tuple[str, int]], width: int
+) -> list[str]:
     lines = [["layer", "head", *(title for title, _, _ in COLUMNS), ""]]
     for row in rows:
         figures = [_figure(row.get(name), form) for _, name, form in COLUMNS]
@@ -232,15 +296,27 @@ def _table(rows: Sequence[Mapping[str, Any]], alarmed: Collection[tuple[str, int
 def _shortened(paths: Collection[str]) -> tuple[str, dict[str, str]]:
     """What paths have in common, with * for what they have not; and what they have not."""
     parts = [path.split(".") for path in paths]
-    first = next((i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1), 0)
+    first = next(
+        (i for i, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1), 0
+    )
     ends = [part[first + 1 :][::-1] for part in parts]
-    last = next((i for i, column in enumerate(zip(*ends, strict=False)) if len(set(column)) > 1), min(map(len, ends)))
-    middle = {path: ".".join(part[first : len(part) - last]) for path, part in zip(paths, parts, strict=True)}
+    last = next(
+        (i for i, column in enumerate(zip(*ends, strict=False)) if len(set(column)) > 1),
+        min(map(len, ends)),
+    )
+    middle = {
+        path: ".".join(part[first : len(part) - last])
+        for path, part in zip(paths, parts, strict=True)
+    }
     return ".".join([*parts[0][:first], "*", *parts[0][len(parts[0]) - last :]]), middle
 
 
 def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else form.format(value).replace("e-0", "e-")
+    return (
+        "-"
+        if value is None or not math.isfinite(value)
+        else form.format(value).replace("e-0", "e-")
+    )
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -1,1 +1,3 @@
-"""The claims ledger: `model` says what a claim is, `ledger` runs them, the other files hold the claims by topic."""
+"""The claims ledger: `model` says what a claim is, `ledger` runs them, the other files hold the
+claims by topic.
+"""

@@ -1,7 +1,9 @@
-"""Claims of the micro-benchmark paper: how far flash attention deviates, per format, length and block shape.
+"""Claims of the micro-benchmark paper: how far flash attention deviates, per format, length and
+block shape.
 
-The text at hand does not say what the paper's inputs or sizes were, nor in which precision its running sums were held.
-So each claim names the recipe and inputs for which it is judged, and its figures show the others beside it.
+The text at hand does not say what the paper's inputs or sizes were, nor in which precision its
+running sums were held. So each claim names the recipe and inputs for which it is judged, and its
+figures show the others beside it.
 """
 
 from __future__ import annotations
@@ -30,15 +32,21 @@ _UNIFORM = "flash1 uniform"
 
 
 def _real_kernel(lab: Lab) -> Measured:
-    """B1: TORCH_CPU_FLASH against PyTorch's CPU flash kernel, forward and backward, element by element."""
+    """B1: TORCH_CPU_FLASH against PyTorch's CPU flash kernel, forward and backward, element by
+    element.
+    """
     found = kernel_match.match_torch_cpu_flash(progress=lab.report)
     parts = [
-        f"{m.tensor} {m.elements - m.identical} of {m.elements} differ (at most {m.largest_ulps:.3g} ulp)"
+        f"{m.tensor} {m.elements - m.identical} of {m.elements} differ (at most"
+        f" {m.largest_ulps:.3g} ulp)"
         for m in found.tensors
     ]
     text = f"{', '.join(parts)}; {found.calls} calls, N = 77 to 1024, causal and not"
     if found.differing_steps:
-        text += f"; the step that differs: {found.differing_steps[0].step} ({found.differing_steps[0].model})"
+        text += (
+            f"; the step that differs: {found.differing_steps[0].step}"
+            f" ({found.differing_steps[0].model})"
+        )
     figures = {
         "identical": min(match.fraction for match in found.tensors),
         "ulps of out": next(match.largest_ulps for match in found.tensors if match.tensor == "out"),
@@ -53,7 +61,9 @@ def _precision(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResul
 
 
 def _formats(lab: Lab) -> Measured:
-    """B2: median over seeds of max |flash − baseline| per format; the share of families in which it always falls."""
+    """B2: median over seeds of max |flash − baseline| per format; the share of families in which it
+    always falls.
+    """
     falling, parts = [], []
     for inputs in _INPUTS:
         found = _precision(lab, inputs, 1024, 16384)
@@ -62,12 +72,17 @@ def _formats(lab: Lab) -> Measured:
             falling.append(all(a > b for a, b in pairwise(medians)))
             parts.append(f"{family}, {inputs}: " + " → ".join(f"{m:.1e}" for m in medians))
     names = ", ".join(fmt.name for fmt in FORMATS)
-    text = f"max |flash − baseline| in {names}: {'; '.join(parts)} (median of 10 seeds, N = 1024, d = 64)"
+    text = (
+        f"max |flash − baseline| in {names}: {'; '.join(parts)} (median of 10 seeds, N = 1024, d"
+        " = 64)"
+    )
     return Measured({"falling": sum(falling) / len(falling)}, text)
 
 
 def _factor(lab: Lab) -> Measured:
-    """B3: max error of flash over that of the baseline, both against golden, bf16; several inputs, lengths, tiles."""
+    """B3: max error of flash over that of the baseline, both against golden, bf16; several inputs,
+    lengths, tiles.
+    """
     factors: dict[str, list[float]] = {family: [] for family in FLASH_FAMILIES}
     where: list[str] = []
     settings = [(i, n, m) for i in _INPUTS for n in (512, 1024, 2048) for m in (4096, 16384)]
@@ -82,8 +97,8 @@ def _factor(lab: Lab) -> Measured:
     shown = "; ".join(f"{family} × {min(f):.2g} to {max(f):.2g}" for family, f in factors.items())
     largest = where[max(range(len(where)), key=lambda i: factors[_UNIFORM][i])]
     text = (
-        f"max error of flash over the baseline's, {len(settings)} settings of {_few(lab)} seeds: {shown}; largest at "
-        f"{largest}"
+        f"max error of flash over the baseline's, {len(settings)} settings of {_few(lab)} seeds:"
+        f" {shown}; largest at {largest}"
     )
     low, high = min(factors[_UNIFORM]), max(factors[_UNIFORM])
     return Measured({"low": low, "high": high, "stock": max(factors["flash2 stock"])}, text)
@@ -92,7 +107,9 @@ def _factor(lab: Lab) -> Measured:
 def _bf16(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
     setting = Setting(length=length, memory=memory, inputs=inputs, seeds=_few(lab))
     bf16 = FORMATS[:1]
-    return lab.once(f"bf16 {setting}", lambda: sweep_precision(setting, formats=bf16, families=FLASH_FAMILIES))
+    return lab.once(
+        f"bf16 {setting}", lambda: sweep_precision(setting, formats=bf16, families=FLASH_FAMILIES)
+    )
 
 
 def _few(lab: Lab) -> int:
@@ -101,7 +118,9 @@ def _few(lab: Lab) -> int:
 
 
 def _length(lab: Lab) -> Measured:
-    """B4: max, mean and std of |flash − baseline| at N = 2048 over those at N = 128, bf16, fixed blocks."""
+    """B4: max, mean and std of |flash − baseline| at N = 2048 over those at N = 128, bf16, fixed
+    blocks.
+    """
     figures: dict[str, float] = {}
     parts = []
     for inputs in _INPUTS:
@@ -110,14 +129,18 @@ def _length(lab: Lab) -> Measured:
             points = found.select(family=family, against="baseline")
             ratios = {s: _growth(points, s) for s in ("max", "mean", "std")}
             figures |= {f"{family}, {inputs}: {s}": ratio for s, ratio in ratios.items()}
-            parts.append(f"{family}, {inputs}: " + ", ".join(f"{s} × {r:.2f}" for s, r in ratios.items()))
+            parts.append(
+                f"{family}, {inputs}: " + ", ".join(f"{s} × {r:.2f}" for s, r in ratios.items())
+            )
     least = min(figures[f"{_UNIFORM}, uniform: {s}"] for s in ("max", "mean", "std"))
     text = f"N = 2048 over N = 128: {'; '.join(parts)} (median of 10 seeds, d = 64, 64 × 64 blocks)"
     return Measured(figures | {"least": least}, text)
 
 
 def _lengths(lab: Lab, inputs: Inputs) -> SweepResult:
-    return lab.once(f"length {inputs}", lambda: sweep_length(Setting(inputs=inputs), progress=lab.report))
+    return lab.once(
+        f"length {inputs}", lambda: sweep_length(Setting(inputs=inputs), progress=lab.report)
+    )
 
 
 def _blocks(lab: Lab) -> Measured:
@@ -128,12 +151,21 @@ def _blocks(lab: Lab) -> Measured:
     for fmt in FORMATS:
         exchanged[fmt.name] = _against_published(order, fmt.name, "exchanged")
         square[fmt.name] = _against_published(order, fmt.name, "square")
-        larger[fmt.name] = _growth(size.select(format=fmt.name, family=_UNIFORM, against="baseline"), "max")
+        larger[fmt.name] = _growth(
+            size.select(format=fmt.name, family=_UNIFORM, against="baseline"), "max"
+        )
     parts = [
         f"{name} " + ", ".join(f"{fmt} × {ratio:.2f}" for fmt, ratio in ratios.items())
-        for name, ratios in (("exchanged", exchanged), ("square", square), ("largest over smallest block", larger))
+        for name, ratios in (
+            ("exchanged", exchanged),
+            ("square", square),
+            ("largest over smallest block", larger),
+        )
     ]
-    text = f"max |flash − baseline|, {_UNIFORM}, N = 512, d = 32, median of 10 seeds: {'; '.join(parts)}"
+    text = (
+        f"max |flash − baseline|, {_UNIFORM}, N = 512, d = 32, median of 10 seeds:"
+        f" {'; '.join(parts)}"
+    )
     figures = {
         "exchanged, bf16 and fp16": min(exchanged["bf16"], exchanged["fp16"]),
         "square, furthest from 1": max(square.values(), key=lambda ratio: abs(ratio - 1)),
@@ -143,16 +175,22 @@ def _blocks(lab: Lab) -> Measured:
 
 
 def _against_published(found: SweepResult, fmt: str, order: str) -> float:
-    """The median, over blocks and seeds, of the deviation with that order over that of the published one."""
+    """The median, over blocks and seeds, of the deviation with that order over that of the
+    published one.
+    """
     changed = found.select(format=fmt, family=f"{_UNIFORM}, {order}", against="baseline")
     published = found.select(format=fmt, family=_UNIFORM, against="baseline")
     pairs = zip(changed, published, strict=True)
-    return statistics.median(a / b for this, that in pairs for a, b in zip(this.max, that.max, strict=True))
+    return statistics.median(
+        a / b for this, that in pairs for a, b in zip(this.max, that.max, strict=True)
+    )
 
 
 def _growth(points: list[Deviation], statistic: str) -> float:
     """The last point's median over the first's."""
-    first, last = (statistics.median(getattr(point, statistic)) for point in (points[0], points[-1]))
+    first, last = (
+        statistics.median(getattr(point, statistic)) for point in (points[0], points[-1])
+    )
     return float(last / first)
 
 
@@ -169,10 +207,11 @@ CLAIMS = (
         "validated against the original kernel, no figure",
         _real_kernel,
         Rule(
-            "every element of O, lse, dQ, dK and dV identical; on a machine or torch whose bits the recipe does not "
-            "claim, at least 80 % of every tensor identical and O within 2 ulps",
+            "every element of O, lse, dQ, dK and dV identical; on a machine or torch whose bits the"
+            " recipe does not claim, at least 80 % of every tensor identical and O within 2 ulps",
             lambda f: (
-                f["identical"] == 1 or (f["bits expected"] == 0 and f["identical"] >= 0.8 and f["ulps of out"] <= 2)
+                f["identical"] == 1
+                or (f["bits expected"] == 0 and f["identical"] >= 0.8 and f["ulps of out"] <= 2)
             ),
         ),
         seconds=8.0,
@@ -180,20 +219,26 @@ CLAIMS = (
     Claim(
         "B2",
         "B",
-        "the deviation of flash attention from the baseline shrinks as the mantissa grows, bf16 to fp64",
+        "the deviation of flash attention from the baseline shrinks as the mantissa grows, bf16 to"
+        " fp64",
         "fig. 3: it falls from format to format",
         _formats,
-        Rule("it falls at every step of the mantissa, for every family of recipes", lambda f: f["falling"] == 1),
+        Rule(
+            "it falls at every step of the mantissa, for every family of recipes",
+            lambda f: f["falling"] == 1,
+        ),
         seconds=8.0,
     ),
     Claim(
         "B3",
         "B",
-        "against the fp64 golden value, bf16 flash attention deviates about 10 times more than the baseline",
+        "against the fp64 golden value, bf16 flash attention deviates about 10 times more than the"
+        " baseline",
         "fig. 4: about 10 times",
         _factor,
         Rule(
-            f"for {_UNIFORM} (all intermediates in bf16) the factor is above 1 in every setting and reaches 10 in some",
+            f"for {_UNIFORM} (all intermediates in bf16) the factor is above 1 in every setting and"
+            " reaches 10 in some",
             lambda f: f["low"] > 1 and f["high"] >= 10,
         ),
         seconds=30.0,
@@ -205,7 +250,8 @@ CLAIMS = (
         "fig. 5: all three rise",
         _length,
         Rule(
-            f"for {_UNIFORM} on inputs uniform on [0, 1), all three at N = 2048 are at least 1.5 × those at N = 128",
+            f"for {_UNIFORM} on inputs uniform on [0, 1), all three at N = 2048 are at least 1.5 ×"
+            " those at N = 128",
             lambda f: f["least"] >= 1.5,
         ),
         seconds=8.0,
@@ -213,12 +259,13 @@ CLAIMS = (
     Claim(
         "B5",
         "B",
-        "exchanging the block dimensions raises the deviation; square blocks change nothing; larger blocks lower it",
+        "exchanging the block dimensions raises the deviation; square blocks change nothing; larger"
+        " blocks lower it",
         "fig. 6: raised (a), unchanged (b), lowered (c)",
         _blocks,
         Rule(
-            "exchanged above × 1.1 in bf16 and fp16; square of the same area within × 0.8 to 1.25 in all four formats; "
-            "largest block below × 0.9 of the smallest in all four",
+            "exchanged above × 1.1 in bf16 and fp16; square of the same area within × 0.8 to 1.25"
+            " in all four formats; largest block below × 0.9 of the smallest in all four",
             lambda f: (
                 f["exchanged, bf16 and fp16"] > 1.1
                 and 0.8 <= f["square, furthest from 1"] <= 1.25

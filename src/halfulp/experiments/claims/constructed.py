@@ -1,4 +1,6 @@
-"""The constructed run as several claims look at it: trained once a lab, and what became of each of its variants."""
+"""The constructed run as several claims look at it: trained once a lab, and what became of each of
+its variants.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,13 @@ def constructed_text(lab: Lab) -> str:
     runs = constructed(lab)
     said = []
     for name, same in runs.items():
-        first, curved = ([window(run, part).value for run in same] for part in ("first_order", "curvature"))
+        first, curved = (
+            [window(run, part).value for run in same] for part in ("first_order", "curvature")
+        )
         failed = sum(run.outcome == "failed" for run in same)
         losses = [statistics.median(run.loss[-10:]) for run in same]
         said.append(
-            f"{name}: {failed} of {len(same)} failed, loss {min(losses):.0e} to {max(losses):.0e}, first order "
-            f"{statistics.mean(first):+.1e}, curvature {statistics.mean(curved):+.1e}"
+            f"{name}: {failed} of {len(same)} failed, loss {min(losses):.0e} to {max(losses):.0e},"
+            f" first order {statistics.mean(first):+.1e}, curvature {statistics.mean(curved):+.1e}"
         )
     return "; ".join(said)

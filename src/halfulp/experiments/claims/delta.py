@@ -1,4 +1,6 @@
-"""What of δ's error does the damage (D10), and the weights that no tiling changes, which leave none of it (D11)."""
+"""What of δ's error does the damage (D10), and the weights that no tiling changes, which leave none
+of it (D11).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from halfulp.experiments.failure import run_failures
 from halfulp.experiments.rungs import TILES
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe
 
-_DELTA_ALONE = BF16_FLASH2.with_(name="δ alone", row_sum_from="rounded", backward_weights="rounded", **TILES)
+_DELTA_ALONE = BF16_FLASH2.with_(
+    name="δ alone", row_sum_from="rounded", backward_weights="rounded", **TILES
+)
 _TWINS = ("as it is", "mean alone", "mean removed", "mean flipped")
 
 
@@ -20,25 +24,34 @@ def _mean_drives(lab: Lab) -> Measured:
     """D10: mean score where e is as it is, its mean alone, without its mean, with it flipped."""
     steps = 3000 if lab.full else 800
     attentions = {name: changed_attention(_DELTA_ALONE, CHANGES[name]) for name in _TWINS}
-    runs = run_failures(list(attentions.values()), lab.seeds, steps, workers=lab.workers, progress=lab.report)
+    runs = run_failures(
+        list(attentions.values()), lab.seeds, steps, workers=lab.workers, progress=lab.report
+    )
     count = len(lab.seeds)
-    ends = {n: [r.mean_score[-1] for r in runs[i * count : (i + 1) * count]] for i, n in enumerate(attentions)}
+    ends = {
+        n: [r.mean_score[-1] for r in runs[i * count : (i + 1) * count]]
+        for i, n in enumerate(attentions)
+    }
     figures = {
         "as it is": min(ends["as it is"]),
         "mean alone": min(ends["mean alone"]),
         "mean removed": max(map(abs, ends["mean removed"])),
         "mean flipped": max(ends["mean flipped"]),
     }
-    said = "; ".join(f"{name} {', '.join(f'{x:+.1f}' for x in values)}" for name, values in ends.items())
+    said = "; ".join(
+        f"{name} {', '.join(f'{x:+.1f}' for x in values)}" for name, values in ends.items()
+    )
     text = (
-        f"mean score of the one-layer task at step {steps} by seed, in the stock recipe with consistent weights, so "
-        f"that δ alone is off: {said}"
+        f"mean score of the one-layer task at step {steps} by seed, in the stock recipe with"
+        f" consistent weights, so that δ alone is off: {said}"
     )
     return Measured(figures, text)
 
 
 def _tile_free(lab: Lab) -> Measured:
-    """D11: weights bit for bit over block sizes and orders of the keys, relative to the row's last shift."""
+    """D11: weights bit for bit over block sizes and orders of the keys, relative to the row's last
+    shift.
+    """
     split = BF16_HALFULP.with_(name="split", exponential="split")
     recipes = {"split": split, "halfulp": BF16_HALFULP, "stock": BF16_FLASH2}
     counts = dict.fromkeys(recipes, 0)
@@ -49,24 +62,33 @@ def _tile_free(lab: Lab) -> Measured:
             whole = final_weights(recipe.with_(block_query=None, block_key=None), q, k, v)
             for block in (16, 48, 100):
                 tiled = recipe.with_(block_query=64, block_key=block)
-                for order in (None, torch.arange(191, -1, -1), torch.randperm(192, generator=generator(seed))):
+                for order in (
+                    None,
+                    torch.arange(191, -1, -1),
+                    torch.randperm(192, generator=generator(seed)),
+                ):
                     counts[name] += int((final_weights(tiled, q, k, v, order) != whole).sum())
                     total += whole.numel()
         lab.report((seed + 1) / 3, "weights over tilings")
     each = total // len(recipes)
     figures = {name: float(count) for name, count in counts.items()} | {"compared": float(each)}
     text = (
-        f"{each:,} weights of each recipe against those of one tile, blocks of 16, 48 and 100 keys, in order, reversed "
-        f"and shuffled: {counts['split']} differ with the integer shift and the split exponent, {counts['halfulp']} "
-        f"without the split, {counts['stock']:,} in the stock recipe"
+        f"{each:,} weights of each recipe against those of one tile, blocks of 16, 48 and 100 keys,"
+        f" in order, reversed and shuffled: {counts['split']} differ with the integer shift and the"
+        f" split exponent, {counts['halfulp']} without the split, {counts['stock']:,} in the stock"
+        " recipe"
     )
     return Measured(figures, text)
 
 
-def final_weights(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None = None) -> Tensor:
-    """Return P̄ as it enters P̄V `[B, H, N, N_k]`, brought to every row's last shift, the keys read in some order.
+def final_weights(
+    recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None = None
+) -> Tensor:
+    """Return P̄ as it enters P̄V `[B, H, N, N_k]`, brought to every row's last shift, the keys read
+    in some order.
 
-    q, k, v are `[B, H, N, D]`; `order` is a permutation of the keys, which the result is freed of again.
+    q, k, v are `[B, H, N, D]`; `order` is a permutation of the keys, which the result is freed of
+    again.
     """
     order = torch.arange(k.shape[2]) if order is None else order
     weights: list[Tensor] = []
@@ -82,7 +104,11 @@ def final_weights(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, order: Tensor
     rows = []
     for start in range(0, len(weights), tiles):
         tile, m = weights[start : start + tiles], shifts[start : start + tiles]
-        rows.append(torch.cat([w * exponential(shift - m[-1]) for w, shift in zip(tile, m, strict=True)], -1))
+        rows.append(
+            torch.cat(
+                [w * exponential(shift - m[-1]) for w, shift in zip(tile, m, strict=True)], -1
+            )
+        )
     found = torch.cat(rows, 2)
     restored = torch.empty_like(found)
     restored[..., order] = found
@@ -97,9 +123,13 @@ CLAIMS = (
         "",
         _mean_drives,
         Rule(
-            "every seed: the mean score ends above +5 with e as it is and with its mean alone, below −5 with the mean "
-            "flipped, and within 3 without it",
-            lambda f: min(f["as it is"], f["mean alone"]) > 5 and f["mean flipped"] < -5 and f["mean removed"] < 3,
+            "every seed: the mean score ends above +5 with e as it is and with its mean alone,"
+            " below −5 with the mean flipped, and within 3 without it",
+            lambda f: (
+                min(f["as it is"], f["mean alone"]) > 5
+                and f["mean flipped"] < -5
+                and f["mean removed"] < 3
+            ),
         ),
         seconds=20.0,
     ),
@@ -110,9 +140,13 @@ CLAIMS = (
         "",
         _tile_free,
         Rule(
-            "no weight differs with the split exponent, at most 1 in 10,000 without it, and over 1 in 10 in the stock "
-            "recipe",
-            lambda f: f["split"] == 0 and f["halfulp"] <= 1e-4 * f["compared"] and f["stock"] > 0.1 * f["compared"],
+            "no weight differs with the split exponent, at most 1 in 10,000 without it, and over 1"
+            " in 10 in the stock recipe",
+            lambda f: (
+                f["split"] == 0
+                and f["halfulp"] <= 1e-4 * f["compared"]
+                and f["stock"] > 0.1 * f["compared"]
+            ),
         ),
         seconds=3.0,
     ),

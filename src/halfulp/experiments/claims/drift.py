@@ -1,8 +1,9 @@
-"""Claims of Golden et al. about training: in-model comparison, weight drift in context, text-to-image, speed.
+"""Claims of Golden et al. about training: in-model comparison, weight drift in context,
+text-to-image, speed.
 
-The paper trained a text-to-image model on a cluster; here a diffusion transformer of a few layers draws small pictures,
-so what holds is reproduced at reduced scale. At the full scale of the ledger the runs are longer, a byte-level GPT
-stands beside, and more kinds of twins are trained.
+The paper trained a text-to-image model on a cluster; here a diffusion transformer of a few layers
+draws small pictures, so what holds is reproduced at reduced scale. At the full scale of the ledger
+the runs are longer, a byte-level GPT stands beside, and more kinds of twins are trained.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def _in_model(lab: Lab) -> Measured:
     found = compare_in_model(config, every, command="halfulp claims B6", progress=lab.report)
     with one_thread():
         plain = train(config)
-    deviations = [one for one in found.deviations if (one.version, one.against) == ("flash", "baseline")]
+    deviations = [
+        one for one in found.deviations if (one.version, one.against) == ("flash", "baseline")
+    ]
     ratios = found.mean_ratio("flash")
     figures = {
         "calls": float(found.calls),
@@ -59,10 +62,11 @@ def _in_model(lab: Lab) -> Measured:
         "highest_ratio": max(ratios.values()),
     }
     text = (
-        f"{found.calls} calls of {len(found.layers)} layers (self- and cross-attention) of a text-to-image run: flash "
-        f"against baseline at most {figures['largest']:.2g}, mean up to {figures['mean']:.1e}; flash's mean error "
-        f"against fp64 is {figures['lowest_ratio']:.2f} to {figures['highest_ratio']:.2f} times the baseline's, by "
-        f"layer; the run's final weights {'keep' if figures['same_bits'] else 'DO NOT KEEP'} their bits"
+        f"{found.calls} calls of {len(found.layers)} layers (self- and cross-attention) of a"
+        f" text-to-image run: flash against baseline at most {figures['largest']:.2g}, mean up to"
+        f" {figures['mean']:.1e}; flash's mean error against fp64 is {figures['lowest_ratio']:.2f}"
+        f" to {figures['highest_ratio']:.2f} times the baseline's, by layer; the run's final"
+        f" weights {'keep' if figures['same_bits'] else 'DO NOT KEEP'} their bits"
     )
     return Measured(figures, text, tuple(figure.as_dict() for figure in found.figures()[:1]))
 
@@ -77,14 +81,23 @@ def _language_drift(lab: Lab) -> DriftResult:
     return lab.once("language drift", lambda: _measured(lab, small_language(200), None, seeds=3))
 
 
-def _measured(lab: Lab, config: RunConfig, pairs: Sequence[str] | None, seeds: int | None = None) -> DriftResult:
+def _measured(
+    lab: Lab, config: RunConfig, pairs: Sequence[str] | None, seeds: int | None = None
+) -> DriftResult:
     return measure_drift(
-        config, lab.seeds[:seeds], pairs=pairs, workers=lab.workers, command="halfulp claims B8", progress=lab.report
+        config,
+        lab.seeds[:seeds],
+        pairs=pairs,
+        workers=lab.workers,
+        command="halfulp claims B8",
+        progress=lab.report,
     )
 
 
 def _apart(lab: Lab) -> Measured:
-    """B7: flash against baseline, from the first checkpoint to the last, and the same run repeated."""
+    """B7: flash against baseline, from the first checkpoint to the last, and the same run
+    repeated.
+    """
     compared = _drift(lab).compared
     flash, repeated = compared.of(FLASH), compared.of(REPEATED)
     slopes = [drift.slope for drift in flash]
@@ -92,15 +105,18 @@ def _apart(lab: Lab) -> Measured:
         "seeds": float(len(flash)),
         "lowest_slope": min(slopes),
         "wasserstein_growth": min(drift.wasserstein[-1] / drift.wasserstein[0] for drift in flash),
-        "difference_growth": min(drift.max_difference[-1] / drift.max_difference[0] for drift in flash),
+        "difference_growth": min(
+            drift.max_difference[-1] / drift.max_difference[0] for drift in flash
+        ),
         "repeated": max(value for drift in repeated for value in drift.max_difference),
     }
     line = next(line for line in compared.summary() if line.name == FLASH)
     text = (
-        f"text-to-image, bf16, {len(flash)} seeds, {line.steps} steps: Wasserstein distance {line.wasserstein:.1e} and "
-        f"largest difference {line.max_difference:.1e} at the end, at least × {figures['wasserstein_growth']:.1f} and "
-        f"× {figures['difference_growth']:.1f} those of the first checkpoint; slope {line.slope} a step; the same run "
-        f"repeated: {figures['repeated']:g}"
+        f"text-to-image, bf16, {len(flash)} seeds, {line.steps} steps: Wasserstein distance"
+        f" {line.wasserstein:.1e} and largest difference {line.max_difference:.1e} at the end, at"
+        f" least × {figures['wasserstein_growth']:.1f} and × {figures['difference_growth']:.1f}"
+        f" those of the first checkpoint; slope {line.slope} a step; the same run repeated:"
+        f" {figures['repeated']:g}"
     )
     return Measured(figures, text, tuple(figure.as_dict() for figure in compared.figures()))
 
@@ -127,7 +143,9 @@ def _context(lab: Lab) -> Measured:
     if lab.full:
         language = _language_drift(lab)
         text += f". Byte-level GPT, {_slopes(language.compared.summary())}; {_ratios(language)}"
-        drawn += [{**f.as_dict(), "title": f"{f.title}, GPT"} for f in language.compared.figures()[:1]]
+        drawn += [
+            {**f.as_dict(), "title": f"{f.title}, GPT"} for f in language.compared.figures()[:1]
+        ]
     return Measured(figures, text, tuple(drawn))
 
 
@@ -135,7 +153,10 @@ _PARTS: tuple[tuple[str, Any], ...] = (
     ("flash ≤ initialization", lambda f: f["flash"] <= f["initialization"]),
     ("fp16 against fp32 > initialization", lambda f: f["fp16"] > f["initialization"]),
     ("and more uneven", lambda f: f["uneven_fp16"] > f["uneven_initialization"]),
-    ("flash 2 to 5 times smaller than bf16 against fp32", lambda f: f["ratio_low"] <= 5 and f["ratio_high"] >= 2),
+    (
+        "flash 2 to 5 times smaller than bf16 against fp32",
+        lambda f: f["ratio_low"] <= 5 and f["ratio_high"] >= 2,
+    ),
 )
 
 
@@ -171,14 +192,17 @@ def _text_to_image(lab: Lab) -> Measured:
         "chance": chance,
     }
     text = (
-        f"{count} pictures with names ({drawn.source}), {run.config.steps} steps: loss {loss[0]:.2f} → {loss[-1]:.3f}; "
-        f"{drawn.right} of {count} drawings are nearest to the picture of their name (by chance 1; p = {chance:.0e})"
+        f"{count} pictures with names ({drawn.source}), {run.config.steps} steps: loss"
+        f" {loss[0]:.2f} → {loss[-1]:.3f}; {drawn.right} of {count} drawings are nearest to the"
+        f" picture of their name (by chance 1; p = {chance:.0e})"
     )
     return Measured(figures, text, (sheet_block(drawn),))
 
 
 def drawing_config(*, full: bool) -> RunConfig:
-    """Return the training whose drawings are looked at: seconds, or the preset `pictures` for 1000 steps."""
+    """Return the training whose drawings are looked at: seconds, or the preset `pictures` for 1000
+    steps.
+    """
     if full:
         return replace(pictures_preset("torch:math", steps=1000), metrics_every=20)
     config = small_pictures(400)
@@ -197,12 +221,19 @@ def _speed(lab: Lab) -> Measured:
             lab.report((done + fraction) / len(sizes), message)
 
         found.append(measure_speed(name, config, pairs, progress=told))
-    longest = max((one for one in found if one.workload.startswith("pictures")), key=lambda one: one.tokens)
+    longest = max(
+        (one for one in found if one.workload.startswith("pictures")), key=lambda one: one.tokens
+    )
     low, high = longest.interval
-    figures = {"speed_up": longest.speed_up, "low": low, "high": high, "tokens": float(longest.tokens)}
+    figures = {
+        "speed_up": longest.speed_up,
+        "low": low,
+        "high": high,
+        "tokens": float(longest.tokens),
+    }
     text = (
-        f"{'; '.join(map(str, found))} (processor time, bf16 autocast, one thread; plain products and softmax against "
-        "torch:flash)"
+        f"{'; '.join(map(str, found))} (processor time, bf16 autocast, one thread; plain products"
+        " and softmax against torch:flash)"
     )
     return Measured(figures, text)
 
@@ -215,9 +246,11 @@ CLAIMS = (
         "method, no figure",
         _in_model,
         Rule(
-            "every call of every compared step is measured, the versions differ somewhere, and the run's final weights "
-            "are those of a run without comparison, bit for bit",
-            lambda f: f["calls"] == f["expected"] and f["same_bits"] == 1 and 0 < f["largest"] < math.inf,
+            "every call of every compared step is measured, the versions differ somewhere, and the"
+            " run's final weights are those of a run without comparison, bit for bit",
+            lambda f: (
+                f["calls"] == f["expected"] and f["same_bits"] == 1 and 0 < f["largest"] < math.inf
+            ),
         ),
         reduced=True,
         seconds=4.0,
@@ -225,12 +258,14 @@ CLAIMS = (
     Claim(
         "B7",
         "B",
-        "weights of flash and baseline runs drift apart, max difference and Wasserstein distance growing with steps",
+        "weights of flash and baseline runs drift apart, max difference and Wasserstein distance"
+        " growing with steps",
         "fig. 7",
         _apart,
         Rule(
-            "at least 3 seeds: in each the Wasserstein distance has a positive slope, both figures are larger at the "
-            "last checkpoint than at the first, and the same run repeated differs by exactly 0",
+            "at least 3 seeds: in each the Wasserstein distance has a positive slope, both figures"
+            " are larger at the last checkpoint than at the first, and the same run repeated"
+            " differs by exactly 0",
             lambda f: (
                 f["seeds"] >= 3
                 and f["lowest_slope"] > 0
@@ -244,13 +279,14 @@ CLAIMS = (
     Claim(
         "B8",
         "B",
-        "flash drift is at most that of another random initialization; low precision drifts more and more variably",
+        "flash drift is at most that of another random initialization; low precision drifts more"
+        " and more variably",
         "fig. 8: flash 2 to 5 times smaller than low precision",
         _context,
         Rule(
-            "at least 3 seeds, mean slopes of the Wasserstein distance on the text-to-image model: flash at most "
-            "another initialization; fp16 against fp32 above it, and more uneven; 95 % interval of bf16 against fp32 "
-            "over flash meets 2 to 5",
+            "at least 3 seeds, mean slopes of the Wasserstein distance on the text-to-image model:"
+            " flash at most another initialization; fp16 against fp32 above it, and more uneven; 95"
+            " % interval of bf16 against fp32 over flash meets 2 to 5",
             lambda f: f["seeds"] >= 3 and all(holds(f) for _, holds in _PARTS),
         ),
         reduced=True,
@@ -263,8 +299,9 @@ CLAIMS = (
         "a text-to-image model on 80 GB A100s",
         _text_to_image,
         Rule(
-            f"the loss falls below half of its first value, and so many drawings are nearest to the picture of their "
-            f"name that chance would give as many with a probability below {_CHANCE:g}",
+            "the loss falls below half of its first value, and so many drawings are nearest to the"
+            " picture of their name that chance would give as many with a probability below"
+            f" {_CHANCE:g}",
             lambda f: f["last_loss"] < f["first_loss"] / 2 and f["chance"] < _CHANCE,
         ),
         reduced=True,
@@ -277,7 +314,8 @@ CLAIMS = (
         "14 %",
         _speed,
         Rule(
-            "at the most patches that are measured, the 95 % interval of the median speed-up lies above 1",
+            "at the most patches that are measured, the 95 % interval of the median speed-up lies"
+            " above 1",
             lambda f: f["low"] > 1,
         ),
         reduced=True,

@@ -1,4 +1,6 @@
-"""What shows from outside before a run fails: σ(W_Q) and activations that grow (A19), and sinks with P̄ = 1 (A20)."""
+"""What shows from outside before a run fails: σ(W_Q) and activations that grow (A19), and sinks
+with P̄ = 1 (A20).
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,27 @@ def _growth(lab: Lab) -> Measured:
     sigma = [_language_growth(run, twin) for run, twin in pairs]
     loss = [_loss_rises(run, twin) for run, twin in pairs]
     activations = [run.measured("query_rms")[-1] for run, _ in pairs]
-    grown = min(max(heads) for heads in activations) / max(max(t.measured("query_rms")[-1]) for _, t in pairs)
+    grown = min(max(heads) for heads in activations) / max(
+        max(t.measured("query_rms")[-1]) for _, t in pairs
+    )
     task = lab.trained(("torch:flash", "torch:fp32"))
     task_pairs = list(zip(task["torch:flash"], task["torch:fp32"], strict=True))
     keys = [_task_growth(run, twin, "sigma_key") for run, twin in task_pairs]
     queries = [_task_growth(run, twin, "sigma_query") for run, twin in task_pairs]
     rises = [_task_rises(run) for run, _ in task_pairs]
     lead = min(b - a for a, b in zip(sigma, loss, strict=True))
-    figures = {"lead": lead, "activations": grown, "task lead": min(b - a for a, b in zip(keys, rises, strict=True))}
+    figures = {
+        "lead": lead,
+        "activations": grown,
+        "task lead": min(b - a for a, b in zip(keys, rises, strict=True)),
+    }
     text = (
-        f"byte GPT, guilty layer ({scale_of(lab).text}): σ(W_Q) is twice the twin's from step {_steps(sigma)}, the "
-        f"loss rises 0.2 nats above its lowest excess over the twin at step {_steps(loss)}; queries (rms) end at "
-        f"{grown:.0f} times the twin's. One-layer task, torch:flash, {len(rises)} seeds: σ(W_K) is twice the fp32 "
-        f"twin's from step {_steps(keys)}, σ(W_Q) {_steps(queries)}, the loss three times its best from {_steps(rises)}"
+        f"byte GPT, guilty layer ({scale_of(lab).text}): σ(W_Q) is twice the twin's from step"
+        f" {_steps(sigma)}, the loss rises 0.2 nats above its lowest excess over the twin at step"
+        f" {_steps(loss)}; queries (rms) end at {grown:.0f} times the twin's. One-layer task,"
+        f" torch:flash, {len(rises)} seeds: σ(W_K) is twice the fp32 twin's from step"
+        f" {_steps(keys)}, σ(W_Q) {_steps(queries)}, the loss three times its best from"
+        f" {_steps(rises)}"
     )
     shown = {name: same[0] for name, same in runs.items()}
     return Measured(figures, text, (pictures.layer_sigmas(shown, repeat(lab, "A19")),))
@@ -48,12 +58,18 @@ def _steps(steps: Sequence[float]) -> str:
 
 
 def _language_growth(run: Traced, twin: Traced) -> float:
-    pairs = zip(run.measured_steps(), run.measured("sigma_query"), twin.measured("sigma_query"), strict=True)
-    return next((float(step) for step, mine, other in pairs if max(mine) > 2 * max(other)), math.inf)
+    pairs = zip(
+        run.measured_steps(), run.measured("sigma_query"), twin.measured("sigma_query"), strict=True
+    )
+    return next(
+        (float(step) for step, mine, other in pairs if max(mine) > 2 * max(other)), math.inf
+    )
 
 
 def _loss_rises(run: Traced, twin: Traced) -> float:
-    """The step at which the loss, mean of 5 recorded steps, is 0.2 nats above its smallest excess over the twin's."""
+    """The step at which the loss, mean of 5 recorded steps, is 0.2 nats above its smallest excess
+    over the twin's.
+    """
     steps, mine = run.loss()
     excess = [a - b for a, b in zip(mine, twin.loss()[1], strict=True)]
     means = [statistics.mean(excess[i - 5 : i]) for i in range(5, len(excess) + 1)]
@@ -72,25 +88,31 @@ def _task_rises(run: FailureRun) -> float:
 
 
 def _sinks(lab: Lab) -> Measured:
-    """A20: keys that take much of the weight are the keys with P̄ = 1, in a model whose attention is sound."""
+    """A20: keys that take much of the weight are the keys with P̄ = 1, in a model whose attention
+    is sound.
+    """
     runs = language(lab, ("nowhere",))["nowhere"]
-    found = [sink_figures(snapshot) for run in runs for snapshot in run.calls[run.config.steps].values()]
+    found = [
+        sink_figures(snapshot) for run in runs for snapshot in run.calls[run.config.steps].values()
+    ]
     heads = [head for layer in found for head in layer]
     least, ratio = min(h[0] for h in heads), min(h[2] for h in heads)
     most = max(h[1] for h in heads)
     figures = {"least correlation": least, "largest p": most, "least ratio": ratio}
     said = ", ".join(f"{h[0]:.2f} (× {h[2]:.0f}, mass {h[3]:.2f})" for h in heads)
     text = (
-        f"byte GPT with standard attention, {scale_of(lab).steps} steps, {len(runs)} seed(s): Spearman correlation "
-        f"over keys of the weight a key gets and its rate of P̄ = 1, and that rate at the heaviest key of a sequence "
-        f"against the average key, head by head: {said}; p ≤ {most:.0e}"
+        f"byte GPT with standard attention, {scale_of(lab).steps} steps, {len(runs)} seed(s):"
+        " Spearman correlation over keys of the weight a key gets and its rate of P̄ = 1, and that"
+        f" rate at the heaviest key of a sequence against the average key, head by head: {said}; p"
+        f" ≤ {most:.0e}"
     )
     return Measured(figures, text)
 
 
 def sink_figures(snapshot: Snapshot) -> list[tuple[float, float, float, float]]:
-    """Per head: correlation of a key's weight with its rate of P̄ = 1, its p, the heaviest key's rate over the mean
-    rate, and its weight. The first 8 rows, which see few keys, and keys seen by fewer than 16 rows are left out.
+    """Per head: correlation of a key's weight with its rate of P̄ = 1, its p, the heaviest key's
+    rate over the mean rate, and its weight. The first 8 rows, which see few keys, and keys seen by
+    fewer than 16 rows are left out.
     """
     from scipy.stats import spearmanr
 
@@ -124,8 +146,8 @@ CLAIMS = (
         "fig. 9",
         _growth,
         Rule(
-            "byte GPT, every seed: σ(W_Q) is twice the twin's no later than the loss rises by 0.2 nats against it, and "
-            "queries end over 2 times as large",
+            "byte GPT, every seed: σ(W_Q) is twice the twin's no later than the loss rises by 0.2"
+            " nats against it, and queries end over 2 times as large",
             lambda f: f["lead"] >= 0 and f["activations"] > 2,
         ),
         reduced=True,
@@ -138,9 +160,11 @@ CLAIMS = (
         "discussion, no figure",
         _sinks,
         Rule(
-            "every head: rank correlation of a key's weight with its rate of P̄ = 1 over 0.3 with p under 1e-6, and the "
-            "heaviest key's rate over 2 times the mean rate",
-            lambda f: f["least correlation"] > 0.3 and f["largest p"] < 1e-6 and f["least ratio"] > 2,
+            "every head: rank correlation of a key's weight with its rate of P̄ = 1 over 0.3 with p"
+            " under 1e-6, and the heaviest key's rate over 2 times the mean rate",
+            lambda f: (
+                f["least correlation"] > 0.3 and f["largest p"] < 1e-6 and f["least ratio"] > 2
+            ),
         ),
         reduced=True,
         seconds=5.0,

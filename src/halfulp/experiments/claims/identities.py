@@ -1,6 +1,8 @@
-"""Claims that exact arithmetic guarantees: the two gradient identities, and that FlashAttention-1 is attention.
+"""Claims that exact arithmetic guarantees: the two gradient identities, and that FlashAttention-1
+is attention.
 
-They are measured all the same, since they hold this package's own algorithms to the papers' formulas.
+They are measured all the same, since they hold this package's own algorithms to the papers'
+formulas.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ def _query_gradient(lab: Lab) -> Measured:
             q, k, v, do = _problem(seed)
             high, delta_hp = _gradient(_HIGH, q, k, v, do, is_causal)
             low, delta_lp = _gradient(_LOW, q, k, v, do, is_causal)
-            predicted = _SHAPE[3] ** -0.5 * (delta_lp - delta_hp) * (_probabilities(q, k, is_causal) @ k)
+            predicted = (
+                _SHAPE[3] ** -0.5 * (delta_lp - delta_hp) * (_probabilities(q, k, is_causal) @ k)
+            )
             worst = max(worst, float((high - low - predicted).abs().max() / high.abs().max()))
             size = max(size, relative(low, high))
         lab.report((seed + 1) / _SEEDS, "dQ identity")
-    text = f"off by at most {worst:.1e} of dQ, {2 * _SEEDS} cases; the term itself is up to {size:.1e} of dQ"
+    text = (
+        f"off by at most {worst:.1e} of dQ, {2 * _SEEDS} cases; the term itself is up to {size:.1e}"
+        " of dQ"
+    )
     return Measured({"relative_difference": worst, "gradient_difference": size}, text)
 
 
@@ -51,15 +58,22 @@ def _weight_gradient(lab: Lab) -> Measured:
         found = ((high - low).mT @ x).sum((0, 1))
         terms = (delta_lp - delta_hp) * (_probabilities(query, k, True) @ k)
         predicted = d**-0.5 * torch.einsum("bhti,bhtj->ij", terms, x)
-        worst = max(worst, float((found - predicted).abs().max() / (high.mT @ x).sum((0, 1)).abs().max()))
+        worst = max(
+            worst, float((found - predicted).abs().max() / (high.mT @ x).sum((0, 1)).abs().max())
+        )
         size = max(size, float(predicted.norm() / (high.mT @ x).sum((0, 1)).norm()))
         lab.report((seed + 1) / _SEEDS, "dW_Q identity")
-    text = f"off by at most {worst:.1e} of dW_Q, {_SEEDS} cases; the sum itself is up to {size:.1e} of dW_Q"
+    text = (
+        f"off by at most {worst:.1e} of dW_Q, {_SEEDS} cases; the sum itself is up to {size:.1e} of"
+        " dW_Q"
+    )
     return Measured({"relative_difference": worst, "gradient_difference": size}, text)
 
 
 def _flash1(lab: Lab) -> Measured:
-    """C1: FlashAttention-1 against FlashAttention-2 and the plain definition in fp64, and what each rounds in bf16."""
+    """C1: FlashAttention-1 against FlashAttention-2 and the plain definition in fp64, and what each
+    rounds in bf16.
+    """
     flash1 = _HIGH.with_(algorithm="flash1")
     standard = _HIGH.with_(algorithm="standard", block_key=None)
     same, errors = 0.0, {"flash1": 0.0, "flash2": 0.0}
@@ -69,7 +83,9 @@ def _flash1(lab: Lab) -> Measured:
         wanted = (truth.out, truth.grad_query, truth.grad_key, truth.grad_value)
         for recipe in (flash1, _HIGH, standard):
             found = _out_and_gradients(recipe, q, k, v, do)
-            same = max(same, *(relative(a, b) for a, b in zip(found, wanted, strict=True) if b is not None))
+            same = max(
+                same, *(relative(a, b) for a, b in zip(found, wanted, strict=True) if b is not None)
+            )
         half = [x.bfloat16() for x in (q, k, v, do)]
         exact = golden(*half, is_causal=True)
         for name, recipe in (("flash1", BF16_FLASH1), ("flash2", BF16_FLASH2)):
@@ -77,10 +93,14 @@ def _flash1(lab: Lab) -> Measured:
             errors[name] += relative(out, exact.out) / _SEEDS
         lab.report((seed + 1) / _SEEDS, "FlashAttention-1 in fp64")
     text = (
-        f"fp64: O, dQ, dK, dV within {same:.1e} of the definition for FlashAttention-1, -2, standard, {_SEEDS} seeds; "
-        f"bf16 error of O {errors['flash1']:.2e} (FlashAttention-1) and {errors['flash2']:.2e} (FlashAttention-2)"
+        f"fp64: O, dQ, dK, dV within {same:.1e} of the definition for FlashAttention-1, -2,"
+        f" standard, {_SEEDS} seeds; bf16 error of O {errors['flash1']:.2e} (FlashAttention-1) and"
+        f" {errors['flash2']:.2e} (FlashAttention-2)"
     )
-    return Measured({"fp64_difference": same, "bf16_flash1": errors["flash1"], "bf16_flash2": errors["flash2"]}, text)
+    return Measured(
+        {"fp64_difference": same, "bf16_flash1": errors["flash1"], "bf16_flash2": errors["flash2"]},
+        text,
+    )
 
 
 def _problem(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,7 +108,9 @@ def _problem(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, do
 
 
-def _gradient(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _gradient(
+    recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
     """dQ, and the δ `[B, H, N, 1]` it was computed with."""
     seen: list[Tensor] = []
 
@@ -105,18 +127,23 @@ def _gradient(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor, is_ca
 def _probabilities(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf
+        )
     return torch.softmax(scores, -1)
 
 
-def _out_and_gradients(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+def _out_and_gradients(
+    recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor
+) -> tuple[Tensor, ...]:
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = emulate(*inputs, is_causal=True, recipe=recipe)
     return out.detach(), *torch.autograd.grad(out, inputs, do)
 
 
 _ROUNDING = Rule(
-    "the two sides differ by at most 1e-13 of the gradient, in fp64, and the error term is at least 1e-6 of it",
+    "the two sides differ by at most 1e-13 of the gradient, in fp64, and the error term is at least"
+    " 1e-6 of it",
     lambda f: f["relative_difference"] <= 1e-13 and f["gradient_difference"] >= 1e-6,
 )
 
@@ -140,11 +167,13 @@ CLAIMS = (
     Claim(
         "C1",
         "C",
-        "FlashAttention-1 (key blocks outside, O renormalized in every step) is the standard form and FlashAttention-2",
+        "FlashAttention-1 (key blocks outside, O renormalized in every step) is the standard form"
+        " and FlashAttention-2",
         "FlashAttention-1, Algorithm 1 and theorem 1",
         _flash1,
         Rule(
-            "relative L2 difference of O, dQ, dK, dV at most 1e-12 in fp64, and the bf16 errors of the two differ",
+            "relative L2 difference of O, dQ, dK, dV at most 1e-12 in fp64, and the bf16 errors of"
+            " the two differ",
             lambda f: f["fp64_difference"] <= 1e-12 and f["bf16_flash1"] != f["bf16_flash2"],
         ),
     ),

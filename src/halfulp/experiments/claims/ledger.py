@@ -1,6 +1,8 @@
-"""The ledger: every claim of the papers, what was measured here, and a verdict computed by a stated rule.
+"""The ledger: every claim of the papers, what was measured here, and a verdict computed by a stated
+rule.
 
-The claims stand in the files by topic (beside this one); this file puts them in order and runs them.
+The claims stand in the files by topic (beside this one); this file puts them in order and runs
+them.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def _order(claim: Claim) -> tuple[str, int]:
     return claim.group, int(re.sub(r"\D", "", claim.id))
 
 
-CLAIMS: tuple[Claim, ...] = tuple(sorted((claim for topic in _TOPICS for claim in topic.CLAIMS), key=_order))
+CLAIMS: tuple[Claim, ...] = tuple(
+    sorted((claim for topic in _TOPICS for claim in topic.CLAIMS), key=_order)
+)
 """Every claim of the ledger, A1 to D12."""
 
 
@@ -53,9 +57,11 @@ def run_claims(
     """Measure claims and judge them, in the ledger's order.
 
     Args:
-        ids: which, such as "A13" (any case); all if None. All together take a few minutes on two cores.
+        ids: which, such as "A13" (any case); all if None. All together take a few minutes on two
+            cores.
         progress: called with the fraction done and what is being measured.
-        lab: shared training runs and sweeps, the number of worker processes and seeds; a fresh one if None.
+        lab: shared training runs and sweeps, the number of worker processes and seeds; a fresh one
+            if None.
 
     Raises:
         ValueError: an id is not in the ledger.
@@ -76,7 +82,9 @@ def run_claims(
 
 
 def selected(ids: Iterable[str]) -> tuple[Claim, ...]:
-    """Return the claims with these ids, in the ledger's order; raises ValueError for one that is not there."""
+    """Return the claims with these ids, in the ledger's order; raises ValueError for one that is
+    not there.
+    """
     known = {claim.id: claim for claim in CLAIMS}
     wanted = [identifier.strip().upper() for identifier in ids]
     for identifier in wanted:

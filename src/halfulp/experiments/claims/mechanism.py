@@ -1,9 +1,11 @@
-"""Why the sum of δ_lp − δ_hp pushes: Qiu & Yao's account (A9 to A11) beside the curvature of the loss (D9).
+"""Why the sum of δ_lp − δ_hp pushes: Qiu & Yao's account (A9 to A11) beside the curvature of the
+loss (D9).
 
-The two accounts differ in one thing that can be measured. If rounding leans against the gradient, the sum is there to
-first order, with dO as it is at the exact O. If it is the curvature of the loss, dO there has nothing to do with the
-error, and only dO at the rounded O has: errᵀ H err. So every figure of e stands here with both, for the one-layer task
-as it fails by itself, and for a run built from the paper's conditions (`mechanism`).
+The two accounts differ in one thing that can be measured. If rounding leans against the gradient,
+the sum is there to first order, with dO as it is at the exact O. If it is the curvature of the
+loss, dO there has nothing to do with the error, and only dO at the rounded O has: errᵀ H err. So
+every figure of e stands here with both, for the one-layer task as it fails by itself, and for a run
+built from the paper's conditions (`mechanism`).
 """
 
 from __future__ import annotations
@@ -25,24 +27,36 @@ _SINCE = 600  # steps: the task is learned and its scores are on their way
 
 def layer_traces(lab: Lab) -> list[Traced]:
     """The stock recipe on the one-layer task, measured every 10 steps up to 800."""
-    plans = [Plan((TASK_STOCK,), seed, 800, measure_every=10, at=(600, 700, 800)) for seed in lab.seeds]
+    plans = [
+        Plan((TASK_STOCK,), seed, 800, measure_every=10, at=(600, 700, 800)) for seed in lab.seeds
+    ]
     return list(traced(lab, plans).values())
 
 
 def _similar_terms(lab: Lab) -> Measured:
-    """A9: cosines of the rank-1 terms over tokens and over steps, beside those of shuffled features."""
+    """A9: cosines of the rank-1 terms over tokens and over steps, beside those of shuffled
+    features.
+    """
     reader, layers = language(lab, ("everywhere",))["everywhere"], layer_traces(lab)
     found: dict[str, dict[str, float]] = {}
-    for name, runs, since in (("task", layers, _SINCE), ("language", reader, reader[0].config.steps // 2)):
+    for name, runs, since in (
+        ("task", layers, _SINCE),
+        ("language", reader, reader[0].config.steps // 2),
+    ):
         names = ("terms_cosine", "terms_step_cosine", "direction_cosine")
         found[name] = {
             f"{figure}{control}": statistics.mean(
-                h for run in runs for heads in run.measured(f"{figure}{control}", 0, since) for h in heads
+                h
+                for run in runs
+                for heads in run.measured(f"{figure}{control}", 0, since)
+                for h in heads
             )
             for figure in names
             for control in ("", "_shuffled")
         }
-    figures = {f"{name}, {figure}": value for name, by in found.items() for figure, value in by.items()}
+    figures = {
+        f"{name}, {figure}": value for name, by in found.items() for figure, value in by.items()
+    }
     said = [
         f"{name}: tokens {by['terms_cosine']:.2f} ({by['terms_cosine_shuffled']:+.4f}), steps "
         f"{by['terms_step_cosine']:.2f} ({by['terms_step_cosine_shuffled']:.3f}), R over steps "
@@ -50,32 +64,48 @@ def _similar_terms(lab: Lab) -> Measured:
         for name, by in found.items()
     ]
     text = (
-        f"mean cosine, shuffled control in brackets; one-layer task, {len(layers)} seeds, in which 8 of 32 coordinates "
-        f"of X are alike by construction; byte GPT, guilty layer ({scale_of(lab).text}): {'; '.join(said)}"
+        f"mean cosine, shuffled control in brackets; one-layer task, {len(layers)} seeds, in which"
+        " 8 of 32 coordinates of X are alike by construction; byte GPT, guilty layer"
+        f" ({scale_of(lab).text}): {'; '.join(said)}"
     )
-    return Measured(figures, text, tuple(pictures.similarity_maps(reader[0], 0, 0, repeat(lab, "A9"))))
+    return Measured(
+        figures, text, tuple(pictures.similarity_maps(reader[0], 0, 0, repeat(lab, "A9")))
+    )
 
 
 def _positive_sums(lab: Lab) -> Measured:
     """A10: the signs of Σ(δ_lp − δ_hp) over steps, in three runs."""
     layers = layer_traces(lab)
     shares, tests = zip(
-        *(_signs([h[0] for h in run.measured("delta_error", 0, _SINCE)]) for run in layers), strict=True
+        *(_signs([h[0] for h in run.measured("delta_error", 0, _SINCE)]) for run in layers),
+        strict=True,
     )
     reader = language(lab, ("everywhere",))["everywhere"][0]
     sums = [sum(heads) for heads in reader.measured("delta_error", 0)]
     share, test = _signs(sums)
     built = constructed(lab)["described"]
-    first = [_signs([y for s, y in zip(r.steps, r.first_order, strict=True) if 100 < s <= 600]) for r in built]
-    figures = {"least positive": min(shares), "largest p": max(tests), "constructed": min(s for s, _ in first)}
+    first = [
+        _signs([y for s, y in zip(r.steps, r.first_order, strict=True) if 100 < s <= 600])
+        for r in built
+    ]
+    figures = {
+        "least positive": min(shares),
+        "largest p": max(tests),
+        "constructed": min(s for s, _ in first),
+    }
     text = (
-        f"one-layer task, steps {_SINCE} to 800 every 10, {len(layers)} seeds: positive in {min(shares):.0%} to "
-        f"{max(shares):.0%} of the steps (sign test p ≤ {max(tests):.0e}); byte GPT ({scale_of(lab).text}): "
-        f"{share:.0%} of {len(sums)}, p = {test:.1g}; constructed run: "
-        f"{min(s for s, _ in first):.0%} to {max(s for s, _ in first):.0%} (p ≤ {max(p for _, p in first):.0e})"
+        f"one-layer task, steps {_SINCE} to 800 every 10, {len(layers)} seeds: positive in"
+        f" {min(shares):.0%} to {max(shares):.0%} of the steps (sign test p ≤ {max(tests):.0e});"
+        f" byte GPT ({scale_of(lab).text}): {share:.0%} of {len(sums)}, p = {test:.1g}; constructed"
+        f" run: {min(s for s, _ in first):.0%} to {max(s for s, _ in first):.0%} (p ≤"
+        f" {max(p for _, p in first):.0e})"
     )
     drawn = pictures.cumulative_error(layers[0], 100, repeat(lab, "A10"))
-    shown = {name: runs[0] for name, runs in constructed(lab).items() if name in ("described", "softmax fix")}
+    shown = {
+        name: runs[0]
+        for name, runs in constructed(lab).items()
+        if name in ("described", "softmax fix")
+    }
     return Measured(figures, text, (drawn, pictures.constructed_error(shown, repeat(lab, "A10"))))
 
 
@@ -88,7 +118,9 @@ def _signs(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _same_signs(lab: Lab) -> Measured:
-    """A11: how often dO and O_lp − O_hp have one sign, with dO at the rounded O and at the exact one."""
+    """A11: how often dO and O_lp − O_hp have one sign, with dO at the rounded O and at the exact
+    one.
+    """
     found: dict[str, list[float]] = {"rounded": [], "exact": []}
     for run in layer_traces(lab):
         for snapshots in run.calls.values():
@@ -97,7 +129,8 @@ def _same_signs(lab: Lab) -> Measured:
     rounded, exact = (mean_of(torch.tensor(found[name])) for name in ("rounded", "exact"))
     runs = constructed(lab)
     built, fixed = (
-        mean_of(torch.tensor([window(run, "agreement").value for run in runs[n]])) for n in ("described", "softmax fix")
+        mean_of(torch.tensor([window(run, "agreement").value for run in runs[n]]))
+        for n in ("described", "softmax fix")
     )
     figures = {
         "task": rounded.value,
@@ -106,9 +139,10 @@ def _same_signs(lab: Lab) -> Measured:
         "constructed, t": (built.value - 0.5) / built.error,
     }
     text = (
-        f"share of one sign; one-layer task, steps 600, 700, 800 of {len(lab.seeds)} seeds: {rounded}, but {exact} "
-        f"with dO as it is at the exact O (what only the former has is the curvature's doing). Constructed run, "
-        f"dO at the exact O, guilty features of sharp rows: {built}; with the softmax fix {fixed}"
+        f"share of one sign; one-layer task, steps 600, 700, 800 of {len(lab.seeds)} seeds:"
+        f" {rounded}, but {exact} with dO as it is at the exact O (what only the former has is the"
+        " curvature's doing). Constructed run, dO at the exact O, guilty features of sharp rows:"
+        f" {built}; with the softmax fix {fixed}"
     )
     shown = profile(VARIANTS[0])
     command = repeat(lab, "A11")
@@ -116,13 +150,17 @@ def _same_signs(lab: Lab) -> Measured:
         *pictures.feature_bars(shown, command),
         pictures.value_distribution(shown, command),
         pictures.running_error(shown, command),
-        pictures.fix_losses({n: runs[n] for n in ("described", "softmax fix", "no ties", "fp32")}, command),
+        pictures.fix_losses(
+            {n: runs[n] for n in ("described", "softmax fix", "no ties", "fp32")}, command
+        ),
     )
     return Measured(figures, text, drawn)
 
 
 def sign_shares(snapshot: Snapshot) -> dict[str, float]:
-    """Return how often dO · (O − O_hp) is positive where it is not 0, with dO at the rounded O and at the exact one."""
+    """Return how often dO · (O − O_hp) is positive where it is not 0, with dO at the rounded O and
+    at the exact one.
+    """
     error = snapshot.call.out.double() - snapshot.exact().out
     assert snapshot.call.grad_out is not None
     grads = {"rounded": snapshot.call.grad_out, "exact": snapshot.exact_grad}
@@ -131,14 +169,24 @@ def sign_shares(snapshot: Snapshot) -> dict[str, float]:
 
 
 def _curvature(lab: Lab) -> Measured:
-    """D9: first-order and second-order part of Σ(δ_lp − δ_hp), steps 600 to 800, with their t values."""
-    names = {"e": "delta_error", "first order": "delta_error_first_order", "curvature": "delta_error_curvature"}
+    """D9: first-order and second-order part of Σ(δ_lp − δ_hp), steps 600 to 800, with their t
+    values.
+    """
+    names = {
+        "e": "delta_error",
+        "first order": "delta_error_first_order",
+        "curvature": "delta_error_curvature",
+    }
     parts: dict[str, list[Mean]] = {name: [] for name in names}
     positive = 1.0
     for run in layer_traces(lab):
         for name, figure in names.items():
-            parts[name].append(mean_of(torch.tensor([h[0] for h in run.measured(figure, 0, _SINCE)])))
-        positive = min(positive, _signs([h[0] for h in run.measured(names["curvature"], 0, _SINCE)])[0])
+            parts[name].append(
+                mean_of(torch.tensor([h[0] for h in run.measured(figure, 0, _SINCE)]))
+            )
+        positive = min(
+            positive, _signs([h[0] for h in run.measured(names["curvature"], 0, _SINCE)])[0]
+        )
     share = min(c.value / e.value for c, e in zip(parts["curvature"], parts["e"], strict=True))
     built = constructed(lab)["described"]
     figures = {
@@ -148,14 +196,15 @@ def _curvature(lab: Lab) -> Measured:
         "positive": positive,
     }
     said = "; ".join(
-        f"{name} {', '.join(f'{m.value:+.1e} (t {m.t:+.0f})' for m in means)}" for name, means in parts.items()
+        f"{name} {', '.join(f'{m.value:+.1e} (t {m.t:+.0f})' for m in means)}"
+        for name, means in parts.items()
     )
     first, curved = ([window(run, part) for run in built] for part in ("first_order", "curvature"))
     text = (
-        f"one-layer task, steps {_SINCE} to 800 every 10, by seed: {said}; curvature positive on {positive:.0%} of the "
-        f"steps. Run constructed from the paper's conditions, steps 100 to 600: first order "
-        f"{', '.join(f'{m.value:+.1e} (t {m.t:+.0f})' for m in first)}, curvature "
-        f"{', '.join(f'{m.value:+.1e}' for m in curved)}. Its variants: {constructed_text(lab)}"
+        f"one-layer task, steps {_SINCE} to 800 every 10, by seed: {said}; curvature positive on"
+        f" {positive:.0%} of the steps. Run constructed from the paper's conditions, steps 100 to"
+        f" 600: first order {', '.join(f'{m.value:+.1e} (t {m.t:+.0f})' for m in first)}, curvature"
+        f" {', '.join(f'{m.value:+.1e}' for m in curved)}. Its variants: {constructed_text(lab)}"
     )
     return Measured(figures, text)
 
@@ -168,8 +217,8 @@ CLAIMS = (
         "fig. 4",
         _similar_terms,
         Rule(
-            "in the one-layer task and in the byte GPT: mean cosine over 0.1 across tokens and across steps, each over "
-            "5 times its shuffled control",
+            "in the one-layer task and in the byte GPT: mean cosine over 0.1 across tokens and"
+            " across steps, each over 5 times its shuffled control",
             lambda f: all(
                 f[f"{run}, {name}"] > max(0.1, 5 * abs(f[f"{run}, {name}_shuffled"]))
                 for run in ("task", "language")
@@ -186,7 +235,8 @@ CLAIMS = (
         "fig. 5a",
         _positive_sums,
         Rule(
-            "one-layer task, every seed: positive in at least 95 % of the measured steps, sign test p at most 1e-3",
+            "one-layer task, every seed: positive in at least 95 % of the measured steps, sign test"
+            " p at most 1e-3",
             lambda f: f["least positive"] >= 0.95 and f["largest p"] <= 1e-3,
         ),
         reduced=True,
@@ -199,9 +249,12 @@ CLAIMS = (
         "fig. 5b, c: features 20 and 29",
         _same_signs,
         Rule(
-            "in the one-layer task, dO as the run has it, and in the constructed run: of one sign in over 53 % of the "
-            "entries, t over 5",
-            lambda f: min(f["task"], f["constructed"]) > 0.53 and min(f["task, t"], f["constructed, t"]) > 5,
+            "in the one-layer task, dO as the run has it, and in the constructed run: of one sign"
+            " in over 53 % of the entries, t over 5",
+            lambda f: (
+                min(f["task"], f["constructed"]) > 0.53
+                and min(f["task, t"], f["constructed, t"]) > 5
+            ),
         ),
         reduced=True,
         seconds=15.0,
@@ -213,8 +266,8 @@ CLAIMS = (
         "",
         _curvature,
         Rule(
-            "one-layer task, every seed: the curvature part is over 90 % of the sum, positive in at least 95 % of the "
-            "steps with t over 10, and the first-order part has |t| below 4",
+            "one-layer task, every seed: the curvature part is over 90 % of the sum, positive in at"
+            " least 95 % of the steps with t over 10, and the first-order part has |t| below 4",
             lambda f: (
                 f["share"] > 0.9
                 and f["positive"] >= 0.95

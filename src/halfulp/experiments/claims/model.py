@@ -1,7 +1,9 @@
-"""What a claim, its measurement and its verdict are; the claims themselves stand in the files by topic.
+"""What a claim, its measurement and its verdict are; the claims themselves stand in the files by
+topic.
 
-A verdict is computed from measured figures by a rule that is printed beside it. "Not reproduced" is a good answer where
-it is true, and a claim that nobody has measured yet says so and shows no figure.
+A verdict is computed from measured figures by a rule that is printed beside it. "Not reproduced" is
+a good answer where it is true, and a claim that nobody has measured yet says so and shows no
+figure.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Measured:
 
     figures: dict[str, float]  # what the rule looks at
     text: str  # the same for a reader, with sample size and uncertainty
-    pictures: tuple[dict[str, Any], ...] = ()  # figures and heat maps in their JSON form, for a page
+    # figures and heat maps in their JSON form, for a page
+    pictures: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,10 @@ class Claim:
     paper: str  # what the paper saw, or "" for observations of our own
     measure: Callable[[Lab], Measured] | None = None
     rule: Rule | None = None
-    reduced: bool = False  # measured on something smaller than the paper's, which the verdict then says
-    without: Literal["not yet", "needs a GPU"] = "not yet"  # the verdict where there is no measurement
+    # measured on something smaller than the paper's, which the verdict then says
+    reduced: bool = False
+    # the verdict where there is no measurement
+    without: Literal["not yet", "needs a GPU"] = "not yet"
     seconds: float = 1.0  # rough cost, for the progress bar
 
     @property
@@ -83,15 +88,21 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; figures that are not finite become None."""
         plain = asdict(self)
-        plain["figures"] = {name: x if math.isfinite(x) else None for name, x in self.figures.items()}
+        plain["figures"] = {
+            name: x if math.isfinite(x) else None for name, x in self.figures.items()
+        }
         return plain
 
 
 def judge_claim(claim: Claim, measured: Measured | None) -> VerdictKind:
-    """Return the verdict from the measured figures; a rule over a figure that is NaN does not hold."""
+    """Return the verdict from the measured figures; a rule over a figure that is NaN does not
+    hold.
+    """
     if measured is None or claim.rule is None:
         return claim.without
-    if any(math.isnan(x) for x in measured.figures.values()) or not claim.rule.holds(measured.figures):
+    if any(math.isnan(x) for x in measured.figures.values()) or not claim.rule.holds(
+        measured.figures
+    ):
         return "not reproduced"
     return "reproduced at reduced scale" if claim.reduced else "reproduced"
 
@@ -121,10 +132,16 @@ class Lab:
         return f"{claim.command} --all" if self.full else claim.command
 
     def trained(self, names: Sequence[str]) -> dict[str, list[FailureRun]]:
-        """Return the failure task's runs by attention name: PyTorch's or a rung, every seed of each."""
-        missing = [name for name in names if any((name, seed) not in self.runs for seed in self.seeds)]
+        """Return the failure task's runs by attention name: PyTorch's or a rung, every seed of
+        each.
+        """
+        missing = [
+            name for name in names if any((name, seed) not in self.runs for seed in self.seeds)
+        ]
         choices = [rung_recipe(name) for name in missing]
-        found = run_failures(choices, self.seeds, self.steps, workers=self.workers, progress=self.report)
+        found = run_failures(
+            choices, self.seeds, self.steps, workers=self.workers, progress=self.report
+        )
         for run in found:
             self.runs[run.attention, run.seed] = run
         return {name: [self.runs[name, seed] for seed in self.seeds] for name in names}

@@ -1,8 +1,9 @@
-"""Qiu & Yao's search for the cause, claims A1 to A6: which precision, tiling, layer, operation and heads.
+"""Qiu & Yao's search for the cause, claims A1 to A6: which precision, tiling, layer, operation and
+heads.
 
-Each is measured where it can be: in true bf16 on the one-layer task, and where layers or heads are asked for, or the
-one-layer task disagrees, on the language model, which is accelerated. The paper's own test of each is a GPT-2 of 124M
-parameters over 10,000 steps of 524,288 tokens, on GPUs.
+Each is measured where it can be: in true bf16 on the one-layer task, and where layers or heads are
+asked for, or the one-layer task disagrees, on the language model, which is accelerated. The paper's
+own test of each is a GPT-2 of 124M parameters over 10,000 steps of 524,288 tokens, on GPUs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ WHOLE = "BF16_FLASH2[block_query=none,block_key=none]"
 STANDARD = "BF16_STANDARD"
 EXCESS, GROWTH, CALM = 0.3, 3.0, 1.25
 FAILED = (
-    f"a language run fails if its loss ends more than {EXCESS:g} nats above the twin's (means over the last fifth) and "
-    f"its largest σ(W_Q) above {GROWTH:g} times the twin's"
+    f"a language run fails if its loss ends more than {EXCESS:g} nats above the twin's (means over"
+    f" the last fifth) and its largest σ(W_Q) above {GROWTH:g} times the twin's"
 )
 
 
@@ -37,8 +38,9 @@ class Scale:
     def text(self) -> str:
         """The acceleration and the sample, for a reader."""
         plural = "s" * (len(self.seeds) > 1)
-        return f"accelerated: O with {self.bits} mantissa bit{'s' * (self.bits > 1)}; {self.steps} steps, " + (
-            f"{len(self.seeds)} seed{plural}"
+        return (
+            f"accelerated: O with {self.bits} mantissa bit{'s' * (self.bits > 1)}; {self.steps}"
+            " steps, " + f"{len(self.seeds)} seed{plural}"
         )
 
 
@@ -62,12 +64,16 @@ def attentions(bits: int) -> dict[str, tuple[str, ...]]:
 
 
 def language(lab: Lab, names: Sequence[str]) -> dict[str, list[Traced]]:
-    """Return the two-layer language model's runs by the names of `attentions`, every seed of each."""
+    """Return the two-layer language model's runs by the names of `attentions`, every seed of
+    each.
+    """
     scale = scale_of(lab)
     known = attentions(scale.bits)
     kept = (scale.steps - 50, scale.steps)
     plans = {
-        (n, s): Plan(known[n], s, scale.steps, 2, 2, 50, kept if n in ("everywhere", "nowhere") else ())
+        (n, s): Plan(
+            known[n], s, scale.steps, 2, 2, 50, kept if n in ("everywhere", "nowhere") else ()
+        )
         for n in names
         for s in scale.seeds
     }
@@ -104,7 +110,9 @@ def sigma(run: Traced) -> float:
 def failed_share(runs: Sequence[Traced], twins: Sequence[Traced]) -> float:
     """The share of runs that fail by `FAILED`."""
     pairs = list(zip(runs, twins, strict=True))
-    return sum(excess(a, b) > EXCESS and sigma(a) > GROWTH * sigma(b) for a, b in pairs) / len(pairs)
+    return sum(excess(a, b) > EXCESS and sigma(a) > GROWTH * sigma(b) for a, b in pairs) / len(
+        pairs
+    )
 
 
 def _said(runs: Sequence[Traced], twins: Sequence[Traced]) -> str:
@@ -123,8 +131,8 @@ def _twins(lab: Lab) -> Measured:
     runs = lab.trained(("torch:flash", "torch:fp32"))
     pictures = (twin_losses([run for same in runs.values() for run in same], repeat(lab, "A1")),)
     text = (
-        f"one-layer task, true bf16: {describe(runs)}. The paper's own test is the preset gpt2, 10,000 steps of "
-        "524,288 tokens, on GPUs"
+        f"one-layer task, true bf16: {describe(runs)}. The paper's own test is the preset gpt2,"
+        " 10,000 steps of 524,288 tokens, on GPUs"
     )
     return Measured(survivors(runs), text, pictures)
 
@@ -147,28 +155,49 @@ def _layers(lab: Lab) -> Measured:
         "everywhere": failed_share(runs["everywhere"], twins),
         "guilty layer alone": alone[guilty],
         "without the guilty layer": alone[1 - guilty],
-        "σ without it": max(sigma(a) / sigma(b) for a, b in zip(runs[f"only layer {1 - guilty}"], twins, strict=True)),
+        "σ without it": max(
+            sigma(a) / sigma(b)
+            for a, b in zip(runs[f"only layer {1 - guilty}"], twins, strict=True)
+        ),
     }
     said = "; ".join(f"low precision {name}: {_said(runs[name], twins)}" for name in names[1:])
-    text = f"two-layer byte GPT ({scale_of(lab).text}), above the twin: {said}; the guilty layer is {guilty} (from 0)"
+    text = (
+        f"two-layer byte GPT ({scale_of(lab).text}), above the twin: {said}; the guilty layer is"
+        f" {guilty} (from 0)"
+    )
     pictures = (layer_losses({name: runs[name][0] for name in names}, repeat(lab, "A3")),)
     return Measured(figures, text, pictures)
 
 
 def _substitution(task: Sequence[str], language_names: Sequence[str]) -> Callable[[Lab], Measured]:
-    """A4, A5: substitutions in the one-layer task and in the language model; the recipe they are made in fails."""
+    """A4, A5: substitutions in the one-layer task and in the language model; the recipe they are
+    made in fails.
+    """
 
     def measure(lab: Lab) -> Measured:
         layer = lab.trained(("stock", *task))
         runs = language(lab, ("nowhere", "everywhere", *language_names))
         twins = runs["nowhere"]
-        figures = {f"task, {name}": share for name, share in survivors(layer).items() if name != "seeds"}
-        figures |= {f"language, {n}": failed_share(runs[n], twins) for n in ("everywhere", *language_names)}
-        said = "; ".join(f"{name}: {_said(runs[name], twins)}" for name in ("everywhere", *language_names))
+        figures = {
+            f"task, {name}": share for name, share in survivors(layer).items() if name != "seeds"
+        }
+        figures |= {
+            f"language, {n}": failed_share(runs[n], twins) for n in ("everywhere", *language_names)
+        }
+        said = "; ".join(
+            f"{name}: {_said(runs[name], twins)}" for name in ("everywhere", *language_names)
+        )
         drifting = [name for name in task if any(run.outcome == "drifting" for run in layer[name])]
         figures["task drifts"] = float(len(drifting))
-        walks = f" ({', '.join(drifting)}: scores walk off without a failure of the loss)" if drifting else ""
-        text = f"one-layer task in bf16: {describe(layer)}{walks}; byte GPT ({scale_of(lab).text}): {said}"
+        walks = (
+            f" ({', '.join(drifting)}: scores walk off without a failure of the loss)"
+            if drifting
+            else ""
+        )
+        text = (
+            f"one-layer task in bf16: {describe(layer)}{walks}; byte GPT ({scale_of(lab).text}):"
+            f" {said}"
+        )
         return Measured(figures, text)
 
     return measure
@@ -192,7 +221,9 @@ def _heads(lab: Lab) -> Measured:
     found = traced(lab, list(plans.values()))
     swapped = {name: found[p] for name, p in plans.items()}
     sound_sigma = max(sound.measured("sigma_query")[-1])
-    spared = max(swapped[name].measured("sigma_query")[-1][head] for name in halves for head in halves[name])
+    spared = max(
+        swapped[name].measured("sigma_query")[-1][head] for name in halves for head in halves[name]
+    )
     over = {name: excess(one, sound) for name, one in swapped.items()}
     figures = {
         "outliers": max(sigmas) / sound_sigma,
@@ -202,13 +233,18 @@ def _heads(lab: Lab) -> Measured:
         "spared": spared / sound_sigma,
     }
     shown = ", ".join(f"{x:.0f}" for x in sigmas)
-    low_heads = [swapped[a].measured("sigma_query")[-1][head] for a, b in _OTHER.items() for head in halves[b]]
+    low_heads = [
+        swapped[a].measured("sigma_query")[-1][head]
+        for a, b in _OTHER.items()
+        for head in halves[b]
+    ]
     text = (
-        f"one-layer byte GPT of 4 heads ({Scale(scale.bits, scale.steps, (0,)).text}): σ(W_Q) {shown} from head 0, in "
-        f"the twin at most {sound_sigma:.1f}; loss above the twin {excess(run, sound):+.2f} nats, with fp32 O for "
-        f"heads {_names(halves['largest'])} {over['largest']:+.2f}, for heads {_names(halves['others'])} "
-        f"{over['others']:+.2f}; in these two runs σ(W_Q) of heads with fp32 O is at most {spared:.1f}, of the others "
-        f"at least {min(low_heads):.1f}"
+        f"one-layer byte GPT of 4 heads ({Scale(scale.bits, scale.steps, (0,)).text}): σ(W_Q)"
+        f" {shown} from head 0, in the twin at most {sound_sigma:.1f}; loss above the twin"
+        f" {excess(run, sound):+.2f} nats, with fp32 O for heads {_names(halves['largest'])}"
+        f" {over['largest']:+.2f}, for heads {_names(halves['others'])} {over['others']:+.2f}; in"
+        f" these two runs σ(W_Q) of heads with fp32 O is at most {spared:.1f}, of the others at"
+        f" least {min(low_heads):.1f}"
     )
     return Measured(figures, text, (head_sigmas(run, sound, repeat(lab, "A6")),))
 
@@ -228,8 +264,11 @@ CLAIMS = (
         "GPT-2: the loss explodes at about 6.6k to 10k steps",
         _twins,
         Rule(
-            "at least 3 seeds of the one-layer task: every run fails with PyTorch's bf16 flash kernel, none in fp32",
-            lambda f: f["seeds"] >= 3 and f["torch:flash failed"] == 1 and f["torch:fp32 failed"] == 0,
+            "at least 3 seeds of the one-layer task: every run fails with PyTorch's bf16 flash"
+            " kernel, none in fp32",
+            lambda f: (
+                f["seeds"] >= 3 and f["torch:flash failed"] == 1 and f["torch:fp32 failed"] == 0
+            ),
         ),
         reduced=True,
         seconds=25.0,
@@ -250,12 +289,14 @@ CLAIMS = (
     Claim(
         "A3",
         "A",
-        "one layer suffices: flash only in layer 2 fails; standard attention only in layer 2 is stable",
+        "one layer suffices: flash only in layer 2 fails; standard attention only in layer 2 is"
+        " stable",
         "layer 2 of 12",
         _layers,
         Rule(
-            "every run with low precision everywhere or in the guilty layer alone fails; with standard attention in "
-            f"that layer none fails or has σ(W_Q) over {CALM:g} times the twin's, on its way to fail later; {FAILED}",
+            "every run with low precision everywhere or in the guilty layer alone fails; with"
+            f" standard attention in that layer none fails or has σ(W_Q) over {CALM:g} times the"
+            f" twin's, on its way to fail later; {FAILED}",
             lambda f: (
                 f["everywhere"] == f["guilty layer alone"] == 1
                 and f["without the guilty layer"] == 0
@@ -272,7 +313,8 @@ CLAIMS = (
         "stable",
         _substitution(("dP∘P",), ("δ from dP∘P",)),
         Rule(
-            f"in the one-layer task and the byte GPT the run fails without the substitution and not with it; {FAILED}",
+            "in the one-layer task and the byte GPT the run fails without the substitution and not"
+            f" with it; {FAILED}",
             lambda f: (
                 min(f["task, stock failed"], f["language, everywhere"]) == 1
                 and max(f["task, dP∘P failed"], f["task drifts"], f["language, δ from dP∘P"]) == 0
@@ -288,11 +330,12 @@ CLAIMS = (
         "both stable",
         _substitution(("fp32 O for δ", "fp32 O"), ("fp32 O for δ", "fp32 O")),
         Rule(
-            f"in the one-layer task and the byte GPT the run fails without the substitutions, and with either it "
-            f"neither fails nor drifts; {FAILED}",
+            "in the one-layer task and the byte GPT the run fails without the substitutions, and"
+            f" with either it neither fails nor drifts; {FAILED}",
             lambda f: (
                 min(f["task, stock failed"], f["language, everywhere"]) == 1
-                and max(f["task, fp32 O for δ failed"], f["task, fp32 O failed"], f["task drifts"]) == 0
+                and max(f["task, fp32 O for δ failed"], f["task, fp32 O failed"], f["task drifts"])
+                == 0
                 and max(f["language, fp32 O for δ"], f["language, fp32 O"]) == 0
             ),
         ),
@@ -302,13 +345,19 @@ CLAIMS = (
     Claim(
         "A6",
         "A",
-        "a few heads carry the failure: their σ(W_Q) are outliers, and fp32 O for them alone restores stability",
+        "a few heads carry the failure: their σ(W_Q) are outliers, and fp32 O for them alone"
+        " restores stability",
         "fig. 3: heads 1, 7, 8, 9, 11, 12",
         _heads,
         Rule(
-            f"all heads in low precision fail, their largest σ(W_Q) is over {GROWTH:g} times the twin's, and with fp32 "
-            f"O for the half with the largest σ(W_Q) the loss ends less than 0.1 nats above the twin's",
-            lambda f: f["all heads failed"] == 1 and f["outliers"] > GROWTH and f["largest in fp32 excess"] < 0.1,
+            f"all heads in low precision fail, their largest σ(W_Q) is over {GROWTH:g} times the"
+            " twin's, and with fp32 O for the half with the largest σ(W_Q) the loss ends less than"
+            " 0.1 nats above the twin's",
+            lambda f: (
+                f["all heads failed"] == 1
+                and f["outliers"] > GROWTH
+                and f["largest in fp32 excess"] < 0.1
+            ),
         ),
         reduced=True,
         seconds=25.0,

@@ -1,8 +1,10 @@
-"""Claims about the biased rounding of P̄V: where the error jumps, when it leans, and what a shift of the row does to it.
+"""Claims about the biased rounding of P̄V: where the error jumps, when it leans, and what a shift
+of the row does to it.
 
-Rows are built as the paper describes them: one or several weights that are exactly 1, V of one sign, and other tokens
-whose weights add up to less than an ulp of the sum (they set the sticky bit). That last part matters: where the others
-weigh more, the sum's low bits are as good as random and nothing leans, which the figures show beside it.
+Rows are built as the paper describes them: one or several weights that are exactly 1, V of one
+sign, and other tokens whose weights add up to less than an ulp of the sum (they set the sticky
+bit). That last part matters: where the others weigh more, the sum's low bits are as good as random
+and nothing leans, which the figures show beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ SHARP, DIFFUSE = -12.0, -6.0  # mean score of the other tokens, the largest bein
 
 
 def _jumps(lab: Lab) -> Measured:
-    """A12: the running error of bf16(Σ P̄V), its steps at P̄ = 1 and elsewhere, two tied maxima and V negative."""
+    """A12: the running error of bf16(Σ P̄V), its steps at P̄ = 1 and elsewhere, two tied maxima and
+    V negative.
+    """
     lab.report(0.0, "running error of P̄V")
     weights, value = _tied_rows(2, SHARP, 0)
     error = _running_error(weights, value)
@@ -33,8 +37,9 @@ def _jumps(lab: Lab) -> Measured:
     jump, final = mean_of(step[at_one]), _final_bias(weights, value)
     diffuse = _final_bias(*_tied_rows(2, DIFFUSE, 1))
     text = (
-        f"mean |step| at P̄ = 1 is {ratio:.0f} times that elsewhere; mean step there {jump}, t = {jump.t:.0f}; error of "
-        f"the sum {final} ulp; where other tokens weigh more than an ulp it is {diffuse} ulp"
+        f"mean |step| at P̄ = 1 is {ratio:.0f} times that elsewhere; mean step there {jump}, t ="
+        f" {jump.t:.0f}; error of the sum {final} ulp; where other tokens weigh more than an ulp it"
+        f" is {diffuse} ulp"
     )
     return Measured({"ratio": ratio, "jump": jump.value, "t": jump.t, "bias": final.value}, text)
 
@@ -43,7 +48,11 @@ def _worked_example(_: Lab) -> Measured:
     """A13: the sum of the paper's two numbers, bit by bit."""
     found = explain(EXAMPLE, BF16)
     code = found.final.code
-    same = (float(found.exact), found.result, found.error) == (-4.703990459442139, -4.71875, -0.014759540557861328)
+    same = (float(found.exact), found.result, found.error) == (
+        -4.703990459442139,
+        -4.71875,
+        -0.014759540557861328,
+    )
     bits = (code.sign, code.exponent, code.fraction) == ("1", "10000001", "0010111")
     figures = {
         "result": found.result,
@@ -52,7 +61,9 @@ def _worked_example(_: Lab) -> Measured:
         "sticky": float(found.final.sticky),
         "same": float(same and bits),
     }
-    shown = f"{float(found.exact)!r} → {found.result!r} = {code.sign} {code.exponent} {code.fraction}"
+    shown = (
+        f"{float(found.exact)!r} → {found.result!r} = {code.sign} {code.exponent} {code.fraction}"
+    )
     text = f"{shown}, guard {found.final.guard}, sticky {found.final.sticky}, error {found.error!r}"
     return Measured(figures, text)
 
@@ -73,7 +84,9 @@ def _no_bias_below_one(lab: Lab) -> Measured:
 
 
 def _fixed_offset(lab: Lab) -> Measured:
-    """A16: signed error of O under fixed offsets, against no offset and the dynamic shift, in units of |O| 2⁻⁸."""
+    """A16: signed error of O under fixed offsets, against no offset and the dynamic shift, in units
+    of |O| 2⁻⁸.
+    """
     offsets = (0.25, 0.5, 1.0, 2.0)
     found: dict[str, Mean] = {}
     shifts = {"none": Shift(), **{f"{c:g}": Shift("offset", offset=c) for c in offsets}}
@@ -82,7 +95,10 @@ def _fixed_offset(lab: Lab) -> Measured:
         lab.report(number / len(shifts), f"offset {name}")
         found[name] = signed_error(BF16_FLASH2.with_(shift=shift))
     fixed = max((found[f"{c:g}"] for c in offsets), key=lambda mean: abs(mean.value))
-    text = "; ".join(f"offset {name}: {mean}" for name, mean in found.items()) + " (units |O| 2⁻⁸, stock recipe)"
+    text = (
+        "; ".join(f"offset {name}: {mean}" for name, mean in found.items())
+        + " (units |O| 2⁻⁸, stock recipe)"
+    )
     return Measured({"fixed": fixed.value, "fixed_t": fixed.t, "none": found["none"].value}, text)
 
 
@@ -90,7 +106,9 @@ def _unconditional(_: Lab) -> Measured:
     """A17: rows with one large positive maximum, shifted whether or not it is repeated."""
     maxima = (5.0, 20.0, 50.0, 100.0)
     stabilized = BF16_PAPER_STABILIZED.shift
-    always = BF16_PAPER_STABILIZED.with_(shift=Shift("stabilized", beta=stabilized.beta, unconditional=True))
+    always = BF16_PAPER_STABILIZED.with_(
+        shift=Shift("stabilized", beta=stabilized.beta, unconditional=True)
+    )
     zero = dict.fromkeys(("always", "where repeated"), 0)
     for r_m in maxima:
         scores = row_scores(r_m, 1, rows=64, seed=int(r_m))
@@ -98,10 +116,13 @@ def _unconditional(_: Lab) -> Measured:
             zero[name] += int((observed(recipe, scores, "row_sum")[-1] == 0).sum())
     total = 64 * len(maxima)
     text = (
-        f"rows with l = 0: {zero['always']} of {total} with the shift everywhere, {zero['where repeated']} with it "
-        f"where the maximum is repeated; single maxima {', '.join(f'{m:g}' for m in maxima)}, β = {stabilized.beta:g}"
+        f"rows with l = 0: {zero['always']} of {total} with the shift everywhere,"
+        f" {zero['where repeated']} with it where the maximum is repeated; single maxima"
+        f" {', '.join(f'{m:g}' for m in maxima)}, β = {stabilized.beta:g}"
     )
-    return Measured({"always": zero["always"] / total, "conditional": zero["where repeated"] / total}, text)
+    return Measured(
+        {"always": zero["always"] / total, "conditional": zero["where repeated"] / total}, text
+    )
 
 
 def _gamma_near_one(_: Lab) -> Measured:
@@ -111,15 +132,29 @@ def _gamma_near_one(_: Lab) -> Measured:
     for gamma in (0.0, 0.5, 0.99, 0.999):
         recipe = BF16_PAPER_STABILIZED.with_(shift=Shift("stabilized", beta=7.0, gamma=gamma))
         ones = [
-            bool((observed(recipe, row_scores(float(m), 2, rows=4, seed=7), "weights")[-1] == 1).any()) for m in maxima
+            bool(
+                (
+                    observed(recipe, row_scores(float(m), 2, rows=4, seed=7), "weights")[-1] == 1
+                ).any()
+            )
+            for m in maxima
         ]
         rates[gamma] = sum(ones) / len(ones)
-    text = "rows that keep P̄ = 1: " + ", ".join(f"γ = {g:g}: {100 * r:.0f} %" for g, r in rates.items())
-    return Measured({"near_one": rates[0.999], "zero": rates[0.0]}, f"{text}; {len(maxima)} maxima from −0.05 to −4")
+    text = "rows that keep P̄ = 1: " + ", ".join(
+        f"γ = {g:g}: {100 * r:.0f} %" for g, r in rates.items()
+    )
+    return Measured(
+        {"near_one": rates[0.999], "zero": rates[0.0]},
+        f"{text}; {len(maxima)} maxima from −0.05 to −4",
+    )
 
 
-def row_scores(r_m: float, repeats: int, *, rows: int, seed: int, positions: tuple[int, ...] = ()) -> Tensor:
-    """Return scores `[rows, 64]` whose maximum r_m stands `repeats` times, all others 3 to 5 below it; bf16 values."""
+def row_scores(
+    r_m: float, repeats: int, *, rows: int, seed: int, positions: tuple[int, ...] = ()
+) -> Tensor:
+    """Return scores `[rows, 64]` whose maximum r_m stands `repeats` times, all others 3 to 5 below
+    it; bf16 values.
+    """
     g = generator(seed)
     scores = r_m - 3.0 - 2.0 * torch.rand(rows, _TOKENS, generator=g)
     where = positions or tuple(range(3, 3 + repeats))
@@ -127,8 +162,12 @@ def row_scores(r_m: float, repeats: int, *, rows: int, seed: int, positions: tup
     return round_to(scores, BF16)
 
 
-def observed(recipe: Recipe, scores: Tensor, name: str, value: Tensor | None = None) -> list[Tensor]:
-    """Return what a step held, tile by tile, in attention whose scores `[rows, keys]` are given as an additive mask."""
+def observed(
+    recipe: Recipe, scores: Tensor, name: str, value: Tensor | None = None
+) -> list[Tensor]:
+    """Return what a step held, tile by tile, in attention whose scores `[rows, keys]` are given as
+    an additive mask.
+    """
     seen: list[Tensor] = []
 
     def watch(step: str, _exact: Tensor, rounded: Tensor) -> None:
@@ -139,7 +178,9 @@ def observed(recipe: Recipe, scores: Tensor, name: str, value: Tensor | None = N
     return seen
 
 
-def attend_rows(recipe: Recipe, scores: Tensor, value: Tensor | None = None, observers: tuple[Any, ...] = ()) -> Tensor:
+def attend_rows(
+    recipe: Recipe, scores: Tensor, value: Tensor | None = None, observers: tuple[Any, ...] = ()
+) -> Tensor:
     """Return O `[rows, D]` of rows of given scores; value `[keys, D]`, ones if None."""
     rows, keys = scores.shape
     q, k = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, keys, 1)
@@ -149,14 +190,17 @@ def attend_rows(recipe: Recipe, scores: Tensor, value: Tensor | None = None, obs
 
 
 def signed_error(recipe: Recipe, *, heads: int = 64, rows: int = 64) -> Mean:
-    """Return the mean of (O − golden)/(|O| 2⁻⁸), two tied maxima and V of one sign; away from zero is positive.
+    """Return the mean of (O − golden)/(|O| 2⁻⁸), two tied maxima and V of one sign; away from zero
+    is positive.
 
     Each head has its own scores and V, and counts as one sample.
     """
     errors = []
     for head in range(heads):
         g = generator(5000 + head)
-        scores = row_scores(float(torch.randint(1, 128, (), generator=g)) / 16, 2, rows=rows, seed=head)
+        scores = row_scores(
+            float(torch.randint(1, 128, (), generator=g)) / 16, 2, rows=rows, seed=head
+        )
         value = round_to(-(torch.randn(_TOKENS, 16, generator=g).abs() + 0.5), BF16)
         out = attend_rows(recipe, scores, value).double()
         zeros = torch.zeros(1, 1, rows, 1), torch.zeros(1, 1, _TOKENS, 1)
@@ -166,16 +210,22 @@ def signed_error(recipe: Recipe, *, heads: int = 64, rows: int = 64) -> Mean:
 
 
 def _tied_rows(count: int, level: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Weights P̄ with `count` ones in every row and others around exp(level), and negative V; `[rows, tokens]`, bf16."""
+    """Weights P̄ with `count` ones in every row and others around exp(level), and negative V;
+    `[rows, tokens]`, bf16.
+    """
     g = generator(seed)
     scores = level + 1.5 * torch.randn(_ROWS, _TOKENS, generator=g)
-    scores.clamp_(max=-0.01).scatter_(1, torch.rand(_ROWS, _TOKENS, generator=g).argsort(1)[:, :count], 0.0)
+    scores.clamp_(max=-0.01).scatter_(
+        1, torch.rand(_ROWS, _TOKENS, generator=g).argsort(1)[:, :count], 0.0
+    )
     value = -(2 + 0.5 * torch.randn(_ROWS, _TOKENS, generator=g)).abs()
     return round_to(scores.exp(), BF16), round_to(value, BF16)
 
 
 def _running_error(weights: Tensor, value: Tensor) -> Tensor:
-    """bf16(Σ_{t' ≤ t} P̄V) less the exact running sum, `[rows, tokens]`; products and sums are exact in float64."""
+    """bf16(Σ_{t' ≤ t} P̄V) less the exact running sum, `[rows, tokens]`; products and sums are
+    exact in float64.
+    """
     exact = (weights.double() * value.double()).cumsum(1)
     return round_to(round_to(exact, FP32), BF16) - exact
 
@@ -194,7 +244,8 @@ CLAIMS = (
         "fig. 6: negative jumps at P̄ = 1, V negative",
         _jumps,
         Rule(
-            "mean |step| at P̄ = 1 at least 10 times that elsewhere, and the mean step there negative with t < −5",
+            "mean |step| at P̄ = 1 at least 10 times that elsewhere, and the mean step there"
+            " negative with t < −5",
             lambda f: f["ratio"] >= 10 and f["t"] < -5,
         ),
     ),
@@ -213,7 +264,8 @@ CLAIMS = (
         "remark 1",
         _no_bias_below_one,
         Rule(
-            "below 1: |mean| + 3 standard errors at most 0.02 ulp for every count; at 1: |mean| above it with |t| > 5",
+            "below 1: |mean| + 3 standard errors at most 0.02 ulp for every count; at 1: |mean|"
+            " above it with |t| > 5",
             lambda f: f["largest_mean"] <= 0.02 < abs(f["tied_mean"]) and abs(f["tied_t"]) > 5,
         ),
     ),
@@ -224,7 +276,8 @@ CLAIMS = (
         "appendix C",
         _fixed_offset,
         Rule(
-            "some fixed offset gives a signed error of O above 0.1 |O| 2⁻⁸ with |t| > 5, and above that without offset",
+            "some fixed offset gives a signed error of O above 0.1 |O| 2⁻⁸ with |t| > 5, and above"
+            " that without offset",
             lambda f: abs(f["fixed"]) > max(0.1, abs(f["none"])) and abs(f["fixed_t"]) > 5,
         ),
     ),
@@ -242,7 +295,8 @@ CLAIMS = (
     Claim(
         "A18",
         "A",
-        "for a negative repeated maximum, m = γ r_m with γ near 1 rounds back to P̄ = 1; m = 0 does not",
+        "for a negative repeated maximum, m = γ r_m with γ near 1 rounds back to P̄ = 1; m = 0"
+        " does not",
         "appendix C",
         _gamma_near_one,
         Rule(

@@ -1,7 +1,8 @@
-"""Claims that need a training: the failing run of `failure`, its published fix, PyTorch's own kernels and halfulp.
+"""Claims that need a training: the failing run of `failure`, its published fix, PyTorch's own
+kernels and halfulp.
 
-The papers trained GPT-2 for thousands of steps on four GPUs; the task here is a single layer that fails in seconds, so
-a claim of theirs that holds here is reproduced at reduced scale.
+The papers trained GPT-2 for thousands of steps on four GPUs; the task here is a single layer that
+fails in seconds, so a claim of theirs that holds here is reproduced at reduced scale.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _BETAS = (2.0, 4.0, 7.0, 8.0)
 
 
 def _stabilized_softmax(lab: Lab) -> Measured:
-    """A15: the same function in fp64, max P̄ below 1 on tied rows, and a twin run of the failing task with β = 7."""
+    """A15: the same function in fp64, max P̄ below 1 on tied rows, and a twin run of the failing
+    task with β = 7.
+    """
     difference, largest = 0.0, 0.0
     tied = (-6.0, -3.0, -1.0, -0.5, 0.5, 1.0, 3.0, 6.0)
     for beta in _BETAS:
@@ -30,7 +33,9 @@ def _stabilized_softmax(lab: Lab) -> Measured:
         exact = FP64.with_(shift=shift, block_key=16)
         q, k, v = torch.randn(3, 1, 2, 48, 16, generator=generator(int(beta)), dtype=torch.float64)
         k[:, :, 5] = k[:, :, 9]
-        difference = max(difference, relative(emulate(q, k, v, recipe=exact), emulate(q, k, v, recipe=FP64)))
+        difference = max(
+            difference, relative(emulate(q, k, v, recipe=exact), emulate(q, k, v, recipe=FP64))
+        )
         for r_m in tied:
             scores = row_scores(r_m, 2, rows=16, seed=8)
             value = torch.randn(scores.shape[1], 4, generator=generator(9))
@@ -46,15 +51,17 @@ def _stabilized_softmax(lab: Lab) -> Measured:
         for name in ("described", "softmax fix")
     )
     text = (
-        f"fp64 difference {difference:.1e}, largest P̄ {largest:.3f} on rows tied at ±0.5 to ±6, β in 2, 4, 7, 8; "
-        f"twin runs: {describe(runs)}; in the run constructed from the paper's conditions (claim D9), {failed} without "
-        f"the fix and {saved} with it"
+        f"fp64 difference {difference:.1e}, largest P̄ {largest:.3f} on rows tied at ±0.5 to ±6, β"
+        f" in 2, 4, 7, 8; twin runs: {describe(runs)}; in the run constructed from the paper's"
+        f" conditions (claim D9), {failed} without the fix and {saved} with it"
     )
     return Measured(figures, text)
 
 
 def _published_fix(lab: Lab) -> Measured:
-    """D8: the published fix on the paper's recipe and on the stock recipe, and the halfulp recipe."""
+    """D8: the published fix on the paper's recipe and on the stock recipe, and the halfulp
+    recipe.
+    """
     runs = lab.trained(("stock", "stock+softmax", "authors+softmax", "halfulp"))
     return Measured(survivors(runs), describe(runs))
 
@@ -67,7 +74,10 @@ def _torch_kernels(lab: Lab) -> Measured:
 
 def survivors(runs: dict[str, list[FailureRun]]) -> dict[str, float]:
     """The share of seeds that failed, per attention, and the number of seeds."""
-    failed = {f"{name} failed": sum(run.outcome == "failed" for run in same) / len(same) for name, same in runs.items()}
+    failed = {
+        f"{name} failed": sum(run.outcome == "failed" for run in same) / len(same)
+        for name, same in runs.items()
+    }
     return failed | {"seeds": float(min(len(same) for same in runs.values()))}
 
 
@@ -82,19 +92,23 @@ def _summary(runs: Sequence[FailureRun]) -> str:
     if len(broke) == len(runs):
         return f"{failed}, NaN at step {min(broke)} to {max(broke)}"
     losses, scores = [final_loss(run) for run in runs], [run.mean_score[-1] for run in runs]
-    return f"{failed}, loss {min(losses):.1e} to {max(losses):.1e}, mean score {min(scores):+.1f} to {max(scores):+.1f}"
+    return (
+        f"{failed}, loss {min(losses):.1e} to {max(losses):.1e}, mean score {min(scores):+.1f} to"
+        f" {max(scores):+.1f}"
+    )
 
 
 CLAIMS = (
     Claim(
         "A15",
         "A",
-        "stabilized softmax: the same function in exact arithmetic, max P̄ < 1, β ∈ [2, 8]; β = 7 trains stably",
+        "stabilized softmax: the same function in exact arithmetic, max P̄ < 1, β ∈ [2, 8]; β = 7"
+        " trains stably",
         "fig. 7: the GPT-2 run that explodes is stable with β = 7",
         _stabilized_softmax,
         Rule(
-            "fp64 difference at most 1e-12, every P̄ of a tied row below 1, and of the failing task's runs all of the "
-            "paper's recipe fail and none with the fix",
+            "fp64 difference at most 1e-12, every P̄ of a tied row below 1, and of the failing"
+            " task's runs all of the paper's recipe fail and none with the fix",
             lambda f: (
                 f["difference"] <= 1e-12
                 and f["largest_weight"] < 1
@@ -108,14 +122,17 @@ CLAIMS = (
     Claim(
         "D8",
         "D",
-        "the published softmax fix does not stop the failing task's runaway; the halfulp recipe does",
+        "the published softmax fix does not stop the failing task's runaway; the halfulp recipe"
+        " does",
         "",
         _published_fix,
         Rule(
-            "at least 3 seeds: all runs of the stock recipe and of the fix on either recipe fail, none of halfulp",
+            "at least 3 seeds: all runs of the stock recipe and of the fix on either recipe fail,"
+            " none of halfulp",
             lambda f: (
                 f["seeds"] >= 3
-                and min(f["stock failed"], f["stock+softmax failed"], f["authors+softmax failed"]) == 1
+                and min(f["stock failed"], f["stock+softmax failed"], f["authors+softmax failed"])
+                == 1
                 and f["halfulp failed"] == 0
             ),
         ),
@@ -129,7 +146,9 @@ CLAIMS = (
         _torch_kernels,
         Rule(
             "at least 3 seeds: every run fails with the flash kernel, none with the math backend",
-            lambda f: f["seeds"] >= 3 and f["torch:flash failed"] == 1 and f["torch:math failed"] == 0,
+            lambda f: (
+                f["seeds"] >= 3 and f["torch:flash failed"] == 1 and f["torch:math failed"] == 0
+            ),
         ),
         seconds=20.0,
     ),

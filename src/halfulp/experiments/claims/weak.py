@@ -1,4 +1,6 @@
-"""Weak points of the published softmax fix, on constructed rows, and the two changes that free the gradient of bias."""
+"""Weak points of the published softmax fix, on constructed rows, and the two changes that free the
+gradient of bias.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,35 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate, golden
-from halfulp.experiments.claims.model import Claim, Lab, Mean, Measured, Rule, generator, mean_of, relative
+from halfulp.experiments.claims.model import (
+    Claim,
+    Lab,
+    Mean,
+    Measured,
+    Rule,
+    generator,
+    mean_of,
+    relative,
+)
 from halfulp.experiments.claims.rounding import attend_rows, observed, row_scores
 from halfulp.formats import BF16, FP32
-from halfulp.recipes import BF16_AUTHORS, BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Recipe, floor
+from halfulp.recipes import (
+    BF16_AUTHORS,
+    BF16_FLASH2,
+    BF16_HALFULP,
+    BF16_PAPER_STABILIZED,
+    Recipe,
+    floor,
+)
 
 _ROWS = 64
 _KEYS = 64
 
 
 def _underflow(maxima: tuple[float, ...]) -> Measured:
-    """Rows with two equal maxima: how many have l = 0 under the fix and what comes out, beside the halfulp recipe."""
+    """Rows with two equal maxima: how many have l = 0 under the fix and what comes out, beside the
+    halfulp recipe.
+    """
     zero = wrong = nan = fine = 0
     for r_m in maxima:
         scores = row_scores(r_m, 2, rows=_ROWS, seed=int(abs(r_m)))
@@ -30,7 +50,9 @@ def _underflow(maxima: tuple[float, ...]) -> Measured:
         f"l = 0 in {zero} of {total} rows, O wrong in {wrong} (NaN in {nan}; V = 1, so O is 1); "
         f"BF16_HALFULP: right in {fine}; maxima {', '.join(f'{m:g}' for m in maxima)}, β = 7"
     )
-    return Measured({"zero": zero / total, "wrong": wrong / total, "halfulp_right": fine / total}, text)
+    return Measured(
+        {"zero": zero / total, "wrong": wrong / total, "halfulp_right": fine / total}, text
+    )
 
 
 def _negative_maximum(_: Lab) -> Measured:
@@ -48,7 +70,10 @@ def _zero_maximum(_: Lab) -> Measured:
     scores = row_scores(0.0, 2, rows=_ROWS, seed=3)
     weights = observed(BF16_PAPER_STABILIZED, scores, "weights")[-1]
     rate = float(((weights == 1).sum(-1) == 2).double().mean())
-    text = f"both weights of the repeated maximum are exactly 1 in {rate:.0%} of {_ROWS} rows under the fix"
+    text = (
+        f"both weights of the repeated maximum are exactly 1 in {rate:.0%} of {_ROWS} rows under"
+        " the fix"
+    )
     return Measured({"ones": rate}, text)
 
 
@@ -61,8 +86,8 @@ def _two_tiles(_: Lab) -> Measured:
         weights = torch.cat(observed(recipe, scores, "weights"), -1)[:, :, :, list(positions)]
         rates[name] = float((weights == 1).all(-1).double().mean())
     text = (
-        f"rows whose two maxima keep P̄ = 1: {rates['same']:.0%} with both in one tile, {rates['different']:.0%} in two "
-        f"tiles; {_ROWS} rows, tiles of 32 keys"
+        f"rows whose two maxima keep P̄ = 1: {rates['same']:.0%} with both in one tile,"
+        f" {rates['different']:.0%} in two tiles; {_ROWS} rows, tiles of 32 keys"
     )
     return Measured(rates, text)
 
@@ -81,32 +106,39 @@ def _tie_rate(lab: Lab) -> Measured:
                 kept.append(rounded.clone())
 
         with torch.no_grad():
-            emulate(q, k, v, recipe=recipe.with_(block_query=None, block_key=None), observers=(watch,))
+            emulate(
+                q, k, v, recipe=recipe.with_(block_query=None, block_key=None), observers=(watch,)
+            )
         ties[name] = int(((scores[0] == scores[0].amax(-1, keepdim=True)).sum(-1) > 1).sum())
     rows = heads * n
-    limit = (ties["fp32"] + 2 * ties["fp32"] ** 0.5 + 3) / rows  # about the 95 % bound; 3 / rows where none was seen
+    # about the 95 % bound; 3 / rows where none was seen
+    limit = (ties["fp32"] + 2 * ties["fp32"] ** 0.5 + 3) / rows
     text = (
-        f"rows with a repeated maximum: fp32 scores {ties['fp32']} of {rows} (rate below {limit:.1e} at 95 %), bf16 "
-        f"scores {ties['bf16']} of {rows} ({ties['bf16'] / rows:.1%})"
+        f"rows with a repeated maximum: fp32 scores {ties['fp32']} of {rows} (rate below"
+        f" {limit:.1e} at 95 %), bf16 scores {ties['bf16']} of {rows} ({ties['bf16'] / rows:.1%})"
     )
     return Measured({"fp32_limit": limit, "bf16": ties["bf16"] / rows}, text)
 
 
 def _value_one(_: Lab) -> Measured:
-    """D6: V = 1 and O in fp32, so O − 1 is what numerator and denominator disagree by; over repeated maxima r_m."""
+    """D6: V = 1 and O in fp32, so O − 1 is what numerator and denominator disagree by; over
+    repeated maxima r_m.
+    """
     maxima = torch.arange(0.25, 4.0, 0.125).tolist()
     fixed = BF16_FLASH2.with_(shift=BF16_PAPER_STABILIZED.shift, out=FP32)
     spread: dict[str, tuple[float, float]] = {}
     for name, recipe in (("exact", fixed), ("rounded", fixed.with_(row_sum_from="rounded"))):
         means = [
-            float((attend_rows(recipe, row_scores(r_m, 2, rows=_ROWS, seed=6)).double() - 1).mean()) * 2**8
+            float((attend_rows(recipe, row_scores(r_m, 2, rows=_ROWS, seed=6)).double() - 1).mean())
+            * 2**8
             for r_m in maxima
         ]
         spread[name] = (min(means), max(means))
     (low, high), rounded = spread["exact"], max(map(abs, spread["rounded"]))
     text = (
-        f"mean O − 1 from {low:+.2f} to {high:+.2f} · 2⁻⁸ over {len(maxima)} maxima with l from the exact weights, at "
-        f"most {rounded:.1e} · 2⁻⁸ with l from the rounded ones; {_ROWS} rows each"
+        f"mean O − 1 from {low:+.2f} to {high:+.2f} · 2⁻⁸ over {len(maxima)} maxima with l from the"
+        f" exact weights, at most {rounded:.1e} · 2⁻⁸ with l from the rounded ones; {_ROWS} rows"
+        " each"
     )
     return Measured({"low": low, "high": high, "rounded": rounded}, text)
 
@@ -115,15 +147,24 @@ _CHANGES: dict[str, dict[str, object]] = {
     "stock": {},
     "δ from O + residual": {"delta_from": "residual", "residual": BF16},
     "l from rounded weights": {"row_sum_from": "rounded", "lse_from": "exact"},
-    "both": {"delta_from": "residual", "residual": BF16, "row_sum_from": "rounded", "lse_from": "exact"},
+    "both": {
+        "delta_from": "residual",
+        "residual": BF16,
+        "row_sum_from": "rounded",
+        "lse_from": "exact",
+    },
 }
 
 
-def gradient_inputs(family: str, seed: int, length: int = 1024, head_dim: int = 128) -> list[Tensor]:
-    """Return query, key, value, grad_out `[1, 1, N, D]` in bf16: "gaussian", "value offset" or "sink".
+def gradient_inputs(
+    family: str, seed: int, length: int = 1024, head_dim: int = 128
+) -> list[Tensor]:
+    """Return query, key, value, grad_out `[1, 1, N, D]` in bf16: "gaussian", "value offset" or
+    "sink".
 
-    The offset is 8 on every value, and 4 on one feature of every key, as where tokens share a direction. The sink is
-    a first token that every query scores 8 above the others and whose value is small, as in trained models.
+    The offset is 8 on every value, and 4 on one feature of every key, as where tokens share a
+    direction. The sink is a first token that every query scores 8 above the others and whose value
+    is small, as in trained models.
     """
     q, k, v, do = torch.randn(4, 1, 1, length, head_dim, generator=generator(seed))
     if family == "value offset":
@@ -137,7 +178,9 @@ def gradient_inputs(family: str, seed: int, length: int = 1024, head_dim: int = 
 
 
 def gradient_errors(family: str, seeds: int) -> dict[str, Mean]:
-    """Return the relative L2 error of dQ per recipe and for the floor of bf16, causal; one head per seed."""
+    """Return the relative L2 error of dQ per recipe and for the floor of bf16, causal; one head per
+    seed.
+    """
     errors: dict[str, list[float]] = {name: [] for name in (*_CHANGES, "floor")}
     for seed in range(seeds):
         q, k, v, do = gradient_inputs(family, seed)
@@ -150,7 +193,9 @@ def gradient_errors(family: str, seeds: int) -> dict[str, Mean]:
 
 
 def _two_changes(lab: Lab) -> Measured:
-    """D7: the relative dQ error under each change alone and under both, as multiples of the floor."""
+    """D7: the relative dQ error under each change alone and under both, as multiples of the
+    floor.
+    """
     figures: dict[str, float] = {}
     parts = []
     families = ("gaussian", "value offset", "sink")
@@ -165,7 +210,10 @@ def _two_changes(lab: Lab) -> Measured:
                 figures[f"{probe}: {name}"] = errors[name].value / least
     both = max(figures[f"{p}: both"] for p in families[1:])
     alone = min(max(figures[f"{p}: {c}"] for p in families[1:]) for c in list(_CHANGES)[1:3])
-    text = "; ".join(parts) + f" (relative dQ error, 4 heads each, N = 1024, d = 128); both: at most {both:.2f} × floor"
+    text = (
+        "; ".join(parts)
+        + f" (relative dQ error, 4 heads each, N = 1024, d = 128); both: at most {both:.2f} × floor"
+    )
     return Measured(figures | {"both": both, "alone": alone}, text)
 
 
@@ -224,7 +272,8 @@ CLAIMS = (
         "",
         _tie_rate,
         Rule(
-            "95 % upper bound of the fp32 tie rate below 1e-2, and the bf16 rate at least ten times that bound",
+            "95 % upper bound of the fp32 tie rate below 1e-2, and the bf16 rate at least ten times"
+            " that bound",
             lambda f: f["fp32_limit"] < 1e-2 and f["bf16"] >= 10 * f["fp32_limit"],
         ),
     ),
@@ -235,18 +284,21 @@ CLAIMS = (
         "",
         _value_one,
         Rule(
-            "both signs beyond 0.2 · 2⁻⁸ with l from exact weights, at most 1e-3 · 2⁻⁸ with l from rounded ones",
+            "both signs beyond 0.2 · 2⁻⁸ with l from exact weights, at most 1e-3 · 2⁻⁸ with l from"
+            " rounded ones",
             lambda f: f["low"] < -0.2 and f["high"] > 0.2 and f["rounded"] <= 1e-3,
         ),
     ),
     Claim(
         "D7",
         "D",
-        "δ from O plus its residual and l from the rounded P̄ remove the gradient's bias together, neither does alone",
+        "δ from O plus its residual and l from the rounded P̄ remove the gradient's bias together,"
+        " neither does alone",
         "",
         _two_changes,
         Rule(
-            "with both at most 1.3 × the floor on value offset and sink; each alone above 2 × the floor on one of them",
+            "with both at most 1.3 × the floor on value offset and sink; each alone above 2 × the"
+            " floor on one of them",
             lambda f: f["both"] <= 1.3 and f["alone"] > 2,
         ),
         seconds=20.0,
