@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import Recipe, emulate, golden
 from halfulp.algorithms import AttentionResult, Mask, Problem, torch_cpu, torch_cpu_math
-from halfulp.experiments.kernel_match import bits_expected, compare, torch_cpu_flash
 from halfulp.formats import BF16, FP32, Format, is_representable
+from halfulp.papers.kernel_match import bits_expected, compare, torch_cpu_flash
 from halfulp.recipes import TORCH_CPU_FLASH, Matmul, Shift, Step
 from halfulp.testing import Inputs, gaussian, relative_error
 

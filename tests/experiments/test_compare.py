@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planted_drift import BASE, STEPS, drift, flash, planted_run
 from scipy.stats import linregress, ttest_1samp, wasserstein_distance
+from tests.planted_drift import BASE, STEPS, drift, flash, planted_run
 
 from halfulp.experiments.compare import (
     INITIALIZATION,

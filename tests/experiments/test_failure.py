@@ -20,7 +20,7 @@ from halfulp.experiments.failure import (
     run_failure,
     run_failures,
 )
-from halfulp.experiments.rungs import RUNGS
+from halfulp.experiments.failure_recipes import RUNGS
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP
 from halfulp.training.config import LayerTask
 

@@ -171,8 +171,8 @@ def claims(
         html: File to write a page to.
         json: Print JSON instead of text.
     """
-    from halfulp.experiments.claims.ledger import run_claims, selected
-    from halfulp.experiments.claims.model import FULL_SEEDS, FULL_STEPS, Lab
+    from halfulp.papers.claim import FULL_SEEDS, FULL_STEPS, Lab
+    from halfulp.papers.ledger import run_claims, selected
     from halfulp.report.ledger import ledger_page, print_ledger
     from halfulp.report.terminal import console, progress_bar
     from halfulp.runs.folder import check_file, write_text
@@ -235,7 +235,7 @@ def ls(
         what: Which list: formats, recipes, targets, probes, claims, presets, or all.
         json: Print JSON instead of tables.
     """
-    from halfulp.experiments.listing import LISTS
+    from halfulp.cli.listing import LISTS
     from halfulp.report.terminal import console, print_table
 
     tables = {name: LISTS[name]().as_dict() for name in (LISTS if what == "all" else (what,))}

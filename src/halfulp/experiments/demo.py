@@ -39,7 +39,7 @@ from halfulp.experiments.failure import (
     final_loss,
     run_failures,
 )
-from halfulp.experiments.rungs import RUNGS
+from halfulp.experiments.failure_recipes import RUNGS
 from halfulp.formats import BF16
 from halfulp.isolate.rule import RULE
 from halfulp.isolate.run import isolate

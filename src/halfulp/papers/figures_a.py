@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from halfulp.experiments.failure import FailureRun, curves
-from halfulp.experiments.mechanism import MechanismRun, Profile
-from halfulp.experiments.paper_a import Snapshot, Traced
+from halfulp.papers.constructed_run import MechanismRun, Profile
+from halfulp.papers.runs_a import Snapshot, Traced
 from halfulp.runs.results import Figure, Series, plain_numbers
 
 Picture = dict[str, Any]

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfulp.experiments import mechanism
-from halfulp.experiments.mechanism import (
+from halfulp.formats import BF16, round_to
+from halfulp.papers import constructed_run
+from halfulp.papers.constructed_run import (
     VARIANTS,
     MechanismRun,
     Ties,
@@ -22,7 +23,6 @@ from halfulp.experiments.mechanism import (
     run_variant,
     run_variants,
 )
-from halfulp.formats import BF16, round_to
 from halfulp.recipes import Shift
 
 NAMED = {variant.name: variant for variant in VARIANTS}
@@ -79,8 +79,8 @@ def test_the_parts_add_up_to_the_error_of_delta() -> None:
     """Against a slow definition: δ of the run's own dO, minus δ with the exact O, row by row in
     fp64.
     """
-    *_, now = mechanism._steps(NAMED["described"], 3, 5)
-    *_, first, curvature, _, _, _ = mechanism._figures(now)
+    *_, now = constructed_run._steps(NAMED["described"], 3, 5)
+    *_, first, curvature, _, _, _ = constructed_run._figures(now)
     query, key, value = (round_to(x.detach(), BF16).double()[:, 0] for x in now.inputs)
     scores = round_to((query @ key.mT * 32**-0.5).float(), BF16).double()
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -103,7 +103,9 @@ def test_a_run_repeats_and_does_not_depend_on_workers() -> None:
 
 
 def test_variants_share_teacher_and_data() -> None:
-    first, second = (next(mechanism._steps(NAMED[name], 1, 1)) for name in ("described", "authors"))
+    first, second = (
+        next(constructed_run._steps(NAMED[name], 1, 1)) for name in ("described", "authors")
+    )
     assert all(
         torch.equal(a, b) for a, b in zip(first.batch.inputs, second.batch.inputs, strict=True)
     )
@@ -135,7 +137,7 @@ def test_a_profile_shows_steps_down_where_weights_are_one() -> None:
 
 
 def test_values_of_both_signs_is_of_both_signs() -> None:
-    now = next(mechanism._steps(NAMED["V of both signs"], 0, 1))
+    now = next(constructed_run._steps(NAMED["V of both signs"], 0, 1))
     means = now.inputs[2].detach().mean((0, 1, 2))[:8]
     assert (means[::2] > 1).all()
     assert (means[1::2] < -1).all()

@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
-from halfulp.experiments.claims.training import describe, survivors
-from halfulp.experiments.paper_a import Plan, Traced, language_attention, trace_all
-from halfulp.experiments.paper_a_figures import head_sigmas, layer_losses, twin_losses
+from halfulp.papers.claim import Claim, Lab, Measured, Rule
+from halfulp.papers.claims.fixes import describe, survivors
+from halfulp.papers.figures_a import head_sigmas, layer_losses, twin_losses
+from halfulp.papers.runs_a import Plan, Traced, language_attention, trace_all
 
 WHOLE = "BF16_FLASH2[block_query=none,block_key=none]"
 STANDARD = "BF16_STANDARD"

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate
-from halfulp.experiments import paper_a_figures as pictures
-from halfulp.experiments.claims.delta import final_weights
-from halfulp.experiments.claims.growth import _loss_rises, sink_figures
-from halfulp.experiments.claims.mechanism import sign_shares
-from halfulp.experiments.claims.model import Lab, generator
-from halfulp.experiments.claims.paper_a import excess, failed_share, traced
-from halfulp.experiments.delta import CHANGES, changed_attention
-from halfulp.experiments.mechanism import VARIANTS, profile, run_variant
-from halfulp.experiments.paper_a import (
+from halfulp.formats import BF16
+from halfulp.papers import figures_a as pictures
+from halfulp.papers.claim import Lab, generator
+from halfulp.papers.claims.a_cause import excess, failed_share, traced
+from halfulp.papers.claims.a_growth import _loss_rises, sink_figures
+from halfulp.papers.claims.a_mechanism import sign_shares
+from halfulp.papers.claims.delta_mean import final_weights
+from halfulp.papers.constructed_run import VARIANTS, profile, run_variant
+from halfulp.papers.delta_changes import CHANGES, changed_attention
+from halfulp.papers.runs_a import (
     TASK_STOCK,
     Plan,
     Snapshot,
@@ -31,7 +32,6 @@ from halfulp.experiments.paper_a import (
     trace,
     trace_all,
 )
-from halfulp.formats import BF16
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, FP64, recipe_named
 from halfulp.training.loop import train
 from halfulp.watch.taps import Call

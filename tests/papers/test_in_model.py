@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import golden
-from halfulp.experiments.in_model import ATTENTIONS, Comparing, compare_in_model, same_bits
-from halfulp.experiments.model_speed import EAGER, Speed, eager, measure_speed
+from halfulp.papers.in_model import ATTENTIONS, Comparing, compare_in_model, same_bits
+from halfulp.papers.model_speed import EAGER, Speed, eager, measure_speed
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionPlan, attention_function
 from halfulp.training.checkpoint import model_tensors

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate, golden
-from halfulp.experiments.claims.model import Claim, Lab, Mean, Measured, Rule, generator, mean_of
 from halfulp.experiments.explain import EXAMPLE, explain
 from halfulp.formats import BF16, FP32, round_to, ulp
+from halfulp.papers.claim import Claim, Lab, Mean, Measured, Rule, generator, mean_of
 from halfulp.recipes import BF16_FLASH2, BF16_PAPER_STABILIZED, Recipe, Shift
 
 _ROWS, _TOKENS = 20000, 64

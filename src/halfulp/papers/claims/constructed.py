@@ -8,8 +8,8 @@ import statistics
 
 import torch
 
-from halfulp.experiments.claims.model import Lab, Mean, mean_of
-from halfulp.experiments.mechanism import VARIANTS, MechanismRun, run_variants
+from halfulp.papers.claim import Lab, Mean, mean_of
+from halfulp.papers.constructed_run import VARIANTS, MechanismRun, run_variants
 
 _QUICK = ("described", "fp32", "softmax fix", "no ties", "dO flipped")
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate, golden
-from halfulp.experiments.claims.model import (
+from halfulp.formats import BF16, FP32
+from halfulp.papers.claim import (
     Claim,
     Lab,
     Mean,
@@ -18,8 +19,7 @@ from halfulp.experiments.claims.model import (
     mean_of,
     relative,
 )
-from halfulp.experiments.claims.rounding import attend_rows, observed, row_scores
-from halfulp.formats import BF16, FP32
+from halfulp.papers.claims.a_rounding import attend_rows, observed, row_scores
 from halfulp.recipes import (
     BF16_AUTHORS,
     BF16_FLASH2,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfulp.experiments.failure import FailureRun, run_failures
-from halfulp.experiments.rungs import RUNGS
+from halfulp.experiments.failure_recipes import RUNGS
 from halfulp.recipes import Recipe
 from halfulp.runs.results import Progress, no_progress
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from halfulp.experiments import paper_a_figures as pictures
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
-from halfulp.experiments.claims.paper_a import language, repeat, scale_of
 from halfulp.experiments.failure import FailureRun
-from halfulp.experiments.paper_a import Snapshot, Traced
+from halfulp.papers import figures_a as pictures
+from halfulp.papers.claim import Claim, Lab, Measured, Rule
+from halfulp.papers.claims.a_cause import language, repeat, scale_of
+from halfulp.papers.runs_a import Snapshot, Traced
 from halfulp.watch.measures import UNIT_SCORE
 
 

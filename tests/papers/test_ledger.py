@@ -9,9 +9,10 @@ import re
 import pytest
 import torch
 
-from halfulp.experiments.claims import identities, ledger, rounding, weak
-from halfulp.experiments.claims.ledger import CLAIMS, run_claims, selected
-from halfulp.experiments.claims.model import (
+from halfulp.experiments.failure import FailureRun
+from halfulp.experiments.failure_recipes import RUNGS
+from halfulp.papers import ledger
+from halfulp.papers.claim import (
     Claim,
     Lab,
     Measured,
@@ -20,8 +21,8 @@ from halfulp.experiments.claims.model import (
     mean_of,
     rung_recipe,
 )
-from halfulp.experiments.failure import FailureRun
-from halfulp.experiments.rungs import RUNGS
+from halfulp.papers.claims import a_rounding, identities, weak_points
+from halfulp.papers.ledger import CLAIMS, run_claims, selected
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Shift
 
 COVERED = [
@@ -386,16 +387,21 @@ def test_the_same_claim_gives_the_same_figures() -> None:
         ("C1", identities, "FP64_ROUGH", None),
         (
             "A17",
-            rounding,
+            a_rounding,
             "BF16_PAPER_STABILIZED",
             BF16_PAPER_STABILIZED.with_(row_sum_floor=1e-10),
         ),
-        ("D1", weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
-        ("D1", weak, "BF16_HALFULP", BF16_PAPER_STABILIZED),
-        ("D2", weak, "BF16_PAPER_STABILIZED", BF16_HALFULP),
-        ("D3", weak, "BF16_PAPER_STABILIZED", BF16_FLASH2.with_(shift=Shift("offset", offset=0.5))),
-        ("D4", weak, "BF16_PAPER_STABILIZED", BF16_FLASH2),
-        ("D6", weak, "BF16_FLASH2", BF16_HALFULP.with_(base="e", shift=BF16_FLASH2.shift)),
+        ("D1", weak_points, "BF16_PAPER_STABILIZED", BF16_FLASH2),
+        ("D1", weak_points, "BF16_HALFULP", BF16_PAPER_STABILIZED),
+        ("D2", weak_points, "BF16_PAPER_STABILIZED", BF16_HALFULP),
+        (
+            "D3",
+            weak_points,
+            "BF16_PAPER_STABILIZED",
+            BF16_FLASH2.with_(shift=Shift("offset", offset=0.5)),
+        ),
+        ("D4", weak_points, "BF16_PAPER_STABILIZED", BF16_FLASH2),
+        ("D6", weak_points, "BF16_FLASH2", BF16_HALFULP.with_(base="e", shift=BF16_FLASH2.shift)),
     ],
 )
 def test_a_planted_fault_is_not_reproduced(

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted_drift import BASE, drift, planted_run
+from tests.planted_drift import BASE, drift, planted_run
 
 from halfulp.cli import main
-from halfulp.experiments.claims.ledger import run_claims
-from halfulp.experiments.claims.model import Lab
 from halfulp.experiments.compare import (
     INITIALIZATION,
     REPEATED,
@@ -22,7 +20,9 @@ from halfulp.experiments.compare import (
     compare_runs,
 )
 from halfulp.experiments.drawing import contact_sheet, draw_run, sheet_block, sheets_of
-from halfulp.experiments.twins import (
+from halfulp.papers.claim import Lab
+from halfulp.papers.ledger import run_claims
+from halfulp.papers.twins import (
     FLASH,
     KINDS,
     OTHER_WEIGHTS,

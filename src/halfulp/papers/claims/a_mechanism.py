@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 import torch
 
-from halfulp.experiments import paper_a_figures as pictures
-from halfulp.experiments.claims.constructed import constructed, constructed_text, window
-from halfulp.experiments.claims.model import Claim, Lab, Mean, Measured, Rule, mean_of
-from halfulp.experiments.claims.paper_a import language, repeat, scale_of, traced
-from halfulp.experiments.mechanism import VARIANTS, profile
-from halfulp.experiments.paper_a import TASK_STOCK, Plan, Snapshot, Traced
+from halfulp.papers import figures_a as pictures
+from halfulp.papers.claim import Claim, Lab, Mean, Measured, Rule, mean_of
+from halfulp.papers.claims.a_cause import language, repeat, scale_of, traced
+from halfulp.papers.claims.constructed import constructed, constructed_text, window
+from halfulp.papers.constructed_run import VARIANTS, profile
+from halfulp.papers.runs_a import TASK_STOCK, Plan, Snapshot, Traced
 
 _SINCE = 600  # steps: the task is learned and its scores are on their way
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
 from halfulp.experiments.compare import INITIALIZATION, REPEATED
 from halfulp.experiments.drawing import draw_run, sheet_block
-from halfulp.experiments.in_model import compare_in_model, same_bits
-from halfulp.experiments.model_speed import Speed, measure_speed, speed_sizes
-from halfulp.experiments.twins import (
+from halfulp.papers.claim import Claim, Lab, Measured, Rule
+from halfulp.papers.in_model import compare_in_model, same_bits
+from halfulp.papers.model_speed import Speed, measure_speed, speed_sizes
+from halfulp.papers.twins import (
     FLASH,
     KINDS,
     LOW_PRECISION,

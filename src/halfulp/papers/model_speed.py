@@ -96,7 +96,7 @@ def speed_sizes(*, long: bool = True) -> dict[str, RunConfig]:
     }
 
 
-EAGER = "halfulp.experiments.model_speed:eager"
+EAGER = "halfulp.papers.model_speed:eager"
 """Attention as models write it without a kernel, which is what a paper's baseline usually is."""
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from halfulp import Recipe, emulate
 from halfulp.algorithms import AttentionResult
-from halfulp.experiments.kernel_match import (
+from halfulp.formats import BF16, FP32
+from halfulp.papers.kernel_match import (
     BACKWARD,
     FORWARD,
     Kernel,
@@ -24,7 +25,6 @@ from halfulp.experiments.kernel_match import (
     models,
     ulps_apart,
 )
-from halfulp.formats import BF16, FP32
 from halfulp.recipes import TORCH_CPU_FLASH
 
 LONG = (1, 2, 1024, 64)  # more than one key block, without which half of the steps do nothing

@@ -1,7 +1,7 @@
 """The ledger: every claim of the papers, what was measured here, and a verdict computed by a stated
 rule.
 
-The claims stand in the files by topic (beside this one); this file puts them in order and runs
+The claims stand in the files by topic in `claims/`; this file puts them in order and runs
 them.
 """
 
@@ -11,33 +11,33 @@ import re
 import time
 from collections.abc import Iterable
 
-from halfulp.experiments.claims import (
-    benchmark,
-    delta,
-    drift,
-    growth,
+from halfulp.papers.claim import Claim, Lab, Verdict, judge_claim
+from halfulp.papers.claims import (
+    a_cause,
+    a_growth,
+    a_mechanism,
+    a_rounding,
+    b_deviation,
+    b_training,
+    delta_mean,
+    fixes,
     identities,
-    mechanism,
-    paper_a,
-    rounding,
-    training,
-    weak,
+    weak_points,
 )
-from halfulp.experiments.claims.model import Claim, Lab, Verdict, judge_claim
 from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread
 
 _TOPICS = (
-    drift,
+    b_training,
     identities,
-    rounding,
-    benchmark,
-    weak,
-    training,
-    paper_a,
-    mechanism,
-    growth,
-    delta,
+    a_rounding,
+    b_deviation,
+    weak_points,
+    fixes,
+    a_cause,
+    a_mechanism,
+    a_growth,
+    delta_mean,
 )
 
 

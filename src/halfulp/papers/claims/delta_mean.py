@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, generator
-from halfulp.experiments.delta import CHANGES, changed_attention
 from halfulp.experiments.failure import run_failures
-from halfulp.experiments.rungs import TILES
+from halfulp.experiments.failure_recipes import TILES
+from halfulp.papers.claim import Claim, Lab, Measured, Rule, generator
+from halfulp.papers.delta_changes import CHANGES, changed_attention
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe
 
 _DELTA_ALONE = BF16_FLASH2.with_(

@@ -85,7 +85,7 @@ def probes() -> Table:
 
 def claims() -> Table:
     """Return the claims of the ledger."""
-    from halfulp.experiments.claims.ledger import CLAIMS
+    from halfulp.papers.ledger import CLAIMS
 
     rows: list[tuple[Cell, ...]] = [
         (claim.id, claim.statement, claim.without if claim.measure is None else "yes")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate, golden
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, generator, relative
 from halfulp.formats import BF16
+from halfulp.papers.claim import Claim, Lab, Measured, Rule, generator, relative
 from halfulp.recipes import BF16_FLASH1, BF16_FLASH2, Recipe
 from halfulp.recipes import FP64 as FP64_RECIPE
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import statistics
 from itertools import pairwise
 
-from halfulp.experiments import kernel_match
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule
 from halfulp.experiments.sweep import (
     FLASH_FAMILIES,
     FORMATS,
@@ -26,6 +24,8 @@ from halfulp.experiments.sweep import (
     sweep_order,
     sweep_precision,
 )
+from halfulp.papers import kernel_match
+from halfulp.papers.claim import Claim, Lab, Measured, Rule
 
 _INPUTS: tuple[Inputs, ...] = ("uniform", "normal")
 _UNIFORM = "flash1 uniform"

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 
 from halfulp.attention import emulate
-from halfulp.experiments.claims.constructed import constructed
-from halfulp.experiments.claims.model import Claim, Lab, Measured, Rule, generator, relative
-from halfulp.experiments.claims.rounding import attend_rows, observed, row_scores
 from halfulp.experiments.failure import FailureRun, final_loss
+from halfulp.papers.claim import Claim, Lab, Measured, Rule, generator, relative
+from halfulp.papers.claims.a_rounding import attend_rows, observed, row_scores
+from halfulp.papers.claims.constructed import constructed
 from halfulp.recipes import BF16_PAPER_STABILIZED, FP64
 
 _BETAS = (2.0, 4.0, 7.0, 8.0)
