@@ -8,7 +8,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from halfulp.report.figures import COLORS, draw, draw_panels
+from halfulp.report.figures import draw, draw_panels
+from halfulp.report.svg import COLORS
 
 EVIL = "<script>alert('x')</script> & \"$x^2$\""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfulp.report.figures import COLORS
 from halfulp.report.html import page
+from halfulp.report.svg import COLORS
 
 
 def experiment_page(
