@@ -39,12 +39,12 @@ from torch import Tensor
 
 import halfulp
 from halfulp.audit import targets
-from halfulp.audit.builtin import BOTH
-from halfulp.audit.calling import Target
 from halfulp.audit.probes import Shape
 from halfulp.audit.run import audit
 from halfulp.runs.folder import write_json
 from halfulp.runs.machine import describe_machine, describe_versions
+from halfulp.targets import Target
+from halfulp.targets.target import BOTH
 from halfulp.testing import attend, errors, gaussian, golden, value_offset
 
 RECIPES = ("halfulp", "stock", "published", "exact_delta")

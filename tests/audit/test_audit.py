@@ -12,10 +12,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.attention import emulate
-from halfulp.audit import Case, Shape, Target, audit
+from halfulp.audit import Case, Shape, audit
 from halfulp.audit.probes import PROBES
 from halfulp.formats import BF16, TF32, Format
 from halfulp.recipes import BF16_HALFULP, Recipe, recipe_named
+from halfulp.targets import Target
 
 SMALL = (Shape(4, 4, 128, 128, 32),)
 

@@ -12,7 +12,6 @@ import torch
 
 from halfulp.algorithms import AttentionResult
 from halfulp.audit import invariants
-from halfulp.audit.calling import check_device
 from halfulp.audit.diagnosis import Cause, diagnose
 from halfulp.audit.figures import GRADIENTS, Measured, measure
 from halfulp.audit.fingerprint import Fingerprint, fingerprint
@@ -23,7 +22,6 @@ from halfulp.audit.references import References, references
 from halfulp.audit.report import AuditReport, CaseReport, Verdict
 from halfulp.audit.shrink import script, shrink
 from halfulp.audit.statistics import drift_exponent, growth_exponent
-from halfulp.audit.targets import Outcome, Target, resolve, run_target
 from halfulp.audit.verdict import (
     FAMILY_LEVEL,
     LIMITS,
@@ -34,6 +32,7 @@ from halfulp.audit.verdict import (
     tests_in,
     verdict_of,
 )
+from halfulp.targets import Outcome, Target, check_device, resolve, run_target
 
 Depth = Literal["quick", "full"]
 Progress = Callable[[float, str], None]

@@ -130,7 +130,7 @@ def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) ->
     the written file calls.
     """
     from halfulp.audit.run import runner
-    from halfulp.audit.targets import resolve
+    from halfulp.targets import resolve
 
     finding = Finding("defect", kind, property, tensor, case, "", 0.0)  # type: ignore[arg-type]
     bad = severity(runner(resolve(target)), case, finding)

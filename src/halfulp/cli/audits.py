@@ -11,7 +11,7 @@ from halfulp import __version__
 from halfulp.cli.shell import PROGRAM, STDOUT, print_json, typed_command
 
 if TYPE_CHECKING:
-    from halfulp.audit import Target
+    from halfulp.targets import Target
 
 
 def audit(
@@ -54,9 +54,9 @@ def audit(
         html: File to write a page to.
         repro: Folder to write a program to for every defect: the smallest input that shows it.
     """
-    from halfulp.audit import resolve
     from halfulp.experiments.audits import parse_shape
     from halfulp.runs.folder import check_file, check_folder
+    from halfulp.targets import resolve
 
     if not targets:
         raise ValueError(

@@ -61,7 +61,7 @@ def _held(recipe: Recipe) -> tuple[str, str]:
 
 def targets() -> Table:
     """Return the built-in targets, those that cannot run here with the reason."""
-    from halfulp.audit import builtin_targets
+    from halfulp.targets import builtin_targets
 
     rows: list[tuple[Cell, ...]] = [
         (t.name, "yes" if t.missing is None else "no", f"{t.description}{_why(t.missing)}")

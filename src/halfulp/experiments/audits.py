@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
-from halfulp.audit import AuditReport, Shape, Target, audit, builtin_targets
+from halfulp.audit import AuditReport, Shape, audit
 from halfulp.audit.references import references
 from halfulp.audit.run import plan
 from halfulp.runs.folder import write_text
 from halfulp.runs.parallel import WorkerKilledError
 from halfulp.runs.results import Progress
 from halfulp.runs.threads import one_thread
+from halfulp.targets import Target, builtin_targets
 
 RECIPES = (
     "recipe:BF16_HALFULP",

@@ -19,9 +19,6 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import attention, emulate, golden
-from halfulp.audit import Target, resolve
-from halfulp.audit.calling import check_device
-from halfulp.audit.targets import builtin_targets
 from halfulp.experiments.bench_result import (
     BASELINE,
     GEMM,
@@ -35,6 +32,7 @@ from halfulp.experiments.bench_result import (
 )
 from halfulp.recipes import BF16_FLOOR, FP16_FLOOR, Recipe
 from halfulp.runs.results import Progress, no_progress
+from halfulp.targets import Target, builtin_targets, check_device, resolve
 
 __all__ = ["SHAPES", "BenchResult", "Setting", "Timing", "bench"]
 

@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.attention import emulate
-from halfulp.audit import resolve
 from halfulp.recipes import RECIPES, recipe_named
+from halfulp.targets import resolve
 from halfulp.watch.taps import Tap
 
 AttentionFunction: TypeAlias = Callable[..., Tensor]

@@ -16,12 +16,12 @@ import torch
 from torch.nn import functional
 
 from halfulp.attention import emulate
-from halfulp.audit.targets import Target, builtin_targets, resolve, run_target
 from halfulp.recipes import RECIPES
-from tests.audit.calls import FORWARD_ONLY, B, D, H, N, check_right, plain, run, tensors
+from halfulp.targets import Target, builtin_targets, resolve, run_target
+from tests.targets.calls import FORWARD_ONLY, B, D, H, N, check_right, plain, run, tensors
 
-# `halfulp.audit` itself may be the function
-BUILTIN = importlib.import_module("halfulp.audit.builtin")
+FLASH_ATTENTION = importlib.import_module("halfulp.targets.flash_attention")
+TRANSFORMERS = importlib.import_module("halfulp.targets.transformers_layer")
 LOCAL = ("sdpa", "sdpa:math", "sdpa:flash", "eager", "flex", "recipe:BF16_HALFULP", "recipe:FP32")
 
 
@@ -211,7 +211,7 @@ def test_later_versions_of_flash_attn(monkeypatch, name, modules, gives_lse):
 
 
 def resolve_without_missing(monkeypatch, name="flash_attn"):
-    monkeypatch.setattr(BUILTIN, "_no_flash_attn", lambda *modules: None)
+    monkeypatch.setattr(FLASH_ATTENTION, "no_flash_attn", lambda *modules: None)
     return resolve(name)
 
 
@@ -247,7 +247,7 @@ def test_an_unknown_transformers_function_is_unsupported(transformers):
 
 
 def test_without_transformers_its_targets_say_so(monkeypatch):
-    monkeypatch.setattr(BUILTIN, "_installed", lambda package: False)
+    monkeypatch.setattr(TRANSFORMERS, "installed", lambda package: False)
     assert resolve("transformers:eager").missing == "transformers is not installed"
     assert resolve("transformers:flash_attention_2").missing == "transformers is not installed"
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from halfulp.audit.calling import Target, one_line
+from halfulp.targets.calling import one_line
+from halfulp.targets.target import Target
 
 
 def load(name: str) -> Target:

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from halfulp.attention import golden
-from halfulp.audit.targets import Target, run_target
-from tests.audit.calls import (
+from halfulp.targets import Target, run_target
+from tests.targets.calls import (
     FORWARD_ONLY,
     MODIFIES,
     B,

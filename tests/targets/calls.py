@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from halfulp.attention import golden
-from halfulp.audit.targets import Outcome, Target, run_target
+from halfulp.targets import Outcome, Target, run_target
 
 B, H, N, D = 1, 2, 21, 16
 MODIFIES = "modifies its inputs"

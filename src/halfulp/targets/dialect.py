@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import difflib
 
-from halfulp.audit.builtin import builtin_targets, recipe_target, transformers_target
-from halfulp.audit.calling import Outcome, Target, run_target
-from halfulp.audit.loading import load
 from halfulp.recipes import RECIPES
-
-__all__ = ["Outcome", "Target", "builtin_targets", "resolve", "run_target"]
+from halfulp.targets.builtin import builtin_targets
+from halfulp.targets.loading import load
+from halfulp.targets.own_kernels import recipe_target
+from halfulp.targets.target import Target
+from halfulp.targets.transformers_layer import transformers_target
 
 ALGORITHM_RECIPES = {
     "halfulp": "BF16_HALFULP",

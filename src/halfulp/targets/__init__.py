@@ -1,0 +1,19 @@
+"""Attention kernels by name: PyTorch's, other people's, the user's and our own, under one
+signature.
+"""
+
+from halfulp.targets.builtin import builtin_targets
+from halfulp.targets.calling import check_device, one_line, run_target
+from halfulp.targets.dialect import resolve
+from halfulp.targets.target import Outcome, Target, UnsupportedError
+
+__all__ = [
+    "Outcome",
+    "Target",
+    "UnsupportedError",
+    "builtin_targets",
+    "check_device",
+    "one_line",
+    "resolve",
+    "run_target",
+]
