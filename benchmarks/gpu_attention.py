@@ -38,12 +38,11 @@ from rich.table import Table
 from torch import Tensor
 
 import halfulp
-from halfulp.audit import targets
 from halfulp.audit.probes import Shape
 from halfulp.audit.run import audit
 from halfulp.runs.folder import write_json
 from halfulp.runs.machine import describe_machine, describe_versions
-from halfulp.targets import Target
+from halfulp.targets import Target, resolve
 from halfulp.targets.target import BOTH
 from halfulp.testing import attend, errors, gaussian, golden, value_offset
 
@@ -75,7 +74,7 @@ def kernel(name: str, device: str) -> Callable[..., Any]:
     if family == "halfulp":
         backend = "triton" if device == "cuda" else "torch"
         return partial(halfulp.attention, recipe=recipe, backend=backend)
-    target = targets.resolve(name)
+    target = resolve(name)
     if target.missing is not None:
         raise ValueError(f"{name}: {target.missing}")
     return target.call
@@ -322,9 +321,7 @@ def dry_run(todo: list[Unit]) -> dict[str, Any]:
     from halfulp.kernels import triton_compile
 
     found: dict[str, Any] = {"units": [f"{unit.part}/{unit.name}" for unit in todo]}
-    found["missing"] = {
-        name: why for name in STOCK if (why := targets.resolve(name).missing) is not None
-    }
+    found["missing"] = {name: why for name in STOCK if (why := resolve(name).missing) is not None}
     found["launches"] = {}
     for dim, causal, length in speed_cases(small=False):
         for target in triton_compile.TARGETS:
