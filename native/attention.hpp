@@ -41,10 +41,10 @@ static inline V weight(V s, V m) {
   }
 }
 
-// tanh x and its derivative, relative error below 4e-7, from e²ˣ − 1 = (2ⁿ − 1) + 2ⁿ (2^f − 1): nothing cancels near 0,
-// nor does the slope where tanh is all but ±1.
-static inline V tanh_and_slope(V x, V& slope) {
-  const V y = min(set1(126.f), max(set1(-126.f), mul(x, set1(2.f * kLog2E))));
+// tanh x and, unless null, its derivative, relative error below 4e-7, from e²ˣ − 1 = (2ⁿ − 1) + 2ⁿ (2^f − 1): nothing
+// cancels near 0, nor does the slope 4e/(1 + e)² where tanh is all but ±1. Beyond e = 2^±126 the slope goes on as e^−2|x|.
+static inline V tanh_and_slope(V x, V* slope) {
+  const V given = mul(x, set1(2.f * kLog2E)), y = min(set1(126.f), max(set1(-126.f), given));
   const V n = round_even(y), f = sub(y, n), power = scale2(set1(1.f), n);
   V p = set1(0x1.4308d6p-13f);
   p = fma(p, f, set1(0x1.5f07b4p-10f));
@@ -54,7 +54,12 @@ static inline V tanh_and_slope(V x, V& slope) {
   p = fma(p, f, set1(0x1.62e43p-1f));
   p = mul(p, f);
   const V grown = fma(power, p, sub(power, set1(1.f))), inverse = div(set1(1.f), add(grown, set1(2.f)));
-  slope = mul(mul(mul(set1(4.f), fma(power, p, power)), inverse), inverse);
+  if (slope) {
+    // e/(1 + e) is at most 1, where 4e would be 2¹²⁸
+    const V beyond = sub(given, y), farther = max(sub(y, given), beyond);
+    const V near = mul(mul(fma(power, p, power), inverse), mul(set1(4.f), inverse));
+    *slope = mul(near, weight<false>(set1(0.f), farther));
+  }
   return mul(grown, inverse);
 }
 
@@ -67,7 +72,7 @@ __attribute__((noinline)) static void cap(const halfulp_call& c, float* row, lon
   const V height = set1(float(double(c.softcap) * 1.4426950408889634));
   for (long j = 0; j < n; j += 16) {
     V slope;
-    store(row + j, mul(tanh_and_slope(load(row + j), slope), height));
+    store(row + j, mul(tanh_and_slope(load(row + j), slopes ? &slope : nullptr), height));
     if (slopes) store(slopes + j, slope);
   }
 }

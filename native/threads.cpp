@@ -1,6 +1,7 @@
 // Threads are those of the OpenMP runtime that torch has loaded, found by name in the process, so that nobody's threads
-// spin against another's; where there is none, threads are started for the call. Units are taken from a counter: what
-// depends on their order may not be summed across them.
+// spin against another's; where there is none, and in the child of a fork, where its threads are gone and it would wait
+// for them for ever, threads are started for the call. Units are taken from a counter: what depends on their order may
+// not be summed across them.
 #include "threads.hpp"
 
 #include <atomic>
@@ -8,6 +9,7 @@
 #include <vector>
 #if defined(__unix__) || defined(__APPLE__)
 #include <dlfcn.h>
+#include <pthread.h>
 #endif
 
 #include "buffer.hpp"
@@ -38,10 +40,16 @@ void work_on(void* argument) {
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
+#if defined(__unix__) || defined(__APPLE__)
+// Asked for when the library is loaded: its user may have forked by the first call.
+std::atomic<bool> forked{false};
+const int asked = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+
 Parallel openmp_of_the_process() {
 #if defined(__unix__) || defined(__APPLE__)
   static const Parallel found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return found;
+  return forked || asked != 0 ? nullptr : found;
 #else
   return nullptr;
 #endif

@@ -12,6 +12,7 @@ import torch
 
 import halfulp
 from halfulp.formats.counter import keep_mask
+from halfulp.ops import KERNEL_RECIPES
 
 EXACT = 1e-11
 # B, H, N, D, N_k
@@ -280,3 +281,25 @@ def test_dropout_masks_are_fixed_for_all_time():
         for r in rows
     ]
     assert keep_mask(seed, p, torch.tensor(rows), torch.arange(50)).tolist() == expected
+
+
+@pytest.mark.parametrize("recipe", KERNEL_RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_lse_of_values_without_features(recipe, dtype):
+    """lse and its gradients are of queries and keys: values that have no width change nothing."""
+    generator = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(2, 3, n, 8, generator=generator).to(dtype).requires_grad_() for n in (5, 7))
+    out, lse = halfulp.attention(
+        q, k, torch.empty(2, 3, 7, 0, dtype=dtype), recipe=recipe, return_lse=True
+    )
+    true = (q.double() @ k.double().mT * 8**-0.5).logsumexp(-1)
+    weights = torch.linspace(-1, 1, 30).view(2, 3, 5)
+    unit = max(torch.finfo(dtype).eps, 2.0**-23)
+    assert out.shape == (2, 3, 5, 0)
+    assert (lse - true).abs().max() < 2.0**-20
+    for found, expected in zip(
+        torch.autograd.grad(lse, (q, k), weights.to(lse.dtype)),
+        torch.autograd.grad(true, (q, k), weights.double()),
+        strict=True,
+    ):
+        assert (found - expected).norm() <= 2 * unit * expected.norm()

@@ -3,7 +3,10 @@ that no thread count, neighbor or layout changes, and a refusal for everything i
 """
 
 import math
+import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -184,6 +187,21 @@ def test_callers_in_parallel_do_not_disturb_each_other():
                 alone, pool.map(lambda x: library_results(x, options), calls), strict=True
             ):
                 assert_same(one, other)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_the_child_of_a_fork_computes_the_same():
+    """The threads of the OpenMP runtime are the parent's alone: waiting for them would not end."""
+    program = """
+import os, torch, halfulp
+torch.set_num_threads(3)
+x = torch.randn(2, 4, 200, 32, generator=torch.Generator().manual_seed(0))
+before = halfulp.attention(x, x, x).numpy().tobytes()
+if (child := os.fork()) == 0:
+    os._exit(halfulp.attention(x, x, x).numpy().tobytes() != before)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
 
 
 def test_bits_do_not_depend_on_batch_position_or_on_later_tokens():

@@ -243,3 +243,38 @@ def test_one_query_one_key_and_none(recipe):
         assert torch.equal(found["out"], like.out)
         torch.testing.assert_close(found["lse"], like.lse)
         assert (found["dq"] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("isa", ISAS)
+def test_softcap_of_scores_of_any_size(dtype, isa):
+    """The slope of a capped score falls as e^-2|x|; its factors, e^2|x| and the square of its
+    inverse, must not leave the range of float32 on the way.
+    """
+    k, v = (torch.tensor(x)[None, None, :, None] for x in ([1.0, -1.0, 0.25], [1.0, 2.0, -1.0]))
+    unit, least = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+    for size in (0.5, 10.0, 43.6, 43.7, 44.0, 60.0, 88.0, 1e3, 6e4, 1e10, 1e19, 1e30):
+        if size > torch.finfo(dtype).max:
+            continue
+        for sign, cap in ((1, 1.0), (-1, 1.0), (1, 3.0), (1, 0.02)):
+            q = torch.full((1, 1, 1, 1), sign * size)
+            x = tuple(t.to(dtype) for t in (q, k, v, torch.ones(1, 1, 1, 1)))
+            found = library_results(x, Options(scale=1.0, softcap=cap), isa)
+            q_, k_, v_ = (t.double().flatten() for t in x[:3])
+            p = torch.softmax(cap * torch.tanh(q_ * k_ / cap), 0)
+            ds = p * (v_ - p @ v_) / torch.cosh(q_ * k_ / cap).square()
+            for name, true, terms in (("dq", ds @ k_, ds * k_), ("dk", ds * q_, ds * q_)):
+                off = (found[name].double().flatten() - true).abs().max()
+                # an ulp of 2x is a relative error of the slope; dS below the least normal is 0
+                allowed = (8 + 4 * min(size / cap, 100)) * unit * terms.abs().sum()
+                allowed += 4 * least * max(1.0, size)
+                assert off <= allowed, (name, sign * size, cap)
+
+
+def test_softcap_whose_ratio_to_the_scale_is_no_float32_is_refused():
+    q = torch.ones(1, 1, 2, 4)
+    for options in (Options(scale=10.0, softcap=1e-38), Options(scale=1e-3, softcap=1e37)):
+        reason = cpu.supports(q, q, q, options)
+        assert reason is not None
+        assert "scale / softcap of" in reason
+    assert cpu.supports(q, q, q, Options(scale=0.0, softcap=1e37)) is None

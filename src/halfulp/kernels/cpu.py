@@ -124,6 +124,10 @@ def _option_refused(options: Options, heads: int) -> str | None:
         return (
             f"a softcap of {options.softcap}: accepted are 0 and {1 / _LARGEST:g} to {_LARGEST:g}"
         )
+    if options.softcap and options.scale:
+        ratio = abs(options.scale) / options.softcap  # what tanh takes is this times q·k
+        if not 1 / _LARGEST < ratio < _LARGEST:
+            return f"scale / softcap of {ratio:g}: accepted are {1 / _LARGEST:g} to {_LARGEST:g}"
     if not 0 <= options.dropout_p <= 1:
         return f"a dropout_p of {options.dropout_p}: accepted are 0 to 1"
     sinks = options.sinks

@@ -72,7 +72,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str
 def forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Saved:
     """Attention of `[B, H, N, D]` tensors; see `kernels.options` for what is given back."""
     step = Step(recipe_of(options.recipe, query.dtype))
-    if 0 in (*query.shape[:3], *key.shape[:3], value.shape[3]):
+    if 0 in (*query.shape[:3], *key.shape[:3]):
         return _nothing(query, value, options)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         problem = _problem(query, key, value, options, step)
@@ -104,7 +104,7 @@ def backward(
     the operands.
     """
     mask, sinks = options.attn_mask, options.sinks
-    if 0 in (*query.shape[:3], *key.shape[:3], value.shape[3]):
+    if 0 in (*query.shape[:3], *key.shape[:3]):
         dq, dk, dv = (
             torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
         )
