@@ -25,7 +25,9 @@ CHANGES = st.fixed_dictionaries(
     optional=dict.fromkeys(("scores", "out", "residual", "grad_scores", "delta"), FORMATS)
     | {
         "block_key": st.none() | st.integers(1, 512),
-        "delta_from": st.sampled_from(["out", "residual", "exact_out", "probabilities"]),
+        "delta_from": st.sampled_from(
+            ["out", "residual", "exact_out", "recomputed", "probabilities"]
+        ),
         "row_sum_floor": st.floats(0, 1e-3),
         "seed": st.integers(0, 100),
         "shift": st.builds(

@@ -82,7 +82,9 @@ CHANGES: dict[str, list[tuple[Recipe, Any]]] = {
     ],
     "row_sum_from": [(BF16_FLASH2, "rounded")],
     "backward_weights": [(HALFULP, "lse"), (HALFULP, "maximum")],
-    "delta_from": [(BF16_FLASH2, way) for way in ("residual", "exact_out", "probabilities")],
+    "delta_from": [
+        (BF16_FLASH2, way) for way in ("residual", "exact_out", "recomputed", "probabilities")
+    ],
     "residual_bits": [(HALFULP.with_(residual_bits=3), None), (HALFULP, 3)],
     "input_scaling": [(BF16_FLASH2.with_(value=OCP_E4M3), "tensor")],
     "weights_scale": [(BF16_FLASH2.with_(weights_operand=OCP_E4M3), 256.0)],

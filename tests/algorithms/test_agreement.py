@@ -38,6 +38,7 @@ STRUCTURES = {
     "offset": {"shift": Shift("offset", offset=3.0), "backward_weights": "rounded"},
     "delta from P": {"delta_from": "probabilities", "gradient_scale_at": "scores"},
     "delta from exact O": {"delta_from": "exact_out", "gradient_scale_at": "probabilities"},
+    "delta from recomputed O": {"delta_from": "recomputed"},
     "pre-scale": {"weights_scale": 256.0, "lse_from": "exact"},
 }
 

@@ -31,6 +31,7 @@ VARIANTS |= {
     "split": BF16_HALFULP.with_(exponential="split"),
     "summed delta": BF16_FLASH2.with_(delta_from="probabilities", block_key=24),
     "exact out": BF16_FLASH2.with_(delta_from="exact_out"),
+    "recomputed out": BF16_FLASH2.with_(delta_from="recomputed"),
     "offset": BF16_FLASH2.with_(shift=Shift("offset", offset=1.5)),
     "published": BF16_FLASH2.with_(shift=Shift("stabilized", beta=7.0)),
     "always shifted": uniform(
@@ -126,7 +127,9 @@ RECIPE = st.builds(
             "backward_weights": st.sampled_from(["lse", "maximum", "rounded"]),
             "divisor_from": st.sampled_from(["row_sum", "lse", "balanced"]),
             "grad_value_from": st.sampled_from(["probabilities", "lse"]),
-            "delta_from": st.sampled_from(["out", "residual", "exact_out", "probabilities"]),
+            "delta_from": st.sampled_from(
+                ["out", "residual", "exact_out", "recomputed", "probabilities"]
+            ),
             "gradient_scale_at": st.sampled_from(["products", "scores", "probabilities"]),
             "weights_scale": st.sampled_from([1.0, 3.0]),
             "row_sum_floor": st.sampled_from([0.0, 0.5]),

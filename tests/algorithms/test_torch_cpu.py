@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import pytest
@@ -97,29 +97,58 @@ class Call:
         gradients = torch.autograd.grad(out, leaves, self.inputs.grad_out)
         return AttentionResult(out.detach(), lse.detach(), *gradients)
 
+    def sizes(self) -> dict[str, Tensor]:
+        """The sizes of the terms that every result sums, fp64: what rounding is relative to, where
+        the sum itself may cancel (dP − δ is nothing but rounding where a row sees one key).
+        """
+        q, k, v, do = (x.double() for x in self.inputs)
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = q @ k.mT * scale
+        if self.causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            scores = scores.masked_fill(~self.mask, -math.inf)
+        elif self.mask is not None:
+            scores = scores + self.mask
+        p = scores.softmax(-1).nan_to_num(0.0)
+        dp = do.abs() @ v.abs().mT
+        ds = p * (dp + (dp * p).sum(-1, keepdim=True)) * scale
+        # an error of a score is one of its weight, as large as the score
+        lean = 1 + (q.abs() @ k.abs().mT * scale).amax(-1, keepdim=True) * 2**-10
+        sizes = {"out": (p * lean) @ v.abs(), "lse": lean.squeeze(-1)}
+        sizes |= {"grad_query": (ds * lean) @ k.abs(), "grad_key": (ds * lean).mT @ q.abs()}
+        sizes["grad_value"] = (p * lean).mT @ do.abs()
+        for name in ("grad_key", "grad_value"):
+            sizes[name] = sizes[name].unflatten(1, (-1, groups)).sum(2)
+        return sizes
+
 
 def bf16(seed: int = 0, **sizes: int) -> Inputs:
     return gaussian(seed, dtype=torch.bfloat16, **sizes)
 
 
-def assert_same(real: AttentionResult, ours: AttentionResult) -> None:
-    """Bit for bit where that is claimed; elsewhere most elements, and no more than rounding errors
-    between the rest.
+def assert_same(
+    call: Call, ours: AttentionResult | None = None, real: AttentionResult | None = None
+) -> None:
+    """Bit for bit where that is claimed; elsewhere (a processor with matrix units) most elements of
+    what does not cancel, and no more than bf16 rounding between the rest.
     """
+    real, ours = real or call.real(), ours or call.emulated()
     # The kernel stores 0 where a row is fully masked.
     masked = ours.lse == -math.inf
     assert bool((real.lse[masked] == 0).all())
-    ours = AttentionResult(
-        ours.out, ours.lse.masked_fill(masked, 0.0), ours.grad_query, ours.grad_key, ours.grad_value
-    )
+    ours = replace(ours, lse=ours.lse.masked_fill(masked, 0.0))
+    sizes = {} if bits_expected() else call.sizes()
     for match in compare(real, ours):
         if bits_expected():
             assert match.identical == match.elements, match
-        else:
-            print(match)
-            distance = relative_error(getattr(ours, match.tensor), getattr(real, match.tensor))
-            assert match.fraction > (0 if match.tensor == "lse" else 0.4), match
-            assert distance < 0.01, (match, distance)
+            continue
+        a, b = (getattr(result, match.tensor).double() for result in (real, ours))
+        assert match.fraction > 0.4 or match.tensor not in ("out", "grad_value"), match
+        assert (a - b).norm() <= 2**-7 * sizes[match.tensor].norm(), match
 
 
 def identical(real: AttentionResult, ours: AttentionResult) -> dict[str, float]:
@@ -131,7 +160,7 @@ def identical(real: AttentionResult, ours: AttentionResult) -> dict[str, float]:
 def test_bits_over_lengths_and_head_dimensions(length, causal):
     for dim in (16, 32, 48, 64, 80, 128):
         call = Call(bf16(dim, heads=2 if length < 768 else 1, length=length, dim=dim), causal)
-        assert_same(call.real(), call.emulated())
+        assert_same(call)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +188,7 @@ def test_bits_over_batches_groups_and_unequal_lengths(
     }
     for causal in (False, True):
         call = Call(bf16(1, **sizes, dim=dim), causal)
-        assert_same(call.real(), call.emulated())
+        assert_same(call)
 
 
 def masks(n_q: int, n_k: int) -> dict[str, Tensor]:
@@ -187,14 +216,14 @@ def masks(n_q: int, n_k: int) -> dict[str, Tensor]:
 def test_bits_with_masks(kind, length, key_length):
     inputs = bf16(3, batch=2, heads=4, key_heads=2, length=length, key_length=key_length, dim=48)
     call = Call(inputs, mask=masks(length, key_length)[kind])
-    assert_same(call.real(), call.emulated())
+    assert_same(call)
 
 
 @pytest.mark.parametrize("scale", [0.37, 5.3])
 @pytest.mark.parametrize("length", [1, 97, 545])
 def test_bits_with_another_scale(scale, length):
     call = Call(bf16(4, heads=3, length=length, key_length=length + 2, dim=80), scale=scale)
-    assert_same(call.real(), call.emulated())
+    assert_same(call)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 1e3, 1e10])
@@ -205,7 +234,7 @@ def test_bits_with_tiny_and_huge_inputs(size):
             inputs._replace(**{name: (getattr(inputs, name).float() * size).bfloat16()}),
             causal=True,
         )
-        assert_same(call.real(), call.emulated())
+        assert_same(call)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +269,7 @@ def test_bits_of_drawn_shapes(length, key_length, fours, heads, batch, causal, s
         "key_length": key_length,
     }
     call = Call(bf16(seed, **sizes, dim=4 * fours), causal)
-    assert_same(call.real(), call.emulated())
+    assert_same(call)
 
 
 def test_bits_of_the_public_function():
@@ -248,11 +277,12 @@ def test_bits_of_the_public_function():
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
-    ours = Call(inputs, causal=True).emulated()
+    call = Call(inputs, causal=True)
+    ours = call.emulated()
     real = AttentionResult(
         out.detach(), ours.lse, *torch.autograd.grad(out, leaves, inputs.grad_out)
     )
-    assert_same(real, ours)
+    assert_same(call, ours, real)
 
 
 @pytest.mark.parametrize("length", [77, 333, 800])
@@ -263,7 +293,7 @@ def test_bits_do_not_depend_on_the_callers_threads(length):
     ours = call.emulated()
     assert torch.get_num_threads() == 2
     assert all(share == 1 for share in identical(alone, ours).values())
-    assert_same(call.real(), ours)
+    assert_same(call, ours)
 
 
 def test_the_callers_threads_come_back_after_an_error():

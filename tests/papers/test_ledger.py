@@ -30,7 +30,8 @@ COVERED = [
     "A2",
     "A3",
     "A4",
-    "A5",
+    "A5a",
+    "A5b",
     "A6",
     "A7",
     "A8",
@@ -112,7 +113,23 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
             {"language, δ from dP∘P": 1},
         ],
     ),
-    "A5": (
+    "A5a": (
+        {
+            "task, stock failed": 1,
+            "task, O = PV in the backward pass failed": 0,
+            "task drifts": 0,
+            "language, everywhere": 1,
+            "language, O = PV in the backward pass": 0,
+        },
+        [
+            {"task, stock failed": 2 / 3},
+            {"task, O = PV in the backward pass failed": 1 / 3},
+            {"task drifts": 1},
+            {"language, everywhere": 0},
+            {"language, O = PV in the backward pass": 1},
+        ],
+    ),
+    "A5b": (
         {
             "task, stock failed": 1,
             "task, fp32 O for δ failed": 0,
@@ -336,7 +353,9 @@ def verdict_of(identifier: str, figures: dict[str, float]) -> str:
 
 def test_the_ledger_is_whole_and_in_order() -> None:
     wanted = (
-        [f"A{i}" for i in range(1, 21)]
+        [f"A{i}" for i in range(1, 5)]
+        + ["A5a", "A5b"]
+        + [f"A{i}" for i in range(6, 21)]
         + [f"B{i}" for i in range(1, 11)]
         + ["C1"]
         + [f"D{i}" for i in range(1, 13)]

@@ -162,8 +162,8 @@ class Rows:
 
 
 class Delta:
-    """δ − dLSE, row by row: δ is rowsum(dO ∘ O), or rowsum(dP ∘ P) at the cost of one more pass
-    over the tiles.
+    """δ − dLSE, row by row: δ is rowsum(dO ∘ O); or rowsum(dP ∘ P) or rowsum(dO ∘ P V) with the
+    backward pass's own P, at the cost of one more pass over the tiles.
     """
 
     def __init__(
@@ -182,7 +182,10 @@ class Delta:
             # or NaN.
             self.grad_lse = torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(do.dtype))
         if problem.recipe.delta_from != "probabilities":
-            self.delta = step("delta", row_sum(step("delta_products", do * saved.out_for_delta)))
+            out = saved.out_for_delta
+            if problem.recipe.delta_from == "recomputed":
+                out = self._recomputed(problem, rows_of)
+            self.delta = step("delta", row_sum(step("delta_products", do * out)))
         elif len(problem.row_tiles()) > 1 or len(problem.col_tiles()) > 1:
             self.delta = step("delta", self._summed(problem, saved, rows_of, do))
 
@@ -201,6 +204,18 @@ class Delta:
         if self.delta is None:
             self.delta = self.step("delta", self._summed(rows_of.problem, self.saved, rows_of, do))
         return self.delta if self.grad_lse is None else self.delta - self.grad_lse
+
+    def _recomputed(self, problem: Problem, rows_of: Rows) -> Tensor:
+        """O = P V `[B, H, N_q, D_v]` of the P that dS takes, in the compute dtype (Qiu & Yao, 3.2).
+        It sums to 1 as that P does, not as the forward pass's did.
+        """
+        out = problem.value.new_zeros(*problem.query.shape[:3], problem.value.shape[3])
+        for rows in problem.row_tiles():
+            for cols in problem.col_tiles():
+                if not problem.mask.hides(rows, cols):
+                    p = problem.kept(rows_of.probabilities(rows, cols)[0], rows, cols)
+                    out[:, :, rows] += product(p, problem.value[:, :, cols], self.step)
+        return out if problem.dropout is None else out * problem.dropout.scale
 
     def _summed(self, problem: Problem, saved: Saved, rows_of: Rows, do: Tensor) -> Tensor:
         step = self.step

@@ -360,6 +360,7 @@ def _check(problem: Problem) -> None:
         accepted, got = getattr(TORCH_CPU_FLASH, name), getattr(problem.recipe, name)
         if got != accepted:
             raise ValueError(f"{name}={got!r}: accepted is {accepted!r} with algorithm='torch_cpu'")
-    if problem.recipe.delta_from == "probabilities":
+    delta_from = problem.recipe.delta_from
+    if delta_from in ("probabilities", "recomputed"):
         accepted = "accepted are 'out', 'exact_out' and 'residual' with algorithm='torch_cpu'"
-        raise ValueError(f"delta_from='probabilities': {accepted}")
+        raise ValueError(f"delta_from={delta_from!r}: {accepted}")

@@ -31,6 +31,7 @@ RUNGS: dict[str, Recipe] = {
     for recipe in (
         _STOCK,
         _replaced("dP∘P", "delta-dP.P"),
+        _replaced("O = PV in the backward pass", "delta-recomputed-O"),
         _replaced("fp32 O for δ", "delta-exact-O"),
         _replaced("fp32 O", "O-fp32"),
         _replaced("residual", "residual"),
@@ -38,6 +39,7 @@ RUNGS: dict[str, Recipe] = {
         _replaced("residual+row_sum+weights", "residual", "row-sum", "weights"),
         BF16_HALFULP.with_(name="halfulp", **TILES),
         BF16_AUTHORS.with_(name="authors", **TILES),
+        BF16_AUTHORS.with_(name="authors+O=PV", delta_from="recomputed", **TILES),
         BF16_PAPER_STABILIZED.with_(name="authors+softmax", **TILES),
         _replaced("stock+softmax", "softmax"),
     )

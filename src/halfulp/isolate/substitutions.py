@@ -186,6 +186,14 @@ OPERATIONS: tuple[Operation, ...] = (
         tensor="out",
     ),
     Operation(
+        "delta-recomputed-O",
+        "δ from O recomputed as P V in the backward pass, in fp32",
+        "an O in δ that the backward pass's own weights do not give",
+        (("delta_from", "recomputed"),),
+        "δ",
+        tensor="out",
+    ),
+    Operation(
         "accumulator-fp32",
         "Ō accumulated in fp32",
         "the rounding of Ō",

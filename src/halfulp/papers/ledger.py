@@ -41,8 +41,8 @@ _TOPICS = (
 )
 
 
-def _order(claim: Claim) -> tuple[str, int]:
-    return claim.group, int(re.sub(r"\D", "", claim.id))
+def _order(claim: Claim) -> tuple[str, int, str]:
+    return claim.group, int(re.sub(r"\D", "", claim.id)), claim.id
 
 
 CLAIMS: tuple[Claim, ...] = tuple(
@@ -85,11 +85,15 @@ def selected(ids: Iterable[str]) -> tuple[Claim, ...]:
     """Return the claims with these ids, in the ledger's order; raises ValueError for one that is
     not there.
     """
-    known = {claim.id: claim for claim in CLAIMS}
-    wanted = [identifier.strip().upper() for identifier in ids]
-    for identifier in wanted:
-        if identifier not in known:
-            raise ValueError(f"claim={identifier!r}: accepted are {', '.join(known)}")
+    known = [claim.id for claim in CLAIMS]
+    wanted = set[str]()
+    for given in ids:
+        # "a5" means both halves, A5a and A5b
+        asked = re.compile(re.escape(given.strip()) + "[a-z]?", re.IGNORECASE)
+        found = {identifier for identifier in known if asked.fullmatch(identifier)}
+        if not found:
+            raise ValueError(f"claim={given!r}: accepted are {', '.join(known)}")
+        wanted |= found
     return tuple(claim for claim in CLAIMS if claim.id in wanted)
 
 

@@ -24,7 +24,7 @@ Base = Literal["e", "2"]
 Exponential = Literal["direct", "split"]
 RowSumFrom = Literal["exact", "rounded"]
 BackwardWeights = Literal["lse", "maximum", "rounded"]
-DeltaFrom = Literal["out", "residual", "exact_out", "probabilities"]
+DeltaFrom = Literal["out", "residual", "exact_out", "recomputed", "probabilities"]
 InputScaling = Literal["none", "tensor"]
 LseFrom = Literal["row_sum", "exact"]
 DivisorFrom = Literal["row_sum", "lse", "balanced"]
@@ -130,7 +130,9 @@ class Recipe:
     row_sum_from: RowSumFrom = "exact"  # l from the weights before or after rounding
     # P = exp(S − lse), exp(S − m)/l, or the rounded weights / l
     backward_weights: BackwardWeights = "lse"
-    delta_from: DeltaFrom = "out"  # what δ is computed from
+    # rowsum(dO ∘ ·) of O as stored, with its residual, before rounding, or recomputed as P V in the
+    # backward pass; or rowsum(dP ∘ P)
+    delta_from: DeltaFrom = "out"
     # the residual of O in n bits, scaled by half an ulp of O; None: as a float
     residual_bits: int | None = None
     # tensor: inputs are scaled to the format's maximum around the rounding
