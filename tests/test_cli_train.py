@@ -88,7 +88,7 @@ def same(one, two):
         (["minutes", "--out", "run", "--steps", "many"], "steps='many': accepted is an integer"),
         (
             ["minutes", "--out", "run", "--attention", "torch:fast"],
-            "attention='torch:fast': accepted are torch, ",
+            "attention='torch:fast': accepted is a built-in name",
         ),
         (
             ["minutes", "--out", "run", "--attention", "layer 7: torch"],

@@ -160,7 +160,7 @@ def test_every_round_has_another_order_and_every_kernel_once(monkeypatch) -> Non
         ({"device": "mars"}, "device='mars'"),
         ({"settings": [Setting((1, 1, 2**34, 64))]}, "does not fit into memory"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
-        ({"kernels": ["nothing"]}, "target='nothing'"),
+        ({"kernels": ["nothing"]}, "kernel='nothing'"),
         ({"kernels": ["flash_attn"]}, "kernel='flash_attn'"),
     ],
 )

@@ -18,7 +18,6 @@ from halfulp.isolate.substitutions import (
     bits_of,
     cells_of,
     changed,
-    emulations,
     halfulp_like,
     in_cells,
     only,
@@ -43,6 +42,7 @@ from halfulp.recipes import (
 from halfulp.recipes import (
     FP32 as FP32_RECIPE,
 )
+from halfulp.targets import emulations
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, LayerTask, Pictures, RunConfig
 
@@ -180,6 +180,9 @@ def test_only_recipes_that_round_are_changed() -> None:
         ),
         ("torch:flash", "cuda:1", ("BF16_FLASH2",)),
         ("torch:math", "cpu", ("BF16_STANDARD_CPU", "BF16_STANDARD")),
+        ("flash2", "cpu", ("BF16_FLASH2",)),
+        ("halfulp", "cpu", ("BF16_HALFULP",)),
+        ("halfulp:cpu:stock", "cpu", ("BF16_FLASH2",)),
         ("kernel.py:attention", "cpu", ("BF16_FLASH2",)),
     ],
 )

@@ -50,7 +50,8 @@ def test_names_lead_to_the_kernel_they_name() -> None:
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        ("torch:fast", "accepted are torch, torch:fp32"),
+        ("torch:fast", "did you mean 'torch:flash'?"),
+        ("flex", "FlexAttention has no backward pass on a CPU; accepted is a kernel that has one"),
         ("nothing", "attention='nothing'"),
         ("BF16_FLASH2[out=]", "format=''"),
         ("BF16_FLASH2[mass=3]", "mass='3'"),

@@ -36,9 +36,9 @@ def bench(
     2: a kernel that was named cannot be timed.
 
     Args:
-        kernels: Names of `halfulp ls targets`, file.py:function, or halfulp:stock and
-            halfulp:exact_delta, our kernel with another recipe; every one that runs here by
-            default. sdpa is the baseline and always takes part.
+        kernels: Names of `halfulp ls targets`, file.py:function, or module:function; every kernel
+            that runs here, but emulations, by default. sdpa is the baseline and always takes
+            part.
         shapes: B,H,N,D in elements, with ",causal" where wanted; three sizes, causal and not, by
             default.
         dtype: Of query, key, value and their gradients.

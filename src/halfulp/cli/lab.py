@@ -52,8 +52,8 @@ def train(
         resume: Folder of a run to go on with, from its last checkpoint; its own configuration
             holds.
         attention: Who computes attention: torch:flash, torch:math, torch:fp32, halfulp, a recipe,
-            or file.py:function. Given again with a place, such as "layer 1 head 2,5: torch:math",
-            it holds there alone.
+            file.py:function, or another name of `halfulp ls targets`. Given again with a place,
+            such as "layer 1 head 2,5: torch:math", it holds there alone.
         steps: Steps to train.
         seed: Of weights, data and their order.
         data: synthetic, english, or a token file that `halfulp tokens` wrote.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.attention import attention, emulate, golden
+from halfulp.attention import emulate, golden
 from halfulp.experiments.bench_result import (
     BASELINE,
     GEMM,
@@ -36,7 +36,6 @@ from halfulp.targets import Target, builtin_targets, check_device, resolve
 
 __all__ = ["SHAPES", "BenchResult", "Setting", "Timing", "bench"]
 
-OWN_RECIPES = ("stock", "exact_delta", "published")
 SHAPES = ((1, 12, 1024, 64), (1, 8, 2048, 64), (4, 12, 256, 64))
 """B, H, N, D of self-attention that is measured by default."""
 # compile for every shape, or are another name of the same kernel
@@ -61,9 +60,8 @@ def bench(
     of its format.
 
     Args:
-        kernels: audit targets (`halfulp ls targets`) and "halfulp:stock", "halfulp:exact_delta",
-            "halfulp:published", our kernel with another recipe; all that run here if empty. The
-            baseline, "sdpa", always takes part.
+        kernels: any name of a kernel (`halfulp ls targets`); all that run here, but emulations, if
+            empty. The baseline, "sdpa", always takes part.
         settings: sizes; `SHAPES`, causal and not, if empty.
         dtype: bfloat16 or float16.
         rounds: timed rounds after the warm-up, at least 6.
@@ -269,7 +267,7 @@ def _distance(x: Tensor, exact: Tensor) -> float:
 def _choose(kernels: Sequence[str]) -> tuple[dict[str, Target], dict[str, str]]:
     """The kernels to time, the baseline first, and those that were left out with the reason."""
     if kernels:
-        chosen = {name: _named(name) for name in dict.fromkeys([BASELINE, *kernels])}
+        chosen = {name: resolve(name, "kernel") for name in dict.fromkeys([BASELINE, *kernels])}
         for name, target in chosen.items():
             if target.missing is not None:
                 raise ValueError(
@@ -279,7 +277,6 @@ def _choose(kernels: Sequence[str]) -> tuple[dict[str, Target], dict[str, str]]:
     known = {
         t.name: t for t in builtin_targets() if not t.name.startswith(("recipe:", "transformers:"))
     }
-    known |= {f"halfulp:{recipe}": _own(recipe) for recipe in OWN_RECIPES}
     skipped = {name: t.missing for name, t in known.items() if t.missing is not None}
     skipped |= {
         name: "compiles for every shape; name it to time it"
@@ -288,20 +285,6 @@ def _choose(kernels: Sequence[str]) -> tuple[dict[str, Target], dict[str, str]]:
     }
     chosen = {name: t for name, t in known.items() if name not in skipped}
     return {BASELINE: chosen.pop(BASELINE), **chosen}, skipped
-
-
-def _named(name: str) -> Target:
-    recipe = name.removeprefix("halfulp:")
-    return _own(recipe) if name.startswith("halfulp:") and recipe in OWN_RECIPES else resolve(name)
-
-
-def _own(recipe: str) -> Target:
-    def call(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-        return attention(query, key, value, is_causal=is_causal, scale=scale, recipe=recipe)
-
-    return Target(
-        f"halfulp:{recipe}", call, frozenset(), f"halfulp.attention with the recipe {recipe}"
-    )
 
 
 def _draw(setting: Setting, dtype: torch.dtype, device: str) -> list[Tensor]:

@@ -24,7 +24,6 @@ from halfulp.isolate.substitutions import (
     Place,
     bits_of,
     changed,
-    emulations,
     halfulp_like,
     in_cells,
     is_recipe,
@@ -36,6 +35,7 @@ from halfulp.isolate.substitutions import (
     with_bits,
 )
 from halfulp.recipes import Recipe, recipe_named
+from halfulp.targets import emulations
 from halfulp.training.config import Language, LayerTask
 
 HALFULP, TILING = "halfulp", "block-N"

@@ -20,7 +20,8 @@ import torch
 
 from halfulp.attention import emulate
 from halfulp.formats import BF16, FP32, FP64, Format
-from halfulp.recipes import BF16_HALFULP, Recipe, Shift, recipe_named, recipe_text
+from halfulp.recipes import BF16_HALFULP, Recipe, Shift, recipe_text
+from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, LayerTask, Pictures, RunConfig, WorkloadConfig
 
@@ -30,16 +31,7 @@ Cells: TypeAlias = Mapping[Place, str]
 """The attention of every head of every layer."""
 
 EXACT = "torch:fp32"
-_EXACT = {EXACT, "FP32", "FP64"}
-
-# The stock kernel's algorithm with the structure of PyTorch's CPU kernel: its block of keys and its
-# bf16 gradient sums.
-_CPU_LIKE = "BF16_FLASH2[block_query=32,block_key=512,grad_accumulator=bf16]"
-_EMULATIONS: dict[str, tuple[str, ...]] = {
-    "torch:math": ("BF16_STANDARD_CPU", "BF16_STANDARD"),
-    "cpu": ("TORCH_CPU_FLASH", _CPU_LIKE),
-    "": ("BF16_FLASH2",),
-}
+_EXACT = {"sdpa:fp32", "recipe:FP32", "recipe:FP64"}  # canonical names
 
 
 def places(workload: WorkloadConfig) -> tuple[int, int]:
@@ -61,11 +53,7 @@ def cells_of(config: RunConfig) -> dict[Place, str]:
 
 def suspects(cells: Cells) -> frozenset[Place]:
     """Return the heads whose attention is not in fp32 or better."""
-    return frozenset(
-        place
-        for place, choice in cells.items()
-        if choice.strip().upper() not in map(str.upper, _EXACT)
-    )
+    return frozenset(place for place, choice in cells.items() if canonical(choice) not in _EXACT)
 
 
 def plan_of(cells: Cells) -> AttentionPlan:
@@ -117,25 +105,12 @@ def only(cells: Cells, kept: Iterable[Place]) -> dict[Place, str]:
     return {place: choice if place in left else EXACT for place, choice in cells.items()}
 
 
-def emulations(choice: str, device: str) -> tuple[str, ...]:
-    """Return the recipes to try in the place of a kernel, the likest first; a recipe stands for
-    itself.
-    """
-    if is_recipe(choice):
-        return (choice,)
-    if choice in _EMULATIONS:
-        return _EMULATIONS[choice]
-    cpu = choice in ("torch", "torch:flash") and torch.device(device).type == "cpu"
-    return _EMULATIONS["cpu" if cpu else ""]
-
-
 def is_recipe(choice: str) -> bool:
     """Whether a choice of attention is the text of a recipe."""
     try:
-        _named(choice)
+        return recipe_in(choice) is not None
     except ValueError:
         return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -342,7 +317,9 @@ def _rounds(recipe: Recipe, step: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _named(choice: str) -> Recipe:
-    return recipe_named(choice)
+    recipe = recipe_in(choice)
+    assert recipe is not None
+    return recipe
 
 
 @lru_cache(maxsize=512)

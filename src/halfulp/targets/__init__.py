@@ -4,7 +4,8 @@ signature.
 
 from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.calling import check_device, one_line, run_target
-from halfulp.targets.dialect import resolve
+from halfulp.targets.dialect import canonical, recipe_in, resolve
+from halfulp.targets.emulation import emulations
 from halfulp.targets.target import Outcome, Target, UnsupportedError
 
 __all__ = [
@@ -12,8 +13,11 @@ __all__ = [
     "Target",
     "UnsupportedError",
     "builtin_targets",
+    "canonical",
     "check_device",
+    "emulations",
     "one_line",
+    "recipe_in",
     "resolve",
     "run_target",
 ]

@@ -7,11 +7,10 @@ wrong kernel is worse than none.
 
 from __future__ import annotations
 
-from halfulp.ops.dispatch import BACKENDS
 from halfulp.recipes import RECIPES
 from halfulp.targets.flash_attention import FLASH_ATTN, flash_attn_target
 from halfulp.targets.flex import flex_targets
-from halfulp.targets.own_kernels import halfulp_target, recipe_target
+from halfulp.targets.own_kernels import halfulp_targets, recipe_target
 from halfulp.targets.sdpa import sdpa_targets
 from halfulp.targets.target import Target
 from halfulp.targets.transformers_layer import TRANSFORMERS, transformers_target
@@ -23,7 +22,7 @@ def builtin_targets() -> tuple[Target, ...]:
         *sdpa_targets(),
         *flex_targets(),
         *map(flash_attn_target, FLASH_ATTN),
-        *(halfulp_target(backend) for backend in (None, *BACKENDS)),
+        *halfulp_targets(),
         *map(transformers_target, TRANSFORMERS),
         *(recipe_target(recipe) for recipe in RECIPES.values()),
     )

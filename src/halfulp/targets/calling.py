@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms import AttentionResult
+from halfulp.targets.signature import OPTIONAL
 from halfulp.targets.target import Outcome, Target, UnsupportedError
 
 MODIFIES = "modifies its inputs"
@@ -32,11 +33,10 @@ def run_target(
     *,
     is_causal: bool,
     scale: float | None,
-    attn_mask: Tensor | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Outcome:
     """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its
-    gradients by autograd.
+    gradients by autograd. `options` are those of `signature.OPTIONAL` that are asked for.
 
     NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the
     forward pass are the target's way to refuse arguments (kind "unsupported"); any other exception,
@@ -45,14 +45,13 @@ def run_target(
     """
     if target.missing is not None:
         return Outcome(None, target.missing, "unsupported")
-    options: dict[str, Any] = {"attn_mask": attn_mask} if attn_mask is not None else {}
-    options |= {"enable_gqa": True} if enable_gqa else {}
+    options = {name: x for name, x in options.items() if isinstance(x, Tensor) or x}
     for name in options:
+        assert name in OPTIONAL, name
         if name not in target.accepts:
             return Outcome(None, f"does not take {name}", "unsupported")
-    given = {"query": query, "key": key, "value": value} | (
-        {} if attn_mask is None else {"attn_mask": attn_mask}
-    )
+    given = {"query": query, "key": key, "value": value}
+    given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
     lent = {name: x.detach().clone() for name, x in given.items()}
     if grad_out is not None:
         given["grad_out"], lent["grad_out"] = grad_out, grad_out.detach().clone()
@@ -75,8 +74,7 @@ def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> O
     with torch.set_grad_enabled(differentiate):
         read = [x.clone() for x in leaves]
     lent |= {f"{name}/read": x for name, x in zip(("query", "key", "value"), read, strict=True)}
-    if "attn_mask" in options:
-        options = options | {"attn_mask": lent["attn_mask"]}
+    options = options | {name: lent[name] for name in options if name in lent}
     try:
         with torch.set_grad_enabled(differentiate):
             returned = target.call(*read, **options)

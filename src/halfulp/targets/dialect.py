@@ -1,20 +1,24 @@
-"""Which attention implementations can be audited, and how a name on the command line becomes
-one.
+"""One dialect for naming a kernel: whatever audits, trains, isolates, times or watches attention
+reads names here.
+
+"torch" and "torch:flash" are other names of "sdpa" and "sdpa:flash", a recipe alone of
+"recipe:NAME", and an algorithm alone of the recipe that stands for it. Reading a name runs nobody's
+code but a user's own module or file, and that only in `resolve`.
 """
 
 from __future__ import annotations
 
 import difflib
 
-from halfulp.recipes import RECIPES
+from halfulp.ops import BACKENDS, KERNEL_RECIPES
+from halfulp.recipes import RECIPES, Recipe, recipe_named
 from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.loading import load
-from halfulp.targets.own_kernels import recipe_target
+from halfulp.targets.own_kernels import halfulp_named, recipe_target
 from halfulp.targets.target import Target
 from halfulp.targets.transformers_layer import transformers_target
 
 ALGORITHM_RECIPES = {
-    "halfulp": "BF16_HALFULP",
     "standard": "BF16_STANDARD",
     "flash1": "BF16_FLASH1",
     "flash2": "BF16_FLASH2",
@@ -22,33 +26,92 @@ ALGORITHM_RECIPES = {
 }
 """The recipe that stands for an algorithm named alone."""
 
-_ACCEPTED = (
-    "a built-in name (`halfulp ls targets`), 'recipe:NAME', 'module:function' or 'file.py:function'"
+FAMILIES = ("sdpa", "torch", "flex", "eager", "flash_attn", "halfulp", "recipe", "transformers")
+"""What stands before a colon in a built-in name, where it is never a module's name."""
+
+ACCEPTED = (
+    "a built-in name (`halfulp ls targets`), a recipe such as BF16_FLASH2[out=fp32],"
+    " 'module:function' or 'file.py:function'"
 )
 
 
-def resolve(name: str) -> Target:
+def canonical(name: str) -> str:
+    """The one spelling of a built-in name; any other name as it is.
+
+    Runs and loads nothing. "torch:flash" → "sdpa:flash", "bf16_flash2" → "recipe:BF16_FLASH2",
+    "halfulp:stock:cpu" → "halfulp:cpu:stock".
+    """
+    name = name.strip()
+    try:
+        recipe = recipe_in(name)
+    except ValueError:
+        return name
+    if recipe is not None:
+        return f"recipe:{recipe.name}"
+    family, colon, rest = name.partition(":")
+    if family == "torch":
+        return f"sdpa{colon}{rest}"
+    own = halfulp_named(rest.split(":")) if family == "halfulp" and colon else None
+    return name if own is None else own.name
+
+
+def recipe_in(name: str) -> Recipe | None:
+    """The recipe that a name is the text of, "recipe:" before it or not; None: it is no recipe's.
+
+    Raises:
+        ValueError: it begins like a recipe's, and a field or value in the brackets is not known.
+    """
+    bare = name.strip().removeprefix("recipe:").strip()
+    base = bare.partition("[")[0].strip()
+    base = ALGORITHM_RECIPES.get(base.lower(), base)
+    if base == "halfulp" and name.strip() != bare:
+        base = "BF16_HALFULP"
+    if base.upper() not in RECIPES:
+        return None
+    return recipe_named(f"{base}{bare[bare.find('[') :] if '[' in bare else ''}")
+
+
+def resolve(name: str, argument: str = "target") -> Target:
     """The target of that name.
 
-    Accepted are built-in names, "recipe:NAME", a recipe or algorithm name alone,
-    "transformers:NAME", "module:function" and "file.py:function". Raises ValueError, one line, with
-    what is accepted and the closest name.
+    Accepted are built-in names, recipes ("recipe:NAME", a recipe or algorithm alone, with changes
+    in brackets), "halfulp" with a backend, a kernel recipe or both ("halfulp:cpu:stock"),
+    "transformers:NAME", "module:function" and "file.py:function". Whether it can run here its
+    `missing` says. Raises ValueError, one line that names the `argument`, with what is accepted and
+    the closest name.
     """
-    builtin = {target.name: target for target in builtin_targets()}
-    if name in builtin:
-        return builtin[name]
-    bare = name.removeprefix("recipe:")
-    recipe = ALGORITHM_RECIPES.get(bare.lower(), bare.upper())
-    if recipe in RECIPES:
-        return recipe_target(RECIPES[recipe])
-    family, _, rest = name.partition(":")
+    try:
+        recipe = recipe_in(name)
+    except ValueError as error:
+        raise ValueError(f"{argument}={name!r}: {error}") from None
+    if recipe is not None:
+        return recipe_target(recipe)
+    spelled = canonical(name)
+    for target in builtin_targets():
+        if target.name == spelled:
+            return target
+    family, colon, rest = spelled.partition(":")
+    own = halfulp_named(rest.split(":")) if family == "halfulp" and colon else None
+    if own is not None:
+        return own
     if family == "transformers" and rest:
         return transformers_target(rest)
-    if ":" in name and not name.startswith(("recipe:", "sdpa:", "flex:")):
-        return load(name)
-    known = [*builtin, *RECIPES, *ALGORITHM_RECIPES]
-    close = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(
-        name.upper(), known, n=1
-    )
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"target={name!r}: accepted is {_ACCEPTED}{hint}")
+    if ":" in name and family not in FAMILIES:
+        try:
+            return load(name)
+        except ValueError as error:
+            raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
+    raise ValueError(f"{argument}={name!r}: accepted is {ACCEPTED}{_hint(name)}")
+
+
+def _hint(name: str) -> str:
+    """The nearest name, if any is near."""
+    builtin = [target.name for target in builtin_targets()]
+    torchs = [known.replace("sdpa", "torch") for known in builtin if known.startswith("sdpa")]
+    known = [*builtin, *torchs, *RECIPES, *ALGORITHM_RECIPES]
+    known += [f"halfulp:{backend}:{recipe}" for backend in BACKENDS for recipe in KERNEL_RECIPES]
+    for spelled in (name, name.upper(), name.lower()):
+        close = difflib.get_close_matches(spelled, known, n=1)
+        if close:
+            return f"; did you mean {close[0]!r}?"
+    return ""

@@ -28,8 +28,15 @@ def flash_attn_target(name: str) -> Target:
     text, modules = FLASH_ATTN[name]
 
     def call(
-        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None, **_: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool = False,
     ) -> Any:
+        del enable_gqa  # its heads group themselves
         function = importlib.import_module(next(filter(installed, modules))).flash_attn_func
         same_lengths(query, key, is_causal)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from halfulp.targets.target import BOTH, Target, installed
 
+_UNSEEN = "its masks and changes of scores are code, which no figure can be computed from"
+
 
 def flex_targets() -> tuple[Target, ...]:
     """FlexAttention both ways."""
@@ -25,10 +27,24 @@ def flex_targets() -> tuple[Target, ...]:
         "torch FlexAttention through torch.compile: some seconds for every new shape (no gradients,"
         " no lse on a CPU)"
     )
+    here = no_gradients()
     return (
-        Target("flex", _flex, BOTH, plain),
-        Target("flex:compiled", _flex_compiled, BOTH, compiled, _cannot_compile()),
+        Target("flex", _flex, BOTH, plain, forward_only=here, unseen=_UNSEEN),
+        Target(
+            "flex:compiled",
+            _flex_compiled,
+            BOTH,
+            compiled,
+            _cannot_compile(),
+            forward_only=here,
+            unseen=_UNSEEN,
+        ),
     )
+
+
+def no_gradients() -> str | None:
+    """Why FlexAttention gives no gradients here; None: it does."""
+    return None if torch.cuda.is_available() else "FlexAttention has no backward pass on a CPU"
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

@@ -15,17 +15,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.targets.target import BOTH, NO_CUDA, Target, UnsupportedError
 
+TAKES = BOTH | {"dropout_p"}
+
 
 def sdpa_targets() -> tuple[Target, ...]:
     """PyTorch's own choice, its backends one by one, and attention written out."""
     chosen = Target(
         "sdpa",
         _sdpa(None),
-        BOTH,
+        TAKES,
         "torch.nn.functional.scaled_dot_product_attention, PyTorch's own choice of backend",
+        layer=functional.scaled_dot_product_attention,
+    )
+    in_fp32 = Target(
+        "sdpa:fp32",
+        _in_fp32,
+        TAKES,
+        "scaled_dot_product_attention on operands cast to float32, its result cast back",
+        layer=_in_fp32,
     )
     backends = (
-        Target(f"sdpa:{name}", _sdpa(backend), BOTH, text, missing)
+        Target(f"sdpa:{name}", _sdpa(backend), TAKES, text, missing)
         for name, backend, text, missing in _sdpa_backends()
     )
     eager = Target(
@@ -33,8 +43,9 @@ def sdpa_targets() -> tuple[Target, ...]:
         _eager,
         BOTH,
         "softmax(q @ k.mT * scale) @ v in the input's dtype, the softmax in fp32",
+        unseen="it is written out in matrix products, which are no call of a function",
     )
-    return (chosen, *backends, eager)
+    return (chosen, *backends, in_fp32, eager)
 
 
 def _sdpa_backends() -> list[tuple[str, SDPBackend, str, str | None]]:
@@ -77,6 +88,17 @@ def _sdpa(backend: SDPBackend | None) -> Callable[..., Any]:
                 raise
 
     return call
+
+
+def _in_fp32(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    mask = options.get("attn_mask")
+    if mask is not None and mask.is_floating_point():
+        options["attn_mask"] = mask.float()
+    with torch.autocast(query.device.type, enabled=False):
+        out = functional.scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), **options
+        )
+    return out.to(query.dtype)
 
 
 def _eager(

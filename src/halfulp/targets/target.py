@@ -1,5 +1,5 @@
-"""A target: an attention kernel that we did not write, under one signature, and what one call of it
-gave.
+"""A target: an attention kernel under one signature, what it can be used for, and what one call of
+it gave.
 """
 
 from __future__ import annotations
@@ -7,18 +7,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 from halfulp.algorithms import AttentionResult
+from halfulp.targets.signature import OPTIONAL, Signature
 
-OPTIONAL = ("attn_mask", "enable_gqa")
-BOTH = frozenset(OPTIONAL)
-SIGNATURE = "f(query, key, value, *, is_causal, scale)"
+BOTH = frozenset({"attn_mask", "enable_gqa"})
+ALL = frozenset(OPTIONAL)
 NO_CUDA = "needs a CUDA device"
 
 
@@ -28,34 +27,51 @@ class UnsupportedError(NotImplementedError):
 
 @dataclass(frozen=True)
 class Target:
-    """A real attention implementation under audit."""
+    """An attention kernel by name, with what it can be used for."""
 
     name: str  # "sdpa:flash", "flex", "recipe:BF16_HALFULP", "pkg.mod:fn", "path/file.py:fn"
-    # (query, key, value, *, is_causal, scale, [attn_mask], [enable_gqa]) -> out or (out, lse)
+    # (query, key, value, *, is_causal, scale, [attn_mask], [window], ...) -> out or (out, lse)
     call: Callable[..., Any]
-    accepts: frozenset[str]  # which of {"attn_mask", "enable_gqa"} it takes
+    accepts: frozenset[str]  # which of `signature.OPTIONAL` it takes
     description: str  # one line for `halfulp ls targets`
     # why it cannot run here (None: it can), e.g. "flash_attn is not installed"
     missing: str | None = None
+    forward_only: str | None = None  # why it gives no gradients here (None: it does)
+    # the same for a layer in training, whose operands may be float32: out in query's dtype. None:
+    # they are cast to bf16 and out is cast back.
+    layer: Callable[..., Tensor] | None = field(default=None, repr=False)
+    # the function that models call and `halfulp.watch` taps; None: it is tapped without being named
+    function: Callable[..., Any] | None = field(default=None, repr=False)
+    unseen: str | None = None  # why `halfulp.watch` cannot look at its calls (None: it can)
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Target:
         """The target of a function `f(query, key, value, *, is_causal, scale, ...)` on `[B, H, N,
         D]` tensors.
 
-        Arguments the function does not take are never passed: asked for anyway (is_causal=True, a
-        scale other than 1/√D, a mask, GQA), the case is unsupported. Raises ValueError for what is
-        no such function.
+        Other people's names of the options (`causal`, `sm_scale`, `window_size`: see
+        `signature.SPELLINGS`) are understood. What the function does not take is never passed:
+        asked for anyway (is_causal=True, a scale other than 1/√D, a mask, GQA), the case is
+        unsupported. Raises ValueError for what is no such function, with the line that maps it.
         """
         name = _name_of(function) if name is None else name
-        taken = _keywords(function, name)
-        optional = frozenset(OPTIONAL) if taken is None else taken & frozenset(OPTIONAL)
+        signature = Signature.of(function, name)
+        signature.check(name)
         documented = (inspect.getdoc(function) or "").strip().split("\n")[0]
+
+        def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+            try:
+                spelled = signature.spelled(options, query.shape[-1])
+            except ValueError as error:
+                raise UnsupportedError(str(error)) from None
+            return function(query, key, value, **spelled)
+
         return cls(
             name,
-            _only_what_it_takes(function, taken),
-            optional,
+            call,
+            signature.accepts,
             documented or f"the function {name}",
+            function=function,
         )
 
 
@@ -69,53 +85,6 @@ class Outcome:
     kind: Literal["ok", "unsupported", "error"]
     # of a call that went through: "modifies its inputs", "not differentiable", warnings
     notes: tuple[str, ...] = ()
-
-
-def _keywords(function: Callable[..., Any], name: str) -> frozenset[str] | None:
-    """The keyword arguments a function takes besides its three tensors; None for any (**kwargs, or
-    no signature).
-    """
-    if isinstance(function, type) or not callable(function):
-        raise ValueError(
-            f"target={name!r}: is no function but {type(function).__name__}; accepted is"
-            f" {SIGNATURE}"
-        )
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        shown = ", ".join(p.name for p in parameters)
-        raise ValueError(f"target={name!r}: takes ({shown}); accepted is {SIGNATURE}")
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p in positional[3:])
-
-
-def _only_what_it_takes(
-    function: Callable[..., Any], taken: frozenset[str] | None
-) -> Callable[..., Any]:
-    def call(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None,
-        **options: Any,
-    ) -> Any:
-        if taken is None or "is_causal" in taken:
-            options["is_causal"] = is_causal
-        elif is_causal:
-            raise UnsupportedError("does not take is_causal")
-        if taken is None or "scale" in taken:
-            options["scale"] = scale
-        elif scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5):
-            raise UnsupportedError("does not take scale, and this one is not 1/√D")
-        return function(query, key, value, **options)
-
-    return call
 
 
 def _name_of(function: Callable[..., Any]) -> str:

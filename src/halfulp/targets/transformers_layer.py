@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfulp.targets.flash_attention import no_flash_attn, same_lengths
-from halfulp.targets.flex import for_flex, many_graphs
+from halfulp.targets.flex import for_flex, many_graphs, no_gradients
 from halfulp.targets.target import BOTH, Target, UnsupportedError, installed
 
 TRANSFORMERS = {
@@ -38,6 +38,11 @@ def transformers_target(name: str) -> Target:
     def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         return _transformers(name, query, key, value, **options)
 
+    unseen = {
+        "eager": "it is written out in matrix products, which are no call of a function",
+        "flex_attention": "its masks and changes of scores are code, which no figure can be"
+        " computed from",
+    }
     description = TRANSFORMERS.get(name, f"transformers' attention function {name!r}")
     return Target(
         f"transformers:{name}",
@@ -45,6 +50,8 @@ def transformers_target(name: str) -> Target:
         BOTH if masks else frozenset({"enable_gqa"}),
         description,
         missing,
+        forward_only=no_gradients() if name == "flex_attention" else None,
+        unseen=unseen.get(name),
     )
 
 

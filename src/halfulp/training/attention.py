@@ -2,8 +2,9 @@
 heads.
 
 Every choice is a line of text, so that a run folder can say it, a worker process can be told it,
-and a run can be repeated from its record: PyTorch's kernels ("torch:flash"), a recipe
-("BF16_FLASH2[out=fp32]"), or a function of the user's ("kernel.py:attention").
+and a run can be repeated from its record: any name of `halfulp.targets`, such as one of PyTorch's
+kernels ("torch:flash"), a recipe ("BF16_FLASH2[out=fp32]"), or a function of the user's
+("kernel.py:attention").
 """
 
 from __future__ import annotations
@@ -16,26 +17,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfulp.attention import emulate
-from halfulp.recipes import RECIPES, recipe_named
-from halfulp.targets import resolve
+from halfulp.targets import Target, resolve
 from halfulp.watch.taps import Tap
 
 AttentionFunction: TypeAlias = Callable[..., Tensor]
 """f(query, key, value, *, is_causal, scale) -> out, all `[B, H, N, D]`, out in query's dtype."""
-
-TORCH_BACKENDS = {
-    "torch:flash": SDPBackend.FLASH_ATTENTION,
-    "torch:math": SDPBackend.MATH,
-    "torch:efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "torch:cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-"""PyTorch's kernels; float32 inputs are read as bf16. "torch" leaves the choice to PyTorch,
-"torch:fp32" casts up.
-"""
 
 
 @dataclass(frozen=True)
@@ -144,36 +131,25 @@ def attention_function(
     """Return the function that a choice names.
 
     Args:
-        choice: "torch", "torch:fp32", one of `TORCH_BACKENDS`, a recipe (see
-            `halfulp.recipes.recipe_named`), "halfulp" (`halfulp.attention` in bf16; "halfulp:torch"
-            and so on for one backend), "module:function" or "file.py:function", or a name in `own`.
+        choice: any name that `halfulp.targets.resolve` knows of a kernel that has a backward pass,
+            or a name in `own`. PyTorch's kernels, halfulp's and the user's read float32 operands in
+            bf16; recipes, "sdpa" and "sdpa:fp32" take them as they are.
         own: functions of the caller's by name.
 
     Raises:
-        ValueError: there is no such thing, or it cannot run on this machine.
+        ValueError: there is no such thing, or it cannot run or be trained on this machine.
     """
     if own is not None and choice in own:
         return own[choice]
-    if choice == "torch":
-        return functional.scaled_dot_product_attention
-    if choice == "torch:fp32":
-        return _torch_fp32
-    if choice in TORCH_BACKENDS:
-        return partial(_torch_backend, TORCH_BACKENDS[choice])
-    if choice.partition("[")[0].strip().upper() in RECIPES:
-        return partial(emulate, recipe=recipe_named(choice))
-    if choice == "halfulp" or (":" in choice and not choice.startswith("torch:")):
-        target = resolve(choice)
-        if target.missing is not None:
-            raise ValueError(
-                f"attention={choice!r}: {target.missing}; accepted is one that runs here"
-            )
-        return partial(_out_of, target.call)
-    torchs = ", ".join(TORCH_BACKENDS)
-    accepted = (
-        f"torch, torch:fp32, {torchs}, halfulp, file.py:function, or a recipe: {', '.join(RECIPES)}"
-    )
-    raise ValueError(f"attention={choice!r}: accepted are {accepted}")
+    target = resolve(choice, "attention")
+    if target.missing is not None:
+        raise ValueError(f"attention={choice!r}: {target.missing}; accepted is one that runs here")
+    if target.forward_only is not None:
+        raise ValueError(
+            f"attention={choice!r}: cannot be trained: {target.forward_only}; accepted is a kernel"
+            " that has one, such as sdpa:math"
+        )
+    return partial(_out_of, target) if target.layer is None else target.layer
 
 
 class Attend(nn.Module):
@@ -247,33 +223,19 @@ def set_tap(model: nn.Module, tap: Tap | None) -> None:
             module.tap = tap
 
 
-def _torch_fp32(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    with torch.autocast(query.device.type, enabled=False):
-        out = functional.scaled_dot_product_attention(
-            query.float(), key.float(), value.float(), **options
-        )
-    return out.to(query.dtype)
-
-
-def _torch_backend(
-    backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, **options: Any
-) -> Tensor:
+def _out_of(target: Target, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Out of a kernel, read in bf16 as kernels are, without the lse that some return beside it."""
     half = query.dtype if query.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    with sdpa_kernel(backend):
-        out = functional.scaled_dot_product_attention(
-            query.to(half), key.to(half), value.to(half), **options
+    result = target.call(query.to(half), key.to(half), value.to(half), **options)
+    out = result[0] if isinstance(result, tuple | list) else result
+    if not isinstance(out, Tensor):
+        raise ValueError(
+            f"attention={target.name!r}: returns {type(out).__name__}; accepted is a tensor or"
+            " (out, lse)"
         )
-    return out.to(query.dtype)
-
-
-def _out_of(
-    call: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, **options: Any
-) -> Tensor:
-    """Out of a kernel of the user's, read in bf16 as kernels are, without the lse that some return
-    beside it.
-    """
-    half = query.dtype if query.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    result = call(query.to(half), key.to(half), value.to(half), **options)
-    out = result[0] if isinstance(result, tuple) else result
-    assert isinstance(out, Tensor)
+    if query.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
+        raise ValueError(
+            f"attention={target.name!r}: cannot be trained: its result carries no gradient;"
+            " accepted is a kernel that has a backward pass"
+        )
     return out.to(query.dtype)

@@ -21,7 +21,7 @@ def watch(
     *,
     folder: str | Path | None = None,
     on_alarm: Callable[[HeadAlarm], None] | None = None,
-    functions: Sequence[Callable[..., Any]] = (),
+    functions: Sequence[Callable[..., Any] | str] = (),
     eager: bool = False,
     start: int = 0,
 ) -> Watcher:
@@ -45,7 +45,7 @@ def watch(
             empty.
         on_alarm: called with every new alarm.
         functions: attention functions of your own to watch too, called like
-            `F.scaled_dot_product_attention`.
+            `F.scaled_dot_product_attention`, or their names ("kernel.py:attention").
         eager: take a model of `torch.compile`, and run its measured steps without the compiler;
             their bits are then those of the eager model.
         start: steps made before, for a run that goes on.

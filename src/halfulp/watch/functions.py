@@ -20,6 +20,8 @@ from torch import Tensor
 
 from halfulp.attention import attention, attention_varlen, patch
 from halfulp.attention.operands import causal, scale_of
+from halfulp.targets import resolve
+from halfulp.targets.signature import Signature
 
 _PATCH = sys.modules[patch.__module__]
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -122,6 +124,40 @@ def _asks(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
+def _own_form(function: Callable[..., Any]) -> Form:
+    """The form of a function of the user's, whose names for the options may be its own."""
+    theirs = Signature.of(function, getattr(function, "__name__", "function")).names
+    ours = {own: name for name, own in theirs.items()}
+
+    def read(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
+        return _read_sdpa({ours.get(name, name): x for name, x in given.items()}, query, key)
+
+    return Form(tuple(inspect.signature(function).parameters), -3, read)
+
+
+def functions_named(
+    functions: Sequence[Callable[..., Any] | str],
+) -> tuple[Callable[..., Any], ...]:
+    """The functions to tap beside those that are tapped anyway; names as `halfulp.targets` reads
+    them.
+
+    Raises:
+        ValueError: a name is not known, or its calls cannot be looked at.
+    """
+    found = []
+    for given in functions:
+        if not isinstance(given, str):
+            found.append(given)
+            continue
+        target = resolve(given, "functions")
+        if target.missing is not None or target.unseen is not None:
+            why = target.missing or target.unseen
+            raise ValueError(f"functions={given!r}: {why}; accepted are {ACCEPTED}")
+        if target.function is not None:
+            found.append(target.function)
+    return tuple(found)
+
+
 def _read_packed(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     del given, query, key
     return Asked(1.0, unseen="its sequences are packed")
@@ -189,7 +225,7 @@ def _put_in() -> None:
         (attention_varlen, _PACKED_FORM),
     ]
     for function in (function for functions in _open.values() for function in functions):
-        mine.append((function, Form(tuple(inspect.signature(function).parameters), -3, _read_sdpa)))
+        mine.append((function, _own_form(function)))
     forms |= {id(function): (function, form) for function, form in mine}
     _replaced.extend((function, _tapped(function, form)) for function, form in forms.values())
     _exchange({id(stock): tapped for stock, tapped in _replaced})

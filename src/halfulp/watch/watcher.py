@@ -26,7 +26,7 @@ from halfulp.runs.machine import describe_machine, describe_versions, git_revisi
 from halfulp.watch.alarms import rule
 from halfulp.watch.calls import Figures, call_figures, entries_of
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
-from halfulp.watch.functions import ACCEPTED
+from halfulp.watch.functions import ACCEPTED, functions_named
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
 from halfulp.watch.watching import (
     LEVEL,
@@ -56,7 +56,7 @@ class Watcher:
         *,
         folder: str | Path | None = None,
         on_alarm: Callable[[HeadAlarm], None] | None = None,
-        functions: Sequence[Callable[..., Any]] = (),
+        functions: Sequence[Callable[..., Any] | str] = (),
         eager: bool = False,
         start: int = 0,
     ) -> None:
@@ -65,7 +65,7 @@ class Watcher:
                 raise ValueError(f"{name}={number}: accepted is an integer of at least {least}")
         _check_model(model, eager)
         self.model, self.every, self.on_alarm, self.eager = model, every, on_alarm, eager
-        self.functions = tuple(functions)
+        self.functions = functions_named(functions)
         self.steps = self._start = start  # that have ended
         self.measurements = 0
         self.alarms: list[HeadAlarm] = []  # every one that was new
