@@ -64,7 +64,7 @@ $(VENV)/.stamp-backend: $(VENV)/pyvenv.cfg constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-backend $(SOURCES)
-	@$(INSTALL) --no-build-isolation -e .
+	@$(INSTALL) --no-build-isolation -e '.[lab]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-backend $(SOURCES)

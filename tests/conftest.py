@@ -43,7 +43,7 @@ def _added_modules(package: str, folder: Path | None) -> frozenset[str]:
     code = (
         "import json, sys, torch\n"
         "before = set(sys.modules)\n"
-        f"import {package}\n"
+        f"from {package} import *\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     environment = os.environ | ({"PYTHONPATH": str(folder)} if folder else {})
@@ -55,7 +55,7 @@ def _added_modules(package: str, folder: Path | None) -> frozenset[str]:
 
 @pytest.fixture
 def added_modules() -> Callable[..., frozenset[str]]:
-    """Tell which modules `import package` adds to those of `import torch`, in a fresh process."""
+    """Tell which modules `from package import *` adds to `import torch`'s, in a fresh process."""
 
     def added(package: str, folder: Path | None = None) -> frozenset[str]:
         return _added_modules(package, folder)

@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 72
 # From the bottom up: a layer may import the rows above its own in this table and nothing in its own
 # row but itself.
 ORDER = [
-    {"native", "runs"},
+    {"native", "runs", "chances"},
     {"formats"},
     {"recipes", "calls"},
     {"algorithms"},
@@ -70,7 +70,7 @@ CODE_LOADERS = {
 }
 # files of pickles; joblib.Parallel writes none
 CODE_LOADERS |= {"joblib.load", "joblib.dump", "joblib.Memory"}
-HEAVY = {"triton", "matplotlib", "transformers", "scipy", "rich", "tyro", "joblib"}
+HEAVY = {"triton", "matplotlib", "transformers", "scipy", "rich", "tyro", "joblib", "cattrs"}
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import halfulp
+from halfulp.cli.dispatch import LAB
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 TESTED_TORCH = Version("2.13.0")
 
-# Modules, standard library apart, that `import halfulp` may add to those of `import torch`: a small
-# library fits, a plotting library does not. The time itself is measured by
+# Modules, standard library apart, that all names of `halfulp` may add to those of `import torch`: a
+# small library fits, a plotting library does not. The time itself is measured by
 # benchmarks/import_time.py.
 MAX_ADDED_MODULES = 40
 
@@ -36,9 +37,9 @@ def requirements() -> dict[str, Requirement]:
         *PROJECT["dependencies"],
         *(line for extra in PROJECT["optional-dependencies"].values() for line in extra),
     ]
-    return {
-        canonicalize_name(requirement.name): requirement for requirement in map(Requirement, lines)
-    }
+    named = {canonicalize_name(one.name): one for one in map(Requirement, lines)}
+    del named["halfulp"]  # an extra that asks for others
+    return named
 
 
 def pins(text: str) -> dict[str, Version]:
@@ -195,8 +196,9 @@ def test_extras_that_messages_name_are_there():
 def test_the_tests_have_every_extra_but_wandb():
     """It has no offline part that is small; its sink is tested against a stand-in."""
     extras = PROJECT["optional-dependencies"]
-    for name in ("pictures", "tokens", "tensorboard"):
-        assert set(extras[name]) <= set(extras["dev"]), name
+    assert tuple(Requirement(line).name for line in extras["lab"]) == LAB
+    (asked,) = (one for one in map(Requirement, extras["dev"]) if one.name == "halfulp")
+    assert asked.extras == set(extras) - {"dev", "targets", "bench", "wandb"}
 
 
 def test_constraints_are_complete():
@@ -224,6 +226,80 @@ def test_constraints_are_complete():
 def test_a_loose_constraint_is_refused(text):
     with pytest.raises((AssertionError, ValueError)):
         pins(text)
+
+
+def without(*modules: str) -> str:
+    """Code after which none of these modules can be imported."""
+    return f"import sys; sys.modules.update(dict.fromkeys({modules}))\n"
+
+
+CORE = """
+import torch, halfulp
+from halfulp.audit import Shape
+def drawn():
+    return [torch.randn(1, 2, 48, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+class Layer(torch.nn.Module):
+    def forward(self, query, key, value):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+query, key, value = drawn()
+halfulp.attention(query, key, value, is_causal=True).sum().backward()
+halfulp.emulate(query, key, value, recipe="BF16_FLASH2").sum().backward()
+halfulp.golden(query, key, value, torch.ones_like(query))
+halfulp.round_to(torch.ones(3), "bf16")
+layer = Layer()
+with halfulp.patch(), halfulp.watch(layer, every=1) as watcher:
+    for _ in range(12):
+        layer(query, key, value).float().square().sum().backward()
+        watcher.step()
+print(watcher.report())
+def wrong(query, key, value, *, is_causal, scale):
+    return halfulp.attention(query, key, value, is_causal=is_causal, scale=scale) * 1.02
+print(halfulp.audit(wrong, shapes=[Shape(2, 4, 48, 48, 16)], explain=False))
+"""
+
+
+def test_the_core_needs_torch_numpy_and_safetensors_alone():
+    assert {Requirement(line).name for line in PROJECT["dependencies"]} == {
+        "torch",
+        "numpy",
+        "safetensors",
+    }
+    command = [sys.executable, "-c", without(*(name for name in LAB if name != "jinja2")) + CORE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "halfulp.watch: 12 steps" in done.stdout
+    assert "wrong: defect" in done.stdout
+
+
+def test_names_are_there_without_their_packages_in_the_way():
+    code = """
+import sys, halfulp
+assert "torch" not in sys.modules
+import halfulp.audit.probes, halfulp.watch.calls
+assert callable(halfulp.audit) and callable(halfulp.watch)
+from halfulp import *
+assert set(halfulp.__all__) <= set(dir(halfulp)) and set(halfulp.__all__) <= set(globals())
+assert halfulp.audit is audit
+try:
+    halfulp.atention
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "module 'halfulp' has no attribute 'atention'\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["ls", "formats"], ["train", "seconds"]])
+def test_the_command_line_says_what_to_install(arguments):
+    code = "from halfulp.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", without("tyro", "scipy") + code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "halfulp: the command line needs tyro, scipy, not installed here: pip install"
+        " 'halfulp[lab]'\n"
+    )
 
 
 def test_every_install_is_constrained():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfulp.audit.figures import Figure, Lean
+from halfulp.chances import student_beyond
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,13 @@ def estimate(samples: Tensor, level: float) -> Estimate:
     """Mean of `samples [S]` (S ≥ 2) with bounds that each hold with probability 1 − level; raises
     ValueError for fewer samples.
     """
-    from scipy.stats import t
-
     n = samples.numel()
     if n < 2:
         raise ValueError(
             f"samples of {n} head(s): accepted are 2 or more, a standard error needs them"
         )
     mean, error = float(samples.double().mean()), float(samples.double().std() / math.sqrt(n))
-    reach = float(t.isf(level, n - 1)) * error
+    reach = student_beyond(level, n - 1) * error
     return Estimate(mean, error, mean - reach, mean + reach, n)
 
 

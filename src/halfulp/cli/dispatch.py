@@ -14,6 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from halfulp import __version__
@@ -24,6 +25,9 @@ from halfulp.cli.lab import compare, isolate, tokens, train
 from halfulp.cli.pages import report
 from halfulp.cli.shell import PROGRAM, typed
 from halfulp.runs.parallel import WorkerKilledError
+
+LAB = ("tyro", "rich", "matplotlib", "jinja2", "cattrs", "joblib", "scipy")
+"""What the extra `lab` installs; held equal to pyproject.toml by test."""
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo,
@@ -63,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if lacking := [name for name in LAB if find_spec(name) is None]:
+        return _complain(
+            f"the command line needs {', '.join(lacking)}, not installed here: pip install"
+            " 'halfulp[lab]'"
+        )
     import tyro
 
     from halfulp.report.usage import usage_line
@@ -85,6 +94,7 @@ def _dispatch(arguments: list[str]) -> int:
                     tyro.conf.FlagCreatePairsOff,
                     tyro.conf.DisallowNone,
                     tyro.conf.PositionalMetavarFromFieldName,
+                    tyro.conf.UseAppendAction,  # an option takes one value, and may be given again
                 ),
             )
     except SystemExit as stop:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import UseAppendAction
-
 from halfulp import __version__
 from halfulp.cli.shell import PROGRAM, print_json, typed_command
 
@@ -26,12 +24,12 @@ def train(
     *,
     out: Path | None = None,
     resume: Path | None = None,
-    attention: UseAppendAction[tuple[str, ...]] = (),
+    attention: tuple[str, ...] = (),
     steps: int | None = None,
     seed: int | None = None,
     data: str | None = None,
     device: str | None = None,
-    set: UseAppendAction[tuple[str, ...]] = (),
+    set: tuple[str, ...] = (),
     batches: Path | None = None,
     parallel: Literal["none", "ddp", "fsdp"] = "none",
     tensorboard: bool = False,

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from halfulp.chances import student_beyond
+
 
 class Curve(Protocol):
     """The part of a drift that a summary reads."""
@@ -174,7 +176,5 @@ def interval_of(values: Sequence[float]) -> Interval:
     mean, count = statistics.fmean(values), len(values)
     if count < 3:
         return Interval(mean, math.nan, math.nan, count)
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(values) / math.sqrt(count)
+    half = student_beyond(0.025, count - 1) * statistics.stdev(values) / math.sqrt(count)
     return Interval(mean, mean - half, mean + half, count)

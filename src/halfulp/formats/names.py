@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Final
 
@@ -15,17 +16,28 @@ def parse_format(name: str) -> Format | BlockFormat:
     """Return the built-in format of that name (any case), or the IEEE-style format "eXmY" of any
     width.
 
+    "e4m3" alone is refused: to most of the field it is OCP's format with 448 as its largest number,
+    by the IEEE rule it ends at 240.
+
     Raises:
-        ValueError: the name is neither; one line lists what is accepted.
+        ValueError: the name is neither; one line says what was probably meant and what is accepted.
     """
     lowered = name.strip().lower()
     for fmt in FORMATS:
         if fmt.name == lowered:
             return fmt
     widths = re.fullmatch(r"e(\d{1,2})m(\d{1,2})", lowered)
-    if widths is None:
-        accepted = ", ".join(fmt.name for fmt in FORMATS)
+    if lowered == "e4m3":
         raise ValueError(
-            f"format={name!r} is not known; accepted: {accepted}, or eXmY such as e5m10"
+            f"format={name!r} is two formats: accepted are ocp_e4m3 (largest 448, no infinities;"
+            " what float8_e4m3fn is) and ieee_e4m3 (largest 240)"
+        )
+    if widths is None:
+        names = [fmt.name for fmt in FORMATS]
+        close = difflib.get_close_matches(lowered, names, n=1, cutoff=0.5)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"format={name!r} is not known; accepted: {', '.join(names)}, or eXmY such as"
+            f" e5m10{meant}"
         )
     return custom(int(widths[1]), int(widths[2]))

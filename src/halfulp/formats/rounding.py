@@ -17,13 +17,14 @@ from halfulp.formats import compiled
 from halfulp.formats.blocks import BlockFormat, round_blocks
 from halfulp.formats.format import Format, Rounding
 from halfulp.formats.general import fits_container, power_of_two_below, round_general
+from halfulp.formats.names import parse_format
 
 _ROUNDINGS: Final = frozenset(get_args(Rounding))
 
 
 def round_to(
     x: Tensor,
-    fmt: Format | BlockFormat,
+    fmt: Format | BlockFormat | str,
     *,
     rounding: Rounding | None = None,
     seed: int = 0,
@@ -38,8 +39,8 @@ def round_to(
 
     Args:
         x: float32 or float64, any shape and strides; never modified.
-        fmt: the format; a `BlockFormat` shares scales along the last dimension (a scalar is a block
-            of one).
+        fmt: the format or its name, such as "bf16" or "e5m2"; a `BlockFormat` shares scales along
+            the last dimension (a scalar is a block of one).
         rounding: instead of the format's own; in a `BlockFormat` it goes for the elements and not
             for the scales.
         seed: of stochastic rounding. Which of the two neighbors a number gets depends on the seed
@@ -52,10 +53,11 @@ def round_to(
         Rounding has no gradient.
 
     Raises:
-        ValueError: x is no tensor of float32 or float64, the rounding is unknown, or autograd would
-            record the call.
+        ValueError: x is no tensor of float32 or float64, the format or the rounding is unknown, or
+            autograd would record the call.
     """
     _check_dtype(x)
+    fmt = _format_of(fmt)
     mode = (
         rounding
         if rounding is not None
@@ -97,7 +99,7 @@ def _native_dtype(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> torch.
     return native if native in accepted else None
 
 
-def ulp(x: Tensor, fmt: Format) -> Tensor:
+def ulp(x: Tensor, fmt: Format | str) -> Tensor:
     """Return the spacing of fmt's numbers in the binade of |x|, in x's shape and dtype.
 
     Below `fmt.min_normal` it is `fmt.min_subnormal`, beyond `fmt.max` that of the top binade, at
@@ -106,31 +108,48 @@ def ulp(x: Tensor, fmt: Format) -> Tensor:
 
     Args:
         x: float32 or float64, any shape.
-        fmt: the format whose spacing is asked for; not a `BlockFormat`.
+        fmt: the format whose spacing is asked for, or its name; not a `BlockFormat`.
 
     Raises:
-        ValueError: x is no tensor of float32 or float64.
+        ValueError: x is no tensor of float32 or float64, or fmt is no scalar format.
     """
     _check_dtype(x)
+    fmt = _scalar_format(fmt)
     inside = x.detach() if fits_container(fmt, x.dtype) else x.detach().double()
     binade = power_of_two_below(inside.contiguous()).clamp(fmt.min_normal, 2.0**fmt.max_exponent)
     return binade.mul_(2.0**-fmt.mantissa_bits).masked_fill_(~x.isfinite(), torch.nan).to(x.dtype)
 
 
-def is_representable(x: Tensor, fmt: Format) -> Tensor:
+def is_representable(x: Tensor, fmt: Format | str) -> Tensor:
     """Return a bool tensor of x's shape: whether fmt holds each value, infinities and NaN included.
 
     Args:
         x: float32 or float64, any shape.
-        fmt: the format; not a `BlockFormat`, where the answer depends on the neighbors.
+        fmt: the format or its name; not a `BlockFormat`, where the answer depends on the neighbors.
 
     Raises:
-        ValueError: x is no tensor of float32 or float64.
+        ValueError: x is no tensor of float32 or float64, or fmt is no scalar format.
     """
-    x = x.detach()
+    _check_dtype(x)
+    x, fmt = x.detach(), _scalar_format(fmt)
     nan = fmt.specials == "nan_only" or (fmt.specials == "ieee" and fmt.mantissa_bits > 0)
     finite = round_to(x, fmt.with_(overflow="saturate"), rounding="toward_zero") == x
     return torch.where(x.isnan(), nan, torch.where(x.isinf(), fmt.specials == "ieee", finite))
+
+
+def _format_of(fmt: object) -> Format | BlockFormat:
+    if isinstance(fmt, (Format, BlockFormat)):
+        return fmt
+    if isinstance(fmt, str):
+        return parse_format(fmt)
+    raise ValueError(f"fmt={fmt!r} is not accepted; accepted: a Format or its name, such as 'bf16'")
+
+
+def _scalar_format(fmt: object) -> Format:
+    found = _format_of(fmt)
+    if not isinstance(found, Format):
+        raise ValueError(f"fmt={found.name!r} is a block format; accepted: a scalar one")
+    return found
 
 
 def _check_dtype(x: Tensor) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from halfulp.chances import beta_quantile
+
 Item = TypeVar("Item", bound=Hashable)
 Fails = Callable[[Sequence[frozenset[Item]]], Sequence[bool]]
 """Answers a batch of questions: does the run fail with the cause in these alone?"""
@@ -186,6 +188,4 @@ def share_bound(held: int, tried: int, confidence: float = 0.95) -> float:
         raise ValueError(f"held={held}, tried={tried}: accepted are 0 to tried of at least 1")
     if held == 0:
         return 0.0
-    from scipy.stats import beta
-
-    return float(beta.ppf(1 - confidence, held, tried - held + 1))
+    return beta_quantile(1 - confidence, held, tried - held + 1)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Set torch to one thread inside the block and back to what it was after it."""
+    import torch  # the command line speaks of jobs before it needs it
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from halfulp.chances import student_beyond
 from halfulp.watch.running import WINDOW
 
 LEVEL = 1e-3
@@ -81,9 +82,7 @@ def alarms(rows: Sequence[Mapping[str, Any]], level: float = LEVEL) -> list[Alar
 
 def threshold(heads: int, measurements: int, level: float = LEVEL) -> float:
     """The |t| that is beyond the level, over all heads of one measurement."""
-    from scipy.special import stdtrit
-
-    return float(-stdtrit(measurements - 1, level / (2 * max(heads, 1))))
+    return student_beyond(level / (2 * max(heads, 1)), measurements - 1)
 
 
 def _figure(rows: Sequence[Sequence[float | None]], layer: int, head: int) -> float:

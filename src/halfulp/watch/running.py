@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from halfulp.chances import binomial_at_most
 from halfulp.watch.curvature import t_value
 
 WINDOW = 20
@@ -65,13 +66,10 @@ class Running:
         worse one, were either sign as likely; zeros are left out, and without signs p is 1. It
         takes measurements for independent.
         """
-        from scipy.special import bdtr
-
         signs, fewer = self.positive + self.negative, torch.minimum(self.positive, self.negative)
-        p = torch.as_tensor(
-            2 * bdtr(fewer.double().numpy(), signs.numpy(), 0.5), dtype=torch.float64
-        )
-        return torch.where(signs > 0, p, 1.0).clamp_max(1.0)
+        counts = zip(fewer.flatten().tolist(), signs.flatten().tolist(), strict=True)
+        p = [2 * binomial_at_most(int(count), int(tries)) for count, tries in counts]
+        return torch.tensor(p, dtype=torch.float64).clamp_max(1.0).reshape(signs.shape)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The state by "name/field"."""
