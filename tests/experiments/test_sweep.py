@@ -132,6 +132,7 @@ def test_orders_change_the_blocks_as_named() -> None:
         "flash1 uniform": (16, 64),
         "flash1 uniform, exchanged": (64, 16),
         "flash1 uniform, square": (32, 32),
+        "flash1 uniform, square, B_c kept": (64, 64),
     }
     areas = {p.x for p in found.select(against="baseline")}
     assert areas == {1024}

@@ -22,8 +22,19 @@ from halfulp.recipes import Recipe
 from halfulp.runs.results import Progress, no_progress
 
 VerdictKind: TypeAlias = Literal[
-    "reproduced", "reproduced at reduced scale", "not reproduced", "needs a GPU", "not yet"
+    "reproduced",
+    "reproduced at reduced scale",
+    "reproduced with altered arithmetic",
+    "not reproduced",
+    "needs a GPU",
+    "not yet",
 ]
+Setup: TypeAlias = Literal["whole", "reduced", "altered"]
+_HELD: Mapping[Setup, VerdictKind] = {
+    "whole": "reproduced",
+    "reduced": "reproduced at reduced scale",
+    "altered": "reproduced with altered arithmetic",
+}
 Group: TypeAlias = Literal["A", "B", "C", "D"]
 Figures: TypeAlias = Mapping[str, float]
 Shared = TypeVar("Shared")
@@ -57,11 +68,20 @@ class Claim:
     paper: str  # what the paper saw, or "" for observations of our own
     measure: Callable[[Lab], Measured] | None = None
     rule: Rule | None = None
-    # measured on something smaller than the paper's, which the verdict then says
-    reduced: bool = False
+    # what it is measured on, which the verdict then says: reduced, something smaller than the
+    # paper's; altered, something that rests on arithmetic coarser than the paper's, such as an O of
+    # 1 mantissa bit, however small it is as well
+    setup: Setup = "whole"
+    # what was changed after a look at the figures, and when; "" where nothing was
+    history: str = ""
     # the verdict where there is no measurement
     without: Literal["not yet", "needs a GPU"] = "not yet"
     seconds: float = 1.0  # rough cost, for the progress bar
+
+    @property
+    def source(self) -> Literal["papers", "halfulp"]:
+        """Whose claim it is."""
+        return "halfulp" if self.group == "D" else "papers"
 
     @property
     def command(self) -> str:
@@ -80,6 +100,8 @@ class Verdict:
     measured: str  # "" where nothing was measured
     figures: dict[str, float]
     rule: str
+    history: str
+    source: str
     verdict: VerdictKind
     command: str
     seconds: float
@@ -104,7 +126,7 @@ def judge_claim(claim: Claim, measured: Measured | None) -> VerdictKind:
         measured.figures
     ):
         return "not reproduced"
-    return "reproduced at reduced scale" if claim.reduced else "reproduced"
+    return _HELD[claim.setup]
 
 
 FULL_SEEDS, FULL_STEPS = (0, 1, 2, 3, 4), 4000

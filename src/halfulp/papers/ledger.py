@@ -109,6 +109,8 @@ def _run(claim: Claim, lab: Lab) -> Verdict:
         measured="" if measured is None else measured.text,
         figures={} if measured is None else measured.figures,
         rule="" if claim.rule is None else claim.rule.text,
+        history=claim.history,
+        source=claim.source,
         verdict=judge_claim(claim, measured),
         command=lab.command(claim),
         seconds=time.perf_counter() - began,

@@ -252,7 +252,7 @@ CLAIMS = (
                 f["calls"] == f["expected"] and f["same_bits"] == 1 and 0 < f["largest"] < math.inf
             ),
         ),
-        reduced=True,
+        setup="reduced",
         seconds=4.0,
     ),
     Claim(
@@ -273,7 +273,7 @@ CLAIMS = (
                 and f["repeated"] == 0
             ),
         ),
-        reduced=True,
+        setup="reduced",
         seconds=40.0,
     ),
     Claim(
@@ -289,7 +289,7 @@ CLAIMS = (
             " % interval of bf16 against fp32 over flash meets 2 to 5",
             lambda f: f["seeds"] >= 3 and all(holds(f) for _, holds in _PARTS),
         ),
-        reduced=True,
+        setup="reduced",
         seconds=1.0,
     ),
     Claim(
@@ -304,7 +304,7 @@ CLAIMS = (
             f" {_CHANCE:g}",
             lambda f: f["last_loss"] < f["first_loss"] / 2 and f["chance"] < _CHANCE,
         ),
-        reduced=True,
+        setup="reduced",
         seconds=6.0,
     ),
     Claim(
@@ -315,10 +315,11 @@ CLAIMS = (
         _speed,
         Rule(
             "at the most patches that are measured, the 95 % interval of the median speed-up lies"
-            " above 1",
-            lambda f: f["low"] > 1,
+            " above 1.02",
+            lambda f: f["low"] > 1.02,
         ),
-        reduced=True,
+        history="2026-11-22: 1.02 in place of 1, since a lower bound of 1.00015 is no speed-up",
+        setup="reduced",
         seconds=12.0,
     ),
 )
