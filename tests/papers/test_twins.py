@@ -140,7 +140,8 @@ def test_the_ledgers_page_takes_drawings_and_figures_together(trained: Path) -> 
     figure = CompareResult((drift(0, (1.0, 2.0)),), "command").figures()[0].as_dict()
     drawing = sheet_block(draw_run(trained / "baseline-0", ["red circle"]))
     verdict = dict.fromkeys(
-        ("id", "verdict", "statement", "paper", "measured", "rule", "command"), "not yet"
+        ("id", "verdict", "statement", "paper", "measured", "rule", "history", "source", "command"),
+        "not yet",
     )
     text = ledger_page(
         [verdict | {"pictures": (figure, drawing)}, verdict | {"pictures": (drawing,)}], "command"

@@ -98,6 +98,8 @@ def test_the_ledger_shows_the_pictures_of_the_claims_that_have_some() -> None:
         "paper": "",
         "measured": "m",
         "rule": "r",
+        "history": "",
+        "source": "papers",
         "verdict": "reproduced",
     }
     plain |= {"command": "halfulp claims A9", "seconds": 1.0}

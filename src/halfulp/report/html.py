@@ -45,6 +45,7 @@ BADGES: dict[str, tuple[str, str]] = {
     "failed": ("bad", "✗"),
     "reproduced": ("good", "✓"),
     "reproduced at reduced scale": ("good", "✓"),
+    "reproduced with altered arithmetic": ("warn", "≈"),
     "not reproduced": ("bad", "✗"),
     "needs a GPU": ("none", "–"),
     "not yet": ("none", "–"),

@@ -1,7 +1,7 @@
 """The claims ledger on the terminal and on a page, from the plain data of its verdicts.
 
-A verdict is {"id", "statement", "paper", "measured", "rule", "verdict", "command", "seconds",
-"pictures"}; pictures, which may be missing, are figures and heat maps as
+A verdict is {"id", "statement", "paper", "measured", "rule", "history", "source", "verdict",
+"command", "seconds", "pictures"}; pictures, which may be missing, are figures and heat maps as
 `report.heatmap.draw_picture` takes them.
 """
 
@@ -20,9 +20,14 @@ _STYLES = {"good": "green", "warn": "yellow", "bad": "red", "none": "dim"}
 
 
 def counts(verdicts: Sequence[Verdict]) -> str:
-    """Return how many claims got which verdict."""
-    kinds = list(dict.fromkeys(str(v["verdict"]) for v in verdicts))
-    return ", ".join(f"{sum(v['verdict'] == kind for v in verdicts)} {kind}" for kind in kinds)
+    """Return how many claims got which verdict, the papers' and halfulp's own apart."""
+    said = []
+    for source, whose in (("papers", "the papers'"), ("halfulp", "halfulp's own")):
+        own = [str(v["verdict"]) for v in verdicts if v["source"] == source]
+        if own:
+            kinds = ", ".join(f"{own.count(kind)} {kind}" for kind in dict.fromkeys(own))
+            said.append(f"of {whose} {len(own)} claims {kinds}")
+    return "; ".join(said)
 
 
 def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
@@ -48,6 +53,7 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
             ("paper", "paper"),
             ("measured", "measured"),
             ("rule", "rule"),
+            ("changed", "history"),
         ):
             if verdict[key]:
                 grid.add_row(name, Text(str(verdict[key])))
@@ -91,6 +97,7 @@ def _claim(verdict: Verdict) -> list[dict[str, Any]]:
         ("paper", "paper"),
         ("measured", "measured"),
         ("rule", "rule"),
+        ("rule changed", "history"),
         ("repeat", "command"),
     )
     pairs = [(name, verdict[key]) for name, key in named if verdict[key]]
