@@ -164,6 +164,18 @@ struct Scratch {
   long size() const { return long(reinterpret_cast<intptr_t>(at)); }
 };
 
+// Rows of the call's tensors and statistics.
+template <class T>
+static inline T* row_at(const halfulp_tensor& x, long b, long h, long i) {
+  return static_cast<T*>(x.data) + b * x.batch + h * x.head + i * x.row;
+}
+static inline long stat_at(const halfulp_call& c, long b, long h, long i) {
+  return b * c.stat_batch + h * c.stat_head + i;
+}
+static inline int8_t* residual_at(const halfulp_call& c, long b, long h, long i) {
+  return c.residual ? c.residual + b * c.out.batch + h * c.out.head + i * c.out.row : nullptr;
+}
+
 static inline long first_key(const halfulp_call& c, long i) {
   return c.left < 0 ? 0 : most(0, least(c.n_key, i + c.offset - c.left));
 }
@@ -171,7 +183,7 @@ static inline long end_key(const halfulp_call& c, long i) {
   return c.right < 0 ? c.n_key : most(0, least(c.n_key, i + c.offset + c.right + 1));
 }
 
-// The keys that rows i .. i + 5 of a block touch, in whole panels, inside [from, to).
+// The keys that `rows` rows from i on touch, in whole panels, inside [from, to).
 struct Span {
   long from, to;
   bool empty() const { return from >= to; }

@@ -7,7 +7,7 @@ namespace HALFULP_ISA {
 
 template <class E, bool integer>
 struct Backward {
-  static constexpr long KP = E::KP, BK = kBackwardKeys, GROUPS = kRows / 6;
+  static constexpr long KP = E::KP, BK = kBackwardKeys, G = E::group;
   const Plan& plan;
   const halfulp_call& c;
   Width<E> wd, wv;
@@ -19,7 +19,7 @@ struct Backward {
   Unit *query, *grad_out, *query_t, *grad_out_t, *rows, *paired;
   float *grad_query, *shift, *inverse, *exact_inverse, *delta, *delta_lanes, *o;
   // of a tile
-  float *scores, *grad_weights, *slopes;
+  float *scores, *grad_weights, *slopes, *terms;
   Unit *seen_bits, *kept_bits, *p, *ds, *ds_rows;
   size_t bytes;
 
@@ -45,11 +45,12 @@ struct Backward {
     delta = s.take<float>(kRows);
     delta_lanes = s.take<float>(kRows * 16);
     o = s.take<float>(2 * widest);
-    scores = s.take<float>(6 * kPanel);
-    grad_weights = s.take<float>(6 * kPanel);
-    slopes = s.take<float>(6 * kPanel);
-    seen_bits = s.take<Unit>(6 * kPanel);
-    kept_bits = s.take<Unit>(6 * kPanel);
+    scores = s.take<float>(G * kPanel);
+    grad_weights = s.take<float>(G * kPanel);
+    slopes = s.take<float>(G * kPanel);
+    terms = s.take<float>(pl.call->grad_mask ? G * kPanel : 0);
+    seen_bits = s.take<Unit>(G * kPanel);
+    kept_bits = s.take<Unit>(G * kPanel);
     p = s.take<Unit>(kRows / KP * BK);
     ds = s.take<Unit>(kRows / KP * BK);
     ds_rows = s.take<Unit>(kRows * BK / KP);
@@ -61,7 +62,9 @@ struct Backward {
   static void run(const Plan& pl, long unit, char* scratch) {
     Backward w(pl, scratch);
     const long chunk = unit % pl.chunks, head = unit / pl.chunks;
+    E::enter();
     w.chunk_of(head / w.c.key_heads, head % w.c.key_heads, chunk);
+    E::leave();
   }
 
   long first, count;  // keys of this chunk
@@ -75,7 +78,7 @@ struct Backward {
     first = chunk * plan.chunk_keys;
     count = least(c.n_key - first, plan.chunk_keys);
     odd_keys = false;
-    for (long j = 0; j < 6 * kPanel; ++j) slopes[j] = 1.f;
+    for (long j = 0; j < G * kPanel; ++j) slopes[j] = 1.f;
     for (long j = 0; j < count; j += kPanel) {
       const long real = least(kPanel, count - j);
       read_rows<E>(c.key, b, hk, first + j, kPanel, real, wd, rows);
@@ -94,8 +97,8 @@ struct Backward {
     std::memset(grad_value, 0, size_t(keys * wv.columns) * sizeof(float));
     for (long g = 0; g < plan.groups; ++g)
       for (long i0 = 0; i0 < c.n_query; i0 += kRows) rows_of(b, hk * plan.groups + g, i0, chunk);
-    write_transposed(grad_key, wd, c.scale, c.grad_key, (b * c.key_heads + hk) * c.n_key + first);
-    write_transposed(grad_value, wv, c.drop_below ? c.kept_scale : 1.f, c.grad_value, (b * c.key_heads + hk) * c.n_key + first);
+    write_transposed(grad_key, wd, c.scale, c.grad_key, b, hk);
+    write_transposed(grad_value, wv, c.drop_below ? c.kept_scale : 1.f, c.grad_value, b, hk);
   }
 
   // Keys that rows i .. i + rows touch, counted from the chunk's first, inside [from, to).
@@ -106,26 +109,33 @@ struct Backward {
 
   void rows_of(long b, long h, long i0, long chunk) {
     batch = b, head = h, valid = least(kRows, c.n_query - i0);
-    const long groups = (valid + 5) / 6, at = (b * c.heads + h) * c.n_query + i0;
+    const long groups = (valid + G - 1) / G, flat = (b * c.heads + h) * c.n_query + i0;
     const Span block = seen(i0, kRows, 0, up(count, kPanel));
     std::memset(grad_query, 0, size_t(kRows * wd.columns) * sizeof(float));
     const bool for_sinks = plan.sink_rows && chunk == 0;
+    for (long r = 0; r < valid && plan.terms; ++r)
+      std::memset(terms_at(r, 0, i0), 0, size_t(count) * sizeof(float));
     if (!block.empty() || for_sinks) {
-      careful = odd_keys || c.softcap > 0.f || c.drop_below;
+      careful = odd_keys || c.softcap > 0.f || c.drop_below || c.grad_mask;
       read_block(c.query, b, h, i0, wd, query, query_t);
       read_block(c.grad_out, b, h, i0, wv, grad_out, grad_out_t);
       odd_grads = careful && infinite<KP>(grad_out, kRows * row_stride(wv));
-      statistics(b, h, i0, at);
-      if (for_sinks) sink_terms(h, at);
+      statistics(b, h, i0);
+      if (for_sinks) sink_terms(h, flat);
       for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(i0, groups, k0);
     }
     if (plan.chunks > 1) {
-      float* dst = plan.partial + (chunk * c.batch * c.heads * c.n_query + at) * c.d;
+      float* dst = plan.partial + (chunk * c.batch * c.heads * c.n_query + flat) * c.d;
       for (long r = 0; r < valid; ++r) std::memcpy(dst + r * c.d, grad_query + r * wd.columns, size_t(c.d) * 4);
       return;
     }
     for (long r = 0; r < valid; ++r)
-      write_row(grad_query + r * wd.columns, wd, c.scale, static_cast<typename E::Element*>(c.grad_query) + (at + r) * c.d);
+      write_row(grad_query + r * wd.columns, wd, c.scale, row_at<typename E::Element>(c.grad_query, b, h, i0 + r));
+  }
+
+  // dS of a row of the block from a key of the chunk on, kept for the mask's gradient.
+  float* terms_at(long r, long key_of_chunk, long i0) const {
+    return plan.terms + ((batch * c.heads + head - plan.first_head) * c.n_query + i0 + r) * c.n_key + first + key_of_chunk;
   }
 
   static void write_row(float* row, Width<E> w, float scale, typename E::Element* dst) {
@@ -153,7 +163,8 @@ struct Backward {
   }
 
   // What a row's weights are shifted and divided by, and its δ.
-  void statistics(long b, long h, long i0, long at) {
+  void statistics(long b, long h, long i0) {
+    const long at = stat_at(c, b, h, i0);
     for (long r = 0; r < kRows; ++r) {
       const bool seen = r < valid && c.own_lse[at + r] != -HALFULP_INF;
       shift[r] = inverse[r] = exact_inverse[r] = delta[r] = 0.f;
@@ -173,23 +184,21 @@ struct Backward {
       exact_inverse[r] = 1.f / l;
     }
     const bool summed = !integer && c.recipe == HALFULP_RECIPE_EXACT_DELTA;
-    if (!summed) delta_of_out(b, h, i0, at);
+    if (!summed) delta_of_out(b, h, i0);
     if constexpr (!integer)
-      if (summed) exact_delta(i0, (valid + 5) / 6);
+      if (summed) exact_delta(i0, (valid + G - 1) / G);
     for (long r = 0; r < valid; ++r)
       if (c.grad_lse && c.own_lse[at + r] != -HALFULP_INF) delta[r] -= c.grad_lse[at + r];
     for (long r = 0; r < valid; ++r) careful |= !finite(delta[r] + shift[r] + inverse[r] + exact_inverse[r]);
   }
 
   // δ = Σ dO ∘ O.
-  void delta_of_out(long b, long h, long i0, long at) {
+  void delta_of_out(long b, long h, long i0) {
     std::memset(o, 0, size_t(2 * wv.columns) * sizeof(float));
     float* go = o + wv.columns;
-    const auto* base = static_cast<const typename E::Element*>(c.grad_out.data) + b * c.grad_out.batch + h * c.grad_out.head;
     for (long r = 0; r < valid; ++r) {
-      read_out<E>(static_cast<const typename E::Element*>(c.out) + (at + r) * c.dv,
-                  c.residual ? c.residual + (at + r) * c.dv : nullptr, o, c.dv);
-      E::widen(base + (i0 + r) * c.grad_out.row, go, c.dv);
+      read_out<E>(row_at<const typename E::Element>(c.out, b, h, i0 + r), residual_at(c, b, h, i0 + r), o, c.dv);
+      E::widen(row_at<const typename E::Element>(c.grad_out, b, h, i0 + r), go, c.dv);
       V sum = set1(0.f);
       for (long j = 0; j < wv.columns; j += 16) sum = fma(load(o + j), load(go + j), sum);
       float lanes[16];
@@ -199,27 +208,27 @@ struct Backward {
   }
 
   // A sink is a score whose value is 0: its dS is −P (δ − dLSE).
-  void sink_terms(long h, long at) {
+  void sink_terms(long h, long flat) {
     const float sink = float(double(c.sinks[h]) * 1.4426950408889634);
     for (long r = 0; r < valid; ++r)
-      plan.sink_rows[at + r] = sink == -HALFULP_INF ? 0.f : -(std::exp2(sink - shift[r]) * inverse[r]) * delta[r];
+      plan.sink_rows[flat + r] = sink == -HALFULP_INF ? 0.f : -(std::exp2(sink - shift[r]) * inverse[r]) * delta[r];
   }
 
-  // S and dP of six rows and one panel.
+  // S and dP of a group of rows and one panel.
   void products(long i0, long g, long j) {
     const float scale = score_factor(c), one = 1.f;
-    six_rows<E, kSet>(query + 6 * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64, wd.units, scores, kPanel,
-                      &scale);
-    six_rows<E, kSet>(grad_out + 6 * g * row_stride(wv), row_stride(wv), value + j * wv.units, 64, wv.units,
-                      grad_weights, kPanel, &one);
-    if (careful && c.softcap > 0.f) cap(c, scores, 6 * kPanel, slopes);
-    for (long r = 0; r < 6; ++r)
-      hide(c, batch, head, i0 + 6 * g + r, scores + r * kPanel, first + j, first + j + kPanel);
-    if (careful) veil_rows(i0, 6 * g, first + j);
+    Multiply<E>::template group<kSet>(G, query + G * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64,
+                                      wd.units, scores, kPanel, &scale);
+    Multiply<E>::template group<kSet>(G, grad_out + G * g * row_stride(wv), row_stride(wv), value + j * wv.units, 64,
+                                      wv.units, grad_weights, kPanel, &one);
+    if (careful && c.softcap > 0.f) cap(c, scores, G * kPanel, slopes);
+    for (long r = 0; r < G; ++r)
+      hide(c, batch, head, i0 + G * g + r, scores + r * kPanel, first + j, first + j + kPanel);
+    if (careful) veil_rows(i0, G * g, first + j);
   }
 
   __attribute__((noinline)) void veil_rows(long i0, long from, long key) {
-    for (long r = 0; r < 6; ++r) {
+    for (long r = 0; r < G; ++r) {
       float* row = scores + r * kPanel;
       for (long k = 0; k < kPanel && from + r >= valid; ++k) row[k] = -HALFULP_INF;
       veil(c, row, grad_weights + r * kPanel, (batch * c.heads + head) * c.n_query + i0 + from + r, key,
@@ -232,19 +241,18 @@ struct Backward {
     std::memset(delta_lanes, 0, sizeof(float) * kRows * 16);
     for (long j = 0; j < up(count, kPanel); j += kPanel)
       for (long g = 0; g < groups; ++g) {
-        const Span s = seen(i0 + 6 * g, 6, j, j + kPanel);
+        const Span s = seen(i0 + G * g, G, j, j + kPanel);
         if (s.empty()) continue;
         products(i0, g, j);
-        for (long r = 0; r < 6; ++r) {
-          V sum = load(delta_lanes + (6 * g + r) * 16);
-          for (long k = 0; k < kPanel; k += 16) {
-            const V w = mul(weight<integer>(load(scores + r * kPanel + k), set1(shift[6 * g + r])), set1(inverse[6 * g + r]));
-            sum = fma(w, load(grad_weights + r * kPanel + k), sum);
-          }
-          store(delta_lanes + (6 * g + r) * 16, sum);
+        for (long r = 0; r < G; ++r) {
+          const V m = set1(shift[G * g + r]), l = set1(inverse[G * g + r]);
+          V sum = load(delta_lanes + (G * g + r) * 16);
+          for (long k = 0; k < kPanel; k += 16)
+            sum = fma(mul(weight<integer>(load(scores + r * kPanel + k), m), l), load(grad_weights + r * kPanel + k), sum);
+          store(delta_lanes + (G * g + r) * 16, sum);
         }
       }
-    for (long r = 0; r < groups * 6; ++r) delta[r] = tree(delta_lanes + 16 * r);
+    for (long r = 0; r < groups * G; ++r) delta[r] = tree(delta_lanes + 16 * r);
   }
 
   void keys_of(long i0, long groups, long k0) {
@@ -252,44 +260,60 @@ struct Backward {
     for (long j = k0; j < end; j += kPanel) {
       long g0 = groups, g1 = 0;
       for (long g = 0; g < groups; ++g) {
-        const Span s = seen(i0 + 6 * g, 6, j, j + kPanel);
+        const Span s = seen(i0 + G * g, G, j, j + kPanel);
         if (s.empty()) continue;
         g0 = least(g0, g), g1 = g + 1;
         products(i0, g, j);
         if (careful) {
-          for (long r = 0; r < 6; r += 2) pair_of<true>(6 * g + r, r, j - k0);
-          if (odd_grads) add_odd(i0, 6 * g, j);
+          for (long r = 0; r < G; r += 2) pair_of<true>(G * g + r, r, j - k0);
+          if (odd_grads) add_odd(i0, G * g, j);
+          if (plan.terms) keep_terms(i0, G * g, j);
         } else {
-          for (long r = 0; r < 6; r += 2) pair_of<false>(6 * g + r, r, j - k0);
+          for (long r = 0; r < G; r += 2) pair_of<false>(G * g + r, r, j - k0);
         }
       }
       if (g0 >= g1) continue;
-      const long k = 6 * g0 / KP, length = 6 * (g1 - g0) / KP, tile = (j - k0) * (kRows / KP) + k * kPanel;
-      add_rows<E>(wv.even, grad_out_t + k, kRows / KP, p + tile, kPanel, length, grad_value + j * wv.columns, kPanel);
-      add_rows<E>(wd.even, query_t + k, kRows / KP, ds + tile, kPanel, length, grad_key + j * wd.columns, kPanel);
+      const long k = G * g0 / KP, length = G * (g1 - g0) / KP, tile = (j - k0) * (kRows / KP) + k * kPanel;
+      Multiply<E>::add_rows(wv.even, grad_out_t + k, kRows / KP, p + tile, kPanel, length, grad_value + j * wv.columns,
+                            kPanel);
+      Multiply<E>::add_rows(wd.even, query_t + k, kRows / KP, ds + tile, kPanel, length, grad_key + j * wd.columns,
+                            kPanel);
     }
     for (long col = 0; col < wd.columns; col += 64)
       for (long g = 0; g < groups; ++g) {
-        const Span s = seen(i0 + 6 * g, 6, k0, end);
+        const Span s = seen(i0 + G * g, G, k0, end);
         if (!s.empty())
-          six_rows<E, kAdd>(ds_rows + (6 * g * BK + s.from - k0) / KP, BK / KP,
-                            key_rows + col * (keys / KP) + s.from / KP * wd.panel(col), wd.panel(col),
-                            (s.to - s.from) / KP, grad_query + 6 * g * wd.columns + col, wd.columns, nullptr);
+          Multiply<E>::template group<kAdd>(G, ds_rows + (G * g * BK + s.from - k0) / KP, BK / KP,
+                                            key_rows + col * (keys / KP) + s.from / KP * wd.panel(col), wd.panel(col),
+                                            (s.to - s.from) / KP, grad_query + G * g * wd.columns + col, wd.columns,
+                                            nullptr);
       }
+  }
+
+  __attribute__((noinline)) void keep_terms(long i0, long from, long j) {
+    for (long r = 0; r < least(G, valid - from); ++r)
+      std::memcpy(terms_at(from + r, j, i0), terms + r * kPanel, size_t(least(kPanel, count - j)) * sizeof(float));
   }
 
   // What is not finite in dO, for dV of the keys that its rows see.
   __attribute__((noinline)) void add_odd(long i0, long from, long j) {
-    const auto* base = static_cast<const typename E::Element*>(c.grad_out.data) + batch * c.grad_out.batch + head * c.grad_out.head;
     float* go = o + wv.columns;
-    for (long r = from; r < least(from + 6, valid); ++r) {
-      E::widen(base + (i0 + r) * c.grad_out.row, go, c.dv);
+    for (long r = from; r < least(from + G, valid); ++r) {
+      E::widen(row_at<const typename E::Element>(c.grad_out, batch, head, i0 + r), go, c.dv);
       for (long col = 0; col < c.dv; ++col)
         for (long k = 0; k < kPanel && !finite(go[col]); ++k) {
           const float s = scores[(r - from) * kPanel + k], p = integer ? exact_inverse[r] : 1.f;
           if (s != -HALFULP_INF) grad_value[j * wv.columns + col * kPanel + k] += std::exp2(s - shift[r]) * p * go[col];
         }
     }
+  }
+
+  // dS before its rounding and without softcap's slope: what a mask that is added to the capped scores takes.
+  __attribute__((noinline)) void term_of(long at, V m, V l, V s0, V s1, V dp0, V dp1) {
+    V w0 = weight<integer>(s0, m), w1 = weight<integer>(s1, m);
+    if constexpr (integer) E::unpack(E::pack(w0, w1), w0, w1);
+    store(terms + at, both(mul(mul(w0, l), dp0), bits(seen_bits + at)));
+    store(terms + at + 16, both(mul(mul(w1, l), dp1), bits(seen_bits + at + 16)));
   }
 
   // P and dS of rows r and r + 1 of the block (t and t + 1 of the tile), in both layouts. `careful`: hidden pairs count
@@ -307,6 +331,7 @@ struct Backward {
         const V s0 = load(scores + at), s1 = load(scores + at + 16), m = set1(shift[r + x]), d = set1(delta[r + x]);
         V w0 = weight<integer>(s0, m), w1 = weight<integer>(s1, m);
         V dp0 = sub(load(grad_weights + at), d), dp1 = sub(load(grad_weights + at + 16), d);
+        if constexpr (careful) if (plan.terms) term_of(at, m, set1(inverse[r + x]), s0, s1, dp0, dp1);
         if constexpr (careful) dp0 = mul(dp0, load(slopes + at)), dp1 = mul(dp1, load(slopes + at + 16));
         // a padded or fully masked row has inverses of 0
         const V l = set1(inverse[r + x]), le = integer ? set1(exact_inverse[r + x]) : l;
@@ -324,7 +349,7 @@ struct Backward {
     }
   }
 
-  void write_transposed(float* grad, Width<E> w, float scale, void* dst, long at) {
+  void write_transposed(float* grad, Width<E> w, float scale, const halfulp_tensor& dst, long b, long hk) {
     float* turned = reinterpret_cast<float*>(rows);
     for (long j = 0; j < count; j += kPanel) {
       for (long col = 0; col < w.columns; col += 16)
@@ -332,22 +357,22 @@ struct Backward {
           transpose16(reinterpret_cast<Unit*>(grad + j * w.columns + col * kPanel + k), kPanel,
                       reinterpret_cast<Unit*>(turned + k * w.columns + col), w.columns, 16);
       for (long r = 0; r < least(kPanel, count - j); ++r)
-        write_row(turned + r * w.columns, w, scale, static_cast<typename E::Element*>(dst) + (at + j + r) * w.d);
+        write_row(turned + r * w.columns, w, scale, row_at<typename E::Element>(dst, b, hk, first + j + r));
     }
   }
 
   // dQ of one head as the sum of its chunks, in their order.
   static void add_chunks(const Plan& pl, long unit) {
     const halfulp_call& c = *pl.call;
-    const long size = c.n_query * c.d, all = c.batch * c.heads * size;
+    const long all = c.batch * c.heads * c.n_query * c.d;
     alignas(64) float sum[256];
-    for (long j = 0; j < size; j += 256) {
-      const long n = least(256, size - j);
-      for (long k = 0; k < n; ++k) sum[k] = pl.partial[unit * size + j + k];
+    for (long i = 0; i < c.n_query; ++i) {
+      const float* from = pl.partial + (unit * c.n_query + i) * c.d;
+      for (long k = 0; k < c.d; ++k) sum[k] = from[k];
       for (long chunk = 1; chunk < pl.chunks; ++chunk)
-        for (long k = 0; k < n; ++k) sum[k] += pl.partial[chunk * all + unit * size + j + k];
-      for (long k = 0; k < n; ++k) sum[k] *= c.scale;
-      E::narrow(sum, static_cast<typename E::Element*>(c.grad_query) + unit * size + j, n);
+        for (long k = 0; k < c.d; ++k) sum[k] += from[chunk * all + k];
+      for (long k = 0; k < c.d; ++k) sum[k] *= c.scale;
+      E::narrow(sum, row_at<typename E::Element>(c.grad_query, unit / c.heads, unit % c.heads, i), c.d);
     }
   }
 };

@@ -10,7 +10,7 @@ namespace halfulp {
 
 using Unit = uint32_t;             // 32 bits of an operand: two bf16 of neighboring k, or one float
 constexpr long kRows = 96;         // query rows of a block
-static_assert(kRows % 96 == 0, "six rows to a tile, and sixteen pairs to a transpose");
+static_assert(kRows % 96 == 0, "groups of 6 or 32 rows, and sixteen pairs to a transpose");
 constexpr long kPanel = 64;        // keys of a panel
 constexpr long kForwardKeys = 256; // keys of a forward block
 constexpr long kBackwardKeys = 128;
@@ -25,6 +25,8 @@ struct Plan {
   long chunk_keys;
   float* partial;   // backward with several chunks: dQ of each, [chunks, B, H, N, D]
   float* sink_rows; // backward with sinks: each row's share of their gradient, [B, H, N]
+  float* terms;     // backward with a mask's gradient: dS of the heads from first_head on, [.., N, Nk]
+  long first_head;
 };
 
 // The kernels of one instruction set for one dtype and one exponential.
@@ -39,7 +41,7 @@ struct Kernels {
 
 // [dtype][integer shift]
 using Table = const Kernels (*)[2];
-extern Table portable_table, avx2_table, avx512_table, avx512_bf16_table;
+extern Table portable_table, avx2_table, avx512_table, avx512_bf16_table, amx_bf16_table;
 
 // --- the emulator
 

@@ -47,8 +47,6 @@ using namespace halfulp;
 
 extern "C" {
 
-int64_t halfulp_emulation_size(void) { return sizeof(halfulp_emulation); }
-
 const char* halfulp_step_name(int32_t step) {
   static const char* const names[] = {
 #define HALFULP_STEP(name) #name,

@@ -7,7 +7,7 @@ namespace HALFULP_ISA {
 
 template <class E, bool integer>
 struct Forward {
-  static constexpr long KP = E::KP, BK = kForwardKeys, GROUPS = kRows / 6;
+  static constexpr long KP = E::KP, BK = kForwardKeys, G = E::group, GROUPS = kRows / G;
   const Plan& plan;
   const halfulp_call& c;
   Width<E> wd, wv;
@@ -16,6 +16,7 @@ struct Forward {
   Unit *key, *value, *query, *weights, *rows;
   float *scores, *out, *lanes, *exact_lanes, *m;
   uint8_t* odd;  // panels of V that hold NaN or an infinity
+  long valid;    // rows of the block that exist
 
   Forward(const Plan& p, char* base)
       : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)),
@@ -43,9 +44,11 @@ struct Forward {
     const long span = unit % p.spans, head = unit / p.spans, total = p.groups * p.row_blocks;
     const long from = total * span / p.spans, to = total * (span + 1) / p.spans;
     const long b = head / f.c.key_heads, hk = head % f.c.key_heads;
+    E::enter();
     f.pack(b, hk, from, to);
     for (long block = from; block < to; ++block)
       f.rows_of(b, hk * p.groups + block / p.row_blocks, block % p.row_blocks * kRows);
+    E::leave();
   }
 
   // K and V of one head, up to the last key that is seen.
@@ -68,55 +71,58 @@ struct Forward {
   Unit* value_at(long col, long j) { return value + col * (keys / KP) + j / KP * wv.panel(col); }
 
   void rows_of(long b, long h, long i0) {
-    const long valid = least(kRows, c.n_query - i0), groups = (valid + 5) / 6;
-    read_rows<E>(c.query, b, h, i0, groups * 6, valid, wd, query);
-    std::memset(out, 0, size_t(groups * 6 * wv.columns) * sizeof(float));
-    std::memset(lanes, 0, sizeof(float) * kRows * 16);
-    std::memset(exact_lanes, 0, sizeof(float) * kRows * 16);
+    valid = least(kRows, c.n_query - i0);
+    const long groups = (valid + G - 1) / G;
+    read_rows<E>(c.query, b, h, i0, groups * G, valid, wd, query);
+    std::memset(out, 0, size_t(groups * G * wv.columns) * sizeof(float));
+    std::memset(lanes, 0, sizeof(float) * size_t(valid) * 16);
+    std::memset(exact_lanes, 0, sizeof(float) * size_t(valid) * 16);
     const float sink = c.sinks ? float(double(c.sinks[h]) * 1.4426950408889634) : -HALFULP_INF;
-    for (long r = 0; r < kRows; ++r) {
+    for (long r = 0; r < valid; ++r) {
       m[r] = sink;
       if (sink != -HALFULP_INF) lanes[16 * r] = exact_lanes[16 * r] = std::exp2(sink - shift_of(sink));
     }
     const Span block = seen_by(c, i0, kRows, 0, keys);
     for (long k0 = block.from / step * step; k0 < block.to; k0 += step) keys_of(b, h, i0, groups, k0);
-    finish(b, h, i0, valid);
+    finish(b, h, i0);
   }
 
   // One block of keys: scores, weights, and their product with V.
   void keys_of(long b, long h, long i0, long groups, long k0) {
     const float scale = score_factor(c);
     Span span[GROUPS];
-    for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + 6 * g, 6, k0, least(keys, k0 + step));
+    for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + G * g, G, k0, least(keys, k0 + step));
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       for (long g = 0; g < groups; ++g)
         if (span[g].from <= j && j < span[g].to)
-          six_rows<E, kSet>(query + 6 * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64, wd.units,
-                            scores + 6 * g * BK + j - k0, BK, &scale);
+          Multiply<E>::template group<kSet>(rows_in(g), query + G * g * row_stride(wd), row_stride(wd),
+                                            key + j * wd.units, 64, wd.units, scores + G * g * BK + j - k0, BK, &scale);
     float rescale[kRows];
     for (long g = 0; g < groups; ++g)
       if (!span[g].empty())
-        for (long r = 6 * g; r < 6 * g + 6; ++r) rescale[r] = softmax(b, h, i0 + r, r, k0, span[g]);
+        for (long r = G * g; r < G * g + rows_in(g); ++r) rescale[r] = softmax(b, h, i0 + r, r, k0, span[g]);
     for (long col = 0; col < wv.columns; col += 64)
       for (long g = 0; g < groups; ++g)
         if (!span[g].empty())
-          six_rows<E, kScaleAdd>(weights + (6 * g * BK + span[g].from - k0) / KP, BK / KP,
-                                 value_at(col, span[g].from), wv.panel(col), (span[g].to - span[g].from) / KP,
-                                 out + 6 * g * wv.columns + col, wv.columns, rescale + 6 * g);
+          Multiply<E>::template group<kScaleAdd>(
+              rows_in(g), weights + (G * g * BK + span[g].from - k0) / KP, BK / KP, value_at(col, span[g].from),
+              wv.panel(col), (span[g].to - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
+              rescale + G * g);
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
-      if (odd[j / kPanel]) add_odd(b, h / plan.groups, groups, k0, j, span);
+      if (odd[j / kPanel]) add_odd(b, h / plan.groups, k0, j, span);
   }
 
+  long rows_in(long g) const { return least(G, valid - G * g); }
+
   // What is not finite in one panel of V, for the rows that see it.
-  __attribute__((noinline)) void add_odd(long b, long hk, long groups, long k0, long from, const Span* span) {
+  __attribute__((noinline)) void add_odd(long b, long hk, long k0, long from, const Span* span) {
     float v[256];
-    const auto* base = static_cast<const typename E::Element*>(c.value.data) + b * c.value.batch + hk * c.value.head;
     for (long j = from; j < least(c.n_key, from + kPanel); ++j) {
-      E::widen(base + j * c.value.row, v, c.dv);
+      E::widen(row_at<const typename E::Element>(c.value, b, hk, j), v, c.dv);
       for (long col = 0; col < c.dv; ++col)
-        for (long r = 0; r < 6 * groups && !finite(v[col]); ++r) {
+        for (long r = 0; r < valid && !finite(v[col]); ++r) {
           const float s = scores[r * BK + j - k0];
-          if (j >= span[r / 6].from && j < span[r / 6].to && s != -HALFULP_INF)
+          if (j >= span[r / G].from && j < span[r / G].to && s != -HALFULP_INF)
             out[r * wv.columns + col] += std::exp2(s - shift_of(m[r])) * v[col];
         }
     }
@@ -172,8 +178,8 @@ struct Forward {
     return factor;
   }
 
-  void finish(long b, long h, long i0, long valid) {
-    const long at = (b * c.heads + h) * c.n_query + i0;
+  void finish(long b, long h, long i0) {
+    const long at = stat_at(c, b, h, i0);
     for (long r = 0; r < valid; ++r) {
       const float exact = tree(exact_lanes + 16 * r), l = integer ? tree(lanes + 16 * r) : exact;
       const bool seen = m[r] != -HALFULP_INF || exact != exact;  // the maximum does not tell of NaN
@@ -181,13 +187,13 @@ struct Forward {
       float* row = out + r * wv.columns;
       for (long j = 0; j < wv.columns; j += 16) store(row + j, div(load(row + j), divisor));
       for (long j = 0; j < wv.columns && c.drop_below; j += 16) store(row + j, mul(load(row + j), set1(c.kept_scale)));
-      round_out<E>(row, static_cast<typename E::Element*>(c.out) + (at + r) * c.dv,
-                   c.residual ? c.residual + (at + r) * c.dv : nullptr, c.dv);
-      c.row_max[at + r] = m[r];
-      c.row_sum[at + r] = l;
+      round_out<E>(row, row_at<typename E::Element>(c.out, b, h, i0 + r), residual_at(c, b, h, i0 + r), c.dv);
+      if (c.row_max) c.row_max[at + r] = m[r];
+      if (c.row_sum) c.row_sum[at + r] = l;
+      if (!c.own_lse && !c.lse) continue;
       const double lse = seen ? double(shift_of(m[r])) + std::log2(double(exact)) : -HALFULP_INF;
-      c.own_lse[at + r] = float(lse);
-      c.lse[at + r] = float(lse * 0.6931471805599453);
+      if (c.own_lse) c.own_lse[at + r] = float(lse);
+      if (c.lse) c.lse[at + r] = float(lse * 0.6931471805599453);
     }
   }
 };

@@ -13,8 +13,14 @@
 extern "C" {
 #endif
 
-enum { HALFULP_ABI = 3 };
-enum halfulp_isa { HALFULP_PORTABLE = 0, HALFULP_AVX2 = 1, HALFULP_AVX512 = 2, HALFULP_AVX512_BF16 = 3 };
+enum { HALFULP_ABI = 4 };
+enum halfulp_isa {
+  HALFULP_PORTABLE = 0,
+  HALFULP_AVX2 = 1,
+  HALFULP_AVX512 = 2,
+  HALFULP_AVX512_BF16 = 3,
+  HALFULP_AMX_BF16 = 4
+};
 enum halfulp_dtype { HALFULP_BF16 = 0, HALFULP_FP16 = 1, HALFULP_FP32 = 2 };
 // Masks: bool (0: hidden) or float (added to the scaled scores), rows of n_key neighboring elements, strides may be 0.
 enum halfulp_mask { HALFULP_NO_MASK = 0, HALFULP_BOOL_MASK = 1, HALFULP_FLOAT_MASK = 2 };
@@ -25,13 +31,17 @@ enum halfulp_recipe {
   HALFULP_RECIPE_PUBLISHED = 3
 };
 
-// One tensor [batch, heads, rows, width] of the call's dtype: strides in elements, the last one is 1.
+// One tensor [batch, heads, rows, width]: strides in elements, the last one is 1.
 typedef struct {
   void* data;
   int64_t batch, head, row;
 } halfulp_tensor;
 
-// One call. Row statistics are contiguous float [batch, heads, n_query]; outputs are contiguous.
+// One call. Row statistics are float [batch, heads, n_query] with the strides stat_batch, stat_head and 1.
+//
+// Variable lengths: `sequences` of them one after the other in every tensor and statistic, rows query_ends[i] up to
+// query_ends[i + 1] of the queries and key_ends likewise; batch is 1, n_query and n_key are all rows, there is no mask.
+// Each is computed as a call of its own would be, `offset` counted from the bottom right.
 typedef struct {
   int32_t isa, dtype, recipe, threads;
   int64_t batch, heads, key_heads, n_query, n_key, d, dv;
@@ -43,18 +53,27 @@ typedef struct {
   uint32_t drop_below;          // dropout: weights are dropped where formats/counter.py's word is below; 0: none
   float kept_scale;             // what makes up for the dropped weights
   uint64_t seed;                // of dropout
-  const float* sinks;           // [H], natural units, or null
+  int64_t sequences;            // 0: a batch
+  const int64_t *query_ends, *key_ends;  // [sequences + 1], from 0
+  const uint64_t* seeds;        // [sequences], in place of seed
+  int64_t stat_batch, stat_head;
+  int64_t mask_shape[4];        // of grad_mask: each 1 or the scores'
   halfulp_tensor query, key, value, grad_out, mask;
-  void* out;                    // [B, H, N, Dv]; read again by the backward pass
-  int8_t* residual;             // [B, H, N, Dv] or null
-  float *lse, *row_max, *row_sum, *own_lse;  // own_lse, row_max: base 2; with an integer shift not yet rounded up
+  halfulp_tensor out;           // read again by the backward pass
+  halfulp_tensor grad_query, grad_key, grad_value;
+  const float* sinks;           // [H], natural units, or null
+  int8_t* residual;             // with the strides of out, or null
+  // own_lse, row_max: base 2; with an integer shift not yet rounded up. The forward pass leaves out what is null.
+  float *lse, *row_max, *row_sum, *own_lse;
   const float* grad_lse;        // or null
-  void *grad_query, *grad_key, *grad_value;  // [B, H, N, D], [B, Hk, Nk, D], [B, Hk, Nk, Dv]
   float* grad_sinks;            // [H], where there are sinks
+  double* grad_mask;            // [mask_shape], zero at the call, or null: no gradient of the mask
 } halfulp_call;
 
 HALFULP_API int32_t halfulp_abi(void);
 HALFULP_API int32_t halfulp_best_isa(void);
+// The bytes of a structure of this header by its name without "halfulp_"; -1 for any other name.
+HALFULP_API int64_t halfulp_size(const char* name);
 // 0, or 1 where memory ran out.
 HALFULP_API int32_t halfulp_forward(const halfulp_call* call);
 HALFULP_API int32_t halfulp_backward(const halfulp_call* call);
@@ -119,7 +138,7 @@ typedef struct {
   int32_t row_sum_rounded, row_sum_exact;  // l from rounded weights; lse from the others all the same
   float weights_scale, row_sum_floor;
   int32_t weights_rounded, scale_at;  // in the backward pass
-  halfulp_format formats[HALFULP_STEP_COUNT];
+  const halfulp_format* formats;      // [HALFULP_STEP_COUNT]
   const float *query, *key, *value;
   float *out, *row_max, *row_sum, *exact_row_sum, *largest;  // forward, before what closes it
   // backward; divisor, value_divisor: null where the weights are probabilities already
@@ -128,7 +147,6 @@ typedef struct {
   float* summed_delta;                        // rowsum(dP P), zero at the call
 } halfulp_emulation;
 
-HALFULP_API int64_t halfulp_emulation_size(void);
 HALFULP_API const char* halfulp_step_name(int32_t step);  // null past the last
 // `n` numbers (float, or double if `wide`) rounded; y may be x.
 HALFULP_API void halfulp_round(int32_t isa, int32_t threads, int32_t wide, const halfulp_format* format, const void* x,

@@ -57,28 +57,37 @@ static inline void strip(const Unit* A, long lda, const Unit* B, long width, lon
   }
 }
 
-// Six rows, however many a tile takes.
-template <class E, Mode mode>
-static inline void six_rows(const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc,
-                            const float* factor) {
-  for (int r = 0; r < 6; r += kTileRows)
-    strip<E, kTileRows, mode>(A + r * lda, lda, B, width, K, C + r * ldc, ldc,
-                              mode == kScaleAdd ? factor + r : factor);
-}
-
-// C += A B for an even number of rows.
+// Rows of C against one panel, for an engine of vectors. The engine of tiles has its own.
 template <class E>
-static inline void add_rows(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc) {
-  while (rows > 0) {
-    const long taken = kTileRows == 6 && rows >= 6 && rows != 8 ? 6 : kTileRows == 6 && rows >= 4 ? 4 : 2;
+struct Multiply {
+  // A group of six rows of which `rows` count; the others may be left as they are.
+  template <Mode mode>
+  static void group(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc,
+                    const float* factor) {
     if constexpr (kTileRows == 6) {
-      if (taken == 6) strip<E, 6, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
-      if (taken == 4) strip<E, 4, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+      if (rows > 4) return strip<E, 6, mode>(A, lda, B, width, K, C, ldc, factor);
+      if (rows > 2) return strip<E, 4, mode>(A, lda, B, width, K, C, ldc, factor);
+      if (rows == 2) return strip<E, 2, mode>(A, lda, B, width, K, C, ldc, factor);
+      strip<E, 1, mode>(A, lda, B, width, K, C, ldc, factor);
+    } else {
+      for (long r = 0; r < rows; r += kTileRows)
+        strip<E, kTileRows, mode>(A + r * lda, lda, B, width, K, C + r * ldc, ldc,
+                                  mode == kScaleAdd ? factor + r : factor);
     }
-    if (taken == 2) strip<E, 2, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
-    rows -= taken, A += taken * lda, C += taken * ldc;
   }
-}
+  // C += A B for an even number of rows.
+  static void add_rows(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc) {
+    while (rows > 0) {
+      const long taken = kTileRows == 6 && rows >= 6 && rows != 8 ? 6 : kTileRows == 6 && rows >= 4 ? 4 : 2;
+      if constexpr (kTileRows == 6) {
+        if (taken == 6) strip<E, 6, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+        if (taken == 4) strip<E, 4, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+      }
+      if (taken == 2) strip<E, 2, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+      rows -= taken, A += taken * lda, C += taken * ldc;
+    }
+  }
+};
 
 static inline long up(long x, long to) { return (x + to - 1) / to * to; }
 static inline long least(long a, long b) { return a < b ? a : b; }
@@ -88,7 +97,8 @@ static inline long most(long a, long b) { return a > b ? a : b; }
 template <class E>
 struct Width {
   long d, columns, units, even;
-  explicit Width(long width) : d(width), columns(up(width, 32)), units((width + E::KP - 1) / E::KP), even(up(width, 2)) {}
+  explicit Width(long width)
+      : d(width), columns(up(width, 32)), units(up((width + E::KP - 1) / E::KP, E::k_step)), even(up(width, 2)) {}
   long stride() const { return up(units, 16); }  // of rows of units
   long panel(long column) const { return least(64, columns - column); }
 };

@@ -110,6 +110,9 @@ static inline void narrow_fp16(const float* src, void* dst, long n) {
 struct PairEngine {
   using Element = uint16_t;
   static constexpr long KP = 2;
+  static constexpr long group = 6, k_step = 1;  // rows that are multiplied together; of a product's units
+  static void enter() {}
+  static void leave() {}
   static constexpr int mantissa_bits = 7, lowest_exponent = -101;
   static constexpr bool exact_operands = false;
   using U = __m512i;

@@ -1,4 +1,5 @@
-"""The door to the native library: plain C behind ctypes (sources and specification: native/).
+"""The door to the native library: plain C behind ctypes (sources and specification: native/), and
+its structures, whose sizes are held to the library's when it is loaded.
 
 It is built with the package where a C++ compiler was there. Whoever calls into it checks before the
 call everything that could make it read beyond a tensor.
@@ -13,10 +14,107 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Isa = Literal["portable", "avx2", "avx512", "avx512_bf16"]
+Isa = Literal["portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 ISAS: tuple[str, ...] = get_args(Isa)
 BEST_ISA = -1  # in place of a number: the best that this machine has
-_ABI = 3
+_ABI = 4
+_TYPES: dict[str, Any] = {
+    "i": ctypes.c_int32,
+    "u": ctypes.c_uint32,
+    "l": ctypes.c_int64,
+    "w": ctypes.c_uint64,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+    "p": ctypes.c_void_p,
+}
+
+
+def _fields(*lines: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a structure, a line for neighbors of one type: its letter in `_TYPES`, then their
+    names.
+    """
+    words = (line.split() for line in lines)
+    return tuple((name, _TYPES[letter]) for letter, *names in words for name in names)
+
+
+class CTensor(ctypes.Structure):
+    """`[batch, heads, rows, width]`: strides in elements, the last one is 1."""
+
+    _fields_ = _fields("p data", "l batch head row")
+
+
+class CMatrix(ctypes.Structure):
+    """A matrix in a batch: strides in elements."""
+
+    _fields_ = _fields("p data", "l batch row column")
+
+
+class CFormat(ctypes.Structure):
+    """A scalar format that lies within the container."""
+
+    _fields_ = _fields(
+        "i active rounding overflow infinities subnormals mantissa_bits min_exponent bias", "d max"
+    )
+
+
+class CCall(ctypes.Structure):
+    """One call of attention."""
+
+    _fields_ = (
+        *_fields(
+            "i isa dtype recipe threads",
+            "l batch heads key_heads n_query n_key d dv left right offset",
+            "f scale",
+            "i chunks mask_kind",
+            "f softcap",
+            "u drop_below",
+            "f kept_scale",
+            "w seed",
+            "l sequences",
+            "p query_ends key_ends seeds",
+            "l stat_batch stat_head",
+        ),
+        ("mask_shape", ctypes.c_int64 * 4),
+        *((name, CTensor) for name in ("query", "key", "value", "grad_out", "mask")),
+        *((name, CTensor) for name in ("out", "grad_query", "grad_key", "grad_value")),
+        *_fields("p sinks residual lse row_max row_sum own_lse grad_lse grad_sinks grad_mask"),
+    )
+
+
+class CEmulation(ctypes.Structure):
+    """One emulated call."""
+
+    _fields_ = (
+        *_fields(
+            "i isa threads algorithm reserved",
+            "l batch heads n_query n_key d dv block_query block_key",
+            "i bounded_below bounded_above",
+            "l least greatest",
+        ),
+        ("mask", CTensor),
+        *_fields(
+            "i mask_kind",
+            "f mask_factor score_factor gradient_scale",
+            "i base2 split shift unconditional",
+            "f beta gamma tie_tolerance offset",
+            "i row_sum_rounded row_sum_exact",
+            "f weights_scale row_sum_floor",
+            "i weights_rounded scale_at",
+            "p formats query key value out row_max row_sum exact_row_sum largest",
+            "p grad_out shifts divisor value_divisor delta",
+            "p grad_query grad_key grad_value summed_delta",
+        ),
+    )
+
+
+# By the name that native/halfulp.h gives them after "halfulp_".
+_STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "tensor": CTensor,
+    "matrix": CMatrix,
+    "format": CFormat,
+    "call": CCall,
+    "emulation": CEmulation,
+}
 
 
 @lru_cache(maxsize=1)
@@ -38,6 +136,14 @@ def _found() -> ctypes.CDLL | str:
             f"the native library speaks version {abi} of its interface, this halfulp {_ABI}:"
             " install halfulp again"
         )
+    opened.halfulp_size.restype = ctypes.c_int64
+    for name, structure in _STRUCTURES.items():
+        size = opened.halfulp_size(name.encode())
+        if size != ctypes.sizeof(structure):
+            return (
+                f"the native library's halfulp_{name} has {size} bytes, this halfulp's"
+                f" {ctypes.sizeof(structure)}: install halfulp again"
+            )
     return opened
 
 
@@ -55,13 +161,10 @@ def library() -> ctypes.CDLL:
     return found
 
 
-_TYPES: dict[str, Any] = {"i": ctypes.c_int32, "l": ctypes.c_int64, "p": ctypes.c_void_p}
-
-
 @lru_cache(maxsize=64)
 def function(name: str, arguments: str, result: type | None = None) -> Callable[..., Any]:
-    """One function of the library: a letter an argument, i for int32, l for int64, p for a pointer
-    as an integer.
+    """One function of the library: a letter of `_TYPES` an argument; a pointer is an integer, such
+    as `ctypes.addressof` a structure.
 
     Raises ValueError where there is no library.
     """

@@ -21,20 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfulp.native import BEST_ISA, function, missing
+from halfulp.native import BEST_ISA, CMatrix, function, missing
 
 _LANES = 16
 # of mantissa bits and the bits of a residual, so that the unit and its inverse are normal numbers
 LARGEST_UNIT = 24
-
-
-class CMatrix(ctypes.Structure):
-    """`halfulp_matrix` of native/halfulp.h: strides in elements."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "row", "column")),
-    )
 
 
 def compiled(*tensors: Tensor) -> bool:

@@ -16,23 +16,14 @@ from torch import Tensor
 from halfulp.algorithms.arithmetic import fixed
 from halfulp.algorithms.problem import Problem, State
 from halfulp.formats import FP32, Format
-from halfulp.formats.compiled import CFormat, c_format
-from halfulp.native import BEST_ISA, function, missing
+from halfulp.formats.compiled import c_format
+from halfulp.native import BEST_ISA, CEmulation, CFormat, CTensor, function, missing
 from halfulp.recipes import Recipe, Step
 
 _MASKS = {torch.bool: 1, torch.float32: 2}
 _ALGORITHMS = {"flash2": 0, "flash1": 1, "standard": 2}
 _SHIFTS = {"maximum": 0, "integer": 1, "offset": 2, "stabilized": 3}
 _SCALE_AT = {"products": 0, "scores": 1, "probabilities": 2}
-
-
-class _CTensor(ctypes.Structure):
-    """`halfulp_tensor` of native/halfulp.h: strides in elements."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "row")),
-    )
 
 
 @lru_cache(maxsize=1)
@@ -43,57 +34,6 @@ def _steps() -> tuple[str, ...]:
     while (found := name(len(names))) is not None:
         names.append(found.decode())
     return tuple(names)
-
-
-@lru_cache(maxsize=1)
-def _structure() -> type[ctypes.Structure]:
-    """`halfulp_emulation` of native/halfulp.h."""
-
-    def several(kind: type, *names: str) -> list[tuple[str, type]]:
-        return [(name, kind) for name in names]
-
-    fields = (
-        *several(ctypes.c_int32, "isa", "threads", "algorithm", "reserved"),
-        *several(
-            ctypes.c_int64,
-            "batch",
-            "heads",
-            "n_query",
-            "n_key",
-            "d",
-            "dv",
-            "block_query",
-            "block_key",
-        ),
-        *several(ctypes.c_int32, "bounded_below", "bounded_above"),
-        *several(ctypes.c_int64, "least", "greatest"),
-        ("mask", _CTensor),
-        ("mask_kind", ctypes.c_int32),
-        *several(ctypes.c_float, "mask_factor", "score_factor", "gradient_scale"),
-        *several(ctypes.c_int32, "base2", "split", "shift", "unconditional"),
-        *several(ctypes.c_float, "beta", "gamma", "tie_tolerance", "offset"),
-        *several(ctypes.c_int32, "row_sum_rounded", "row_sum_exact"),
-        *several(ctypes.c_float, "weights_scale", "row_sum_floor"),
-        *several(ctypes.c_int32, "weights_rounded", "scale_at"),
-        ("formats", CFormat * len(_steps())),
-        *several(
-            ctypes.c_void_p,
-            "query",
-            "key",
-            "value",
-            "out",
-            "row_max",
-            "row_sum",
-            "exact_row_sum",
-            "largest",
-        ),
-        *several(ctypes.c_void_p, "grad_out", "shifts", "divisor", "value_divisor", "delta"),
-        *several(ctypes.c_void_p, "grad_query", "grad_key", "grad_value", "summed_delta"),
-    )
-    structure = type("CEmulation", (ctypes.Structure,), {"_fields_": fields})
-    size = function("halfulp_emulation_size", "", ctypes.c_int64)()
-    assert ctypes.sizeof(structure) == size, "native/halfulp.h has another layout"
-    return structure
 
 
 def refused(problem: Problem, step: Step) -> str | None:
@@ -184,10 +124,10 @@ def _call(
     grad_out: Tensor | None = None,
     *,
     whole_rows: bool = False,
-) -> tuple[ctypes.Structure, list[Tensor]]:
-    """The call, but for its results, and the tensors that it points into."""
+) -> tuple[CEmulation, list[object]]:
+    """The call, but for its results, and what it points into."""
     recipe, (b, h, n, d), (nk, dv) = problem.recipe, problem.query.shape, problem.value.shape[2:]
-    call = _structure()()
+    call = CEmulation()
     call.isa, call.threads = BEST_ISA, torch.get_num_threads()
     call.batch, call.heads, call.n_query, call.n_key, call.d, call.dv = b, h, n, nk, d, dv
     call.block_query = recipe.block_query or n
@@ -200,6 +140,8 @@ def _call(
         problem.alpha * problem.unit,
         problem.alpha,
     )
+    formats = _formats(recipe)
+    call.formats = ctypes.addressof(formats)
     _describe(call, recipe)
     tensors = {
         "query": problem.query,
@@ -208,22 +150,24 @@ def _call(
         "grad_out": grad_out,
     }
     tensors |= {"shifts": shift, "divisor": divisor, "value_divisor": value_divisor}
-    held = []
+    held: list[object] = [formats]
     for name, x in tensors.items():
         if x is not None:
-            held.append(x.contiguous())
-            setattr(call, name, held[-1].data_ptr())
+            x = x.contiguous()
+            held.append(x)
+            setattr(call, name, x.data_ptr())
     mask = problem.mask.attn_mask
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
         mask = mask.expand(b, h, n, nk)
-        held.append(mask if mask.stride(3) == 1 or nk == 1 else mask.contiguous())
-        call.mask = _CTensor(held[-1].data_ptr(), *held[-1].stride()[:3])
+        mask = mask if mask.stride(3) == 1 or nk == 1 else mask.contiguous()
+        held.append(mask)
+        call.mask = CTensor(mask.data_ptr(), *mask.stride()[:3])
         call.mask_kind = _MASKS[mask.dtype]
     return call, held
 
 
-def _describe(call: ctypes.Structure, recipe: Recipe) -> None:
+def _describe(call: CEmulation, recipe: Recipe) -> None:
     """What the recipe says."""
     shift = recipe.shift
     call.base2, call.split = recipe.base == "2", recipe.exponential == "split"
@@ -241,7 +185,6 @@ def _describe(call: ctypes.Structure, recipe: Recipe) -> None:
         recipe.backward_weights == "rounded",
         _SCALE_AT[recipe.gradient_scale_at],
     )
-    call.formats = _formats(recipe)
 
 
 @lru_cache(maxsize=256)
@@ -257,7 +200,7 @@ def _formats(recipe: Recipe) -> ctypes.Array[CFormat]:
     return formats
 
 
-def _run(name: str, call: ctypes.Structure) -> None:
+def _run(name: str, call: CEmulation) -> None:
     if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
         raise MemoryError(
             f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"

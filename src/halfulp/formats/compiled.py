@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfulp.formats.format import Format, Overflow, Rounding
 from halfulp.formats.general import fits_container
-from halfulp.native import BEST_ISA, function, missing
+from halfulp.native import BEST_ISA, CFormat, function, missing
 
 _ROUNDINGS: dict[Rounding, int] = {
     "nearest_even": 0,
@@ -22,19 +22,6 @@ _ROUNDINGS: dict[Rounding, int] = {
     "down": 4,
 }
 _OVERFLOWS: dict[Overflow, int] = {"infinity": 0, "saturate": 1, "nan": 2}
-
-
-class CFormat(ctypes.Structure):
-    """`halfulp_format` of native/halfulp.h."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in ("active", "rounding", "overflow", "infinities", "subnormals")
-        ),
-        *((name, ctypes.c_int32) for name in ("mantissa_bits", "min_exponent", "bias")),
-        ("max", ctypes.c_double),
-    )
 
 
 @lru_cache(maxsize=1024)

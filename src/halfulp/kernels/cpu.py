@@ -13,53 +13,13 @@ import torch
 from torch import Tensor
 
 from halfulp.kernels.options import Gradients, Options, Saved
-from halfulp.native import Isa, isa_number, library, missing
+from halfulp.native import CCall, CTensor, Isa, function, isa_number, missing
 
 MAX_HEAD_DIM = 256
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _RECIPES = {"halfulp": 0, "stock": 1, "exact_delta": 2, "published": 3}
 _LOG2_E = math.log2(math.e)
 _LARGEST = 2e38  # its product with log₂e is a float32
-
-
-class _Tensor(ctypes.Structure):
-    """`halfulp_tensor` of native/halfulp.h: strides in elements, the last one is 1."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-    )
-
-
-class _Call(ctypes.Structure):
-    """`halfulp_call` of native/halfulp.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("isa", "dtype", "recipe", "threads")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("batch", "heads", "key_heads", "n_query", "n_key", "d", "dv")
-        ),
-        *((name, ctypes.c_int64) for name in ("left", "right", "offset")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("chunks", "mask_kind")),
-        ("softcap", ctypes.c_float),
-        ("drop_below", ctypes.c_uint32),
-        ("kept_scale", ctypes.c_float),
-        ("seed", ctypes.c_uint64),
-        ("sinks", ctypes.c_void_p),
-        *((name, _Tensor) for name in ("query", "key", "value", "grad_out", "mask")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("out", "residual", "lse", "row_max", "row_sum", "own_lse", "grad_lse")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("grad_query", "grad_key", "grad_value", "grad_sinks")
-        ),
-    )
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
@@ -155,7 +115,7 @@ def forward(
     keeps_residual = options.recipe == "halfulp" and query.dtype != torch.float32
     residual = torch.empty(b, h, n, dv, dtype=torch.int8) if keeps_residual else None
     lse, row_max, row_sum, own_lse = (torch.empty(b, h, n, dtype=torch.float32) for _ in range(4))
-    call.out = out.data_ptr()
+    call.out = _pointer(out)
     call.residual = None if residual is None else residual.data_ptr()
     call.lse, call.row_max = lse.data_ptr(), row_max.data_ptr()
     call.row_sum, call.own_lse = row_sum.data_ptr(), own_lse.data_ptr()
@@ -195,7 +155,7 @@ def backward(
     rows = {"row_max": saved.row_max, "row_sum": saved.row_sum, "own_lse": own_lse}
     held = [_checked(f"saved.{name}", x, (b, h, n), torch.float32) for name, x in rows.items()]
     call.out, (call.row_max, call.row_sum, call.own_lse) = (
-        out.data_ptr(),
+        _pointer(out),
         (x.data_ptr() for x in held),
     )
     if saved.residual is not None:
@@ -205,9 +165,7 @@ def backward(
         held.append(_checked("grad_lse", grad_lse.to(torch.float32), (b, h, n), torch.float32))
         call.grad_lse = held[-1].data_ptr()
     gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)))
-    call.grad_query, call.grad_key, call.grad_value = (
-        x.data_ptr() for x in gradients[:3] if x is not None
-    )
+    call.grad_query, call.grad_key, call.grad_value = map(_pointer, gradients[:3])
     if options.sinks is not None:
         of_sinks = torch.empty(h, dtype=torch.float32)
         call.grad_sinks = of_sinks.data_ptr()
@@ -233,10 +191,9 @@ def round_out(
         torch.empty(exact.shape, dtype=dtype),
         torch.empty(exact.shape, dtype=torch.int8),
     )
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (exact, out, residual))
-    library().halfulp_round_out(
-        isa_number(isa), _DTYPES[dtype], *pointers, ctypes.c_int64(exact.numel())
-    )
+    pointers = (x.data_ptr() for x in (exact, out, residual))
+    call = function("halfulp_round_out", "iipppl", ctypes.c_int32)
+    call(isa_number(isa), _DTYPES[dtype], *pointers, exact.numel())
     return out, residual
 
 
@@ -245,8 +202,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _pointer(x: Tensor) -> _Tensor:
-    return _Tensor(x.data_ptr(), *x.stride()[:3])
+def _pointer(x: Tensor) -> CTensor:
+    return CTensor(x.data_ptr(), *x.stride()[:3])
 
 
 def _mask(options: Options, shape: tuple[int, ...]) -> tuple[int, Tensor]:
@@ -272,7 +229,7 @@ def _checked(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
 
 def _call(
     query: Tensor, key: Tensor, value: Tensor, options: Options, isa: Isa | None
-) -> tuple[_Call, tuple[Tensor, ...]]:
+) -> tuple[CCall, tuple[Tensor, ...]]:
     """The call, but for its results, and the tensors that it points into."""
     refused = supports(query, key, value, options)
     if refused is not None:
@@ -282,34 +239,32 @@ def _call(
     if options.is_causal:
         right = 0 if right < 0 else min(right, 0)
     (b, h, n, d), (hk, nk, dv) = query.shape, value.shape[1:]
-    shape = (b, h, hk, n, nk, d, dv, left, right, options.causal_offset)
     kind, held = _mask(options, (b, h, n, nk))
-    mask = _Tensor() if kind == 0 else _pointer(held)
-    ints = (
+    sinks = None if options.sinks is None else options.sinks.detach().to(torch.float32).contiguous()
+    call = CCall(
         isa_number(isa),
         _DTYPES[query.dtype],
         _RECIPES[options.recipe],
         torch.get_num_threads(),
+        *(b, h, hk, n, nk, d, dv, left, right, options.causal_offset, options.scale),
+        mask_kind=kind,
+        softcap=options.softcap,
+        # of p = 1 one weight in 2³² is left, times 0
+        drop_below=min(int(options.dropout_p * 2**32), 2**32 - 1),
+        kept_scale=0.0 if options.dropout_p == 1 else 1 / (1 - options.dropout_p),
+        seed=options.seed % 2**64,
+        stat_batch=h * n,
+        stat_head=n,
+        sinks=None if sinks is None else sinks.data_ptr(),
     )
-    sinks = None if options.sinks is None else options.sinks.detach().to(torch.float32).contiguous()
-    # of p = 1 one weight in 2³² is left, times 0
-    dropped = min(int(options.dropout_p * 2**32), 2**32 - 1)
-    kept_scale = 0.0 if options.dropout_p == 1 else 1 / (1 - options.dropout_p)
-    more = (
-        options.softcap,
-        dropped,
-        kept_scale,
-        options.seed % 2**64,
-        None if sinks is None else sinks.data_ptr(),
-    )
-    call = _Call(
-        *ints, *shape, options.scale, 0, kind, *more, *map(_pointer, operands), _Tensor(), mask
-    )
+    call.query, call.key, call.value = map(_pointer, operands)
+    if kind:
+        call.mask = _pointer(held)
     return call, (*operands, held) if sinks is None else (*operands, held, sinks)
 
 
-def _run(name: str, call: _Call) -> None:
-    if getattr(library(), name)(ctypes.byref(call)):
+def _run(name: str, call: CCall) -> None:
+    if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
         raise MemoryError(
             f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"
         )
