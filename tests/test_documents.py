@@ -12,7 +12,14 @@ from halfulp.runs.threads import one_thread
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/attention.md")
-WITH_LINKS = (*DOCUMENTS, "ARCHITECTURE.md", "CHANGELOG.md", "docs/log.md", "native/README.md")
+WITH_LINKS = (
+    *DOCUMENTS,
+    "docs/transformers.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "docs/log.md",
+    "native/README.md",
+)
 
 
 def text(name):

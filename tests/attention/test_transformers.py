@@ -156,18 +156,70 @@ def test_it_is_halfulp_that_runs(model, tokens, monkeypatch):
     assert len(calls) == 2, "one call a layer"
 
 
-def test_position_bias_and_paged_caches():
+def operands(queries=6, keys=6):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, n, 8, generator=generator) for n in (queries, keys, keys)]
+
+
+def test_position_bias_and_sparse_attention():
     from halfulp.attention.transformers import attention_forward
 
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(3))
+    q, k, v = operands()
+    generator = torch.Generator().manual_seed(1)
     bias = torch.randn(1, 2, 6, 6, generator=generator)
+    indices = torch.tensor([[[0, 2], [1, 1], [0, 5], [3, -1], [2, 4], [5, 0]]])
+    chosen = torch.zeros(6, 6, dtype=torch.bool)
+    for query, keys in enumerate(indices[0].tolist()):
+        chosen[query, [key for key in keys if key >= 0]] = True
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     hidden = bias.masked_fill(~causal, -torch.inf)
+    sparse = bias.masked_fill(~(causal & chosen), -torch.inf)
     for mask, is_causal in ((None, True), (causal, False), (hidden - bias, False)):
-        out, _ = attention_forward(None, q, k, v, mask, is_causal=is_causal, position_bias=bias)
-        torch.testing.assert_close(
-            out.transpose(1, 2), halfulp.attention(q, k, v, hidden), equal_nan=True
-        )
-    with pytest.raises(ValueError, match="paged"):
-        attention_forward(None, q, k, v, None, cache=object())
+        options = {"is_causal": is_causal, "position_bias": bias}
+        for more, expected in (({}, hidden), ({"indices": indices}, sparse)):
+            out, _ = attention_forward(None, q, k, v, mask, **options, **more)
+            wanted = halfulp.attention(q, k, v, expected)
+            torch.testing.assert_close(out.transpose(1, 2), wanted)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"cache": object()}, "cache is given: accepted is None, since paged caches"),
+        ({"block_indices": torch.zeros(1)}, "block_indices is given: accepted is None"),
+        ({"sinks": torch.zeros(2)}, "sinks is given"),
+        ({"output_attentions": True}, "output_attentions=True .*eager"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 6])}, "cu_seq_lens_q is given"),
+        ({"sliding_window": 3}, "sliding_window=3 for 6 keys"),
+    ],
+)
+def test_keywords_that_are_not_understood_are_refused_by_name(asked, why):
+    from halfulp.attention.transformers import attention_forward
+
+    with pytest.raises(ValueError, match=why):
+        attention_forward(None, *operands(), None, **asked)
+
+
+def test_what_a_mask_holds_and_what_changes_nothing_is_taken():
+    from halfulp.attention.transformers import attention_forward
+
+    window = torch.ones(6, 6, dtype=torch.bool).tril().triu(-2)
+    wanted = halfulp.attention(*operands(), window).transpose(1, 2)
+    ends = torch.tensor([0, 2, 6])
+    said = {"use_cache": True, "output_attentions": False, "alibi": None, "position_ids": ends}
+    out, _ = attention_forward(
+        None, *operands(), window, sliding_window=3, cu_seq_lens_q=ends, **said
+    )
+    torch.testing.assert_close(out, wanted)
+
+
+def test_more_keys_than_queries_need_a_mask():
+    """As where a layer reads only the last logits, or appends keys to a cache: "causal" alone would
+    hide all but the first keys.
+    """
+    from halfulp.attention.transformers import attention_forward
+
+    with pytest.raises(ValueError, match="3 queries and 6 keys: accepted is a mask"):
+        attention_forward(None, *operands(queries=3), None)
+    out, _ = attention_forward(None, *operands(queries=1), None)
+    torch.testing.assert_close(out.transpose(1, 2), halfulp.attention(*operands(queries=1)))
