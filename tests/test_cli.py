@@ -14,6 +14,7 @@ import halfulp
 from halfulp import cli
 from halfulp.audit import PROBES, Case, Shape
 from halfulp.audit import run as audit_run
+from halfulp.cli import listing
 from halfulp.formats import FORMATS
 from halfulp.recipes import RECIPES
 from halfulp.training.presets import PRESETS
@@ -390,3 +391,22 @@ def test_an_interrupted_audit_writes_what_is_done(capsys, kernels, tmp_path):
     assert [report["verdict"] for report in json.loads(saved.read_text(encoding="utf-8"))] == [
         "sound"
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (MemoryError(), "MemoryError:"),
+        (TypeError("two\nlines"), "TypeError: two lines (test_cli.py, line "),
+    ],
+)
+def test_what_nobody_foresaw_is_one_line_with_a_code_of_its_own(capsys, monkeypatch, error, says):
+    def broken(*args, **options):
+        raise error
+
+    monkeypatch.setitem(listing.LISTS, "targets", broken)
+    code, out, err = run(capsys, "ls", "targets")
+    assert (code, out) == (3, "")
+    assert err.startswith(f"halfulp: {says}")
+    assert err.count("\n") == 1

@@ -108,7 +108,7 @@ def test_pytorchs_cpu_flash_kernel_accumulates_in_bf16_and_the_audit_says_so():
         assert min(report.fingerprint.identical.values()) >= least
 
 
-def test_every_case_is_reported_and_refusals_are_no_alarm():
+def test_every_case_is_reported_and_refusals_are_no_alarm_and_not_sound():
     def causal_only(query, key, value, *, is_causal, scale):
         if not is_causal:
             raise NotImplementedError("causal only")
@@ -116,10 +116,12 @@ def test_every_case_is_reported_and_refusals_are_no_alarm():
 
     report = audit(causal_only, shapes=SMALL, explain=False)
     assert len(report.cases) == len(PROBES) + 2
-    refused = [case for case in report.cases if case.status == "unsupported"]
+    refused = [case for case in report.cases if case.status == "refused"]
     assert refused
     assert all(case.reason for case in refused)
     assert any(case.status == "ok" for case in report.cases)
+    assert (report.verdict, report.exit_code) == ("incomplete", 2)
+    assert report.reason.startswith("refuses: NotImplementedError: causal only in ")
 
 
 def test_a_target_that_always_raises_is_an_error_not_a_traceback():
@@ -139,7 +141,7 @@ def test_forward_only_kernels_are_audited_on_their_output():
             )
 
     report = audit(forward_only, shapes=SMALL)
-    assert report.verdict == "sound"
+    assert report.verdict == "forward sound"
     assert not report.differentiable
     assert set(report.fingerprint.identical) == {"out"}
 

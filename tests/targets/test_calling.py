@@ -3,12 +3,17 @@ world as it was.
 """
 
 import math
+import os
+import random
 import re
+import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfulp.attention import golden
 from halfulp.targets import Target, run_target
@@ -110,6 +115,10 @@ def test_an_unrecognized_second_result_is_noted():
         (lambda out, lse: None, "returns NoneType"),
         (lambda out, lse: (), "empty tuple"),
         (lambda out, lse: out.to("meta"), "out on meta: expected cpu"),
+        (lambda out, lse: ((out, lse), lse), "returns tuple: expected a tensor"),
+        (lambda out, lse: out.to_sparse(), "out that is sparse_coo: expected a dense"),
+        (lambda out, lse: torch.nested.as_nested_tensor(list(out)), "out that is nested"),
+        (lambda out, lse: {"out": out}, "returns dict"),
     ],
 )
 def test_a_wrong_result_is_refused_in_one_line(make, says):
@@ -193,11 +202,11 @@ class BackwardRaises(torch.autograd.Function):
         (KeyError("bad"), "error", "raises KeyError: 'bad'"),
         (
             NotImplementedError("only bf16"),
-            "unsupported",
+            "refused",
             "refuses: NotImplementedError: only bf16",
         ),
-        (ValueError("D must be 64"), "unsupported", "refuses: ValueError: D must be 64"),
-        (AssertionError(), "unsupported", "refuses: AssertionError"),
+        (ValueError("D must be 64"), "refused", "refuses: ValueError: D must be 64"),
+        (AssertionError(), "refused", "refuses: AssertionError"),
         (MemoryError("x" * 900), "error", "raises MemoryError: xxx"),
     ],
 )
@@ -209,12 +218,35 @@ def test_an_exception_is_one_line(error, kind, says):
     assert len(outcome.refusal) < 260
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_the_users_stop_is_obeyed(error):
+def test_the_users_stop_is_obeyed():
     threads = torch.get_num_threads()
-    with pytest.raises(error):
-        run(raiser(error()))
+    with pytest.raises(KeyboardInterrupt):
+        run(raiser(KeyboardInterrupt()))
     assert torch.get_num_threads() == threads
+
+
+class UnreadableError(Exception):
+    def __str__(self):
+        raise RuntimeError("in __str__")
+
+
+class Passing(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (SystemExit(0), "raises SystemExit: 0"),
+        (GeneratorExit(), "raises GeneratorExit"),
+        (Passing("through"), "raises Passing: through"),
+        (UnreadableError(), "raises UnreadableError: (a message that cannot be read)"),
+        (RuntimeError("\x1b[31mred\x07"), "raises RuntimeError: �[31mred�"),
+    ],
+)
+def test_exceptions_that_would_pass_through_are_one_line(error, says):
+    outcome = run(raiser(error))
+    assert (outcome.kind, outcome.refusal) == ("error", says)
 
 
 def test_an_exception_of_the_backward_pass(monkeypatch):
@@ -246,7 +278,7 @@ def test_writing_into_the_inputs_is_seen_and_harmless(differentiate):
         target, q, k, v, do if differentiate else None, is_causal=False, scale=None
     )
     assert outcome.kind == "ok"
-    assert MODIFIES in outcome.notes
+    assert outcome.notes[0] == f"{MODIFIES}: query"
     assert all(torch.equal(a, b) for a, b in zip((q, k, v, do), before, strict=True))
     truth = golden(q, k, v, do)
     assert relative(outcome.result.out, truth.out) < 1e-5
@@ -265,7 +297,8 @@ def test_writing_into_mask_or_grad_out_is_seen():
             return grad.mul_(2)
 
     assert (
-        MODIFIES in run(lambda query, key, value: ScalesGrad.apply(plain(query, key, value))).notes
+        f"{MODIFIES}: grad_out"
+        in run(lambda query, key, value: ScalesGrad.apply(plain(query, key, value))).notes
     )
 
     def kernel(query, key, value, *, is_causal, scale, attn_mask):
@@ -273,7 +306,7 @@ def test_writing_into_mask_or_grad_out_is_seen():
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
 
     mask = torch.ones(N, N, dtype=torch.bool)
-    assert MODIFIES in run(kernel, attn_mask=mask).notes
+    assert f"{MODIFIES}: attn_mask" in run(kernel, attn_mask=mask).notes
     assert mask.all()
 
 
@@ -281,6 +314,56 @@ def test_negative_zero_and_nan_inputs_are_not_taken_for_changes():
     q, k, v, do = tensors()
     q[0, 0, 0, 0], k[0, 0, 0, 0] = -0.0, math.nan
     assert run_target(Target.of(plain), q, k, v, do, is_causal=False, scale=None).notes == ()
+
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+MODE, INFERENCE = Counting(), torch.inference_mode()
+
+
+def _replace_softmax():
+    torch.softmax = torch.log_softmax
+
+
+@pytest.mark.parametrize(
+    ("leave", "what"),
+    [
+        (INFERENCE.__enter__, "inference mode"),
+        (MODE.__enter__, "the modes that torch is in"),
+        (lambda: torch.set_default_dtype(torch.float64), "the default dtype"),
+        (lambda: torch.set_default_device("meta"), "the default device"),
+        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "the number of threads"),
+        (lambda: torch.set_grad_enabled(True), "grad mode"),
+        (lambda: torch.backends.cuda.enable_math_sdp(False), "the math backend of attention"),
+        (lambda: torch.set_flush_denormal(True), "denormal numbers"),
+        (lambda: torch.manual_seed(99), "torch's random numbers"),
+        (lambda: random.random(), "Python's random numbers"),
+        (lambda: np.random.seed(3), "numpy's random numbers"),  # noqa: NPY002
+        (_replace_softmax, "torch.softmax"),
+        (lambda: os.chdir("/"), "the working folder"),
+        (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1), "the recursion limit"),
+        (lambda: torch.set_autocast_enabled("cpu", True), "autocast"),
+        (lambda: sys.path.append("x"), "sys.path"),
+    ],
+)
+def test_what_a_kernel_leaves_changed_is_put_back_and_said(leave, what):
+    def kernel(query, key, value, *, is_causal, scale):
+        out = plain(query, key, value)
+        leave()
+        return out
+
+    before = run(plain, differentiate=False)
+    outcome = run(kernel, differentiate=False)
+    assert outcome.kind == "ok"
+    (note,) = outcome.notes
+    assert note.startswith("leaves changed (put back): ")
+    assert what in note
+    after = run(plain, differentiate=False)
+    assert after.notes == ()
+    assert torch.equal(after.result.out, before.result.out)
 
 
 def test_torch_is_left_as_it_was():

@@ -13,9 +13,11 @@ from halfulp.audit.fingerprint import Fingerprint
 from halfulp.audit.inputs import CAPTURED, Case
 from halfulp.audit.invariants import Relation
 from halfulp.audit.probes import probe_named
-from halfulp.audit.verdict import LIMITS, Finding, Row
+from halfulp.audit.verdict import Finding, Row
 
-Verdict = Literal["sound", "stock", "defect", "error"]
+Verdict = Literal[
+    "sound", "stock", "forward sound", "forward stock", "defect", "incomplete", "error"
+]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class CaseReport:
     """One case: its rows, or why there are none."""
 
     case: Case
-    status: Literal["ok", "unsupported", "error"]
+    status: Literal["ok", "unsupported", "refused", "error", "not called"]
     reason: str | None = None
     rows: tuple[Row, ...] = ()
     leans: dict[str, float] = field(default_factory=dict)  # tensor → mean lean in unit roundoffs
@@ -59,8 +61,11 @@ class AuditReport:
     dtype: str
     device: str
     depth: str
+    forward: bool  # no gradients were asked for
     verdict: Verdict
     reason: str  # one line: the failing property, or what holds
+    missing: tuple[str, ...]  # planned and not seen, a line a reason
+    limits: tuple[str, ...]  # left out, since the target declares that it does not take it
     findings: tuple[Finding, ...]  # worst first
     causes: tuple[Cause, ...]  # the likeliest, first the worst finding's
     cases: tuple[CaseReport, ...]
@@ -90,8 +95,15 @@ class AuditReport:
 
     @property
     def exit_code(self) -> int:
-        """0 sound or stock, 1 defect, 2 the target could not be audited."""
-        return {"sound": 0, "stock": 0, "defect": 1, "error": 2}[self.verdict]
+        """0 sound or stock, 1 defect, 2 the target could not be audited, or not wholly.
+
+        A kernel without a backward pass is audited wholly where only that was asked for.
+        """
+        if self.verdict in ("sound", "stock"):
+            return 0
+        if self.verdict in ("forward sound", "forward stock"):
+            return 0 if self.forward else 2
+        return 1 if self.verdict == "defect" else 2
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinities become None."""
@@ -116,14 +128,16 @@ class AuditReport:
             }
             for r in self.relations
         ]
-        limits = LIMITS[self.dtype]
         plain = {
             "target": self.target,
             "dtype": self.dtype,
             "device": self.device,
             "depth": self.depth,
+            "forward": self.forward,
             "verdict": self.verdict,
             "reason": self.reason,
+            "missing": list(self.missing),
+            "limits": list(self.limits),
             "findings": [f.as_dict() for f in self.findings],
             "causes": causes,
             "cause": causes[0] if causes else None,
@@ -133,7 +147,6 @@ class AuditReport:
             "growth": {SHORT[k]: v for k, v in self.growth.items()},
             "drift": self.drift,
             "tests": self.tests,
-            "limits": {"stock": limits.stock, "floor": limits.floor},
             "family_level": self.family_level,
             "smallest": smallest,
             "script": self.script,

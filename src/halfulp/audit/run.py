@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from halfulp.algorithms import AttentionResult
 from halfulp.audit import invariants
+from halfulp.audit.coverage import Coverage, coverage
 from halfulp.audit.diagnosis import Cause, diagnose
 from halfulp.audit.figures import GRADIENTS, Measured, measure
 from halfulp.audit.fingerprint import Fingerprint, fingerprint
@@ -99,18 +100,25 @@ def plan(
     return Plan(tuple(cases), tuple(lengths), relations)
 
 
-def runner(target: Target, device: str = "cpu") -> Callable[[Inputs], AttentionResult | None]:
+def runner(
+    target: Target, device: str = "cpu", forward: bool = False
+) -> Callable[[Inputs], AttentionResult | None]:
     """A function that calls the target on given inputs; None where it refuses or fails."""
-    return lambda x: _call(target, x, device).result
+    return lambda x: _call(target, x, device, forward).result
 
 
-def _call(target: Target, x: Inputs, device: str) -> Outcome:
+def _call(target: Target, x: Inputs, device: str, forward: bool) -> Outcome:
     def there(t: Any) -> Any:
         return None if t is None else t.to(device)
 
     options = x.options() | {"attn_mask": there(x.attn_mask)}
     outcome = run_target(
-        target, there(x.query), there(x.key), there(x.value), there(x.grad_out), **options
+        target,
+        there(x.query),
+        there(x.key),
+        there(x.value),
+        None if forward else there(x.grad_out),
+        **options,
     )
     if outcome.result is None or device == "cpu":
         return outcome
@@ -126,6 +134,11 @@ class _Gathered:
     outcomes: dict[Case, Outcome]
     relations: list[tuple[Relation, Case]]
     drift: float | None = None
+    related: list[tuple[str, Outcome]] = field(default_factory=list)  # calls of the relations
+
+    def calls(self) -> list[tuple[str, Outcome]]:
+        """Every call, by the name of its probe or relation."""
+        return [(case.probe, found) for case, found in self.outcomes.items()] + self.related
 
 
 def audit(
@@ -137,6 +150,7 @@ def audit(
     captured: Sequence[str] = (),
     seed: int = 0,
     device: str = "cpu",
+    forward: bool = False,
     explain: bool = True,
     progress: Progress | None = None,
 ) -> AuditReport:
@@ -155,50 +169,70 @@ def audit(
             well.
         seed: of the probe inputs.
         device: where the target runs; references are computed on the CPU.
+        forward: ask for no gradients, of a kernel that has no backward pass.
         explain: also take the fingerprint and shrink the smallest failing input.
         progress: called with (fraction done, what is being done).
 
     Returns:
-        An `AuditReport`. A target that refuses or fails a case is reported for that case; one that
-        fails on plain Gaussian input has verdict "error".
+        An `AuditReport`. "sound" and "stock" are said only where every planned call went through,
+        every gradient came and the inputs stayed whole; of a kernel without a backward pass
+        "forward sound" and "forward stock"; else "incomplete", with what is missing. What a target
+        declares not to take (no `attn_mask` in its signature) is left out and said. One that fails
+        on plain Gaussian input has verdict "error".
 
     Raises:
         ValueError: for an unknown or missing target, dtype, depth or file, in one line.
     """
     todo = plan(depth, dtype, seed, shapes, captured)
     check_device(device)
-    return _audit(_target(target), todo, dtype, depth, device, explain, progress or _silent)
+    asked = _Asked(_target(target), dtype, depth, device, forward, explain, progress or _silent)
+    return _audit(asked, todo)
 
 
-def _audit(
-    chosen: Target, todo: Plan, dtype: str, depth: Depth, device: str, explain: bool, tell: Progress
-) -> AuditReport:
+@dataclass(frozen=True)
+class _Asked:
+    """What an audit was asked for, beside its cases."""
+
+    target: Target
+    dtype: str
+    depth: Depth
+    device: str
+    forward: bool
+    explain: bool
+    tell: Progress
+
+
+def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     start = time.perf_counter()
-    gathered = _gather(chosen, todo, device, tell)
+    gathered = _gather(asked, todo)
+    seen = coverage(gathered.calls(), asked.forward)
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))
     findings, rows = _judge(gathered, level)
     growth = _growth(todo, gathered)
-    tell(0.9, "fingerprint")
-    run = runner(chosen, device)
-    print_of = fingerprint(run, dtype) if explain and gathered.measured else None
+    asked.tell(0.9, "fingerprint")
+    run = runner(asked.target, asked.device, asked.forward)
+    print_of = fingerprint(run, asked.dtype) if asked.explain and gathered.measured else None
     causes = diagnose(findings, growth, print_of is not None and print_of.accumulates)
-    smallest, shown = _shrink(run, findings, explain, tell)
-    verdict, reason = _verdict(gathered, findings, tests, causes)
-    text = None if smallest is None or shown is None else script(chosen.name, shown, smallest)
+    smallest, shown = _shrink(run, findings, asked.explain, asked.tell)
+    verdict, reason = _verdict(gathered, seen, findings, tests, causes)
+    name = asked.target.name
+    text = None if smallest is None or shown is None else script(name, shown, smallest)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
-    went_through = (outcome for outcome in gathered.outcomes.values() if outcome.kind == "ok")
-    notes = tuple(dict.fromkeys(note for outcome in went_through for note in outcome.notes))
+    notes = tuple(dict.fromkeys(note for _, found in gathered.calls() for note in found.notes))
     versions = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-    tell(1.0, verdict)
+    asked.tell(1.0, verdict)
     return AuditReport(
-        target=chosen.name,
-        dtype=dtype,
-        device=device,
-        depth=depth,
+        target=name,
+        dtype=asked.dtype,
+        device=asked.device,
+        depth=asked.depth,
+        forward=asked.forward,
+        missing=seen.missing,
+        limits=seen.limits,
         verdict=verdict,
         reason=reason,
         findings=tuple(findings),
@@ -234,17 +268,23 @@ def _target(target: str | Target | Callable[..., Any]) -> Target:
     return chosen
 
 
-def _gather(target: Target, todo: Plan, device: str, tell: Progress) -> _Gathered:
-    """Call the target on every case and relation. Work is estimated by the number of scores."""
+def _gather(asked: _Asked, todo: Plan) -> _Gathered:
+    """Call the target on every case and relation, or on the first case alone where that fails. Work
+    is estimated by the number of scores.
+    """
     gathered = _Gathered({}, {}, [])
     work = {
         c: c.shape.batch * c.shape.heads * c.shape.n_query * c.shape.n_key for c in todo.all_cases
     }
     total, done = sum(work.values()) * 1.1, 0.0
     for case in todo.all_cases:
-        tell(0.9 * done / total, f"{case.probe} {case.shape}")
+        asked.tell(0.9 * done / total, f"{case.probe} {case.shape}")
         reference = references(case)
-        outcome = gathered.outcomes[case] = _call(target, reference.inputs, device)
+        outcome = gathered.outcomes[case] = _call(
+            asked.target, reference.inputs, asked.device, asked.forward
+        )
+        if outcome.kind == "error" and len(gathered.outcomes) == 1:
+            return gathered
         if outcome.result is not None:
             measured = measure(
                 outcome.result, reference.truth, reference.noise, reference.inputs, reference.probe
@@ -260,16 +300,30 @@ def _gather(target: Target, todo: Plan, device: str, tell: Progress) -> _Gathere
                     (difference * reference.truth.out.sign()).flatten(0, 1).mT.flatten(0, 1)
                 )
         done += work[case]
-    run = runner(target, device)
     for case, relations in zip(todo.relations, (invariants.PLAIN, invariants.CAUSAL), strict=True):
-        tell(0.9 * done / total, f"relations, {case.probe}")
+        asked.tell(0.9 * done / total, f"relations, {case.probe}")
         x = references(case).inputs
-        base = run(x)
+        base = _related(asked, gathered, case.probe)(x)
         if base is not None:
             gathered.relations += [
-                (found, case) for relation in relations for found in relation(run, x, base)
+                (found, case)
+                for relation in relations
+                for found in relation(_related(asked, gathered, relation.__name__), x, base)
             ]
     return gathered
+
+
+def _related(
+    asked: _Asked, gathered: _Gathered, name: str
+) -> Callable[[Inputs], AttentionResult | None]:
+    """Calls the target for a relation, and keeps what became of it."""
+
+    def run(x: Inputs) -> AttentionResult | None:
+        outcome = _call(asked.target, x, asked.device, asked.forward)
+        gathered.related.append((f"relation {name.replace('_', ' ')}", outcome))
+        return outcome.result
+
+    return run
 
 
 def _count(gathered: _Gathered) -> int:
@@ -330,25 +384,36 @@ def _shrink(
 
 
 def _verdict(
-    gathered: _Gathered, findings: list[Finding], tests: int, causes: tuple[Cause, ...]
+    gathered: _Gathered,
+    seen: Coverage,
+    findings: list[Finding],
+    tests: int,
+    causes: tuple[Cause, ...],
 ) -> tuple[Verdict, str]:
     first = next(iter(gathered.outcomes.values()))
     if not gathered.measured or first.kind == "error":
         return "error", first.refusal or "no case could be run"
-    verdict = verdict_of(findings)
-    if verdict == "sound":
-        return verdict, f"no property fails in {tests} tests"
-    worst = next(f for f in findings if f.grade == verdict)
-    where = "" if worst.case is None else f" on {worst.case.probe} {worst.case.shape}"
-    return verdict, f"{causes[0].name}; {worst.property}{where}: {worst.figure}"
+    grade = verdict_of(findings)
+    reason = f"no property fails in {tests} tests"
+    if grade != "sound":
+        worst = next(f for f in findings if f.grade == grade)
+        where = "" if worst.case is None else f" on {worst.case.probe} {worst.case.shape}"
+        reason = f"{causes[0].name}; {worst.property}{where}: {worst.figure}"
+    if grade == "defect":
+        return grade, reason
+    if seen.missing:
+        return "incomplete", f"{'; '.join(seen.missing)}; what was seen is {grade}: {reason}"
+    if seen.forward_only:
+        return ("forward sound" if grade == "sound" else "forward stock"), reason
+    return grade, reason
 
 
 def _case_report(case: Case, gathered: _Gathered, rows: dict[Case, list[Row]]) -> CaseReport:
-    outcome = gathered.outcomes[case]
-    if case not in gathered.measured:
-        return CaseReport(
-            case, "unsupported" if outcome.kind == "unsupported" else "error", outcome.refusal
-        )
+    outcome = gathered.outcomes.get(case)
+    if outcome is None:
+        return CaseReport(case, "not called", "not called, since the first case failed")
+    if outcome.kind != "ok":
+        return CaseReport(case, outcome.kind, outcome.refusal)
     measured, _ = gathered.measured[case]
     leans = {lean.tensor: float(lean.lean.mean()) for lean in measured.leans}
     return CaseReport(

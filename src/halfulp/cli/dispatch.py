@@ -2,8 +2,9 @@
 is needed.
 
 Exit codes: 0 done; 1 an audited target has a defect; 2 a bad argument, or a target that could not
-be audited (a defect in another one outranks it); 130 interrupted. A bad argument is one line on
-standard error, never a traceback.
+be audited or not wholly (a defect in another one outranks it); 3 something else went wrong, a full
+disk or a bug of halfulp's; 130 interrupted. Whatever it is, it is one line on standard error, never
+a traceback.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from halfulp import __version__
@@ -28,6 +30,9 @@ from halfulp.runs.parallel import WorkerKilledError
 
 LAB = ("tyro", "rich", "matplotlib", "jinja2", "cattrs", "joblib", "scipy")
 """What the extra `lab` installs; held equal to pyproject.toml by test."""
+
+FAILED = 3
+"""The exit code of what is neither the argument's fault nor a verdict."""
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo,
@@ -64,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        return _fail(error)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -110,6 +117,18 @@ def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
         return functools.partial(command, *args, **options)
 
     return bound
+
+
+def _fail(error: BaseException) -> int:
+    """One line for what nobody foresaw, with the place in the source that raised it."""
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        where = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    expected = isinstance(error, (OSError, MemoryError))
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    print(f"{PROGRAM}: {said}{'' if expected else where}", file=sys.stderr)
+    return FAILED
 
 
 def _complain(message: str) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
+from halfulp.audit.report import Verdict
 from halfulp.experiments.failure import FailureRun, final_loss
 
 OUTCOMES = ("survived", "drifting", "failed")
@@ -94,7 +95,7 @@ def audit_finding(audits: Sequence[Mapping[str, Any]], skipped: Mapping[str, str
 
 def _verdicts(audits: Sequence[Mapping[str, Any]]) -> str:
     parts = []
-    for verdict in ("sound", "stock", "defect", "error"):
+    for verdict in get_args(Verdict):
         same = [
             str(audit["target"]).removeprefix("recipe:")
             for audit in audits
@@ -102,7 +103,11 @@ def _verdicts(audits: Sequence[Mapping[str, Any]]) -> str:
         ]
         if same:
             be, have = ("is", "has") if len(same) == 1 else ("are", "have")
-            words = {"defect": f"{have} a defect", "error": "could not be audited"}
+            words = {
+                "defect": f"{have} a defect",
+                "error": "could not be audited",
+                "incomplete": "could not be audited wholly",
+            }
             parts.append(f"{len(same)} {words.get(verdict, f'{be} {verdict}')} ({', '.join(same)})")
     return ", ".join(parts)
 

@@ -15,11 +15,30 @@ from halfulp.report.text import duration_text, percent_text
 
 Report = Mapping[str, Any]
 
-SIGNS = {"sound": "✓", "stock": "●", "defect": "✗", "error": "!"}
+SIGNS = {
+    "sound": "✓",
+    "stock": "●",
+    "forward sound": "✓",
+    "forward stock": "●",
+    "defect": "✗",
+    "incomplete": "!",
+    "error": "!",
+}
+"""In the order of a list that begins with what is well."""
+
 MEANING = {
     "sound": "free of bias, within the budget of the format",
     "stock": "as good as FlashAttention-2's recipe, with its known bias",
+    "forward sound": (
+        "its forward pass is free of bias, within the budget of the format; it gave no gradients,"
+        " so its backward pass was not audited"
+    ),
+    "forward stock": (
+        "its forward pass is as good as FlashAttention-2's recipe; it gave no gradients, so its"
+        " backward pass was not audited"
+    ),
     "defect": "worse than the stock recipe",
+    "incomplete": "not all that was planned could be audited",
     "error": "could not be audited",
 }
 _GRADES = {"defect": 2, "stock": 1}
@@ -158,6 +177,10 @@ def not_run(report: Report) -> list[tuple[str, str]]:
 def facts(report: Report) -> list[tuple[str, str]]:
     """Return what is known beyond the tables, as (name, value)."""
     print_of, found = report["fingerprint"], []
+    if report["missing"] and report["verdict"] != "incomplete":  # there it is the reason
+        found.append(("missing", "; ".join(report["missing"])))
+    if report["limits"]:
+        found.append(("not audited", "; ".join(report["limits"])))
     for i, cause in enumerate(report["causes"]):
         name = "" if i == 0 else f"{cause['name']}; "  # the first is named in the reason
         found.append(("resembles" if i == 0 else "also", f"{name}{cause['resembles']}"))
@@ -201,7 +224,9 @@ def why(report: Report) -> str:
     """Return the cause of a verdict in a few words; empty where a target is sound."""
     if report["causes"]:
         return str(report["causes"][0]["name"])
-    return "" if report["verdict"] == "sound" else str(report["reason"])
+    if report["verdict"] == "incomplete":
+        return "; ".join(report["missing"])
+    return "" if report["verdict"].endswith("sound") else str(report["reason"])
 
 
 def false_alarms(report: Report) -> str:
@@ -215,4 +240,5 @@ def false_alarms(report: Report) -> str:
 def headline(report: Report) -> str:
     """Return what was audited and how, in one line."""
     parts = [report["dtype"], report["depth"], report["device"], f"{report['tests']} tests"]
+    parts += ["forward pass alone"] if report["forward"] else []
     return ", ".join([*parts, duration_text(report["seconds"])])

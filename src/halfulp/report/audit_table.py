@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_STYLES = {"sound": "green", "stock": "yellow", "defect": "red", "error": "red"}
+_STYLES = {
+    "sound": "green",
+    "stock": "yellow",
+    "forward sound": "green",
+    "forward stock": "yellow",
+    "defect": "red",
+    "incomplete": "red",
+    "error": "red",
+}
 
 
 def print_audit(report: Report, console: Console, *, script: str | None = None) -> None:

@@ -78,15 +78,14 @@ def _section(act: Act) -> dict[str, Any]:
 
 def _audits(act: Act) -> list[Block]:
     """Kernels before recipes, the worst first."""
-    order = ("defect", "stock", "sound", "error")
+    order = ("defect", *(verdict for verdict in SIGNS if verdict != "defect"))
     audits = sorted(
         act["audits"], key=lambda r: (r["target"].startswith("recipe:"), order.index(r["verdict"]))
     )
     rows: list[tuple[object, ...]] = []
     for report in audits:
         ratios = [times_text(ratio) for ratio in (*worst_ratios(report), *_on_activations(report))]
-        target = {"text": report["target"], "to": _summary(report)}
-        rows.append((target, report["verdict"], *ratios, why(report)))
+        rows.append((report["target"], report["verdict"], *ratios, why(report)))
     blank = (None, None, None, None)
     rows += [(name, "skipped", *blank, reason) for name, reason in act["skipped"].items()]
     columns = ("target", "verdict", "× stock", "× floor", "real: × stock", "real: × floor", "why")
@@ -111,12 +110,13 @@ def _on_activations(report: Mapping[str, Any]) -> tuple[float | None, float | No
 
 def _folded(report: Mapping[str, Any]) -> Block:
     section = audit_section(report)
+    verdict = report["verdict"]
     text: list[Block] = [{"kind": "text", "text": section["finding"]}]
-    return {"kind": "details", "summary": _summary(report), "blocks": text + section["blocks"]}
-
-
-def _summary(report: Mapping[str, Any]) -> str:
-    return f"{SIGNS[report['verdict']]} {report['target']}: {report['verdict']}"
+    return {
+        "kind": "details",
+        "summary": f"{SIGNS[verdict]} {report['target']}: {verdict}",
+        "blocks": text + section["blocks"],
+    }
 
 
 def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:

@@ -7,9 +7,7 @@ tensors, random numbers and torch settings are as before.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +16,11 @@ from torch import Tensor
 
 from halfulp.algorithms import AttentionResult
 from halfulp.targets.signature import OPTIONAL
+from halfulp.targets.state import as_before
 from halfulp.targets.target import Outcome, Target, UnsupportedError
 
 MODIFIES = "modifies its inputs"
+LEAVES = "leaves changed (put back)"
 FORWARD_ONLY = "not differentiable"
 
 
@@ -39,9 +39,10 @@ def run_target(
     gradients by autograd. `options` are those of `signature.OPTIONAL` that are asked for.
 
     NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the
-    forward pass are the target's way to refuse arguments (kind "unsupported"); any other exception,
-    wrong shape, dtype or device is kind "error". No exception escapes but KeyboardInterrupt and
-    SystemExit. Runs outside anybody's autocast, without gradients where `grad_out` is None.
+    forward pass are the target's way to refuse arguments (kind "refused"); what it declares not to
+    take is "unsupported"; any other exception, wrong shape, dtype or device is kind "error". No
+    exception escapes but KeyboardInterrupt. Runs outside anybody's autocast, without gradients
+    where `grad_out` is None; what the call leaves changed in the process is put back and noted.
     """
     if target.missing is not None:
         return Outcome(None, target.missing, "unsupported")
@@ -56,12 +57,20 @@ def run_target(
     if grad_out is not None:
         given["grad_out"], lent["grad_out"] = grad_out, grad_out.detach().clone()
         lent |= {name: lent[name].requires_grad_() for name in ("query", "key", "value")}
-    with _as_before(query.device), warnings.catch_warnings(record=True) as warned:
+    with (
+        as_before(query.device, grad=grad_out is not None) as left,
+        warnings.catch_warnings(record=True) as warned,
+    ):
         warnings.simplefilter("always")
         outcome = _call(target, lent, {"is_causal": is_causal, "scale": scale} | options)
     notes = outcome.notes + _warned(warned)
-    if not all(_same_bits(lent.get(f"{name}/read", lent[name]), x) for name, x in given.items()):
-        notes = (MODIFIES, *notes)
+    touched = [
+        name for name, x in given.items() if not _same_bits(lent.get(f"{name}/read", lent[name]), x)
+    ]
+    if touched:
+        notes = (f"{MODIFIES}: {', '.join(touched)}", *notes)
+    if left:
+        notes += (f"{LEAVES}: {', '.join(left)}",)
     return replace(outcome, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -71,36 +80,54 @@ def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> O
     """
     differentiate = "grad_out" in lent
     leaves = [lent[name] for name in ("query", "key", "value")]
-    with torch.set_grad_enabled(differentiate):
-        read = [x.clone() for x in leaves]
+    read = [x.clone() for x in leaves]
     lent |= {f"{name}/read": x for name, x in zip(("query", "key", "value"), read, strict=True)}
     options = options | {name: lent[name] for name in options if name in lent}
     try:
-        with torch.set_grad_enabled(differentiate):
-            returned = target.call(*read, **options)
+        returned = target.call(*read, **options)
     except UnsupportedError as error:
         return Outcome(None, str(error), "unsupported")
     except (NotImplementedError, ValueError, AssertionError) as error:
-        return Outcome(None, f"refuses: {one_line(error)}", "unsupported")
-    except Exception as error:
+        return Outcome(None, f"refuses: {one_line(error)}", "refused")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return Outcome(None, f"raises {one_line(error)}", "error")
-    out, lse, notes = _unpacked(returned, leaves)
-    if isinstance(out, str):
-        return Outcome(None, out, "error")
-    kept = AttentionResult(out.detach().clone(), None if lse is None else lse.detach().clone())
+    try:
+        out, lse, notes = _unpacked(returned, leaves)
+        if isinstance(out, str):
+            return Outcome(None, out, "error")
+        kept = AttentionResult(out.detach().clone(), None if lse is None else lse.detach().clone())
+    except Exception as error:  # a class of tensors that cannot be looked at
+        found = f"returns what cannot be read, {type(returned).__name__}: {one_line(error)}"
+        return Outcome(None, found, "error")
     if not differentiate:
         return Outcome(kept, None, "ok", notes)
     if not out.requires_grad:
         return Outcome(kept, None, "ok", (FORWARD_ONLY, *notes))
+    return _differentiated(kept, out, leaves, lent["grad_out"], notes)
+
+
+def _differentiated(
+    kept: AttentionResult,
+    out: Tensor,
+    leaves: list[Tensor],
+    grad_out: Tensor,
+    notes: tuple[str, ...],
+) -> Outcome:
     try:
-        grads = torch.autograd.grad(out, leaves, lent["grad_out"], allow_unused=True)
+        grads = torch.autograd.grad(out, leaves, grad_out, allow_unused=True)
     except NotImplementedError as error:
-        return Outcome(
-            kept, None, "ok", (FORWARD_ONLY, f"backward pass refuses: {one_line(error)}", *notes)
-        )
-    except Exception as error:
+        refused = f"backward pass refuses: {one_line(error)}"
+        return Outcome(kept, None, "ok", (FORWARD_ONLY, refused, *notes))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return Outcome(None, f"backward pass raises {one_line(error)}", "error", notes)
     names = ("query", "key", "value")
+    for name, g in zip(names, grads, strict=True):
+        if g is not None and g.layout != torch.strided:
+            return Outcome(None, f"gives a gradient of {name} that is {_layout(g)}", "error", notes)
     notes += tuple(
         f"no gradient for {name}" for name, g in zip(names, grads, strict=True) if g is None
     )
@@ -123,6 +150,8 @@ def _unpacked(
         returned, *rest = returned
     if not isinstance(returned, Tensor):
         return f"returns {type(returned).__name__}: expected a tensor or (out, lse)", None, ()
+    if returned.is_nested or returned.layout != torch.strided:
+        return f"returns out that is {_layout(returned)}: expected a dense tensor", None, ()
     expected = (*query.shape[:3], value.shape[3])
     if tuple(returned.shape) != expected:
         return f"returns out of shape {tuple(returned.shape)}: expected {expected}", None, ()
@@ -141,6 +170,10 @@ def _unpacked(
     return returned, lse, notes
 
 
+def _layout(x: Tensor) -> str:
+    return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+
+
 def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
     """`x` as lse `[B, H, N]`: also from `[B, N, H]` and from a trailing 1; None where it is none of
     these.
@@ -152,37 +185,6 @@ def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
     if tuple(column.shape) == expected:
         return column
     return column.mT if tuple(column.shape) == (b, n, h) else None
-
-
-@contextlib.contextmanager
-def _as_before(device: torch.device) -> Iterator[None]:
-    """Put back what a kernel may turn in torch: gradients, threads, dtypes, precision, determinism,
-    random numbers.
-    """
-    threads, dtype, precision = (
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-    )
-    deterministic, only_warn = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    grad, default_device = torch.is_grad_enabled(), torch.get_default_device()
-    devices = [device] if device.type == "cuda" else []
-    # Autocast is switched off for the kernel: an audit is of the dtype that it was asked for.
-    with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
-        try:
-            yield
-        finally:
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
-            if torch.get_default_device() != default_device:
-                torch.set_default_device(default_device)
-            torch.set_default_dtype(dtype)
-            torch.set_float32_matmul_precision(precision)
-            torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
-            torch.set_grad_enabled(grad)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -206,18 +208,23 @@ def _warned(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
         ResourceWarning,
     )
     return tuple(
-        f"warns: {_short(str(w.message))}" for w in caught if not issubclass(w.category, silent)
+        f"warns: {short(str(w.message))}" for w in caught if not issubclass(w.category, silent)
     )
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as "Type: first line of its message"."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {_short(text)}" if text else type(error).__name__
+    """An exception as "Type: first line of its message"; the message may itself raise."""
+    try:
+        text = str(error).strip()
+    except BaseException:
+        text = "(a message that cannot be read)"
+    return f"{type(error).__name__}: {short(text)}" if text else type(error).__name__
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """The first line of anybody's text, with nothing in it that a terminal would obey."""
     line = " ".join(text.strip().split("\n")[0].split())
+    line = "".join(c if c.isprintable() else "�" for c in line)
     return line if len(line) <= 200 else line[:199] + "…"
 
 

@@ -82,7 +82,9 @@ class Outcome:
     # tensors in the target's dtype; gradients None where not offered
     result: AttentionResult | None
     refusal: str | None  # unsupported / raised / wrong shape / wrong dtype: one line, no traceback
-    kind: Literal["ok", "unsupported", "error"]
+    # unsupported: the target declares that it does not take these arguments; refused: it raises
+    # what says so
+    kind: Literal["ok", "unsupported", "refused", "error"]
     # of a call that went through: "modifies its inputs", "not differentiable", warnings
     notes: tuple[str, ...] = ()
 
