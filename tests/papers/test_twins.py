@@ -126,7 +126,7 @@ def test_a_run_is_drawn_on_a_sheet_with_its_names(trained: Path) -> None:
 def test_a_page_shows_drift_and_drawings(trained: Path) -> None:
     runs = [trained / "baseline-0", trained / "flash-0"]
     text = compare_page(compare_runs(runs, command="halfulp compare x").as_dict(), sheets_of(runs))
-    assert text.count("<img src='data:image/png;base64,") == 2
+    assert text.count('<img src="data:image/png;base64,') == 2
     assert "red circle" in text
     assert "Repeat everything on this page: halfulp compare x" in text
     outside = sheet_block(draw_run(runs[0], ["red circle"])) | {

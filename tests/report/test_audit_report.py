@@ -310,7 +310,7 @@ def test_pages_are_well_formed_and_escape_everything():
     for reports in ([hostile], [SOUND, STOCK, hostile, ERROR]):
         html = audit_page(reports, EVIL, meta=EVIL)
         assert problems(html) == []
-        assert "script" not in Page(html).tags
+        assert Page(html).tags.count("script") == 1
 
 
 def test_the_page_of_several_counts_the_verdicts():
@@ -318,8 +318,10 @@ def test_the_page_of_several_counts_the_verdicts():
     assert verdicts(reports) == "Of 4 targets: 1 sound, 1 stock, 1 defect, 1 error."
     html = audit_page(reports, "halfulp audit a b")
     assert "halfulp audit a b" in html
-    assert html.count("<details>") == 3, "tables are folded where there are several targets"
-    assert audit_page([DEFECT], "x").count("<details>") == 0
+    assert Page(html).tags.count("details") == 3, (
+        "tables are folded where there are several targets"
+    )
+    assert "details" not in Page(audit_page([DEFECT], "x")).tags
 
 
 def test_the_section_shows_the_program():

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from halfulp.report.html import BADGES, page
+from halfulp.report.svg import checked
+from halfulp.report.tables import laid_out
 from halfulp.report.text import (
     cell_text,
     duration_text,
@@ -59,7 +61,7 @@ def test_every_text_is_escaped():
     )
     assert problems(html) == []
     found = Page(html)
-    assert "script" not in found.tags
+    assert found.tags.count("script") == 1, "the page's own"
     assert "b" not in found.tags
     assert found.text.count("<script>alert(1)</script>") >= 2 * len(EVERY_BLOCK)
 
@@ -69,7 +71,9 @@ def test_every_text_is_escaped():
     [
         ("<p>open", "never closed"),
         ("<p><b></p></b>", "closes"),
-        ("<script>x</script>", "<script>"),
+        ("<script>x</script>", "<script> that is not the page's own"),
+        ("<script src='https://a.b/c.js'></script>", "src="),
+        ("<p aria-describedby='x'>y</p>", "described by"),
         ("<img src='https://a.b/c.png'>", "src="),
         ("<a href='https://a.b'>x</a>", "href="),
         ("<a href='#nowhere'>x</a>", "not there"),
@@ -98,7 +102,7 @@ def test_the_document_names_itself():
 def test_the_style_serves_phone_dark_mode_and_print():
     html = page("t", "l", [])
     for part in (
-        "max-width: 34rem",
+        "max-width: 40rem",
         "prefers-color-scheme: dark",
         "@media print",
         "break-inside: avoid",
@@ -125,10 +129,53 @@ def test_a_verdict_is_a_badge_with_a_sign(word):
     tone, sign = BADGES[word]
     table = {"kind": "table", "columns": ["what", "verdict"], "rows": [["x", word]]}
     html = page("t", "l", [section(table)])
-    assert f"<span class='badge {tone}'>{sign} {word}</span>" in html
+    assert f'<span class="badge {tone}">{sign} {word}</span>' in html
     assert (
         "span" not in Page(page("t", "l", [section(table | {"columns": ["what", "other"]})])).tags
     )
+
+
+def test_a_table_is_as_wide_as_its_cells_need():
+    """Where a row has no room it becomes a card; a table of few short cells stays one."""
+    small = {"columns": ["n", "x"], "rows": [["a", 1.0]]}
+    texts = {"columns": ["what", "why"], "rows": [["a" * 30, "b " * 40]]}
+    wide = {"columns": list("abcdefgh"), "rows": [["x" * 16] * 8]}
+    assert [laid_out(one).stacks for one in (small, texts, wide)] == ["", "phone", "always"]
+    assert not laid_out(small).tools
+    assert laid_out(small | {"rows": [["a", 1.0]] * 8}).tools
+
+
+def test_a_cell_leads_to_the_details_of_its_section_then_to_a_section():
+    cells = [[{"text": name, "to": name, "note": "below"}] for name in ("One", "Two", "nowhere")]
+    table = {"kind": "table", "columns": ["name"], "rows": cells}
+    details = {"kind": "details", "summary": "One", "blocks": []}
+    html = page("t", "l", [section(table, details, details, heading="A"), section(heading="Two")])
+    assert problems(html) == []
+    assert Page(html).links[2:] == ["#a-one", "#two"]
+    assert Page(html).text.count("below") == 3
+
+
+def test_long_names_may_break_and_short_ones_do_not():
+    html = page(
+        "t", "l", [section({"kind": "text", "text": "BF16_PAPER_STABILIZED[out=e8m2] a_b"})]
+    )
+    assert "BF16_<wbr>PAPER_<wbr>STABILIZED[<wbr>out=<wbr>e8m2] a_b" in html
+
+
+@pytest.mark.parametrize(
+    ("svg", "says"),
+    [
+        ("<svg><script>x</script></svg>", "<script>"),
+        ("<svg><g onload='x'/></svg>", "onload"),
+        ("<svg><use href='https://a.b/c.svg#d'/></svg>", "href"),
+        ("<svg><image href='c.png'/></svg>", "href"),
+        ("<svg><g style='fill: url(https://a.b)'/></svg>", "style"),
+        ("<svg><g></svg>", "not well-formed"),
+    ],
+)
+def test_a_picture_that_does_more_than_draw_is_refused(svg, says):
+    with pytest.raises(ValueError, match=says):
+        checked(svg)
 
 
 def test_tables_are_tables():
@@ -144,11 +191,11 @@ def test_tables_are_tables():
         "command": "halfulp x",
     }
     html = page("t", "l", [section(table)])
-    assert html.count("<th scope='col'") == 3
-    assert html.count("<th scope='row'") == 2
-    assert "<td class='number'>1.5</td>" in html
-    assert "<td class='number'>–</td>" in html
-    assert "<td class='wide'>" in html
+    assert html.count('scope="col"') == 3
+    assert html.count('scope="row"') == 2
+    assert '<td role="cell" data-column="figure" class="number">1.5</td>' in html
+    assert '<td role="cell" data-column="figure" class="number">–</td>' in html
+    assert '<td role="cell" data-column="note" class="wide">' in html
     assert "Repeat: <code>halfulp x</code>" in html
 
 
@@ -157,13 +204,13 @@ def test_tables_are_tables():
 )
 def test_numbers_stand_flush_right(texts):
     table = {"kind": "table", "columns": ["n", "x"], "rows": [["r", text] for text in texts]}
-    assert page("t", "l", [section(table)]).count("class='number'") == 1 + len(texts)
+    assert page("t", "l", [section(table)]).count('class="number"') == 1 + len(texts)
 
 
 @pytest.mark.parametrize("texts", [["one"], ["1 failed, 1 drifting"], ["NaN at step 1700"], [None]])
 def test_words_do_not(texts):
     table = {"kind": "table", "columns": ["n", "x"], "rows": [["r", text] for text in texts]}
-    assert "class='number'" not in page("t", "l", [section(table)])
+    assert 'class="number"' not in page("t", "l", [section(table)])
 
 
 def test_a_shared_command_and_caption_are_said_once():

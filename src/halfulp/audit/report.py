@@ -13,7 +13,7 @@ from halfulp.audit.fingerprint import Fingerprint
 from halfulp.audit.inputs import CAPTURED, Case
 from halfulp.audit.invariants import Relation
 from halfulp.audit.probes import probe_named
-from halfulp.audit.verdict import Finding, Row
+from halfulp.audit.verdict import LIMITS, Finding, Row
 
 Verdict = Literal[
     "sound", "stock", "forward sound", "forward stock", "defect", "incomplete", "error"
@@ -128,6 +128,7 @@ class AuditReport:
             }
             for r in self.relations
         ]
+        limits = LIMITS[self.dtype]
         plain = {
             "target": self.target,
             "dtype": self.dtype,
@@ -147,6 +148,7 @@ class AuditReport:
             "growth": {SHORT[k]: v for k, v in self.growth.items()},
             "drift": self.drift,
             "tests": self.tests,
+            "limits": {"stock": limits.stock, "floor": limits.floor},
             "family_level": self.family_level,
             "smallest": smallest,
             "script": self.script,

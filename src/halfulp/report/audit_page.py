@@ -5,10 +5,12 @@ figures and relations.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from halfulp.report.audit_summary import (
     MEANING,
+    ProbeRow,
     Report,
     facts,
     false_alarms,
@@ -20,7 +22,9 @@ from halfulp.report.audit_summary import (
     worst_ratios,
 )
 from halfulp.report.html import Block, page
-from halfulp.report.text import duration_text, power_text, times_text
+from halfulp.report.text import at_least_text, duration_text, power_text, times_text
+
+EVERY = "Every probe input and relation"
 
 
 def audit_page(reports: Sequence[Report], command: str, *, meta: str = "") -> str:
@@ -61,7 +65,8 @@ def audit_summary(reports: Sequence[Report], skipped: Mapping[str, str] | None =
         stock, floor = worst_ratios(report)
         seconds = duration_text(report["seconds"])
         ratios = (times_text(stock), times_text(floor))
-        rows.append((report["target"], report["verdict"], *ratios, why(report), seconds))
+        target = {"text": report["target"], "to": report["target"]}
+        rows.append((target, report["verdict"], *ratios, why(report), seconds))
     rows += [
         (name, "skipped", None, None, reason, None) for name, reason in (skipped or {}).items()
     ]
@@ -101,9 +106,11 @@ def audit_section(report: Report, *, folded: bool = False) -> dict[str, Any]:
             " there:"
         )
         blocks.append({"kind": "code", "text": report["script"], "caption": caption})
-    tables = [_probes(report), _relations(report)]
+    rows = probe_rows(report)
+    chart = [{"kind": "figures", "figures": [_chart(report, rows)]}] if rows else []
+    tables = [*chart, _probes(rows), _relations(report)]
     blocks += (
-        [{"kind": "details", "summary": "Every probe input and relation", "blocks": tables}]
+        [{"kind": "details", "summary": f"{EVERY} of {heading}", "blocks": tables}]
         if folded
         else tables
     )
@@ -116,34 +123,45 @@ def audit_section(report: Report, *, folded: bool = False) -> dict[str, Any]:
     return {"heading": heading, "finding": finding, "blocks": blocks}
 
 
-def _probes(report: Report) -> Block:
-    rows = []
-    for row in probe_rows(report):
-        ratios = (row.times_stock, row.stock_at_least, row.times_floor, row.floor_at_least)
-        figure = f"{row.figure}; {row.note}" if row.note else row.figure
-        numbers = (power_text(row.relative), *map(times_text, ratios))
-        rows.append((row.probe, row.grade, row.shape, figure, *numbers, row.exposes))
-    columns = (
-        "probe",
-        "verdict",
-        "size",
-        "figure",
-        "relative",
-        "× stock",
-        "at least",
-        "× floor",
-        "at least",
-        "exposes",
+def _chart(report: Report, rows: Sequence[ProbeRow]) -> dict[str, Any]:
+    caption = (
+        "The worst error on every probe input, over the stock recipe's and over the floor's on the"
+        " same input; it counts against a kernel where even the least it can be (the left end of a"
+        " line) is beyond the limit."
     )
+    probes = [row.probe for row in rows]
+    names = [  # a probe of several sizes with its N
+        f"{row.probe}, N {row.shape.split(', ')[2]}" if probes.count(row.probe) > 1 else row.probe
+        for row in rows
+    ]
+    return {
+        "kind": "audit",
+        "title": "Errors by probe",
+        "rows": [asdict(row) | {"probe": name} for row, name in zip(rows, names, strict=True)],
+        "limits": report.get("limits"),
+        "caption": caption,
+        "command": "",
+    }
+
+
+def _probes(rows: Sequence[ProbeRow]) -> Block:
+    cells = []
+    for row in rows:
+        figure = f"{row.figure}; {row.note}" if row.note else row.figure
+        stock = at_least_text(row.times_stock, row.stock_at_least)
+        floor = at_least_text(row.times_floor, row.floor_at_least)
+        probe = {"text": row.probe, "note": row.exposes}
+        cells.append((probe, row.grade, row.shape, figure, power_text(row.relative), stock, floor))
+    columns = ("probe", "verdict", "size", "figure", "relative", "× stock", "× floor")
     caption = (
         "The worst figure of each: relative error, and its multiple of the stock recipe's and of"
-        " the floor's."
+        " the floor's, in brackets what that is at least."
     )
     return {
         "kind": "table",
         "title": "Probe inputs",
         "columns": columns,
-        "rows": rows,
+        "rows": cells,
         "caption": caption,
     }
 

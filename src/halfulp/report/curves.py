@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from halfulp.report.legend import in_legend
 from halfulp.report.svg import COLORS, INK, plain
 from halfulp.report.text import tick_text
 
@@ -78,7 +79,7 @@ def _number(y: float | None) -> float:
 
 def draw_series(axes: Any, one: Mapping[str, Any], index: int) -> None:
     """Draw a line, or points, and its range; the index gives color, dashes and marker."""
-    color, label = COLORS[index % len(COLORS)], plain(one["label"])
+    color, label = COLORS[index % len(COLORS)], plain(in_legend(one["label"]))
     y = [_number(value) for value in one["y"]]
     if one["low"] is not None and one["high"] is not None:
         low, high = ([_number(value) for value in one[side]] for side in ("low", "high"))
@@ -143,7 +144,7 @@ def draw_bars(axes: Any, figure: FigureData) -> None:
                 y, [_number(v) for v in one["low"]], [_number(v) for v in one["high"]]
             )
         style = {"ecolor": INK, "elinewidth": 0.8}
-        label = plain(one["label"])
+        label = plain(in_legend(one["label"]))
         axes.bar(
             at,
             y,

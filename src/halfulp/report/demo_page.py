@@ -85,7 +85,8 @@ def _audits(act: Act) -> list[Block]:
     rows: list[tuple[object, ...]] = []
     for report in audits:
         ratios = [times_text(ratio) for ratio in (*worst_ratios(report), *_on_activations(report))]
-        rows.append((report["target"], report["verdict"], *ratios, why(report)))
+        target = {"text": report["target"], "to": _summary(report)}
+        rows.append((target, report["verdict"], *ratios, why(report)))
     blank = (None, None, None, None)
     rows += [(name, "skipped", *blank, reason) for name, reason in act["skipped"].items()]
     columns = ("target", "verdict", "× stock", "× floor", "real: × stock", "real: × floor", "why")
@@ -110,13 +111,12 @@ def _on_activations(report: Mapping[str, Any]) -> tuple[float | None, float | No
 
 def _folded(report: Mapping[str, Any]) -> Block:
     section = audit_section(report)
-    verdict = report["verdict"]
     text: list[Block] = [{"kind": "text", "text": section["finding"]}]
-    return {
-        "kind": "details",
-        "summary": f"{SIGNS[verdict]} {report['target']}: {verdict}",
-        "blocks": text + section["blocks"],
-    }
+    return {"kind": "details", "summary": _summary(report), "blocks": text + section["blocks"]}
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    return f"{SIGNS[report['verdict']]} {report['target']}: {report['verdict']}"
 
 
 def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from halfulp.report.svg import (
     settings,
     write_svg,
 )
+from halfulp.report.text import number_text
 
 HEIGHT = 3.3  # inches
 _LEFT, _BOTTOM, _TOP = 0.135, 0.155, 0.885  # of a panel: where the axes stand
@@ -77,7 +78,26 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
             _place(axes, divmod(i, columns), height, end_room(figure["series"]))
             _draw_axes(axes, figure, titled=len(figures) > 1)
         title = " · ".join(str(figure["title"]) for figure in figures)
-        return write_svg(canvas, title, inline=inline)
+        said = " ".join(_said(figure) for figure in figures)
+        return write_svg(canvas, title, said, inline=inline)
+
+
+def _said(figure: FigureData) -> str:
+    """The figure for those who cannot see it: where every series begins and ends, and its range."""
+    parts = []
+    for one in figure["series"]:
+        known = [(x, y) for x, y in zip(one["x"], one["y"], strict=True) if y is not None]
+        if known and one["style"] in ("bar", "row"):
+            values = ", ".join(f"{x} {number_text(y)}" for x, y in known)
+            parts.append(f"{one['label']}: {values}.")
+        elif known:
+            (first, begin), (last, end) = known[0], known[-1]
+            low, high = (number_text(edge([y for _, y in known])) for edge in (min, max))
+            parts.append(
+                f"{one['label']}: {number_text(begin)} at {first}, {number_text(end)} at {last};"
+                f" between {low} and {high}."
+            )
+    return " ".join([f"{figure['y_label']} over {figure['x_label']}.", *parts])
 
 
 def _check(figure: FigureData) -> None:

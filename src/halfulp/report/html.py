@@ -1,64 +1,64 @@
-"""Pages: plain data becomes one HTML file that opens anywhere, without a network and without
-scripts.
+"""Pages: plain data becomes one HTML file that opens anywhere, without a network.
 
 A page is a title, a lead and sections; a section is a heading, one sentence that says what was
-found, and blocks. Every text is escaped here and nowhere else, so that no caller can forget it.
+found, and blocks. Its templates lie in `templates/` and escape every text; pictures alone go in as
+markup, once `svg.checked` has read them. The one script on it sorts and filters tables and opens
+what is folded; the page's own policy forbids any other and all fetching, and without the script the
+page says the same.
 
 Blocks are dictionaries with a "kind":
     {"kind": "text", "text"}                       a paragraph
     {"kind": "heading", "text"}                    a smaller heading
     {"kind": "list", "items"}                      bullet points
     {"kind": "facts", "pairs"}                     names and values
-    {"kind": "code", "text", "caption"}            text as it stands, such as a terminal's or a program
+    {"kind": "code", "text", "caption"}            text as it stands: a terminal's, a program
     {"kind": "command", "command"}                 what to type to repeat something
-    {"kind": "table", "title", "columns", "rows", "caption", "command"}   caption and command may be missing
-    {"kind": "picture", "source", "alt", "caption"}   a PNG as a data: address; alt says what it shows
-    {"kind": "figures", "figures"}                 figures and heat maps, side by side where there is room
+    {"kind": "table", "title", "columns", "rows", "caption", "command"}   see `tables.laid_out`
+    {"kind": "picture", "source", "alt", "caption"}   a PNG as a data: address, and what it shows
+    {"kind": "figures", "figures"}                 figures and heat maps, side by side with room
     {"kind": "details", "summary", "blocks"}       blocks that are folded away until asked for
+A table's cell {"text", "to"} leads to the section or the details of that name.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from halfulp.report.heatmap import draw_picture
-from halfulp.report.style import CSS
-from halfulp.report.text import cell_text
+from halfulp.report.svg import checked
+from halfulp.report.tables import BADGES, laid_out
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+__all__ = ["BADGES", "Block", "Section", "page"]
 
 Block = Mapping[str, Any]
 Section = Mapping[str, Any]
 
-BADGES: dict[str, tuple[str, str]] = {
-    "sound": ("good", "✓"),
-    "stock": ("warn", "●"),
-    "defect": ("bad", "✗"),
-    "forward sound": ("good", "✓"),
-    "forward stock": ("warn", "●"),
-    "incomplete": ("bad", "!"),
-    "error": ("bad", "!"),
-    "survived": ("good", "✓"),
-    "drifting": ("warn", "●"),
-    "bitwise": ("good", "✓"),
-    "to rounding": ("good", "✓"),
-    "broken": ("bad", "✗"),
-    "failed": ("bad", "✗"),
-    "reproduced": ("good", "✓"),
-    "reproduced at reduced scale": ("good", "✓"),
-    "reproduced with altered arithmetic": ("warn", "≈"),
-    "not reproduced": ("bad", "✗"),
-    "needs a GPU": ("none", "–"),
-    "not yet": ("none", "–"),
-    "skipped": ("none", "–"),
-}
-"""Words that a table shows as a badge: its tone and its sign, so that color is never the only
-carrier.
-"""
-
-BADGE_COLUMNS = {"verdict", "outcome"}
+KINDS = (
+    "text",
+    "heading",
+    "list",
+    "facts",
+    "code",
+    "command",
+    "table",
+    "picture",
+    "figures",
+    "details",
+)
+_TEMPLATES = Path(__file__).parent / "templates"
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_LONG = 16  # characters of a word that may need a place to break
 
 
 def page(
@@ -74,232 +74,153 @@ def page(
         footer: a small line at the end.
 
     Raises:
-        ValueError: a block's kind is unknown, or a figure cannot be drawn.
+        ValueError: a block's kind is unknown, a picture is not in the page itself, or a figure
+            cannot be drawn.
     """
-    names = _anchors([str(section["heading"]) for section in sections])
-    body = _own_ids(
-        "\n".join(_section(section, name) for section, name in zip(sections, names, strict=True))
+    for block in _every(block for section in sections for block in section["blocks"]):
+        _check(block)
+    names = _Names(sections)
+    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=title,
+            lead=lead,
+            sections=sections,
+            names=names,
+            meta=meta,
+            footer=footer,
+            script=script,
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            picture=_Pictures(),
+        )
     )
-    contents = _contents(sections, names) if len(sections) > 1 else ""
-    below = f"<footer><p class='meta'>{_e(footer)}</p></footer>" if footer else ""
-    about = f"<p class='meta'>{_e(meta)}</p>" if meta else ""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="description" content="{_e(lead)}">
-<meta name="generator" content="halfulp">
-<title>{_e(title)}</title>
-<style>
-{CSS}
-</style>
-</head>
-<body>
-<header>
-<h1>{_e(title)}</h1>
-<p class="lead">{_e(lead)}</p>
-{about}
-{contents}
-</header>
-<main>
-{body}
-</main>
-{below}
-</body>
-</html>
-"""
 
 
-def _e(text: object) -> str:
-    """Escape any text; control characters that HTML forbids become the replacement character."""
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", "\ufffd", escape(str(text)))
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    # without the extension all undefined names are errors, and all that is not Markup is escaped
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_clean,
+    )
+    environment.filters |= {
+        "breakable": _breakable,
+        "unique": _unique,
+        "laid_out": laid_out,
+        "with_commands": _with_commands,
+    }
+    return environment
 
 
-def _anchors(headings: Sequence[str]) -> list[str]:
-    names: list[str] = []
-    for i, heading in enumerate(headings, 1):
-        words = re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-") or "section"
-        names.append(f"{words}-{i}" if words in names else words)
-    return names
-
-
-def _own_ids(body: str) -> str:
-    """Number the pictures and put the number into their ids, since the same picture may stand on a
-    page twice.
+def _clean(value: object) -> object:
+    """Text without the control characters that HTML forbids; they become the replacement
+    character.
     """
-    numbers = itertools.count(1)
-
-    def own(picture: re.Match[str]) -> str:
-        number = next(numbers)
-        return re.sub(r'( id="|href="#|url\(#)', rf"\g<1>p{number}-", picture[0])
-
-    return re.sub(r"<svg .*?</svg>", own, body, flags=re.DOTALL)
+    return value if hasattr(value, "__html__") else _FORBIDDEN.sub("\ufffd", str(value))
 
 
-def _contents(sections: Sequence[Section], names: Sequence[str]) -> str:
-    items = [
-        f"<li><a href='#{name}'>{_e(section['heading'])}</a>{_e(section.get('finding') or '')}</li>"
-        for section, name in zip(sections, names, strict=True)
+def _breakable(text: object) -> Markup:
+    """Text whose long words may break after a sign between their parts, such as a recipe's name."""
+    from markupsafe import Markup, escape
+
+    words = re.split(r"(\s+)", str(_clean(text)))
+    parts = [
+        re.split(r"(?<=[_:/\[\],=.+])(?=\w)", word) if len(word) > _LONG else [word]
+        for word in words
     ]
-    return f"<nav aria-label='Contents'><ol>{''.join(items)}</ol></nav>"
+    return Markup("").join(Markup("<wbr>").join(map(escape, word)) for word in parts)
 
 
-def _section(section: Section, name: str) -> str:
-    finding = f"<p class='finding'>{_e(section['finding'])}</p>" if section.get("finding") else ""
-    return (
-        f"<section id='{name}' aria-labelledby='{name}-h'><h2"
-        f" id='{name}-h'>{_e(section['heading'])}</h2>"
-        f"{finding}\n{_blocks(section['blocks'])}</section>"
-    )
+def _unique(values: Iterable[object]) -> list[object]:
+    """Values that are not empty, each once, in order."""
+    return [value for value in dict.fromkeys(values) if value]
 
 
-def _blocks(blocks: Iterable[Block]) -> str:
-    return "\n".join(_block(block) for block in blocks)
+def _with_commands(blocks: Sequence[Block]) -> list[tuple[Block, list[object]]]:
+    """Blocks with the commands to say below them: one that what follows repeats is said there."""
+    found: list[tuple[Block, list[object]]] = []
+    after: list[object] = []
+    for block in reversed(blocks):
+        holders = block["figures"] if block["kind"] == "figures" else [block]
+        commands = _unique(holder.get("command") for holder in holders)
+        found.append((block, [command for command in commands if command not in after]))
+        after = commands
+    return found[::-1]
 
 
-def _block(block: Block) -> str:
-    render = _RENDERERS.get(block["kind"])
-    if render is None:
-        raise ValueError(f"kind={block['kind']!r}: accepted are {', '.join(_RENDERERS)}")
-    return render(block)
+def _every(blocks: Iterable[Block]) -> Iterator[Block]:
+    for block in blocks:
+        yield block
+        yield from _every(block.get("blocks", ()))
 
 
-def _text(block: Block) -> str:
-    return f"<p>{_e(block['text'])}</p>"
-
-
-def _heading(block: Block) -> str:
-    return f"<h3>{_e(block['text'])}</h3>"
-
-
-def _list(block: Block) -> str:
-    return f"<ul>{''.join(f'<li>{_e(item)}</li>' for item in block['items'])}</ul>"
-
-
-def _facts(block: Block) -> str:
-    return f"<dl>{''.join(f'<dt>{_e(name)}</dt><dd>{_e(value)}</dd>' for name, value in block['pairs'])}</dl>"
-
-
-def _code(block: Block) -> str:
-    caption = f"<p class='note'>{_e(block['caption'])}</p>" if block.get("caption") else ""
-    return f"{caption}<pre tabindex='0'><code>{_e(block['text'])}</code></pre>"
-
-
-def _command(block: Block) -> str:
-    return (
-        f"<p class='command'>Repeat: <code>{_e(block['command'])}</code></p>"
-        if block.get("command")
-        else ""
-    )
-
-
-def _details(block: Block) -> str:
-    return (
-        f"<details><summary>{_e(block['summary'])}</summary>\n{_blocks(block['blocks'])}</details>"
-    )
-
-
-def _figures(block: Block) -> str:
-    """Figures of one measurement share a command and a caption; each is said once, below all of
-    them.
-    """
-    figures = block["figures"]
-    commands = list(dict.fromkeys(figure["command"] for figure in figures))
-    captions = list(dict.fromkeys(figure["caption"] for figure in figures))
-    shared = len(captions) == 1
-    cells = "\n".join(_figure(figure, with_caption=not shared) for figure in figures)
-    below = f"<p class='note'>{_e(captions[0])}</p>" if shared and captions[0] else ""
-    return f"<div class='figures'>{cells}</div>{below}" + "".join(
-        _command({"command": c}) for c in commands
-    )
-
-
-def _figure(figure: Mapping[str, Any], *, with_caption: bool) -> str:
-    caption = (
-        f"<figcaption>{_e(figure['caption'])}</figcaption>"
-        if with_caption and figure["caption"]
-        else ""
-    )
-    return f"<figure><h3>{_e(figure['title'])}</h3>{draw_picture(figure)}{caption}</figure>"
-
-
-def _picture(block: Block) -> str:
-    if not str(block["source"]).startswith("data:image/png;base64,"):
+def _check(block: Block) -> None:
+    if block["kind"] not in KINDS:
+        raise ValueError(f"kind={block['kind']!r}: accepted are {', '.join(KINDS)}")
+    if block["kind"] == "picture" and not str(block["source"]).startswith("data:image/png;base64,"):
         raise ValueError(
             f"source={str(block['source'])[:40]!r}: accepted is data:image/png;base64,… in the page"
             " itself"
         )
-    caption = f"<figcaption>{_e(block['caption'])}</figcaption>" if block.get("caption") else ""
-    return (
-        f"<figure class='sheet'><img src='{_e(block['source'])}'"
-        f" alt='{_e(block['alt'])}'>{caption}</figure>"
-    )
 
 
-def _table(block: Block) -> str:
-    columns, rows = [str(column) for column in block["columns"]], block["rows"]
-    classes = [_column_class([row[i] for row in rows]) for i in range(len(columns))]
-    head = "".join(
-        f"<th scope='col'{_class(name if name == 'number' else '')}>{_e(column)}</th>"
-        for column, name in zip(columns, classes, strict=True)
-    )
-    body = []
-    for row in rows:
-        cells = [f"<th scope='row'{_class(classes[0])}>{_cell(row[0], columns[0])}</th>"]
-        cells += [
-            f"<td{_class(classes[i])}>{_cell(row[i], columns[i])}</td>"
-            for i in range(1, len(columns))
-        ]
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    title, caption = block.get("title") or "", block.get("caption") or ""
-    named = f"<h3>{_e(title)}</h3>" if title else ""
-    said = f"<p class='note'>{_e(caption)}</p>" if caption else ""
-    return (
-        f"{named}{said}<div class='scroll' role='region' aria-label='{_e(title or 'table')}'"
-        " tabindex='0'><table>"
-        f"<thead><tr>{head}</tr></thead>\n<tbody>{chr(10).join(body)}</tbody></table></div>{_command(block)}"
-    )
+class _Names:
+    """Ids of sections and of what is folded in them, and what a table's cell leads to."""
+
+    def __init__(self, sections: Sequence[Section]) -> None:
+        taken: set[str] = set()
+        self.sections = [_slug(str(section["heading"]), taken) for section in sections]
+        self._headings = {
+            str(s["heading"]): i for s, i in zip(sections, self.sections, strict=True)
+        }
+        self._folded: dict[tuple[str, str], str] = {}
+        for section, name in zip(sections, self.sections, strict=True):
+            for block in _every(section["blocks"]):
+                if block["kind"] == "details":
+                    key = (name, str(block["summary"]))
+                    self._folded.setdefault(key, _slug(f"{name} {block['summary']}", taken))
+        self._given: set[str] = set()
+
+    def folded(self, section: str, summary: str) -> str:
+        """The id of details; empty for a second one of the same name."""
+        name = self._folded[section, summary]
+        first = name not in self._given
+        self._given.add(name)
+        return name if first else ""
+
+    def lead_to(self, section: str, name: str) -> str:
+        """The id of the details of that name in a section, or of the section of that name; empty
+        where there is none.
+        """
+        return self._folded.get((section, name)) or self._headings.get(name, "")
 
 
-def _column_class(cells: Sequence[object]) -> str:
-    """Numbers stand flush right, short texts stay on one line, long ones get room."""
-    if _is_numeric(cells):
-        return "number"
-    longest = max((len(cell_text(cell)) for cell in cells), default=0)
-    return "short" if longest <= 24 else "wide" if longest > 38 else ""
+def _slug(text: str, taken: set[str]) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "section"
+    numbered = itertools.chain([words], (f"{words}-{i}" for i in itertools.count(2)))
+    name = next(one for one in numbered if one not in taken)
+    taken.add(name)
+    return name
 
 
-def _class(name: str) -> str:
-    return f" class='{name}'" if name else ""
+class _Pictures:
+    """Draws figures for one page, on which the same picture may stand twice: ids are numbered."""
 
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
 
-def _cell(value: object, column: str) -> str:
-    text = cell_text(value)
-    tone_and_sign = BADGES.get(text) if column in BADGE_COLUMNS else None
-    if tone_and_sign is None:
-        return _e(text)
-    tone, sign = tone_and_sign
-    return f"<span class='badge {tone}'>{sign} {_e(text)}</span>"
-
-
-def _is_numeric(cells: Sequence[object]) -> bool:
-    texts = [cell_text(cell) for cell in cells if cell is not None]
-    number = r"[+−-]?[\d∞][\d.,e+−-]*"
-    return bool(texts) and all(
-        re.fullmatch(rf"{number}( … {number}| ?[×%s])?", text) for text in texts
-    )
-
-
-_RENDERERS: dict[str, Callable[[Block], str]] = {
-    "text": _text,
-    "heading": _heading,
-    "list": _list,
-    "facts": _facts,
-    "code": _code,
-    "command": _command,
-    "table": _table,
-    "picture": _picture,
-    "figures": _figures,
-    "details": _details,
-}
+    def __call__(self, figure: Mapping[str, Any]) -> Markup:
+        number = next(self._numbers)
+        own = re.sub(
+            r'( id="|href="#|url\(#|-describedby=")', rf"\g<1>p{number}-", draw_picture(figure)
+        )
+        return checked(own)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfulp.report.svg import COLORS, from_panel_edge, plain
+from halfulp.report.svg import COLORS, from_panel_edge, plain, wrapped
 
 _LEGEND_LINE = 0.2  # inches
+_LEGEND_CHARACTERS = 52  # of a name in a legend of one column, on one line
 _CHARACTER = 0.0152  # of a panel's width, for names at the ends of lines
 _LONGEST_END_LABEL = 22  # characters; a longer name would leave too little for the data
 _MOST_END_LABELS = 7
@@ -33,7 +34,14 @@ def legend_height(series: Sequence[Mapping[str, Any]]) -> float:
     """
     if fits_end_labels(series) or len(series) < 2:
         return 0.0
-    return _LEGEND_LINE * math.ceil(len(series) / _legend_columns(series))
+    if (columns := _legend_columns(series)) > 1:
+        return _LEGEND_LINE * math.ceil(len(series) / columns)
+    return _LEGEND_LINE * sum(in_legend(one["label"]).count("\n") + 1 for one in series)
+
+
+def in_legend(label: object) -> str:
+    """A name as a legend has it: a long one on several lines."""
+    return wrapped(label, _LEGEND_CHARACTERS)
 
 
 def fits_end_labels(series: Sequence[Mapping[str, Any]]) -> bool:

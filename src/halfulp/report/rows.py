@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from halfulp.report.svg import plain, wrapped
 from halfulp.report.text import times_text
 
 _CHARACTER = 0.0165  # of a panel's width, for the names at the left
@@ -15,6 +16,7 @@ _MARGIN = 0.03
 _BAR = 0.66  # of a row's height
 _SMALL = 9.5  # points
 _WIDEST_NAMES = 0.45  # of a panel's width
+_LONGEST = int((_WIDEST_NAMES - _MARGIN) / _CHARACTER)  # characters of a line of a name
 
 
 def draw_rows(axes: Any, one: Mapping[str, Any], *, panel: float, color: str, ink: str) -> None:
@@ -30,8 +32,9 @@ def draw_rows(axes: Any, one: Mapping[str, Any], *, panel: float, color: str, in
     """
     from matplotlib.ticker import MaxNLocator
 
-    names = [str(name) for name in one["x"]]
-    _make_room(axes, max(map(len, names), default=0), panel)
+    names = [plain(wrapped(name, _LONGEST)) for name in one["x"]]
+    longest = max((len(line) for name in names for line in name.split("\n")), default=0)
+    _make_room(axes, longest, panel)
     values = [math.nan if y is None else float(y) for y in one["y"]]
     lows, highs = ([*(one[side] or values)] for side in ("low", "high"))
     at = range(len(names))
@@ -51,7 +54,7 @@ def draw_rows(axes: Any, one: Mapping[str, Any], *, panel: float, color: str, in
         axes.axvline(1.0, color=ink, linewidth=0.8, linestyle=(0, (3, 2)), zorder=0.9)
     axes.set_xlim(0, 1.2 * right)
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_yticks(at, [name.replace("$", r"\$") for name in names])
+    axes.set_yticks(at, names)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")

@@ -10,9 +10,14 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
+import xml.etree.ElementTree as ET
 import zlib
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 WIDTH = 4.9  # inches at 72 points: 353 points, one phone
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
@@ -57,8 +62,9 @@ def settings() -> Any:
     }
 
 
-def write_svg(canvas: Any, title: str, *, inline: bool) -> str:
-    """Return the SVG text of a matplotlib figure; `title` is its accessible name.
+def write_svg(canvas: Any, title: str, said: str = "", *, inline: bool) -> str:
+    """Return the SVG text of a matplotlib figure; `title` is its accessible name, `said` what it
+    shows, in words.
 
     Inline it is drawn in the text and grid colors of its page; else it is a file with a white
     ground.
@@ -75,12 +81,17 @@ def write_svg(canvas: Any, title: str, *, inline: bool) -> str:
         transparent=inline,
         **ground,
     )
-    return _finish(buffer.getvalue(), title, inline)
+    return _finish(buffer.getvalue(), title, said, inline)
 
 
 def plain(text: object) -> str:
     """Text as it stands: matplotlib would read mathematics between dollar signs."""
     return str(text).replace("$", r"\$")
+
+
+def wrapped(text: object, characters: int) -> str:
+    """Text on lines of at most so many characters, broken inside a word where it has no space."""
+    return "\n".join(textwrap.wrap(str(text), characters)) or str(text)
 
 
 def from_panel_edge(axes: Any) -> Any:
@@ -99,7 +110,7 @@ def panel_width(axes: Any) -> float:
     return float(WIDTH / axes.get_figure().get_size_inches()[0])
 
 
-def _finish(svg: str, title: str, inline: bool) -> str:
+def _finish(svg: str, title: str, said: str, inline: bool) -> str:
     """Drop what only matplotlib needs, name the picture, and let the page color and set the
     text.
     """
@@ -118,8 +129,12 @@ def _finish(svg: str, title: str, inline: bool) -> str:
         svg = svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")
     fitted = "" if inline else ";max-width:100%;height:auto"
     style = f"font-family:{_CSS_FONT};stroke-linejoin:round;stroke-linecap:butt{fitted}"
-    named = f'<svg role="img" aria-label="{escape(title)}" style="{style}" '
-    return _own_ids(svg.replace("<svg ", named, 1).strip() + "\n")
+    described = ' aria-describedby="said"' if said else ""
+    named = f'<svg role="img" aria-label="{escape(title)}"{described} style="{style}" '
+    svg = svg.replace("<svg ", named, 1).strip() + "\n"
+    if said:
+        svg = svg.replace(">", f'><desc id="said">{escape(said)}</desc>', 1)
+    return _own_ids(svg)
 
 
 def _hundredths(match: re.Match[str]) -> str:
@@ -136,9 +151,37 @@ def _own_ids(svg: str) -> str:
     """Keep the ids that something refers to, under a prefix of this picture's own: a page holds
     many pictures.
     """
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    used = set(re.findall(r'(?:href="#|url\(#|describedby=")([^")]+)', svg))
     prefix = f"f{zlib.crc32(svg.encode()):08x}-"
     svg = re.sub(
         r' id="([^"]+)"', lambda match: f' id="{prefix}{match[1]}"' if match[1] in used else "", svg
     )
-    return re.sub(r'((?:href="#|url\(#))', rf"\1{prefix}", svg)
+    return re.sub(r'(href="#|url\(#|describedby=")', rf"\1{prefix}", svg)
+
+
+_TAGS = {"svg", "g", "defs", "clipPath", "desc", "path", "rect", "text", "tspan", "use", "image"}
+
+
+def checked(svg: str) -> Markup:
+    """Return a picture as markup for a page, once it is known to draw and to do nothing else.
+
+    Raises:
+        ValueError: it is not well-formed, has an element or attribute that no picture here has, or
+            leads out of the page.
+    """
+    from markupsafe import Markup
+
+    try:
+        root = ET.fromstring(svg)
+    except ET.ParseError as error:
+        raise ValueError(f"svg={svg[:40]!r}: it is not well-formed ({error})") from None
+    for node in root.iter():
+        tag = node.tag.rpartition("}")[2]
+        if tag not in _TAGS:
+            raise ValueError(f"svg with <{tag}>: accepted are {', '.join(sorted(_TAGS))}")
+        for name, value in node.attrib.items():
+            inside = "#" if tag != "image" else "data:image/png;base64,"
+            leads_out = name.endswith("href") and not value.startswith(inside)
+            if leads_out or name.startswith("on") or re.search(r"url\((?!#)", value):
+                raise ValueError(f"svg with {name}={value[:40]!r}: accepted is what it draws alone")
+    return Markup(svg)

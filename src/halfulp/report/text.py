@@ -48,6 +48,11 @@ def times_text(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:.2f}" if abs(ratio) < 99.5 else number_text(ratio)
 
 
+def at_least_text(ratio: float | None, least: float | None) -> str:
+    """Return a ratio and, in brackets, what it is at least: 1.80 (≥ 1.72)."""
+    return times_text(ratio) + ("" if least is None else f" (≥ {times_text(least)})")
+
+
 def percent_text(fraction: float) -> str:
     """Return a share in percent; never 100 where it is less."""
     return "> 99.9 %" if 0.999 < fraction < 1 else f"{100 * fraction:.3g} %"
