@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.kernels.asked import Options
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import attention, emulate, golden
 from halfulp.kernels import cpu
-from halfulp.kernels.options import Options
 from halfulp.native import best_isa, missing
 from halfulp.recipes import BF16_FLOOR
 from halfulp.runs.machine import describe_machine
@@ -64,9 +64,9 @@ def native(
     options = Options(recipe=recipe, is_causal=causal, scale=q.shape[-1] ** -0.5, **more[option])
 
     def backward(saved: Any) -> Gradients:
-        return cpu.backward(do, None, q, k, v, saved, options)[:3]
+        return cpu.backward(*options.of(q, k, v), saved, do, None)[:3]
 
-    return lambda: cpu.forward(q, k, v, options), backward
+    return lambda: cpu.forward(*options.of(q, k, v)), backward
 
 
 def pytorch(
@@ -182,7 +182,7 @@ def calls(rounds: int) -> dict[str, float]:
     ways: dict[str, Callable[[], Any]] = {
         "PyTorch's SDPA": lambda: sdpa(q, q, q),
         "halfulp.attention": lambda: attention(q, q, q),
-        "of it the kernel": lambda: cpu.forward(q, q, q, options),
+        "of it the kernel": lambda: cpu.forward(*options.of(q, q, q)),
         "PyTorch's SDPA, forward and backward": lambda: torch.autograd.grad(
             sdpa(leaf, leaf, leaf), leaf, ones
         ),

@@ -94,7 +94,7 @@ def test_dtypes_go_in_and_come_out(dtype: torch.dtype) -> None:
     if dtype != torch.float16:  # fp16 lacks the range of small bf16 gradients
         assert all(
             torch.equal(a.double(), b.double())
-            for a, b in zip(vars(result).values(), vars(wide).values(), strict=True)
+            for a, b in zip(result.given().values(), wide.given().values(), strict=True)
         )
 
 
@@ -220,7 +220,7 @@ def test_autocast_changes_nothing(name: str) -> None:
         actual = attend(RECIPES[name], inputs, is_causal=True)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(vars(actual).values(), vars(expected).values(), strict=True)
+        for a, b in zip(actual.given().values(), expected.given().values(), strict=True)
     )
 
 
@@ -262,23 +262,16 @@ Q = torch.zeros(2, 4, 5, 8)
 BAD: list[tuple[str, dict[str, Any]]] = [
     (r"query of dtype torch\.int64: accepted are float64", {"query": Q.long()}),
     (r"key of dtype torch\.complex64: accepted are float64", {"key": Q.to(torch.complex64)}),
-    (r"query of shape \(8,\): accepted are 2 to 4 dimensions", {"query": Q[0, 0, 0]}),
-    (
-        r"key of shape \(4, 5, 8\): accepted are 2 to 4 dimensions .* as many as query's",
-        {"key": Q[0]},
-    ),
+    (r"query of shape \(8,\): accepted are 2 dimensions or more", {"query": Q[0, 0, 0]}),
+    (r"key of shape \(8,\): accepted are 2 dimensions or more", {"key": Q[0, 0, 0]}),
     (
         r"value of shape \(2, 4, 5, 0\): accepted are dimensions of at least 1",
         {"value": Q[..., :0]},
     ),
     (r"key of head dimension 7: accepted is query's, 8", {"key": Q[..., :7]}),
+    (r"value of length 4: accepted is key's, 5", {"value": Q[:, :, :4]}),
     (
-        r"value of shape \(2, 4, 4, 8\): accepted are key's leading dimensions \(2, 4, 5\)",
-        {"value": Q[:, :, :4]},
-    ),
-    (r"key of batch 1: accepted is query's, 2", {"key": Q[:1], "value": Q[:1]}),
-    (
-        r"key of 2 heads: accepted are query's 4, or a divisor of it with enable_gqa",
+        r"key of 2 heads: accepted are query's 4, 1, or a divisor of it with enable_gqa",
         {"key": Q[:, :2], "value": Q[:, :2]},
     ),
     (
@@ -299,10 +292,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         r"is_causal=True: accepted is False where attn_mask is given",
         {"is_causal": True, "attn_mask": torch.zeros(5, 5)},
     ),
-    (
-        r"attn_mask\.requires_grad=True: accepted is False",
-        {"attn_mask": torch.zeros(5, 5, requires_grad=True)},
-    ),
     (r"key on meta: accepted is query's device, cpu", {"key": Q.to("meta")}),
 ]
 
@@ -320,10 +309,12 @@ def test_errors_name_argument_value_and_what_is_accepted(
 
 
 def test_errors_of_one_door_alone() -> None:
-    with pytest.raises(ValueError, match=r"recipe='BF61': accepted are FP64"):
+    with pytest.raises(ValueError, match=r"recipe='BF61': accepted are halfulp, .*FP64"):
         emulate(Q, Q, Q, recipe="BF61")
     with pytest.raises(ValueError, match=r"query of shape \(4, 5, 8\): accepted are 4 dimensions"):
         golden(Q[0], Q[0], Q[0])
+    with pytest.raises(ValueError, match=r"key of shape \(1, 4, 5, 8\): accepted is \(2,"):
+        golden(Q, Q[:1], Q)
     with pytest.raises(
         ValueError, match=r"grad_out of shape \(2, 4, 5\): accepted is out's shape \(2, 4, 5, 8\)"
     ):
@@ -340,7 +331,7 @@ def test_the_error_budget_lets_equals_pass_and_worse_fail() -> None:
     exact = golden(*inputs, is_causal=True)
     assert max(errors(exact, exact).values()) == 0
     assert_within_budget(exact, inputs, BF16_FLASH2, is_causal=True)
-    for name in vars(exact):
+    for name in exact.given():
         faulty = type(exact)(**vars(exact) | {name: getattr(exact, name) * 1.004})
         with pytest.raises(AssertionError, match=f"{name}: relative error"):
             assert_within_budget(faulty, inputs, BF16_FLASH2, is_causal=True)

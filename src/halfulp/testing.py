@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.algorithms import AttentionResult
 from halfulp.attention import emulate, golden
+from halfulp.calls import Result
 from halfulp.formats import BF16, Format, round_to
 from halfulp.recipes import Recipe
 
@@ -103,7 +103,7 @@ def from_scores(scores: Tensor, value: Tensor, grad_out: Tensor | None = None) -
 
 def attend(
     target: Recipe | Callable[..., Any], inputs: Inputs, *args: Any, **kwargs: Any
-) -> AttentionResult:
+) -> Result:
     """Forward and backward of a recipe or of any `f(query, key, value, ...)`; arguments after
     `inputs` are passed on.
 
@@ -118,7 +118,7 @@ def attend(
     out, lse = (result[0], result[1].detach()) if isinstance(result, tuple) else (result, None)
     if out.requires_grad:
         out.backward(inputs.grad_out.to(out.dtype))
-    return AttentionResult(out.detach(), lse, q.grad, k.grad, v.grad)
+    return Result(out.detach(), lse, q.grad, k.grad, v.grad)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -131,13 +131,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return error / size if size else error
 
 
-def errors(actual: AttentionResult, expected: AttentionResult) -> dict[str, float]:
-    """The relative error of every tensor that both offer, by its name in `AttentionResult`."""
-    both = {name: (getattr(actual, name), value) for name, value in vars(expected).items()}
+def errors(actual: Result, expected: Result) -> dict[str, float]:
+    """The relative error of every tensor that both offer, by its name in `Result`."""
+    found = actual.given()
     return {
-        name: relative_error(a, e)
-        for name, (a, e) in both.items()
-        if a is not None and e is not None
+        name: relative_error(found[name], e)
+        for name, e in expected.given().items()
+        if name in found
     }
 
 
@@ -149,7 +149,7 @@ def budget(inputs: Inputs, recipe: Recipe, *args: Any, **kwargs: Any) -> dict[st
 
 
 def assert_within_budget(
-    actual: AttentionResult,
+    actual: Result,
     inputs: Inputs,
     recipe: Recipe,
     *args: Any,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfulp import emulate, golden
-from halfulp.algorithms import Mask, Problem, blocks_for_memory, flash2
+from halfulp.algorithms import Problem, blocks_for_memory, flash2
+from halfulp.calls import Sees
 from halfulp.recipes import FP64, Recipe, Shift
 from halfulp.testing import Inputs, gaussian
 
@@ -218,15 +219,15 @@ def test_masked_keys_get_no_gradient() -> None:
 
 
 def _planted() -> Iterator[tuple[object, str, object]]:
-    apply, rescale, shift_of = Mask.apply, Problem.rescale, flash2.shift_of
+    apply, rescale, shift_of = Sees.apply, Problem.rescale, flash2.shift_of
 
-    def one_key_late(self: Mask, scores: Tensor, rows: slice, cols: slice, unit: float) -> Tensor:
+    def one_key_late(self: Sees, scores: Tensor, rows: slice, cols: slice, unit: float) -> Tensor:
         return apply(self, scores, slice(rows.start + 1, rows.stop + 1), cols, unit)
 
-    def forgets(self: Problem, m: Tensor, shift: Tensor, step: object) -> Tensor:
-        return torch.ones_like(rescale(self, m, shift, step))  # type: ignore[arg-type]
+    def forgets(self: Problem, m: Tensor, shift: Tensor) -> Tensor:
+        return torch.ones_like(rescale(self, m, shift))
 
-    yield Mask, "apply", one_key_late
+    yield Sees, "apply", one_key_late
     yield Problem, "rescale", forgets
     yield flash2, "shift_of", lambda m: shift_of(m) + 1e-9 * (m > 0)  # m that lse does not know of
 

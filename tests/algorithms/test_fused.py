@@ -4,7 +4,7 @@ of every result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfulp import emulate, native
-from halfulp.algorithms import Mask, Problem, fused
-from halfulp.algorithms.problem import Dropout
+from halfulp.algorithms import Problem, fused
+from halfulp.calls import Call, Dropout
 from halfulp.formats import BF16, FP16, FP32, MXFP8_E4M3, OCP_E4M3, custom
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, STEPS, Matmul, Recipe, Shift, Step
 from halfulp.recipes.named import RECIPES, flash2, uniform
@@ -189,27 +189,26 @@ REFUSED = {
 }
 
 
-def problem_of(recipe: Recipe, **more: Any) -> tuple[Problem, Step]:
+def problem_of(recipe: Recipe, observers: Sequence[Any] = (), **more: Any) -> Problem:
     q, k, v, _ = drawn(4, 1, 2, 8, 8, 32, 32)
-    step = Step(recipe)
-    return Problem.read(q, k, v, Mask(), 0.1, step, **more), step
+    return Problem.read(Call(q, k, v, scale=0.1, **more), Step(recipe, observers))
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_the_library_does_not_take_stays_with_torch(reason: str) -> None:
-    assert fused.refused(*problem_of(REFUSED[reason])) == reason
+    assert fused.refused(problem_of(REFUSED[reason])) == reason
 
 
 def test_options_observers_and_a_missing_library_too() -> None:
     options: tuple[dict[str, Any], ...] = (
         {"softcap": 3.0},
         {"dropout": Dropout(0.5, 1)},
-        {"sinks": torch.zeros(1, 2, 1, 1)},
+        {"sinks": torch.zeros(2)},
     )
     for option in options:
-        assert fused.refused(*problem_of(BF16_FLASH2, **option)) == "softcap, sinks or dropout"
-    problem, _ = problem_of(BF16_FLASH2)
-    assert fused.refused(problem, Step(BF16_FLASH2, [lambda *_: None])) == "observers"
-    assert fused.refused(problem, Step(BF16_FLASH2)) is None
+        assert fused.refused(problem_of(BF16_FLASH2, **option)) == "softcap, sinks or dropout"
+    assert fused.refused(problem_of(BF16_FLASH2, [lambda *_: None])) == "observers"
+    problem = problem_of(BF16_FLASH2)
+    assert fused.refused(problem) is None
     with without_library():
-        assert fused.refused(problem, Step(BF16_FLASH2)) == "taken away by the test"
+        assert fused.refused(problem) == "taken away by the test"

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfulp import emulate, golden
 from halfulp.algorithms import golden as compute
+from halfulp.calls import Result
 from halfulp.recipes import FP64
 from halfulp.testing import Inputs, common_key, gaussian
 
@@ -104,8 +105,10 @@ def test_gradients_and_values_against_mpmath(extreme: str, causal: bool) -> None
             )
 
 
-def _same(a: object, b: object) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+def _same(a: Result, b: Result) -> bool:
+    return all(
+        torch.equal(x, y) for x, y in zip(a.given().values(), b.given().values(), strict=True)
+    )
 
 
 def test_nobodys_autocast_nor_grad_mode_reaches_it() -> None:
@@ -138,8 +141,8 @@ def test_chunks_of_rows_are_one_problem(causal: bool, monkeypatch: pytest.Monkey
     whole = golden(*inputs, mask, is_causal=causal, enable_gqa=True)
     monkeypatch.setitem(compute.__globals__, "CHUNK_ELEMENTS", 37 * 3)
     for a, b in zip(
-        vars(golden(*inputs, mask, is_causal=causal, enable_gqa=True)).values(),
-        vars(whole).values(),
+        golden(*inputs, mask, is_causal=causal, enable_gqa=True).given().values(),
+        whole.given().values(),
         strict=True,
     ):
         assert torch.allclose(a, b, rtol=0, atol=1e-13)

@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfulp import Recipe, emulate, golden
-from halfulp.algorithms import AttentionResult, Mask, Problem, torch_cpu, torch_cpu_math
+from halfulp import Recipe, calls, emulate, golden
+from halfulp.algorithms import Problem, torch_cpu, torch_cpu_math
+from halfulp.calls import Result
 from halfulp.formats import BF16, FP32, Format, is_representable
 from halfulp.papers.kernel_match import bits_expected, compare, torch_cpu_flash
 from halfulp.recipes import TORCH_CPU_FLASH, Matmul, Shift, Step
@@ -78,14 +79,14 @@ class Call:
     mask: Tensor | None = None
     scale: float | None = None
 
-    def real(self) -> AttentionResult:
+    def real(self) -> Result:
         """The kernel, given masks as `scaled_dot_product_attention` gives them to it."""
         mask = self.mask
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, -math.inf)
         return torch_cpu_flash(*self.inputs, self.causal, attn_mask=mask, scale=self.scale)
 
-    def emulated(self, recipe: Recipe = TORCH_CPU_FLASH, observers=()) -> AttentionResult:
+    def emulated(self, recipe: Recipe = TORCH_CPU_FLASH, observers=()) -> Result:
         leaves = [x.clone().requires_grad_() for x in self.inputs[:3]]
         options = {
             "is_causal": self.causal,
@@ -95,7 +96,7 @@ class Call:
         }
         out, lse = emulate(*leaves, self.mask, observers=observers, return_lse=True, **options)
         gradients = torch.autograd.grad(out, leaves, self.inputs.grad_out)
-        return AttentionResult(out.detach(), lse.detach(), *gradients)
+        return Result(out.detach(), lse.detach(), *gradients)
 
     def sizes(self) -> dict[str, Tensor]:
         """The sizes of the terms that every result sums, fp64: what rounding is relative to, where
@@ -130,9 +131,7 @@ def bf16(seed: int = 0, **sizes: int) -> Inputs:
     return gaussian(seed, dtype=torch.bfloat16, **sizes)
 
 
-def assert_same(
-    call: Call, ours: AttentionResult | None = None, real: AttentionResult | None = None
-) -> None:
+def assert_same(call: Call, ours: Result | None = None, real: Result | None = None) -> None:
     """Bit for bit where that is claimed; elsewhere (a processor with matrix units) most elements of
     what does not cancel, and no more than bf16 rounding between the rest.
     """
@@ -151,7 +150,7 @@ def assert_same(
         assert (a - b).norm() <= 2**-7 * sizes[match.tensor].norm(), match
 
 
-def identical(real: AttentionResult, ours: AttentionResult) -> dict[str, float]:
+def identical(real: Result, ours: Result) -> dict[str, float]:
     return {match.tensor: match.fraction for match in compare(real, ours)}
 
 
@@ -279,9 +278,7 @@ def test_bits_of_the_public_function():
         out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
     call = Call(inputs, causal=True)
     ours = call.emulated()
-    real = AttentionResult(
-        out.detach(), ours.lse, *torch.autograd.grad(out, leaves, inputs.grad_out)
-    )
+    real = Result(out.detach(), ours.lse, *torch.autograd.grad(out, leaves, inputs.grad_out))
     assert_same(call, ours, real)
 
 
@@ -302,9 +299,9 @@ def test_the_callers_threads_come_back_after_an_error():
 
     torch.set_num_threads(2)
     step, inputs = Step(TORCH_CPU_FLASH), bf16(length=8)
-    problem = Problem.read(*inputs[:3], Mask(), 0.125, step)
+    problem = Problem.read(calls.Call(*inputs[:3], scale=0.125), step)
     with pytest.raises(ZeroDivisionError):
-        torch_cpu.forward(problem, step, exponential=fails)
+        torch_cpu.forward(problem, exponential=fails)
     assert torch.get_num_threads() == 2
 
 
@@ -384,11 +381,11 @@ def test_a_planted_fault_is_seen_in_the_bits(changes, tensor, low, high):
 
 def test_another_exponential_is_seen_in_the_bits():
     call, step = Call(bf16(12, heads=2, length=1024)), Step(TORCH_CPU_FLASH)
-    problem = Problem.read(*call.inputs[:3], Mask(), 0.125, step)
+    problem = Problem.read(calls.Call(*call.inputs[:3], scale=0.125), step)
     real, shares = call.real(), []
     for exponential in (torch_cpu_math.weights_exp, torch.exp):
-        saved = torch_cpu.forward(problem, step, exponential=exponential)
-        shares.append(identical(real, AttentionResult(saved.out.bfloat16()))["out"])
+        saved = torch_cpu.forward(problem, exponential=exponential)
+        shares.append(identical(real, Result(saved.out.bfloat16()))["out"])
     assert shares[0] == 1 or not bits_expected()
     assert 0.79 < shares[1] < 0.87 or not bits_expected()
     assert shares[1] < shares[0]

@@ -12,7 +12,7 @@ import torch
 
 import halfulp
 from halfulp.formats.counter import keep_mask
-from halfulp.ops import KERNEL_RECIPES
+from halfulp.recipes import KERNEL_RECIPES
 
 EXACT = 1e-11
 # B, H, N, D, N_k

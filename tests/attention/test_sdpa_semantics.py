@@ -250,7 +250,9 @@ REFUSED = [
     ({"sinks": torch.zeros(3)}, "sinks of shape (3,)"),
     ({"sinks": torch.zeros(4, device="meta")}, "sinks on meta"),
     ({"attn_mask": torch.zeros(5, 5, device="meta")}, "attn_mask on meta"),
-    ({"recipe": "BF16_HALFULP"}, "recipe='BF16_HALFULP'"),
+    ({"recipe": "BF16_HALFULP"}, "recipe='BF16_HALFULP': it is 'halfulp' for inputs of torch.bf"),
+    ({"recipe": "BF16_FLASH1"}, "recipe='BF16_FLASH1': no kernel rounds like it"),
+    ({"recipe": "no such"}, "recipe='no such': accepted are halfulp, stock"),
     ({"backend": "cuda"}, "backend='cuda'"),
     ({"query": torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged)}, "query is nested"),
 ]

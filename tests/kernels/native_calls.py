@@ -7,9 +7,9 @@ from torch import Tensor
 
 from halfulp import native
 from halfulp.kernels import cpu
-from halfulp.kernels.options import Options
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, FP16_FLASH2, Shift
 from halfulp.recipes.named import flash2
+from tests.kernels.asked import Options
 
 ISAS = () if native.missing() else native.ISAS[: native.ISAS.index(native.best_isa()) + 1]
 PUBLISHED = BF16_FLASH2.with_(name="PUBLISHED", shift=Shift("stabilized", beta=7.0))
@@ -53,8 +53,8 @@ def library_results(
     x: Operands, options: Options, isa=None, grad_lse: Tensor | None = None
 ) -> dict[str, Tensor]:
     q, k, v, do = x
-    saved = cpu.forward(q, k, v, options, isa=isa)
-    gradients = cpu.backward(do, grad_lse, q, k, v, saved, options, isa=isa)
+    saved = cpu.forward(*options.of(q, k, v), isa=isa)
+    gradients = cpu.backward(*options.of(q, k, v), saved, do, grad_lse, isa=isa)
     found = {"out": saved.out, "lse": saved.lse, "residual": saved.residual}
     found |= {
         "dq": gradients.query,

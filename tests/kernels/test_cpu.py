@@ -21,9 +21,10 @@ from halfulp import emulate, golden, native
 from halfulp.algorithms.problem import _residual
 from halfulp.audit.inputs import Case
 from halfulp.audit.probes import Shape
+from halfulp.calls import Saved
 from halfulp.kernels import cpu
-from halfulp.kernels.options import Options, Saved
 from halfulp.recipes import BF16_HALFULP, FP16_FLASH2, FP32, FP64
+from tests.kernels.asked import Options
 from tests.kernels.native_calls import (
     EXACT_DELTA,
     FP16_HALFULP,
@@ -370,10 +371,10 @@ def test_each_repair_is_at_work():
     true = exact(x, is_causal=inputs.is_causal, scale=inputs.scale)["dq"]
     repaired = error(library_results(x, options)["dq"], true)
     assert error(library_results(x, replace(options, recipe="stock"))["dq"], true) > 3 * repaired
-    saved = cpu.forward(*x[:3], options)
+    saved = cpu.forward(*options.of(*x[:3]))
     assert saved.residual is not None
     lost = saved._replace(residual=torch.zeros_like(saved.residual))
-    assert error(cpu.backward(x[3], None, *x[:3], lost, options).query, true) > 2 * repaired
+    assert error(cpu.backward(*options.of(*x[:3]), lost, x[3], None).query, true) > 2 * repaired
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -414,9 +415,9 @@ X = drawn(0, 1, 2, 2, 10, 12, 16, 16)
 )
 def test_what_is_not_offered_is_refused_with_its_reason(change, reason):
     options = replace(Options(scale=0.25), **change)
-    assert re.search(reason, cpu.supports(*X[:3], options))
+    assert re.search(reason, cpu.supports(*options.of(*X[:3])))
     with pytest.raises(ValueError, match=reason):
-        cpu.forward(*X[:3], options)
+        cpu.forward(*options.of(*X[:3]))
 
 
 @pytest.mark.parametrize(
@@ -433,13 +434,13 @@ def test_what_is_not_offered_is_refused_with_its_reason(change, reason):
 )
 def test_operands_that_do_not_fit_are_refused(operands, reason):
     with pytest.raises(ValueError, match=reason):
-        cpu.forward(*operands, Options())
+        cpu.forward(*Options().of(*operands))
 
 
 def test_a_backward_call_that_does_not_fit_is_refused():
     q, k, v, do = X
     options = Options(scale=0.25)
-    saved = cpu.forward(q, k, v, options)
+    saved = cpu.forward(*options.of(q, k, v))
     for name, wrong in (
         ("row_max", saved.row_max[:, :1]),
         ("out", saved.out.float()),
@@ -449,21 +450,21 @@ def test_a_backward_call_that_does_not_fit_is_refused():
             **{name: wrong}, **({"own_lse": None} if name == "lse" else {})
         )
         with pytest.raises(ValueError, match=r"saved\."):
-            cpu.backward(do, None, q, k, v, broken, options)
+            cpu.backward(*options.of(q, k, v), broken, do, None)
     with pytest.raises(ValueError, match="grad_out"):
-        cpu.backward(do[..., :8], None, q, k, v, saved, options)
+        cpu.backward(*options.of(q, k, v), saved, do[..., :8], None)
     with pytest.raises(ValueError, match="grad_lse"):
-        cpu.backward(do, saved.lse[:, :1], q, k, v, saved, options)
+        cpu.backward(*options.of(q, k, v), saved, do, saved.lse[:, :1])
     with pytest.raises(ValueError, match="isa='neon'"):
-        cpu.forward(q, k, v, options, isa="neon")
+        cpu.forward(*options.of(q, k, v), isa="neon")
 
 
 def test_lse_alone_stands_in_for_its_own_base():
     x = drawn(8, 1, 2, 2, 90, 90, 64, 64)
     options = Options(scale=0.125)
-    saved = cpu.forward(*x[:3], options)
-    one = cpu.backward(x[3], None, *x[:3], saved, options)
-    other = cpu.backward(x[3], None, *x[:3], saved._replace(own_lse=None), options)
+    saved = cpu.forward(*options.of(*x[:3]))
+    one = cpu.backward(*options.of(*x[:3]), saved, x[3], None)
+    other = cpu.backward(*options.of(*x[:3]), saved._replace(own_lse=None), x[3], None)
     assert torch.equal(one.query, other.query)
     assert error(other.value, one.value) < 1e-3 * float(one.value.double().norm())
 
@@ -473,7 +474,7 @@ def test_a_library_that_is_not_there_is_named(monkeypatch, tmp_path):
     native._found.cache_clear()
     try:
         assert "no C++ compiler" in native.missing()
-        assert cpu.supports(*X[:3], Options()) == native.missing()
+        assert cpu.supports(*Options().of(*X[:3])) == native.missing()
         (tmp_path / "libhalfulp.so").write_bytes(b"no library")
         native._found.cache_clear()
         assert "does not load" in native.missing()

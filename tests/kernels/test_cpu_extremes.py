@@ -13,8 +13,8 @@ from torch import Tensor
 
 from halfulp import native
 from halfulp.kernels import cpu
-from halfulp.kernels.options import Options
 from halfulp.ops import tiled
+from tests.kernels.asked import Options
 from tests.kernels.native_calls import ISAS, Operands, drawn, library_results
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -175,8 +175,8 @@ def test_scores_of_any_size(sizes, recipe, isa, exponent, sign, causal, offset):
     x = tuple(t.bfloat16() for t in (q, k, v, do))
     options = Options(recipe=recipe, is_causal=causal, scale=sign * 2.0**exponent)
     found = library_results(x, options, isa)
-    saved = tiled.forward(*x[:3], options)
-    gradients = tiled.backward(x[3], None, *x[:3], saved, options)
+    saved = tiled.forward(*options.of(*x[:3]))
+    gradients = tiled.backward(*options.of(*x[:3]), saved, x[3], None)
     like = {
         "out": saved.out,
         "lse": saved.lse,
@@ -221,7 +221,7 @@ def test_scores_beyond_float32(isa):
     x[0][0, 0, 2], x[1][0, 0, 33, 0] = 3e38, 3e38
     for sign in (1, -1):
         x[1][0, 0, 33, 0] = sign * 3e38
-        saved = cpu.forward(*x[:3], Options(scale=1e-30), isa=isa)
+        saved = cpu.forward(*Options(scale=1e-30).of(*x[:3]), isa=isa)
         found = library_results(tuple(x), Options(scale=1e-30), isa)
         assert saved.out[0, 0].isnan().all(-1).tolist() == [i == 2 and sign == 1 for i in range(6)]
         assert found["dq"][0, 0, [0, 1, 3, 4, 5]].isfinite().all()
@@ -233,13 +233,13 @@ def test_one_query_one_key_and_none(recipe):
     options = Options(recipe=recipe, scale=0.5)
     for n, nk in ((1, 1), (1, 77), (77, 1)):
         x = drawn(5, 1, 2, 1, n, nk, 8, 8)
-        found, like = library_results(x, options), tiled.forward(*x[:3], options)
+        found, like = library_results(x, options), tiled.forward(*options.of(*x[:3]))
         torch.testing.assert_close(found["out"], like.out, rtol=0.01, atol=0.01)
         torch.testing.assert_close(found["lse"], like.lse)
     x = drawn(5, 1, 2, 1, 7, 0, 8, 8)
     for sinks in (None, torch.tensor([1.0, -2.0])):
         with_sinks = replace(options, sinks=sinks)
-        found, like = library_results(x, with_sinks), tiled.forward(*x[:3], with_sinks)
+        found, like = library_results(x, with_sinks), tiled.forward(*with_sinks.of(*x[:3]))
         assert torch.equal(found["out"], like.out)
         torch.testing.assert_close(found["lse"], like.lse)
         assert (found["dq"] == 0).all()
@@ -274,7 +274,7 @@ def test_softcap_of_scores_of_any_size(dtype, isa):
 def test_softcap_whose_ratio_to_the_scale_is_no_float32_is_refused():
     q = torch.ones(1, 1, 2, 4)
     for options in (Options(scale=10.0, softcap=1e-38), Options(scale=1e-3, softcap=1e37)):
-        reason = cpu.supports(q, q, q, options)
+        reason = cpu.supports(*options.of(q, q, q))
         assert reason is not None
         assert "scale / softcap of" in reason
-    assert cpu.supports(q, q, q, Options(scale=0.0, softcap=1e37)) is None
+    assert cpu.supports(*Options(scale=0.0, softcap=1e37).of(q, q, q)) is None

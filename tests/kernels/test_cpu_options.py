@@ -18,8 +18,8 @@ import halfulp
 from halfulp import native
 from halfulp.formats.counter import keep_mask
 from halfulp.kernels import cpu
-from halfulp.kernels.options import Options
 from halfulp.ops import tiled
+from tests.kernels.asked import Options
 from tests.kernels.native_calls import (
     ISAS,
     RECIPES,
@@ -53,8 +53,8 @@ OPTIONS = {
 def plain(x: Operands, options: Options, grad_lse: Tensor | None = None) -> dict[str, Tensor]:
     """What the backend "torch" gives."""
     q, k, v, do = x
-    saved = tiled.forward(q, k, v, options)
-    gradients = tiled.backward(do, grad_lse, q, k, v, saved, options)
+    saved = tiled.forward(*options.of(q, k, v))
+    gradients = tiled.backward(*options.of(q, k, v), saved, do, grad_lse)
     found = {
         "out": saved.out,
         "lse": saved.lse,
@@ -177,10 +177,10 @@ FAULTS = {
 def test_a_backward_pass_of_another_option_is_seen(fault):
     x, grad_lse = inputs()
     options = Options(scale=0.15, **OPTIONS["all"] | {"seed": 3})
-    saved = cpu.forward(*x[:3], options)
+    saved = cpu.forward(*options.of(*x[:3]))
     for wrong in (False, True):
         meant = replace(options, **FAULTS[fault]) if wrong else options
-        gradients = cpu.backward(x[3], grad_lse, *x[:3], saved, meant)
+        gradients = cpu.backward(*meant.of(*x[:3]), saved, x[3], grad_lse)
         found = {"out": saved.out, "lse": saved.lse, "dq": gradients.query, "dk": gradients.key}
         found |= {"dv": gradients.value, "dsinks": gradients.sinks}
         assert bool(too_far(found, x, options, grad_lse)) == wrong
@@ -217,12 +217,12 @@ def test_maxima_are_counted_in_blocks_of_128_keys(dtype, isa):
     key[0, 3] = -1.0  # negative and repeated: 0
     key[0, 4, [3, 7, 200]] = torch.tensor([1.0, 1.0, 8.0])[:, None]  # 7 · 1 against a single 8
     x = (torch.ones(1, 5, 1, 1, dtype=dtype), key.to(dtype), torch.ones(1, 5, 300, 1, dtype=dtype))
-    saved = cpu.forward(*x, Options(recipe="published"), isa=isa)
+    saved = cpu.forward(*Options(recipe="published").of(*x), isa=isa)
     unit = math.log2(math.e)
     wanted = torch.tensor([14.0, 2.0, 21.0, 0.0, 8.0])[None, :, None]
     torch.testing.assert_close(saved.row_max / unit, wanted)
     torch.testing.assert_close(
-        saved.row_max / unit, tiled.forward(*x, Options(recipe="published")).row_max
+        saved.row_max / unit, tiled.forward(*Options(recipe="published").of(*x)).row_max
     )
     torch.testing.assert_close(saved.lse, torch.logsumexp(key.mT, -1))
 
@@ -232,12 +232,12 @@ def test_an_underflow_of_the_published_shift_is_nan_in_all_that_its_row_gives():
     x = [torch.ones(1, 1, n, 1) for n in (3, 200, 200, 3)]
     x[0][..., 1, :] = 0.1
     options = Options(recipe="published", scale=20.0)
-    saved = cpu.forward(*x[:3], options)
-    gradients = cpu.backward(x[3], None, *x[:3], saved, options)
+    saved = cpu.forward(*options.of(*x[:3]))
+    gradients = cpu.backward(*options.of(*x[:3]), saved, x[3], None)
     assert saved.out.isnan().flatten().tolist() == [True, False, True]
     assert gradients.query.isnan().flatten().tolist() == [True, False, True]
     assert gradients.value.isnan().all()
-    assert tiled.forward(*x[:3], options).out.isnan().flatten().tolist() == [True, False, True]
+    assert tiled.forward(*options.of(*x[:3])).out.isnan().flatten().tolist() == [True, False, True]
 
 
 # Softcap.
@@ -250,10 +250,10 @@ def test_tanh_and_its_slope_to_seven_digits(isa):
     x = torch.cat([x, -x])
     query, one = x.view(1, 1, -1, 1), torch.ones(1, 1, 1, 1)
     options = Options(recipe="stock", softcap=1.0)
-    saved = cpu.forward(query, one, one, options, isa=isa)
+    saved = cpu.forward(*options.of(query, one, one), isa=isa)
     nothing = torch.zeros_like(saved.out)
     gradients = cpu.backward(
-        nothing, torch.ones_like(saved.lse), query, one, one, saved, options, isa=isa
+        *options.of(query, one, one), saved, nothing, torch.ones_like(saved.lse), isa=isa
     )
     true = torch.tanh(x.double())
     off = (saved.lse.flatten().double() / true - 1).abs().max()
@@ -263,7 +263,7 @@ def test_tanh_and_its_slope_to_seven_digits(isa):
     beyond = torch.tensor([1e5, -1e5, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]).view(
         1, 1, -1, 1
     )
-    capped = cpu.forward(beyond, one, one, options, isa=isa).lse.flatten()
+    capped = cpu.forward(*options.of(beyond, one, one), isa=isa).lse.flatten()
     torch.testing.assert_close(
         capped, torch.tensor([1, -1, 1, -1, 1, -1, torch.nan]), equal_nan=True
     )
@@ -299,8 +299,8 @@ def test_what_is_dropped_is_formats_counters_choice(p, isa):
     b, h, n, seed = 2, 3, 120, -987654321987
     zero, unit = torch.zeros(b, h, n, 8), torch.eye(n).expand(b, h, n, n)
     options = Options(dropout_p=p, seed=seed, softcap=3.0)
-    saved = cpu.forward(zero, zero, unit, options, isa=isa)
-    gradients = cpu.backward(unit, None, zero, zero, unit, saved, options, isa=isa)
+    saved = cpu.forward(*options.of(zero, zero, unit), isa=isa)
+    gradients = cpu.backward(*options.of(zero, zero, unit), saved, unit, None, isa=isa)
     keep = keep_mask(seed, p, torch.arange(b * h * n).view(b, h, n), torch.arange(n))
     torch.testing.assert_close(saved.out, keep / (1 - p) / n)
     torch.testing.assert_close(gradients.value, (keep / (1 - p) / n).mT)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from halfulp.kernels import triton_attention as door
-from halfulp.kernels.options import Options
 from halfulp.kernels.triton_configs import KINDS, Config, config_for, shipped_table, use
+from tests.kernels.asked import Options
 
 X = torch.zeros(1, 4, 8, 16, dtype=torch.bfloat16)
 
@@ -30,11 +30,11 @@ X = torch.zeros(1, 4, 8, 16, dtype=torch.bfloat16)
      ({"dropout_p": 1.5}, "1.5 is not between")],
 )  # fmt: skip
 def test_options_that_the_kernels_lack_are_named(changes: dict, reason: str) -> None:
-    found = door.supports(X, X, X, replace(Options(), **changes))
+    found = door.supports(*replace(Options(), **changes).of(X, X, X))
     assert found is not None
     assert reason in found
     with pytest.raises(ValueError, match="not for the Triton kernels"):
-        door.forward(X, X, X, replace(Options(), **changes))
+        door.forward(*replace(Options(), **changes).of(X, X, X))
 
 
 @pytest.mark.parametrize(
@@ -45,25 +45,25 @@ def test_options_that_the_kernels_lack_are_named(changes: dict, reason: str) -> 
 def test_operands_that_the_kernels_lack_are_named(
     query: torch.Tensor, key: torch.Tensor, reason: str
 ) -> None:
-    found = door.supports(query, key, key, Options())
+    found = door.supports(*Options().of(query, key, key))
     assert found is not None
     assert reason in found
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
-    assert door.supports(X, X, X, Options()) == "tensors on cpu: the Triton kernels run on GPUs"
+    assert door.supports(*Options().of(X, X, X)) == "tensors on cpu: the Triton kernels run on GPUs"
     with pytest.raises(ValueError, match="run on GPUs"):
-        door.backward(X, None, X, X, X, None, Options())  # type: ignore[arg-type]
+        door.backward(*Options().of(X, X, X), None, X, None)  # type: ignore[arg-type]
 
 
 def test_triton_is_imported_for_gpus_alone() -> None:
     code = """
 import json, sys, torch
 before = set(sys.modules)
+from halfulp.calls import Call
 from halfulp.kernels import triton_attention as door
-from halfulp.kernels.options import Options
 x = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
-door.supports(x, x, x, Options())
+door.supports(Call(x, x, x), "halfulp")
 print(json.dumps([name for name in set(sys.modules) - before if name.split(".")[0] == "triton"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from halfulp.algorithms import AttentionResult
+from halfulp.calls import Result
 from halfulp.kernels import triton_attention as door
-from halfulp.kernels.options import Options
 from halfulp.ops import tiled
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Shift
 from halfulp.testing import Inputs, assert_within_budget, gaussian, relative_error, value_offset
+from tests.kernels.asked import Options
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 RECIPES = {
@@ -24,11 +24,11 @@ RECIPES = {
 }
 
 
-def on_gpu(inputs: Inputs, options: Options) -> AttentionResult:
+def on_gpu(inputs: Inputs, options: Options) -> Result:
     q, k, v, do = (x.to("cuda", torch.bfloat16) for x in inputs)
-    saved = door.forward(q, k, v, options)
-    grads = door.backward(do, None, q, k, v, saved, options)
-    return AttentionResult(*(x.cpu() for x in (saved.out, saved.lse, *grads[:3])))
+    saved = door.forward(*options.of(q, k, v))
+    grads = door.backward(*options.of(q, k, v), saved, do, None)
+    return Result(*(x.cpu() for x in (saved.out, saved.lse, *grads[:3])))
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -17,11 +17,11 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from halfulp import algorithms
-from halfulp.algorithms import Mask, Problem
+from halfulp.algorithms import Problem
+from halfulp.calls import Call, Saved, Sees
 from halfulp.formats import FP16
 from halfulp.kernels import triton_attention as door
 from halfulp.kernels import triton_launch
-from halfulp.kernels.options import Options, Saved
 from halfulp.kernels.triton_configs import Config, shipped_table
 from halfulp.kernels.triton_tune import tune
 from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
@@ -35,6 +35,7 @@ from halfulp.testing import (
     relative_error,
     value_offset,
 )
+from tests.kernels.asked import Options
 from tests.kernels.triton_reference import (
     RECIPES,
     TILES,
@@ -53,8 +54,8 @@ __all__ = ["same_functions"]  # a fixture of every test here
 def test_forward_of_halfulp_bit_for_bit(causal: bool) -> None:
     """Weights with fractions, rounded; l from the rounded ones; O; its residual; an odd length."""
     inputs, options = exact_inputs(0, 45, 61), Options(is_causal=causal, scale=UNIT)
-    saved = door.forward(*inputs[:3], options, config=TILES)
-    _, _, expected = emulated(BF16_HALFULP, inputs, options)
+    saved = door.forward(*options.of(*inputs[:3]), config=TILES)
+    _, expected = emulated(BF16_HALFULP, inputs, options)
     assert torch.equal(saved.out.float(), expected.out)
     assert torch.equal(saved.row_max, expected.largest_score.squeeze(-1))
     assert torch.equal(saved.row_sum, expected.row_sum.squeeze(-1))
@@ -83,8 +84,8 @@ def test_forward_with_whole_scores_bit_for_bit(name: str, causal: bool) -> None:
         Options(recipe=name, is_causal=causal, scale=UNIT / 4),
     )
     inputs = inputs._replace(query=inputs.query * 4)
-    saved = door.forward(*inputs[:3], options, config=TILES)
-    _, _, expected = emulated(RECIPES[name], inputs, options)
+    saved = door.forward(*options.of(*inputs[:3]), config=TILES)
+    _, expected = emulated(RECIPES[name], inputs, options)
     row_max = expected.largest_score if name == "halfulp" else expected.row_max
     assert torch.equal(saved.row_max, row_max.squeeze(-1))
     finite = expected.out.isfinite()
@@ -101,20 +102,20 @@ def test_backward_bit_for_bit(name: str, causal: bool) -> None:
     two.
     """
     inputs, options = exact_inputs(2, 24, 32), Options(recipe=name, is_causal=causal, scale=UNIT)
-    problem, step, kept = emulated(RECIPES[name], inputs, options)
+    problem, kept = emulated(RECIPES[name], inputs, options)
     row_max = kept.row_max.ceil()
     whole = torch.randint(-4, 5, kept.out.shape, generator=torch.Generator().manual_seed(3)).float()
-    kept = algorithms.Saved(
+    kept = algorithms.Kept(
         whole, whole, row_max + 2, row_max, torch.full_like(row_max, 4.0), row_max
     )
-    expected = algorithms.attend_backward(problem, kept, inputs.grad_out.float(), None, step)
+    expected = algorithms.attend_backward(problem, kept, inputs.grad_out.float(), None)
     residual = torch.zeros(whole.shape, dtype=torch.int8) if name == "halfulp" else None
     natural = ((row_max + 2).double() / math.log2(math.e)).float().squeeze(-1)
     saved = Saved(
         whole.bfloat16(), residual, natural, row_max.squeeze(-1), kept.row_sum.squeeze(-1)
     )
     configs = {"query": TILES, "key": TILES}
-    actual = door.backward(inputs.grad_out, None, *inputs[:3], saved, options, configs=configs)
+    actual = door.backward(*options.of(*inputs[:3]), saved, inputs.grad_out, None, configs=configs)
     for what, a, b in zip(("dQ", "dK", "dV"), actual, expected, strict=False):
         differ = int((a.float() != b).sum())
         # lse · log2 e is not 2 to the last bit, and a rounded weight may then fall the other way
@@ -172,7 +173,10 @@ def test_fp32_rounds_nothing(name: str) -> None:
     exact = golden(*inputs, is_causal=True, enable_gqa=True)
     for what, value in vars(exact).items():
         assert relative_error(getattr(actual, what), value) <= 2e-6, what
-    assert door.forward(*inputs[:3], Options(recipe=name, scale=1.0), config=TILES).residual is None
+    assert (
+        door.forward(*Options(recipe=name, scale=1.0).of(*inputs[:3]), config=TILES).residual
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,8 +214,8 @@ def test_gradient_of_lse(name: str) -> None:
     inputs = gaussian(7, length=30, key_length=40, dim=16)
     grad_lse = torch.randn(1, 2, 30, generator=torch.Generator().manual_seed(8))
     tiled = RECIPES[name].with_(block_query=TILES.block_m, block_key=TILES.block_n)
-    problem, step, kept = emulated(tiled, inputs, Options(scale=0.25))
-    expected = algorithms.attend_backward(problem, kept, inputs.grad_out, grad_lse[..., None], step)
+    problem, kept = emulated(tiled, inputs, Options(scale=0.25))
+    expected = algorithms.attend_backward(problem, kept, inputs.grad_out, grad_lse[..., None])
     options = Options(recipe=name, scale=0.25)
     actual = run(Inputs(*(x.bfloat16() for x in inputs)), options, grad_lse=grad_lse)
     for a, b in zip((actual.grad_query, actual.grad_key, actual.grad_value), expected, strict=True):
@@ -224,7 +228,7 @@ def test_descriptors_read_the_same_numbers() -> None:
     inputs = Inputs(*(x.bfloat16() for x in gaussian(9, length=50, key_length=70, dim=24)))
     options = Options(is_causal=True, scale=0.2)
     launch, _ = triton_launch.forward_launch(
-        *inputs[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True)
+        *options.of(*inputs[:3]), triton_launch.Target(80), Config(16, 32, 4, 1, True)
     )
     assert launch.arguments["DESCRIPTORS"]
     described = run(inputs, options, Config(16, 32, 4, 1, True))
@@ -232,7 +236,7 @@ def test_descriptors_read_the_same_numbers() -> None:
         assert torch.equal(a, b)
     odd = Inputs(*(x.bfloat16() for x in gaussian(9, length=20, dim=20)))
     launch, _ = triton_launch.forward_launch(
-        *odd[:3], options, triton_launch.Target(80), Config(16, 32, 4, 1, True)
+        *options.of(*odd[:3]), triton_launch.Target(80), Config(16, 32, 4, 1, True)
     )
     assert not launch.arguments["DESCRIPTORS"]  # rows of 40 bytes
 
@@ -253,8 +257,8 @@ def test_layouts_are_read_as_they_lie() -> None:
 
 def test_an_empty_batch_launches_nothing() -> None:
     q = torch.empty(0, 2, 8, 16, dtype=torch.bfloat16)
-    saved = door.forward(q, q, q, Options())
-    grads = door.backward(q, None, q, q, q, saved, Options())
+    saved = door.forward(*Options().of(q, q, q))
+    grads = door.backward(*Options().of(q, q, q), saved, q, None)
     assert [x.shape for x in grads[:3]] == [q.shape] * 3
 
 
@@ -262,7 +266,7 @@ def test_a_constant_value_gives_a_constant_output() -> None:
     """Numerator and denominator sum the same rounded weights in the same order."""
     q, k, _, _ = (x.bfloat16() for x in gaussian(11, length=20, key_length=300, dim=16))
     ones = torch.ones(1, 2, 300, 16, dtype=torch.bfloat16)
-    assert (door.forward(q, k, ones, Options(scale=0.3), config=TILES).out == 1).all()
+    assert (door.forward(*Options(scale=0.3).of(q, k, ones), config=TILES).out == 1).all()
 
 
 def test_keys_that_nobody_sees() -> None:
@@ -290,10 +294,10 @@ def test_forward_and_backward_round_to_the_same_weights(causal: bool, dtype: tor
     step = Step(
         BF16_HALFULP if dtype == torch.bfloat16 else BF16_HALFULP.with_(weights_operand=FP16)
     )
-    problem = Problem.read(q, k, k, Mask(causal), 0.125, step)
-    scores = problem.scores(slice(0, 64), slice(0, 64), step)
-    exact = problem.weights(scores, scores.amax(-1, keepdim=True).ceil(), step)
-    expected = problem.weights_operand(exact, step)
+    problem = Problem.read(Call(q, k, k, Sees(causal), 0.125), step)
+    scores = problem.scores(slice(0, 64), slice(0, 64))
+    exact = problem.weights(scores, scores.amax(-1, keepdim=True).ceil())
+    expected = problem.weights_operand(exact)
     assert int((weights["key"].float() != expected).sum()) <= 2  # one fma here, two roundings there
     assert int((weights["key"].float() != exact).sum()) > 1000
 

@@ -24,14 +24,15 @@ from triton.runtime.interpreter import InterpreterBuilder
 import halfulp
 from halfulp import algorithms
 from halfulp.algorithms.other_gradients import grad_sinks
+from halfulp.calls import Gradients, Saved
 from halfulp.formats.counter import keep_mask, least_kept, seed_word
 from halfulp.kernels import triton_attention as door
 from halfulp.kernels import triton_backward
-from halfulp.kernels.options import Gradients, Options, Saved
 from halfulp.kernels.triton_launch import LOG2_E
 from halfulp.kernels.triton_scores import dropout_row, kept
 from halfulp.recipes import BF16_HALFULP
 from halfulp.testing import Inputs, gaussian, relative_error
+from tests.kernels.asked import Options
 from tests.kernels.triton_reference import (
     RECIPES,
     TILES,
@@ -65,8 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_forward_of_halfulp_bit_for_bit(case: str) -> None:
     inputs, options = exact_inputs(0, N, N_K), replace(Options(scale=UNIT), **CASES[case])
-    saved = door.forward(*inputs[:3], options, config=TILES)
-    _, _, expected = emulated(BF16_HALFULP, inputs, options)
+    saved = door.forward(*options.of(*inputs[:3]), config=TILES)
+    _, expected = emulated(BF16_HALFULP, inputs, options)
     assert torch.equal(saved.row_max.ceil(), expected.row_max.squeeze(-1))
     torch.testing.assert_close(saved.row_max, expected.largest_score.squeeze(-1), rtol=2e-7, atol=0)
     assert torch.equal(saved.row_sum, expected.row_sum.squeeze(-1))
@@ -87,7 +88,7 @@ def test_backward_bit_for_bit(name: str, case: str) -> None:
     """
     inputs = exact_inputs(2, N, N_K)
     options = replace(Options(recipe=name, scale=UNIT), **CASES[case])
-    problem, step, kept_there = emulated(RECIPES[name], inputs, options)
+    problem, kept_there = emulated(RECIPES[name], inputs, options)
     empty = kept_there.row_max == -math.inf
     row_max = kept_there.row_max.ceil()
     whole = torch.randint(
@@ -95,13 +96,17 @@ def test_backward_bit_for_bit(name: str, case: str) -> None:
     ).float()
     whole[empty.expand_as(whole)] = 0
     row_sum = torch.where(empty, 0.0, 4.0)
-    kept_there = algorithms.Saved(whole, whole, row_max + 2, row_max, row_sum, row_max)
-    expected = algorithms.attend_backward(problem, kept_there, inputs.grad_out.float(), None, step)
+    kept_there = algorithms.Kept(whole, whole, row_max + 2, row_max, row_sum, row_max)
+    expected = algorithms.attend_backward(problem, kept_there, inputs.grad_out.float(), None)
     residual = torch.zeros(whole.shape, dtype=torch.int8) if name == "halfulp" else None
     natural = ((row_max + 2).double() / math.log2(math.e)).float().squeeze(-1)
     saved = Saved(whole.bfloat16(), residual, natural, row_max.squeeze(-1), row_sum.squeeze(-1))
     actual = door.backward(
-        inputs.grad_out, None, *inputs[:3], saved, options, configs={"query": TILES, "key": TILES}
+        *options.of(*inputs[:3]),
+        saved,
+        inputs.grad_out,
+        None,
+        configs={"query": TILES, "key": TILES},
     )
     for what, a, b in zip(("dQ", "dK", "dV"), actual, expected, strict=False):
         differ = int((a.float() != b).sum())
@@ -109,7 +114,7 @@ def test_backward_bit_for_bit(name: str, case: str) -> None:
         assert differ <= (3 if what == "dV" and name == "halfulp" else 0), (what, differ)
     if options.sinks is not None:
         assert actual.sinks is not None
-        wanted = grad_sinks(problem, kept_there, inputs.grad_out.float(), None, step)
+        wanted = grad_sinks(problem, kept_there, inputs.grad_out.float(), None)
         assert relative_error(actual.sinks, wanted) <= 1e-5  # a sum over rows that nearly cancels
         assert actual.sinks[1] == 0  # a sink of −inf
 
@@ -159,15 +164,15 @@ def both(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the kernels give and what the emulator does, by name."""
     q, k, v, do = inputs = Inputs(*(x.bfloat16() for x in inputs))
-    saved = door.forward(q, k, v, options, config=TILES)
+    saved = door.forward(*options.of(q, k, v), config=TILES)
     grads = door.backward(
-        do, grad_lse, q, k, v, saved, options, configs={"query": TILES, "key": TILES}
+        *options.of(q, k, v), saved, do, grad_lse, configs={"query": TILES, "key": TILES}
     )
-    problem, step, expected = emulated(RECIPES[options.recipe], inputs, options)
+    problem, expected = emulated(RECIPES[options.recipe], inputs, options)
     d_lse = None if grad_lse is None else grad_lse[..., None]
-    exact = Gradients(*algorithms.attend_backward(problem, expected, do.float(), d_lse, step))
+    exact = Gradients(*algorithms.attend_backward(problem, expected, do.float(), d_lse))
     if options.sinks is not None:
-        exact = exact._replace(sinks=grad_sinks(problem, expected, do.float(), d_lse, step))
+        exact = exact._replace(sinks=grad_sinks(problem, expected, do.float(), d_lse))
     return named(saved.out, saved.lse, grads), named(
         expected.out, expected.lse.squeeze(-1) * UNIT, exact
     )
@@ -268,12 +273,14 @@ def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(*(x.bfloat16() for x in gaussian(3, heads=2, length=20, key_length=40, dim=16)))
     actual, expected = both(inputs, EVERYTHING)
     assert apart(actual, expected) <= 1
-    saved = door.forward(*inputs[:3], EVERYTHING, config=TILES)
+    saved = door.forward(*EVERYTHING.of(*inputs[:3]), config=TILES)
     run = door.run
 
     def found() -> float:
         tiles = {"query": TILES, "key": TILES}
-        grads = door.backward(inputs.grad_out, None, *inputs[:3], saved, EVERYTHING, configs=tiles)
+        grads = door.backward(
+            *EVERYTHING.of(*inputs[:3]), saved, inputs.grad_out, None, configs=tiles
+        )
         return apart(named(saved.out, saved.lse, grads), expected)
 
     faults: dict[str, dict[str, Any]] = {
@@ -346,9 +353,9 @@ def test_hidden_tiles_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     def products(**changes: Any) -> tuple[int, int]:
         counted.clear()
         options = replace(Options(recipe="stock", scale=0.25), **changes)
-        saved = door.forward(q, k, v, options, config=TILES)
+        saved = door.forward(*options.of(q, k, v), config=TILES)
         forward = len(counted)
-        door.backward(do, None, q, k, v, saved, options, configs={"query": TILES, "key": TILES})
+        door.backward(*options.of(q, k, v), saved, do, None, configs={"query": TILES, "key": TILES})
         return forward, len(counted) - forward
 
     assert products() == (2 * 8, 7 * 8)  # tiles of 16 × 32

@@ -19,14 +19,14 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from halfulp import algorithms
-from halfulp.algorithms import Problem
+from halfulp.algorithms import Kept, Problem
+from halfulp.calls import Result
 from halfulp.kernels import triton_attention as door
-from halfulp.kernels.options import Options
 from halfulp.kernels.triton_configs import Config
 from halfulp.kernels.triton_scores import tanh
-from halfulp.ops import tiled
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe, Shift, Step
 from halfulp.testing import Inputs
+from tests.kernels.asked import Options
 
 assert triton.knobs.runtime.interpret, "run by test_triton_interpreter.py, with TRITON_INTERPRET=1"
 
@@ -75,22 +75,23 @@ def run(
 ) -> Any:
     """The kernels' result as `testing.attend` gives an emulation's."""
     q, k, v, do = inputs
-    saved = door.forward(q, k, v, options, config=tiles)
+    saved = door.forward(*options.of(q, k, v), config=tiles)
     grads = door.backward(
-        do, grad_lse, q, k, v, saved, options, configs={"query": tiles, "key": tiles}
+        *options.of(q, k, v), saved, do, grad_lse, configs={"query": tiles, "key": tiles}
     )
-    return algorithms.AttentionResult(saved.out, saved.lse, *grads[:3])
+    return Result(saved.out, saved.lse, *grads[:3])
 
 
 def emulated(
     recipe: Recipe, inputs: Inputs, options: Options, tiles: Config = TILES
-) -> tuple[Problem, Step, algorithms.Saved]:
-    """The problem as backend "torch" reads it but in the kernels' blocks, its step, what the
-    forward pass keeps.
+) -> tuple[Problem, Kept]:
+    """The problem as backend "torch" reads it but in the kernels' blocks, and what the forward
+    pass keeps.
     """
     step = Step(recipe.with_(block_query=tiles.block_m, block_key=tiles.block_n))
-    problem = tiled._problem(*inputs[:3], options, step)
-    return problem, step, algorithms.attend(problem, step)
+    call, _ = options.of(*inputs[:3])
+    problem = Problem.read(call, step)
+    return problem, algorithms.attend(problem)
 
 
 def exact_inputs(seed: int, length: int, key_length: int) -> Inputs:

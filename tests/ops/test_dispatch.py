@@ -9,6 +9,7 @@ import torch
 
 import halfulp
 from halfulp import ops
+from halfulp.calls import Call
 from halfulp.ops import dispatch, tiled
 
 Q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -140,7 +141,7 @@ def test_the_real_kernels_keep_the_contract():
         except ImportError:
             continue
         assert {"supports", "forward", "backward"} <= set(dir(module))
-        refused = module.supports(Q.double(), Q.double(), Q.double(), ops.Options())
+        refused = module.supports(Call(Q.double(), Q.double(), Q.double()), "halfulp")
         assert name == "torch" or (isinstance(refused, str) and refused)
 
 

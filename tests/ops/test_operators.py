@@ -11,10 +11,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import halfulp
+from halfulp.algorithms import Problem
 from halfulp.attention import emulate
+from halfulp.calls import Call
 from halfulp.formats import BF16, FP16
-from halfulp.ops import KERNEL_RECIPES, Options, attention_forward, tiled
-from halfulp.recipes import BF16_FLASH2, BF16_HALFULP
+from halfulp.ops import attention_forward, tiled
+from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, KERNEL_RECIPES, Step, recipe_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 LOW = (torch.bfloat16, torch.float16)
@@ -41,7 +43,7 @@ def test_the_bits_of_the_emulation(recipe, dtype):
     results = []
     for call in (
         functools.partial(attend, recipe=recipe),
-        functools.partial(emulate, recipe=tiled.recipe_of(recipe, dtype)),
+        functools.partial(emulate, recipe=recipe_of(recipe, dtype)),
     ):
         out, lse = call(q, k, v, mask, enable_gqa=True, scale=0.3, return_lse=True)
         row = torch.linspace(-1, 1, 150).where(torch.arange(150) != 3, 0)
@@ -53,9 +55,9 @@ def test_the_bits_of_the_emulation(recipe, dtype):
 
 
 def test_recipes_are_the_named_ones():
-    assert tiled.recipe_of("halfulp", torch.bfloat16) == BF16_HALFULP
-    assert tiled.recipe_of("stock", torch.bfloat16) == BF16_FLASH2
-    half = tiled.recipe_of("halfulp", torch.float16)
+    assert recipe_of("halfulp", torch.bfloat16) == BF16_HALFULP
+    assert recipe_of("stock", torch.bfloat16) == BF16_FLASH2
+    half = recipe_of("halfulp", torch.float16)
     assert half.with_(name="x") != BF16_HALFULP.with_(name="x")
     assert {getattr(half, step) for step in ("query", "out", "grad_scores", "weights_operand")} == {
         FP16
@@ -72,10 +74,11 @@ def test_eight_bits_keep_the_residual(dtype):
         x.detach() for x in leaves((1, 2, 60, 16), (1, 2, 70, 16), (1, 2, 70, 16), dtype=dtype)
     )
     v[..., 0], v[..., 1] = 1e-7, 0  # subnormal in float16
-    saved = tiled.forward(q, k, v, Options(scale=0.25))
+    call = Call(q, k, v, scale=0.25)
+    saved = tiled.forward(call, "halfulp")
     exact = halfulp.golden(q, k, v, scale=0.25).out
-    recipe = tiled.recipe_of("halfulp", dtype)
-    whole = tiled._unpacked(saved, 1.0, recipe).out_for_delta.double()
+    problem = Problem.read(call, Step(recipe_of("halfulp", dtype)))
+    whole = tiled._unpacked(saved, problem).out_for_delta.double()
     assert saved.residual.dtype == torch.int8
     rounded, kept = (float((x.double() - exact)[..., 2:].norm()) for x in (saved.out, whole))
     assert kept < rounded  # the weights' own rounding remains
@@ -85,7 +88,7 @@ def test_eight_bits_keep_the_residual(dtype):
         k,
         v,
         scale=0.25,
-        recipe=recipe,
+        recipe=problem.recipe,
         observers=[lambda name, _, x: seen.append(x) if name == "residual" else 0],
     )
     assert torch.equal(whole, (saved.out.float() + seen[0]).double())
@@ -128,7 +131,7 @@ def test_opcheck(name):
     outputs = [x.detach() for x in attention_forward(*arguments)]
     inputs = [x.detach() for x in (q, k, v)]
     optional = [x if x is None else x.detach() for x in arguments[3:6]]
-    given = (outputs[0].flip(2), outputs[1].flip(2), *inputs, *outputs, *optional, *arguments[6:])
+    given = (outputs[0].flip(2), outputs[1].flip(2), *outputs, *inputs, *optional, *arguments[6:])
     backward = torch.ops.halfulp.attention_backward.default
     torch.library.opcheck(backward, given, test_utils=("test_schema", "test_faketensor"))
 

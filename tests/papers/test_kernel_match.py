@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfulp import Recipe, emulate
-from halfulp.algorithms import AttentionResult
+from halfulp.calls import Result
 from halfulp.formats import BF16, FP32
 from halfulp.papers.kernel_match import (
     BACKWARD,
@@ -37,12 +37,10 @@ def kernel_of(recipe: Recipe) -> Kernel:
 
     def kernel(
         query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, is_causal: bool
-    ) -> AttentionResult:
+    ) -> Result:
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
         out, lse = emulate(*leaves, is_causal=is_causal, recipe=recipe, return_lse=True)
-        return AttentionResult(
-            out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out)
-        )
+        return Result(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out))
 
     return kernel
 
@@ -132,7 +130,7 @@ def test_one_changed_element_is_counted():
     changed[0, 1, 3, 2] = torch.nextafter(
         changed[0, 1, 3, 2], torch.tensor(math.inf, dtype=torch.bfloat16)
     )
-    theirs = AttentionResult(ours.out, ours.lse, ours.grad_query, changed, ours.grad_value)
+    theirs = Result(ours.out, ours.lse, ours.grad_query, changed, ours.grad_value)
     found = {
         match.tensor: (match.elements - match.identical, match.largest_ulps)
         for match in compare(theirs, ours)

@@ -3,15 +3,13 @@ through a `Step`.
 """
 
 from halfulp.algorithms.dispatch import ALGORITHMS, attend, attend_backward
-from halfulp.algorithms.golden import AttentionResult, golden
-from halfulp.algorithms.problem import Mask, Problem, Saved, blocks_for_memory
+from halfulp.algorithms.golden import golden
+from halfulp.algorithms.problem import Kept, Problem, blocks_for_memory
 
 __all__ = [
     "ALGORITHMS",
-    "AttentionResult",
-    "Mask",
+    "Kept",
     "Problem",
-    "Saved",
     "attend",
     "attend_backward",
     "blocks_for_memory",

@@ -13,12 +13,12 @@ from torch import Tensor
 from halfulp.algorithms import fused
 from halfulp.algorithms.arithmetic import row_sum
 from halfulp.algorithms.matmul import product
-from halfulp.algorithms.problem import Problem, Saved, divisor_of, read_input, shift_of
+from halfulp.algorithms.problem import Kept, Problem, divisor_of, read_input, shift_of
 from halfulp.recipes import Step
 
 
 def backward(
-    problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step
+    problem: Problem, kept: Kept, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ `[B, H, N_q, D]`, dK `[B, H_k, N_k, D]`, dV `[B, H_k, N_k, D_v]`, rounded, in the compute
     dtype.
@@ -26,64 +26,64 @@ def backward(
     `grad_lse [B, H, N_q, 1]` is the gradient of the natural lse: δ ← δ − dLSE. Gradients of fully
     masked rows are 0.
     """
+    step, scale = problem.step, problem.call.scale
     do = read_input("grad_out", grad_out, step)
-    rows_of = Rows(problem, saved, step)
-    delta = Delta(problem, saved, rows_of, do, grad_lse, step)
-    if fused.refused(problem, step) is None:
-        dq, dk, dv = fused.backward(problem, *rows_of.statistics(), delta.rows(rows_of, do), do)
+    rows_of = Rows(problem, kept)
+    delta = Delta(rows_of, do, grad_lse)
+    if fused.refused(problem) is None:
+        dq, dk, dv = fused.backward(problem, *rows_of.statistics(), delta.rows(), do)
     else:
-        dq, dk, dv = _tiles(problem, rows_of, delta, do, step)
+        dq, dk, dv = _tiles(problem, rows_of, delta, do)
     if problem.recipe.gradient_scale_at == "products":
-        dq, dk = dq * problem.alpha, dk * problem.alpha
-    if problem.dropout is not None:
-        dv = dv * problem.dropout.scale
+        dq, dk = dq * scale, dk * scale
+    dv = problem.undropped(dv)
     dk, dv = _sum_groups(dk, problem.groups), _sum_groups(dv, problem.groups)
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
 
 
 def _tiles(
-    problem: Problem, rows_of: Rows, delta: Delta, do: Tensor, step: Step
+    problem: Problem, rows_of: Rows, delta: Delta, do: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV summed tile by tile."""
+    step = problem.step
     dq = torch.zeros_like(problem.query)
     dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
     for cols in problem.col_tiles():
         for rows in problem.row_tiles():
-            if problem.mask.hides(rows, cols):
+            if problem.sees.hides(rows, cols):
                 continue
             p, p_for_value = rows_of.probabilities(rows, cols)
             operand, do_i = step("probabilities_operand", p_for_value), do[:, :, rows]
             operand = problem.kept(operand, rows, cols)
             _add(dv[:, :, cols], product(operand.mT, do_i, step), step)
-            dp = grad_probabilities(problem, do, rows, cols, step)
-            slope = problem.softcap_slope(rows, cols, step) if problem.softcap else None
-            ds = _grad_scores(problem, p, dp, delta.tile(rows, dp, p), slope, step)
+            dp = grad_probabilities(problem, do, rows, cols)
+            slope = problem.softcap_slope(rows, cols) if problem.call.softcap else None
+            ds = _grad_scores(problem, p, dp, delta.tile(rows, dp, p), slope)
             _add(dq[:, :, rows], product(ds, problem.key[:, :, cols], step), step)
             _add(dk[:, :, cols], product(ds.mT, problem.query[:, :, rows], step), step)
     return dq, dk, dv
 
 
-def grad_probabilities(
-    problem: Problem, do: Tensor, rows: slice, cols: slice, step: Step
-) -> Tensor:
+def grad_probabilities(problem: Problem, do: Tensor, rows: slice, cols: slice) -> Tensor:
     """dP of one tile `[B, H, rows, cols]`, dropout undone."""
+    step = problem.step
     dp = step("grad_probabilities", product(do[:, :, rows], problem.value[:, :, cols].mT, step))
-    return dp if problem.dropout is None else problem.kept(dp, rows, cols) * problem.dropout.scale
+    return problem.undropped(problem.kept(dp, rows, cols))
 
 
 def _grad_scores(
-    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: Tensor | None, step: Step
+    problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, slope: Tensor | None
 ) -> Tensor:
     """dS of one tile `[B, H, rows, cols]` as it enters dQ and dK, with α where the recipe puts
     it.
     """
-    where, scratch = problem.recipe.gradient_scale_at, step.scratch
+    step, scale, where = problem.step, problem.call.scale, problem.recipe.gradient_scale_at
     if where == "probabilities":
-        p = step("scaled_probabilities", p * problem.alpha)
-    centered = step("grad_centered", torch.sub(dp, delta, out=scratch(dp)))
+        p = step("scaled_probabilities", p * scale)
+    centered = step("grad_centered", torch.sub(dp, delta, out=step.scratch(dp)))
     centered = centered if slope is None else centered * slope
-    ds = step("grad_scores", torch.mul(centered, p, out=scratch(centered)))
-    return step("scaled_grad_scores", ds * problem.alpha) if where == "scores" else ds
+    ds = step("grad_scores", torch.mul(centered, p, out=step.scratch(centered)))
+    return step("scaled_grad_scores", ds * scale) if where == "scores" else ds
 
 
 def balance(largest: Tensor, row_sum: Tensor, rounded_row_sum: Tensor) -> Tensor:
@@ -103,12 +103,12 @@ def balance(largest: Tensor, row_sum: Tensor, rounded_row_sum: Tensor) -> Tensor
 class Rows:
     """The forward pass's weights, recomputed tile by tile as the recipe says."""
 
-    def __init__(self, problem: Problem, saved: Saved, step: Step) -> None:
-        self.problem, self.step = problem, step
+    def __init__(self, problem: Problem, kept: Kept) -> None:
+        self.problem, self.kept = problem, kept
         recipe = problem.recipe
         self.divisor: Tensor | None = None
         if recipe.backward_weights == "lse":
-            self.shift = shift_of(saved.lse)
+            self.shift = shift_of(kept.lse)
         elif (
             recipe.backward_weights == "rounded"
             and recipe.shift.kind == "integer"
@@ -116,31 +116,31 @@ class Rows:
         ):
             # lse alone tells the weights: whatever the integer shift, they are the same up to an
             # exact power of two.
-            self.shift = shift_of(saved.lse.ceil())
-            self.divisor = self._row_sum(saved.lse)
+            self.shift = shift_of(kept.lse.ceil())
+            self.divisor = self._row_sum(kept.lse)
         else:
             self.shift, self.divisor = (
-                shift_of(saved.row_max),
-                divisor_of(saved.row_sum, saved.row_max),
+                shift_of(kept.row_max),
+                divisor_of(kept.row_sum, kept.row_max),
             )
         if recipe.divisor_from == "lse" and self.divisor is not None:
-            self.divisor = self._row_sum(saved.lse)
+            self.divisor = self._row_sum(kept.lse)
         elif recipe.divisor_from == "balanced" and self.divisor is not None:
-            largest = problem.exp(saved.largest_score - self.shift)
-            self.divisor = balance(largest, self._row_sum(saved.lse), self.divisor)
+            largest = problem.exp(kept.largest_score - self.shift)
+            self.divisor = balance(largest, self._row_sum(kept.lse), self.divisor)
         separate = recipe.grad_value_from == "lse" and self.divisor is not None
-        self.value_divisor = self._row_sum(saved.lse) if separate else None
+        self.value_divisor = self._row_sum(kept.lse) if separate else None
 
     def probabilities(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
         """P of one tile `[B, H, rows, cols]` as dS takes it, and as dV does before its rounding."""
-        problem, step = self.problem, self.step
-        exact = problem.weights(problem.scores(rows, cols, step), self.shift[:, :, rows], step)
+        problem, step = self.problem, self.problem.step
+        exact = problem.weights(problem.scores(rows, cols), self.shift[:, :, rows])
         if self.divisor is None:
             p = step("probabilities", exact)
             return p, p
         weights = step("weights", exact)
         if problem.recipe.backward_weights == "rounded":
-            weights = problem.weights_operand(weights, step)
+            weights = problem.weights_operand(weights)
         if self.value_divisor is None:
             p = step(
                 "probabilities",
@@ -166,28 +166,21 @@ class Delta:
     backward pass's own P, at the cost of one more pass over the tiles.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        saved: Saved,
-        rows_of: Rows,
-        do: Tensor,
-        grad_lse: Tensor | None,
-        step: Step,
-    ) -> None:
-        self.step, self.grad_lse, self.saved = step, grad_lse, saved
+    def __init__(self, rows_of: Rows, do: Tensor, grad_lse: Tensor | None) -> None:
+        problem, kept = rows_of.problem, rows_of.kept
+        self.step, self.rows_of, self.do, self.grad_lse = problem.step, rows_of, do, grad_lse
         self.delta: Tensor | None = None
         if grad_lse is not None:
             # A fully masked row's lse is constant, and the gradient that reaches it may be infinite
             # or NaN.
-            self.grad_lse = torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(do.dtype))
+            self.grad_lse = torch.where(kept.lse == -math.inf, 0.0, grad_lse.to(do.dtype))
         if problem.recipe.delta_from != "probabilities":
-            out = saved.out_for_delta
+            out = kept.out_for_delta
             if problem.recipe.delta_from == "recomputed":
-                out = self._recomputed(problem, rows_of)
-            self.delta = step("delta", row_sum(step("delta_products", do * out)))
+                out = self._recomputed()
+            self.delta = self.step("delta", row_sum(self.step("delta_products", do * out)))
         elif len(problem.row_tiles()) > 1 or len(problem.col_tiles()) > 1:
-            self.delta = step("delta", self._summed(problem, saved, rows_of, do))
+            self.delta = self.step("delta", self._summed())
 
     def tile(self, rows: slice, dp: Tensor, p: Tensor) -> Tensor:
         """δ − dLSE `[B, H, rows, 1]`; where one tile is the whole problem, δ is summed from what is
@@ -199,33 +192,35 @@ class Delta:
             delta = self.delta[:, :, rows]
         return delta if self.grad_lse is None else delta - self.grad_lse[:, :, rows]
 
-    def rows(self, rows_of: Rows, do: Tensor) -> Tensor:
+    def rows(self) -> Tensor:
         """δ − dLSE of every row `[B, H, N_q, 1]`."""
         if self.delta is None:
-            self.delta = self.step("delta", self._summed(rows_of.problem, self.saved, rows_of, do))
+            self.delta = self.step("delta", self._summed())
         return self.delta if self.grad_lse is None else self.delta - self.grad_lse
 
-    def _recomputed(self, problem: Problem, rows_of: Rows) -> Tensor:
+    def _recomputed(self) -> Tensor:
         """O = P V `[B, H, N_q, D_v]` of the P that dS takes, in the compute dtype (Qiu & Yao, 3.2).
         It sums to 1 as that P does, not as the forward pass's did.
         """
+        problem = self.rows_of.problem
         out = problem.value.new_zeros(*problem.query.shape[:3], problem.value.shape[3])
         for rows in problem.row_tiles():
             for cols in problem.col_tiles():
-                if not problem.mask.hides(rows, cols):
-                    p = problem.kept(rows_of.probabilities(rows, cols)[0], rows, cols)
+                if not problem.sees.hides(rows, cols):
+                    p = problem.kept(self.rows_of.probabilities(rows, cols)[0], rows, cols)
                     out[:, :, rows] += product(p, problem.value[:, :, cols], self.step)
-        return out if problem.dropout is None else out * problem.dropout.scale
+        return problem.undropped(out)
 
-    def _summed(self, problem: Problem, saved: Saved, rows_of: Rows, do: Tensor) -> Tensor:
-        step = self.step
-        if fused.refused(problem, step) is None:
-            return fused.summed_delta(problem, *rows_of.statistics(), do)
-        delta = torch.zeros_like(saved.lse)
+    def _summed(self) -> Tensor:
+        rows_of, step = self.rows_of, self.step
+        problem = rows_of.problem
+        if fused.refused(problem) is None:
+            return fused.summed_delta(problem, *rows_of.statistics(), self.do)
+        delta = torch.zeros_like(rows_of.kept.lse)
         for rows in problem.row_tiles():
             for cols in problem.col_tiles():
-                if not problem.mask.hides(rows, cols):
-                    dp = grad_probabilities(problem, do, rows, cols, step)
+                if not problem.sees.hides(rows, cols):
+                    dp = grad_probabilities(problem, self.do, rows, cols)
                     terms = step("delta_products", dp * rows_of.probabilities(rows, cols)[0])
                     delta[:, :, rows] += row_sum(terms)
         return delta

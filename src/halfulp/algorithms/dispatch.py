@@ -8,10 +8,9 @@ from torch import Tensor
 
 from halfulp.algorithms import flash1, flash2, standard, torch_cpu
 from halfulp.algorithms.backward import backward
-from halfulp.algorithms.problem import Problem, Saved
-from halfulp.recipes import Step
+from halfulp.algorithms.problem import Kept, Problem
 
-ALGORITHMS: dict[str, Callable[[Problem, Step], Saved]] = {
+ALGORITHMS: dict[str, Callable[[Problem], Kept]] = {
     "standard": standard.forward,
     "flash1": flash1.forward,
     "flash2": flash2.forward,
@@ -19,15 +18,15 @@ ALGORITHMS: dict[str, Callable[[Problem, Step], Saved]] = {
 }
 
 
-def attend(problem: Problem, step: Step) -> Saved:
+def attend(problem: Problem) -> Kept:
     """The forward pass of the recipe's algorithm."""
-    return ALGORITHMS[problem.recipe.algorithm](problem, step)
+    return ALGORITHMS[problem.recipe.algorithm](problem)
 
 
 def attend_backward(
-    problem: Problem, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, step: Step
+    problem: Problem, kept: Kept, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV of the recipe's algorithm; see `backward.backward`."""
     if problem.recipe.algorithm == "torch_cpu":
-        return torch_cpu.backward(problem, saved, grad_out, grad_lse, step)
-    return backward(problem, saved, grad_out, grad_lse, step)
+        return torch_cpu.backward(problem, kept, grad_out, grad_lse)
+    return backward(problem, kept, grad_out, grad_lse)

@@ -18,7 +18,7 @@ from halfulp.algorithms.problem import Problem, State
 from halfulp.formats import FP32, Format
 from halfulp.formats.compiled import c_format
 from halfulp.native import BEST_ISA, CEmulation, CFormat, CTensor, function, missing
-from halfulp.recipes import Recipe, Step
+from halfulp.recipes import Recipe
 
 _MASKS = {torch.bool: 1, torch.float32: 2}
 _ALGORITHMS = {"flash2": 0, "flash1": 1, "standard": 2}
@@ -36,14 +36,14 @@ def _steps() -> tuple[str, ...]:
     return tuple(names)
 
 
-def refused(problem: Problem, step: Step) -> str | None:
+def refused(problem: Problem) -> str | None:
     """Why the library does not run these loops, in words; None where it does."""
-    recipe = problem.recipe
+    recipe, call = problem.recipe, problem.call
     reasons = (
-        "observers" if step.observers else None,
+        "observers" if problem.step.observers else None,
         None if fixed(problem.query) and type(problem.query) is Tensor else "not float32 on a CPU",
         "softcap, sinks or dropout"
-        if problem.softcap or problem.sinks is not None or problem.dropout
+        if call.softcap or call.sinks is not None or call.dropout
         else None,
         None if recipe.matmul.order in ("native", "sequential") else "products in blocks",
         None if recipe.matmul.accumulate == FP32 else "products not summed in fp32",
@@ -132,13 +132,13 @@ def _call(
     call.batch, call.heads, call.n_query, call.n_key, call.d, call.dv = b, h, n, nk, d, dv
     call.block_query = recipe.block_query or n
     call.block_key = nk if whole_rows else recipe.block_key or nk
-    least, greatest = problem.mask.bounds()
+    least, greatest = problem.call.bounds
     call.bounded_below, call.bounded_above = least is not None, greatest is not None
     call.least, call.greatest = least or 0, greatest or 0
     call.mask_factor, call.score_factor, call.gradient_scale = (
         problem.unit,
-        problem.alpha * problem.unit,
-        problem.alpha,
+        problem.call.scale * problem.unit,
+        problem.call.scale,
     )
     formats = _formats(recipe)
     call.formats = ctypes.addressof(formats)
@@ -156,7 +156,7 @@ def _call(
             x = x.contiguous()
             held.append(x)
             setattr(call, name, x.data_ptr())
-    mask = problem.mask.attn_mask
+    mask = problem.sees.mask
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
         mask = mask.expand(b, h, n, nk)

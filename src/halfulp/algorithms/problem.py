@@ -7,8 +7,8 @@ pass keeps for the backward pass: whatever two algorithms would otherwise both h
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from halfulp.algorithms.arithmetic import (
     row_sum,
 )
 from halfulp.algorithms.matmul import product
+from halfulp.calls import Call, Sees
 from halfulp.formats import Format
-from halfulp.formats.counter import keep_mask
 from halfulp.recipes import Recipe, Step
 
 LOG2_E = math.log2(math.e)
@@ -31,123 +31,56 @@ LARGEST_SHIFT = 2.0**100  # stands for −inf where a difference must not be NaN
 
 
 @dataclass(frozen=True)
-class Mask:
-    """Which key each query may see. `is_causal` aligns at the top left, as in PyTorch: query i sees
-    keys 0..i.
-    """
-
-    is_causal: bool = False
-    # broadcastable to [B, H, N_q, N_k]; bool (True: may see) or float (added)
-    attn_mask: Tensor | None = None
-    window: tuple[int, int] | None = None  # keys i − left to i + right; −1: no bound
-    offset: int = 0  # added to i: N_k − N_q aligns at the bottom right
-
-    def bounds(self) -> tuple[int | None, int | None]:
-        """Return the least and the greatest j − i that may be seen; None: no bound."""
-        left, right = (-1, -1) if self.window is None else self.window
-        greatest = [self.offset + right] * (right >= 0) + [self.offset] * self.is_causal
-        return self.offset - left if left >= 0 else None, min(greatest, default=None)
-
-    def hides(self, rows: slice, cols: slice) -> bool:
-        """Whether the whole tile lies above the diagonal, or outside the window."""
-        least, greatest = self.bounds()
-        above = greatest is not None and cols.start - (rows.stop - 1) > greatest
-        return above or (least is not None and cols.stop - 1 - rows.start < least)
-
-    def apply(self, scores: Tensor, rows: slice, cols: slice, unit: float) -> Tensor:
-        """`scores [B, H, rows, cols]`, hidden pairs at −inf; an additive mask is first multiplied
-        by `unit`.
-        """
-        if self.attn_mask is not None:
-            tile = _tile(self.attn_mask, rows, cols)
-            if tile.dtype == torch.bool:
-                scores = scores.masked_fill(~tile, -math.inf)
-            else:
-                scores = scores + tile.to(scores.dtype) * unit
-        least, greatest = self.bounds()
-        if least is None and greatest is None:
-            return scores
-        i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-        j = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
-        if greatest is not None and cols.stop - 1 - rows.start > greatest:
-            scores = scores.masked_fill(j - i > greatest, -math.inf)
-        if least is not None and cols.start - (rows.stop - 1) < least:
-            scores = scores.masked_fill(j - i < least, -math.inf)
-        return scores
-
-
-def _tile(mask: Tensor, rows: slice, cols: slice) -> Tensor:
-    if mask.shape[-2] != 1:
-        mask = mask[..., rows, :]
-    return mask if mask.shape[-1] == 1 else mask[..., cols]
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """Which weights are dropped: a matter of the seed and of their place alone."""
-
-    p: float
-    seed: int
-
-    @property
-    def scale(self) -> float:
-        """What makes up for the weights that are gone."""
-        return 0.0 if self.p == 1 else 1 / (1 - self.p)
-
-    def keep(self, like: Tensor, rows: slice, cols: slice, queries: int) -> Tensor:
-        """Return bool, the shape of the tile `like [B, H, rows, cols]`."""
-        heads = torch.arange(like.shape[0] * like.shape[1], device=like.device).view(
-            *like.shape[:2], 1
-        )
-        i = torch.arange(rows.start, rows.stop, device=like.device)
-        return keep_mask(
-            self.seed,
-            self.p,
-            heads * queries + i,
-            torch.arange(cols.start, cols.stop, device=like.device),
-        )
-
-
-@dataclass(frozen=True)
 class Problem:
-    """Operands `[B, H, N, D]` in the compute dtype, rounded as read, key and value heads repeated
-    to the query's.
-    """
+    """A call and the step that rounds it."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Mask
-    alpha: float  # the softmax scale
-    groups: int  # query heads per key head
-    recipe: Recipe
-    softcap: float = 0.0  # c > 0: scores c·tanh(S / c), before the mask
-    # [1, H, 1, 1]: one more score in every row, in the recipe's base, of a value of 0
-    sinks: Tensor | None = None
-    dropout: Dropout | None = None
+    # operands in the compute dtype, rounded as read, key and value heads repeated to the query's
+    call: Call
+    step: Step
+    groups: int  # query heads per key head of the call as it was asked
 
     @classmethod
-    def read(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        alpha: float,
-        step: Step,
-        **more: Any,
-    ) -> Problem:
-        """Round the inputs `[B, H, N, D]` (any float dtype, H a multiple of the key's) as the
-        recipe reads them.
-        """
-        groups = query.shape[1] // max(key.shape[1], 1)
+    def read(cls, call: Call, step: Step) -> Problem:
+        """Round the operands (any float dtype) as the recipe reads them."""
+        groups = call.groups
         q, k, v = (
             read_input(name, x, step)
-            for name, x in (("query", query), ("key", key), ("value", value))
+            for name, x in (("query", call.query), ("key", call.key), ("value", call.value))
         )
         if groups != 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return cls(q, k, v, mask, alpha, groups, step.recipe, **more)
+        return cls(replace(call, query=q, key=k, value=v), step, groups)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the step rounds to."""
+        return self.step.recipe
+
+    @property
+    def query(self) -> Tensor:
+        """`[B, H, N, D]`."""
+        return self.call.query
+
+    @property
+    def key(self) -> Tensor:
+        """`[B, H, N_k, D]`."""
+        return self.call.key
+
+    @property
+    def value(self) -> Tensor:
+        """`[B, H, N_k, D_v]`."""
+        return self.call.value
+
+    @property
+    def sees(self) -> Sees:
+        """Which keys each query sees."""
+        return self.call.sees
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """`[1, H, 1, 1]`: one more score in every row, in the recipe's base, of a value of 0."""
+        sinks = self.call.sinks
+        return None if sinks is None else sinks.to(self.recipe.dtype).view(1, -1, 1, 1) * self.unit
 
     @property
     def unit(self) -> float:
@@ -162,31 +95,37 @@ class Problem:
         """Key blocks."""
         return _tiles(self.key.shape[2], self.recipe.block_key)
 
-    def scores(self, rows: slice, cols: slice, step: Step) -> Tensor:
+    def scores(self, rows: slice, cols: slice) -> Tensor:
         """Masked scores of one tile `[B, H, rows, cols]`, in the recipe's base."""
+        step, scale, cap = self.step, self.call.scale, self.call.softcap
         s = step("product", product(self.query[:, :, rows], self.key[:, :, cols].mT, step))
-        if self.softcap:
-            s = step(
-                "scores", torch.tanh(s * (self.alpha / self.softcap)) * (self.softcap * self.unit)
-            )
+        if cap:
+            s = step("scores", torch.tanh(s * (scale / cap)) * (cap * self.unit))
         else:
-            s = step("scores", torch.mul(s, self.alpha * self.unit, out=step.scratch(s)))
-        return self.mask.apply(s, rows, cols, self.unit)
+            s = step("scores", torch.mul(s, scale * self.unit, out=step.scratch(s)))
+        return self.sees.apply(s, rows, cols, self.unit)
 
-    def softcap_slope(self, rows: slice, cols: slice, step: Step) -> Tensor:
+    def softcap_slope(self, rows: slice, cols: slice) -> Tensor:
         """The derivative of the capped scores of one tile by the scores, 1 − tanh²(S / c)."""
-        s = product(self.query[:, :, rows], self.key[:, :, cols].mT, step)
-        t = torch.tanh(s * (self.alpha / self.softcap))
+        s = product(self.query[:, :, rows], self.key[:, :, cols].mT, self.step)
+        t = torch.tanh(s * (self.call.scale / self.call.softcap))
         return 1 - t * t
 
     def kept(self, tile: Tensor, rows: slice, cols: slice) -> Tensor:
         """One tile `[B, H, rows, cols]` with what dropout drops at 0, not yet scaled."""
-        if self.dropout is None:
+        if self.call.dropout is None:
             return tile
-        return tile.masked_fill(~self.dropout.keep(tile, rows, cols, self.query.shape[2]), 0)
+        batch, heads, queries = self.query.shape[:3]
+        numbers = torch.arange(batch * heads, device=tile.device).view(batch, heads)
+        return tile.masked_fill(~self.call.dropout.keep(numbers, rows, cols, queries), 0)
 
-    def weights(self, scores: Tensor, shift: Tensor, step: Step) -> Tensor:
+    def undropped(self, summed: Tensor) -> Tensor:
+        """A sum over weights that dropout left, made up for those that are gone."""
+        return summed if self.call.dropout is None else summed * self.call.dropout.scale
+
+    def weights(self, scores: Tensor, shift: Tensor) -> Tensor:
         """exp(S − shift) of one tile, not yet rounded; `scores` may be overwritten."""
+        step = self.step
         if self.recipe.exponential == "split":
             # S − rint S is exact and the power of two too: the bits before the last factor do not
             # know the shift.
@@ -199,24 +138,25 @@ class Problem:
         """The exponential of the recipe's base."""
         return exponential(x, self.recipe.base == "2", out)
 
-    def rescale(self, m: Tensor, shift: Tensor, step: Step) -> Tensor:
+    def rescale(self, m: Tensor, shift: Tensor) -> Tensor:
         """exp(m − shift): what a sum shifted by m is multiplied by to be shifted by `shift`."""
+        step = self.step
         return step("rescale", self.exp(step("max_change", m - shift)))
 
     def log(self, x: Tensor) -> Tensor:
         """The logarithm of the recipe's base."""
         return logarithm(x, self.recipe.base == "2")
 
-    def row_sums(self, weights: Tensor, operand: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def row_sums(self, weights: Tensor, operand: Tensor) -> tuple[Tensor, Tensor]:
         """l of one tile as the recipe sums it, and as lse needs it."""
         rounded = self.recipe.row_sum_from == "rounded"
         l = row_sum(operand if rounded else weights)
         exact = row_sum(weights) if rounded and self.recipe.lse_from == "exact" else l
-        return step("block_sum", l).clamp_min(self.recipe.row_sum_floor), exact
+        return self.step("block_sum", l).clamp_min(self.recipe.row_sum_floor), exact
 
-    def weights_operand(self, weights: Tensor, step: Step) -> Tensor:
+    def weights_operand(self, weights: Tensor) -> Tensor:
         """The weights as they enter a product: pre-scaled, rounded, scaled back."""
-        c = self.recipe.weights_scale
+        step, c = self.step, self.recipe.weights_scale
         return (
             step("weights_operand", weights) if c == 1 else step("weights_operand", weights * c) / c
         )
@@ -235,7 +175,7 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Saved:
+class Kept:
     """What the forward pass keeps, `[B, H, N, ...]` in the compute dtype; row statistics have a
     last dimension of 1.
     """
@@ -253,11 +193,41 @@ def joined(parts: list[State]) -> State:
     return State(*(torch.cat(column, dim=2) for column in zip(*parts, strict=True)))
 
 
-def finish(problem: Problem, state: State, step: Step) -> Saved:
+def sink_state(problem: Problem, rows: slice) -> State | None:
+    """The state of a block of query rows after a sink alone: its weight counts in the row sum and
+    its value is 0; None where there are none.
+
+    The weight enters no product, so it is not rounded as the others are.
+    """
+    sinks = problem.sinks
+    if sinks is None:
+        return None
+    m = problem.step("row_max", sinks.ceil() if problem.recipe.shift.kind == "integer" else sinks)
+    return start(problem, rows, m, problem.exp(sinks - shift_of(m)), sinks)
+
+
+def start(
+    problem: Problem,
+    rows: slice,
+    m: Tensor | float = -math.inf,
+    l: Tensor | float = 0.0,
+    largest: Tensor | float = -math.inf,
+) -> State:
+    """The state of a block of query rows before any key."""
+    batch, heads = problem.query.shape[:2]
+    count = rows.stop - rows.start
+    row_max, row_sum, top = (
+        problem.query.new_zeros(batch, heads, count, 1) + x for x in (m, l, largest)
+    )
+    out = problem.query.new_zeros(batch, heads, count, problem.value.shape[3])
+    return State(out, row_max, row_sum, row_sum, top)
+
+
+def finish(problem: Problem, state: State) -> Kept:
     """Round O, keep its residual if the recipe asks, form lse = m + log l; O and l of a fully
     masked row are 0.
     """
-    recipe, exact_out = problem.recipe, state.out
+    recipe, step, exact_out = problem.recipe, problem.step, state.out
     out = step("out", exact_out)
     for_delta = out
     if recipe.delta_from == "exact_out":
@@ -266,7 +236,7 @@ def finish(problem: Problem, state: State, step: Step) -> Saved:
         for_delta = out + step("residual", _residual(exact_out, out, recipe))
     summed = state.exact_row_sum if recipe.lse_from == "exact" else state.row_sum
     lse = step("lse", state.row_max + step("log_row_sum", problem.log(summed)))
-    return Saved(out, for_delta, lse, state.row_max, state.row_sum, state.largest_score)
+    return Kept(out, for_delta, lse, state.row_max, state.row_sum, state.largest_score)
 
 
 def _residual(exact: Tensor, out: Tensor, recipe: Recipe) -> Tensor:

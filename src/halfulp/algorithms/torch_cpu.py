@@ -19,13 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from halfulp.algorithms.matmul import product
-from halfulp.algorithms.problem import Mask, Problem, Saved, read_input, shift_of
+from halfulp.algorithms.problem import Kept, Problem, read_input, shift_of
 from halfulp.algorithms.torch_cpu_math import (
     fused_multiply_add,
     lane_sum,
@@ -55,7 +55,7 @@ _FREE = {
 }
 
 
-def forward(problem: Problem, step: Step, *, exponential: Exponential = weights_exp) -> Saved:
+def forward(problem: Problem, *, exponential: Exponential = weights_exp) -> Kept:
     """Query blocks outside, key blocks inside; O(N) memory beside one tile.
 
     `exponential` is that of the weights, on float32 tiles of shifted scores.
@@ -65,6 +65,7 @@ def forward(problem: Problem, step: Step, *, exponential: Exponential = weights_
             kernel's.
     """
     _check(problem)
+    step = problem.step
     with _one_thread():
         gemm = _Gemm(step)
         parts = [_rows(problem, rows, gemm, exponential) for rows in _row_tiles(problem)]
@@ -78,15 +79,14 @@ def forward(problem: Problem, step: Step, *, exponential: Exponential = weights_
         elif problem.recipe.delta_from == "residual":
             for_delta = out + step("residual", exact - out)
         lse = step("lse", m + step("log_row_sum", scalar_log(divisor)))
-    return Saved(out, for_delta, lse, m, l, m)
+    return Kept(out, for_delta, lse, m, l, m)
 
 
 def backward(
     problem: Problem,
-    saved: Saved,
+    kept: Kept,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    step: Step,
     *,
     exponential: Exponential = vector_exp,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,13 +99,13 @@ def backward(
         ValueError: as `forward`.
     """
     _check(problem)
-    batch, heads, _, dim = problem.query.shape
+    step, (batch, heads, _, dim) = problem.step, problem.query.shape
     with _one_thread():
         gemm = _Gemm(step)
         do = read_input("grad_out", grad_out, step)
-        delta = step("delta", reduced_sum(step("delta_products", do * saved.out_for_delta)))
+        delta = step("delta", reduced_sum(step("delta_products", do * kept.out_for_delta)))
         if grad_lse is not None:
-            delta = delta - torch.where(saved.lse == -math.inf, 0.0, grad_lse.to(delta.dtype))
+            delta = delta - torch.where(kept.lse == -math.inf, 0.0, grad_lse.to(delta.dtype))
         dtype = torch.bfloat16 if gemm.bf16 else torch.float32
         dq = torch.zeros(problem.query.shape, dtype=dtype)
         dk, dv = (
@@ -114,7 +114,7 @@ def backward(
         )
         # Query heads that share a key head add to its gradient one after the other.
         for member in range(problem.groups):
-            part = _group_member(problem, saved, do, delta, member)
+            part = _group_member(problem, kept, do, delta, member)
             _head_gradients(part, (dq[:, member :: problem.groups], dk, dv), gemm, exponential)
         dq, dk, dv = dq.float(), dk.float(), dv.float()
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
@@ -127,7 +127,7 @@ def _rows(
     step = gemm.step
     state: tuple[Tensor, Tensor, Tensor] | None = None
     for cols in problem.col_tiles():
-        if problem.mask.hides(rows, cols):
+        if problem.sees.hides(rows, cols):
             continue
         scores = _forward_scores(problem, rows, cols, gemm)
         top = scores.amax(-1, keepdim=True)
@@ -163,19 +163,18 @@ def _forward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) -> 
     """Masked scores of one tile; an additive mask joins in the multiplication by α, without a
     rounding between.
     """
-    step, mask = gemm.step, problem.mask.attn_mask
+    step, mask = gemm.step, problem.sees.mask
     s = step("product", gemm(problem.query[:, :, rows], problem.key[:, :, cols].mT))
     if mask is None or mask.dtype == torch.bool:
-        return problem.mask.apply(step("scores", s * problem.alpha), rows, cols, 1.0)
-    alpha = torch.tensor(problem.alpha, dtype=torch.float32)
+        return problem.sees.apply(step("scores", s * problem.call.scale), rows, cols, 1.0)
+    alpha = torch.tensor(problem.call.scale, dtype=torch.float32)
     return step("scores", fused_multiply_add(s, alpha, _mask_tile(problem, rows, cols)))
 
 
 def _mask_tile(problem: Problem, rows: slice, cols: slice) -> Tensor:
-    mask = problem.mask.attn_mask
+    mask = problem.sees.mask
     assert mask is not None
-    full = (*problem.query.shape[:3], problem.key.shape[2])
-    return mask.expand(full)[:, :, rows, cols].float()
+    return mask.expand(problem.call.scores_shape)[:, :, rows, cols].float()
 
 
 @dataclass(frozen=True)
@@ -188,18 +187,16 @@ class _Heads:
     delta: Tensor
 
 
-def _group_member(problem: Problem, saved: Saved, do: Tensor, delta: Tensor, member: int) -> _Heads:
+def _group_member(problem: Problem, kept: Kept, do: Tensor, delta: Tensor, member: int) -> _Heads:
     """One query head of every group, with its mask."""
     if problem.groups == 1:
-        return _Heads(problem, saved.lse, do, delta)
-    mask = problem.mask
-    if mask.attn_mask is not None and mask.attn_mask.ndim > 2 and mask.attn_mask.shape[-3] > 1:
-        mask = Mask(mask.is_causal, mask.attn_mask[..., member :: problem.groups, :, :])
+        return _Heads(problem, kept.lse, do, delta)
+    heads = slice(member, None, problem.groups)
     q, k, v, lse, do, delta = (
-        x[:, member :: problem.groups]
-        for x in (problem.query, problem.key, problem.value, saved.lse, do, delta)
+        x[:, heads] for x in (problem.query, problem.key, problem.value, kept.lse, do, delta)
     )
-    return _Heads(Problem(q, k, v, mask, problem.alpha, 1, problem.recipe), lse, do, delta)
+    call = replace(problem.call, query=q, key=k, value=v, sees=problem.sees.of_heads(heads))
+    return _Heads(Problem(call, problem.step, 1), lse, do, delta)
 
 
 def _head_gradients(
@@ -216,7 +213,7 @@ def _head_gradients(
         )
         shift = shift_of(heads.lse[:, :, rows])
         for cols in problem.col_tiles():
-            if problem.mask.hides(rows, cols):
+            if problem.sees.hides(rows, cols):
                 continue
             k, v = problem.key[:, :, cols], problem.value[:, :, cols]
             scores = _backward_scores(problem, rows, cols, gemm)
@@ -227,20 +224,20 @@ def _head_gradients(
             centered = step("grad_centered", torch.sub(dp, delta, out=step.scratch(dp)))
             ds = step("grad_scores", torch.mul(p, centered, out=step.scratch(centered)))
             gemm.add(dv[:, :, cols], operand.mT, do, 1.0)
-            gemm.add(dq[:, :, rows], ds, k, problem.alpha)
-            gemm.add(dk[:, :, cols], ds.mT, q, problem.alpha)
+            gemm.add(dq[:, :, rows], ds, k, problem.call.scale)
+            gemm.add(dk[:, :, cols], ds.mT, q, problem.call.scale)
 
 
 def _backward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) -> Tensor:
     """Masked scores of one tile, α multiplied inside the gemm."""
-    step, mask = gemm.step, problem.mask.attn_mask
+    step, mask = gemm.step, problem.sees.mask
     q, k = problem.query[:, :, rows], problem.key[:, :, cols].mT
     if step.rounds("product"):
-        s = step("scores", step("product", gemm(q, k)) * problem.alpha)
+        s = step("scores", step("product", gemm(q, k)) * problem.call.scale)
     else:
-        s = step("scores", gemm(q, k, problem.alpha))
+        s = step("scores", gemm(q, k, problem.call.scale))
     if mask is None or mask.dtype == torch.bool:
-        return problem.mask.apply(s, rows, cols, 1.0)
+        return problem.sees.apply(s, rows, cols, 1.0)
     return s + _mask_tile(problem, rows, cols)
 
 
@@ -352,6 +349,11 @@ def _check(problem: Problem) -> None:
     if problem.value.shape[3] != problem.query.shape[3]:
         accepted = f"accepted is query's, {problem.query.shape[3]}"
         raise ValueError(f"value of head dimension {problem.value.shape[3]}: {accepted}")
+    call, whole = problem.call, {"window": None, "causal_offset": 0, "softcap": 0.0, "sinks": None}
+    for name, given in call.options().items():
+        if name in whole or name == "dropout_p":
+            accepted = f"accepted is {whole.get(name, 0.0)} with algorithm='torch_cpu'"
+            raise ValueError(f"{name}={given}: {accepted}, since PyTorch's kernel has none")
     for name in (
         field.name
         for field in fields(Recipe)

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from halfulp import ops
 from halfulp.attention.attend import attention
-from halfulp.attention.operands import is_causal_bias
 from halfulp.attention.varlen import attention_varlen
+from halfulp.calls import is_causal_bias
+from halfulp.recipes import kernel_recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +68,7 @@ def patch(*, recipe: str = "halfulp", backend: str | None = None) -> Iterator[No
     Raises:
         ValueError: recipe or backend does not exist.
     """
-    if recipe not in ops.KERNEL_RECIPES:
-        raise ValueError(f"recipe={recipe!r}: accepted are {', '.join(ops.KERNEL_RECIPES)}")
+    kernel_recipe(recipe)
     if backend is not None and backend not in ops.BACKENDS:
         raise ValueError(f"backend={backend!r}: accepted are None, {', '.join(ops.BACKENDS)}")
     choice = _Choice(recipe, backend)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention.attend import attention
-from halfulp.attention.operands import check_given
+from halfulp.calls import check_given
 
 
 def attention_varlen(

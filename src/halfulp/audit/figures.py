@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from halfulp.algorithms import AttentionResult, Mask
 from halfulp.audit.inputs import Inputs
 from halfulp.audit.probes import Probe
+from halfulp.calls import Result, Sees
 from halfulp.formats import BF16, FP16, FP32, Format, ulp
 
 FORMAT_OF: dict[torch.dtype, Format] = {
@@ -63,7 +63,7 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     groups = x.query.shape[1] // x.key.shape[1]
     q, do = x.query.double(), x.grad_out.double()
     k, v = (t.double().repeat_interleave(groups, dim=1) for t in (x.key, x.value))
-    mask, cols = Mask(x.is_causal, x.attn_mask), slice(0, k.shape[2])
+    sees, cols = Sees(x.is_causal, mask=x.attn_mask), slice(0, k.shape[2])
     q2, k2, v2, do2 = (t.square().sum(-1) for t in (q, k, v, do))
     e2 = (do * out).square().sum(-1)
     total: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     for start in range(0, q.shape[2], step):
         rows = slice(start, min(start + step, q.shape[2]))
         p = torch.softmax(
-            mask.apply(q[:, :, rows] @ k.mT * x.scale, rows, cols, 1.0), -1
+            sees.apply(q[:, :, rows] @ k.mT * x.scale, rows, cols, 1.0), -1
         ).nan_to_num_(0.0)
         dp = do[:, :, rows] @ v.mT
         w2 = (p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())).square_()
@@ -154,7 +154,7 @@ class Measured:
 
 
 def measure(
-    result: AttentionResult, truth: AttentionResult, noise: Noise, x: Inputs, probe: Probe | None
+    result: Result, truth: Result, noise: Noise, x: Inputs, probe: Probe | None
 ) -> Measured:
     """Measure one result `[B, H, N, D]` against golden. Tensors that hold NaN or Inf where golden
     is finite are counted, not measured.
@@ -287,8 +287,8 @@ def _in_ulps(difference: Tensor, exact: Tensor, fmt: Format) -> tuple[float, flo
 
 
 def _sums(
-    result: AttentionResult,
-    truth: AttentionResult,
+    result: Result,
+    truth: Result,
     noise: Noise,
     x: Inputs,
     fmt: Format,

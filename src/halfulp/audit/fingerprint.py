@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from halfulp import formats, recipes
-from halfulp.algorithms import AttentionResult
 from halfulp.attention import emulate
 from halfulp.audit.figures import GRADIENTS, SHORT
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import STOCK, emulated
+from halfulp.calls import Result
 from halfulp.recipes import Recipe, Shift
 
 FORWARD_CASE = ("gaussian", Shape(1, 4, 640, 640, 64))
@@ -153,7 +153,7 @@ def _rounding(
     return Choice(step, tuple(options))
 
 
-def fingerprint(run: Callable[[Inputs], AttentionResult | None], dtype: str) -> Fingerprint | None:
+def fingerprint(run: Callable[[Inputs], Result | None], dtype: str) -> Fingerprint | None:
     """Find the recipe for a kernel that `run` calls; None where the kernel fails on the two small
     inputs used.
     """
@@ -249,13 +249,11 @@ def _tried(recipe: Recipe, fields: dict[str, Any]) -> Recipe | None:
 
 
 def _identical(
-    x: Inputs, bits: AttentionResult, recipe: Recipe, tensors: tuple[str, ...]
+    x: Inputs, bits: Result, recipe: Recipe, tensors: tuple[str, ...]
 ) -> dict[str, float]:
     if tensors == ("out",):
         with torch.no_grad():
-            emulation = AttentionResult(
-                emulate(x.query, x.key, x.value, recipe=recipe, **x.options())
-            )
+            emulation = Result(emulate(x.query, x.key, x.value, recipe=recipe, **x.options()))
     else:
         emulation = emulated(x, recipe)
     pairs = {name: (getattr(bits, name), getattr(emulation, name)) for name in tensors}
@@ -264,6 +262,6 @@ def _identical(
     }
 
 
-def _score(x: Inputs, bits: AttentionResult, recipe: Recipe, tensors: tuple[str, ...]) -> float:
+def _score(x: Inputs, bits: Result, recipe: Recipe, tensors: tuple[str, ...]) -> float:
     shares = _identical(x, bits, recipe, tensors)
     return sum(shares.values()) / max(1, len(shares))

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfulp.algorithms import AttentionResult
 from halfulp.audit.figures import GRADIENTS
 from halfulp.audit.inputs import Inputs
+from halfulp.calls import Result
 
-Run = Callable[[Inputs], AttentionResult | None]
+Run = Callable[[Inputs], Result | None]
 TENSORS = ("out", *GRADIENTS)
 
 
@@ -33,9 +33,7 @@ class Relation:
     confined: bool = True  # for NaN confinement: nothing outside the poisoned part changed
 
 
-def _relation(
-    invariant: str, first: AttentionResult, second: dict[str, Tensor | None]
-) -> list[Relation]:
+def _relation(invariant: str, first: Result, second: dict[str, Tensor | None]) -> list[Relation]:
     found = []
     for name, b in second.items():
         a = getattr(first, name)
@@ -48,7 +46,7 @@ def _relation(
     return found
 
 
-def repeated_call(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
+def repeated_call(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """The same call twice: run-to-run determinism."""
     again = run(x)
     return (
@@ -58,7 +56,7 @@ def repeated_call(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     )
 
 
-def powers_of_two(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
+def powers_of_two(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """V scaled by 4 and dO by 1/8 scale every result exactly."""
     other = run(replace(x, value=x.value * 4, grad_out=x.grad_out / 8))
     if other is None:
@@ -69,7 +67,7 @@ def powers_of_two(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     )
 
 
-def batch_position(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
+def batch_position(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Batches in reverse order, called with one batch fewer: a sequence's result does not depend on
     its neighbors.
     """
@@ -89,7 +87,7 @@ def batch_position(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]
     )
     if other is None:
         return []
-    first = AttentionResult(
+    first = Result(
         base.out[:keep],
         None,
         *(
@@ -104,7 +102,7 @@ def batch_position(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]
     )
 
 
-def permuted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
+def permuted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Keys and values in another order (not causal)."""
     n = x.key.shape[2]
     order = torch.randperm(n, generator=torch.Generator().manual_seed(7)).to(x.key.device)
@@ -121,7 +119,7 @@ def permuted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     )
 
 
-def duplicated_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
+def duplicated_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Every key and value twice (not causal): out and dQ as before, the two gradients of a key add
     up to the one before.
     """
@@ -144,7 +142,7 @@ def duplicated_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation
     )
 
 
-def shifted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
+def shifted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Keys plus a constant vector (along feature 0, which must be 0 before): out, dK and dV as
     before.
     """
@@ -160,7 +158,7 @@ def shifted_keys(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
     )
 
 
-def causal_prefix(run: Run, x: Inputs, _: AttentionResult) -> list[Relation]:
+def causal_prefix(run: Run, x: Inputs, _: Result) -> list[Relation]:
     """The first two thirds of a causal sequence alone, and the whole with no gradient from the
     tail, agree (also: padding at the end).
     """
@@ -180,7 +178,7 @@ def causal_prefix(run: Run, x: Inputs, _: AttentionResult) -> list[Relation]:
     )
 
 
-def poison(run: Run, x: Inputs, base: AttentionResult) -> list[Relation]:
+def poison(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """NaN in one query row, and in one head's key and value: every other row and head is as
     before.
     """

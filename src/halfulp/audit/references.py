@@ -10,11 +10,11 @@ from functools import lru_cache
 import torch
 
 from halfulp import recipes
-from halfulp.algorithms import AttentionResult
 from halfulp.attention import emulate, golden
 from halfulp.audit.figures import Measured, Noise, measure, natural_noise
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import Probe, probe_named
+from halfulp.calls import Result
 from halfulp.recipes import Recipe
 
 STOCK: dict[str, Recipe] = {
@@ -35,18 +35,18 @@ class References:
 
     inputs: Inputs
     probe: Probe | None
-    truth: AttentionResult
+    truth: Result
     noise: Noise
     stock: Measured
     floor: Measured
 
 
-def emulated(x: Inputs, recipe: Recipe) -> AttentionResult:
+def emulated(x: Inputs, recipe: Recipe) -> Result:
     """The recipe's out, lse and gradients on given inputs, emulated."""
     q, k, v = (t.detach().requires_grad_() for t in (x.query, x.key, x.value))
     out, lse = emulate(q, k, v, recipe=recipe, return_lse=True, **x.options())
     grads = torch.autograd.grad(out, (q, k, v), x.grad_out)
-    return AttentionResult(out.detach(), lse.detach(), *grads)
+    return Result(out.detach(), lse.detach(), *grads)
 
 
 @lru_cache(maxsize=128)

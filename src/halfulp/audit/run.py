@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from halfulp.algorithms import AttentionResult
 from halfulp.audit import invariants
 from halfulp.audit.coverage import Coverage, coverage
 from halfulp.audit.diagnosis import Cause, diagnose
@@ -33,6 +32,7 @@ from halfulp.audit.verdict import (
     tests_in,
     verdict_of,
 )
+from halfulp.calls import Result
 from halfulp.targets import Outcome, Target, check_device, resolve, run_target
 
 Depth = Literal["quick", "full"]
@@ -102,7 +102,7 @@ def plan(
 
 def runner(
     target: Target, device: str = "cpu", forward: bool = False
-) -> Callable[[Inputs], AttentionResult | None]:
+) -> Callable[[Inputs], Result | None]:
     """A function that calls the target on given inputs; None where it refuses or fails."""
     return lambda x: _call(target, x, device, forward).result
 
@@ -313,12 +313,10 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
     return gathered
 
 
-def _related(
-    asked: _Asked, gathered: _Gathered, name: str
-) -> Callable[[Inputs], AttentionResult | None]:
+def _related(asked: _Asked, gathered: _Gathered, name: str) -> Callable[[Inputs], Result | None]:
     """Calls the target for a relation, and keeps what became of it."""
 
-    def run(x: Inputs) -> AttentionResult | None:
+    def run(x: Inputs) -> Result | None:
         outcome = _call(asked.target, x, asked.device, asked.forward)
         gathered.related.append((f"relation {name.replace('_', ' ')}", outcome))
         return outcome.result
@@ -371,7 +369,7 @@ def _growth(todo: Plan, gathered: _Gathered) -> dict[str, float]:
 
 
 def _shrink(
-    run: Callable[[Inputs], AttentionResult | None],
+    run: Callable[[Inputs], Result | None],
     findings: list[Finding],
     wanted: bool,
     tell: Progress,

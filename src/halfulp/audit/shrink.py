@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from halfulp.algorithms import AttentionResult
 from halfulp.audit.figures import Measured, measure
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
 from halfulp.audit.verdict import LIMITS, Finding, Limits
+from halfulp.calls import Result
 
-Run = Callable[[Inputs], AttentionResult | None]
+Run = Callable[[Inputs], Result | None]
 MOST_CALLS = 40
 
 

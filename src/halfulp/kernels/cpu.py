@@ -12,24 +12,24 @@ import math
 import torch
 from torch import Tensor
 
-from halfulp.kernels.options import Gradients, Options, Saved
+from halfulp.calls import Call, Gradients, Saved
 from halfulp.native import CCall, CTensor, Isa, function, isa_number, missing
+from halfulp.recipes import KERNEL_RECIPES
 
 MAX_HEAD_DIM = 256
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_RECIPES = {"halfulp": 0, "stock": 1, "exact_delta": 2, "published": 3}
 _LOG2_E = math.log2(math.e)
 _LARGEST = 2e38  # its product with log₂e is a float32
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
+def supports(call: Call, recipe: str) -> str | None:
     """None if the library computes this call; else the reason in words."""
     return (
         missing()
-        or _operand_refused(query, key, value)
-        or _shape_refused(query, key, value)
-        or _mask_refused(options, (*query.shape[:3], key.shape[2]))
-        or _option_refused(options, query.shape[1])
+        or _operand_refused(call.query, call.key, call.value)
+        or _shape_refused(call.query, call.key, call.value)
+        or _mask_refused(call)
+        or _option_refused(call, recipe)
     )
 
 
@@ -61,8 +61,8 @@ def _shape_refused(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def _mask_refused(options: Options, shape: tuple[int, ...]) -> str | None:
-    mask = options.attn_mask
+def _mask_refused(call: Call) -> str | None:
+    mask, shape = call.sees.mask, call.scores_shape
     if mask is None:
         return None
     if mask.device.type != "cpu" or mask.layout != torch.strided:
@@ -75,22 +75,20 @@ def _mask_refused(options: Options, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _option_refused(options: Options, heads: int) -> str | None:
-    if options.recipe not in _RECIPES:
-        return f"recipe {options.recipe!r}"
-    if not (math.isfinite(options.scale) and abs(options.scale) <= _LARGEST):
+def _option_refused(call: Call, recipe: str) -> str | None:
+    heads, sinks = call.query.shape[1], call.sinks
+    if recipe not in KERNEL_RECIPES:
+        return f"recipe {recipe!r}"
+    if not (math.isfinite(call.scale) and abs(call.scale) <= _LARGEST):
         return "a scale that is not a finite float32"
-    if options.softcap != 0 and not 1 / _LARGEST < options.softcap < _LARGEST:
-        return (
-            f"a softcap of {options.softcap}: accepted are 0 and {1 / _LARGEST:g} to {_LARGEST:g}"
-        )
-    if options.softcap and options.scale:
-        ratio = abs(options.scale) / options.softcap  # what tanh takes is this times q·k
+    if call.softcap != 0 and not 1 / _LARGEST < call.softcap < _LARGEST:
+        return f"a softcap of {call.softcap}: accepted are 0 and {1 / _LARGEST:g} to {_LARGEST:g}"
+    if call.softcap and call.scale:
+        ratio = abs(call.scale) / call.softcap  # what tanh takes is this times q·k
         if not 1 / _LARGEST < ratio < _LARGEST:
             return f"scale / softcap of {ratio:g}: accepted are {1 / _LARGEST:g} to {_LARGEST:g}"
-    if not 0 <= options.dropout_p <= 1:
-        return f"a dropout_p of {options.dropout_p}: accepted are 0 to 1"
-    sinks = options.sinks
+    if not 0 <= call.dropout_p <= 1:
+        return f"a dropout_p of {call.dropout_p}: accepted are 0 to 1"
     if sinks is not None and not (
         tuple(sinks.shape) == (heads,) and sinks.is_floating_point() and sinks.is_cpu
     ):
@@ -99,9 +97,7 @@ def _option_refused(options: Options, heads: int) -> str | None:
     return None
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, *, isa: Isa | None = None
-) -> Saved:
+def forward(call: Call, recipe: str, *, isa: Isa | None = None) -> Saved:
     """Attention of bf16, fp16 or fp32 tensors; float32 statistics in base 2, a residual for
     "halfulp" in 16 bits.
 
@@ -109,29 +105,27 @@ def forward(
     instruction set. Raises ValueError for what `supports` refuses, and for an `isa` that this
     machine lacks.
     """
-    call, operands = _call(query, key, value, options, isa)
-    b, h, n, dv = *query.shape[:3], value.shape[3]
-    out = torch.empty(b, h, n, dv, dtype=query.dtype)
-    keeps_residual = options.recipe == "halfulp" and query.dtype != torch.float32
+    c, operands = _call(call, recipe, isa)
+    b, h, n, dv = *call.query.shape[:3], call.value.shape[3]
+    out = torch.empty(b, h, n, dv, dtype=call.query.dtype)
+    keeps_residual = recipe == "halfulp" and call.query.dtype != torch.float32
     residual = torch.empty(b, h, n, dv, dtype=torch.int8) if keeps_residual else None
     lse, row_max, row_sum, own_lse = (torch.empty(b, h, n, dtype=torch.float32) for _ in range(4))
-    call.out = _pointer(out)
-    call.residual = None if residual is None else residual.data_ptr()
-    call.lse, call.row_max = lse.data_ptr(), row_max.data_ptr()
-    call.row_sum, call.own_lse = row_sum.data_ptr(), own_lse.data_ptr()
-    _run("halfulp_forward", call)
+    c.out = _pointer(out)
+    c.residual = None if residual is None else residual.data_ptr()
+    c.lse, c.row_max = lse.data_ptr(), row_max.data_ptr()
+    c.row_sum, c.own_lse = row_sum.data_ptr(), own_lse.data_ptr()
+    _run("halfulp_forward", c)
     del operands  # kept until the library is done with them
     return Saved(out, residual, lse, row_max, row_sum, own_lse)
 
 
 def backward(
+    call: Call,
+    recipe: str,
+    saved: Saved,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    saved: Saved,
-    options: Options,
     *,
     isa: Isa | None = None,
 ) -> Gradients:
@@ -140,7 +134,8 @@ def backward(
 
     `saved` must be this module's own: its row statistics are in base 2. Errors as `forward`.
     """
-    call, operands = _call(query, key, value, options, isa)
+    c, operands = _call(call, recipe, isa)
+    query, key, value, sinks = call.query, call.key, call.value, call.sinks
     b, h, n, dv = *query.shape[:3], value.shape[3]
     if grad_out.shape != (b, h, n, dv):
         raise ValueError(
@@ -149,32 +144,26 @@ def backward(
     if grad_out.device.type != "cpu":
         raise ValueError(f"grad_out on {grad_out.device}: accepted is the CPU")
     grad_out = _rows(grad_out.to(query.dtype))
-    call.grad_out = _pointer(grad_out)
+    c.grad_out = _pointer(grad_out)
     own_lse = saved.lse * _LOG2_E if saved.own_lse is None else saved.own_lse
     out = _checked("saved.out", saved.out, (b, h, n, dv), query.dtype)
     rows = {"row_max": saved.row_max, "row_sum": saved.row_sum, "own_lse": own_lse}
     held = [_checked(f"saved.{name}", x, (b, h, n), torch.float32) for name, x in rows.items()]
-    call.out, (call.row_max, call.row_sum, call.own_lse) = (
-        _pointer(out),
-        (x.data_ptr() for x in held),
-    )
+    c.out, (c.row_max, c.row_sum, c.own_lse) = _pointer(out), (x.data_ptr() for x in held)
     if saved.residual is not None:
         held.append(_checked("saved.residual", saved.residual, (b, h, n, dv), torch.int8))
-        call.residual = held[-1].data_ptr()
+        c.residual = held[-1].data_ptr()
     if grad_lse is not None:
         held.append(_checked("grad_lse", grad_lse.to(torch.float32), (b, h, n), torch.float32))
-        call.grad_lse = held[-1].data_ptr()
-    gradients = Gradients(*(torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)))
-    call.grad_query, call.grad_key, call.grad_value = map(_pointer, gradients[:3])
-    if options.sinks is not None:
-        of_sinks = torch.empty(h, dtype=torch.float32)
-        call.grad_sinks = of_sinks.data_ptr()
-    _run("halfulp_backward", call)
+        c.grad_lse = held[-1].data_ptr()
+    dq, dk, dv_ = (torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value))
+    c.grad_query, c.grad_key, c.grad_value = map(_pointer, (dq, dk, dv_))
+    of_sinks = None if sinks is None else torch.empty(h, dtype=torch.float32)
+    c.grad_sinks = None if of_sinks is None else of_sinks.data_ptr()
+    _run("halfulp_backward", c)
     del operands, held
-    return (
-        gradients
-        if options.sinks is None
-        else gradients._replace(sinks=of_sinks.to(options.sinks.dtype))
+    return Gradients(
+        dq, dk, dv_, None if sinks is None or of_sinks is None else of_sinks.to(sinks.dtype)
     )
 
 
@@ -206,11 +195,11 @@ def _pointer(x: Tensor) -> CTensor:
     return CTensor(x.data_ptr(), *x.stride()[:3])
 
 
-def _mask(options: Options, shape: tuple[int, ...]) -> tuple[int, Tensor]:
+def _mask(call: Call) -> tuple[int, Tensor]:
     """What kind of mask there is, and the mask as bool or float32 whose rows are neighboring
     elements.
     """
-    mask = options.attn_mask
+    mask, shape = call.sees.mask, call.scores_shape
     if mask is None:
         return 0, torch.empty(0)
     mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
@@ -227,40 +216,44 @@ def _checked(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
     return x.contiguous()
 
 
-def _call(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, isa: Isa | None
-) -> tuple[CCall, tuple[Tensor, ...]]:
+def _call(call: Call, recipe: str, isa: Isa | None) -> tuple[CCall, tuple[Tensor, ...]]:
     """The call, but for its results, and the tensors that it points into."""
-    refused = supports(query, key, value, options)
+    refused = supports(call, recipe)
     if refused is not None:
         raise ValueError(f"the native library does not take {refused}")
-    operands = tuple(_rows(x) for x in (query, key, value))
-    left, right = (-1, -1) if options.window is None else options.window
-    if options.is_causal:
-        right = 0 if right < 0 else min(right, 0)
-    (b, h, n, d), (hk, nk, dv) = query.shape, value.shape[1:]
-    kind, held = _mask(options, (b, h, n, nk))
-    sinks = None if options.sinks is None else options.sinks.detach().to(torch.float32).contiguous()
-    call = CCall(
+    query, dropout = call.query, call.dropout
+    operands = tuple(_rows(x) for x in (query, call.key, call.value))
+    (b, h, n, d), (hk, nk, dv) = query.shape, call.value.shape[1:]
+    kind, held = _mask(call)
+    sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32).contiguous()
+    c = CCall(
         isa_number(isa),
         _DTYPES[query.dtype],
-        _RECIPES[options.recipe],
+        KERNEL_RECIPES[recipe].number,
         torch.get_num_threads(),
-        *(b, h, hk, n, nk, d, dv, left, right, options.causal_offset, options.scale),
+        *(b, h, hk, n, nk, d, dv, *_window(call), call.scale),
         mask_kind=kind,
-        softcap=options.softcap,
+        softcap=call.softcap,
         # of p = 1 one weight in 2³² is left, times 0
-        drop_below=min(int(options.dropout_p * 2**32), 2**32 - 1),
-        kept_scale=0.0 if options.dropout_p == 1 else 1 / (1 - options.dropout_p),
-        seed=options.seed % 2**64,
+        drop_below=min(int(call.dropout_p * 2**32), 2**32 - 1),
+        kept_scale=1.0 if dropout is None else dropout.scale,
+        seed=0 if dropout is None else dropout.number % 2**64,
         stat_batch=h * n,
         stat_head=n,
         sinks=None if sinks is None else sinks.data_ptr(),
     )
-    call.query, call.key, call.value = map(_pointer, operands)
+    c.query, c.key, c.value = map(_pointer, operands)
     if kind:
-        call.mask = _pointer(held)
-    return call, (*operands, held) if sinks is None else (*operands, held, sinks)
+        c.mask = _pointer(held)
+    return c, (*operands, held) if sinks is None else (*operands, held, sinks)
+
+
+def _window(call: Call) -> tuple[int, int, int]:
+    """left, right and offset of native/halfulp.h: a negative side is no bound."""
+    least, greatest = call.bounds
+    if least is None:
+        return (-1, -1, 0) if greatest is None else (-1, 0, greatest)
+    return 0, -1 if greatest is None else greatest - least, least
 
 
 def _run(name: str, call: CCall) -> None:

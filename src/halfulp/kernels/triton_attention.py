@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfulp.kernels.options import KERNEL_RECIPES, Gradients, Options, Saved
+from halfulp.calls import Call, Gradients, Saved
+from halfulp.recipes import KERNEL_RECIPES
 
 if TYPE_CHECKING:
     from halfulp.kernels.triton_configs import Config
@@ -20,12 +21,13 @@ MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str | None:
+def supports(call: Call, recipe: str) -> str | None:
     """None if the kernels run this call, else why not, in words. Triton is imported only for
     tensors on a GPU.
     """
-    if options.recipe not in KERNEL_RECIPES:
-        return f"the recipe {options.recipe!r} is none of {', '.join(KERNEL_RECIPES)}"
+    query, key, value = call.query, call.key, call.value
+    if recipe not in KERNEL_RECIPES:
+        return f"the recipe {recipe!r} is none of {', '.join(KERNEL_RECIPES)}"
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the dtype {query.dtype} is none of bfloat16, float16 and float32"
     if key.dtype != query.dtype or value.dtype != query.dtype:
@@ -40,23 +42,19 @@ def supports(query: Tensor, key: Tensor, value: Tensor, options: Options) -> str
         return "there is no key, or a head dimension is 0"
     if query.shape[1] % key.shape[1]:
         return f"{key.shape[1]} key heads do not divide {query.shape[1]} query heads"
-    if not 0 < options.scale < float("inf"):
+    if not 0 < call.scale < float("inf"):
         return (
-            f"the scale {options.scale} is not positive and finite: the row maximum is taken"
-            " before it"
+            f"the scale {call.scale} is not positive and finite: the row maximum is taken before it"
         )
-    shape = (*query.shape[:3], key.shape[2])
-    return _unsupported_option(options, shape, query.device) or _unsupported_device(query)
+    return _unsupported_option(call) or _unsupported_device(query)
 
 
-def _unsupported_option(
-    options: Options, shape: tuple[int, ...], device: torch.device
-) -> str | None:
-    mask, sinks = options.attn_mask, options.sinks
-    if not 0 <= options.softcap < float("inf"):
-        return f"the softcap {options.softcap} is not 0 or positive and finite"
-    if not 0 <= options.dropout_p <= 1:
-        return f"the dropout probability {options.dropout_p} is not between 0 and 1"
+def _unsupported_option(call: Call) -> str | None:
+    mask, sinks, shape, device = call.sees.mask, call.sinks, call.scores_shape, call.query.device
+    if not 0 <= call.softcap < float("inf"):
+        return f"the softcap {call.softcap} is not 0 or positive and finite"
+    if not 0 <= call.dropout_p <= 1:
+        return f"the dropout probability {call.dropout_p} is not between 0 and 1"
     for name, x in (("attn_mask", mask), ("sinks", sinks)):
         if x is not None and (x.device != device or x.layout != torch.strided):
             return f"{name} on {x.device} ({x.layout}) where query is on {device}"
@@ -96,47 +94,43 @@ def interpreting() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, *, config: Config | None = None
-) -> Saved:
-    """O, its residual, lse, m and l; see `options.Saved`. m is in base 2; −inf and l = 0 in a fully
+def forward(call: Call, recipe: str, *, config: Config | None = None) -> Saved:
+    """O, its residual, lse, m and l; see `calls.Saved`. m is in base 2; −inf and l = 0 in a fully
     masked row.
 
     `config` overrides the tile sizes of the table. Raises ValueError where `supports` gives a
     reason.
     """
-    _check(query, key, value, options)
+    _check(call, recipe)
     from halfulp.kernels.triton_launch import forward_launch
 
-    launch, saved = forward_launch(query, key, value, options, target_of(query), config)
-    run([launch], query)
+    launch, saved = forward_launch(call, recipe, target_of(call.query), config)
+    run([launch], call.query)
     return saved
 
 
 def backward(
+    call: Call,
+    recipe: str,
+    saved: Saved,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    saved: Saved,
-    options: Options,
     *,
     configs: dict[str, Config] | None = None,
 ) -> Gradients:
     """dQ, dK, dV and the sinks' gradient, without atomics: the same bits on every run.
 
-    `saved` is what `forward` gave with these options; `grad_lse [B, H, N]` is the gradient of the
+    `saved` is what `forward` gave for this call; `grad_lse [B, H, N]` is the gradient of the
     natural lse. `configs` overrides tile sizes ("query", "key"). Raises ValueError where `supports`
     gives a reason.
     """
-    _check(query, key, value, options)
+    _check(call, recipe)
     from halfulp.kernels.triton_launch import backward_launches, grad_sinks
 
+    query, sinks = call.query, call.sinks
     launches, gradients = backward_launches(
-        grad_out, grad_lse, query, key, value, saved, options, target_of(query), configs
+        call, recipe, saved, grad_out, grad_lse, target_of(query), configs
     )
-    sinks = options.sinks
     if query.numel() == 0:  # nothing is launched, and keys that nobody saw have a gradient of 0
         nothing = Gradients(*(x.zero_() for x in gradients[:3]))
         return nothing if sinks is None else nothing._replace(sinks=torch.zeros_like(sinks))
@@ -144,11 +138,11 @@ def backward(
     return gradients if sinks is None else gradients._replace(sinks=grad_sinks(launches, sinks))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
-    reason = supports(query, key, value, options)
+def _check(call: Call, recipe: str) -> None:
+    reason = supports(call, recipe)
     if reason is not None:
         raise ValueError(
-            f"options={options.recipe!r} on {query.device}: not for the Triton kernels: {reason}"
+            f"recipe={recipe!r} on {call.query.device}: not for the Triton kernels: {reason}"
         )
 
 

@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from halfulp.kernels.options import Options, Saved
+from halfulp.calls import Call, Dropout, Saved, Sees
 from halfulp.kernels.triton_backward import rows_kernel
 from halfulp.kernels.triton_configs import Config
 from halfulp.kernels.triton_launch import Launch, Target, backward_launches, forward_launch
@@ -78,35 +78,38 @@ def launches(
     They are planned on tensors without memory; `shape` is B, H, N.
     """
     q, k, v, do = (torch.empty(*shape, dim, dtype=dtype, device="meta") for _ in range(4))
-    options = Options(
-        **{"recipe": recipe, "is_causal": causal, "scale": dim**-0.5}
-        | _variant(variant, shape, dtype)
+    call = replace(
+        Call(q, k, v, Sees(causal), dim**-0.5), **_variant(variant, shape, dtype, causal)
     )
     chip = TARGETS[target]
     capability = Target(chip.arch, packs=True) if chip.backend == "cuda" else Target(0)
-    forward, saved = forward_launch(q, k, v, options, capability, config)
+    forward, saved = forward_launch(call, recipe, capability, config)
     configs = None if config is None else {"query": config, "key": config}
-    backward, _ = backward_launches(do, None, q, k, v, Saved(*saved), options, capability, configs)
+    backward, _ = backward_launches(call, recipe, Saved(*saved), do, None, capability, configs)
     kinds = {"forward": forward, "rows": backward[0], "query": backward[-1], "key": backward[-2]}
     return kinds | ({"delta": backward[1]} if recipe == "exact_delta" else {})
 
 
-def _variant(variant: str, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """The options that a variant stands for; its mask is one for all batches and heads."""
+def _variant(
+    variant: str, shape: tuple[int, int, int], dtype: torch.dtype, causal: bool
+) -> dict[str, Any]:
+    """The fields of a call that a variant stands for; its mask is one for all batches and heads."""
     _, heads, length = shape
     boolean, additive = (
         torch.empty(length, length, dtype=kind, device="meta") for kind in (torch.bool, dtype)
     )
     each: dict[str, dict[str, Any]] = {
-        "boolean": {"attn_mask": boolean},
-        "additive": {"attn_mask": additive},
+        "boolean": {"sees": Sees(causal, mask=boolean)},
+        "additive": {"sees": Sees(causal, mask=additive)},
         "softcap": {"softcap": 50.0},
         "sinks": {"sinks": torch.empty(heads, device="meta")},
-        "dropout": {"dropout_p": 0.1},
+        "dropout": {"dropout": Dropout(0.1, 0)},
         "": {},
     }
     every = {name: value for one in each.values() for name, value in one.items()}
-    return every | {"is_causal": True, "window": (1000, -1)} if variant == "all" else each[variant]
+    return (
+        every | {"sees": Sees(True, (1000, -1), 0, additive)} if variant == "all" else each[variant]
+    )
 
 
 def compile_launch(launch: Launch, target: str) -> Any:

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfulp.calls import Call, Gradients, Saved
 from halfulp.formats.counter import least_kept, seed_word
-from halfulp.kernels.options import Gradients, Options, Saved
 from halfulp.kernels.triton_backward import key_kernel, query_kernel, rows_kernel
 from halfulp.kernels.triton_configs import Config, config_for
 from halfulp.kernels.triton_forward import INTEGER, MAXIMUM, STABILIZED, forward_kernel
 from halfulp.kernels.triton_scores import ADDITIVE, BOOLEAN, NO_MASK
+from halfulp.recipes import KERNEL_RECIPES
 
 LOG2_E = math.log2(math.e)
+_SHIFTS = {"maximum": MAXIMUM, "integer": INTEGER, "stabilized": STABILIZED}
 
 
 class Launch(NamedTuple):
@@ -53,15 +55,10 @@ class _Call(NamedTuple):
 
 
 def forward_launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    target: Target,
-    config: Config | None = None,
+    asked: Call, recipe: str, target: Target, config: Config | None = None
 ) -> tuple[Launch, Saved]:
     """The forward kernel and the tensors that it will fill; `config` overrides the table."""
-    call = _call(query, key, value, options)
+    call, query, value, sinks = _call(asked, recipe), asked.query, asked.value, asked.sinks
     batch, heads, length, _ = query.shape
     saved = Saved(
         torch.empty(batch, heads, length, value.shape[3], dtype=query.dtype, device=query.device),
@@ -76,12 +73,12 @@ def forward_launch(
         ),
     )
     config = config or _config("forward", call, target)
-    shift = {"halfulp": INTEGER, "published": STABILIZED}.get(options.recipe, MAXIMUM)
+    shift = _SHIFTS[KERNEL_RECIPES[recipe].shift]
     arguments = {
         "Q": call.q, "K": call.k, "V": call.v, "Out": saved.out,
         "Residual": saved.out if saved.residual is None else saved.residual,
         "Lse": saved.lse, "Row_max": saved.row_max, "Row_sum": saved.row_sum, **call.shared,
-        "Sinks": saved.lse if options.sinks is None else _base_2(options.sinks), "SINKS": options.sinks is not None,
+        "Sinks": saved.lse if sinks is None else _base_2(sinks), "SINKS": sinks is not None,
         "SHIFT": shift.value, "ROUNDED": call.residual, "RESIDUAL": call.residual, **_tiles(config, call, target),
     }  # fmt: skip
     grid = (-(-length // config.block_m) * batch * heads,)
@@ -89,20 +86,19 @@ def forward_launch(
 
 
 def backward_launches(
+    asked: Call,
+    recipe: str,
+    saved: Saved,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    saved: Saved,
-    options: Options,
     target: Target,
     configs: dict[str, Config] | None = None,
 ) -> tuple[list[Launch], Gradients]:
     """The backward kernels in order and the gradients that they will fill; `configs` overrides the
     table by kind.
     """
-    call, configs = _call(query, key, value, options), configs or {}
+    query, key, value = asked.query, asked.key, asked.value
+    call, configs = _call(asked, recipe), configs or {}
     query_config = configs.get("query") or _config("query", call, target)
     key_config = configs.get("key") or _config("key", call, target)
     do = _dense(grad_out.to(query.dtype))
@@ -121,7 +117,7 @@ def backward_launches(
         "Inverse": inverse,
     }
     shared = call.shared | do_strides | {
-        "alpha": float(options.scale), "ROUNDED": call.rounded, "PACKED": call.residual and target.packs
+        "alpha": float(asked.scale), "ROUNDED": call.rounded, "PACKED": call.residual and target.packs
     }  # fmt: skip
     query_grid = (-(-length // query_config.block_m) * batch * heads,)
 
@@ -134,7 +130,7 @@ def backward_launches(
             query_kernel, query_grid, named | _tiles(query_config, call, target), query_config
         )
 
-    exact = options.recipe == "exact_delta"
+    exact = KERNEL_RECIPES[recipe].in_bf16.delta_from == "probabilities"
     rows_config = Config(16 if call.dim > 128 else 32, 1, 4, 1)
     rows = {
         "Out": saved.out, "Residual": saved.out if saved.residual is None else saved.residual, "Grad_out": do,
@@ -165,55 +161,53 @@ def backward_launches(
     return launches, gradients
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> _Call:
+def _call(asked: Call, recipe: str) -> _Call:
+    query, key, value = asked.query, asked.key, asked.value
     q, k, v = (_dense(x) for x in (query, key, value))
-    left, right = options.window or (-1, -1)
-    if options.is_causal:
-        right = 0 if right < 0 else min(right, 0)
+    least, greatest = asked.bounds
     strides = {f"{name}_{axis}": x.stride(i) for name, x in zip("qkv", (q, k, v), strict=True)
                for i, axis in enumerate("bhn")}  # fmt: skip
     dim, value_dim = (max(16, 1 << (x.shape[3] - 1).bit_length()) for x in (query, value))
-    shared = strides | _optional(options, (*query.shape[:3], key.shape[2]), q) | {
+    shared = strides | _optional(asked, q) | {
         "heads": query.shape[1], "groups": query.shape[1] // key.shape[1],
         "N_q": query.shape[2], "N_k": key.shape[2],
-        "left": left - options.causal_offset if left >= 0 else 0,
-        "right": right + options.causal_offset if right >= 0 else 0,
-        "scale": (options.softcap or options.scale) * LOG2_E, "D": query.shape[3], "D_v": value.shape[3],
-        "HEAD_DIM": dim, "VALUE_DIM": value_dim, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
+        "left": -(least or 0), "right": greatest or 0,
+        "scale": (asked.softcap or asked.scale) * LOG2_E, "D": query.shape[3], "D_v": value.shape[3],
+        "HEAD_DIM": dim, "VALUE_DIM": value_dim, "HAS_LEFT": least is not None, "HAS_RIGHT": greatest is not None,
     }  # fmt: skip
-    rounded = options.recipe == "halfulp"
+    rounded = KERNEL_RECIPES[recipe].in_bf16.backward_weights == "rounded"
     return _Call(
         shared,
         q,
         k,
         v,
-        right >= 0,
+        greatest is not None,
         rounded,
         rounded and query.dtype != torch.float32,
         max(dim, value_dim),
     )
 
 
-def _optional(options: Options, shape: tuple[int, ...], unused: Tensor) -> dict[str, Any]:
+def _optional(asked: Call, unused: Tensor) -> dict[str, Any]:
     """The arguments of masks, softcap and dropout; what a call does not use is a number and a
     pointer never read.
     """
-    mask, kind = options.attn_mask, NO_MASK
+    mask, kind, dropout = asked.sees.mask, NO_MASK, asked.dropout
     if mask is None:
         strides: tuple[int, ...] = (0,) * 4
     else:
         kind = BOOLEAN if mask.dtype == torch.bool else ADDITIVE
         mask = mask.detach().to(torch.float32) if mask.dtype == torch.float64 else mask.detach()
-        mask = (mask.view(torch.int8) if kind is BOOLEAN else mask).expand(shape)
+        mask = (mask.view(torch.int8) if kind is BOOLEAN else mask).expand(asked.scores_shape)
         strides = mask.stride()
-    least = least_kept(options.dropout_p)
+    least = least_kept(asked.dropout_p)
     dropped = least > 0  # below 2⁻³² nothing is dropped
     return dict(zip(("mask_b", "mask_h", "mask_m", "mask_n"), strides, strict=True)) | {
         "Mask": unused if mask is None else mask, "MASK": kind.value,
-        "CAPPED": bool(options.softcap), "cap_scale": options.scale / options.softcap if options.softcap else 0.0,
-        "DROPPED": dropped, "dropout_start": _int32(seed_word(options.seed)) if dropped else 0,
+        "CAPPED": bool(asked.softcap), "cap_scale": asked.scale / asked.softcap if asked.softcap else 0.0,
+        "DROPPED": dropped, "dropout_start": _int32(seed_word(dropout.number)) if dropout and dropped else 0,
         "last_dropped": _int32(least - 1) if dropped else 0,
-        "kept_scale": 1 / (1 - options.dropout_p) if options.dropout_p < 1 else 0.0,
+        "kept_scale": 1.0 if dropout is None else dropout.scale,
     }  # fmt: skip
 
 

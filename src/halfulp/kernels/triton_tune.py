@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfulp.calls import Call, Sees
 from halfulp.kernels import triton_attention as door
-from halfulp.kernels.options import Options
 from halfulp.kernels.triton_configs import KINDS, Config, config_for, shipped_table
 
 BLOCKS = {"forward": ((64, 64), (128, 32), (128, 64), (128, 128)), "query": ((32, 32), (64, 32), (64, 64), (128, 64)),
@@ -69,8 +69,9 @@ def tune(
             f"{kind} causal" if causal else kind: (
                 _fastest(
                     kind,
-                    (q, k, v, do),
-                    Options(recipe, causal, dim**-0.5),
+                    Call(q, k, v, Sees(causal), dim**-0.5),
+                    recipe,
+                    do,
                     timer,
                     choices(kind, dim),
                 )._asdict()
@@ -93,25 +94,25 @@ def tune(
 
 def _fastest(
     kind: str,
-    tensors: tuple[Tensor, ...],
-    options: Options,
+    call: Call,
+    recipe: str,
+    grad_out: Tensor,
     timer: Timer,
     choices: Sequence[Config],
 ) -> Config:
-    q, k, v, do = tensors
-    saved = door.forward(q, k, v, options)
+    capability, saved = door.target_of(call.query).capability, door.forward(call, recipe)
     best, least = (
-        config_for(kind, door.target_of(q).capability, q.shape[3], options.is_causal),
+        config_for(kind, capability, call.query.shape[3], call.sees.causal),
         float("inf"),
     )
     for config in (best, *choices):
         try:
             if kind == "forward":
-                time = timer(partial(door.forward, q, k, v, options, config=config))
+                time = timer(partial(door.forward, call, recipe, config=config))
             else:  # the other backward kernel runs too, the same for every candidate
                 time = timer(
                     partial(
-                        door.backward, do, None, q, k, v, saved, options, configs={kind: config}
+                        door.backward, call, recipe, saved, grad_out, None, configs={kind: config}
                     )
                 )
         except Exception as error:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfulp.calls import Call, Saved, Sees
 from halfulp.kernels import triton_attention as door
-from halfulp.kernels.options import Options, Saved
 from halfulp.kernels.triton_configs import Config
 from halfulp.kernels.triton_launch import backward_launches, forward_launch
 
+_RECIPE = "halfulp"
 SIZE = 64  # queries, keys and features of one head
 
 
@@ -42,8 +43,8 @@ def rounded_weights(
                 f"{name} of shape {tuple(x.shape)}: accepted is [B, H, {SIZE}, {SIZE}]"
             )
     configs = configs or {}
-    options = Options(is_causal=is_causal, scale=scale)
-    reason = door.supports(query, key, key, options)
+    sees = Sees(is_causal)
+    reason = door.supports(Call(query, key, key, sees, scale), _RECIPE)
     if reason is not None:
         raise ValueError(f"query: {reason}")
     unit = torch.eye(SIZE, dtype=query.dtype, device=query.device).expand_as(query).contiguous()
@@ -51,7 +52,7 @@ def rounded_weights(
     target = door.target_of(query)
     wide_query, wide_key = torch.cat([query, nothing], 3), torch.cat([key, nothing], 3)
     launch, saved = forward_launch(
-        wide_query, wide_key, unit, options, target, configs.get("forward")
+        Call(wide_query, wide_key, unit, sees, scale), _RECIPE, target, configs.get("forward")
     )
     exact = torch.empty(saved.out.shape, dtype=torch.float32, device=query.device)
     launch.arguments.update(Out=exact, RESIDUAL=False)
@@ -65,29 +66,21 @@ def rounded_weights(
         "key": (torch.cat([query, unit], 3), wide_key),
     }
     for kind, (q, k) in beside.items():
-        weights[kind] = _from_gradient(kind, q, k, nothing, saved, options, configs)
+        weights[kind] = _from_gradient(kind, Call(q, k, nothing, sees, scale), saved, configs)
     return weights
 
 
-def _from_gradient(
-    kind: str,
-    q: Tensor,
-    k: Tensor,
-    nothing: Tensor,
-    saved: Saved,
-    options: Options,
-    configs: dict[str, Config],
-) -> Tensor:
+def _from_gradient(kind: str, call: Call, saved: Saved, configs: dict[str, Config]) -> Tensor:
     """P̂ from the half of dQ or dK that belongs to the unit matrix."""
     launches, gradients = backward_launches(
-        nothing, None, q, k, nothing, saved, options, door.target_of(q), configs
+        call, _RECIPE, saved, call.value, None, door.target_of(call.query), configs
     )
     wanted = launches[-1] if kind == "query" else launches[-2]
     arguments: dict[str, Any] = wanted.arguments
-    door.run(launches[:1], q)  # the rows' shift
+    door.run(launches[:1], call.query)  # the rows' shift
     arguments["Delta"].fill_(-1)  # δ / l: dS = P̂ (0 / l + 1)
     arguments["alpha"] = 1.0
-    door.run([wanted], q)
+    door.run([wanted], call.query)
     return gradients.query[..., SIZE:] if kind == "query" else gradients.key[..., SIZE:].mT
 
 

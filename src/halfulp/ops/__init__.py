@@ -2,16 +2,13 @@
 and who runs them.
 """
 
-from halfulp.kernels.options import KERNEL_RECIPES, Options
 from halfulp.ops.dispatch import BACKENDS, Dispatch, choose, explain
 from halfulp.ops.schema import attention_backward, attention_forward
 from halfulp.ops.transforms import attend
 
 __all__ = [
     "BACKENDS",
-    "KERNEL_RECIPES",
     "Dispatch",
-    "Options",
     "attend",
     "attention_backward",
     "attention_forward",

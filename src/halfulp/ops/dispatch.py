@@ -11,11 +11,10 @@ import importlib
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from typing import cast
 
-from torch import Tensor
-
-from halfulp.kernels.options import Options
+from halfulp.calls import Call
+from halfulp.kernels.options import Backend
 from halfulp.ops import tiled
 
 BACKENDS = ("cpu", "triton", "torch")
@@ -41,15 +40,7 @@ class Dispatch:
         return "\n".join([head, *(f"  {name}: {reason}" for name, reason in self.reasons.items())])
 
 
-def choose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    backend: str | None,
-    *,
-    mask_gradient: bool = False,
-) -> ModuleType:
+def choose(call: Call, recipe: str, backend: str | None, *, mask_gradient: bool = False) -> Backend:
     """The module that runs the call.
 
     Raises:
@@ -57,38 +48,29 @@ def choose(
             is run instead.
     """
     if backend is not None:
-        reason = why_not(backend, query, key, value, options, mask_gradient=mask_gradient)
+        reason = why_not(backend, call, recipe, mask_gradient=mask_gradient)
         if reason is not None:
             others = [name for name in BACKENDS if name != backend]
             raise ValueError(
                 f"backend={backend!r}: {reason}; accepted are None, {', '.join(map(repr, others))}"
             )
         return _module(backend)
-    for name in _candidates(query):
-        if why_not(name, query, key, value, options, mask_gradient=mask_gradient) is None:
+    for name in _candidates(call):
+        if why_not(name, call, recipe, mask_gradient=mask_gradient) is None:
             return _module(name)
         _say_once(name)
     raise AssertionError("the last candidate takes every call")
 
 
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    backend: str | None,
-    *,
-    mask_gradient: bool = False,
+    call: Call, recipe: str, backend: str | None, *, mask_gradient: bool = False
 ) -> Dispatch:
     """What `choose` would do with the same arguments, and why; raises ValueError for an unknown
     backend only.
     """
     _check_name(backend)
-    why = {
-        name: why_not(name, query, key, value, options, mask_gradient=mask_gradient)
-        for name in BACKENDS
-    }
-    wanted = (backend,) if backend is not None else _candidates(query)
+    why = {name: why_not(name, call, recipe, mask_gradient=mask_gradient) for name in BACKENDS}
+    wanted = (backend,) if backend is not None else _candidates(call)
     chosen = next((name for name in wanted if why[name] is None), None)
     reasons = {}
     for name, reason in why.items():
@@ -103,38 +85,29 @@ def explain(
     return Dispatch(chosen, backend, reasons)
 
 
-def why_not(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    *,
-    mask_gradient: bool = False,
-) -> str | None:
+def why_not(name: str, call: Call, recipe: str, *, mask_gradient: bool = False) -> str | None:
     """Why a backend does not take a call, in words; None if it does."""
     _check_name(name)
     if name == "torch":
         return None
     if mask_gradient:
         return "it gives no gradient of attn_mask"
-    if 0 in (*query.shape, *key.shape, *value.shape):
+    if 0 in (*call.query.shape, *call.key.shape, *call.value.shape):
         return "a tensor is empty"
     try:
         module = _module(name)
     except ImportError as error:
         return f"it is not part of this installation ({error})"
-    reason: str | None = module.supports(query, key, value, options)
-    return reason
+    return module.supports(call, recipe)
 
 
-def _candidates(query: Tensor) -> tuple[str, ...]:
-    return ("cpu", "torch") if query.device.type == "cpu" else ("triton", "torch")
+def _candidates(call: Call) -> tuple[str, ...]:
+    return ("cpu", "torch") if call.query.device.type == "cpu" else ("triton", "torch")
 
 
 @cache
-def _module(name: str) -> ModuleType:
-    return tiled if name == "torch" else importlib.import_module(_MODULES[name])
+def _module(name: str) -> Backend:
+    return tiled if name == "torch" else cast("Backend", importlib.import_module(_MODULES[name]))
 
 
 def _check_name(name: str | None) -> None:

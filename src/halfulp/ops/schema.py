@@ -3,25 +3,48 @@ machinery sees it.
 
 Schema, shapes without data, autograd, autocast and vmap, so that compiling, checkpointing and
 distributed training treat it like a built-in operator. Arguments are checked above, in
-`halfulp.attention`; here they are passed on.
+`halfulp.calls`; here they are passed on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfulp.kernels.options import Options, Saved
+from halfulp.calls import TENSORS, Call, Flat, Saved
 from halfulp.ops import tiled
 from halfulp.ops.dispatch import choose
+from halfulp.recipes import recipe_of
 
-Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Backward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-LOG2_E = 1.4426950408889634
 ONCE = "halfulp.attention is differentiable once, as PyTorch's flash kernels are"
+
+
+class Passed(NamedTuple):
+    """What the forward operator gives and the backward operator takes: `Saved`, with empty tensors
+    for None.
+    """
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    own_lse: Tensor  # in the base of the kernel that ran, which is the one that reads it
+
+
+class How(NamedTuple):
+    """What computes a call: the operators' arguments after those of the call."""
+
+    recipe: str
+    backend: str | None
+    mask_gradient: bool
+
+
+_CALL = len(Flat._fields)
 
 
 @torch.library.custom_op("halfulp::attention_forward", mutates_args=())
@@ -42,24 +65,20 @@ def attention_forward(
     backend: str | None,
     mask_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (out, lse, residual, row_max, row_sum, own_lse) of `kernels.options.Saved`; what is
-    None there is empty.
-
-    `seed` is an int64 scalar on the CPU where there is dropout.
-    """
-    options = _options(
-        attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe
-    )
-    kernel = choose(query, key, value, options, backend, mask_gradient=mask_gradient)
-    saved: Saved = kernel.forward(query, key, value, options)
-    batch, heads, count = query.shape[:3]
+    """Return `Passed`. `seed` is an int64 scalar on the CPU where there is dropout."""
+    call = Call.of_flat(
+        Flat(
+            query, key, value, attn_mask, sinks, seed,
+            is_causal, scale, window, softcap, dropout_p, causal_offset,
+        )
+    )  # fmt: skip
+    kernel = choose(call, recipe, backend, mask_gradient=mask_gradient)
+    saved = kernel.forward(call, recipe)
     residual, own_lse = saved.residual, saved.own_lse
     if residual is None:
-        residual = query.new_empty(batch, heads, count, 0, dtype=torch.int8)
-    if tiled.recipe_of(recipe, query.dtype).base != "2":
-        own_lse = saved.lse.new_empty(batch, heads, 0)
-    elif own_lse is None:
-        own_lse = saved.lse * LOG2_E
+        residual = query.new_empty(*query.shape[:3], 0, dtype=torch.int8)
+    if own_lse is None:
+        own_lse = saved.lse.clone()
     return saved.out, saved.lse, residual, saved.row_max, saved.row_sum, own_lse
 
 
@@ -67,15 +86,15 @@ def attention_forward(
 def attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
     lse: Tensor,
     residual: Tensor,
     row_max: Tensor,
     row_sum: Tensor,
     own_lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
@@ -92,100 +111,52 @@ def attention_backward(
     """Gradients of query, key, value, sinks and attn_mask; empty where there is none, or none was
     asked for.
     """
-    options = _options(
-        attn_mask, sinks, seed, is_causal, scale, window, softcap, dropout_p, causal_offset, recipe
-    )
-    kernel = choose(query, key, value, options, backend, mask_gradient=mask_gradient)
-    saved = Saved(
-        out,
-        residual if residual.shape[3] else None,
-        lse,
-        row_max,
-        row_sum,
-        own_lse if own_lse.shape[2] else None,
-    )
+    call = Call.of_flat(
+        Flat(
+            query, key, value, attn_mask, sinks, seed,
+            is_causal, scale, window, softcap, dropout_p, causal_offset,
+        )
+    )  # fmt: skip
+    kernel = choose(call, recipe, backend, mask_gradient=mask_gradient)
+    saved = Saved(out, residual if residual.shape[3] else None, lse, row_max, row_sum, own_lse)
     more = {"mask_gradient": mask_gradient} if kernel is tiled else {}
-    grads = kernel.backward(grad_out, grad_lse, query, key, value, saved, options, **more)
+    grads = kernel.backward(call, recipe, saved, grad_out, grad_lse, **more)
     none = query.new_empty(0)
     of_sinks = none if grads.sinks is None else grads.sinks
-    return (
-        grads.query,
-        grads.key,
-        grads.value,
-        of_sinks,
-        none.clone() if grads.attn_mask is None else grads.attn_mask,
-    )
-
-
-def _options(
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    window: Sequence[int] | None,
-    softcap: float,
-    dropout_p: float,
-    causal_offset: int,
-    recipe: str,
-) -> Options:
-    bounds = None if window is None else (window[0], window[1])
-    number = 0 if seed is None else int(seed)
-    return Options(
-        recipe,
-        is_causal,
-        scale,
-        attn_mask,
-        bounds,
-        softcap,
-        sinks,
-        dropout_p,
-        number,
-        causal_offset,
-    )
-
-
-def _fake_forward(query: Tensor, value: Tensor, recipe: str) -> Forward:
-    meant = tiled.recipe_of(recipe, query.dtype)
-    rows = query.shape[:3]
-    out = query.new_empty(*rows, value.shape[3])
-    residual = value.shape[3] if meant.delta_from == "residual" else 0
-    lse, row_max, row_sum = (query.new_empty(rows, dtype=meant.dtype) for _ in range(3))
-    own_lse = query.new_empty(*rows[:2], rows[2] if meant.base == "2" else 0, dtype=meant.dtype)
-    return out, lse, query.new_empty(*rows, residual, dtype=torch.int8), row_max, row_sum, own_lse
+    of_mask = none.clone() if grads.mask is None else grads.mask
+    return grads.query, grads.key, grads.value, of_sinks, of_mask
 
 
 @attention_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Forward:  # noqa: ARG001
-    return _fake_forward(query, value, rest[9])
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    meant = recipe_of(How(*(query, key, value, *rest)[_CALL:]).recipe, query.dtype)
+    rows = query.shape[:3]
+    out = query.new_empty(*rows, value.shape[3])
+    residual = value.shape[3] if meant.delta_from == "residual" else 0
+    lse, row_max, row_sum, own_lse = (query.new_empty(rows, dtype=meant.dtype) for _ in range(4))
+    of_residual = query.new_empty(*rows, residual, dtype=torch.int8)
+    return tuple(Passed(out, lse, of_residual, row_max, row_sum, own_lse))
 
 
 @attention_backward.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor | None,  # noqa: ARG001
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *rest: Any,
-) -> Backward:
-    attn_mask, sinks, mask_gradient = rest[6], rest[7], rest[17]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
-    of_sinks = query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    of_mask = (
-        attn_mask.new_empty(attn_mask.shape)
-        if mask_gradient and attn_mask is not None
-        else query.new_empty(0)
-    )
-    return dq, dk, dv, of_sinks, of_mask
+def _(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> Backward:  # noqa: ARG001
+    given = rest[len(Passed._fields) :]
+    flat, how = Flat(*given[:_CALL]), How(*given[_CALL:])
+    dq, dk, dv = (x.new_empty(x.shape) for x in (flat.query, flat.key, flat.value))
+    none, sinks, mask = flat.query.new_empty(0), flat.sinks, flat.attn_mask
+    of_sinks = none if sinks is None else sinks.new_empty(sinks.shape)
+    if mask is None or not how.mask_gradient:
+        return dq, dk, dv, of_sinks, none.clone()
+    return dq, dk, dv, of_sinks, mask.new_empty(mask.shape)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep for `gradients` what it needs of `attention_forward`'s inputs and outputs."""
-    ctx.mark_non_differentiable(*output[2:])
+    passed = Passed(*output)
+    ctx.mark_non_differentiable(*passed[passed._fields.index("residual") :])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.options = inputs[6:]
+    ctx.save_for_backward(*passed, *inputs[:TENSORS])
+    ctx.numbers = inputs[TENSORS:]
 
 
 def gradients(
@@ -193,20 +164,16 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `attention_forward`'s inputs; None where there is none."""
     grad_out, grad_lse = grads[:2]
-    query, key, value, attn_mask, sinks, seed, *output = ctx.saved_tensors
-    nothing: list[Tensor | None] = [None] * (6 + len(ctx.options))
+    given = dict.fromkeys((*Flat._fields, *How._fields))
     if grad_out is None and grad_lse is None:
-        return tuple(nothing)
+        return tuple(given.values())
     if grad_out is None:
-        grad_out = torch.zeros_like(output[0])
-    dq, dk, dv, of_sinks, of_mask = operator(
-        grad_out, grad_lse, query, key, value, *output, attn_mask, sinks, seed, *ctx.options
-    )
-    needs = ctx.needs_input_grad
-    nothing[:3] = [g if need else None for g, need in zip((dq, dk, dv), needs[:3], strict=True)]
-    nothing[3] = of_mask if needs[3] else None
-    nothing[4] = of_sinks if needs[4] else None
-    return tuple(nothing)
+        grad_out = torch.zeros_like(Passed(*ctx.saved_tensors[: len(Passed._fields)]).out)
+    found = operator(grad_out, grad_lse, *ctx.saved_tensors, *ctx.numbers)
+    needed = dict(zip(given, ctx.needs_input_grad, strict=True))
+    for name, grad in zip(("query", "key", "value", "sinks", "attn_mask"), found, strict=True):
+        given[name] = grad if needed[name] else None
+    return tuple(given.values())
 
 
 attention_forward.register_autograd(gradients, setup_context=keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,13 +17,28 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
-from halfulp.ops.schema import ONCE, attention_backward, attention_forward, gradients, keep
+from halfulp.calls import Call
+from halfulp.ops.schema import (
+    ONCE,
+    How,
+    Passed,
+    attention_backward,
+    attention_forward,
+    gradients,
+    keep,
+)
 
 _NO_FORWARD_MODE = (
     "halfulp.attention has no forward-mode derivative, as PyTorch's flash kernels have none"
 )
-# leading arguments that have a batch dimension: all but grad_lse's None
-_FORWARD_OPERANDS, _BACKWARD_OPERANDS = 3, 11
+# what has no batch dimension
+_WHOLE = ("attn_mask", "sinks", "seed")
+
+
+@cache
+def _names(operator: Any) -> tuple[str, ...]:
+    """The operator's arguments, in order."""
+    return tuple(inspect.signature(operator._init_fn).parameters)
 
 
 def _autocast_rule(device_type: str) -> Callable[..., Any]:
@@ -32,12 +48,12 @@ def _autocast_rule(device_type: str) -> Callable[..., Any]:
 
     def cast(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        operands = [
-            x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
-            for x in args[:3]
-        ]
+        given = dict(zip(_names(attention_forward), args, strict=True))
+        for name in ("query", "key", "value"):
+            if given[name].dtype in (torch.float32, torch.float16, torch.bfloat16):
+                given[name] = given[name].to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(key):
-            return torch.ops.halfulp.attention_forward(*operands, *args[3:])
+            return torch.ops.halfulp.attention_forward(**given)
 
     return cast
 
@@ -50,12 +66,12 @@ for _device in ("cpu", "cuda"):
 
 @attention_forward.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    return _mapped(attention_forward, _FORWARD_OPERANDS, info, in_dims, args)
+    return _mapped(attention_forward, info, in_dims, args)
 
 
 @attention_backward.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    return _mapped(attention_backward, _BACKWARD_OPERANDS, info, in_dims, args)
+    return _mapped(attention_backward, info, in_dims, args)
 
 
 class _Functional(torch.autograd.Function):
@@ -106,16 +122,19 @@ for _function, _operator in (
     setattr(_function.forward, "__signature__", inspect.signature(_operator._init_fn))  # noqa: B010
 
 
-def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Call `attention_forward` with its arguments, under `torch.func` too; returns (out, lse)."""
+def attend(
+    call: Call, recipe: str, backend: str | None, *, mask_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`attention_forward` of a call, under `torch.func` too; returns (out, lse)."""
+    arguments = (*call.flat(), *How(recipe, backend, mask_gradient))
     if torch._C._are_functorch_transforms_active():
-        out, lse, *_ = _Functional.apply(*arguments)  # type: ignore[no-untyped-call]
+        passed = Passed(*_Functional.apply(*arguments))  # type: ignore[no-untyped-call]
     else:
         # The operator would drop a tangent without a word.
         if forward_ad._current_level >= 0 and any(map(_has_tangent, arguments)):
             raise NotImplementedError(_NO_FORWARD_MODE)
-        out, lse, *_ = attention_forward(*arguments)
-    return out, lse
+        passed = Passed(*attention_forward(*arguments))
+    return passed.out, passed.lse
 
 
 def _has_tangent(argument: Any) -> bool:
@@ -123,25 +142,21 @@ def _has_tangent(argument: Any) -> bool:
 
 
 def _mapped(
-    operator: Callable[..., Any],
-    operands: int,
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    args: tuple[Any, ...],
+    operator: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     size: int = info.batch_size
-    mask, sinks, seed = args[operands : operands + 3]
-    wants_mask = bool(args[-1])
-    if sinks is not None or seed is not None or (wants_mask and mask is not None):
+    given = dict(zip(_names(operator), args, strict=True))
+    dims = dict(zip(given, in_dims, strict=True))
+    mask, learned = given["attn_mask"], given["mask_gradient"]
+    if any(given[name] is not None for name in ("sinks", "seed")) or (learned and mask is not None):
         return _one_by_one(operator, size, in_dims, args)
-    joined = [
-        None if x is None else _join(x, dim, size)
-        for x, dim in zip(args[:operands], in_dims, strict=False)
-    ]
-    batch: int = args[0].shape[1 if in_dims[0] == 0 else 0]
+    batch: int = given["query"].shape[1 if dims["query"] == 0 else 0]
+    for name, x in given.items():
+        if isinstance(x, Tensor) and name not in _WHOLE:
+            given[name] = _join(x, dims[name], size)
     if mask is not None:
-        mask = _join_mask(mask, in_dims[operands], size, batch)
-    results = operator(*joined, mask, *args[operands + 1 :])
+        given["attn_mask"] = _join_mask(mask, dims["attn_mask"], size, batch)
+    results = operator(**given)
     split = tuple(x.view(size, batch, *x.shape[1:]) if x.ndim > 1 else x for x in results)
     return split, tuple(0 if x.ndim > 1 else None for x in results)
 

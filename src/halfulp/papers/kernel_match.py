@@ -22,16 +22,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from halfulp.algorithms import AttentionResult, Mask, Problem, torch_cpu
+from halfulp.algorithms import Problem, torch_cpu
 from halfulp.algorithms.torch_cpu_math import vector_exp, weights_exp
 from halfulp.attention import emulate
+from halfulp.calls import Call, Result, Sees
 from halfulp.formats import BF16, FP32, Format, ulp
 from halfulp.recipes import TORCH_CPU_FLASH, Recipe, Step
 from halfulp.runs.results import Progress, Table, no_progress, plain_numbers
 
 Shape: TypeAlias = tuple[int, int, int, int]  # batch, heads, N, D
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, grad_out
-Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, bool], AttentionResult]
+Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, bool], Result]
 """query, key, value, grad_out `[B, H, N, D]` in bf16 and is_causal → out, lse and gradients."""
 
 FORWARD = ("out", "lse")
@@ -168,14 +169,12 @@ def bits_expected() -> bool:
 
 def torch_cpu_flash(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, is_causal: bool, **options: Any
-) -> AttentionResult:
+) -> Result:
     """PyTorch's own kernel, forward and backward; `options` are its attn_mask (float) and scale."""
     ops, inputs = torch.ops.aten, (query, key, value)
     out, lse = ops._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, is_causal, **options)
     backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
-    return AttentionResult(
-        out, lse, *backward(grad_out, *inputs, out, lse, 0.0, is_causal, **options)
-    )
+    return Result(out, lse, *backward(grad_out, *inputs, out, lse, 0.0, is_causal, **options))
 
 
 def match_torch_cpu_flash(
@@ -244,14 +243,14 @@ def models() -> tuple[StepModel, ...]:
 
 def emulated(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, is_causal: bool
-) -> AttentionResult:
+) -> Result:
     """TORCH_CPU_FLASH through the public door, in the dtypes of the kernel's results."""
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     out, lse = emulate(*leaves, is_causal=is_causal, recipe=TORCH_CPU_FLASH, return_lse=True)
-    return AttentionResult(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out))
+    return Result(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out))
 
 
-def compare(real: AttentionResult, ours: AttentionResult) -> tuple[TensorMatch, ...]:
+def compare(real: Result, ours: Result) -> tuple[TensorMatch, ...]:
     """Count identical elements and the largest distance for every tensor that both have."""
     found = []
     for name in FORWARD + BACKWARD:
@@ -279,7 +278,7 @@ def ulps_apart(a: Tensor, b: Tensor, fmt: Format) -> Tensor:
 
 
 def _explain(
-    real: AttentionResult, inputs: Tensors, causal: bool, plain: tuple[TensorMatch, ...]
+    real: Result, inputs: Tensors, causal: bool, plain: tuple[TensorMatch, ...]
 ) -> tuple[StepCost, ...]:
     """The models that give more of the kernel's bits than the recipe, in the half where bits differ
     first.
@@ -298,23 +297,22 @@ def _explain(
     )
 
 
-def _fractions(
-    real: AttentionResult, inputs: Tensors, causal: bool, model: StepModel
-) -> dict[str, float]:
+def _fractions(real: Result, inputs: Tensors, causal: bool, model: StepModel) -> dict[str, float]:
     """The fraction of identical elements, per tensor of the half where the model shows."""
     query, key, value, grad_out = inputs
     step = Step(model.recipe)
-    problem = Problem.read(query, key, value, Mask(causal), 1 / math.sqrt(query.shape[-1]), step)
-    saved = torch_cpu.forward(problem, step, exponential=model.weights_exp)
-    ours = AttentionResult(saved.out.to(real.out.dtype), saved.lse.squeeze(-1))
+    call = Call(query, key, value, Sees(causal), 1 / math.sqrt(query.shape[-1]))
+    problem = Problem.read(call, step)
+    saved = torch_cpu.forward(problem, exponential=model.weights_exp)
+    ours = Result(saved.out.to(real.out.dtype), saved.lse.squeeze(-1))
     if model.tensors == BACKWARD:
         assert real.lse is not None
         kernels_own = real.out.float() if model.recipe.delta_from == "out" else saved.out_for_delta
         saved = replace(saved, out_for_delta=kernels_own, lse=real.lse.unsqueeze(-1))
         grads = torch_cpu.backward(
-            problem, saved, grad_out, None, step, exponential=model.probabilities_exp
+            problem, saved, grad_out, None, exponential=model.probabilities_exp
         )
-        ours = AttentionResult(ours.out, ours.lse, *(g.to(grad_out.dtype) for g in grads))
+        ours = Result(ours.out, ours.lse, *(g.to(grad_out.dtype) for g in grads))
     return {
         match.tensor: match.fraction
         for match in compare(real, ours)

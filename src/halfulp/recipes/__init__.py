@@ -6,6 +6,14 @@ through a `Step`, which rounds it as the recipe says and shows it to observers. 
 the fp64 truth, any kernel's arithmetic, and every measurement.
 """
 
+from halfulp.recipes.kernels import (
+    KERNEL_BASE,
+    KERNEL_RECIPES,
+    KernelRecipe,
+    kernel_recipe,
+    recipe_for,
+    recipe_of,
+)
 from halfulp.recipes.named import (
     BF16_AUTHORS,
     BF16_AUTHORS_STABILIZED,
@@ -46,10 +54,13 @@ __all__ = [
     "FP16_FLOOR",
     "FP32",
     "FP64",
+    "KERNEL_BASE",
+    "KERNEL_RECIPES",
     "RECIPES",
     "STEPS",
     "TORCH_CPU_FLASH",
     "AnyFormat",
+    "KernelRecipe",
     "Matmul",
     "Observer",
     "Recipe",
@@ -58,7 +69,10 @@ __all__ = [
     "flash2",
     "floor",
     "hash_seed",
+    "kernel_recipe",
+    "recipe_for",
     "recipe_named",
+    "recipe_of",
     "recipe_text",
     "uniform",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.algorithms import AttentionResult
+from halfulp.calls import Result
 from halfulp.targets.signature import OPTIONAL
 from halfulp.targets.state import as_before
 from halfulp.targets.target import Outcome, Target, UnsupportedError
@@ -97,7 +97,7 @@ def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> O
         out, lse, notes = _unpacked(returned, leaves)
         if isinstance(out, str):
             return Outcome(None, out, "error")
-        kept = AttentionResult(out.detach().clone(), None if lse is None else lse.detach().clone())
+        kept = Result(out.detach().clone(), None if lse is None else lse.detach().clone())
     except Exception as error:  # a class of tensors that cannot be looked at
         found = f"returns what cannot be read, {type(returned).__name__}: {one_line(error)}"
         return Outcome(None, found, "error")
@@ -109,7 +109,7 @@ def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> O
 
 
 def _differentiated(
-    kept: AttentionResult,
+    kept: Result,
     out: Tensor,
     leaves: list[Tensor],
     grad_out: Tensor,

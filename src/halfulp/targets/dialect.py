@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 
-from halfulp.ops import BACKENDS, KERNEL_RECIPES
-from halfulp.recipes import RECIPES, Recipe, recipe_named
+from halfulp.ops import BACKENDS
+from halfulp.recipes import KERNEL_RECIPES, RECIPES, Recipe, recipe_named
 from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.loading import load
 from halfulp.targets.own_kernels import halfulp_named, recipe_target

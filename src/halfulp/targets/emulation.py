@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfulp.ops import KERNEL_RECIPES
-from halfulp.ops.tiled import recipe_of
-from halfulp.recipes import recipe_text
+from halfulp.recipes import KERNEL_RECIPES, recipe_of, recipe_text
 from halfulp.targets.dialect import canonical, recipe_in
 from halfulp.targets.own_kernels import halfulp_named
 

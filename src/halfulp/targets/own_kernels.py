@@ -10,9 +10,9 @@ from torch import Tensor
 
 from halfulp.attention import attention, emulate, explain_dispatch
 from halfulp.formats import Format
-from halfulp.ops import BACKENDS, KERNEL_RECIPES
+from halfulp.ops import BACKENDS
 from halfulp.ops.dispatch import missing
-from halfulp.recipes import Recipe
+from halfulp.recipes import KERNEL_RECIPES, Recipe
 from halfulp.targets.target import ALL, BOTH, NO_CUDA, Target, UnsupportedError
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from halfulp.algorithms import AttentionResult
+from halfulp.calls import Result
 from halfulp.targets.signature import OPTIONAL, Signature
 
 BOTH = frozenset({"attn_mask", "enable_gqa"})
@@ -80,7 +80,7 @@ class Outcome:
     """What one call on one case gave."""
 
     # tensors in the target's dtype; gradients None where not offered
-    result: AttentionResult | None
+    result: Result | None
     refusal: str | None  # unsupported / raised / wrong shape / wrong dtype: one line, no traceback
     # unsupported: the target declares that it does not take these arguments; refused: it raises
     # what says so

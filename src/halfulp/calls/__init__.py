@@ -1,0 +1,26 @@
+"""One attention call as a value: what is asked, what each query sees, what comes back.
+
+Everything that computes, measures or audits attention takes a `Call`; `check` makes one of what a
+caller of PyTorch's function may hand over, and is the only place that judges arguments.
+"""
+
+from halfulp.calls.call import TENSORS, Call, Flat
+from halfulp.calls.check import check, check_given, is_causal_bias
+from halfulp.calls.dropout import Dropout, draw_seed
+from halfulp.calls.results import Gradients, Result, Saved
+from halfulp.calls.sees import Sees
+
+__all__ = [
+    "TENSORS",
+    "Call",
+    "Dropout",
+    "Flat",
+    "Gradients",
+    "Result",
+    "Saved",
+    "Sees",
+    "check",
+    "check_given",
+    "draw_seed",
+    "is_causal_bias",
+]

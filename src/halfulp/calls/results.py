@@ -1,0 +1,58 @@
+"""What comes back of a call: to its caller, and from the two passes of a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one attention call gives; None where a kernel does not offer it.
+
+    out `[B, H, N, D_v]`, lse `[B, H, N]` (natural logarithm), gradients shaped as their inputs.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+    grad_query: Tensor | None = None
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+    grad_sinks: Tensor | None = None
+    grad_mask: Tensor | None = None
+
+    def given(self) -> dict[str, Tensor]:
+        """What there is, by name."""
+        return {name: x for name, x in vars(self).items() if x is not None}
+
+
+class Saved(NamedTuple):
+    """What a kernel's forward pass gives; N is the number of queries.
+
+    The residual is that of O in 8 bits, in units of 2⁻⁸ ulp of O; None where the recipe or the
+    dtype keeps none.
+    """
+
+    out: Tensor  # [B, H, N, D_v], query's dtype, contiguous; 0 in a fully masked row
+    residual: Tensor | None  # int8 [B, H, N, D_v]
+    # float32 [B, H, N] (float64 for float64 inputs), natural logarithm; −inf in a fully masked row
+    lse: Tensor
+    # as lse, in the kernel's own base: what scores are shifted by, an integer before it is rounded
+    # up
+    row_max: Tensor
+    row_sum: Tensor  # as lse: what O was divided by
+    # lse in the kernel's own base, for a backward pass that wants its very bits
+    own_lse: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What a kernel's backward pass gives, in the dtypes of what they are gradients of."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None  # [H], where there are sinks
+    # the mask's shape; only from the backend "torch", which alone offers it
+    mask: Tensor | None = None
