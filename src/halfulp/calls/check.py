@@ -58,13 +58,13 @@ def check(
     if not (_is_number(softcap) and 0 <= softcap < math.inf):
         raise ValueError(f"softcap={softcap!r}: accepted is a finite number above 0, or 0 for none")
     lengths = (query.shape[-2], key.shape[-2])
-    sees = _sees(attn_mask, is_causal, window, causal_offset, lengths)
+    sees = sees_of(attn_mask, is_causal, window, causal_offset, lengths)
     dropout = None
     if dropout_p > 0:
         dropout = Dropout(float(dropout_p), _seed(dropout_seed, draw))
     elif dropout_seed is not None:
         _seed(dropout_seed, draw)
-    alpha, cap = _scale(scale, query.shape[-1]), float(softcap)
+    alpha, cap = scale_of(scale, query.shape[-1]), float(softcap)
 
     dims = max(query.ndim, key.ndim, value.ndim)
     wide = max(dims, 3)
@@ -105,15 +105,17 @@ def is_causal_bias(mask: Tensor) -> bool:
     return isinstance(mask, CausalBias)
 
 
-def _sees(
+def sees_of(
     attn_mask: Tensor | None,
     is_causal: bool,
     window: Any,
     causal_offset: Any,
     lengths: tuple[int, int],
 ) -> Sees:
-    """What is seen, PyTorch's `causal_lower_right` and `causal_upper_left` taken in, which stand
-    for a mask and hold none.
+    """What these arguments let so many queries and keys see, the mask's shape not looked at.
+
+    PyTorch's `causal_lower_right` and `causal_upper_left` are taken in, which stand for a mask and
+    hold none. Raises ValueError, in one line.
     """
     if not isinstance(is_causal, bool):
         raise ValueError(f"is_causal={is_causal!r}: accepted are True and False")
@@ -167,7 +169,8 @@ def _seed(seed: Any, draw: bool) -> int | Tensor:
     return torch.tensor((number + 2**63) % 2**64 - 2**63, dtype=torch.int64, device="cpu")
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def scale_of(scale: float | None, head_dim: int) -> float:
+    """The scale, 1/√D for None; raises ValueError for one that is not finite."""
     if scale is None:
         return 1 / math.sqrt(head_dim) if head_dim else 1.0
     if not (_is_number(scale) and math.isfinite(scale)):

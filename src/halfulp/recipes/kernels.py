@@ -136,8 +136,8 @@ def kernel_recipe(recipe: Recipe | str, dtype: torch.dtype | None = None) -> str
             if recipe_of(name, known).with_(name=wanted.name) == wanted:
                 if dtype in (known, None):
                     return name
-                accepted = f"it is {name!r} for inputs of {known}, and these are of {dtype}"
-                raise ValueError(f"recipe={_text(recipe)}: {accepted}")
+                meant = f"it is {name!r} for inputs of {known}, and these are of {dtype}"
+                raise ValueError(f"recipe={_text(recipe)}: {meant}; {accepted}")
     raise ValueError(
         f"recipe={_text(recipe)}: no kernel rounds like it; {accepted}, and halfulp.emulate"
         " computes every other"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import attention, attention_varlen, patch
-from halfulp.attention.operands import causal, scale_of
+from halfulp.calls import scale_of, sees_of
 from halfulp.targets import resolve
 from halfulp.targets.signature import Signature
 
@@ -89,16 +89,17 @@ class Listener(Protocol):
 def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     lengths = (query.shape[-2], key.shape[-2])
     offset = given.get("causal_offset") or 0
-    diagonal = causal(given.get("attn_mask"), bool(given.get("is_causal", False)), lengths, offset)
+    causal = bool(given.get("is_causal", False))
+    sees = sees_of(given.get("attn_mask"), causal, given.get("window"), offset, lengths)
     unseen = next(
         (f"{name} is given" for name in ("softcap", "sinks") if _asks(given.get(name))), ""
     )
     return Asked(
         scale_of(given.get("scale"), query.shape[-1]),
-        diagonal.is_causal,
-        diagonal.offset,
-        None if diagonal.attn_mask is None else diagonal.attn_mask.detach(),
-        given.get("window"),
+        sees.causal,
+        sees.offset,
+        None if sees.mask is None else sees.mask.detach(),
+        sees.window,
         bool(given.get("dropout_p", 0.0)),
         unseen,
     )
