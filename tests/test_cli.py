@@ -2,10 +2,14 @@
 before the work.
 """
 
+import importlib.metadata
+import inspect
 import json
+import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -46,21 +50,21 @@ def kernels(tmp_path):
     return lambda name: f"{file}:{name}"
 
 
+def two_probes(depth, dtype, seed=0, shapes=(), captured=()):
+    shape = shapes[0] if shapes else Shape(2, 4, 48, 48, 16)
+    cases = tuple(Case(name, shape, seed, dtype) for name in ("gaussian", "value_constant"))
+    small = Shape(2, 2, 32, 32, 16)
+    relations = (
+        Case("free_feature", small, seed, dtype),
+        Case("free_feature_causal", small, seed, dtype),
+    )
+    return audit_run.Plan(cases, (), relations)
+
+
 @pytest.fixture
 def small_plan(monkeypatch):
     """Audits of two probes, so that the commands are tested and not the audit."""
-
-    def plan(depth, dtype, seed=0, shapes=(), captured=()):
-        shape = shapes[0] if shapes else Shape(2, 4, 48, 48, 16)
-        cases = tuple(Case(name, shape, seed, dtype) for name in ("gaussian", "value_constant"))
-        small = Shape(2, 2, 32, 32, 16)
-        relations = (
-            Case("free_feature", small, seed, dtype),
-            Case("free_feature_causal", small, seed, dtype),
-        )
-        return audit_run.Plan(cases, (), relations)
-
-    monkeypatch.setattr(audit_run, "plan", plan)
+    monkeypatch.setattr(audit_run, "plan", two_probes)
     # the slowest part, and not what is tested here
     monkeypatch.setattr(audit_run, "fingerprint", lambda *_: None)
 
@@ -75,12 +79,20 @@ def run(capsys, *arguments):
     ("arguments", "says"),
     [
         (["nosuch"], "'nosuch' is not known; accepted are the commands demo, audit, "),
-        (["ls", "--nosuch"], "'--nosuch' is not known; accepted are the options of --help"),
+        (["adit"], "doctor; did you mean audit?"),
+        (["ls", "--nosuch"], "'--nosuch' is not known; accepted by halfulp ls are --json"),
+        (["audit", "sdpa", "--sede", "3"], "--repro; did you mean --seed?"),
+        (["isolate", "run", "--from_stp=3"], "did you mean --from-step?"),
+        (["--seed", "3"], "'--seed' is not known; accepted are the commands demo, "),
+        (["ls", "probes", "targets"], "'targets' is one argument too many; see --help"),
+        (["ls", "formatz"], "presets; did you mean formats?"),
         (
             ["ls", "colors"],
             "what='colors': accepted are all, formats, recipes, targets, probes, claims, presets",
         ),
-        (["explain", "1"], "values of length 1: accepted for 'sum' is at least two"),
+        (["explain", "1", "--operation", "dot"], "accepted for 'dot' is an even number"),
+        (["explain", "1", "--format", "e4m3"], "accepted are ocp_e4m3 (largest 448"),
+        (["explain", "1", "--format", "bfloat16"], "did you mean bf16?"),
         (["explain", "1", "two"], "values='two': accepted are finite numbers"),
         (["explain", "1", "inf"], "values='inf': accepted are finite numbers"),
         (["explain", "1", "2", "--format", "fp12"], "format='fp12' is not known; accepted: fp64, "),
@@ -99,9 +111,12 @@ def run(capsys, *arguments):
             "dtype='int8': accepted are bfloat16, float16, float32",
         ),
         (["audit", "sdpa", "--seed", "one"], "seed='one': accepted is an integer"),
+        (["audit", "sdpa", "--quick"], "'--quick' is not known; accepted by halfulp audit are"),
+        (["audit", "sdpa", "--shapes", "1,1,8,8,causal"], "accepted without ,causal"),
+        (["bench", "--shapes", "1,4/2,8,8"], "accepted by bench is one number of heads and one"),
         (
-            ["audit", "sdpa", "--quick", "--full"],
-            "quick and full are both given; accepted is one of them",
+            ["bench", "--shapes", "1,4,8"],
+            "shapes='1,4,8': accepted is B,H,N,D in positive",
         ),
         (
             ["audit", "sdpa", "--shapes", "4,4"],
@@ -158,8 +173,50 @@ def test_a_demo_does_not_replace_other_files(capsys, tmp_path):
     assert (tmp_path / "thesis.tex").read_text(encoding="utf-8") == "the only copy"
 
 
-def test_version(capsys):
-    assert run(capsys, "--version") == (0, f"halfulp {halfulp.__version__}\n", "")
+def test_version_says_what_a_bug_report_needs(capsys):
+    code, out, err = run(capsys, "--version")
+    assert (code, err) == (0, "")
+    first, versions, system, library = out.splitlines()
+    assert first == f"halfulp {halfulp.__version__}"
+    assert f"torch {importlib.metadata.version('torch')}" in versions
+    assert platform.machine() in system
+    assert library.startswith("native library: ")
+
+
+def test_doctor(capsys, monkeypatch, tmp_path):
+    code, out, err = run(capsys, "doctor", "--json", tmp_path / "found.json")
+    assert (code, err) == (0, "")
+    assert "✓ attention, forward and backward: backend " in out
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["versions"]["torch"] in out
+    room = sys.modules["halfulp.attention"]
+    monkeypatch.setattr(room, "attention", lambda query, key, value, **_: query + 0 * key * value)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert re.search("✗ attention, forward and backward: O is wrong by .*%", out)
+
+
+def test_help_is_quick_for_it_needs_no_torch():
+    code = (
+        "import sys; from halfulp.cli import main; main(['--help']); main(['audit', '--help']);"
+        " sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_json_is_a_file_everywhere(command):
+    parameters = inspect.signature(cli.COMMANDS[command]).parameters
+    assert parameters["json"].annotation == "Path | None"
+
+
+def test_json_beside_what_is_shown(capsys, tmp_path):
+    code, out, _ = run(capsys, "ls", "formats", "--json", tmp_path / "formats.json")
+    assert code == 0
+    assert out.startswith("Number formats")
+    rows = json.loads((tmp_path / "formats.json").read_text(encoding="utf-8"))
+    assert rows == json.loads(run(capsys, "ls", "formats", "--json", "-")[1])
 
 
 @pytest.mark.parametrize(
@@ -210,15 +267,24 @@ def test_explain_takes_negative_numbers_and_options_in_any_order(capsys, argumen
 
 
 def test_explain_as_json(capsys):
-    code, out, _ = run(capsys, "explain", *EXAMPLE, "--json")
+    code, out, _ = run(capsys, "explain", *EXAMPLE, "--json", "-")
     found = json.loads(out)
     assert code == 0
     assert (found["result"], found["error"]) == (-4.71875, -0.014759540557861328)
 
 
+def test_one_number_is_rounded_once(capsys):
+    """In fp32 first, 1 + 2⁻⁸ + 2⁻⁴⁰ would be a tie."""
+    code, out, _ = run(capsys, "explain", str(1 + 2.0**-8 + 2.0**-40))
+    assert code == 0
+    assert out.startswith("bf16, rounded to nearest, ties to even\n")
+    assert "running value" not in out
+    assert "result        1.0078125 = 0 01111111 0000001" in out
+
+
 def test_explain_takes_exponents_and_other_operations(capsys):
     code, out, _ = run(
-        capsys, "explain", "-1e-3", "3", "--operation", "product", "--format", "fp16", "--json"
+        capsys, "explain", "-1e-3", "3", "--operation", "product", "--format", "fp16", "--json", "-"
     )
     found = json.loads(out)
     assert code == 0
@@ -243,13 +309,13 @@ def test_ls(capsys, what, names):
     for name in names:
         assert re.search(rf"^{re.escape(name)} ", out, re.MULTILINE), name
     assert max(map(cell_len, out.splitlines())) <= 100
-    rows = json.loads(run(capsys, "ls", what, "--json")[1])
+    rows = json.loads(run(capsys, "ls", what, "--json", "-")[1])
     first = next(iter(rows[0]))
     assert set(names) <= {row[first] for row in rows}
 
 
 def test_ls_everything(capsys):
-    code, out, _ = run(capsys, "ls", "--json")
+    code, out, _ = run(capsys, "ls", "--json", "-")
     assert code == 0
     assert set(json.loads(out)) == {"formats", "recipes", "targets", "probes", "claims", "presets"}
 
@@ -329,7 +395,7 @@ def test_claims(capsys, tmp_path):
     assert "✓ A13  reproduced" in out
     assert "✓ D3  reproduced" in out
     assert problems(page.read_text(encoding="utf-8")) == []
-    (found,) = json.loads(run(capsys, "claims", "A13", "--json")[1])
+    (found,) = json.loads(run(capsys, "claims", "A13", "--json", "-")[1])
     assert (found["id"], found["verdict"]) == ("A13", "reproduced")
 
 
@@ -342,7 +408,7 @@ def test_sweep(capsys, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert problems(text) == []
     assert text.count("<svg") == 2
-    found = json.loads(run(capsys, "sweep", "precision", *small, "--json")[1])
+    found = json.loads(run(capsys, "sweep", "precision", *small, "--json", "-")[1])
     assert found["setting"]["length"] == 64
 
 
@@ -357,8 +423,81 @@ def test_python_m_halfulp():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("small_plan")
+def test_targets_follow_shapes(capsys, kernels):
+    """Each --shapes takes one size, and a second one another."""
+    sizes = ["--shapes", "2,2,24,8", "--shapes", "2,4/2,24x40,8"]
+    code, out, err = run(capsys, "audit", *sizes, kernels("good"), "--json", "-")
+    assert (code, err) == (0, "")
+    (found,) = json.loads(out)
+    assert found["target"] == kernels("good")
+
+
+def pipeline(command):
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+
+
+SMALL = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from halfulp import cli
+from halfulp.audit import run
+from tests.test_cli import two_probes
+run.plan = two_probes
+run.fingerprint = lambda *_: None
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("good", 0), ("biased", 1)])
+def test_a_reader_that_stops_changes_neither_files_nor_exit_code(kernels, tmp_path, name, code):
+    program = tmp_path / "audit.py"
+    program.write_text(SMALL, encoding="utf-8")
+    page, saved = tmp_path / "a.html", tmp_path / "a.json"
+    done = pipeline(
+        f"{sys.executable} {program} audit {kernels(name)} --html {page} --json {saved} | head -n 1"
+    )
+    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stdout.count("\n") == 1
+    assert page.exists()
+    assert saved.exists()
+
+
+def test_a_full_device_is_one_line():
+    done = pipeline(f"{sys.executable} -m halfulp ls probes > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "halfulp: standard output: No space left on device\n"
+
+
+def test_a_file_that_cannot_be_written_is_one_line_and_the_other_is_written(
+    capsys, monkeypatch, tmp_path
+):
+    """The device is full when the work is done."""
+    from halfulp.runs import folder
+
+    whole = folder.write_text
+
+    def full(path, text):
+        if path.suffix == ".json":
+            raise OSError(28, "No space left on device", str(path))
+        return whole(path, text)
+
+    monkeypatch.setattr(folder, "write_text", full)
+    page = tmp_path / "a.html"
+    small = ["--length", "64", "--head-dim", "16", "--memory", "1024", "--seeds", "2"]
+    code, out, err = run(
+        capsys, "sweep", "precision", *small, "--json", tmp_path / "a.json", "--html", page
+    )
+    assert code == 2
+    assert err == f"halfulp: {tmp_path / 'a.json'}: No space left on device\n"
+    assert "bf16" in out
+    assert page.exists()
+
+
 def test_a_closed_pipe_is_no_error():
-    command = f"{sys.executable} -m halfulp ls probes --json | head -n 1"
+    command = f"{sys.executable} -m halfulp ls probes --json - | head -n 1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
     )

@@ -157,7 +157,7 @@ def test_a_run_says_where_it_is_and_repeats(capsys, tmp_path):
         16,
     )
     assert record["command"].startswith("halfulp train minutes --out ")
-    code, out, _ = run(capsys, "minutes", "--out", two, *TINY, "--json")
+    code, out, _ = run(capsys, "minutes", "--out", two, *TINY, "--json", "-")
     said = json.loads(out)
     assert (said["folder"], said["status"], said["step"], said["loss"]) == (
         str(two),
@@ -240,7 +240,7 @@ def test_tokens(capsys, tmp_path):
     assert cli.main(["tokens", str(tmp_path / "texts"), str(file)]) == 0
     said = f"4 tokens of 1 documents lie in {file}; 1 files that are no text were left out\n"
     assert capsys.readouterr().out == said
-    assert cli.main(["tokens", str(tmp_path / "texts"), str(file), "--json"]) == 0
+    assert cli.main(["tokens", str(tmp_path / "texts"), str(file), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 4
     assert cli.main(["tokens", str(tmp_path / "nothing"), str(file)]) == 2
     assert "nothing': holds no UTF-8 text" in capsys.readouterr().err

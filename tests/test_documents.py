@@ -7,7 +7,7 @@ import pytest
 
 import halfulp
 from halfulp.audit import Shape
-from halfulp.cli.dispatch import COMMANDS
+from halfulp.cli.entry import COMMANDS
 from halfulp.runs.threads import one_thread
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from halfulp.audit import Case, Shape
 from halfulp.audit import run as audit_run
 from halfulp.audit.inputs import read_captured
 from halfulp.experiments import demo
-from halfulp.experiments.audits import Auditors, Job, auditors, choose_targets, parse_shape
+from halfulp.experiments.audits import Auditors, Job, auditors, choose_targets
 from halfulp.experiments.demo_findings import audit_finding, failure_finding, grouped
 from halfulp.experiments.failure import FailureRun
 from halfulp.runs.folder import read_json
@@ -127,18 +127,6 @@ def test_targets_that_are_missing_have_a_reason():
     assert all(skipped.values())
     assert not set(chosen) & set(skipped)
     assert choose_targets(["sdpa:math", "flash_attn"])[0] == ["sdpa:math"]
-
-
-@pytest.mark.parametrize(
-    ("text", "shape"),
-    [
-        ("4,8,256,64", Shape(4, 8, 256, 256, 64)),
-        ("(1, 8/2, 100x300, 40)", Shape(1, 8, 100, 300, 40, 2)),
-        ("1,2/2,9,8", Shape(1, 2, 9, 9, 8)),
-    ],
-)
-def test_shapes_as_they_are_typed(text, shape):
-    assert parse_shape(text) == shape
 
 
 def test_the_machine_names_itself():
@@ -283,7 +271,7 @@ def test_a_machine_without_the_flash_kernel_says_so(capsys, tmp_path, monkeypatc
 
 @pytest.mark.usefixtures("tiny")
 def test_the_record_as_json(capsys, tmp_path):
-    code, said, _ = demo_in(capsys, tmp_path / "demo", "--seeds", "1", "--json")
+    code, said, _ = demo_in(capsys, tmp_path / "demo", "--seeds", "1", "--json", "-")
     assert code == 0
     assert json.loads(said)["status"] == "done"
 

@@ -225,7 +225,7 @@ def test_text_fits_a_terminal_and_json_is_plain(found: Explanation) -> None:
 @pytest.mark.parametrize(
     ("values", "fmt", "operation", "words"),
     [
-        ([1.0], BF16, "sum", "values of length 1"),
+        ([], BF16, "sum", "values of length 0"),
         ([1.0, 2.0, 3.0], BF16, "dot", "an even number"),
         ([1.0, math.inf], BF16, "sum", "finite numbers"),
         (["one", 2.0], BF16, "sum", "values='one'"),

@@ -129,7 +129,7 @@ def test_the_page_of_one_run_lies_in_its_folder_and_json_has_its_figures(folders
     assert cli.main(["report", str(folders[1])]) == 0
     assert (folders[1] / "report.html").exists()
     capsys.readouterr()
-    assert cli.main(["report", str(folders[1]), "--json"]) == 0
+    assert cli.main(["report", str(folders[1]), "--json", "-"]) == 0
     assert (
         figure(json.loads(capsys.readouterr().out), "Training loss")["series"][0]["label"] == "fp32"
     )

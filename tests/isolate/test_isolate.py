@@ -288,7 +288,7 @@ def test_the_command_prints_a_verdict_and_writes_a_page(halfulp: Run, tmp_path: 
     assert "The page lies in run-isolated/report.html" in text
     page = (tmp_path / "run-isolated" / "report.html").read_text(encoding="utf-8")
     assert "What makes this run fail" in page
-    code, out, _ = halfulp("isolate", "run", *options, "--json")
+    code, out, _ = halfulp("isolate", "run", *options, "--json", "-")
     assert json.loads(out)["exit_code"] == code
 
 

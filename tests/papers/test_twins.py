@@ -161,7 +161,7 @@ def test_the_command_compares(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [str(trained / "baseline-0"), str(trained / "flash-0")]
-    assert main(["compare", *runs, "--json"]) == 0
+    assert main(["compare", *runs, "--json", "-"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["drifts"][0]["steps"] == [3, 6]
     assert (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from halfulp.cli.shell import PROGRAM, print_json, typed_command
+from halfulp.cli.shell import PROGRAM, STDOUT, check_json, tell, typed_command, write_each
 
 
 def demo(
@@ -17,7 +17,7 @@ def demo(
     out: Path = Path("halfulp-demo"),
     seeds: int = 2,
     isolation_seeds: int = 1,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Run the main job, end to end on a CPU in about three minutes: halfulp demo --out DIR
 
@@ -29,17 +29,18 @@ def demo(
         out: Folder to write; a demo that is there already is replaced at the end.
         seeds: How many times each training of act 1 is repeated, each from other weights and data.
         isolation_seeds: The same for the trainings of act 2.
-        json: Print the run's record as JSON instead of what each act found.
+        json: File to write the run's record to; - prints it instead of what each act found.
     """
     from halfulp.experiments.demo import DemoConfig, run_demo
     from halfulp.report.terminal import print_act, progress_bar
     from halfulp.runs.folder import open_run, read_json
 
     config = DemoConfig(seeds=seeds, isolation_seeds=isolation_seeds)
+    check_json(json)
     folder = open_run(out)
 
     def told(act: dict[str, Any]) -> None:
-        if not json:
+        if json != STDOUT:
             print_act(act)
 
     try:
@@ -57,10 +58,11 @@ def demo(
         )
         return 130
     place = _finish(folder, out, told)
-    if json:
-        print_json(read_json(place / "run.json"))
-    else:
-        print(f"\nThe report lies in {place / 'report.html'}")
+    tell(
+        read_json(place / "run.json"),
+        json,
+        lambda: print(f"\nThe report lies in {place / 'report.html'}"),
+    )
     return 0
 
 
@@ -101,7 +103,7 @@ def sweep(
     seeds: int | None = None,
     inputs: Literal["uniform", "normal"] = "uniform",
     html: Path | None = None,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Measure how far flash attention deviates numerically (the micro-benchmark of Golden et al.,
     arXiv 2405.02803).
@@ -116,7 +118,7 @@ def sweep(
         seeds: How many random inputs; figures are the median over them with the range.
         inputs: Query, key and value uniform on [0, 1) or standard normal.
         html: File to write a page with the figures to.
-        json: Print JSON instead of tables.
+        json: File to write every figure to; - prints them instead of the tables.
     """
     from halfulp.experiments import sweep as sweeps
     from halfulp.report.pages import experiment_page
@@ -124,6 +126,7 @@ def sweep(
     from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)
+    check_json(json)
     small = what in ("block", "order")
     given = {
         "length": length,
@@ -142,13 +145,17 @@ def sweep(
     }
     with progress_bar(f"sweep {what}") as progress:
         plain = measures[what](setting, progress=progress).as_dict()
-    if json:
-        print_json(plain)
-    else:
+
+    def show() -> None:
         for table in plain["tables"]:
             print_table(table, console())
-    if html is not None:
-        write_text(html, experiment_page(f"Sweep over {what}", plain["figures"], plain["tables"]))
+
+    def page() -> None:
+        if html is not None:
+            title = f"Sweep over {what}"
+            write_text(html, experiment_page(title, plain["figures"], plain["tables"]))
+
+    write_each(lambda: tell(plain, json, show), page)
     return 0
 
 
@@ -159,7 +166,7 @@ def claims(
     all: bool = False,
     workers: int = 2,
     html: Path | None = None,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Measure the papers' claims and judge each by a stated rule: halfulp claims A13 D1
 
@@ -169,7 +176,7 @@ def claims(
             steps and sizes.
         workers: Processes of one thread each.
         html: File to write a page to.
-        json: Print JSON instead of text.
+        json: File to write the verdicts to; - prints them as JSON instead of text.
     """
     from halfulp.papers.claim import FULL_SEEDS, FULL_STEPS, Lab
     from halfulp.papers.ledger import run_claims, selected
@@ -178,16 +185,15 @@ def claims(
     from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)
+    check_json(json)
     chosen = [claim.id for claim in selected(ids)] if ids else None
     with progress_bar("claims") as progress:
         lab = Lab(workers, FULL_SEEDS, FULL_STEPS, full=True) if all else Lab(workers)
         plain = [verdict.as_dict() for verdict in run_claims(chosen, progress, lab=lab)]
-    if json:
-        print_json(plain)
-    else:
-        print_ledger(plain, console())
-    if html is not None:
-        write_text(html, ledger_page(plain, typed_command()))
+    write_each(
+        lambda: tell(plain, json, lambda: print_ledger(plain, console())),
+        lambda: None if html is None else write_text(html, ledger_page(plain, typed_command())),
+    )
     return 0
 
 
@@ -198,27 +204,27 @@ def explain(
     format: str = "bf16",
     operation: Literal["sum", "product", "dot"] = "sum",
     accumulate: str | None = None,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Show one rounding bit by bit: halfulp explain -- -2.4071154594421387 -2.296875 --format bf16
 
     Args:
-        values: Two or more decimal numbers, read as float64; for dot, the left vector and then the
-            right one.
+        values: Decimal numbers, read as float64; for dot, the left vector and then the right one.
+            One number alone is rounded as it is.
         format: Number format of the result (`halfulp ls formats`; eXmY for X exponent and Y
             mantissa bits).
         operation: What is computed of the values.
         accumulate: Number format of the running value; fp32, or that of the result where it is
             wider.
-        json: Print JSON instead of text.
+        json: File to write every step to; - prints them as JSON instead of text.
     """
     from halfulp.experiments.explain import explain as explained
     from halfulp.formats import parse_format
-    from halfulp.runs.folder import json_text
 
+    check_json(json)
     running = None if accumulate is None else parse_format(accumulate)
     result = explained(values, parse_format(format), operation, accumulate=running)  # type: ignore[arg-type]
-    print(json_text(result.as_dict()) + "\n" if json else result.text(), end="")
+    tell(result.as_dict(), json, lambda: print(result.text(), end=""))
     return 0
 
 
@@ -226,29 +232,31 @@ def ls(
     what: Literal["all", "formats", "recipes", "targets", "probes", "claims", "presets"] = "all",
     /,
     *,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """List what there is: number formats, recipes, attention kernels to audit, probe inputs,
     claims, training presets.
 
     Args:
         what: Which list: formats, recipes, targets, probes, claims, presets, or all.
-        json: Print JSON instead of tables.
+        json: File to write the lists to; - prints them as JSON instead of tables.
     """
     from halfulp.cli.listing import LISTS
     from halfulp.report.terminal import console, print_table
 
+    check_json(json)
     tables = {name: LISTS[name]().as_dict() for name in (LISTS if what == "all" else (what,))}
-    if json:
-        rows = {
-            name: [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]]
-            for name, t in tables.items()
-        }
-        print_json(rows if what == "all" else rows[what])
-        return 0
-    to = console()
-    for i, table in enumerate(tables.values()):
-        if i:
-            to.print()
-        print_table(table, to)
+    rows = {
+        name: [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]]
+        for name, t in tables.items()
+    }
+
+    def show() -> None:
+        to = console()
+        for i, table in enumerate(tables.values()):
+            if i:
+                to.print()
+            print_table(table, to)
+
+    tell(rows if what == "all" else rows[what], json, show)
     return 0

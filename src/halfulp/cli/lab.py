@@ -1,4 +1,4 @@
-"""The commands of the training lab; `COMMANDS` in `halfulp.cli.dispatch` names them."""
+"""The commands of the training lab; `COMMANDS` in `halfulp.cli.entry` names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp import __version__
-from halfulp.cli.shell import PROGRAM, print_json, typed_command
+from halfulp.cli.shell import PROGRAM, check_json, tell, typed_command, write_each
 
 if TYPE_CHECKING:
     from halfulp.isolate.rule import Rule
@@ -34,7 +34,7 @@ def train(
     parallel: Literal["none", "ddp", "fsdp"] = "none",
     tensorboard: bool = False,
     wandb: str | None = None,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Train a model into a run folder: halfulp train minutes --out DIR; go on with one: halfulp
     train --resume DIR
@@ -64,8 +64,9 @@ def train(
             fsdp shards it.
         tensorboard: Write what is measured for TensorBoard too, to DIR/tensorboard.
         wandb: Send it to this project of Weights & Biases too.
-        json: Print what became of the run as JSON.
+        json: File to write what became of the run to; - prints it as JSON instead of text.
     """
+    check_json(json)
     asked: dict[str, Any] = {
         "preset": preset,
         "out": out,
@@ -90,7 +91,7 @@ def tokens(
     /,
     *,
     tokenizer: Literal["bytes", "gpt2"] = "bytes",
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Make a token file of all text below a folder, to train on: halfulp tokens DIR corpus.npy
     --tokenizer gpt2
@@ -100,23 +101,17 @@ def tokens(
         file: Token file to write, a name that ends in .npy; FILE.json beside it says what it holds.
         tokenizer: bytes (256 tokens), or gpt2 (50,257 tokens; needs the extra `tokens`, no
             network).
-        json: Print what the file holds as JSON.
+        json: File to write what the file holds to; - prints it as JSON instead of text.
     """
     from halfulp.training.tokens import read_tokens, write_tokens
 
+    check_json(json)
     _, about = read_tokens(write_tokens(folder, file, tokenizer))
-    if json:
-        print_json(about)
-    else:
-        left_out = (
-            f"; {about['left_out']} files that are no text were left out"
-            if about["left_out"]
-            else ""
-        )
-        print(
-            f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in"
-            f" {file}{left_out}"
-        )
+    left_out = about["left_out"]
+    said = f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in {file}"
+    if left_out:
+        said += f"; {left_out} files that are no text were left out"
+    tell(about, json, lambda: print(said))
     return 0
 
 
@@ -126,7 +121,7 @@ def compare(
     *,
     baseline: Path | None = None,
     html: Path | None = None,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Compare the weights of twin runs over all checkpoints in common: halfulp compare RUN RUN
 
@@ -139,7 +134,7 @@ def compare(
             keep=none); the first is the baseline, unless another is named.
         baseline: Folder that the runs are compared with.
         html: File to write a page to, with pictures that text-to-image runs draw.
-        json: Print JSON instead of tables.
+        json: File to write every figure to; - prints them instead of the tables.
     """
     from halfulp.experiments.compare import compare_runs
     from halfulp.experiments.drawing import sheets_of
@@ -148,16 +143,20 @@ def compare(
     from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)
+    check_json(json)
     with progress_bar("compare") as progress:
         plain = compare_runs(runs, baseline, command=typed_command(), progress=progress).as_dict()
-    if json:
-        print_json(plain)
-    else:
+
+    def show() -> None:
         for table in plain["tables"]:
             print_table(table, console())
-    if html is not None:
-        pictures = sheets_of([*runs] if baseline is None else [baseline, *runs])
-        write_text(html, compare_page(plain, pictures))
+
+    def page() -> None:
+        if html is not None:
+            pictures = sheets_of([*runs] if baseline is None else [baseline, *runs])
+            write_text(html, compare_page(plain, pictures))
+
+    write_each(lambda: tell(plain, json, show), page)
     return 0
 
 
@@ -176,7 +175,7 @@ def isolate(
     loss_factor: float | None = None,
     patience: int | None = None,
     html: Path | None = None,
-    json: bool = False,
+    json: Path | None = None,
 ) -> int:
     """Find what makes a run fail, by training it again with one thing changed at a time: halfulp
     isolate RUN
@@ -201,7 +200,7 @@ def isolate(
             else 1.2.
         patience: Steps over which losses are medians; by default a tenth of the run.
         html: File to write the page to instead.
-        json: Print JSON instead of tables.
+        json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.isolate.run import isolate as isolated
     from halfulp.report.terminal import progress_bar
@@ -209,6 +208,7 @@ def isolate(
     from halfulp.runs.parallel import WorkerKilledError
 
     check_file("html", html)
+    check_json(json)
     chosen, first, rule = _isolated_run(run, loss_factor, patience)
     folder = Path(f"{run.name}-isolated") if out is None else out
     options: dict[str, Any] = {
@@ -234,18 +234,20 @@ def isolate(
     return found.exit_code
 
 
-def _show_isolation(plain: dict[str, Any], page: Path, json: bool) -> None:
+def _show_isolation(plain: dict[str, Any], page: Path, json: Path | None) -> None:
     """Print it and write its page."""
     from halfulp.report.isolation_page import isolation_page, print_isolation
     from halfulp.report.terminal import console
     from halfulp.runs.folder import write_text
 
-    write_text(page, isolation_page(plain, meta=f"halfulp {__version__}"))
-    if json:
-        print_json(plain)
-        return
-    print_isolation(plain, console())
-    print(f"The page lies in {page}")
+    def show() -> None:
+        print_isolation(plain, console())
+        print(f"The page lies in {page}")
+
+    write_each(
+        lambda: write_text(page, isolation_page(plain, meta=f"halfulp {__version__}")),
+        lambda: tell(plain, json, show),
+    )
 
 
 def _isolated_run(
@@ -341,28 +343,29 @@ def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | No
     return sinks
 
 
-def _tell(run: TrainedRun, folder: Path, json: bool) -> None:
+def _tell(run: TrainedRun, folder: Path, json: Path | None) -> None:
     """How it ended, where it lies, what alarms, and how to go on."""
     from halfulp.watch.alarms import alarms
 
     last = run.metrics[-1] if run.metrics else {"step": 0, "loss": None}
-    if json:
-        whole = {
-            "folder": str(folder),
-            "status": run.status,
-            "reason": run.reason,
-            "steps": run.config.steps,
-        }
-        print_json(whole | last)
-        return
-    loss = "none yet" if last["loss"] is None else f"{last['loss']:.6g}"
-    why = f" ({run.reason})" if run.reason else ""
-    print(
-        f"{run.config.preset or 'train'}, {run.config.attention}, seed {run.config.seed}:"
-        f" {run.status}{why}"
-    )
-    print(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
-    for alarm in alarms(run.measures):
-        print(f"alarm: {alarm}")
-    if run.status == "interrupted":
-        print(f"go on with: {PROGRAM} train --resume {folder}")
+    whole = {
+        "folder": str(folder),
+        "status": run.status,
+        "reason": run.reason,
+        "steps": run.config.steps,
+    }
+
+    def show() -> None:
+        loss = "none yet" if last["loss"] is None else f"{last['loss']:.6g}"
+        why = f" ({run.reason})" if run.reason else ""
+        print(
+            f"{run.config.preset or 'train'}, {run.config.attention}, seed {run.config.seed}:"
+            f" {run.status}{why}"
+        )
+        print(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
+        for alarm in alarms(run.measures):
+            print(f"alarm: {alarm}")
+        if run.status == "interrupted":
+            print(f"go on with: {PROGRAM} train --resume {folder}")
+
+    tell(whole | last, json, show)

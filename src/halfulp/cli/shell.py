@@ -1,17 +1,21 @@
-"""What all commands share: the program's name, the line that was typed, and JSON on standard
-output.
+"""What all commands share: the program's name, the line that was typed, JSON for programs, and an
+output that nobody has to read to its end.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 PROGRAM = "halfulp"
 STDOUT = Path("-")
 typed: list[str] = []
-"""The arguments of the command that runs, as typed; `halfulp.cli.dispatch` sets them."""
+"""The arguments of the command that runs, as typed; `halfulp.cli.entry` sets them."""
 
 
 def typed_command() -> str:
@@ -19,8 +23,81 @@ def typed_command() -> str:
     return shlex.join([PROGRAM, *typed])
 
 
-def print_json(plain: Any) -> None:
-    """Print plain data as JSON."""
-    from halfulp.runs.folder import json_text
+def check_json(file: Path | None) -> None:
+    """Raise ValueError, before the work, for a --json that could not be written after it."""
+    from halfulp.runs.folder import check_file
 
-    print(json_text(plain))
+    check_file("json", None if file == STDOUT else file)
+
+
+def tell(plain: Any, json: Path | None, show: Callable[[], object]) -> None:
+    """Show the result, and write it to `json` too; with - it is printed as JSON instead."""
+    from halfulp.runs.folder import json_text, write_json
+
+    if json == STDOUT:
+        print(json_text(plain))
+        return
+    show()
+    if json is not None:
+        write_json(json, plain)
+
+
+def write_each(*writes: Callable[[], object]) -> None:
+    """Write every file, also where another one cannot be written; then raise the first error."""
+    errors = []
+    for write in writes:
+        try:
+            write()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class _Outlet:
+    """Standard output for as long as it can be written. After that the command goes on, to its
+    files and its exit code, and what it prints goes nowhere.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        with self._going_on():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._going_on():
+            self._stream.flush()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):  # a reader such as head has seen enough
+                self.failure = OSError(error.errno, error.strerror, "standard output")
+            # else the interpreter tries once more at its end, and exits with 120
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def patient_output() -> Iterator[None]:
+    """Let the block print where nobody reads to the end; raises OSError at its end where standard
+    output could not be written for another reason, such as a full device.
+    """
+    outlet = _Outlet(sys.stdout)
+    try:
+        with redirect_stdout(cast(TextIO, outlet)):
+            yield
+    finally:
+        outlet.flush()
+    if outlet.failure is not None:
+        raise outlet.failure

@@ -82,30 +82,6 @@ def choose_targets(wanted: Sequence[str] | None = None) -> tuple[list[str], dict
     return chosen, skipped
 
 
-def parse_shape(text: str) -> Shape:
-    """Return the size "B,H,N,D", where H may be "H/K" for K key heads and N may be "NxM" for M
-    keys.
-
-    Raises:
-        ValueError: it is written differently, a number is not positive, or K does not divide H.
-    """
-    match = re.fullmatch(
-        r"(\d+),(\d+)(?:/(\d+))?,(\d+)(?:x(\d+))?,(\d+)", re.sub(r"[ ()]", "", text)
-    )
-    if match is None or any(part is not None and int(part) < 1 for part in match.groups()):
-        accepted = (
-            "B,H,N,D in positive integers, such as 4,4,256,64; H/K for K key heads, NxM for M keys"
-        )
-        raise ValueError(f"shapes={text!r}: accepted is {accepted}")
-    batch, heads, queries, dim = (int(match[i]) for i in (1, 2, 4, 6))
-    key_heads, keys = int(match[3] or heads), int(match[5] or queries)
-    if heads % key_heads:
-        raise ValueError(
-            f"shapes={text!r}: accepted are key heads that divide the {heads} query heads"
-        )
-    return Shape(batch, heads, queries, keys, dim, None if key_heads == heads else key_heads)
-
-
 def audit_each(
     targets: Sequence[Target],
     options: Mapping[str, Any],

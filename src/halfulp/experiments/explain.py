@@ -119,13 +119,14 @@ def explain(
     """Return what `operation` on `values` gives in `fmt`, rounding by rounding.
 
     Args:
-        values: two or more finite numbers, or their decimal text (read as float64). For "dot", the
-            left vector followed by the right one, so an even number of them. They are taken as they
-            are and not rounded to `fmt` first.
+        values: finite numbers, or their decimal text (read as float64). For "dot", the left vector
+            followed by the right one, so an even number of them. They are taken as they are and not
+            rounded to `fmt` first.
         fmt: the format of the result; its own rounding and overflow policy decide.
         operation: "sum" x1 + x2 + …, "product" x1 · x2 · …, or "dot" x1·y1 + x2·y2 + … with exact
             products.
-        accumulate: the format of the running value; float32, or `fmt` where that is wider.
+        accumulate: the format of the running value; float32, or `fmt` where that is wider, or
+            float64 for one number alone, which is then rounded once.
 
     Raises:
         ValueError: a value is not finite, there are too few or an odd number of them for "dot", the
@@ -134,15 +135,17 @@ def explain(
     if operation not in get_args(Operation):
         raise ValueError(f"operation={operation!r}: accepted are {', '.join(get_args(Operation))}")
     _check_format("fmt", fmt)
+    if accumulate is None and len(values) == 1:
+        accumulate = FP64
     if accumulate is None:
         accumulate = fmt if fmt.mantissa_bits > FP32.mantissa_bits else FP32
     _check_format("accumulate", accumulate)
     numbers = [_number(value) for value in values]
-    if len(numbers) < 2 or (operation == "dot" and len(numbers) % 2):
+    if not numbers or (operation == "dot" and len(numbers) % 2):
         need = (
             "an even number, left vector then right vector"
             if operation == "dot"
-            else "at least two"
+            else "at least one"
         )
         raise ValueError(f"values of length {len(numbers)}: accepted for {operation!r} is {need}")
     terms = _terms(numbers, operation)

@@ -30,9 +30,14 @@ def render(explanation: Explanation) -> str:
     title = (
         f"{_OPERATION_TITLES[explanation.operation]} in {explanation.format}, rounded {direction}"
     )
-    lines = [f"{title}; running value in {explanation.accumulate}", "", *_operands(explanation), ""]
+    if len(explanation.operands) == 1:
+        title = f"{explanation.format}, rounded {direction}"
+    else:
+        title += f"; running value in {explanation.accumulate}"
+    lines = [title, "", *_operands(explanation), ""]
     lines += [*_line("exact", decimal_text(explanation.exact)), ""]
-    lines += _running(explanation)
+    if len(explanation.operands) > 1:
+        lines += _running(explanation)
     lines += _full(explanation.final)
     if explanation.steps_matter:
         lines += _line(

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp import __version__
-from halfulp.cli.shell import PROGRAM, STDOUT, print_json, typed_command
+from halfulp.cli.shapes import parse_sizes
+from halfulp.cli.shell import PROGRAM, STDOUT, check_json, tell, typed_command, write_each
 
 if TYPE_CHECKING:
+    from halfulp.audit import Shape
     from halfulp.targets import Target
 
 
@@ -20,7 +22,6 @@ def audit(
     *,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     shapes: tuple[str, ...] = (),
-    quick: bool = False,
     full: bool = False,
     captured: tuple[Path, ...] = (),
     seed: int = 0,
@@ -41,12 +42,12 @@ def audit(
             D] tensors.
         dtype: Of query, key, value and their gradients. In float32, where sound kernels differ by
             the order of sums, only errors 32 times the stock recipe's count.
-        shapes: Sizes instead of the built-in ones, each B,H,N,D in elements; H/K is H query heads
-            on K key heads.
-        quick: Every probe at one size: under a minute a target on two cores. This is the default.
-        full: Several sizes and seeds, up to 8192 tokens: under ten minutes a target on two cores.
-        captured: Files of real activations (safetensors with query, key, value, grad_out) to audit
-            on as well.
+        shapes: Size instead of the built-in ones, B,H,N,D in elements, and again for another; H/K
+            is H query heads on K key heads, NxM is N queries on M keys.
+        full: Several sizes and seeds, up to 8192 tokens: under ten minutes a target on two cores
+            instead of one.
+        captured: File of real activations (safetensors with query, key, value, grad_out) to audit
+            on as well, and again for another.
         seed: Of the probe inputs.
         device: Where the targets run, such as cpu or cuda; what they are held against is computed
             on the CPU.
@@ -54,7 +55,6 @@ def audit(
         html: File to write a page to.
         repro: Folder to write a program to for every defect: the smallest input that shows it.
     """
-    from halfulp.experiments.audits import parse_shape
     from halfulp.runs.folder import check_file, check_folder
     from halfulp.targets import resolve
 
@@ -63,10 +63,8 @@ def audit(
             "targets: none given; accepted are names of `halfulp ls targets` or"
             " path/file.py:function"
         )
-    if quick and full:
-        raise ValueError("quick and full are both given; accepted is one of them")
-    sizes = [parse_shape(text) for text in shapes]
-    check_file("json", None if json == STDOUT else json)
+    sizes = [_shape(text) for text in shapes]
+    check_json(json)
     check_file("html", html)
     check_folder("repro", repro)
     # every one, before any work is done
@@ -101,6 +99,7 @@ def _audit(
     from halfulp.report.terminal import console, progress_bar
 
     to, plain, code = console(), [], 0
+    failure: OSError | None = None
     try:
         for report, script in audit_each(chosen, options, repro, progress_bar):
             plain.append(report.as_dict())
@@ -113,22 +112,34 @@ def _audit(
             f"{PROGRAM}: interrupted after {len(plain)} of {len(chosen)} targets", file=sys.stderr
         )
         code = 130
-    if json == STDOUT:
-        print_json(plain)
-    elif len(plain) > 1:
-        print_summary(plain, to)
-    if plain:
-        _write_audits(plain, None if json == STDOUT else json, html)
+    except OSError as error:  # a program that shows a defect could not be written
+        failure = error
+    write_each(
+        lambda: tell(plain, json, lambda: print_summary(plain, to) if len(plain) > 1 else None),
+        lambda: _write_page(plain, html),
+    )
+    if failure is not None:
+        raise failure
     return code
 
 
-def _write_audits(plain: Sequence[dict[str, Any]], json: Path | None, html: Path | None) -> None:
+def _write_page(plain: Sequence[dict[str, Any]], html: Path | None) -> None:
     from halfulp.report.audit_page import audit_page
-    from halfulp.runs.folder import write_json, write_text
+    from halfulp.runs.folder import write_text
 
-    if json is not None:
-        write_json(json, plain)
-    if html is not None:
+    if html is not None and plain:
         versions = ", ".join(f"{name} {version}" for name, version in plain[0]["versions"].items())
         command = typed_command()
         write_text(html, audit_page(plain, command, meta=f"halfulp {__version__}, {versions}"))
+
+
+def _shape(text: str) -> Shape:
+    from halfulp.audit import Shape
+
+    sizes = parse_sizes(text)
+    if sizes.causal:
+        raise ValueError(
+            f"shapes={text!r}: accepted without ,causal; an audit calls with a mask and without"
+        )
+    key_heads = None if sizes.key_heads == sizes.heads else sizes.key_heads
+    return Shape(sizes.batch, sizes.heads, sizes.n_query, sizes.n_key, sizes.head_dim, key_heads)

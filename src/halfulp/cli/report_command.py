@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from halfulp import __version__
-from halfulp.cli.shell import print_json, typed_command
+from halfulp.cli.shell import STDOUT, check_json, tell, typed_command
 
 _FOLDERS = "folders of halfulp train, halfulp.watch, halfulp isolate or halfulp demo"
 
 
-def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = False) -> int:
+def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: Path | None = None) -> int:
     """Make one HTML page of run folders, pictures inline: halfulp report RUN RUN --html FILE
 
     Training runs come on the same axes, also while they train; a demo or an isolation has its own
@@ -20,7 +20,8 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
     Args:
         runs: Folders of `halfulp train`, `halfulp.watch`, `halfulp isolate` or `halfulp demo`.
         html: File to write; report.html in the folder of a single run by default.
-        json: Print what the page shows of training runs as JSON instead.
+        json: File to write what the page shows of training runs to; - prints it, and writes no
+            page unless --html asks for one.
     """
     from halfulp.report.run_page import run_page
     from halfulp.runs.folder import check_file, write_text
@@ -30,15 +31,14 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
             "runs: none given; accepted are folders of halfulp train, halfulp.watch, halfulp"
             " isolate or demo"
         )
-    if html is None and len(runs) > 1 and not json:
+    aside = html is None and json == STDOUT  # the figures alone were asked for
+    if html is None and len(runs) > 1 and not aside:
         raise ValueError("html is missing; accepted is a file for the page of several runs")
     kinds = {path: _kind(path) for path in dict.fromkeys(runs)}
     target = runs[0] / "report.html" if html is None else html
-    check_file("html", None if json else target)
-    trained = [path for path, kind in kinds.items() if kind == "train"]
-    if json:
-        print_json(_trained(trained)[0])
-        return 0
+    check_file("html", None if aside else target)
+    check_json(json)
+    seen, curves = _trained([path for path, kind in kinds.items() if kind == "train"])
     sections: list[dict[str, Any]] = []
     for path, kind in kinds.items():
         if kind == "demo":
@@ -47,18 +47,11 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: bool = 
             sections += _isolation(path)
         elif kind == "watch":
             sections += _watched(path)
-    if trained:
-        sections += _trained(trained)[1]
-    write_text(
-        target,
-        run_page(
-            sections,
-            [path.resolve().name for path in kinds],
-            typed_command(),
-            f"halfulp {__version__}",
-        ),
-    )
-    print(f"The page lies in {target}")
+    if not aside:
+        titles = [path.resolve().name for path in kinds]
+        meta = f"halfulp {__version__}"
+        write_text(target, run_page(sections + curves, titles, typed_command(), meta))
+    tell(seen, json, lambda: print(f"The page lies in {target}"))
     return 0
 
 

@@ -12,20 +12,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfulp import __version__
-from halfulp.cli.audits import audit
-from halfulp.cli.bench import bench
+from halfulp.cli.audit_command import audit
+from halfulp.cli.bench_command import bench
+from halfulp.cli.doctor import doctor, version_text
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
 from halfulp.cli.lab import compare, isolate, tokens, train
-from halfulp.cli.pages import report
-from halfulp.cli.shell import PROGRAM, typed
+from halfulp.cli.report_command import report
+from halfulp.cli.shell import PROGRAM, patient_output, typed
+from halfulp.cli.usage import unknown, usage_line
 from halfulp.runs.parallel import WorkerKilledError
 
 LAB = ("tyro", "rich", "matplotlib", "jinja2", "cattrs", "joblib", "scipy")
@@ -47,6 +47,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "explain": explain,
     "bench": bench,
     "ls": ls,
+    "doctor": doctor,
 }
 
 
@@ -56,19 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks δ shows a ? for it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    if arguments in (["--version"], ["-V"]):
-        print(f"{PROGRAM} {__version__}")
-        return 0
     try:
-        return _dispatch(arguments)
+        with patient_output():
+            if arguments in (["--version"], ["-V"]):
+                print(version_text())
+                return 0
+            return _dispatch(arguments)
     except (ValueError, WorkerKilledError) as error:
         return _complain(str(error))
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         return _fail(error)
 
@@ -79,9 +78,9 @@ def _dispatch(arguments: list[str]) -> int:
             f"the command line needs {', '.join(lacking)}, not installed here: pip install"
             " 'halfulp[lab]'"
         )
+    if complaint := unknown(arguments, COMMANDS):
+        return _complain(complaint)
     import tyro
-
-    from halfulp.report.usage import usage_line
 
     typed[:] = arguments
     if arguments[:1] == ["explain"] and "--" in arguments:  # options may follow the numbers
@@ -94,7 +93,7 @@ def _dispatch(arguments: list[str]) -> int:
                 prog=PROGRAM,
                 description=(
                     "Finds, explains and fixes the rounding errors that break low-precision"
-                    " training. halfulp --version prints the version."
+                    " training. halfulp --version prints the versions that a bug report needs."
                 ),
                 args=arguments or ["--help"],
                 config=(
@@ -105,7 +104,7 @@ def _dispatch(arguments: list[str]) -> int:
                 ),
             )
     except SystemExit as stop:
-        return 0 if not stop.code else _complain(usage_line(said.getvalue(), COMMANDS))
+        return 0 if not stop.code else _complain(usage_line(said.getvalue()))
     return int(call())
 
 
@@ -127,6 +126,8 @@ def _fail(error: BaseException) -> int:
         trace = trace.tb_next
     expected = isinstance(error, (OSError, MemoryError))
     said = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        said = f"{error.filename}: {error.strerror}"
     print(f"{PROGRAM}: {said}{'' if expected else where}", file=sys.stderr)
     return FAILED
 

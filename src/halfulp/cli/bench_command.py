@@ -7,12 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfulp.cli.shell import print_json, typed_command
+from halfulp.cli.shapes import parse_sizes
+from halfulp.cli.shell import check_json, tell, typed_command, write_each
 
 if TYPE_CHECKING:
     from halfulp.experiments.bench import Setting
-
-STDOUT = Path("-")
 
 
 def bench(
@@ -39,8 +38,8 @@ def bench(
         kernels: Names of `halfulp ls targets`, file.py:function, or module:function; every kernel
             that runs here, but emulations, by default. sdpa is the baseline and always takes
             part.
-        shapes: B,H,N,D in elements, with ",causal" where wanted; three sizes, causal and not, by
-            default.
+        shapes: Size, B,H,N,D in elements, with ",causal" where wanted, and again for another; three
+            sizes, causal and not, by default.
         dtype: Of query, key, value and their gradients.
         rounds: Timed rounds, at least 6.
         threads: Of torch; its own number by default.
@@ -55,7 +54,7 @@ def bench(
     from halfulp.runs.folder import check_file
 
     sizes = [_setting(text) for text in shapes]
-    check_file("json", None if json == STDOUT else json)
+    check_json(json)
     check_file("svg", svg)
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: accepted is an integer of at least 1")
@@ -77,29 +76,28 @@ def _show(plain: dict[str, Any], json: Path | None, svg: Path | None) -> None:
     """Print and write what was measured."""
     from halfulp.report.figures import draw_panels
     from halfulp.report.terminal import console, print_table
-    from halfulp.runs.folder import write_json, write_text
+    from halfulp.runs.folder import write_text
 
-    if json == STDOUT:
-        print_json(plain)
-    else:
+    def show() -> None:
         *others, last = plain["tables"]
         for table in [*({**table, "caption": None} for table in others), last]:
             print_table(table, console())
         for name, reason in plain["skipped"].items():
             console().print(f"{name}: not timed, {reason}", style="dim", highlight=False)
-    if json is not None and json != STDOUT:
-        write_json(json, plain)
-    if svg is not None:
-        write_text(svg, draw_panels(plain["figures"]))
+
+    def draw() -> None:
+        if svg is not None:
+            write_text(svg, draw_panels(plain["figures"]))
+
+    write_each(lambda: tell(plain, json, show), draw)
 
 
 def _setting(text: str) -> Setting:
     from halfulp.experiments.bench import Setting
 
-    *numbers, last = [part.strip() for part in text.split(",")]
-    causal = last == "causal"
-    sizes = numbers if causal else [*numbers, last]
-    if len(sizes) != 4 or not all(size.isdigit() and int(size) > 0 for size in sizes):
-        raise ValueError(f"shape={text!r}: accepted is B,H,N,D or B,H,N,D,causal")
-    b, h, n, d = map(int, sizes)
-    return Setting((b, h, n, d), causal)
+    sizes = parse_sizes(text)
+    if sizes.heads != sizes.key_heads or sizes.n_query != sizes.n_key:
+        raise ValueError(
+            f"shapes={text!r}: accepted by bench is one number of heads and one of tokens"
+        )
+    return Setting((sizes.batch, sizes.heads, sizes.n_query, sizes.head_dim), sizes.causal)
