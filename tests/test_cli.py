@@ -467,7 +467,7 @@ def test_a_reader_that_stops_changes_neither_files_nor_exit_code(kernels, tmp_pa
 
 def test_a_full_device_is_one_line():
     done = pipeline(f"{sys.executable} -m halfulp ls probes > /dev/full")
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert done.stderr == "halfulp: standard output: No space left on device\n"
 
 
@@ -490,7 +490,7 @@ def test_a_file_that_cannot_be_written_is_one_line_and_the_other_is_written(
     code, out, err = run(
         capsys, "sweep", "precision", *small, "--json", tmp_path / "a.json", "--html", page
     )
-    assert code == 2
+    assert code == 3
     assert err == f"halfulp: {tmp_path / 'a.json'}: No space left on device\n"
     assert "bf16" in out
     assert page.exists()
