@@ -148,7 +148,7 @@ class AuditReport:
             "growth": {SHORT[k]: v for k, v in self.growth.items()},
             "drift": self.drift,
             "tests": self.tests,
-            "limits": {"stock": limits.stock, "floor": limits.floor},
+            "bounds": {"stock": limits.stock, "floor": limits.floor},
             "family_level": self.family_level,
             "smallest": smallest,
             "script": self.script,
