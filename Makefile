@@ -1,6 +1,7 @@
 # `make demo` runs the main job, `make test` every check. Both set up $(VENV) first, once: a stamp in it says that the
 # set-up is as new as the files it was made from. A fresh machine needs Python 3.11+ and make;
-# with a C++ compiler the emulator and attention on CPU run in the native library.
+# with a C++ compiler the emulator and attention on CPU run in the native library, and with Chromium
+# (apt-get install chromium) the tests look at the pages in it.
 
 PYTHON  ?= python3
 VENV    ?= .venv

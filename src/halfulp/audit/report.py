@@ -128,7 +128,7 @@ class AuditReport:
             }
             for r in self.relations
         ]
-        limits = LIMITS[self.dtype]
+        bounds = LIMITS[self.dtype]
         plain = {
             "target": self.target,
             "dtype": self.dtype,
@@ -148,7 +148,7 @@ class AuditReport:
             "growth": {SHORT[k]: v for k, v in self.growth.items()},
             "drift": self.drift,
             "tests": self.tests,
-            "bounds": {"stock": limits.stock, "floor": limits.floor},
+            "bounds": {"stock": bounds.stock, "floor": bounds.floor},
             "family_level": self.family_level,
             "smallest": smallest,
             "script": self.script,

@@ -1,5 +1,5 @@
 """An audit as a picture: the worst error on every probe input, over the stock recipe's and over the
-floor's, beside the limits that the verdict goes by.
+floor's, beside the bounds that the verdict goes by.
 
 A dot's shape is the verdict on its probe, so that one sees which inputs make the verdict and by how
 much; the line to its left ends at what the error is at least.
@@ -26,15 +26,15 @@ def draw_audit(figure: Mapping[str, Any]) -> str:
     """Return the inline SVG of an audit's errors.
 
     Args:
-        figure: {"kind": "audit", "title", "rows", "limits", "caption", "command"}; a row is
+        figure: {"kind": "audit", "title", "rows", "bounds", "caption", "command"}; a row is
             {"probe", "grade", "figure", "times_stock", "stock_at_least", "times_floor",
-            "floor_at_least"}, None where a number is missing; limits are {"stock", "floor"}, or
+            "floor_at_least"}, None where a number is missing; bounds are {"stock", "floor"}, or
             None where the file does not say them.
 
     Raises:
         ValueError: there are no rows.
     """
-    rows, limits = figure["rows"], figure["limits"] or {}
+    rows, bounds = figure["rows"], figure["bounds"] or {}
     if not rows:
         raise ValueError(f"rows of {figure['title']!r}: accepted is at least one probe")
     import matplotlib
@@ -51,10 +51,10 @@ def draw_audit(figure: Mapping[str, Any]) -> str:
             left = _LEFT + i * (wide + _GAP)
             axes = canvas.add_axes((left, _FOOT / total, wide, 1 - (_HEAD + _FOOT) / total))
             known = [row[key] for row in rows if row[key] is not None and 0 < row[key] < math.inf]
-            top = max([3.0, 1.3 * limits.get(against, 1.0), *known])
+            top = max([3.0, 1.3 * bounds.get(against, 1.0), *known])
             _scale(axes, min([0.7, *known]) / 1.25, 1.6 * top)
             _draw_rows(axes, [(row["grade"], row[key], row[lower]) for row in rows], at, 1.3 * top)
-            _limit(axes, limits.get(against), against)
+            _bound(axes, bounds.get(against), against)
             axes.set_ylim(sum(lines) - 0.4, -0.6)
             axes.set_yticks(at, names if i == 0 else [""] * len(at))
             axes.tick_params(axis="y", labelsize=8.5)
@@ -107,15 +107,15 @@ def _scale(axes: Any, low: float, high: float) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _limit(axes: Any, limit: float | None, against: str) -> None:
-    if limit is not None:
-        axes.axvspan(axes.get_xlim()[0], limit, color="#009E73", alpha=0.1, linewidth=0, zorder=0)
-        axes.axvline(limit, color=INK, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
+def _bound(axes: Any, bound: float | None, against: str) -> None:
+    if bound is not None:
+        axes.axvspan(axes.get_xlim()[0], bound, color="#009E73", alpha=0.1, linewidth=0, zorder=0)
+        axes.axvline(bound, color=INK, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
     place = {"transform": axes.transAxes, "va": "bottom"}
     axes.text(0, 1 + 0.2 / _height(axes), f"× {against}", fontsize=9.5, fontweight="bold", **place)
-    if limit is not None:
+    if bound is not None:
         meaning = "a defect beyond" if against == "stock" else "sound up to"
-        axes.text(0, 1 + 0.04 / _height(axes), f"{meaning} {limit:g}", fontsize=8.5, **place)
+        axes.text(0, 1 + 0.04 / _height(axes), f"{meaning} {bound:g}", fontsize=8.5, **place)
 
 
 def _height(axes: Any) -> float:

@@ -138,7 +138,7 @@ def _chart(report: Report, rows: Sequence[ProbeRow]) -> dict[str, Any]:
         "kind": "audit",
         "title": "Errors by probe",
         "rows": [asdict(row) | {"probe": name} for row, name in zip(rows, names, strict=True)],
-        "limits": report.get("bounds"),
+        "bounds": report.get("bounds"),
         "caption": caption,
         "command": "",
     }

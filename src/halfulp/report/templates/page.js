@@ -12,11 +12,13 @@ function words(cell) {
   return parts.map((node) => node.textContent).join("").trim();
 }
 
+const natural = new Intl.Collator("en", { numeric: true });
+
 function compare(a, b) {
   const [x, y] = [number(a), number(b)];
   if (!Number.isNaN(x) && !Number.isNaN(y)) return x - y;
   if (Number.isNaN(x) !== Number.isNaN(y)) return Number.isNaN(x) ? 1 : -1;
-  return a.localeCompare(b);
+  return natural.compare(a, b);
 }
 
 function element(name, properties, ...children) {
