@@ -23,7 +23,7 @@ Change = Callable[[int, str, torch.Tensor], torch.Tensor]
 def planted_run(folder: Path, config: RunConfig, change: Change = lambda step, name, x: x) -> Path:
     """A run folder whose weights at every step are those of the data seed, changed by `change`."""
     folder.mkdir()
-    write_json(folder / "run.json", new_record(config, {}, None))
+    write_json(folder / "run.json", new_record(config, {}, "", None))
     data_seed = config.seed if config.data_seed is None else config.data_seed
     for step in STEPS:
         generator = torch.Generator().manual_seed(100 * data_seed + step)
@@ -32,7 +32,7 @@ def planted_run(folder: Path, config: RunConfig, change: Change = lambda step, n
             name: change(step, name, torch.randn(shape, generator=generator))
             for name, shape in shapes.items()
         }
-        save_checkpoint(folder / "checkpoints", Checkpoint(step, model, {}, {}))
+        save_checkpoint(folder / "checkpoints", Checkpoint(step, model, {}))
     return folder
 
 

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_a_demo_does_not_replace_other_files(capsys, tmp_path):
     (tmp_path / "thesis.tex").write_text("the only copy", encoding="utf-8")
     code, _, err = run(capsys, "demo", "--out", tmp_path)
     assert code == 2
-    assert "holds other files; accepted is a new or empty folder" in err
+    assert "holds other files than a demo's; accepted is a new or empty folder" in err
     assert (tmp_path / "thesis.tex").read_text(encoding="utf-8") == "the only copy"
 
 
@@ -532,20 +533,63 @@ def test_an_interrupted_audit_writes_what_is_done(capsys, kernels, tmp_path):
     ]
 
 
+class Mute(Exception):  # noqa: N818
+    """An exception whose own words raise."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+NAMED = r"\x1b[2Jname=1\x9b: [red]accepted[/red] is 2"
+"""What is shown of a text that would clear the screen and set colors."""
+
+
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "ends", "says"),
     [
-        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
-        (MemoryError(), "MemoryError:"),
-        (TypeError("two\nlines"), "TypeError: two lines (test_cli.py, line "),
+        (OSError(28, "No space left on device", "a/b"), 3, "a/b: No space left on device"),
+        (OSError("no errno"), 3, "no errno"),
+        (MemoryError(), 3, "not enough memory"),
+        (
+            RuntimeError("[enforce fail] can't allocate memory: you tried"),
+            3,
+            "not enough memory: [",
+        ),
+        (TypeError("two\nlines"), 4, "unforeseen TypeError: two lines (test_cli.py, line "),
+        (RecursionError("deep"), 4, "unforeseen RecursionError: deep (test_cli.py, line "),
+        (SystemExit(0), 4, "the code that ran asked the interpreter to exit"),
+        (Mute(), 4, "unforeseen Mute: it cannot say (test_cli.py, line "),
+        (ValueError("\x1b[2Jname=1\x9b: [red]accepted[/red] is 2"), 2, NAMED),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_what_nobody_foresaw_is_one_line_with_a_code_of_its_own(capsys, monkeypatch, error, says):
+def test_whatever_ends_a_command_is_one_line_with_its_code(capsys, monkeypatch, error, ends, says):
     def broken(*args, **options):
         raise error
 
     monkeypatch.setitem(listing.LISTS, "targets", broken)
     code, out, err = run(capsys, "ls", "targets")
-    assert (code, out) == (3, "")
+    assert (code, out) == (ends, "")
     assert err.startswith(f"halfulp: {says}")
     assert err.count("\n") == 1
+
+
+def test_a_traceback_is_there_for_who_asks(capsys, monkeypatch):
+    def broken(*args, **options):
+        raise TypeError("two")
+
+    monkeypatch.setitem(listing.LISTS, "targets", broken)
+    monkeypatch.setenv("HALFULP_TRACEBACK", "1")
+    assert "Traceback (most recent call last)" in run(capsys, "ls", "targets")[2]
+
+
+def test_a_warning_is_one_line_of_the_commands(capsys, monkeypatch):
+    def warned(*args, **options):
+        said = UserWarning("line 3 of \x1b[31mmetrics\nis torn")
+        # what the interpreter prints of it; pytest keeps warnings to itself
+        sys.stderr.write(warnings.formatwarning(said, UserWarning, "file", 1))
+        raise ValueError("and over")
+
+    monkeypatch.setitem(listing.LISTS, "targets", warned)
+    _, _, err = run(capsys, "ls", "targets")
+    assert err == "halfulp: line 3 of \\x1b[31mmetrics is torn\nhalfulp: and over\n"

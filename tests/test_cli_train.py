@@ -116,7 +116,7 @@ def same(one, two):
             ["minutes", "--out", "run", "--set", "workload.width=33"],
             "heads=2: accepted is a divisor of width=33",
         ),
-        (["minutes", "--out", "run", "--batches", "nosuch"], "batches='nosuch': "),
+        (["minutes", "--out", "run", "--batches", "nosuch"], "batches='nosuch/batches.npy': "),
         (
             ["minutes", "--out", "run", "--parallel", "ddp"],
             "parallel='ddp': accepted under torchrun",
@@ -199,13 +199,13 @@ def test_ctrl_c_leaves_a_run_that_goes_on_as_if_nothing_had_been(capsys, tmp_pat
     code, out, _ = run(capsys, "minutes", "--out", broken, *TINY, *attention)
     assert code == 130
     assert "interrupted (asked to stop after step 4)" in out
-    assert f"go on with: halfulp train --resume {broken}\n" in out
+    assert f"go on with: halfulp train --resume {broken} --trust\n" in out
     assert rows(broken) == rows(whole)[:4]
-    code, out, _ = run(capsys, "--resume", broken)
+    code, out, _ = run(capsys, "--resume", broken, "--trust")
     assert (code, rows(broken)) == (0, rows(whole))
     assert same(weights(broken, 6), weights(whole, 6))
     # over: it says so once more and trains nothing
-    code, again, _ = run(capsys, "--resume", broken)
+    code, again, _ = run(capsys, "--resume", broken, "--trust")
     assert (code, again, rows(broken)) == (0, out, rows(whole))
 
 

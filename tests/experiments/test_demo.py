@@ -250,7 +250,9 @@ def test_a_stopped_demo_does_not_replace_a_whole_one(capsys, tmp_path, monkeypat
     assert code == 130
     assert "demo.partial" in err
     assert (out / "report.html").read_bytes() == before
-    assert read_json(tmp_path / "demo.partial" / "run.json")["status"] == "interrupted"
+    (partial,) = tmp_path.glob("demo.partial-*")
+    assert f"lies in {partial}\n" in err
+    assert read_json(partial / "run.json")["status"] == "interrupted"
 
 
 @pytest.mark.usefixtures("tiny")

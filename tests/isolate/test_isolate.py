@@ -26,6 +26,7 @@ from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.journal import read_rows
 from halfulp.training.loop import train
+from halfulp.training.record import new_record
 
 # The one-layer task, smaller and hotter, with an O of one mantissa bit: it fails within 150 steps
 # of 2 ms.
@@ -266,10 +267,15 @@ def test_a_killed_worker_is_one_line_and_leaves_a_readable_folder(
     )
     train(replace(config, attention=AttentionPlan.of("torch:fp32")), tmp_path / "run")
     record = read_json(tmp_path / "run" / "run.json")
-    record["config"]["attention"] = [f"{tmp_path / 'kernel.py'}:attention"]
+    named = replace(config, attention=AttentionPlan.of(f"{tmp_path / 'kernel.py'}:attention"))
+    record |= new_record(named, record["data"], record["batches"], None)
     (tmp_path / "run" / "run.json").write_text(json.dumps(record), encoding="utf-8")
     (tmp_path / "run" / "metrics.jsonl").unlink()
     code, _, err = halfulp("isolate", "run", "--seeds", 2, "--workers", 2)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "its run.json names code" in err
+    assert "accepted with --trust" in err
+    code, _, err = halfulp("isolate", "run", "--seeds", 2, "--workers", 2, "--trust")
     assert (code, err.count("\n")) == (2, 1)
     assert "a worker process was killed" in err
     assert "the same command goes on" in err

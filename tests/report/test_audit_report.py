@@ -72,7 +72,7 @@ def report(**changes):
         "depth": "quick",
         "forward": False,
         "missing": [],
-        "limits": [],
+        "left_out": [],
         "verdict": "sound",
         "reason": "no property fails in 700 tests",
         "findings": [],

@@ -138,7 +138,7 @@ class AuditReport:
             "verdict": self.verdict,
             "reason": self.reason,
             "missing": list(self.missing),
-            "limits": list(self.limits),
+            "left_out": list(self.limits),
             "findings": [f.as_dict() for f in self.findings],
             "causes": causes,
             "cause": causes[0] if causes else None,

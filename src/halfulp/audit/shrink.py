@@ -151,9 +151,11 @@ def script(target: str, finding: Finding, case: Case) -> str:
         f"{k}={v}" for k, v in fields.items() if v is not None or getattr(default, k) is not None
     )
     file = "" if case.file is None else f", file={case.file!r}"
+    about = f"{target}: {finding.property} on {case.probe}."
+    about += f" Found by halfulp audit: {finding.figure}."
+    # as a literal, in which no name is more than text
     return (
-        f'"""{target}: {finding.property} on {case.probe}. Found by halfulp audit:'
-        f' {finding.figure}."""\n\nfrom halfulp.audit import Case, Shape, reproduce\n\ncase ='
+        f"{about!r}\n\nfrom halfulp.audit import Case, Shape, reproduce\n\ncase ="
         f" Case({case.probe!r}, Shape({arguments}), seed={case.seed},"
         f" dtype={case.dtype!r}{file})\nraise SystemExit(reproduce({target!r}, case,"
         f" {finding.kind!r}, {finding.property!r}, {finding.tensor!r}))\n"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp import __version__
 from halfulp.cli.shapes import parse_sizes
-from halfulp.cli.shell import PROGRAM, STDOUT, check_json, tell, typed_command, write_each
+from halfulp.cli.shell import STDOUT, check_json, complain, tell, typed_command, write_each
 
 if TYPE_CHECKING:
     from halfulp.audit import Shape
@@ -108,9 +107,7 @@ def _audit(
                 print_audit(plain[-1], to, script=script)
                 to.print()
     except KeyboardInterrupt:  # what is done is written all the same
-        print(
-            f"{PROGRAM}: interrupted after {len(plain)} of {len(chosen)} targets", file=sys.stderr
-        )
+        complain(f"interrupted after {len(plain)} of {len(chosen)} targets")
         code = 130
     except OSError as error:  # a program that shows a defect could not be written
         failure = error

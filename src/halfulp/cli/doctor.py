@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfulp import __version__, native
-from halfulp.cli.shell import PROGRAM, check_json, tell
+from halfulp.cli.shell import PROGRAM, check_json, say, tell
 
 _OPTIONAL = {
     "triton": "kernels on GPUs",
@@ -47,7 +47,7 @@ def doctor(*, json: Path | None = None) -> int:
     """
     check_json(json)
     found = examine()
-    tell(found, json, lambda: print(_text(found)))
+    tell(found, json, lambda: say(_text(found)))
     return 0 if all(check["works"] for check in found["checks"] if check["needed"]) else 1
 
 

@@ -2,9 +2,9 @@
 is needed.
 
 Exit codes: 0 done; 1 an audited target has a defect; 2 a bad argument, or a target that could not
-be audited or not wholly (a defect in another one outranks it); 3 something else went wrong, a full
-disk or a bug of halfulp's; 130 interrupted. Whatever it is, it is one line on standard error, never
-a traceback.
+be audited or not wholly (a defect in another one outranks it); 3 the machine: a file, a disk or
+memory; 4 what nobody foresaw, in halfulp or in code that was named; 130 interrupted. Whatever it
+is, it is one line on standard error, never a traceback, unless HALFULP_TRACEBACK is set.
 """
 
 from __future__ import annotations
@@ -15,24 +15,20 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from halfulp.cli.audit_command import audit
 from halfulp.cli.bench_command import bench
 from halfulp.cli.doctor import doctor, version_text
+from halfulp.cli.ending import BAD_ARGUMENT, ended, warnings_in_lines
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
 from halfulp.cli.lab import compare, isolate, tokens, train
 from halfulp.cli.report_command import report
-from halfulp.cli.shell import PROGRAM, patient_output, typed
+from halfulp.cli.shell import PROGRAM, complain, patient_output, say, typed
 from halfulp.cli.usage import unknown, usage_line
-from halfulp.runs.parallel import WorkerKilledError
 
 LAB = ("tyro", "rich", "matplotlib", "jinja2", "cattrs", "joblib", "scipy")
 """What the extra `lab` installs; held equal to pyproject.toml by test."""
-
-FAILED = 3
-"""The exit code of what is neither the argument's fault nor a verdict."""
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo,
@@ -58,28 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        with patient_output():
+        with patient_output(), warnings_in_lines():
             if arguments in (["--version"], ["-V"]):
-                print(version_text())
+                say(version_text())
                 return 0
             return _dispatch(arguments)
-    except (ValueError, WorkerKilledError) as error:
-        return _complain(str(error))
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        return _fail(error)
+    except BaseException as error:
+        return ended(error)
 
 
 def _dispatch(arguments: list[str]) -> int:
     if lacking := [name for name in LAB if find_spec(name) is None]:
-        return _complain(
+        return _refuse(
             f"the command line needs {', '.join(lacking)}, not installed here: pip install"
             " 'halfulp[lab]'"
         )
     if complaint := unknown(arguments, COMMANDS):
-        return _complain(complaint)
+        return _refuse(complaint)
     import tyro
 
     typed[:] = arguments
@@ -104,7 +95,7 @@ def _dispatch(arguments: list[str]) -> int:
                 ),
             )
     except SystemExit as stop:
-        return 0 if not stop.code else _complain(usage_line(said.getvalue()))
+        return 0 if not stop.code else _refuse(usage_line(said.getvalue()))
     return int(call())
 
 
@@ -118,20 +109,6 @@ def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
     return bound
 
 
-def _fail(error: BaseException) -> int:
-    """One line for what nobody foresaw, with the place in the source that raised it."""
-    trace, where = error.__traceback__, ""
-    while trace is not None:
-        where = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    expected = isinstance(error, (OSError, MemoryError))
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        said = f"{error.filename}: {error.strerror}"
-    print(f"{PROGRAM}: {said}{'' if expected else where}", file=sys.stderr)
-    return FAILED
-
-
-def _complain(message: str) -> int:
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+def _refuse(said: str) -> int:
+    complain(said)
+    return BAD_ARGUMENT

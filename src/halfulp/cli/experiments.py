@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from halfulp.cli.shell import PROGRAM, STDOUT, check_json, tell, typed_command, write_each
+from halfulp.cli.shell import (
+    STDOUT,
+    check_json,
+    complain,
+    say,
+    tell,
+    typed_command,
+    write_each,
+)
+
+if TYPE_CHECKING:
+    from halfulp.runs.folder import NewRun
 
 
 def demo(
@@ -33,11 +43,11 @@ def demo(
     """
     from halfulp.experiments.demo import DemoConfig, run_demo
     from halfulp.report.terminal import print_act, progress_bar
-    from halfulp.runs.folder import open_run, read_json
+    from halfulp.runs.folder import NewRun, read_json
 
     config = DemoConfig(seeds=seeds, isolation_seeds=isolation_seeds)
     check_json(json)
-    folder = open_run(out)
+    new = NewRun(out, "demo")
 
     def told(act: dict[str, Any]) -> None:
         if json != STDOUT:
@@ -46,41 +56,38 @@ def demo(
     try:
         run_demo(
             config,
-            folder,
+            new.folder,
             lambda number, title: progress_bar(f"{number} {title}"),
             told,
             final=out.resolve(),
         )
     except KeyboardInterrupt:
-        print(
-            f"{PROGRAM}: interrupted; what was measured lies in {_finish(folder, out, told)}",
-            file=sys.stderr,
-        )
+        complain(f"interrupted; what was measured lies in {_finish(new, out, told)}")
         return 130
-    place = _finish(folder, out, told)
+    place = _finish(new, out, told)
     tell(
         read_json(place / "run.json"),
         json,
-        lambda: print(f"\nThe report lies in {place / 'report.html'}"),
+        lambda: say(f"\nThe report lies in {place / 'report.html'}"),
     )
     return 0
 
 
-def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> Path:
+def _finish(new: NewRun, out: Path, told: Callable[[dict[str, Any]], None]) -> Path:
     """Act 4: the report of the run folder, which then takes its place; part of a run never replaces
     a whole one.
     """
     from halfulp.report.demo_page import demo_files, page_summary
-    from halfulp.runs.folder import close_run, read_json, write_text
+    from halfulp.runs.folder import read_json, write_text
 
-    began = time.perf_counter()
+    began, folder = time.perf_counter(), new.folder
     run = read_json(folder / "run.json")
     if run is None:  # stopped before anything was written
-        return folder
+        return new.keep()
     acts = [read_json(folder / f"{act['name']}.json") for act in run["acts"]]
     files = [write_text(folder / name, text) for name, text in demo_files(run, acts).items()]
     if run["status"] != "done":
-        return folder if out.exists() and any(out.iterdir()) else close_run(folder, out)
+        return new.keep() if out.exists() and any(out.iterdir()) else new.finish()
     finding = page_summary(acts, files[0].stat().st_size)
     told(
         {
@@ -90,7 +97,7 @@ def _finish(folder: Path, out: Path, told: Callable[[dict[str, Any]], None]) -> 
             "seconds": time.perf_counter() - began,
         }
     )
-    return close_run(folder, out)
+    return new.finish()
 
 
 def sweep(
@@ -224,7 +231,7 @@ def explain(
     check_json(json)
     running = None if accumulate is None else parse_format(accumulate)
     result = explained(values, parse_format(format), operation, accumulate=running)  # type: ignore[arg-type]
-    tell(result.as_dict(), json, lambda: print(result.text(), end=""))
+    tell(result.as_dict(), json, lambda: say(result.text().removesuffix("\n")))
     return 0
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
+import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp import __version__
-from halfulp.cli.shell import PROGRAM, check_json, tell, typed_command, write_each
+from halfulp.cli.shell import PROGRAM, check_json, complain, say, tell, typed_command, write_each
 
 if TYPE_CHECKING:
     from halfulp.isolate.rule import Rule
@@ -34,6 +34,7 @@ def train(
     parallel: Literal["none", "ddp", "fsdp"] = "none",
     tensorboard: bool = False,
     wandb: str | None = None,
+    trust: bool = False,
     json: Path | None = None,
 ) -> int:
     """Train a model into a run folder: halfulp train minutes --out DIR; go on with one: halfulp
@@ -64,6 +65,7 @@ def train(
             fsdp shards it.
         tensorboard: Write what is measured for TensorBoard too, to DIR/tensorboard.
         wandb: Send it to this project of Weights & Biases too.
+        trust: Run the code that the resumed folder names as its attention.
         json: File to write what became of the run to; - prints it as JSON instead of text.
     """
     check_json(json)
@@ -75,11 +77,16 @@ def train(
         "seed": seed,
     }
     asked |= {"data": data, "device": device, "set": set, "batches": batches}
-    config, folder = _configured(asked) if resume is None else _recorded(resume, asked)
+    config, folder = _configured(asked) if resume is None else _recorded(resume, asked, trust)
     leads = os.environ.get("RANK", "0") == "0"  # torchrun's; one process speaks for all
     sinks = _sinks(config, folder, tensorboard, wandb) if leads else []
     options: dict[str, Any] = {"resume": resume is not None, "parallel": parallel, "sinks": sinks}
-    run = _train(config, folder, batches, options)
+    try:
+        run = _train(config, folder, batches, options)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if (folder / "run.json").exists():
+            error.add_note(f"; what was saved lies there: {_go_on(config, folder)}")
+        raise
     if leads:
         _tell(run, folder, json)
     return {"failed": 1, "interrupted": 130}.get(run.status, 0)
@@ -111,7 +118,7 @@ def tokens(
     said = f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in {file}"
     if left_out:
         said += f"; {left_out} files that are no text were left out"
-    tell(about, json, lambda: print(said))
+    tell(about, json, lambda: say(said))
     return 0
 
 
@@ -121,6 +128,7 @@ def compare(
     *,
     baseline: Path | None = None,
     html: Path | None = None,
+    trust: bool = False,
     json: Path | None = None,
 ) -> int:
     """Compare the weights of twin runs over all checkpoints in common: halfulp compare RUN RUN
@@ -134,6 +142,7 @@ def compare(
             keep=none); the first is the baseline, unless another is named.
         baseline: Folder that the runs are compared with.
         html: File to write a page to, with pictures that text-to-image runs draw.
+        trust: Draw them with the code that a folder names as its attention, instead of in fp32.
         json: File to write every figure to; - prints them instead of the tables.
     """
     from halfulp.experiments.compare import compare_runs
@@ -153,7 +162,7 @@ def compare(
 
     def page() -> None:
         if html is not None:
-            pictures = sheets_of([*runs] if baseline is None else [baseline, *runs])
+            pictures = sheets_of([*runs] if baseline is None else [baseline, *runs], trust=trust)
             write_text(html, compare_page(plain, pictures))
 
     write_each(lambda: tell(plain, json, show), page)
@@ -175,6 +184,7 @@ def isolate(
     loss_factor: float | None = None,
     patience: int | None = None,
     html: Path | None = None,
+    trust: bool = False,
     json: Path | None = None,
 ) -> int:
     """Find what makes a run fail, by training it again with one thing changed at a time: halfulp
@@ -200,6 +210,7 @@ def isolate(
             else 1.2.
         patience: Steps over which losses are medians; by default a tenth of the run.
         html: File to write the page to instead.
+        trust: Run the code that the folder names as its attention.
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.isolate.run import isolate as isolated
@@ -221,14 +232,12 @@ def isolate(
         "from_step": from_step,
     }
     options |= {"workers": workers, "backend": backend, "command": typed_command()}
+    options["trust"] = trust
     with progress_bar("isolate") as progress:
         try:
             found = isolated(chosen, out=folder, rule=rule, progress=progress, **options)
         except WorkerKilledError as error:
-            print(
-                f"{PROGRAM}: {error}; the same command goes on where this one ended",
-                file=sys.stderr,
-            )
+            complain(f"{error}; the same command goes on where this one ended")
             return 2
     _show_isolation(found.as_dict(), folder / "report.html" if html is None else html, json)
     return found.exit_code
@@ -242,7 +251,7 @@ def _show_isolation(plain: dict[str, Any], page: Path, json: Path | None) -> Non
 
     def show() -> None:
         print_isolation(plain, console())
-        print(f"The page lies in {page}")
+        say(f"The page lies in {page}")
 
     write_each(
         lambda: write_text(page, isolation_page(plain, meta=f"halfulp {__version__}")),
@@ -256,11 +265,11 @@ def _isolated_run(
     """The recorded run or preset, its seed, and the rule with what was asked for instead."""
     from halfulp.isolate.rule import rule_for
     from halfulp.training.presets import PRESETS
-    from halfulp.training.record import config_from_dict, read_record
+    from halfulp.training.record import read_config
 
     preset = not run.exists() and str(run) in PRESETS
     chosen = PRESETS[str(run)]() if preset else run
-    config = config_from_dict(read_record(run)["config"]) if isinstance(chosen, Path) else chosen
+    config = read_config(run) if isinstance(chosen, Path) else chosen
     given = {"loss_factor": loss_factor, "patience": patience}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return chosen, config.seed, replace(rule_for(config.workload), **changes)
@@ -297,15 +306,18 @@ def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
     return with_settings(config, [*texts, *asked["set"]]), asked["out"]
 
 
-def _recorded(folder: Path, asked: dict[str, Any]) -> tuple[RunConfig, Path]:
+def _recorded(folder: Path, asked: dict[str, Any], trust: bool) -> tuple[RunConfig, Path]:
     """The configuration of a run that goes on, which nothing may change."""
-    from halfulp.training.record import config_from_dict, read_record
+    from halfulp.training.record import read_config
+    from halfulp.training.trust import check_trust
 
     for name, value in asked.items():
         if value not in (None, "", ()):
             shown = " ".join(value) if isinstance(value, tuple) else str(value)
             raise ValueError(f"{name}={shown!r}: accepted without --resume, whose run has its own")
-    return config_from_dict(read_record(folder)["config"]), folder
+    config = read_config(folder)
+    check_trust(config.attention, folder, trust)
+    return config, folder
 
 
 def _train(
@@ -313,23 +325,20 @@ def _train(
 ) -> TrainedRun:
     """On one thread of a CPU: the same bits on every machine, and small models are faster so."""
     from halfulp.runs.threads import one_thread
+    from halfulp.training.journal import read_order
     from halfulp.training.loop import train as trained
 
-    order = None if batches is None else _recorded_order(batches)
+    order = None if batches is None else read_order(batches)
     with one_thread() if config.device == "cpu" else nullcontext():
         return trained(config, folder, batches=order, command=typed_command(), **options)
 
 
-def _recorded_order(folder: Path) -> Any:
-    """The order of samples of another run, memory-mapped."""
-    import numpy as np
+def _go_on(config: RunConfig, folder: Path) -> str:
+    """The command that goes on with a run."""
+    from halfulp.training.trust import named_code
 
-    try:
-        return np.load(folder / "batches.npy", mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(
-            f"batches={str(folder)!r}: {error}; accepted is the folder of a run"
-        ) from None
+    trust = ["--trust"] if named_code(config.attention) else []
+    return shlex.join([PROGRAM, "train", "--resume", str(folder), *trust])
 
 
 def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | None) -> list[Sink]:
@@ -358,14 +367,14 @@ def _tell(run: TrainedRun, folder: Path, json: Path | None) -> None:
     def show() -> None:
         loss = "none yet" if last["loss"] is None else f"{last['loss']:.6g}"
         why = f" ({run.reason})" if run.reason else ""
-        print(
+        say(
             f"{run.config.preset or 'train'}, {run.config.attention}, seed {run.config.seed}:"
             f" {run.status}{why}"
         )
-        print(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
+        say(f"loss {loss} at step {last['step']} of {run.config.steps}; the run lies in {folder}")
         for alarm in alarms(run.measures):
-            print(f"alarm: {alarm}")
+            say(f"alarm: {alarm}")
         if run.status == "interrupted":
-            print(f"go on with: {PROGRAM} train --resume {folder}")
+            say(f"go on with: {_go_on(run.config, folder)}")
 
     tell(whole | last, json, show)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from halfulp import __version__
-from halfulp.cli.shell import STDOUT, check_json, tell, typed_command
+from halfulp.cli.shell import STDOUT, check_json, say, tell, typed_command
 
 _FOLDERS = "folders of halfulp train, halfulp.watch, halfulp isolate or halfulp demo"
 
 
-def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: Path | None = None) -> int:
+def report(
+    runs: tuple[Path, ...],
+    /,
+    *,
+    html: Path | None = None,
+    trust: bool = False,
+    json: Path | None = None,
+) -> int:
     """Make one HTML page of run folders, pictures inline: halfulp report RUN RUN --html FILE
 
     Training runs come on the same axes, also while they train; a demo or an isolation has its own
@@ -20,6 +29,8 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: Path | 
     Args:
         runs: Folders of `halfulp train`, `halfulp.watch`, `halfulp isolate` or `halfulp demo`.
         html: File to write; report.html in the folder of a single run by default.
+        trust: Draw a text-to-image run's pictures with the code that its folder names as its
+            attention, instead of in fp32. Without it nothing that a folder names is run.
         json: File to write what the page shows of training runs to; - prints it, and writes no
             page unless --html asks for one.
     """
@@ -38,38 +49,43 @@ def report(runs: tuple[Path, ...], /, *, html: Path | None = None, json: Path | 
     target = runs[0] / "report.html" if html is None else html
     check_file("html", None if aside else target)
     check_json(json)
-    seen, curves = _trained([path for path, kind in kinds.items() if kind == "train"])
-    sections: list[dict[str, Any]] = []
-    for path, kind in kinds.items():
-        if kind == "demo":
-            sections += _demo(path)
-        elif kind == "isolate":
-            sections += _isolation(path)
-        elif kind == "watch":
-            sections += _watched(path)
-    if not aside:
+    of_kind = {"demo": _demo, "isolate": _isolation, "watch": _watched}
+    with _plain_data(runs):
+        trained = [path for path, kind in kinds.items() if kind == "train"]
+        seen, curves = _trained(trained, trust)
+        sections: list[dict[str, Any]] = []
+        for path, kind in kinds.items():
+            sections += of_kind[kind](path) if kind != "train" else []
         titles = [path.resolve().name for path in kinds]
         meta = f"halfulp {__version__}"
-        write_text(target, run_page(sections + curves, titles, typed_command(), meta))
-    tell(seen, json, lambda: print(f"The page lies in {target}"))
+        page = "" if aside else run_page(sections + curves, titles, typed_command(), meta)
+    if not aside:
+        write_text(target, page)
+    tell(seen, json, lambda: say(f"The page lies in {target}"))
     return 0
 
 
+@contextmanager
+def _plain_data(runs: Sequence[Path]) -> Iterator[None]:
+    """Whatever a page of plain data fails with, the data are not what a run writes."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        named = ", ".join(map(str, runs))
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"runs={named!r}: a file there is not as halfulp writes it ({said}); accepted are"
+            f" whole {_FOLDERS}"
+        ) from error
+
+
 def _kind(path: Path) -> str:
-    from halfulp.runs.folder import read_json
+    from halfulp.runs.record import read_record
 
-    record = read_json(path / "run.json")
-    if not isinstance(record, dict) or record.get("kind") not in (
-        "train",
-        "watch",
-        "isolate",
-        "demo",
-    ):
-        raise ValueError(f"run={str(path)!r}: there is no run.json of one; accepted are {_FOLDERS}")
-    return str(record["kind"])
+    return str(read_record(path, "train", "watch", "isolate", "demo")["kind"])
 
 
-def _trained(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _trained(paths: list[Path], trust: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What training runs recorded, as plain data and as sections."""
     from halfulp.experiments.drawing import sheets_of
     from halfulp.experiments.overview import finding, overview, read_runs
@@ -79,7 +95,7 @@ def _trained(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return {"figures": [], "tables": []}, []
     runs = read_runs(paths)
     seen = overview(runs, typed_command())
-    sections = [training_section(seen, finding(runs), sheets_of(paths))]
+    sections = [training_section(seen, finding(runs), sheets_of(paths, trust=trust))]
     return seen, sections + [record_section(run.name, run.record) for run in runs]
 
 

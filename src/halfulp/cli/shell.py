@@ -1,5 +1,6 @@
-"""What all commands share: the program's name, the line that was typed, JSON for programs, and an
-output that nobody has to read to its end.
+"""What all commands share: the program's name, the line that was typed, JSON for programs, the door
+to the terminal, which shows what a text would have the terminal do, and an output that nobody has
+to read to its end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
+
+from halfulp.report.text import HIDDEN, visible
 
 PROGRAM = "halfulp"
 STDOUT = Path("-")
@@ -30,12 +33,22 @@ def check_json(file: Path | None) -> None:
     check_file("json", None if file == STDOUT else file)
 
 
+def say(text: object) -> None:
+    """Print a text to standard output."""
+    print(visible(text))
+
+
+def complain(text: object) -> None:
+    """Print a text to standard error in one line, under the program's name."""
+    print(f"{PROGRAM}: {visible(' '.join(str(text).split()))}", file=sys.stderr)
+
+
 def tell(plain: Any, json: Path | None, show: Callable[[], object]) -> None:
     """Show the result, and write it to `json` too; with - it is printed as JSON instead."""
     from halfulp.runs.folder import json_text, write_json
 
     if json == STDOUT:
-        print(json_text(plain))
+        print(HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text(plain)))
         return
     show()
     if json is not None:

@@ -22,9 +22,9 @@ import numpy as np
 
 from halfulp.experiments.compare_summary import DriftSummary, slope_of, summarize
 from halfulp.runs.results import Figure, Progress, Series, Table, no_progress, plain_numbers
-from halfulp.training.checkpoint import checkpoint_steps
+from halfulp.training.checkpoint import checkpoint_steps, load_weights
 from halfulp.training.config import RunConfig
-from halfulp.training.record import config_from_dict, difference, read_record
+from halfulp.training.record import difference, read_config
 
 REPEATED = "the same run repeated"
 INITIALIZATION = "another initialization"
@@ -259,15 +259,12 @@ def read_weights(folder: Path, step: int) -> dict[str, np.ndarray] | None:
     """Return the model's tensors after a step in float32, or None, with a warning, where the file
     is torn.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = folder / "checkpoints" / f"step-{step}" / "model.safetensors"
     try:
-        return {name: x.float().numpy() for name, x in load_file(path).items()}
-    except (OSError, SafetensorError) as error:
-        warnings.warn(f"skipped: {path}: {' '.join(str(error).split())}", stacklevel=2)
+        found = load_weights(folder / "checkpoints" / f"step-{step}")
+    except ValueError as error:
+        warnings.warn(f"skipped: {error}", stacklevel=2)
         return None
+    return {name: x.float().numpy() for name, x in found.items()}
 
 
 def _largest(one: np.ndarray, other: np.ndarray) -> float:
@@ -302,7 +299,7 @@ def _matched(first: Path, others: Sequence[Path]) -> list[tuple[str, Path, Path]
 
 
 def _config(folder: Path) -> RunConfig:
-    return config_from_dict(read_record(folder)["config"])
+    return read_config(folder)
 
 
 def _data_seed(config: RunConfig) -> int:

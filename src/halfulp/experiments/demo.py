@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +20,6 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfulp import __version__
 from halfulp.audit import Shape
 from halfulp.experiments.audits import Job, auditors, choose_targets
 from halfulp.experiments.capture import save_captured, train_and_capture
@@ -44,7 +42,7 @@ from halfulp.formats import BF16
 from halfulp.isolate.rule import RULE
 from halfulp.isolate.run import isolate
 from halfulp.runs.folder import write_json
-from halfulp.runs.machine import describe_machine, describe_versions, git_revision
+from halfulp.runs.record import closed, new_record
 from halfulp.runs.results import Progress, Table
 from halfulp.runs.threads import one_thread
 from halfulp.training.config import RunConfig
@@ -109,20 +107,7 @@ def run_demo(
     Raises:
         KeyboardInterrupt: as it came, after the record was closed with status "interrupted".
     """
-    record: dict[str, Any] = {
-        "halfulp": __version__,
-        "kind": "demo",
-        "status": "running",
-        "config": asdict(config),
-        "seed": config.seed,
-        "command": config.command,
-        "versions": describe_versions(),
-        "git": git_revision(),
-        "machine": describe_machine(),
-        "started": _now(),
-        "ended": None,
-        "acts": [],
-    }
+    record = new_record("demo", asdict(config), config.command, seed=config.seed, acts=[])
     acts: list[Act] = []
     stage = _Stage(config, folder, final or folder)
     write_json(folder / "run.json", record)
@@ -145,13 +130,11 @@ def run_demo(
             write_json(folder / "run.json", record)
             told(act)
     except BaseException as stopped:
-        record |= {
-            "status": "interrupted" if isinstance(stopped, KeyboardInterrupt) else "failed",
-            "ended": _now(),
-        }
-        write_json(folder / "run.json", record)
+        status = "interrupted" if isinstance(stopped, KeyboardInterrupt) else "failed"
+        with suppress(OSError):  # what went wrong is told all the same
+            write_json(folder / "run.json", closed(record, status))
         raise
-    record |= {"status": "done", "ended": _now()}
+    record = closed(record, "done")
     write_json(folder / "run.json", record)
     return record, acts
 
@@ -163,10 +146,6 @@ class _Stage:
     config: DemoConfig
     folder: Path
     final: Path
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def flash_missing() -> str | None:

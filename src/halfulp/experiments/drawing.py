@@ -11,22 +11,25 @@ import base64
 import io
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from halfulp.runs.threads import one_thread
+from halfulp.targets import is_code
+from halfulp.training.attention import AttentionPlan, attention_function
 from halfulp.training.checkpoint import checkpoints, restore
 from halfulp.training.config import Pictures
 from halfulp.training.pictures import PictureWorkload
-from halfulp.training.record import config_from_dict, read_record
+from halfulp.training.record import read_config
 from halfulp.training.workload import build_workload
 
 _SIDE = 96  # pixels of a picture on the sheet, about
 _TEXT = 30  # pixels below it
 _GAP = 6
+_INSTEAD = "torch:fp32"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Drawn:
     originals: np.ndarray  # uint8 [count, size, size, 3]
     nearest: tuple[str, ...]  # the name of the picture in the data that is nearest to the drawing
     source: str  # of the data
+    replaced: tuple[str, ...] = ()  # attention that was not run but torch:fp32 instead, and why
 
     @property
     def right(self) -> int:
@@ -46,21 +50,30 @@ class Drawn:
 
 
 def draw_run(
-    folder: Path, names: Sequence[str] | None = None, *, seed: int = 0, steps: int = 30
+    folder: Path,
+    names: Sequence[str] | None = None,
+    *,
+    seed: int = 0,
+    steps: int = 30,
+    trust: bool = False,
 ) -> Drawn:
     """Draw with the last checkpoint of a text-to-image run.
+
+    Attention that cannot run here, or that is code which the folder names, is replaced by
+    torch:fp32; `Drawn.replaced` says which.
 
     Args:
         folder: the run's.
         names: of pictures of its data; all of them, but at most 64, if None.
         seed: of the noise that drawings start from.
         steps: of the sampler.
+        trust: import and run the code that the folder names.
 
     Raises:
         ValueError: the folder holds no text-to-image run or no checkpoint, or a name is not one of
             its data.
     """
-    config = config_from_dict(read_record(folder)["config"])
+    config = read_config(folder)
     if not isinstance(config.workload, Pictures):
         raise ValueError(
             f"run={str(folder)!r}: it is no text-to-image training; accepted is one of Pictures"
@@ -69,13 +82,31 @@ def draw_run(
     if checkpoint is None:
         raise ValueError(f"run={str(folder)!r}: it has no checkpoint; accepted is a run that has")
     data_seed = config.seed if config.data_seed is None else config.data_seed
+    plan, replaced = _runnable(config.attention, trust)
     with one_thread():
-        workload = build_workload(
-            config.workload, config.attention, seed=config.seed, data_seed=data_seed
-        )
+        workload = build_workload(config.workload, plan, seed=config.seed, data_seed=data_seed)
         restore(checkpoint, workload.model)
         assert isinstance(workload, PictureWorkload)
-        return draw_workload(workload, names, seed=seed, steps=steps)
+        found = draw_workload(workload, names, seed=seed, steps=steps)
+    return replace(found, replaced=replaced)
+
+
+def _runnable(plan: AttentionPlan, trust: bool) -> tuple[AttentionPlan, tuple[str, ...]]:
+    """The plan with what cannot or may not run here in fp32 instead, and what that is."""
+    left_out: dict[str, str] = {}
+    for choice in dict.fromkeys(a.attention for a in plan.assignments):
+        if is_code(choice) and not trust:
+            left_out[choice] = "code that the folder names, which --trust runs"
+            continue
+        try:
+            attention_function(choice)
+        except ValueError as error:
+            left_out[choice] = str(error)
+    assignments = (
+        replace(a, attention=_INSTEAD) if a.attention in left_out else a for a in plan.assignments
+    )
+    said = tuple(f"{choice} ({why})" for choice, why in left_out.items())
+    return AttentionPlan(tuple(assignments)), said
 
 
 def draw_workload(
@@ -140,6 +171,8 @@ def sheet_block(found: Drawn) -> dict[str, Any]:
         f" ({found.source}). {found.right} of {len(found.names)} drawings are nearest to the"
         " picture of their name."
     )
+    if found.replaced:
+        caption += f" Drawn with {_INSTEAD} in the place of {'; '.join(found.replaced)}."
     names = ", ".join(found.names)
     return {
         "kind": "picture",
@@ -149,15 +182,18 @@ def sheet_block(found: Drawn) -> dict[str, Any]:
     }
 
 
-def sheets_of(folders: Sequence[Path], most: int = 4) -> list[dict[str, Any]]:
+def sheets_of(
+    folders: Sequence[Path], most: int = 4, *, trust: bool = False
+) -> list[dict[str, Any]]:
     """Return the sheets of the first `most` text-to-image runs among these folders, each under the
-    run's name.
+    run's name, or why a run has none; `trust` as in `draw_run`.
     """
+    drawing = [f for f in folders if isinstance(read_config(f).workload, Pictures)]
     found: list[dict[str, Any]] = []
-    for folder in folders:
-        if (
-            isinstance(config_from_dict(read_record(folder)["config"]).workload, Pictures)
-            and len(found) < most
-        ):
-            found.append(sheet_block(draw_run(folder)) | {"title": folder.name})
+    for folder in drawing[:most]:
+        try:
+            block = sheet_block(draw_run(folder, trust=trust))
+        except ValueError as error:
+            block = {"kind": "text", "text": f"No pictures: {error}."}
+        found.append(block | {"title": folder.name})
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halfulp.experiments.overview import measured_by_head
-from halfulp.runs.folder import read_json
+from halfulp.runs.record import read_record
 from halfulp.runs.results import Table
 from halfulp.training.journal import Row, read_rows
 from halfulp.watch.running import WINDOW
@@ -19,10 +19,8 @@ def watched(folder: Path, command: str) -> tuple[dict[str, Any], str]:
     """Return {"figures": …, "tables": …} of the folder of a watcher, open or closed, and the
     finding in a sentence.
     """
-    record, rows = (
-        read_json(folder / "run.json"),
-        [row for row in read_rows(folder) if "measure" in row],
-    )
+    record = read_record(folder, "watch")
+    rows = [row for row in read_rows(folder) if "measure" in row]
     rows = _whole(rows, len(record["layers"]))
     recent, layers = rows[-WINDOW:], record["layers"]
     steps = max([record["steps"], *(row["step"] for row in rows[-1:])])

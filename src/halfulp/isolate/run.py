@@ -14,18 +14,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfulp import __version__
 from halfulp.isolate.climb import BudgetSpentError, Ladder, Settings
 from halfulp.isolate.questions import Investigation
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.rule import Rule, rule_for
 from halfulp.isolate.substitutions import suspects
 from halfulp.isolate.verdict import conclude
-from halfulp.runs.folder import check_folder, read_json, write_json
+from halfulp.runs.folder import check_folder, write_json
+from halfulp.runs.lock import LOCK, Lock
+from halfulp.runs.record import closed, new_record, read_record
 from halfulp.runs.results import Progress
 from halfulp.training.checkpoint import checkpoint_steps
 from halfulp.training.config import RunConfig
-from halfulp.training.record import config_as_dict, config_from_dict, read_record
+from halfulp.training.record import config_as_dict, read_config
+from halfulp.training.trust import check_trust
 
 __all__ = ["isolate"]
 
@@ -55,6 +57,7 @@ def isolate(
     rule: Rule | None = None,
     progress: Progress | None = None,
     command: str = "halfulp isolate",
+    trust: bool = False,
 ) -> Isolation:
     """Find what makes a run fail by training it again with one thing changed at a time.
 
@@ -73,6 +76,7 @@ def isolate(
         rule: what counts as failure; by default `rule_for` the workload.
         progress: called with the fraction done and the run at work.
         command: what repeats this, for the record.
+        trust: run the code that the folder of a recorded run names ("file.py:function").
 
     Raises:
         ValueError: an argument is not accepted, or the folder holds something else.
@@ -81,19 +85,26 @@ def isolate(
     settings = _settings(
         run, out, seeds, steps, from_step, budget_seconds, budget_steps, workers, backend, rule
     )
-    _claim(settings, command)
-    found = Investigation(Ladder(settings, progress))
-    status = "interrupted"
+    if isinstance(run, Path):
+        check_trust(settings.config.attention, run, trust)
+    lock = _claim(settings)
     try:
-        for what, phase, share in PHASES:
-            found.begin(what, share)
-            if found.main is not None or phase is Investigation.attention:
-                _ask(found, what, phase)
-            _write(settings, conclude(found, "running", command))
-        status = "done"
+        record = new_record("isolate", _identity(settings), command, seeds=list(settings.seeds))
+        write_json(settings.out / "run.json", record)
+        found = Investigation(Ladder(settings, progress))
+        status = "interrupted"
+        try:
+            for what, phase, share in PHASES:
+                found.begin(what, share)
+                if found.main is not None or phase is Investigation.attention:
+                    _ask(found, what, phase)
+                _write(settings, record, conclude(found, "running", command))
+            status = "done"
+        finally:
+            result = conclude(found, status, command)
+            _write(settings, record, result)
     finally:
-        result = conclude(found, status, command)
-        _write(settings, result)
+        lock.release()
     return result
 
 
@@ -117,7 +128,7 @@ def _settings(
     rule: Rule | None,
 ) -> Settings:
     source = run if isinstance(run, Path) else None
-    config = config_from_dict(read_record(run)["config"]) if isinstance(run, Path) else run
+    config = read_config(run) if isinstance(run, Path) else run
     horizon = config.steps if steps is None else steps
     if from_step and (source is None or from_step not in checkpoint_steps(source / "checkpoints")):
         there = checkpoint_steps(source / "checkpoints") if source else []
@@ -160,24 +171,24 @@ def _settings(
     return settings
 
 
-def _claim(settings: Settings, command: str) -> None:
-    """Make the folder, or see that the isolation in it is this one."""
-    check_folder("out", settings.out)
-    wanted = _identity(settings)
-    if settings.out.exists() and any(settings.out.iterdir()):
-        record = read_json(settings.out / "run.json")
-        if not isinstance(record, dict) or record.get("kind") != "isolate":
+def _claim(settings: Settings) -> Lock:
+    """Make the folder, or see that the isolation in it is this one; nobody else writes it then."""
+    out = settings.out
+    check_folder("out", out)
+    if out.exists() and {path.name for path in out.iterdir()} - {LOCK}:
+        if not (out / "run.json").exists():
             raise ValueError(
-                f"out={str(settings.out)!r} holds other files; accepted is a new or empty folder"
+                f"out={str(out)!r} holds other files; accepted is a new or empty folder"
             )
-        changes = [name for name in wanted if record["settings"].get(name) != wanted[name]]
+        record, wanted = read_record(out, "isolate"), _identity(settings)
+        changes = [name for name in wanted if record["config"].get(name) != wanted[name]]
         if changes:
             raise ValueError(
-                f"out={str(settings.out)!r} holds an isolation with another {changes[0]}; accepted"
+                f"out={str(out)!r} holds an isolation with another {changes[0]}; accepted"
                 " is a new folder"
             )
-    settings.out.mkdir(exist_ok=True)
-    write_json(settings.out / "run.json", _record(settings, "running", command))
+    out.mkdir(exist_ok=True)
+    return Lock(out)
 
 
 def _identity(settings: Settings) -> dict[str, Any]:
@@ -193,17 +204,7 @@ def _identity(settings: Settings) -> dict[str, Any]:
     return loaded
 
 
-def _record(settings: Settings, status: str, command: str) -> dict[str, Any]:
-    return {
-        "halfulp": __version__,
-        "kind": "isolate",
-        "status": status,
-        "settings": _identity(settings),
-        "seeds": list(settings.seeds),
-        "command": command,
-    }
-
-
-def _write(settings: Settings, result: Isolation) -> None:
+def _write(settings: Settings, record: dict[str, Any], result: Isolation) -> None:
     write_json(settings.out / "isolation.json", result.as_dict())
-    write_json(settings.out / "run.json", _record(settings, result.status, result.command))
+    now = record if result.status == "running" else closed(record, result.status)
+    write_json(settings.out / "run.json", now)

@@ -7,7 +7,6 @@ not trained again; one that was cut off goes on from its last checkpoint.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from halfulp.training.checkpoint import checkpoint_steps, load_checkpoint
 from halfulp.training.config import LayerTask, RunConfig
 from halfulp.training.journal import Row, read_order, read_rows
 from halfulp.training.loop import train
-from halfulp.training.record import config_from_dict, difference, read_record
+from halfulp.training.record import difference, read_config, read_record
 
 HORIZON = "end of the horizon"
 _POINTS = 20  # lines of metrics a run, at least, and measurements, unless it has its own
@@ -142,21 +141,19 @@ def _recorded(job: Job) -> list[Row] | None:
     """The lines of a run that is over; None where it is not."""
     if not (job.folder / "run.json").exists():
         return None
-    record = read_record(job.folder)
-    changes = difference(config_from_dict(record["config"]), job.config)
+    changes = difference(read_config(job.folder), job.config)
     if changes:
         raise ValueError(
             f"out={str(job.folder)!r} holds another run ({changes[0]}); accepted is a new folder"
         )
-    return read_rows(job.folder) if record["status"] in ("done", "failed", "stopped") else None
+    over = read_record(job.folder)["status"] in ("done", "failed", "stopped")
+    return read_rows(job.folder) if over else None
 
 
 def _train(job: Job, watcher: Watcher, earlier: Sequence[Row]) -> list[Row] | None:
     """Train and return all lines; None if time ended first."""
     if time.time() >= (job.deadline or float("inf")):
         return None
-    if not checkpoint_steps(job.folder / "checkpoints") and job.folder.exists():
-        shutil.rmtree(job.folder)  # nothing to go on from
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     sentinel = _Sentinel(watcher, job, earlier)
     begin = (

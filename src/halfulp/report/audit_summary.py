@@ -179,8 +179,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
     print_of, found = report["fingerprint"], []
     if report["missing"] and report["verdict"] != "incomplete":  # there it is the reason
         found.append(("missing", "; ".join(report["missing"])))
-    if report["limits"]:
-        found.append(("not audited", "; ".join(report["limits"])))
+    if report["left_out"]:
+        found.append(("not audited", "; ".join(report["left_out"])))
     for i, cause in enumerate(report["causes"]):
         name = "" if i == 0 else f"{cause['name']}; "  # the first is named in the reason
         found.append(("resembles" if i == 0 else "also", f"{name}{cause['resembles']}"))

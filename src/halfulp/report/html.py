@@ -57,7 +57,7 @@ KINDS = (
     "details",
 )
 _TEMPLATES = Path(__file__).parent / "templates"
-_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONG = 16  # characters of a word that may need a place to break
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from halfulp.report.text import cell_text, duration_text
+from halfulp.report.text import cell_text, duration_text, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,14 +18,33 @@ _GAP = 2  # between columns
 Advance = Callable[[float, str], None]
 
 
-def console() -> Console:
-    """Return the console of standard output: as wide as the terminal, or 100 columns in a pipe,
-    without color there.
-    """
-    from rich.console import Console
+def console(*, stderr: bool = False) -> Console:
+    """Return the console of standard output, or of standard error: as wide as the terminal, or 100
+    columns in a pipe, without color there.
 
-    watched = sys.stdout.isatty()
-    return Console(width=None if watched else WIDTH, highlight=False, soft_wrap=False)
+    Nobody's text has a meaning in it: brackets, colons and control characters are shown.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Shown(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterator[Segment]:
+            """Every text that is printed, tables and bars included, comes through here."""
+            for segment in super().render(renderable, options):
+                shown = visible(segment.text)
+                yield segment if segment.control else Segment(shown, segment.style)
+
+    watched = (sys.stderr if stderr else sys.stdout).isatty()
+    return Shown(
+        stderr=stderr,
+        width=None if watched else WIDTH,
+        highlight=False,
+        soft_wrap=False,
+        markup=False,
+        emoji=False,
+    )
 
 
 def print_table(table: Mapping[str, Any], to: Console) -> None:
@@ -102,7 +121,6 @@ def progress_bar(what: str) -> Iterator[Advance]:
     if not sys.stderr.isatty():
         yield _silent
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         Progress,
@@ -113,7 +131,7 @@ def progress_bar(what: str) -> Iterator[Advance]:
     )
 
     columns = (
-        TextColumn("{task.fields[what]}", style="bold"),
+        TextColumn("{task.fields[what]}", style="bold", markup=False),
         BarColumn(bar_width=24),
         TaskProgressColumn(),
         TimeElapsedColumn(),
@@ -121,7 +139,7 @@ def progress_bar(what: str) -> Iterator[Advance]:
         TimeRemainingColumn(compact=True),
         TextColumn("{task.description}", style="dim", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0, what=what)
         yield lambda fraction, message: bar.update(task, completed=fraction, description=message)
 

@@ -5,6 +5,20 @@ from __future__ import annotations
 import math
 import re
 
+HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What a terminal obeys instead of showing it: control characters, those that turn the direction
+of text, and halves of surrogate pairs, which no encoding has.
+"""
+
+
+def visible(text: object) -> str:
+    """Return any text as a terminal may be given it: what is in `HIDDEN` as its escape, ESC as
+    \\x1b.
+    """
+    return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
 
 def cell_text(value: object) -> str:
     """Return a table's cell: three digits of a number, a dash where there is none."""

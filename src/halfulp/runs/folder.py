@@ -2,33 +2,56 @@
 renamed.
 
 A reader, another process or a later run, never meets half a file, whenever the writer was stopped.
-A run folder is known by its run.json. A new run is written beside the one that it replaces and
-takes its place at the end.
+Temporary names are drawn at random and made with O_EXCL, so that nobody's file or link is written
+through or removed. A run folder is known by its run.json. A new run is written beside the one that
+it replaces and takes its place at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import re
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from halfulp.runs.lock import LOCK, Lock, is_held
+
+TEMPORARY = ".halfulp-"
+"""What every temporary file of ours is called by, before eight random characters."""
 
 
 def write_text(path: Path, text: str) -> Path:
     """Write a text file, whole or not at all; its folder must be there."""
-    return write_bytes(path, text.encode())
+    # what no encoding has, such as half of a surrogate pair, is written as its escape
+    return write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 def write_bytes(path: Path, data: bytes) -> Path:
     """Write a file, whole or not at all; its folder must be there."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with whole_file(path) as file:
+        file.write(data)
+    return path
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write to, which takes its place, whole, when the block ends, and never if it
+    raises.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())  # a temporary file is for its owner alone
@@ -37,7 +60,6 @@ def write_bytes(path: Path, data: bytes) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-    return path
 
 
 def write_json(path: Path, plain: Any) -> Path:
@@ -56,58 +78,148 @@ def line_text(plain: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the data of a JSON file, or None where it is missing or torn."""
+    """Return the data of a JSON file, or None where it is missing, torn or no regular file.
+
+    NaN and infinities, which no writer of ours writes, count as torn.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(regular(path).read_text(encoding="utf-8"), parse_constant=_refuse)
+    except (OSError, ValueError, RecursionError):
         return None
 
 
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder holds a run: a run.json that names the version of halfulp that wrote it."""
-    record = read_json(folder / "run.json")
-    return isinstance(record, dict) and "halfulp" in record
-
-
-def open_run(out: Path) -> Path:
-    """Return a new, empty folder beside `out` to write a run into; `close_run` puts it in its
-    place.
+def read_array(path: Path) -> np.ndarray:
+    """Return the array of a .npy file, mapped from it and read-only; never an object's.
 
     Raises:
-        ValueError: `out` or the folder beside it holds something else than a run, or cannot be
-            written.
+        ValueError: it is missing, torn, or no regular file; one line says why.
     """
-    check_folder("out", out)
-    beside = _beside(out, "partial")
-    for folder in (out, beside):
-        if folder.exists() and any(folder.iterdir()) and not is_run_folder(folder):
-            raise ValueError(
-                f"out={str(out)!r}: {str(folder)!r} holds other files; accepted is a new or empty"
-                " folder"
+    try:
+        return np.lib.format.open_memmap(regular(path), mode="r")
+    except (OSError, ValueError, EOFError, OverflowError, TypeError, SyntaxError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def regular(path: Path) -> Path:
+    """Return the path of a regular file, or raise OSError: a FIFO would be waited for without
+    end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return path
+
+
+def is_run_folder(folder: Path, kind: str) -> bool:
+    """Whether a folder holds a run of that kind, by its run.json."""
+    record = read_json(folder / "run.json")
+    return isinstance(record, dict) and "halfulp" in record and record.get("kind") == kind
+
+
+class NewRun:
+    """A run that is being written beside the place it will have.
+
+    Attributes:
+        folder: new and empty at first; where to write.
+    """
+
+    def __init__(self, out: Path, kind: str) -> None:
+        """Make the folder, and clear away what runs that were killed left for the same place.
+
+        Raises:
+            ValueError: `out` holds something else than a run of that kind, or cannot be written.
+        """
+        check_folder("out", out)
+        self._out, self._kind, self._place = out, kind, out.resolve()
+        self._check()
+        _recover(self._place, kind)
+        self.folder = Path(
+            tempfile.mkdtemp(prefix=f"{self._place.name}.partial-", dir=self._place.parent)
+        )
+        self._lock: Lock | None = Lock(self.folder)
+        self.folder.chmod(0o777 & ~_umask())
+
+    def keep(self) -> Path:
+        """Leave the folder where it is, for the reader; it is not cleared away later."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        return self.folder
+
+    def finish(self) -> Path:
+        """Put the folder into its place; a run that was there is removed after that.
+
+        Raises:
+            ValueError: something else came to stand there meanwhile; the run stays beside it.
+        """
+        self._check(f"; the new run lies in {str(self.folder)!r}")
+        self.keep()
+        old = None
+        if self._place.exists():
+            old = Path(
+                tempfile.mkdtemp(prefix=f".{self._place.name}.replaced-", dir=self._place.parent)
             )
-    if beside.exists():
-        shutil.rmtree(beside)
-    beside.mkdir()
-    return beside
+            self._place.rename(old)  # an empty folder of our own may be renamed onto
+        self.folder.rename(self._place)
+        sync_folder(self._place.parent)
+        if old is not None:
+            shutil.rmtree(old)
+        return self._out
+
+    def _check(self, lost: str = "") -> None:
+        place = self._place
+        if place.exists() and any(place.iterdir()) and not is_run_folder(place, self._kind):
+            raise ValueError(
+                f"out={str(self._out)!r} holds other files than a {self._kind}'s; accepted is a"
+                f" new or empty folder{lost}"
+            )
 
 
-def close_run(beside: Path, out: Path) -> Path:
-    """Put the folder of `open_run` into its place; a run that was there is removed after that."""
-    old = _beside(out, "replaced")
-    if old.exists():
-        shutil.rmtree(old)
-    if out.exists():
-        out.rename(old)
-    beside.rename(out)
-    sync_folder(out.resolve().parent)
-    if old.exists():
-        shutil.rmtree(old)
-    return out
+def _recover(place: Path, kind: str) -> None:
+    """Put back a run that was moved aside when its replacement was killed, and remove folders that
+    a killed writer left; nothing that is not certainly ours is touched.
+    """
+    killed = []  # a partial folder without a lock was left for the reader
+    ours = re.compile(rf"(\.?){re.escape(place.name)}\.(partial|replaced)-[a-z0-9_]{{8}}")
+    for path in place.parent.iterdir():
+        match = ours.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        if match[1] and match[2] == "replaced":
+            if not any(path.iterdir()):
+                path.rmdir()
+            elif not is_run_folder(path, kind):
+                continue
+            elif place.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(place)
+        elif not match[1] and match[2] == "partial" and (path / LOCK).is_file():
+            killed.append(path)
+    for path in killed:
+        if not is_held(path):
+            shutil.rmtree(path)
 
 
-def _beside(out: Path, suffix: str) -> Path:
-    whole = out.resolve()
-    return whole.with_name(f"{whole.name}.{suffix}")
+def new_folder(parent: Path) -> Path:
+    """Make a folder under a temporary name."""
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+    folder.chmod(0o777 & ~_umask())  # a temporary folder is for its owner alone
+    return folder
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what a killed writer left of files in a folder that only we write."""
+    if not folder.is_symlink():
+        for path in folder.glob(f"{TEMPORARY}*"):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link but not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_file(argument: str, path: Path | None) -> None:
@@ -173,3 +285,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} in JSON")

@@ -4,7 +4,7 @@ signature.
 
 from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.calling import check_device, one_line, run_target
-from halfulp.targets.dialect import canonical, recipe_in, resolve
+from halfulp.targets.dialect import canonical, is_code, recipe_in, resolve
 from halfulp.targets.emulation import emulations
 from halfulp.targets.target import Outcome, Target, UnsupportedError
 
@@ -16,6 +16,7 @@ __all__ = [
     "canonical",
     "check_device",
     "emulations",
+    "is_code",
     "one_line",
     "recipe_in",
     "resolve",

@@ -55,6 +55,11 @@ def canonical(name: str) -> str:
     return name if own is None else own.name
 
 
+def is_code(name: str) -> bool:
+    """Whether a name is that of a module or file, which `resolve` would import; this does not."""
+    return ":" in name and canonical(name).partition(":")[0] not in FAMILIES
+
+
 def recipe_in(name: str) -> Recipe | None:
     """The recipe that a name is the text of, "recipe:" before it or not; None: it is no recipe's.
 
@@ -96,7 +101,7 @@ def resolve(name: str, argument: str = "target") -> Target:
         return own
     if family == "transformers" and rest:
         return transformers_target(rest)
-    if ":" in name and family not in FAMILIES:
+    if is_code(name):
         try:
             return load(name)
         except ValueError as error:

@@ -1,13 +1,15 @@
 """Checkpoints: weights and optimizer as safetensors, the rest as JSON, in a folder that is whole or
 not there.
 
-A folder is written under a hidden name, synced and renamed. One that is torn all the same (a full
-disk, a copy that was cut off) is skipped with a warning, and the one before it is taken.
+A folder is written under a temporary name, synced and renamed, with the SHA-256 of every file in
+it. One that is torn or altered all the same (a copy that was cut off, a bad disk) is skipped with a
+warning, and the one before it is taken.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import hashlib
 import re
 import shutil
 import warnings
@@ -20,9 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfulp.runs.folder import json_text, sync_file, sync_folder
+from halfulp.runs.folder import (
+    line_text,
+    new_folder,
+    read_json,
+    regular,
+    remove,
+    remove_temporaries,
+    sync_file,
+    sync_folder,
+    write_json,
+)
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_MODEL, _STATE, _PLAIN = "model.safetensors", "state.safetensors", "state.json"
+_ENTRIES = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW
+_TORN = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,6 @@ class Checkpoint:
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # "parameter/exp_avg" and so on
-    random: dict[str, Tensor]  # states of torch's generators, by device
     monitor: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # of the fp16 loss
 
@@ -60,29 +74,59 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | Non
     """Put a checkpoint's weights and, where given, the optimizer's state into place.
 
     Raises:
-        ValueError: the model has other parameters or shapes than the checkpoint.
+        ValueError: the model has other parameters, shapes or dtypes than the checkpoint; nothing
+            has been changed then.
     """
-    targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, x in model_tensors(model).items():
-        found = checkpoint.model.get(name)
-        if found is None or found.shape != x.shape:
-            there = "nothing" if found is None else f"shape {tuple(found.shape)}"
+    named = dict(model.named_parameters())
+    targets = named | dict(model.named_buffers())
+    whole = model_tensors(model)
+    for name in {**whole, **checkpoint.model}:
+        if name not in targets:
             raise ValueError(
-                f"checkpoint: {name} has {there}; accepted is the model's {tuple(x.shape)}"
+                f"checkpoint: {name} is not of this model; accepted are {', '.join(targets)}"
             )
+        _check_alike(name, checkpoint.model.get(name), whole.get(name, targets[name]))
+    if optimizer is not None:
+        _check_optimizer(checkpoint, named, whole)
     with torch.no_grad():
         for name, x in checkpoint.model.items():
-            if name not in targets:
-                raise ValueError(
-                    f"checkpoint: {name} is not of this model; accepted are {', '.join(targets)}"
-                )
             targets[name].copy_(_like(x, targets[name]))
     if optimizer is not None:
-        _restore_optimizer(checkpoint, model, optimizer)
+        _restore_optimizer(checkpoint, named, optimizer)
 
 
-def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> None:
-    parameters = dict(model.named_parameters())
+def _check_alike(name: str, found: Tensor | None, x: Tensor) -> None:
+    if found is None or found.shape != x.shape or found.dtype != x.dtype:
+        there = "nothing" if found is None else f"shape {tuple(found.shape)} of {found.dtype}"
+        raise ValueError(
+            f"checkpoint: {name} has {there}; accepted is the model's {tuple(x.shape)} of {x.dtype}"
+        )
+
+
+def _check_optimizer(
+    checkpoint: Checkpoint, named: dict[str, nn.Parameter], whole: dict[str, Tensor]
+) -> None:
+    entries: dict[str, set[str]] = {}
+    for key, x in checkpoint.optimizer.items():
+        name, _, entry = key.rpartition("/")
+        if name not in named:
+            raise ValueError(
+                f"checkpoint: the optimizer's {key} is not of this model; accepted are parameters"
+            )
+        entries.setdefault(name, set()).add(entry)
+        if entry != "step":
+            _check_alike(key, x, whole[name])
+    for name, found in entries.items():
+        if found != _ENTRIES:
+            raise ValueError(
+                f"checkpoint: the optimizer has {sorted(found)} of {name}; accepted is"
+                f" {sorted(_ENTRIES)}"
+            )
+
+
+def _restore_optimizer(
+    checkpoint: Checkpoint, parameters: dict[str, nn.Parameter], optimizer: Optimizer
+) -> None:
     optimizer.state.clear()
     for key, x in checkpoint.optimizer.items():
         name, _, entry = key.rpartition("/")
@@ -91,56 +135,46 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
         optimizer.state[parameters[name]][entry] = value
 
 
-def random_tensors() -> dict[str, Tensor]:
-    """Return the states of torch's generators."""
-    found = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found
-
-
-def restore_random(states: dict[str, Tensor]) -> None:
-    """Set torch's generators; devices that are not here are left out."""
-    torch.set_rng_state(states["cpu"])
-    for device, state in states.items():
-        if (
-            device != "cpu"
-            and torch.cuda.is_available()
-            and int(device[5:]) < torch.cuda.device_count()
-        ):
-            torch.cuda.set_rng_state(state, device)
-
-
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `folder/step-N`, whole or not at all; one of that step that is there already is
     replaced.
+
+    Raises:
+        ValueError: the folder is a link, perhaps to another run's.
+        OSError: it cannot be written; what was there is still there.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    if folder.is_symlink():
+        raise ValueError(f"checkpoints={str(folder)!r} is a link; accepted is a folder of the run")
     folder.mkdir(exist_ok=True)
-    final, partial = folder / f"step-{checkpoint.step}", folder / f".step-{checkpoint.step}.partial"
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
+    final, partial = folder / f"step-{checkpoint.step}", new_folder(folder)
     state = {
         f"{group}|{name}": x.contiguous()
-        for group in ("optimizer", "random", "monitor")
+        for group in ("optimizer", "monitor")
         for name, x in getattr(checkpoint, group).items()
     }
-    save_file(
-        {name: x.contiguous() for name, x in checkpoint.model.items()},
-        partial / "model.safetensors",
-    )
-    save_file(state, partial / "state.safetensors")
-    (partial / "state.json").write_text(
-        json_text({"step": checkpoint.step, "scaler": checkpoint.scaler}) + "\n"
-    )
-    for file in partial.iterdir():
-        sync_file(file)
-    sync_folder(partial)
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
+    model = {name: x.contiguous() for name, x in checkpoint.model.items()}
+    try:
+        for name, tensors in ((_MODEL, model), (_STATE, state)):
+            save_file(tensors, partial / name)
+            sync_file(partial / name)
+        plain = {
+            "step": checkpoint.step,
+            "scaler": checkpoint.scaler,
+            "sha256": {name: _digest(partial / name) for name in (_MODEL, _STATE)},
+        }
+        write_json(partial / _PLAIN, plain | {"seal": _seal(plain)})
+        if final.exists() or final.is_symlink():
+            final.rename(new_folder(folder) / final.name)
+        partial.rename(final)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # how its writer says what the system said
+            raise OSError(errno.EIO, " ".join(str(error).split()), str(final)) from None
+        raise
+    remove_temporaries(folder)
     sync_folder(folder)
     return final
 
@@ -149,26 +183,69 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """Read a `step-N` folder.
 
     Raises:
-        ValueError: a file is missing or torn; one line says which.
+        ValueError: a file is missing, torn or altered, or is of another step; one line says which.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    groups: dict[str, dict[str, Tensor]] = {"optimizer": {}, "monitor": {}}
+    try:
+        plain = _plain(folder, _MODEL, _STATE)
+        for key, x in load_file(folder / _STATE).items():
+            group, _, name = key.partition("|")
+            groups[group][name] = x
+        model = load_file(folder / _MODEL)
+    except (SafetensorError, *_TORN) as error:
+        raise _unreadable(folder, error) from None
+    return Checkpoint(plain["step"], model, **groups, scaler=plain["scaler"])
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the model's tensors of a `step-N` folder, and nothing else of it; errors as
+    `load_checkpoint`.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        plain = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        model, state = (
-            load_file(folder / "model.safetensors"),
-            load_file(folder / "state.safetensors"),
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(
-            f"checkpoint={str(folder)!r}: {' '.join(str(error).split())}; accepted is a whole one"
-        ) from None
-    groups: dict[str, dict[str, Tensor]] = {"optimizer": {}, "random": {}, "monitor": {}}
-    for key, x in state.items():
-        group, _, name = key.partition("|")
-        groups[group][name] = x
-    return Checkpoint(plain["step"], model, **groups, scaler=plain["scaler"])
+        _plain(folder, _MODEL)
+        return load_file(folder / _MODEL)
+    except (SafetensorError, *_TORN) as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: Path, error: Exception) -> ValueError:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return ValueError(f"checkpoint={str(folder)!r}: {said}; accepted is a whole one")
+
+
+def _plain(folder: Path, *files: str) -> dict[str, Any]:
+    """What state.json says, held against the files; raises ValueError or OSError where it is not
+    so.
+    """
+    plain = read_json(folder / _PLAIN)
+    if not isinstance(plain, dict):
+        raise ValueError(f"{_PLAIN} is missing or torn")
+    seal = plain.pop("seal", None)
+    if seal != _seal(plain):
+        raise ValueError(f"{_PLAIN} was altered")
+    if type(plain["step"]) is not int or folder.name != f"step-{plain['step']}":
+        raise ValueError(f"{_PLAIN} is of step {plain['step']}")
+    if not isinstance(plain["scaler"], dict):
+        raise ValueError(f"{_PLAIN} has the scaler {plain['scaler']!r}")
+    for name in files:
+        if _digest(regular(folder / name)) != plain["sha256"][name]:
+            raise ValueError(f"{name} was altered: its SHA-256 is another")
+    return plain
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(line_text(plain).encode(errors="backslashreplace")).hexdigest()
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -192,14 +269,10 @@ def checkpoints(folder: Path) -> Iterator[Checkpoint]:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove what was left half-written, and all but the last `keep` checkpoints (None: keep
-    all).
-    """
-    for path in folder.glob(".step-*.partial"):
-        shutil.rmtree(path)
-    if keep is not None:
+    """Remove all but the last `keep` checkpoints besides the last (None: keep all)."""
+    if keep is not None and not folder.is_symlink():
         for step in checkpoint_steps(folder)[: -keep - 1]:
-            shutil.rmtree(folder / f"step-{step}")
+            remove(folder / f"step-{step}")
 
 
 def _whole(x: Tensor) -> Tensor:

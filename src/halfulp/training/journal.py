@@ -4,29 +4,52 @@ batches.npy, checkpoints.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from halfulp.runs.folder import line_text, write_bytes, write_json, write_text
-from halfulp.training.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
+from halfulp.runs.folder import (
+    TEMPORARY,
+    line_text,
+    read_array,
+    regular,
+    remove_temporaries,
+    write_bytes,
+    write_json,
+    write_text,
+)
+from halfulp.runs.lock import LOCK, Lock
+from halfulp.runs.record import closed, now
+from halfulp.training.checkpoint import Checkpoint, prune, save_checkpoint
 from halfulp.training.config import RunConfig
-from halfulp.training.record import config_from_dict, difference, new_record, now, read_record
+from halfulp.training.record import (
+    config_from_dict,
+    difference,
+    new_record,
+    read_record,
+)
 
 Row = dict[str, Any]
+_LARGEST = 2**63  # of an integer in a line
 
 
 class Journal:
-    """Writes one run. A line of metrics can be read at once; `close` ends the record."""
+    """Writes one run, which no other process can do then. A line of metrics can be read at once;
+    `close` ends the record.
+    """
 
-    def __init__(self, folder: Path, record: dict[str, Any], rows: Sequence[Row]) -> None:
-        self.folder, self.record = folder, record
+    def __init__(
+        self, folder: Path, lock: Lock, record: dict[str, Any], rows: Sequence[Row]
+    ) -> None:
+        self.folder, self.record, self._lock = folder, record, lock
         write_json(folder / "run.json", record)
         write_text(folder / "metrics.jsonl", "".join(line_text(row) + "\n" for row in rows))
         self._metrics: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -39,17 +62,16 @@ class Journal:
         order: np.ndarray,
         source: dict[str, Any],
         command: str | None,
-        again: bool = False,
+        start: int = 0,
     ) -> Journal:
-        """Start a run in a new or empty folder, or `again` in one where a run was killed before it
-        had a record.
+        """Start a run in a new or empty folder, or in one where a run was killed before it had a
+        record.
 
         Raises:
-            ValueError: the folder holds something, or its parent is not there.
+            ValueError: the folder holds something, its parent is not there, or another process
+                writes it.
         """
-        if folder.exists() and (
-            not folder.is_dir() or any(not (again and _early(p)) for p in folder.iterdir())
-        ):
+        if folder.exists() and not _empty(folder):
             raise ValueError(
                 f"out={str(folder)!r}: it is not empty; accepted is a new folder, or resume for its"
                 " own run"
@@ -59,18 +81,31 @@ class Journal:
                 f"out={str(folder)!r}: there is no folder for it; accepted is a place in one"
             )
         folder.mkdir(exist_ok=True)
-        write_order(folder, order)
-        return cls(folder, new_record(config, source, command), [])
+        lock = Lock(folder)
+        try:
+            remove_temporaries(folder)
+            write_order(folder, order)
+            record = new_record(config, source, order_digest(order), command, start)
+            return cls(folder, lock, record, [])
+        except BaseException:
+            if not (folder / "run.json").exists():
+                (folder / "batches.npy").unlink(missing_ok=True)
+            lock.release()
+            raise
 
     @classmethod
-    def take_up(cls, folder: Path, step: int) -> Journal:
-        """Go on with a run after that step: lines of later steps, whose state is lost, are made
-        again.
+    def take_up(cls, folder: Path, lock: Lock, step: int, rows: Sequence[Row]) -> Journal:
+        """Go on with a run after that step with its lines up to there: lines of later steps, whose
+        state is lost, are made again, and what a killed process left half-written is removed.
         """
         record = read_record(folder)
+        lost = lost_lines(config_from_dict(record["config"]), rows, record["start"], step)
         record |= {"status": "running", "reason": "", "ended": None}
-        record["resumed"] = [*record["resumed"], {"step": step, "at": now()}]
-        return cls(folder, record, [row for row in read_rows(folder) if row["step"] <= step])
+        taken = {"step": step, "at": now()} | ({"lost lines": len(lost)} if lost else {})
+        record["resumed"] = [*record["resumed"], taken]
+        remove_temporaries(folder)
+        remove_temporaries(folder / "checkpoints")
+        return cls(folder, lock, record, rows)
 
     def row(self, row: Row) -> None:
         """Add one line of metrics."""
@@ -87,24 +122,29 @@ class Journal:
 
     def close(self, status: str, reason: str) -> None:
         """Say how the run ended."""
-        self._metrics.close()
-        self.record |= {"status": status, "reason": reason, "ended": now()}
-        write_json(self.folder / "run.json", self.record)
+        try:
+            self._metrics.close()
+            self.record = closed(self.record, status, reason)
+            write_json(self.folder / "run.json", self.record)
+        finally:
+            self._lock.release()
 
 
-def _early(path: Path) -> bool:
-    """Whether a file is one that `begin` writes before run.json."""
-    return path.name.startswith((".batches.npy.", ".run.json.")) or path.name == "batches.npy"
+def _empty(folder: Path) -> bool:
+    """Whether a folder holds nothing but what `begin` writes before run.json, and its lock, which
+    only a killed process leaves.
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
+    early = {name for name in names if name.startswith(TEMPORARY)} | {"batches.npy", LOCK}
+    return not names or (LOCK in names and names <= early)
 
 
-def recorded_state(
-    folder: Path, config: RunConfig, source: dict[str, Any]
-) -> tuple[np.ndarray, Checkpoint | None]:
-    """Return the order of a run that is to go on, and its last whole checkpoint if it has one.
+def recorded_order(folder: Path, config: RunConfig, source: dict[str, Any]) -> np.ndarray:
+    """Return the order of samples of a run that is to go on.
 
     Raises:
         ValueError: the folder holds no run, one of another configuration or of other data than are
-            here now, or its recorded order is torn.
+            here now, or its recorded order is torn or altered.
     """
     record = read_record(folder)
     recorded = config_from_dict(record["config"])
@@ -118,32 +158,88 @@ def recorded_state(
             f"out={str(folder)!r}: its data were {record['data']}; accepted is that and not"
             f" {source}"
         )
-    return read_order(folder), next(checkpoints(folder / "checkpoints"), None)
+    order = read_order(folder)
+    if order_digest(order) != record["batches"]:
+        raise ValueError(
+            f"batches={str(folder / 'batches.npy')!r}: its SHA-256 is another than the run"
+            " recorded; accepted is the order that it wrote"
+        )
+    return order
 
 
 def read_rows(folder: Path) -> list[Row]:
     """Return the lines of metrics.jsonl; a torn last line is left out with a warning, and so is any
-    other.
+    other, and one that no run writes.
     """
+    path = folder / "metrics.jsonl"
     try:
-        lines = (
-            (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
+        lines = regular(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    rows = []
+    rows, torn = [], []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("no step")
-        except ValueError:
-            warnings.warn(
-                f"{folder / 'metrics.jsonl'}: line {number} is torn and was left out", stacklevel=2
-            )
-            continue
-        rows.append(row)
+        except (ValueError, RecursionError):
+            row = None
+        if _is_row(row):
+            rows.append(row)
+        else:
+            torn.append(number)
+    if torn:
+        said = (
+            f"line {torn[0]} is torn and was left out"
+            if len(torn) == 1
+            else f"{len(torn)} lines, the first of them {torn[0]}, are torn and were left out"
+        )
+        warnings.warn(f"{path}: {said}", stacklevel=2)
     return rows
+
+
+def lost_lines(config: RunConfig, rows: Iterable[Row], start: int, last: int) -> list[int]:
+    """Return the steps after `start` and up to `last` whose line of metrics is not there."""
+    there = {row["step"] for row in rows if "loss" in row}
+    every = config.metrics_every
+    due = range(every * (start // every + 1), min(last, config.steps) + 1, every)
+    return [step for step in due if step not in there]
+
+
+def warn_of_lost_lines(folder: Path, config: RunConfig, rows: Iterable[Row], last: int) -> None:
+    """Warn where lines of metrics up to a step that the run is known to have reached are not
+    there.
+    """
+    if lost := lost_lines(config, rows, read_record(folder)["start"], last):
+        warnings.warn(
+            f"{folder / 'metrics.jsonl'}: {len(lost)} of the lines up to step {last} are missing,"
+            f" the first of them that of step {lost[0]}",
+            stacklevel=2,
+        )
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line is one that a run writes: numbers by name, and what is measured by layer and
+    head.
+    """
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return False
+    measure = row.get("measure", {})
+    return (
+        isinstance(measure, dict)
+        and all(map(_is_measured, measure.values()))
+        and all(_is_number(value) for name, value in row.items() if name != "measure")
+    )
+
+
+def _is_measured(value: Any) -> bool:
+    layers = value if isinstance(value, list) else [[value]]
+    return all(isinstance(heads, list) and all(map(_is_number, heads)) for heads in layers)
+
+
+def _is_number(value: Any) -> bool:
+    """A number as JSON has it; None stands for one that was not finite."""
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or (type(value) is int and abs(value) < _LARGEST)
 
 
 def write_order(folder: Path, order: np.ndarray) -> None:
@@ -161,13 +257,16 @@ def read_order(folder: Path) -> np.ndarray:
     """
     path = folder / "batches.npy"
     try:
-        order: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(
-            f"batches={str(path)!r}: {' '.join(str(error).split())}; accepted is a whole .npy file"
-        ) from None
+        order = read_array(path)
+    except ValueError as error:
+        raise ValueError(f"batches={str(path)!r}: {error}; accepted is a whole .npy file") from None
     if order.ndim != 2 or order.dtype != np.int64:
         raise ValueError(
             f"batches={str(path)!r}: {order.dtype} {order.shape}; accepted is int64 [steps, batch]"
         )
     return order
+
+
+def order_digest(order: np.ndarray) -> str:
+    """Return the SHA-256 of an order of samples."""
+    return hashlib.sha256(np.ascontiguousarray(order, dtype="<i8").data).hexdigest()

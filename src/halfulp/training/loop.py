@@ -1,30 +1,40 @@
 """The training loop: one readable function that trains any workload, and the few things around it.
 
 The same configuration gives the same bits on the same machine: the order of samples is drawn before
-the first step and recorded, weights come from a seed of their own, and a checkpoint holds
-everything that the rest of the run depends on. So a run that was killed at any moment and taken up
-again ends in the weights it would have ended in.
+the first step and recorded, weights come from a seed of their own, what attention draws from one of
+each step's (`halfulp.training.determinism`), and a checkpoint holds everything else that the rest
+of the run depends on. So a run that was killed at any moment and taken up again ends in the weights
+it would have ended in.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from halfulp.runs.lock import Lock
 from halfulp.runs.results import Progress, no_progress
 from halfulp.training.attention import AttentionFunction
-from halfulp.training.checkpoint import Checkpoint
+from halfulp.training.checkpoint import Checkpoint, checkpoints
 from halfulp.training.config import RunConfig
-from halfulp.training.determinism import deterministic
+from halfulp.training.determinism import deterministic, own_generators
 from halfulp.training.distributed import Parallel, World, world
 from halfulp.training.interrupt import asked_to_stop
-from halfulp.training.journal import Journal, Row, read_rows, recorded_state
+from halfulp.training.journal import (
+    Journal,
+    Row,
+    read_rows,
+    recorded_order,
+    warn_of_lost_lines,
+)
 from halfulp.training.record import read_record
 from halfulp.training.session import Session
 from halfulp.training.workload import Workload, build_workload
@@ -116,65 +126,87 @@ def train(
         raise ValueError(
             f"measure_every={config.measure_every}: accepted with parallel='fsdp' is 0"
         )
-    with world(parallel, config.device) as group, deterministic(group.device):
-        session, over = _prepare(config, folder, group, resume, batches, start, own)
-        if over:
-            assert folder is not None
-            return _as_recorded(session, folder)
-        journal = (
-            None
-            if folder is None or not group.leads
-            else _journal(session, folder, resume, command)
-        )
+    made = _Made(config, batches, start, own)
+    taken = folder if resume and folder is not None and (folder / "run.json").exists() else None
+    with ExitStack() as stack:
+        group = stack.enter_context(world(parallel, config.device))
+        stack.enter_context(deterministic(group.device))
+        stack.enter_context(own_generators(group.device))
+        if taken is not None and read_record(taken)["status"] in _OVER:
+            return _as_recorded(*made.session(group, taken), taken)
+        lock = Lock(taken) if taken is not None and group.leads else None
+        if lock is not None:
+            stack.callback(lock.release)
+        session, rows = made.session(group, taken)
+        session.rows = [row for row in rows if row["step"] <= session.done]
+        group.wait()  # every process has read before the one that leads writes
+        journal = None
+        if folder is not None and group.leads:
+            journal = (
+                Journal.begin(
+                    folder, config, session.order, session.workload.source, command, session.done
+                )
+                if lock is None
+                else Journal.take_up(folder, lock, session.done, session.rows)
+            )
         watched = _Watched(
             stop, sinks, progress or no_progress, math.inf if deadline is None else deadline
         )
         return _run(session, journal, watched)
 
 
-def _prepare(
-    config: RunConfig,
-    folder: Path | None,
-    group: World,
-    resume: bool,
-    batches: np.ndarray | None,
-    start: Checkpoint | None,
-    own: Mapping[str, AttentionFunction] | None,
-) -> tuple[Session, bool]:
-    """The session, and whether its run is over already; every process reads before the one that
-    leads writes.
-    """
-    seeds = {
-        "seed": config.seed,
-        "data_seed": config.seed if config.data_seed is None else config.data_seed,
-    }
-    workload = build_workload(
-        config.workload, config.attention, **seeds, device=group.device, own=own
-    )
-    if config.batch % (config.accumulation * group.size):
-        accepted = (
-            "accepted is a multiple of accumulation × processes ="
-            f" {config.accumulation * group.size}"
+@dataclass(frozen=True)
+class _Made:
+    """What a session is made of."""
+
+    config: RunConfig
+    batches: np.ndarray | None
+    start: Checkpoint | None
+    own: Mapping[str, AttentionFunction] | None
+
+    def session(self, group: World, taken: Path | None) -> tuple[Session, list[Row]]:
+        """A new session, or one that goes on from the last checkpoint in a folder that fits, and
+        the lines that are recorded there.
+        """
+        config = self.config
+        if config.batch % (config.accumulation * group.size):
+            accepted = (
+                "accepted is a multiple of accumulation × processes ="
+                f" {config.accumulation * group.size}"
+            )
+            raise ValueError(f"batch={config.batch}: {accepted}")
+        workload = self._workload(group)
+        if taken is None:
+            order = _order(workload, config, self.batches)
+            return Session(config, workload, group, order, self.start), []
+        order = recorded_order(taken, config, workload.source)
+        session = None
+        for checkpoint in checkpoints(taken / "checkpoints"):
+            try:
+                session = Session(config, workload, group, order, checkpoint)
+                break
+            except ValueError as error:
+                warnings.warn(
+                    f"skipped: {taken / 'checkpoints'}, step {checkpoint.step}: {error}",
+                    stacklevel=2,
+                )
+                workload = self._workload(group)
+        session = session or Session(config, workload, group, order, self.start)
+        rows = read_rows(taken)
+        warn_of_lost_lines(taken, config, rows, session.done)
+        return session, rows
+
+    def _workload(self, group: World) -> Workload:
+        config = self.config
+        data_seed = config.seed if config.data_seed is None else config.data_seed
+        return build_workload(
+            config.workload,
+            config.attention,
+            seed=config.seed,
+            data_seed=data_seed,
+            device=group.device,
+            own=self.own,
         )
-        raise ValueError(f"batch={config.batch}: {accepted}")
-    over, rows = False, list[Row]()
-    if resume and folder is not None and (folder / "run.json").exists():
-        order, start = recorded_state(folder, config, workload.source)
-        over, rows = read_record(folder)["status"] in _OVER, read_rows(folder)
-    else:
-        order = _order(workload, config, batches)
-    session = Session(config, workload, group, order, start)
-    session.rows = [row for row in rows if row["step"] <= session.done]
-    group.wait()
-    return session, over
-
-
-def _journal(session: Session, folder: Path, resume: bool, command: str | None) -> Journal:
-    if resume and (folder / "run.json").exists():
-        return Journal.take_up(folder, session.done)
-    return Journal.begin(
-        folder, session.config, session.order, session.workload.source, command, resume
-    )
 
 
 def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) -> np.ndarray:
@@ -236,9 +268,12 @@ def _run(session: Session, journal: Journal | None, watched: _Watched) -> Traine
             journal.close(status, reason)
     except BaseException as error:
         if journal is not None:
-            journal.close(
-                "interrupted" if isinstance(error, KeyboardInterrupt) else "broken", repr(error)
-            )
+            # of a full disk the record may stay "running"; what went wrong is told all the same
+            with suppress(OSError):
+                journal.close(
+                    "interrupted" if isinstance(error, KeyboardInterrupt) else "broken",
+                    _said(error),
+                )
         raise
     finally:
         for sink in watched.sinks:
@@ -261,7 +296,17 @@ def _result(session: Session, status: Status, reason: str, folder: Path | None) 
     return TrainedRun(session.config, metrics, measures, status, reason, folder, session.workload)
 
 
-def _as_recorded(session: Session, folder: Path) -> TrainedRun:
+def _said(error: BaseException) -> str:
+    """An exception in words, also one whose own words raise."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
+
+
+def _as_recorded(session: Session, rows: list[Row], folder: Path) -> TrainedRun:
     record = read_record(folder)
-    session.rows = read_rows(folder)
+    session.rows = rows
+    if record["status"] == _OVER[0]:
+        warn_of_lost_lines(folder, session.config, session.rows, session.config.steps)
     return _result(session, record["status"], record["reason"], folder)

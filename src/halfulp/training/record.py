@@ -1,4 +1,4 @@
-"""Run configurations as JSON and back; run.json, what it says of a run, and reading it again.
+"""Run configurations as JSON and back, and what a training's run.json holds besides.
 
 Reading never executes anything: a configuration is plain numbers and text, and an attention is
 named, not stored.
@@ -7,14 +7,16 @@ named, not stored.
 from __future__ import annotations
 
 import dataclasses
-from datetime import UTC, datetime
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from halfulp.runs.folder import read_json
+from halfulp.runs import record as runs
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import RunConfig, WorkloadConfig
+
+_MOST = 2**63  # what an integer of a configuration may not reach
 
 
 @lru_cache(maxsize=1)
@@ -35,8 +37,12 @@ def _converter() -> Any:
 
 def _exactly(value: Any, kind: type[Any]) -> Any:
     """The value itself if it is of that kind; an integer will do for a float. Nothing is cast."""
+    if type(value) is int and kind in (int, float) and abs(value) >= _MOST:
+        raise TypeError(f"an integer of {value.bit_length()} bits: accepted are 63 bits")
     if type(value) is kind or (kind is float and type(value) is int):
-        return float(value) if kind is float else value
+        found = float(value) if kind is float else value
+        if kind is not float or math.isfinite(found):
+            return found
     raise TypeError(f"{value!r}: accepted is {kind.__name__}")
 
 
@@ -71,47 +77,54 @@ def _reason(error: BaseException, kind: type[Any] | None) -> str:
     return str(error) if own else str(format_exception(error, kind))
 
 
+def new_record(
+    config: RunConfig, source: dict[str, Any], batches: str, command: str | None, start: int = 0
+) -> dict[str, Any]:
+    """Return the run.json of a training that begins now.
+
+    Args:
+        config: what is trained.
+        source: what its data are.
+        batches: SHA-256 of the order of samples.
+        command: what repeats it; None from Python.
+        start: the step that it starts after, another run's.
+    """
+    return runs.new_record(
+        "train",
+        config_as_dict(config),
+        command,
+        data=source,
+        batches=batches,
+        seed=config.seed,
+        start=start,
+        resumed=[],
+    )
+
+
 def read_record(folder: Path) -> dict[str, Any]:
     """Return the run.json of a training run.
 
     Raises:
-        ValueError: the folder holds no training run.
+        ValueError: the folder holds no training run, or its record was altered.
     """
-    record = read_json(folder / "run.json")
-    if not isinstance(record, dict) or record.get("kind") != "train":
-        raise ValueError(
-            f"run={str(folder)!r}: there is no run.json of a training; accepted is a folder of"
-            " `halfulp train`"
-        )
+    record = runs.read_record(folder, "train")
+    if not isinstance(record.get("data"), dict) or not isinstance(record.get("batches"), str):
+        raise runs.altered(folder, "data or batches")
+    if type(record.get("start")) is not int:
+        raise runs.altered(folder, "start")
+    taken = record.get("resumed")
+    if not isinstance(taken, list) or not all(
+        isinstance(one, dict) and {"step", "at"} <= one.keys() for one in taken
+    ):
+        raise runs.altered(folder, "resumed")
     return record
 
 
-def new_record(config: RunConfig, source: dict[str, Any], command: str | None) -> dict[str, Any]:
-    """Return the run.json of a run that begins now; `source` says what its data are."""
-    from halfulp import __version__
-    from halfulp.runs.machine import describe_machine, describe_versions, git_revision
-
-    return {
-        "halfulp": __version__,
-        "kind": "train",
-        "status": "running",
-        "reason": "",
-        "config": config_as_dict(config),
-        "seed": config.seed,
-        "data": source,
-        "command": command,
-        "versions": describe_versions(),
-        "git": git_revision(),
-        "machine": describe_machine(),
-        "started": now(),
-        "resumed": [],
-        "ended": None,
-    }
-
-
-def now() -> str:
-    """Return the time in UTC, to the second, in ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def read_config(folder: Path) -> RunConfig:
+    """Return the configuration of a training run; raises ValueError as `read_record` and
+    `config_from_dict`.
+    """
+    return config_from_dict(read_record(folder)["config"])
 
 
 def difference(one: RunConfig, other: RunConfig) -> list[str]:

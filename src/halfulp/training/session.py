@@ -17,11 +17,10 @@ from halfulp.training.checkpoint import (
     Checkpoint,
     model_tensors,
     optimizer_tensors,
-    random_tensors,
     restore,
-    restore_random,
 )
 from halfulp.training.config import Optimizer, RunConfig
+from halfulp.training.determinism import seed_generators
 from halfulp.training.distributed import World
 from halfulp.training.journal import Row
 from halfulp.training.workload import Workload
@@ -73,6 +72,7 @@ class Session:
             [] if self.monitor is None or not self.monitor.due(number) else [self._measure(number)]
         )
         self.adam.zero_grad()
+        self._seed(number)
         self.loss = self._gradients(number)
         shown = (
             number % config.metrics_every == 0
@@ -95,19 +95,36 @@ class Session:
             self.done,
             model_tensors(self.workload.model),
             optimizer_tensors(self.workload.model, self.adam),
-            random_tensors(),
             {} if self.monitor is None else self.monitor.state(),
             self.scaler.state_dict(),
         )
 
     def _take_up(self, start: Checkpoint) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: it is not one of this configuration; the session may be half of it then.
+        """
+        if start.step > self.config.steps:
+            raise ValueError(
+                f"checkpoint: it is of step {start.step}; accepted are 0 to {self.config.steps}"
+            )
         restore(start, self.workload.model, self.adam)
-        restore_random(start.random)
-        if self.monitor is not None and start.monitor:
-            self.monitor.load_state(start.monitor)
-        if start.scaler:
-            self.scaler.load_state_dict(start.scaler)
+        try:
+            if self.monitor is not None and start.monitor:
+                self.monitor.load_state(start.monitor)
+            if start.scaler:
+                self.scaler.load_state_dict(start.scaler)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            said = f"{type(error).__name__} {' '.join(str(error).split())}"
+            raise ValueError(
+                f"checkpoint: the state of monitor or scaler is malformed ({said}); accepted is"
+                " what a run wrote"
+            ) from None
         self.done = start.step
+
+    def _seed(self, number: int) -> None:
+        seed_generators(self.group.device, self.config.seed, number, self.group.rank)
 
     def _batch(self, number: int, part: int) -> tuple[Tensor, ...]:
         """This process's share of a micro-batch."""
@@ -154,6 +171,7 @@ class Session:
         batch = self._batch(number, 0)
 
         def loss() -> Tensor:
+            self._seed(number)  # each pass draws what the step's own first pass will draw
             with self._autocast():
                 return self.workload.loss(self.workload.model, batch)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 
 import numpy as np
 
-from halfulp.runs.folder import read_json, sync_folder, write_json
+from halfulp.runs.folder import read_array, read_json, whole_file, write_json
 
 Tokenizer: TypeAlias = Literal["bytes", "gpt2"]
 VOCABULARY = {"bytes": 256, "gpt2": 50_257}
@@ -98,15 +97,14 @@ def read_tokens(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
             " write_tokens wrote"
         )
     try:
-        tokens = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"data={str(file)!r}: {reason}; accepted is a whole token file") from None
-    if tokens.shape != (about["tokens"],) or tokens.dtype != _dtype(about["tokenizer"]):
+        tokens = read_array(file)
+    except ValueError as error:
+        raise ValueError(f"data={str(file)!r}: {error}; accepted is a whole token file") from None
+    if tokens.shape != (about.get("tokens"),) or tokens.dtype != _dtype(about["tokenizer"]):
         found = f"{tokens.dtype} {tokens.shape}"
         raise ValueError(
             f"data={str(file)!r}: holds {found}; accepted is what its JSON file says,"
-            f" {about['tokens']} tokens"
+            f" {about.get('tokens')} tokens"
         )
     return tokens, about
 
@@ -220,24 +218,15 @@ def _write_array(
     """Write the array, whole or not at all, one piece at a time; return its length and SHA-256."""
     dtype, digest, count = _dtype(tokenizer), hashlib.sha256(), 0
     end = np.array([END[tokenizer]], dtype=dtype)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(b"\0" * _HEADER)
-            for path in texts:
-                for piece in chain(encode(path), [end]):
-                    data = piece.astype(dtype, copy=False).tobytes()
-                    digest.update(data)
-                    file.write(data)
-                    count += len(piece)
-            _write_header(file, count, dtype)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
+    with whole_file(target) as file:
+        file.write(b"\0" * _HEADER)
+        for path in texts:
+            for piece in chain(encode(path), [end]):
+                data = piece.astype(dtype, copy=False).tobytes()
+                digest.update(data)
+                file.write(data)
+                count += len(piece)
+        _write_header(file, count, dtype)
     return count, digest.hexdigest()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfulp.runs.folder import check_folder, line_text, write_json
-from halfulp.runs.machine import describe_machine, describe_versions, git_revision
+from halfulp.runs.record import closed, new_record
 from halfulp.watch.alarms import rule
 from halfulp.watch.calls import Figures, call_figures, entries_of
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
@@ -84,8 +83,7 @@ class Watcher:
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._said: set[str] = set()
         self._folder = None if folder is None else _new_folder(Path(folder))
-        self._made: dict[str, Any] = {}  # where
-        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._made: dict[str, Any] = {}  # run.json as it began
         self._handles = [
             model.register_forward_pre_hook(_Begins(self)),
             register_optimizer_step_post_hook(self._optimizer_stepped),
@@ -274,33 +272,16 @@ class Watcher:
         """Write run.json."""
         if self._folder is None:
             return
-        from halfulp import __version__
-
         if not self._made:
-            self._made = {
-                "versions": describe_versions(),
-                "machine": describe_machine(),
-                "git": git_revision(),
-            }
-        ended = datetime.now(UTC).isoformat(timespec="seconds") if status == "done" else None
-        plain = {
-            "halfulp": __version__,
-            "kind": "watch",
-            "command": "",
-            "config": {
-                "model": type(self.model).__name__,
-                "every": self.every,
-                "eager": self.eager,
-            },
+            name = type(self.model).__name__
+            config = {"model": name, "every": self.every, "eager": self.eager}
+            self._made = new_record("watch", config, "", rule=rule(LEVEL))
+        now = self._made | {
             "layers": self._layers,
             "not measured": self._unseen,
-            "rule": rule(LEVEL),
-            "status": status,
             "steps": self.steps,
-            "started": self._started,
-            "ended": ended,
         }
-        write_json(self._folder / "run.json", plain | self._made)
+        write_json(self._folder / "run.json", closed(now, status) if status == "done" else now)
 
 
 class _Begins:
