@@ -4,7 +4,7 @@ format's floor.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -115,15 +115,36 @@ def attention(
         ValueError: for what does not fit, or a backend asked for that does not take it; in one
             line.
     """
-    call = check(
+    given = (
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
         window, softcap, sinks, causal_offset, dropout_seed,
     )  # fmt: skip
+    like = None if torch.compiler.is_compiling() else _likeness(given, recipe, backend)
+    known = None if like is None else ops.direct.find(like)
+    if known is not None:
+        return ops.direct.attend(known, query, key, value, return_lse)
+    call = check(*given)
     name, backend = _named(recipe, backend, query.dtype)
+    if like is not None:
+        ops.direct.learn(like, given[:3], call, name, backend)
     out, lse = ops.attend(call, name, backend, mask_gradient=_learns_mask(call))
     assert call.shape is not None
     out = out.reshape(call.shape)
     return (out, lse.reshape(call.shape[:-1])) if return_lse else out
+
+
+def _likeness(given: tuple[Any, ...], recipe: Recipe | str, backend: str | None) -> Any:
+    """What a call has in common with those that may go the short way; None where it may not."""
+    query, key, value, mask, dropout_p, causal, scale, gqa, window, softcap, sinks, offset, seed = (
+        given
+    )
+    if not (mask is None and sinks is None and dropout_p == 0 and seed is None):
+        return None
+    if type(recipe) is not str or not (causal is True or causal is False):
+        return None
+    return ops.direct.key_of(
+        query, key, value, causal, scale, gqa, recipe, window, softcap, offset, backend
+    )
 
 
 def explain_dispatch(

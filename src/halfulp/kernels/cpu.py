@@ -105,11 +105,11 @@ def forward(call: Call, recipe: str, *, isa: Isa | None = None) -> Saved:
     instruction set. Raises ValueError for what `supports` refuses, and for an `isa` that this
     machine lacks.
     """
-    c, operands = _call(call, recipe, isa)
+    c, operands = structure(call, recipe, isa)
     b, h, n, dv = *call.query.shape[:3], call.value.shape[3]
     out = torch.empty(b, h, n, dv, dtype=call.query.dtype)
-    keeps_residual = recipe == "halfulp" and call.query.dtype != torch.float32
-    residual = torch.empty(b, h, n, dv, dtype=torch.int8) if keeps_residual else None
+    keeps = keeps_residual(recipe, call.query.dtype)
+    residual = torch.empty(b, h, n, dv, dtype=torch.int8) if keeps else None
     lse, row_max, row_sum, own_lse = (torch.empty(b, h, n, dtype=torch.float32) for _ in range(4))
     c.out = _pointer(out)
     c.residual = None if residual is None else residual.data_ptr()
@@ -134,7 +134,7 @@ def backward(
 
     `saved` must be this module's own: its row statistics are in base 2. Errors as `forward`.
     """
-    c, operands = _call(call, recipe, isa)
+    c, operands = structure(call, recipe, isa)
     query, key, value, sinks = call.query, call.key, call.value, call.sinks
     b, h, n, dv = *query.shape[:3], value.shape[3]
     if grad_out.shape != (b, h, n, dv):
@@ -186,6 +186,17 @@ def round_out(
     return out, residual
 
 
+def keeps_residual(recipe: str, dtype: torch.dtype) -> bool:
+    """Whether the forward pass keeps what is lost where O is rounded."""
+    return recipe == "halfulp" and dtype != torch.float32
+
+
+def contiguous(shape: tuple[int, ...]) -> CTensor:
+    """A contiguous tensor `[B, H, N, D]` of which only the address is missing."""
+    _, h, n, d = shape
+    return CTensor(None, h * n * d, n * d, d)
+
+
 def _rows(x: Tensor) -> Tensor:
     """`x`, copied where its rows are not of neighboring elements."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -216,8 +227,11 @@ def _checked(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
     return x.contiguous()
 
 
-def _call(call: Call, recipe: str, isa: Isa | None) -> tuple[CCall, tuple[Tensor, ...]]:
-    """The call, but for its results, and the tensors that it points into."""
+def structure(call: Call, recipe: str, isa: Isa | None) -> tuple[CCall, tuple[Tensor, ...]]:
+    """The call as the library reads it, but for its results, and the tensors that it points into.
+
+    Raises ValueError for what `supports` refuses, and for an `isa` that this machine lacks.
+    """
     refused = supports(call, recipe)
     if refused is not None:
         raise ValueError(f"the native library does not take {refused}")

@@ -2,6 +2,7 @@
 and who runs them.
 """
 
+from halfulp.ops import direct
 from halfulp.ops.dispatch import BACKENDS, Dispatch, choose, explain
 from halfulp.ops.schema import attention_backward, attention_forward
 from halfulp.ops.transforms import attend
@@ -13,5 +14,6 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "choose",
+    "direct",
     "explain",
 ]

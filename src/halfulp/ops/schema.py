@@ -20,6 +20,7 @@ from halfulp.ops.dispatch import choose
 from halfulp.recipes import recipe_of
 
 Backward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+LN_2 = 0.6931471805599453
 ONCE = "halfulp.attention is differentiable once, as PyTorch's flash kernels are"
 
 
