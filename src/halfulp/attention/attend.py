@@ -123,8 +123,15 @@ def attention(
     known = None if like is None else ops.direct.find(like)
     if known is not None:
         return ops.direct.attend(known, query, key, value, return_lse)
+    return _by_operator(given, like, recipe, backend, return_lse)
+
+
+def _by_operator(
+    given: tuple[Any, ...], like: Any, recipe: Recipe | str, backend: str | None, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check a call, prepare it where the next one like it may go the short way, and compute it."""
     call = check(*given)
-    name, backend = _named(recipe, backend, query.dtype)
+    name, backend = _named(recipe, backend, call.query.dtype)
     if like is not None:
         ops.direct.learn(like, given[:3], call, name, backend)
     out, lse = ops.attend(call, name, backend, mask_gradient=_learns_mask(call))
