@@ -150,6 +150,7 @@ def run(capsys, *arguments):
         (["demo", "--out", "no/where"], "out='no/where': there is no folder"),
         (["demo", "--seeds", "0"], "seeds=0: accepted is an integer of at least 1"),
         (["demo", "--out"], "out: its value is missing"),
+        (["isolate", "nosuch"], "run='nosuch': there is no run.json of a training"),
     ],
 )
 def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, says):
@@ -164,6 +165,15 @@ def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, sa
     assert list(tmp_path.iterdir()) == [], (
         "nothing is written before the arguments are known to be good"
     )
+
+
+def test_isolate_says_what_a_watched_run_lacks(capsys, tmp_path):
+    record = tmp_path / "run.json"
+    record.write_text('{"halfulp": "0.1.0", "kind": "watch"}', encoding="utf-8")
+    for arguments in (["isolate", tmp_path], ["train", "--resume", tmp_path]):
+        code, _, err = run(capsys, *arguments)
+        assert code == 2
+        assert "is a folder of halfulp.watch, which records another program's training" in err
 
 
 def test_a_demo_does_not_replace_other_files(capsys, tmp_path):
@@ -350,6 +360,31 @@ def test_audit_of_a_defect_writes_a_program_that_shows_it(capsys, kernels, tmp_p
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "× the limit of a defect" in done.stdout
+
+
+@pytest.mark.usefixtures("small_plan")
+def test_the_program_runs_in_any_folder_and_says_when_it_cannot(
+    capsys, kernels, monkeypatch, tmp_path
+):
+    """1 means that the defect is still there, and nothing else."""
+    file = Path(kernels("")[:-1])
+    monkeypatch.chdir(tmp_path)
+    run(capsys, "audit", f"{file.name}:biased", "--repro", "repro")
+    (program,) = (tmp_path / "repro").iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = [sys.executable, program]
+    options = {"cwd": elsewhere, "capture_output": True, "text": True, "check": False}
+    assert subprocess.run(command, **options).returncode == 1
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("* 1.02", "+ undefined"), encoding="utf-8")
+    failing = subprocess.run(command, **options)
+    assert (failing.returncode, failing.stderr.count("\n")) == (2, 1)
+    assert "not run: " in failing.stderr
+    file.unlink()
+    gone = subprocess.run(command, **options)
+    assert (gone.returncode, gone.stderr.count("\n")) == (2, 1)
+    assert "there is no file" in gone.stderr
 
 
 @pytest.mark.usefixtures("small_plan")

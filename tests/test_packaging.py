@@ -254,7 +254,9 @@ with halfulp.patch(), halfulp.watch(layer, every=1) as watcher:
 print(watcher.report())
 def wrong(query, key, value, *, is_causal, scale):
     return halfulp.attention(query, key, value, is_causal=is_causal, scale=scale) * 1.02
-print(halfulp.audit(wrong, shapes=[Shape(2, 4, 48, 48, 16)], explain=False))
+report = halfulp.audit(wrong, shapes=[Shape(2, 4, 48, 48, 16)], explain=False)
+assert repr(report) == f"<AuditReport {report}>"
+print(report)
 """
 
 

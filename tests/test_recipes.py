@@ -5,6 +5,7 @@ only looks.
 from __future__ import annotations
 
 import math
+import pydoc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -409,3 +410,7 @@ def test_a_narrow_format_reaches_the_result() -> None:
     out = run(BF16_FLASH2.with_(out=E2M1))[0]
     assert set(out.abs().unique().tolist()) <= {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
     assert BF16_PAPER_STABILIZED.shift.beta == 7.0
+
+
+def test_the_help_of_a_recipe_can_be_read():
+    assert len(pydoc.plain(pydoc.render_doc(Recipe))) < 9000

@@ -224,3 +224,11 @@ def test_formats_are_keys_and_print_as_their_names() -> None:
     assert [str(fmt) for fmt in FORMATS] == [fmt.name for fmt in FORMATS]
     assert sum(isinstance(fmt, BlockFormat) for fmt in FORMATS) == 6
     assert MXFP4.bits == 4
+
+
+def test_a_format_shows_itself_shortly() -> None:
+    assert [repr(fmt) for fmt in (FP64, BF16)] == ["FP64", "BF16"]
+    assert repr(custom(5, 9)) == "Format('e5m9', 5, 9)"
+    own = custom(5, 9, name="mine", bias=3, rounding="up")
+    assert repr(own) == "Format('mine', 5, 9, bias=3, rounding='up')"
+    assert eval(repr(own)) == own

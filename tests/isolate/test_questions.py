@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from halfulp.isolate import climb
+from halfulp.isolate.questions import Investigation
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.run import isolate
 from halfulp.isolate.rung import Job, RungRun
@@ -163,7 +165,7 @@ def test_without_a_single_rescue_the_set_is_the_cause(plant: Plant, tmp_path: Pa
         "l from the weights before rounding together with weights recomputed otherwise than they"
         " were used, "
     )
-    assert found.verdict.endswith("No single operation saves the run.")
+    assert found.verdict.endswith("No single operation that was tried saves the run.")
 
 
 def test_seeds_that_do_not_fail_or_whose_twin_fails_do_not_count(
@@ -328,3 +330,27 @@ def test_a_folder_of_something_else_is_left_alone(plant: Plant, tmp_path: Path) 
     ask(tmp_path / "out", seeds=(0,))
     with pytest.raises(ValueError, match="holds an isolation with another horizon"):
         ask(tmp_path / "out", seeds=(0,), steps=2000)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "passed", "says"),
+    [
+        (2.0, None, 2.5, "the budget of 2 seconds was spent"),
+        (None, 60, 2.5, "the budget of 60 steps of training was spent"),
+        (2.0, 60, 1.0, "the budget of 60 steps of training was spent"),
+        (2.0, 60, 2.5, "the budget of 2 seconds was spent"),
+    ],
+)
+def test_what_a_budget_cut_off_is_not_called_a_finding(seconds, steps, passed, says):
+    """Emulations that were never tried do not fail alike, nor otherwise."""
+    settings = SimpleNamespace(budget_seconds=seconds, budget_steps=steps)
+    found = Investigation.__new__(Investigation)
+    found.ladder = SimpleNamespace(settings=settings, seconds=passed)
+    found.base, found.rescues, found.not_tested = None, [], []
+    found.tiling()
+    assert found.not_tested.pop() == ("(b) tiling", "no emulation fails alike")
+    found.not_tested.append(("emulation", found.budget_text()))
+    found.tiling()
+    found.operations()
+    found.bits()
+    assert found.not_tested[1:] == [(x, says) for x in ("(b) tiling", "(d) operations", "(f) bits")]

@@ -160,6 +160,10 @@ class AuditReport:
         finite: dict[str, Any] = _plain(plain)
         return finite
 
+    def __repr__(self) -> str:
+        """Return one line: pytest shows it of `assert report.verdict != "defect", report`."""
+        return f"<AuditReport {self}>"
+
     def __str__(self) -> str:
         return f"{self.target}: {self.verdict}. {self.reason}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -126,14 +128,28 @@ def _refine(case: Case, shows: Callable[[Case], bool]) -> Case:
 
 
 def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) -> int:
-    """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not: what
-    the written file calls.
+    """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not, 2 if
+    the target cannot be loaded or called: what the written file calls.
     """
     from halfulp.audit.run import runner
     from halfulp.targets import resolve
 
     finding = Finding("defect", kind, property, tensor, case, "", 0.0)  # type: ignore[arg-type]
-    bad = severity(runner(resolve(target)), case, finding)
+    results: list[Result | None] = []
+
+    def run(x: Inputs) -> Result | None:
+        results.append(call(x))
+        return results[-1]
+
+    try:
+        call = runner(resolve(target))
+        bad = severity(run, case, finding)
+    except ValueError as error:
+        print(f"not run: {error}", file=sys.stderr)
+        return 2
+    if None in results:
+        print(f"not run: {target} refuses or fails on this input", file=sys.stderr)
+        return 2
     print(
         f"{target}: {property} on {case.probe} {case.shape}, seed {case.seed}: {bad:.3g} × the"
         " limit of a defect"
@@ -143,16 +159,17 @@ def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) ->
 
 def script(target: str, finding: Finding, case: Case) -> str:
     """A Python file that shows the defect: `python FILE` prints the figure and exits 1 while it is
-    there.
+    there, from whatever folder it is started.
     """
     shape, default = case.shape, Shape()
     fields = {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
     arguments = ", ".join(
         f"{k}={v}" for k, v in fields.items() if v is not None or getattr(default, k) is not None
     )
-    file = "" if case.file is None else f", file={case.file!r}"
+    file = "" if case.file is None else f", file={str(Path(case.file).resolve())!r}"
     about = f"{target}: {finding.property} on {case.probe}."
     about += f" Found by halfulp audit: {finding.figure}."
+    target = _from_anywhere(target)
     # as a literal, in which no name is more than text
     return (
         f"{about!r}\n\nfrom halfulp.audit import Case, Shape, reproduce\n\ncase ="
@@ -160,3 +177,9 @@ def script(target: str, finding: Finding, case: Case) -> str:
         f" dtype={case.dtype!r}{file})\nraise SystemExit(reproduce({target!r}, case,"
         f" {finding.kind!r}, {finding.property!r}, {finding.tensor!r}))\n"
     )
+
+
+def _from_anywhere(target: str) -> str:
+    """The target's name where the program is not started in this folder."""
+    where, colon, function = target.rpartition(":")
+    return f"{Path(where).resolve()}:{function}" if colon and where.endswith(".py") else target

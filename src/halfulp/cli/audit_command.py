@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp import __version__
 from halfulp.cli.shapes import parse_sizes
-from halfulp.cli.shell import STDOUT, check_json, complain, tell, typed_command, write_each
+from halfulp.cli.shell import (
+    STDOUT,
+    check_json,
+    complain,
+    progress_bar,
+    tell,
+    typed_command,
+    write_each,
+)
 
 if TYPE_CHECKING:
     from halfulp.audit import Shape
@@ -95,7 +103,7 @@ def _audit(
     """
     from halfulp.experiments.audits import audit_each
     from halfulp.report.audit_table import print_audit, print_summary
-    from halfulp.report.terminal import console, progress_bar
+    from halfulp.report.terminal import console
 
     to, plain, code = console(), [], 0
     failure: OSError | None = None

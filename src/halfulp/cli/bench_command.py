@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp.cli.shapes import parse_sizes
-from halfulp.cli.shell import check_json, tell, typed_command, write_each
+from halfulp.cli.shell import check_json, progress_bar, tell, typed_command, write_each
 
 if TYPE_CHECKING:
     from halfulp.experiments.bench import Setting
@@ -50,7 +50,6 @@ def bench(
     import torch
 
     from halfulp.experiments.bench import bench as benched
-    from halfulp.report.terminal import progress_bar
     from halfulp.runs.folder import check_file
 
     sizes = [_setting(text) for text in shapes]

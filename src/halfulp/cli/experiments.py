@@ -12,6 +12,7 @@ from halfulp.cli.shell import (
     STDOUT,
     check_json,
     complain,
+    progress_bar,
     say,
     tell,
     typed_command,
@@ -42,7 +43,7 @@ def demo(
         json: File to write the run's record to; - prints it instead of what each act found.
     """
     from halfulp.experiments.demo import DemoConfig, run_demo
-    from halfulp.report.terminal import print_act, progress_bar
+    from halfulp.report.terminal import print_act
     from halfulp.runs.folder import NewRun, read_json
 
     config = DemoConfig(seeds=seeds, isolation_seeds=isolation_seeds)
@@ -129,7 +130,7 @@ def sweep(
     """
     from halfulp.experiments import sweep as sweeps
     from halfulp.report.pages import experiment_page
-    from halfulp.report.terminal import console, print_table, progress_bar
+    from halfulp.report.terminal import console, print_table
     from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)
@@ -188,7 +189,7 @@ def claims(
     from halfulp.papers.claim import FULL_SEEDS, FULL_STEPS, Lab
     from halfulp.papers.ledger import run_claims, selected
     from halfulp.report.ledger import ledger_page, print_ledger
-    from halfulp.report.terminal import console, progress_bar
+    from halfulp.report.terminal import console
     from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)

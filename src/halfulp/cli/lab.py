@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp import __version__
-from halfulp.cli.shell import PROGRAM, check_json, complain, say, tell, typed_command, write_each
+from halfulp.cli.shell import (
+    PROGRAM,
+    check_json,
+    complain,
+    progress_bar,
+    say,
+    tell,
+    typed_command,
+    write_each,
+)
 
 if TYPE_CHECKING:
     from halfulp.isolate.rule import Rule
@@ -148,7 +157,7 @@ def compare(
     from halfulp.experiments.compare import compare_runs
     from halfulp.experiments.drawing import sheets_of
     from halfulp.report.compare_page import compare_page
-    from halfulp.report.terminal import console, print_table, progress_bar
+    from halfulp.report.terminal import console, print_table
     from halfulp.runs.folder import check_file, write_text
 
     check_file("html", html)
@@ -214,7 +223,6 @@ def isolate(
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.isolate.run import isolate as isolated
-    from halfulp.report.terminal import progress_bar
     from halfulp.runs.folder import check_file
     from halfulp.runs.parallel import WorkerKilledError
 
@@ -268,6 +276,7 @@ def _isolated_run(
     from halfulp.training.record import read_config
 
     preset = not run.exists() and str(run) in PRESETS
+    _refuse_watched("run", run)
     chosen = PRESETS[str(run)]() if preset else run
     config = read_config(run) if isinstance(chosen, Path) else chosen
     given = {"loss_factor": loss_factor, "patience": patience}
@@ -311,6 +320,7 @@ def _recorded(folder: Path, asked: dict[str, Any], trust: bool) -> tuple[RunConf
     from halfulp.training.record import read_config
     from halfulp.training.trust import check_trust
 
+    _refuse_watched("resume", folder)
     for name, value in asked.items():
         if value not in (None, "", ()):
             shown = " ".join(value) if isinstance(value, tuple) else str(value)
@@ -318,6 +328,17 @@ def _recorded(folder: Path, asked: dict[str, Any], trust: bool) -> tuple[RunConf
     config = read_config(folder)
     check_trust(config.attention, folder, trust)
     return config, folder
+
+
+def _refuse_watched(argument: str, folder: Path) -> None:
+    from halfulp.runs.folder import read_json
+
+    record = read_json(folder / "run.json")
+    if isinstance(record, dict) and record.get("kind") == "watch":
+        raise ValueError(
+            f"{argument}={str(folder)!r} is a folder of halfulp.watch, which records another"
+            " program's training and cannot repeat it; accepted is a folder of halfulp train"
+        )
 
 
 def _train(
@@ -342,9 +363,10 @@ def _go_on(config: RunConfig, folder: Path) -> str:
 
 
 def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | None) -> list[Sink]:
+    from halfulp.report.terminal import console
     from halfulp.training.sinks import ConsoleSink, TensorBoardSink, WandbSink
 
-    sinks: list[Sink] = [ConsoleSink(config.steps, config.preset or "train")]
+    sinks: list[Sink] = [ConsoleSink(config.steps, config.preset or "train", console(stderr=True))]
     if tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", config))
     if project is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from halfulp.report.text import HIDDEN, visible
+from halfulp.runs.results import Progress, no_progress
 
 PROGRAM = "halfulp"
 STDOUT = Path("-")
@@ -114,3 +115,20 @@ def patient_output() -> Iterator[None]:
         outlet.flush()
     if outlet.failure is not None:
         raise outlet.failure
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Progress]:
+    """Show on standard error how far the block is; nothing where that is no terminal.
+
+    The block gets a function of the fraction done, 0 to 1, and of what is being worked on.
+    """
+    from halfulp.report.terminal import console
+    from halfulp.runs.progress import progress_line
+
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    with progress_line(console(stderr=True), counted=False) as bar:
+        task = bar.add_task("", total=1.0, title=what)
+        yield lambda fraction, message: bar.update(task, completed=fraction, description=message)

@@ -64,6 +64,20 @@ class Format:
     # how numbers are put into it; a recipe replaces it per step
     rounding: Rounding = "nearest_even"
 
+    def __repr__(self) -> str:
+        """Return the constant's name for a built-in format: signatures that hold thirty of them
+        stay readable.
+        """
+        if self in SCALAR_FORMATS:
+            return self.name.upper()
+        default = custom(self.exponent_bits, self.mantissa_bits)
+        said = [repr(self.name), str(self.exponent_bits), str(self.mantissa_bits)]
+        for field in fields(self)[3:]:
+            value = getattr(self, field.name)
+            if value != getattr(default, field.name):
+                said.append(f"{field.name}={value!r}")
+        return f"Format({', '.join(said)})"
+
     def __post_init__(self) -> None:
         _check_choice("exponent_bits", self.exponent_bits, range(1, 12), "an integer from 1 to 11")
         _check_choice("mantissa_bits", self.mantissa_bits, range(53), "an integer from 0 to 52")

@@ -72,9 +72,17 @@ class Investigation:
     def budget_text(self) -> str:
         """Why something was not tested."""
         s = self.ladder.settings
-        spent = f"{s.budget_seconds:g} seconds" if s.budget_seconds is not None else ""
-        steps = f"{s.budget_steps} steps of training" if s.budget_steps is not None else ""
-        return f"the budget of {' and '.join(filter(None, (spent, steps)))} was spent"
+        timed = s.budget_seconds is not None and self.ladder.seconds >= s.budget_seconds
+        if timed or s.budget_steps is None:
+            return f"the budget of {s.budget_seconds or 0:g} seconds was spent"
+        return f"the budget of {s.budget_steps} steps of training was spent"
+
+    def lacking(self, question: str, found_without: str) -> None:
+        """Say why a question could not be asked: the budget ended before the one it builds on, or
+        that one found nothing.
+        """
+        spent = [why for _, why in self.not_tested if why.startswith("the budget of")]
+        self.not_tested.append((question, spent[-1] if spent else found_without))
 
     def attention(self) -> None:
         """Is it attention at all: everything in fp32."""
@@ -134,7 +142,7 @@ class Investigation:
     def tiling(self) -> None:
         """Is it the tiling: one tile for everything."""
         if self.base is None:
-            self.not_tested.append(("(b) tiling", "no emulation fails alike"))
+            self.lacking("(b) tiling", "no emulation fails alike")
             return
         tokens = self._tokens()
         cells = in_cells(self.base, partial(_untiled, tokens=tokens))
@@ -171,7 +179,7 @@ class Investigation:
         replaces several.
         """
         if self.base is None:
-            self.not_tested.append(("(d) operations", "no emulation fails alike"))
+            self.lacking("(d) operations", "no emulation fails alike")
             return
         options = [one for one in OPERATIONS if self._replaced([one]) is not None]
         try:
@@ -222,9 +230,7 @@ class Investigation:
             (one.tensor for chosen in self.rescues for one in _ordered(chosen) if one.tensor), None
         )
         if self.base is None or step is None:
-            self.not_tested.append(
-                ("(f) bits", "no operation was found whose bits could be varied")
-            )
+            self.lacking("(f) bits", "no operation was found whose bits could be varied")
             return
         own = bits_of(self.base, step)
         if own is None:

@@ -125,7 +125,7 @@ def _verdict(
         each = "; ".join(f"{one.change} ({one.seeds.held} of {one.seeds.tried})" for one in singles)
         said += f" What saves the run alone: {each}. Nothing else tried does."
     else:
-        said += " No single operation saves the run."
+        said += " No single operation that was tried saves the run."
     return said
 
 

@@ -1,10 +1,9 @@
-"""The terminal: tables of plain data and a progress bar, which is silent where nobody watches."""
+"""The terminal: tables of plain data."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfulp.report.text import cell_text, duration_text, visible
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 WIDTH = 100
 _WHOLE = 24  # characters of a cell that stay on one line
 _GAP = 2  # between columns
-Advance = Callable[[float, str], None]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -109,40 +107,3 @@ def print_act(act: Mapping[str, Any]) -> None:
     line = Text(f"{act['number']} {act['title']}", style="bold")
     to.print(line.append(f"  {duration_text(act['seconds'])}", style="dim"))
     to.print(Padding(Text(act["finding"]), (0, 0, 0, 2)))
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Advance]:
-    """Show a bar with the time that is left on standard error while the block runs; nothing where
-    that is no terminal.
-
-    The block gets a function of the fraction done, 0 to 1, and of what is being worked on.
-    """
-    if not sys.stderr.isatty():
-        yield _silent
-        return
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.fields[what]}", style="bold", markup=False),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.description}", style="dim", markup=False),
-    )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=1.0, what=what)
-        yield lambda fraction, message: bar.update(task, completed=fraction, description=message)
-
-
-def _silent(fraction: float, message: str) -> None:
-    """Show nothing."""

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from halfulp.runs.progress import progress_line
 from halfulp.training.config import RunConfig
 from halfulp.training.record import config_as_dict
 
@@ -25,25 +26,8 @@ class ConsoleSink:
 
     def __init__(self, steps: int, title: str, console: Any = None) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
-        to = console or Console(stderr=True)
-        columns = (
-            TextColumn("{task.fields[title]}", style="bold", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
-        )
-        self._bar = Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
+        self._bar = progress_line(console or Console(stderr=True), counted=True)
         self._task = self._bar.add_task("", total=steps, title=title)
         self._bar.start()
 
