@@ -1,11 +1,13 @@
 """Tables on a terminal: no figure is cut, however narrow it is."""
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from halfulp.report.terminal import print_table
+from halfulp.report.terminal import console, print_act, print_table
+from halfulp.report.text import HIDDEN, visible
 
 TABLE = {
     "title": "Speed",
@@ -61,3 +63,24 @@ def test_long_text_wraps():
     text = shown(TABLE | {"columns": ["name", "text"], "rows": [["a", "word " * 40 + "end"]]}, 40)
     assert text.count("word") == 40
     assert "end" in text
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07[red]bold[/red] :smile: \x9b31m \u202etxt\udc80 [/]"
+
+
+def test_nobodys_text_does_more_than_be_read(capsys):
+    """Escapes and markup in a kernel's message once reached the terminal."""
+    table = {"title": HOSTILE, "columns": [HOSTILE, "b"], "rows": [[HOSTILE, 1.0]]}
+    print_table(table | {"caption": HOSTILE}, console())
+    print_act({"number": 1, "title": HOSTILE, "seconds": 1.0, "finding": HOSTILE})
+    said = "".join(capsys.readouterr().out.split())
+    assert HIDDEN.search(said) is None
+    assert said.count("[red]bold[/red]:smile:") >= 5
+    assert said.count(r"\x1b[2J\x1b]0;title") >= 5
+
+
+def test_what_is_shown_is_shown_once():
+    assert visible("δ ∞ 日本 e\u0301\n\t") == "δ ∞ 日本 e\u0301\n\t"
+    assert visible("\x1b\x9b\u202e\udc80\r") == r"\x1b\x9b\u202e\udc80\r"
+    assert visible(visible(HOSTILE)) == visible(HOSTILE)
+    assert visible(Path("a\x1bb")) == r"a\x1bb"
