@@ -334,7 +334,9 @@ def test_ls_everything(capsys):
 @pytest.mark.usefixtures("small_plan")
 def test_audit_of_a_sound_target(capsys, kernels, tmp_path):
     json_file, html_file = tmp_path / "a.json", tmp_path / "a.html"
-    code, out, err = run(capsys, "audit", kernels("good"), "--json", json_file, "--html", html_file)
+    code, out, err = run(
+        capsys, "audit", kernels("good"), "--in-process", "--json", json_file, "--html", html_file
+    )
     assert (code, err) == (0, "")
     assert out.startswith(f"✓ SOUND  {kernels('good')}")
     (found,) = json.loads(json_file.read_text(encoding="utf-8"))
@@ -352,7 +354,7 @@ def test_audit_of_a_sound_target(capsys, kernels, tmp_path):
 @pytest.mark.usefixtures("small_plan")
 def test_audit_of_a_defect_writes_a_program_that_shows_it(capsys, kernels, tmp_path):
     folder = tmp_path / "repro"
-    code, out, _ = run(capsys, "audit", kernels("biased"), "--repro", folder)
+    code, out, _ = run(capsys, "audit", kernels("biased"), "--in-process", "--repro", folder)
     assert code == 1
     assert out.startswith("✗ DEFECT")
     (program,) = folder.iterdir()
@@ -398,7 +400,7 @@ def test_the_program_runs_in_any_folder_and_says_when_it_cannot(
     ],
 )
 def test_the_exit_code_of_several_targets(capsys, kernels, names, code):
-    found, out, err = run(capsys, "audit", *map(kernels, names))
+    found, out, err = run(capsys, "audit", *map(kernels, names), "--in-process")
     assert (found, err) == (code, "")
     assert "Traceback" not in out
     distinct = len(set(names))
@@ -410,7 +412,16 @@ def test_the_exit_code_of_several_targets(capsys, kernels, names, code):
 @pytest.mark.usefixtures("small_plan")
 def test_audit_prints_json_alone_when_asked(capsys, kernels):
     code, out, _ = run(
-        capsys, "audit", kernels("good"), "--json", "-", "--shapes", "2,2,24x40,8", "--seed", "3"
+        capsys,
+        "audit",
+        kernels("good"),
+        "--in-process",
+        "--json",
+        "-",
+        "--shapes",
+        "2,2,24x40,8",
+        "--seed",
+        "3",
     )
     assert code == 0
     (found,) = json.loads(out)
@@ -419,7 +430,7 @@ def test_audit_prints_json_alone_when_asked(capsys, kernels):
 
 @pytest.mark.usefixtures("small_plan")
 def test_a_missing_target_is_told_before_the_others_are_audited(capsys, kernels):
-    code, out, err = run(capsys, "audit", kernels("good"), "flash_attn")
+    code, out, err = run(capsys, "audit", kernels("good"), "flash_attn", "--in-process")
     assert (code, out) == (2, "")
     assert "target='flash_attn': " in err
 
@@ -558,7 +569,14 @@ def test_an_interrupted_audit_writes_what_is_done(capsys, kernels, tmp_path):
     )
     saved = tmp_path / "a.json"
     code, out, err = run(
-        capsys, "audit", kernels("good"), f"{file}:f", kernels("biased"), "--json", saved
+        capsys,
+        "audit",
+        kernels("good"),
+        f"{file}:f",
+        kernels("biased"),
+        "--json",
+        saved,
+        "--in-process",
     )
     assert code == 130
     assert err == "halfulp: interrupted after 1 of 3 targets\n"
@@ -628,3 +646,37 @@ def test_a_warning_is_one_line_of_the_commands(capsys, monkeypatch):
     monkeypatch.setitem(listing.LISTS, "targets", warned)
     _, _, err = run(capsys, "ls", "targets")
     assert err == "halfulp: line 3 of \\x1b[31mmetrics is torn\nhalfulp: and over\n"
+
+
+def test_a_kernel_that_ends_its_process_costs_only_its_own_report(capsys, small_plan, tmp_path):
+    file = tmp_path / "kernels.py"
+    file.write_text(
+        f"{KERNEL}\nimport os\n\ndef ending(query, key, value, *, is_causal, scale):\n"
+        "    print('bye')\n    os._exit(0)\n"
+    )
+    saved = tmp_path / "audits.json"
+    code, out, err = run(capsys, "audit", f"{file}:ending", f"{file}:good", "--json", saved)
+    assert (code, err) == (2, "")
+    first, second = json.loads(saved.read_text())
+    assert (first["verdict"], second["verdict"]) == ("error", "sound")
+    assert first["reason"] == "ends its process (exit code 0); it prints: bye"
+    assert "bye" in out
+
+
+def test_reports_of_finished_targets_are_there_before_the_next(
+    capsys, small_plan, kernels, tmp_path, monkeypatch
+):
+    saved = tmp_path / "audits.json"
+    seen = []
+
+    def stops(*args, **options):
+        seen.append(json.loads(saved.read_text()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("halfulp.report.audit_table.print_audit", stops)
+    code, _, err = run(
+        capsys, "audit", kernels("good"), kernels("biased"), "--in-process", "--json", saved
+    )
+    assert code == 130
+    assert "interrupted after 1 of 2" in err
+    assert [report["verdict"] for report in seen[0]] == ["sound"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -33,7 +34,15 @@ from halfulp.audit.verdict import (
     verdict_of,
 )
 from halfulp.calls import Result
-from halfulp.targets import Outcome, Target, check_device, resolve, run_target
+from halfulp.targets import (
+    CallLimits,
+    Outcome,
+    Target,
+    check_device,
+    isolated,
+    resolve,
+    run_target,
+)
 
 Depth = Literal["quick", "full"]
 Progress = Callable[[float, str], None]
@@ -151,6 +160,7 @@ def audit(
     seed: int = 0,
     device: str = "cpu",
     forward: bool = False,
+    isolate: bool | CallLimits = False,
     explain: bool = True,
     progress: Progress | None = None,
 ) -> AuditReport:
@@ -170,6 +180,9 @@ def audit(
         seed: of the probe inputs.
         device: where the target runs; references are computed on the CPU.
         forward: ask for no gradients, of a kernel that has no backward pass.
+        isolate: make the calls in a process of their own, as `halfulp audit` does: an exit, a
+            crash, a hang or endless memory is then a line of the report. The target must be named;
+            a function runs in this process, whose state each call leaves as it was.
         explain: also take the fingerprint and shrink the smallest failing input.
         progress: called with (fraction done, what is being done).
 
@@ -185,8 +198,15 @@ def audit(
     """
     todo = plan(depth, dtype, seed, shapes, captured)
     check_device(device)
-    asked = _Asked(_target(target), dtype, depth, device, forward, explain, progress or _silent)
-    return _audit(asked, todo)
+    if isolate and not isinstance(target, str):
+        raise ValueError(
+            f"isolate={isolate!r}: a function cannot be handed to another process; accepted is with"
+            " its name, 'module:function' or 'file.py:function'"
+        )
+    limits = isolate if isinstance(isolate, CallLimits) else None
+    with isolated(str(target), device, limits) if isolate else nullcontext(target) as given:
+        tell = progress or _silent
+        return _audit(_Asked(_target(given), dtype, depth, device, forward, explain, tell), todo)
 
 
 @dataclass(frozen=True)

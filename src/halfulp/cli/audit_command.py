@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +29,7 @@ from halfulp.cli.shell import (
 
 if TYPE_CHECKING:
     from halfulp.audit import Shape
-    from halfulp.targets import Target
+    from halfulp.targets import CallLimits, Target
 
 
 def audit(
@@ -33,6 +42,10 @@ def audit(
     captured: tuple[Path, ...] = (),
     seed: int = 0,
     device: str = "cpu",
+    forward: bool = False,
+    in_process: bool = False,
+    call_seconds: float = 120.0,
+    call_gigabytes: float = 8.0,
     json: Path | None = None,
     html: Path | None = None,
     repro: Path | None = None,
@@ -41,7 +54,8 @@ def audit(
     mykernel.py:attention
 
     Exit code 0: every one is sound or stock. 1: one has a defect. 2: none has, but one could not be
-    audited.
+    audited, or not wholly: calls, gradients or inputs were lost, or it has no backward pass and
+    was asked for one. 3: something else went wrong.
 
     Args:
         targets: Built-in names (`halfulp ls targets`), package.module:function or
@@ -58,62 +72,108 @@ def audit(
         seed: Of the probe inputs.
         device: Where the targets run, such as cpu or cuda; what they are held against is computed
             on the CPU.
+        forward: Ask for no gradients, of kernels that have no backward pass.
+        in_process: Call the targets in this process. Otherwise each runs in one of its own, where
+            an exit, a crash, a hang or endless memory ends nothing else.
+        call_seconds: After how long a call is given up.
+        call_gigabytes: Of memory that a target's process may take beyond what it starts with, on a
+            CPU under Linux.
         json: File to write every measured figure to; - prints them instead of the tables.
         html: File to write a page to.
         repro: Folder to write a program to for every defect: the smallest input that shows it.
     """
+    from halfulp.targets import CallLimits
+
+    sizes = [_shape(text) for text in shapes]
+    _check(targets, json, html, repro)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "depth": "full" if full else "quick",
+        "seed": seed,
+        "device": device,
+        "forward": forward,
+    }
+    options |= {"shapes": sizes, "captured": [str(path) for path in captured]}
+    limits = None if in_process else CallLimits(call_seconds, call_gigabytes)
+    with ExitStack() as stack:
+        chosen = _opened(dict.fromkeys(targets), device, limits, stack)
+        return _audit(chosen, options, json, html, repro)
+
+
+def _check(
+    targets: Sequence[str], json: Path | None, html: Path | None, repro: Path | None
+) -> None:
     from halfulp.runs.folder import check_file, check_folder
-    from halfulp.targets import resolve
 
     if not targets:
         raise ValueError(
             "targets: none given; accepted are names of `halfulp ls targets` or"
             " path/file.py:function"
         )
-    sizes = [_shape(text) for text in shapes]
     check_json(json)
     check_file("html", html)
     check_folder("repro", repro)
-    # every one, before any work is done
-    chosen = [resolve(name) for name in dict.fromkeys(targets)]
-    for target in chosen:
+
+
+def _opened(
+    names: Iterable[str], device: str, limits: CallLimits | None, stack: ExitStack
+) -> list[AbstractContextManager[Target]]:
+    """Every target, or its ValueError before any work is done; processes end with the stack at the
+    latest.
+
+    A user's file is loaded now, in a process of its own, to know that it can be.
+    """
+    from halfulp.targets import isolated, resolve
+    from halfulp.targets.dialect import is_code
+
+    opened: list[AbstractContextManager[Target]] = []
+    for name in names:
+        if limits is not None and is_code(name):
+            loaded = ExitStack()
+            stack.push(loaded)
+            opened.append(_until_left(loaded, loaded.enter_context(isolated(name, device, limits))))
+            continue
+        target = resolve(name)
         if target.missing is not None:
             raise ValueError(
                 f"target={target.name!r}: {target.missing}; accepted is one that runs here"
             )
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "depth": "full" if full else "quick",
-        "seed": seed,
-        "device": device,
-    }
-    options |= {"shapes": sizes, "captured": [str(path) for path in captured]}
-    return _audit(chosen, options, json, html, repro)
+        opened.append(nullcontext(target) if limits is None else isolated(name, device, limits))
+    return opened
+
+
+@contextmanager
+def _until_left(loaded: ExitStack, target: Target) -> Iterator[Target]:
+    with loaded:
+        yield target
 
 
 def _audit(
-    chosen: Sequence[Target],
+    chosen: Sequence[AbstractContextManager[Target]],
     options: dict[str, Any],
     json: Path | None,
     html: Path | None,
     repro: Path | None,
 ) -> int:
-    """Audit, print every target as soon as it is done, write the files, and return the exit
-    code.
-    """
+    """Audit; print every target and write the files as soon as it is done; return the exit code."""
     from halfulp.experiments.audits import audit_each
     from halfulp.report.audit_table import print_audit, print_summary
     from halfulp.report.terminal import console
 
-    to, plain, code = console(), [], 0
+    to, code = console(), 0
+    plain: list[dict[str, Any]] = []
     failure: OSError | None = None
+    # what a kernel prints into this process is no JSON
+    quiet = redirect_stdout(sys.stderr) if json == STDOUT else nullcontext()
     try:
-        for report, script in audit_each(chosen, options, repro, progress_bar):
-            plain.append(report.as_dict())
-            code = 1 if 1 in (code, report.exit_code) else max(code, report.exit_code)
-            if json != STDOUT:
-                print_audit(plain[-1], to, script=script)
-                to.print()
+        with quiet:
+            for report, script in audit_each(chosen, options, repro, progress_bar):
+                plain.append(report.as_dict())
+                code = 1 if 1 in (code, report.exit_code) else max(code, report.exit_code)
+                _write(plain, None if json == STDOUT else json, html)
+                if json != STDOUT:
+                    print_audit(plain[-1], to, script=script)
+                    to.print()
     except KeyboardInterrupt:  # what is done is written all the same
         complain(f"interrupted after {len(plain)} of {len(chosen)} targets")
         code = 130
@@ -126,6 +186,17 @@ def _audit(
     if failure is not None:
         raise failure
     return code
+
+
+def _write(plain: Sequence[dict[str, Any]], json: Path | None, html: Path | None) -> None:
+    """Write what is done so far; where that cannot be, the last time says so."""
+    from halfulp.runs.folder import write_json
+
+    with suppress(OSError):
+        write_each(
+            lambda: None if json is None else write_json(json, plain),
+            lambda: _write_page(plain, html),
+        )
 
 
 def _write_page(plain: Sequence[dict[str, Any]], html: Path | None) -> None:

@@ -83,15 +83,15 @@ def choose_targets(wanted: Sequence[str] | None = None) -> tuple[list[str], dict
 
 
 def audit_each(
-    targets: Sequence[Target],
+    targets: Sequence[AbstractContextManager[Target]],
     options: Mapping[str, Any],
     repro: Path | None,
     watch: Callable[[str], AbstractContextManager[Progress]],
 ) -> Iterator[tuple[AuditReport, str | None]]:
-    """Audit one target after the other in this process.
+    """Audit one target after the other.
 
     Args:
-        targets: what to audit.
+        targets: what to audit, entered in turn.
         options: keyword arguments of `halfulp.audit`.
         repro: folder for a program that shows each defect; it is made when the first is found. None
             writes none.
@@ -101,14 +101,14 @@ def audit_each(
     Yields:
         Each report as soon as it is there, and where its program was written.
     """
-    for number, target in enumerate(targets, 1):
+    for number, opened in enumerate(targets, 1):
         count = f" ({number} of {len(targets)})" if len(targets) > 1 else ""
-        with watch(f"audit {target.name}{count}") as progress:
+        with opened as target, watch(f"audit {target.name}{count}") as progress:
             report = audit(target, progress=progress, **options)
         script = None
         if report.script is not None and repro is not None:
             repro.mkdir(exist_ok=True)
-            name = re.sub(r"[^A-Za-z0-9]+", "_", target.name.rpartition("/")[2]).strip("_")
+            name = re.sub(r"[^A-Za-z0-9]+", "_", report.target.rpartition("/")[2]).strip("_")
             script = str(write_text(repro / f"{name}.py", report.script))
         yield report, script
 

@@ -6,9 +6,11 @@ from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.calling import check_device, one_line, run_target
 from halfulp.targets.dialect import canonical, is_code, recipe_in, resolve
 from halfulp.targets.emulation import emulations
+from halfulp.targets.isolated import CallLimits, isolated
 from halfulp.targets.target import Outcome, Target, UnsupportedError
 
 __all__ = [
+    "CallLimits",
     "Outcome",
     "Target",
     "UnsupportedError",
@@ -17,6 +19,7 @@ __all__ = [
     "check_device",
     "emulations",
     "is_code",
+    "isolated",
     "one_line",
     "recipe_in",
     "resolve",

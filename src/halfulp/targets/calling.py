@@ -51,6 +51,9 @@ def run_target(
         assert name in OPTIONAL, name
         if name not in target.accepts:
             return Outcome(None, f"does not take {name}", "unsupported")
+    if target.elsewhere is not None:
+        asked = {"is_causal": is_causal, "scale": scale} | options
+        return target.elsewhere(query, key, value, grad_out, asked)
     given = {"query": query, "key": key, "value": value}
     given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
     lent = {name: x.detach().clone() for name, x in given.items()}
@@ -221,11 +224,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {short(text)}" if text else type(error).__name__
 
 
-def short(text: str) -> str:
+def short(text: str, most: int = 200) -> str:
     """The first line of anybody's text, with nothing in it that a terminal would obey."""
     line = " ".join(text.strip().split("\n")[0].split())
     line = "".join(c if c.isprintable() else "�" for c in line)
-    return line if len(line) <= 200 else line[:199] + "…"
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def _dtype(x: Tensor) -> str:

@@ -25,9 +25,7 @@ def load(name: str) -> Target:
     on the path meanwhile. Raises ValueError, one line, for a file, module or function that is not
     there, or whose import fails.
     """
-    where, _, attribute = name.rpartition(":")
-    if not where or not attribute:
-        raise ValueError(f"target={name!r}: accepted are 'module:function' and 'file.py:function'")
+    where, attribute = parted(name)
     module = _from_file(name, Path(where)) if _is_file(where) else _from_module(name, where)
     found: Any = module
     for part in attribute.split("."):
@@ -40,13 +38,23 @@ def load(name: str) -> Target:
     return Target.of(found, name)
 
 
+def parted(name: str) -> tuple[str, str]:
+    """File or module, and function; raises ValueError where there is none or no such file, and
+    loads nothing.
+    """
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise ValueError(f"target={name!r}: accepted are 'module:function' and 'file.py:function'")
+    if _is_file(where) and not Path(where).is_file():
+        raise ValueError(f"target={name!r}: there is no file {where}")
+    return where, attribute
+
+
 def _is_file(where: str) -> bool:
     return where.endswith(".py") or "/" in where
 
 
 def _from_file(name: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"target={name!r}: there is no file {path}")
     # A module under a name of its own, known to sys.modules: dataclasses and Triton look their
     # source up there.
     module_name = f"halfulp_target_{path.stem}_{abs(hash(path.resolve())):x}"

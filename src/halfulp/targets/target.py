@@ -43,6 +43,8 @@ class Target:
     # the function that models call and `halfulp.watch` taps; None: it is tapped without being named
     function: Callable[..., Any] | None = field(default=None, repr=False)
     unseen: str | None = None  # why `halfulp.watch` cannot look at its calls (None: it can)
+    # makes the whole call in another process: (query, key, value, grad_out, options) -> Outcome
+    elsewhere: Callable[..., Outcome] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Target:

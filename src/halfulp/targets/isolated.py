@@ -1,0 +1,271 @@
+"""A target in a process of its own: whatever it does there, the auditor gets one line.
+
+A kernel may end its process, hang, take all memory, print, or replace what the auditor computes
+with. In a process of its own it can do so to itself alone; results come back as safetensors, which
+run nothing, and are held to the shapes and dtypes that the call can give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.targets.calling import short
+from halfulp.targets.dialect import is_code, resolve
+from halfulp.targets.loading import parted
+from halfulp.targets.messages import outcome_of, receive, send
+from halfulp.targets.target import Outcome, Target
+
+MOST_ENDS = 3
+"""How often a target's process is started again before it is given up."""
+
+_START_SECONDS = 120.0
+
+# Not the way of multiprocessing, which runs the caller's script again.
+_PROGRAM = """
+import json, sys
+given = json.loads(sys.argv[1])
+sys.path[:] = given.pop("path")
+from halfulp.targets.served import serve
+serve(**given)
+"""
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """What one call may take."""
+
+    seconds: float = 120.0
+    gigabytes: float = 8.0  # beyond what the process has when it starts; not bound on a GPU
+
+
+class EndedError(Exception):
+    """A target's process is gone; the message says why."""
+
+
+@contextlib.contextmanager
+def isolated(name: str, device: str = "cpu", limits: CallLimits | None = None) -> Iterator[Target]:
+    """The target of that name, whose calls are made in a process of its own.
+
+    A user's own module or file is loaded there and nowhere else. Raises ValueError as `resolve`
+    does, and for limits that are not positive; a process that ends while it loads the target gives
+    a target whose every call is an error.
+    """
+    limits = limits or CallLimits()
+    for what, number in (("seconds", limits.seconds), ("gigabytes", limits.gigabytes)):
+        if not number > 0:
+            raise ValueError(f"{what}={number}: accepted is a positive number")
+    with tempfile.TemporaryDirectory(prefix="halfulp-") as folder:
+        process = _Process(name, device, limits, Path(folder) / "said")
+        try:
+            yield process.target()
+        finally:
+            process.stop()
+
+
+class _Process:
+    """A target's process, started again after it ends."""
+
+    def __init__(self, name: str, device: str, limits: CallLimits, said: Path) -> None:
+        self.name, self.device, self.limits, self.said = name, device, limits, said
+        self.ends: list[str] = []  # why it ended, each time
+        self.late = False  # whether this process was killed for taking too long
+        self.process: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+        self.known: dict[str, Any] | None = None  # what it said about the target
+
+    def target(self) -> Target:
+        """What is known of the target; for a name of the user's, from the process."""
+        if not is_code(self.name):
+            target = resolve(self.name)
+            self._start()  # it loads while the auditor prepares
+            return _elsewhere(target, self)
+        parted(self.name)
+        try:
+            self._start()
+            self._greet()
+        except EndedError as error:
+            self.ends = [f"{error} while it is loaded{self._last_words(0)}"] * MOST_ENDS
+            return _elsewhere(Target(self.name, _never, frozenset(), str(error)), self)
+        assert self.known is not None
+        accepts = frozenset(self.known["accepts"])
+        described = Target(self.name, _never, accepts, str(self.known["description"]))
+        return _elsewhere(described, self)
+
+    def call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_out: Tensor | None,
+        options: dict[str, Any],
+    ) -> Outcome:
+        """One call, in the process that is there or in a new one."""
+        if len(self.ends) >= MOST_ENDS:
+            return Outcome(None, f"is not called any more: it {self.ends[-1]}", "error")
+        given = {"query": query, "key": key, "value": value}
+        given |= {} if grad_out is None else {"grad_out": grad_out}
+        given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        plain = {name: x for name, x in options.items() if not isinstance(x, Tensor)}
+        before = self._printed()
+        try:
+            self._start()
+            self._greet()
+            outcome = self._ask(given, plain)
+        except EndedError as error:
+            self.ends.append(str(error))
+            if self.late:  # a second one would take as long
+                self.ends += [str(error)] * MOST_ENDS
+            return Outcome(None, str(error) + self._last_words(before), "error")
+        except ValueError as error:
+            self.stop()
+            return Outcome(None, f"answers what is no result: {short(str(error))}", "error")
+        if self._printed() > before:
+            outcome = Outcome(
+                outcome.result,
+                outcome.refusal,
+                outcome.kind,
+                (*outcome.notes, f"prints: {self._first_line(before)}"),
+            )
+        return outcome
+
+    def _ask(self, given: dict[str, Tensor], plain: dict[str, Any]) -> Outcome:
+        size = sum(x.numel() * x.element_size() for x in given.values())
+        with self._watched(self.limits.seconds) as connection:
+            send(connection, {"options": plain}, given)
+            answer, tensors = receive(connection, 4 * size + 2**20)
+        return outcome_of(answer, tensors, given)
+
+    def _greet(self) -> None:
+        """Hear what the process says of the target, once a process."""
+        if self.known is not None:
+            return
+        with self._watched(_START_SECONDS) as connection:
+            known, _ = receive(connection, 2**20)
+        if "error" in known:
+            raise ValueError(short(str(known["error"]), 1000))
+        if known.get("missing") is not None:
+            raise ValueError(f"target={self.name!r}: {short(str(known['missing']))}")
+        self.known = known
+
+    @contextlib.contextmanager
+    def _watched(self, seconds: float) -> Iterator[Connection]:
+        """The connection, cut off after so many seconds; raises EndedError where the process is
+        gone.
+        """
+        assert self.connection is not None
+        timer = threading.Timer(seconds, self._end_late)
+        timer.start()
+        try:
+            yield self.connection
+        except (EOFError, OSError):
+            reason = f"takes longer than {seconds:g} s" if self.late else self._exit_reason()
+            self.stop()
+            raise EndedError(reason) from None
+        finally:
+            timer.cancel()
+
+    def _exit_reason(self) -> str:
+        assert self.process is not None
+        try:
+            code = self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            return "closes its connection"
+        if code >= 0:
+            return f"ends its process (exit code {code})"
+        name = signal.Signals(-code).name
+        told = {
+            "SIGKILL": "is killed, perhaps for want of memory",
+            "SIGSEGV": "crashes: segmentation fault",
+            "SIGABRT": "crashes: abort",
+            "SIGXFSZ": "is killed: it writes more than a file may hold",
+        }
+        return f"{told.get(name, 'crashes')} ({name})"
+
+    def _start(self) -> None:
+        if self.process is not None:
+            return
+        self.late, self.known = False, None
+        self.said.touch()
+        self.connection, theirs = Pipe()
+        arguments = {
+            "path": sys.path,
+            "handle": theirs.fileno(),
+            "name": self.name,
+            "device": self.device,
+            "threads": torch.get_num_threads(),
+            "gigabytes": self.limits.gigabytes,
+        }
+        with self.said.open("ab") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # so that what the kernel starts ends with it
+            )
+        theirs.close()
+
+    def _end_late(self) -> None:
+        self.late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the process and what it has started."""
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        if self.process is None:
+            return
+        self._kill()
+        self.process.wait()
+        assert self.connection is not None
+        self.connection.close()
+        self.process = self.connection = self.known = None
+
+    def _printed(self) -> int:
+        return self.said.stat().st_size if self.said.exists() else 0
+
+    def _first_line(self, start: int) -> str:
+        with self.said.open("rb") as file:
+            file.seek(start)
+            text = file.read(2000).decode(errors="replace")
+        return short(text)
+
+    def _last_words(self, start: int) -> str:
+        """What a process printed before it ended, if anything."""
+        return f"; it prints: {self._first_line(start)}" if self._printed() > start else ""
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a target in a process of its own is never called in this one")
+
+
+def _elsewhere(target: Target, process: _Process) -> Target:
+    return Target(
+        target.name,
+        _never,
+        target.accepts,
+        target.description,
+        target.missing,
+        forward_only=target.forward_only,
+        elsewhere=process.call,
+    )

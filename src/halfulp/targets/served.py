@@ -1,0 +1,88 @@
+"""The process in which somebody's kernel runs: it loads the kernel by its name and calls it as it
+is asked to, until nobody asks any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp.targets.calling import one_line, run_target
+from halfulp.targets.dialect import resolve
+from halfulp.targets.messages import RESULTS, receive, send
+from halfulp.targets.target import Outcome, Target
+
+_MOST_WRITTEN = 2**30  # bytes of any file, so that endless output ends
+_MOST_GIVEN = 2**36
+
+
+def serve(handle: int, name: str, device: str, threads: int, gigabytes: float) -> None:
+    """Tell what the target is, then answer calls, over the connection of that number."""
+    connection: Connection = Connection(handle)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if device == "cpu":  # a GPU's driver reserves more than there is
+        _limit(gigabytes)
+    torch.set_num_threads(threads)
+    try:
+        target = resolve(name)
+    except ValueError as error:
+        send(connection, {"error": str(error)}, {})
+        return
+    known: dict[str, Any] = {
+        "accepts": sorted(target.accepts),
+        "description": target.description,
+        "missing": target.missing,
+    }
+    send(connection, known, {})
+    with contextlib.suppress(EOFError):
+        while True:
+            _answer(connection, target, device)
+
+
+def _answer(connection: Connection, target: Target, device: str) -> None:
+    plain, tensors = receive(connection, _MOST_GIVEN)
+    call: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+    for name, x in plain["options"].items():
+        call[name] = tuple(x) if isinstance(x, list) else x
+    try:
+        outcome = run_target(target, **call)
+    except KeyboardInterrupt as error:  # the kernel's own: nobody else can interrupt this process
+        outcome = Outcome(None, f"raises {one_line(error)}", "error")
+    found = {name: getattr(outcome.result, name, None) for name in RESULTS}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)  # of kernels that print from C
+    answer = {"kind": outcome.kind, "refusal": outcome.refusal, "notes": list(outcome.notes)}
+    send(connection, answer, {name: x for name, x in found.items() if x is not None})
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the auditor has ended, even while a kernel hangs."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _limit(gigabytes: float) -> None:
+    """Bound the memory and the files of this process, as far as the system can."""
+    try:
+        import resource
+    except ImportError:  # not a system that has limits
+        return
+    used = 0
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        used = sum(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+    most = used + int(gigabytes * 2**30)
+    for what, limit in ((resource.RLIMIT_DATA, most), (resource.RLIMIT_FSIZE, _MOST_WRITTEN)):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))

@@ -1,0 +1,145 @@
+"""A kernel in a process of its own: whatever it does is one line, and its results are data."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+
+from halfulp.audit import audit
+from halfulp.targets import CallLimits, Outcome, isolated, resolve, run_target
+from halfulp.targets.messages import outcome_of
+from tests.targets import hostile
+from tests.targets.calls import tensors
+
+LIMITS = CallLimits(seconds=30, gigabytes=4)
+
+
+def call(target, is_causal, dtype=torch.float32):
+    return run_target(target, *tensors(dtype), is_causal=is_causal, scale=None)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of Unix")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("exits", "raises SystemExit: 0"),
+        ("interrupts", "raises KeyboardInterrupt"),
+        ("exits_hard", "ends its process (exit code 0)"),
+        ("segfaults", "crashes: segmentation fault (SIGSEGV)"),
+        pytest.param(
+            "takes_20_gb", "can't allocate memory",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux bounds memory"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_kernel_does_is_one_line_and_the_next_call_is_made(name, says):
+    with isolated(f"{hostile.__file__}:{name}", limits=LIMITS) as target:
+        outcome = call(target, True)
+        assert outcome.kind == "error"
+        assert says in outcome.refusal
+        assert "\n" not in outcome.refusal
+        again = call(target, False)
+        assert again.kind == "ok", again.refusal
+        here = call(resolve("sdpa"), False)
+        for tensor in ("out", "grad_query", "grad_key", "grad_value"):
+            assert torch.equal(getattr(again.result, tensor), getattr(here.result, tensor))
+
+
+def test_a_hang_ends_and_is_not_waited_for_again():
+    limits = CallLimits(seconds=1)
+    with isolated(f"{hostile.__file__}:hangs", limits=limits) as target:
+        assert call(target, True).refusal == "takes longer than 1 s"
+        assert call(target, False).refusal == "is not called any more: it takes longer than 1 s"
+
+
+def test_what_is_printed_is_a_note_without_what_a_terminal_obeys(capfd):
+    with isolated(f"{hostile.__file__}:prints", limits=LIMITS) as target:
+        assert call(target, False).notes == ()
+        assert call(target, True).notes == ("prints: �[31mhello",)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_replaced_there_is_whole_here():
+    mine = functional.scaled_dot_product_attention
+    with isolated(f"{hostile.__file__}:poisons", limits=LIMITS) as target:
+        (note,) = call(target, True).notes
+        assert note == "leaves changed (put back): torch.nn.functional.scaled_dot_product_attention"
+        assert functional.scaled_dot_product_attention is mine
+
+
+def test_a_built_in_target_has_the_same_bits_there():
+    mask = torch.rand(21, 21, generator=torch.Generator().manual_seed(0)) < 0.7
+    x = tensors(torch.bfloat16)
+    with isolated("recipe:BF16_HALFULP", limits=LIMITS) as target:
+        here = resolve("recipe:BF16_HALFULP")
+        options = {"is_causal": False, "scale": 0.3, "attn_mask": mask}
+        there = run_target(target, *x, **options).result
+        mine = run_target(here, *x, **options).result
+        for tensor in ("out", "lse", "grad_query", "grad_key", "grad_value"):
+            assert torch.equal(getattr(there, tensor), getattr(mine, tensor))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("sdap", "did you mean 'sdpa'"),
+        (f"{hostile.__file__}:nothing", "has no 'nothing'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_as_it_is_here(name, says):
+    with pytest.raises(ValueError, match=says), isolated(name):
+        pass
+
+
+def test_a_file_that_ends_its_process_is_an_error_of_the_target(tmp_path):
+    file = tmp_path / "ending.py"
+    file.write_text("import os\nos._exit(0)\n")
+    with isolated(f"{file}:f") as target:
+        outcome = call(target, False)
+    assert outcome.kind == "error"
+    assert "ends its process (exit code 0) while it is loaded" in outcome.refusal
+
+
+def test_a_function_is_audited_here_alone():
+    with pytest.raises(ValueError, match="a function cannot be handed to another process"):
+        audit(hostile.good, isolate=True)
+    for limits in (CallLimits(seconds=0), CallLimits(gigabytes=-1)):
+        with pytest.raises(ValueError, match="accepted is a positive number"):
+            audit("sdpa", isolate=limits)
+
+
+# What a process answers is held to what a call can give.
+
+QUERY, KEY, VALUE = (torch.zeros(1, 2, n, 4) for n in (3, 5, 5))
+GIVEN = {"query": QUERY, "key": KEY, "value": VALUE}
+TOLD = {"kind": "ok", "refusal": None, "notes": []}
+
+
+@pytest.mark.parametrize(
+    ("told", "results"),
+    [
+        (TOLD, {}),
+        (TOLD, {"out": KEY}),
+        (TOLD, {"out": QUERY.double()}),
+        (TOLD, {"out": QUERY, "lse": QUERY}),
+        (TOLD, {"out": QUERY, "lse": torch.zeros(1, 2, 3, dtype=torch.int64)}),
+        (TOLD, {"out": QUERY, "grad_key": QUERY}),
+        (TOLD, {"out": QUERY, "more": QUERY}),
+        (TOLD | {"kind": "sound"}, {"out": QUERY}),
+        (TOLD | {"notes": [1]}, {"out": QUERY}),
+        (TOLD | {"notes": "all is well"}, {"out": QUERY}),
+        ({}, {"out": QUERY}),
+    ],
+)
+def test_an_answer_that_no_call_can_give_is_refused(told, results):
+    with pytest.raises(ValueError, match=r"."):
+        outcome_of(json.loads(json.dumps(told)), results, GIVEN)
+
+
+def test_an_answer_that_a_call_can_give_is_taken():
+    found = outcome_of(TOLD, {"out": QUERY, "lse": torch.zeros(1, 2, 3), "grad_key": KEY}, GIVEN)
+    assert isinstance(found, Outcome)
+    assert found.result.grad_query is None
