@@ -11,6 +11,7 @@ from halfulp.experiments.overview import measured_by_head
 from halfulp.runs.record import read_record
 from halfulp.runs.results import Table
 from halfulp.training.journal import Row, read_rows
+from halfulp.watch.health import sentences_of
 from halfulp.watch.running import WINDOW
 from halfulp.watch.watching import COLUMNS, FIXES, OPERATIONS, WatchReport, alarmed_heads, report_of
 
@@ -31,6 +32,9 @@ def watched(folder: Path, command: str) -> tuple[dict[str, Any], str]:
         steps=steps,
         measurements=len(rows),
         unseen=record["not measured"],
+        # of a run that was not closed the last measurement knows
+        warnings=sentences_of((rows[-1] if rows else {}) | record.get("health", {})),
+        loss=record.get("loss", ""),
     )
     tables = [_alarms(report, record["rule"], command), _heads(report, command)]
     figures = measured_by_head(rows, command, names=layers)
@@ -63,7 +67,8 @@ def _finding(report: WatchReport) -> str:
     alarming = (
         f"{alarms} heads alarm" if alarms > 1 else "one head alarms" if alarms else "no head alarms"
     )
-    return f"{said}, the last at step {report.measured_step}: {alarming}."
+    wrong = "".join(f" WARNING: {sentence}." for sentence in report.warnings)
+    return f"{said}, the last at step {report.measured_step}: {alarming}.{wrong}"
 
 
 def _alarms(report: WatchReport, rule: str, command: str) -> Table:

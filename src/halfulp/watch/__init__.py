@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def watch(
     model: nn.Module,
-    every: int = 200,
+    every: int | None = None,
     *,
     folder: str | Path | None = None,
     on_alarm: Callable[[HeadAlarm], None] | None = None,
@@ -28,21 +28,24 @@ def watch(
     """Watch the attention of any model while it trains: which layer and head leans, in which
     operation, and the fix.
 
-    Nothing else changes in the training, and nothing in its bits. The first step is measured and
-    then one in `every`, in its first forward and backward pass: what each call of
+    Nothing else changes in the training, and nothing in its bits. One step in `every` is measured,
+    the first one too, in its first forward and backward pass: what each call of
     `F.scaled_dot_product_attention` (transformers' "sdpa" too), `flash_attn_func` or
     `halfulp.attention` was fed and gave, and the gradients that came back, beside their exact
     values. A step ends where an optimizer of the model's parameters does, or where `Watcher.step`
-    is called. Alarms are logged as warnings of "halfulp.watch" once ten measurements are made. Not
-    seen: attention written out in matrix products, FlexAttention, packed sequences, softcap, sinks;
-    under dropout, whose mask is not known, only the error of δ that dK shows. Under DDP or FSDP
-    each process that calls this watches its own batches.
+    is called, or where a GradScaler leaves one out. Alarms are logged as warnings of
+    "halfulp.watch" once ten measurements are made. Not measured, but named in the report and once
+    in the log: attention written out in matrix products, FlexAttention, packed sequences, softcap,
+    sinks, and modules that are named like attention; under dropout, whose mask is not known, only
+    the error of δ that dK shows. Losses (where the model returns them) and gradients that are not
+    finite are named too. Under DDP or FSDP each process that calls this watches its own batches, in
+    a folder of its own, `folder/rank-N`.
 
     Args:
         model: the module that the training calls, wrapped by DDP or not.
-        every: steps between two measurements.
+        every: steps between two measurements; if None, 10 up to step 100 and 200 from there on.
         folder: where run.json and metrics.jsonl are written, for `halfulp report`; must be new or
-            empty.
+            empty. What can no longer be written there is said once, and measuring goes on.
         on_alarm: called with every new alarm.
         functions: attention functions of your own to watch too, called like
             `F.scaled_dot_product_attention`, or their names ("kernel.py:attention").
@@ -51,8 +54,8 @@ def watch(
         start: steps made before, for a run that goes on.
 
     Raises:
-        ValueError: the model is compiled and `eager` is not set, or is DataParallel or TorchScript;
-            the folder holds files; a number is out of range.
+        ValueError: the model is being watched already; it is compiled and `eager` is not set, or is
+            DataParallel or TorchScript; the folder holds files; a number is out of range.
     """
     from halfulp.watch.watcher import Watcher
 

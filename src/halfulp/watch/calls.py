@@ -17,6 +17,7 @@ from halfulp.watch.running import SIZE, TOTAL
 from halfulp.watch.taps import Call
 
 IN_GRADIENT = "delta_error_in_gradient"
+NOT_FINITE = "not_finite"
 MOST_SCORES = 2**22
 """Scores of a layer that are measured: as many batch entries as fit, at least one."""
 CHUNK = 2**21
@@ -42,7 +43,8 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
 
     out_error, grad_query_error, grad_key_error and grad_value_error: ‖x − golden‖ / ‖golden‖ of
     what the attention gave, the last two of the key head that a head reads and NaN where some rows
-    are left out. rows: query rows measured. All others as `measures` documents. Under dropout,
+    are left out. rows: query rows measured. not_finite: numbers that are not, of what it was fed,
+    gave and got back. All others as `measures` documents. Under dropout,
     whose mask is not known, everything is NaN that takes the exact O; the error of δ in dK remains,
     in units of what bf16's rounding of O would make.
     """
@@ -81,7 +83,18 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
         return {}, {}
     for name, count in (("entries", len(query)), ("rows", len(rows))):
         found[name] = torch.full((heads,), float(count))
+    found[NOT_FINITE] = _not_finite(tensors, rows, group)
     return found, parts
+
+
+def _not_finite(tensors: Figures, rows: Tensor, group: int) -> Tensor:
+    """`[H]`: how many of a head's numbers are infinite or not a number, in the rows looked at."""
+    total = torch.zeros(tensors["query"].shape[1])
+    for name, x in tensors.items():
+        looked_at = x[:, :, rows] if name in _BY_ROW else x
+        count = (~looked_at.isfinite()).sum((0, 2, 3)).float().cpu()
+        total += count.repeat_interleave(group) if name in _BY_KEY_HEAD else count
+    return total
 
 
 _READ = ("query", "key", "value")

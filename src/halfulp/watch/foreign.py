@@ -25,6 +25,9 @@ _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _OPERANDS = ("query", "key", "value")
 ITSELF = "(model)"
 UNANSWERED = "no gradient came back to it"
+WRITTEN_OUT = "attention written out: a softmax over a square of scores"
+NAMED_SO = "named like attention, but no call of a known attention function was seen in it"
+_LEAST_SQUARE = 8  # tokens; smaller squares may be anything
 
 
 def module_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -84,6 +87,8 @@ class Taps:
         self._listening = False
         self._before: Listener | None = None
         self._resting = False
+        self.suspects: dict[str, str] = {}  # modules that look like attention, and why
+        self._ran: dict[str, nn.Module] = {}  # modules named like attention that ran
 
     @property
     def complete(self) -> bool:
@@ -96,11 +101,9 @@ class Taps:
         open_taps(self, self.functions)
         for name, module in module_names(self.model):
             if module is not self.model:
-                self._handles += _hooks(module, partial(self._call, name))
-        self._before, self._listening = listen(partial(self._call, ITSELF)), True
-        self._handles.append(
-            self.model.register_forward_hook(lambda *_: self.leave(), always_call=True)
-        )
+                self._handles += _hooks(module, _Ear(self, name, module))
+        self._before, self._listening = listen(_Ear(self, ITSELF, self.model)), True
+        self._handles.append(self.model.register_forward_hook(_Leaves(self), always_call=True))
 
     def leave(self) -> None:
         """Stop listening outside the model's modules: its forward pass is over."""
@@ -127,6 +130,19 @@ class Taps:
             if not call.taken and not call.unseen:
                 call.unseen = UNANSWERED
             call.tensors.clear()
+        self._suspect_by_name()
+
+    def _suspect_by_name(self) -> None:
+        """Modules called attention that ran, and in which, or around which, nothing was seen; of
+        those inside each other the innermost.
+        """
+        seen = {name for name, _ in self.calls} | set(self.suspects)
+        for name in self._ran:
+            answered = any(_inside(other, name) or _inside(name, other) for other in seen)
+            if not answered and not any(
+                _inside(other, name) for other in self._ran if other != name
+            ):
+                self.suspects[name] = NAMED_SO
 
     def _call(
         self,
@@ -249,6 +265,8 @@ class Taps:
             return Foreign(name, Asked(1.0), unseen=_said(error))
 
     def _read(self, name: str, form: Form, given: Mapping[str, Any]) -> Foreign:
+        if form.unread:
+            return Foreign(name, Asked(1.0), unseen=form.unread)
         query, key, value = _three(form, given)
         if torch._C._are_functorch_transforms_active():
             return Foreign(name, Asked(1.0), unseen="it runs inside a transform of torch.func")
@@ -279,20 +297,87 @@ class Taps:
             call.tensors[name] = kept.clone() if copy else kept
 
 
-def _hooks(module: nn.Module, listener: Any) -> list[Any]:
-    """Have a module's attention calls shown to its own listener while its forward pass runs."""
-    before: list[Any] = []  # a stack: a module may run inside itself
+def _inside(path: str, other: str) -> bool:
+    """Whether a module is another one or lies in it."""
+    return f"{path}.".startswith(f"{other}.")
 
-    def enter(_module: nn.Module, _args: Any) -> None:
-        before.append(listen(listener))
 
-    def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
-        if before:
-            listen(before.pop())
+class _Ear:
+    """Listens in one module."""
 
+    def __init__(self, taps: Taps, name: str, module: nn.Module) -> None:
+        self.taps, self.name, self.module = taps, name, module
+        self.attends = "attention" in type(module).__name__.lower()
+
+    def __call__(
+        self,
+        form: Form,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        return self.taps._call(self.name, form, function, args, kwargs)
+
+    def saw_softmax(self, scores: Tensor) -> None:
+        """A square of scores that is normalized is attention, as far as one can tell."""
+        square = scores.ndim >= 3 and scores.shape[-1] == scores.shape[-2] >= _LEAST_SQUARE
+        if square and scores.requires_grad:
+            self.taps.suspects.setdefault(self.name, WRITTEN_OUT)
+
+
+class _Hook:
+    """Has a module's attention calls shown to its own listener while its forward pass runs; before
+    it, or after it. A copy of the module is not listened to, and a module with it can be pickled.
+    """
+
+    def __init__(self, ear: _Ear | None, before: list[Listener | None] | None = None) -> None:
+        self.ear = ear
+        self.before = [] if before is None else before  # a stack: a module may run inside itself
+
+    def enter(self) -> None:
+        """Listen."""
+        assert self.ear is not None
+        self.before.append(listen(self.ear))
+        if self.ear.attends:
+            self.ear.taps._ran[self.ear.name] = self.ear.module
+
+    def __call__(self, _module: nn.Module, _args: Any, *out: Any) -> None:
+        if self.ear is None:
+            return
+        if not out:
+            self.enter()
+        elif self.before:
+            listen(self.before.pop())
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)
+
+
+class _Leaves:
+    """The model's forward pass is over; of copies and pickles as `_Hook`."""
+
+    def __init__(self, taps: Taps | None) -> None:
+        self.taps = taps
+
+    def __call__(self, *_: Any) -> None:
+        if self.taps is not None:
+            self.taps.leave()
+
+    def __deepcopy__(self, memo: Any) -> _Leaves:
+        return _Leaves(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Leaves, (None,)
+
+
+def _hooks(module: nn.Module, ear: _Ear) -> list[Any]:
+    enter = _Hook(ear)
     return [
         module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, always_call=True),
+        module.register_forward_hook(_Hook(ear, enter.before), always_call=True),
     ]
 
 

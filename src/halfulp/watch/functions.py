@@ -66,6 +66,7 @@ class Form:
     # of arguments, query and key as [..., H, N, D]
     read: Callable[[Mapping[str, Any], Tensor, Tensor], Asked]
     casts: bool = False  # its operands to autocast's dtype
+    unread: str = ""  # why none of its calls is measured
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
@@ -83,6 +84,10 @@ class Listener(Protocol):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run the function and return what it returned."""
+        ...
+
+    def saw_softmax(self, scores: Tensor) -> None:
+        """A softmax of these is taken, outside of every attention function that is known."""
         ...
 
 
@@ -159,14 +164,21 @@ def functions_named(
     return tuple(found)
 
 
-def _read_packed(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
-    del given, query, key
-    return Asked(1.0, unseen="its sequences are packed")
-
-
 _SDPA_FORM = Form(_SDPA, -3, _read_sdpa, casts=True)
 _FLASH_FORM = Form(_FLASH, -2, _read_flash)
-_PACKED_FORM = Form(("q", "k", "v"), -2, _read_packed)
+_PACKED_FORM = Form((), -2, _read_flash, unread="its sequences or operands are packed")
+_FLEX_FORM = Form((), -3, _read_sdpa, unread="it is FlexAttention, whose masks are functions")
+
+_KNOWN = (
+    ("torch.nn.functional", "scaled_dot_product_attention", _SDPA_FORM),
+    ("torch.nn.attention.flex_attention", "flex_attention", _FLEX_FORM),
+    ("torch.nn.attention.varlen", "varlen_attn", _PACKED_FORM),
+    ("flash_attn", "flash_attn_func", _FLASH_FORM),
+    ("flash_attn", "flash_attn_varlen_func", _PACKED_FORM),
+    ("flash_attn", "flash_attn_qkvpacked_func", _PACKED_FORM),
+    ("flash_attn", "flash_attn_kvpacked_func", _PACKED_FORM),
+)
+_SOFTMAX = (torch.nn.functional.softmax, torch.softmax)
 
 _lock = threading.Lock()
 # who taps, and which functions beside the known ones
@@ -213,12 +225,8 @@ def close_taps(who: object) -> None:
 
 def _put_in() -> None:
     forms: dict[int, tuple[Callable[..., Any], Form]] = {}
-    for module, name, form in (
-        (torch.nn.functional, "scaled_dot_product_attention", _SDPA_FORM),
-        (sys.modules.get("flash_attn"), "flash_attn_func", _FLASH_FORM),
-        (sys.modules.get("flash_attn"), "flash_attn_varlen_func", _PACKED_FORM),
-    ):
-        function = getattr(module, name, None)
+    for module, name, form in _KNOWN:
+        function = getattr(sys.modules.get(module), name, None)
         if function is not None:
             forms[id(function)] = (function, form)
     mine: list[tuple[Callable[..., Any], Form]] = [
@@ -229,10 +237,15 @@ def _put_in() -> None:
         mine.append((function, _own_form(function)))
     forms |= {id(function): (function, form) for function, form in mine}
     _replaced.extend((function, _tapped(function, form)) for function, form in forms.values())
+    _replaced.extend((function, _noticed(function)) for function in _SOFTMAX)
+    # a method of every tensor, inherited until somebody taps
+    torch.Tensor.softmax = _noticed(torch.Tensor.softmax)  # type: ignore[method-assign]
     _exchange({id(stock): tapped for stock, tapped in _replaced})
 
 
 def _take_out() -> None:
+    if _replaced:
+        del torch.Tensor.softmax
     _exchange({id(tapped): stock for stock, tapped in _replaced})
     _replaced.clear()
 
@@ -265,3 +278,17 @@ def _tapped(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
             listen(listener)
 
     return tapped
+
+
+def _noticed(softmax: Callable[..., Any]) -> Callable[..., Any]:
+    """A softmax that tells the listener what it is taken of."""
+
+    @functools.wraps(softmax)
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        listener = listening()
+        scores = args[0] if args else kwargs.get("input")
+        if listener is not None and isinstance(scores, Tensor):
+            listener.saw_softmax(scores)
+        return softmax(*args, **kwargs)
+
+    return noticed

@@ -9,6 +9,8 @@ pass goes by.
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,15 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from halfulp.runs.folder import check_folder, line_text, write_json
-from halfulp.runs.record import closed, new_record
-from halfulp.watch.alarms import rule
 from halfulp.watch.calls import Figures, call_figures, entries_of
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED, functions_named
+from halfulp.watch.health import Health, sentences_of
+from halfulp.watch.notebook import Notebook
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
+from halfulp.watch.scaler import hear_skips, stop_hearing
 from halfulp.watch.watching import (
-    LEVEL,
     MOST_ALARMS,
     HeadAlarm,
     WatchReport,
@@ -37,6 +38,12 @@ from halfulp.watch.watching import (
 )
 
 LOG = logging.getLogger("halfulp.watch")
+EVERY = 200
+EARLY = 10
+"""Steps between two measurements where nobody says: `EARLY` for the first ten, so that a run of a
+hundred steps can be spoken of, `EVERY` from there on.
+"""
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Watcher]] = weakref.WeakKeyDictionary()
 _PASSES_WITHOUT_STEP = 1000
 # measurements that may come to nothing, where a pass is made without a backward pass, before it is
 # said
@@ -51,7 +58,7 @@ class Watcher:
     def __init__(
         self,
         model: nn.Module,
-        every: int = 200,
+        every: int | None = None,
         *,
         folder: str | Path | None = None,
         on_alarm: Callable[[HeadAlarm], None] | None = None,
@@ -60,10 +67,11 @@ class Watcher:
         start: int = 0,
     ) -> None:
         for name, number, least in (("every", every, 1), ("start", start, 0)):
-            if number < least:
+            if number is not None and number < least:
                 raise ValueError(f"{name}={number}: accepted is an integer of at least {least}")
         _check_model(model, eager)
-        self.model, self.every, self.on_alarm, self.eager = model, every, on_alarm, eager
+        self.model, self.on_alarm, self.eager = model, on_alarm, eager
+        self.every, self._early = every or EVERY, every is None
         self.functions = functions_named(functions)
         self.steps = self._start = start  # that have ended
         self.measurements = 0
@@ -73,6 +81,9 @@ class Watcher:
         self._running: dict[str, Running] = {}  # "layer/part"
         self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._unseen: dict[str, str] = {}  # why, by layer
+        self._suspects: dict[str, str] = {}  # modules that look like attention, and why
+        self.health = Health()
+        self._thread = 0  # the one that trains
         self._found: dict[str, Figures] = {}  # of the measurement that is being made
         self._taps: Taps | None = None
         self._stance: Any = None
@@ -82,12 +93,18 @@ class Watcher:
         self._by_hand = False
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._said: set[str] = set()
-        self._folder = None if folder is None else _new_folder(Path(folder))
-        self._made: dict[str, Any] = {}  # run.json as it began
+        config = {"model": type(model).__name__, "every": self.every, "eager": eager}
+        self._notebook = Notebook(folder, config)
+        _open_on(model, self)
+        ended = _StepEnds(weakref.ref(self))
         self._handles = [
             model.register_forward_pre_hook(_Begins(self)),
-            register_optimizer_step_post_hook(self._optimizer_stepped),
+            model.register_forward_hook(_Ends(self)),
+            register_optimizer_step_post_hook(ended),
         ]
+        # A hook on all optimizers outlives the watcher unless somebody takes it away.
+        weakref.finalize(self, self._handles[-1].remove)
+        hear_skips(self, Watcher._step_skipped)
         self._record("running")
 
     def __enter__(self) -> Watcher:
@@ -117,7 +134,9 @@ class Watcher:
             self._now,
             steps=self.steps,
             measurements=self.measurements,
-            unseen=self._unseen,
+            unseen=self._unseen | self._suspects,
+            warnings=sentences_of(self.health.numbers()),
+            loss=self.health.loss_text(),
         )
 
     def close(self) -> None:
@@ -130,11 +149,18 @@ class Watcher:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        stop_hearing(self)
+        _WATCHED.pop(self.model, None)
         self._record("done")
 
     def _pass_begins(self, _model: nn.Module, _args: Any) -> None:
         """A forward pass of the model begins."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if not self._thread:
+            self._thread = threading.get_ident()
+        if self._thread != threading.get_ident():
+            self._say("passes of another thread than the first are not looked at")
             return
         self._passes += 1
         if self._passes == _PASSES_WITHOUT_STEP:
@@ -154,15 +180,34 @@ class Watcher:
             self._taps = Taps(self.model, self.functions, entries_of, self._take)
             self._taps.open()
 
-    def _optimizer_stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._by_hand or torch.compiler.is_compiling():
+    def _pass_ends(self, output: Any) -> None:
+        """A forward pass of the model ends; what it returns may be its loss."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        if self._thread == threading.get_ident():
+            self.health.saw_output(output, self.steps + 1)
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it trains the model."""
         if optimizer not in self._ours:
             mine = {id(p) for p in self.model.parameters()}
             self._ours[optimizer] = any(
                 id(p) in mine for group in optimizer.param_groups for p in group["params"]
             )
-        if not self._ours[optimizer] and any(self._ours.values()):
+        return self._ours[optimizer]
+
+    def _step_skipped(self, optimizer: Optimizer) -> None:
+        """A GradScaler met gradients that are not finite: a step of the training all the same."""
+        if self._is_ours(optimizer) and not self._by_hand and self._passes:
+            self.health.skipped += 1
+            self._step_ended(None)
+
+    def _optimizer_stepped(self, optimizer: Optimizer) -> None:
+        if torch.compiler.is_compiling() or self._thread not in (0, threading.get_ident()):
+            return
+        if self._is_ours(optimizer):
+            self.health.saw_gradients(optimizer, self.steps + (0 if self._by_hand else 1))
+        if self._by_hand or (not self._ours[optimizer] and any(self._ours.values())):
             return
         if self._passes:
             self._step_ended(None)
@@ -174,10 +219,13 @@ class Watcher:
             )
 
     def _step_ended(self, loss: Tensor | float | None) -> None:
+        if loss is not None:
+            self.health.saw_loss(loss, self.steps + 1)
         self._finish(loss)
         self.steps += 1
         self._usual, self._passes = max(self._passes, 1), 0
-        self._due = self._due or (self.steps + 1) % self.every == 0
+        early = self._early and self.steps - self._start < EARLY * (WINDOW // 2)
+        self._due = self._due or (self.steps + 1) % (EARLY if early else self.every) == 0
 
     def _take(self, call: Foreign) -> None:
         """The figures of a call whose gradients are there, in the backward pass."""
@@ -198,6 +246,7 @@ class Watcher:
             self._stance = None
         calls = list(taps.calls.values())
         self._unseen = {call.layer: call.unseen for call in calls if call.unseen}
+        self._suspects |= taps.suspects
         if not self._found:
             self._failed(calls)
             return
@@ -206,21 +255,32 @@ class Watcher:
             for call in calls
             if call.layer in self._found and call.layer not in self._layers
         ]
+        self._name_missed()
         self._due, self._failures = False, 0
         self.measurements += 1
-        names = dict.fromkeys(name for figures in self._found.values() for name in figures)
-        measure: dict[str, list[list[float]]] = {name: [[] for _ in self._layers] for name in names}
+        figured = dict.fromkeys(name for figures in self._found.values() for name in figures)
+        measure: dict[str, list[list[float]]] = {
+            name: [[] for _ in self._layers] for name in figured
+        }
         for layer, figures in self._found.items():
             for name, figure in figures.items():
                 measure[name][self._layers.index(layer)] = figure.double().cpu().tolist()
         row: dict[str, Any] = {"step": self.steps + 1, "measure": measure}
         if loss is not None:
             row["loss"] = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        row |= self.health.numbers()
         self._rows.append(row)
-        self._write(row)
+        self._notebook.add(row)
         if self.measurements == 1:
             self._record("running")  # with the layers
         self._alarm()
+
+    def _name_missed(self) -> None:
+        """Say once which attention is not measured, and why."""
+        missed = self._unseen | self._suspects
+        for why in dict.fromkeys(why for why in missed.values() if why != UNANSWERED):
+            names = ", ".join(layer for layer in missed if missed[layer] == why)
+            self._say(f"not measured: {names} ({why})")
 
     def _failed(self, calls: Sequence[Foreign]) -> None:
         """A pass has been tapped and nothing measured; another is tried soon, and then at the usual
@@ -263,25 +323,23 @@ class Watcher:
             self._said.add(text.partition(" in step ")[0])
             LOG.warning("%s", text)
 
-    def _write(self, row: dict[str, Any]) -> None:
-        if self._folder is not None:
-            with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(line_text(row) + "\n")
-
     def _record(self, status: str) -> None:
-        """Write run.json."""
-        if self._folder is None:
-            return
-        if not self._made:
-            name = type(self.model).__name__
-            config = {"model": name, "every": self.every, "eager": self.eager}
-            self._made = new_record("watch", config, "", rule=rule(LEVEL))
-        now = self._made | {
-            "layers": self._layers,
-            "not measured": self._unseen,
-            "steps": self.steps,
-        }
-        write_json(self._folder / "run.json", closed(now, status) if status == "done" else now)
+        """Write down what the run is."""
+        known: dict[str, Any] = {"layers": self._layers, "steps": self.steps}
+        known |= {"health": self.health.numbers(), "loss": self.health.loss_text()}
+        self._notebook.record(status, known | {"not measured": self._unseen | self._suspects})
+
+
+class _StepEnds:
+    """The hook on every optimizer: it must not keep the watcher, and with it the model, alive."""
+
+    def __init__(self, watcher: weakref.ref[Watcher]) -> None:
+        self.watcher = watcher
+
+    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        watcher = self.watcher()
+        if watcher is not None:
+            watcher._optimizer_stepped(optimizer)
 
 
 class _Begins:
@@ -301,6 +359,35 @@ class _Begins:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Begins, (None,)
+
+
+class _Ends(_Begins):
+    """The model's hook after its forward pass."""
+
+    def __call__(self, _model: nn.Module, _args: Any, output: Any = None) -> None:
+        if self.watcher is not None:
+            self.watcher._pass_ends(output)
+
+    def __deepcopy__(self, memo: Any) -> _Ends:
+        return _Ends(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Ends, (None,)
+
+
+def _open_on(model: nn.Module, watcher: Watcher) -> None:
+    """Take a model for a watcher; raises ValueError if one is watching it, or a part of it, or
+    what it is part of: calls are shown to one alone.
+    """
+    mine = set(model.modules())
+    for other, found in list(_WATCHED.items()):
+        before = found()
+        if before is not None and before._handles and not mine.isdisjoint(other.modules()):
+            raise ValueError(
+                f"model={type(model).__name__} is being watched already: accepted is one watcher a"
+                " model; close the other with watcher.close()"
+            )
+    _WATCHED[model] = weakref.ref(watcher)
 
 
 def _check_model(model: nn.Module, eager: bool) -> None:
@@ -330,13 +417,3 @@ def _check_model(model: nn.Module, eager: bool) -> None:
 def _captured() -> bool:
     """Whether a CUDA graph is being captured, in which nothing may be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _new_folder(folder: Path) -> Path:
-    """The folder, made where it is not there; raises ValueError for one that holds something."""
-    folder.resolve().parent.mkdir(parents=True, exist_ok=True)
-    check_folder("folder", folder)
-    folder.mkdir(exist_ok=True)
-    if any(folder.iterdir()):
-        raise ValueError(f"folder={str(folder)!r} holds files; accepted is a new or empty folder")
-    return folder

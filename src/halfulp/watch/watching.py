@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfulp.watch.alarms import Alarm, alarms, threshold
-from halfulp.watch.calls import IN_GRADIENT
+from halfulp.watch.calls import IN_GRADIENT, NOT_FINITE
 from halfulp.watch.running import SIZE, TOTAL, WINDOW
 
 OPERATIONS = {
@@ -124,6 +124,9 @@ class WatchReport:
     alarms: tuple[HeadAlarm, ...]  # of the last measurement
     unseen: tuple[str, ...]  # what was not measured, and why, a sentence each
     measured_step: int | None = None
+    warnings: tuple[str, ...] = ()  # what is wrong beside attention's leaning, a sentence each
+    loss: str = ""  # in words
+    measured_from: int | None = None  # the first of the measurements that alarms rest on
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -137,6 +140,7 @@ class WatchReport:
         alarm.
         """
         said = _wrapped(self._head(), width)
+        said += [x for sentence in self.warnings for x in _wrapped(f"WARNING {sentence}", width)]
         if self.rows:
             shown = self.rows if len(self.rows) <= lines else self._worst()
             said += ["", *_table(shown, {(a.layer, a.head) for a in self.alarms}, width)]
@@ -167,9 +171,15 @@ class WatchReport:
     def _head(self) -> str:
         last = "" if self.measured_step is None else f", the last at step {self.measured_step}"
         steps, measurements = _count(self.steps, "step"), _count(self.measurements, "measurement")
+        wrong = ""
+        if self.warnings or self.unseen:
+            found = _count(len(self.warnings), "warning") if self.warnings else ""
+            missed = "not all attention measured" if self.unseen else ""
+            wrong = f"; {', '.join(filter(None, (found, missed)))}"
+        loss = f", {self.loss}" if self.loss else ""
         return (
             f"halfulp.watch: {steps}, {measurements}{last},"
-            f" {_count(len(self.layers), 'attention layer')}"
+            f" {_count(len(self.layers), 'attention layer')}{loss}{wrong}"
         )
 
     def _alarms(self, width: int) -> list[str]:
@@ -187,7 +197,20 @@ class WatchReport:
     def _no_alarm(self) -> str:
         if self.measurements < WINDOW // 2:
             return f"No alarm yet: it takes {WINDOW // 2} measurements."
-        return f"No head alarms, at a level of {LEVEL:g} over all heads of one measurement."
+        looks = _count(min(self.measurements, WINDOW), "measurement")
+        since = "" if self.measured_from is None else f" since step {self.measured_from}"
+        said = (
+            f"No head alarms: over the last {looks}{since} none of the"
+            f" {_count(len(self.rows), 'measured head')} leans, at a level of {LEVEL:g} over all of"
+            " one measurement. That speaks of rounding in these heads' attention, in one pass of"
+            " each measured step, and of nothing else"
+        )
+        unknown = [
+            *(["the loss, which was not seen"] if not self.loss else []),
+            *(["what the warnings name"] if self.warnings else []),
+            *(["attention that was not measured"] if self.unseen else []),
+        ]
+        return f"{said}; not covered: {', '.join(unknown)}." if unknown else f"{said}."
 
     def _worst(self) -> tuple[dict[str, Any], ...]:
         alarmed = {(alarm.layer, alarm.head) for alarm in self.alarms}
@@ -215,6 +238,8 @@ def report_of(
     steps: int,
     measurements: int,
     unseen: Mapping[str, str],
+    warnings: Sequence[str] = (),
+    loss: str = "",
 ) -> WatchReport:
     """The report after the last of some measurements.
 
@@ -225,6 +250,8 @@ def report_of(
         steps: that have ended.
         measurements: that were made.
         unseen: why a layer was not measured.
+        warnings: what is wrong elsewhere, a sentence each.
+        loss: the loss in words.
     """
     heads: list[dict[str, Any]] = []
     measure = rows[-1]["measure"] if rows else {}
@@ -244,9 +271,49 @@ def report_of(
         for why in dict.fromkeys(unseen.values())
     ]
     last = rows[-1]["step"] if rows else None
+    found = (*warnings, *out_of_range(rows, layers))
     return WatchReport(
-        steps, measurements, tuple(layers), tuple(heads), tuple(alarmed), tuple(reasons), last
+        steps,
+        measurements,
+        tuple(layers),
+        tuple(heads),
+        tuple(alarmed),
+        tuple(reasons),
+        last,
+        found,
+        loss,
+        rows[0]["step"] if rows else None,
     )
+
+
+LARGEST_SCORE, LARGEST_ERROR = 1e3, 1.0
+"""Beyond which a figure is named: scores that make a softmax an argmax, errors as large as what
+they are errors of.
+"""
+
+
+def out_of_range(rows: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> list[str]:
+    """What no sound attention shows, in any of some measurements, a sentence each."""
+    limits = {NOT_FINITE: 0.0, "max_score": LARGEST_SCORE, "out_error": LARGEST_ERROR}
+    limits |= {f"grad_{name}_error": LARGEST_ERROR for name in ("query", "key", "value")}
+    worst: dict[str, tuple[float, str, int, int]] = {}
+    for row in rows:
+        for name, limit in limits.items():
+            for layer, heads in enumerate(row["measure"].get(name, ())):
+                for head, value in enumerate(heads):
+                    # None and NaN: not known, or not finite, which has a figure of its own
+                    size = 0.0 if value is None else abs(value)
+                    if size > max(limit, worst.get(name, (0.0,))[0]):
+                        worst[name] = (size, layers[layer], head, row["step"])
+    titles = {name: title for title, name, _ in COLUMNS}
+    said = []
+    for name, (size, path, head, step) in worst.items():
+        where = f"in {path}, head {head}, step {step}"
+        if name == NOT_FINITE:
+            said.append(f"{size:.0f} numbers that attention was fed or gave are not finite {where}")
+        else:
+            said.append(f"{titles[name]} is {size:.3g} {where}: beyond {limits[name]:g}")
+    return said
 
 
 def alarmed_heads(

@@ -1,0 +1,80 @@
+"""What a watcher writes down: run.json and metrics.jsonl in a folder of its own.
+
+A disk that is full or a folder that is gone ends in one warning; it must not end a training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfulp.runs.folder import check_folder, line_text, write_json
+from halfulp.runs.record import closed, new_record
+from halfulp.watch.alarms import rule
+from halfulp.watch.watching import LEVEL
+
+LOG = logging.getLogger("halfulp.watch")
+
+
+class Notebook:
+    """A watcher's folder; without one, nothing is written."""
+
+    def __init__(self, folder: str | Path | None, config: Mapping[str, Any]) -> None:
+        self.folder = None if folder is None else _new_folder(Path(folder))
+        self._begun = {} if folder is None else new_record("watch", config, "", rule=rule(LEVEL))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write a measurement."""
+        if self.folder is None:
+            return
+        try:
+            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(line_text(dict(row)) + "\n")
+        except OSError as error:
+            self._lost(error)
+
+    def record(self, status: str, known: Mapping[str, Any]) -> None:
+        """Write run.json: what is known of the run, and when and where it was made."""
+        if self.folder is None:
+            return
+        now = {**self._begun, **known}
+        try:
+            write_json(self.folder / "run.json", closed(now, status) if status == "done" else now)
+        except OSError as error:
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        LOG.warning(
+            "folder=%r is no longer written: %s; measuring goes on", str(self.folder), error
+        )
+        self.folder = None
+
+
+def _new_folder(folder: Path) -> Path:
+    """The folder, made where it is not there; raises ValueError for one that holds something."""
+    folder.resolve().parent.mkdir(parents=True, exist_ok=True)
+    check_folder("folder", folder)
+    folder.mkdir(exist_ok=True)
+    full = ValueError(f"folder={str(folder)!r} holds files; accepted is a new or empty folder")
+    rank = _rank()
+    if rank is not None:  # processes of one training: each has a folder of its own
+        folder = folder / f"rank-{rank}"
+        folder.mkdir(exist_ok=True)
+    if any(folder.iterdir()):
+        raise full
+    try:  # of two processes that come at once the file system lets one through
+        (folder / "metrics.jsonl").open("x").close()
+    except FileExistsError:
+        raise full from None
+    return folder
+
+
+def _rank() -> int | None:
+    """This process's number where several train together."""
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if several and distributed.get_world_size() > 1 else None

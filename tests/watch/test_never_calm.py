@@ -1,0 +1,339 @@
+"""What `halfulp.watch` must not look calm over, and what it must not do to the training it watches:
+every case here once ended in "No head alarms", in a lost run or in a leak.
+"""
+
+import copy
+import gc
+import io
+import json
+import shutil
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import halfulp
+from halfulp.experiments.watched import watched
+from halfulp.runs.threads import one_thread
+from halfulp.watch import notebook
+from halfulp.watch.health import loss_of
+from tests.watch.gpt import GPT, LAYERS, train
+from tests.watch.test_foreign import One, one_step, watched_step
+from tests.watch.test_watcher import STOCK, hooks_of, warnings_of
+
+STOCK_SOFTMAX = (torch.softmax, functional.softmax, torch.Tensor.softmax)
+SCALER_METHOD = torch.amp.GradScaler._maybe_opt_step
+
+
+def first_line(report):
+    return str(report).partition("\n\n")[0]
+
+
+def written_out(query, key, value, **_):
+    return (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1) @ value
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN:RuntimeWarning")
+def test_gradients_that_are_not_finite_are_named_with_their_first_step(tmp_path):
+    with halfulp.watch(model := GPT(), every=1, folder=tmp_path / "run") as watcher:
+        train(model, 12)
+        assert watcher.report().warnings == ()
+        with torch.no_grad():
+            model.last.bias[0] = torch.nan
+        train(model, 2)
+    assert "gradients are not finite, first in step 13" in first_line(watcher.report())
+    run = tmp_path / "run"
+    assert "gradients are not finite, first in step 13" in watched(run, "report")[1]
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"health": {}, "status": "running"}))
+    assert "gradients are not finite" in watched(run, "report")[1], "not closed"
+    assert "2 warnings" in first_line(watcher.report()).replace("\n", " "), "attention's own too"
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.factor = One(functional.scaled_dot_product_attention), 1.0
+
+        def forward(self, x):
+            return {"loss": self.inner(x).square().mean() * self.factor}
+
+    model = Loss()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with halfulp.watch(model, every=2) as watcher:
+        for step in range(6):
+            model.factor = float("inf") if step == 3 else 1.0
+            model(torch.ones(1, 9, 16))["loss"].backward()
+            sgd.step()
+            sgd.zero_grad()
+            if step == 2:
+                assert watcher.report().warnings == ()
+                assert watcher.report().loss.startswith("loss ")
+    assert "the loss is not finite, first in step 4" in first_line(watcher.report())
+
+
+def test_losses_are_told_from_other_outputs():
+    loss = torch.tensor(1.5)
+    assert loss_of(loss) is loss
+    assert loss_of({"loss": loss}) is loss
+    assert loss_of((loss, torch.ones(3))) is loss
+    assert loss_of(type("Output", (), {"loss": loss})()) is loss
+    for other in (torch.ones(2), torch.tensor(3), None, (), {"logits": loss}, "text"):
+        assert loss_of(other) is None
+
+
+def test_scores_and_errors_out_of_range_are_named():
+    model = One(lambda q, k, v: functional.scaled_dot_product_attention(100 * q, 100 * k, v))
+    report = watched_step(model)
+    assert any(text.startswith("max S is") and "(model), head" in text for text in report.warnings)
+
+
+class Quintupled(torch.autograd.Function):
+    """Its gradient is five times what it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 5 * grad
+
+
+def wrong_kernel(query, key, value, is_causal=False):
+    return STOCK(Quintupled.apply(query), key, value, is_causal=is_causal)
+
+
+def calls_wrong_kernel(*operands, **options):
+    """It is found in this module's globals, as a model's own kernel is in its file's."""
+    return wrong_kernel(*operands, **options)
+
+
+def test_a_gradient_as_wrong_as_it_is_large_is_named():
+    model = GPT((calls_wrong_kernel,) * LAYERS)
+    with halfulp.watch(model, every=1, functions=(wrong_kernel,)) as watcher:
+        train(model, 1)
+    (said,) = (text for text in watcher.report().warnings if text.startswith("dQ"))
+    assert said.startswith("dQ is 4 in blocks.")
+
+
+def test_numbers_that_overflow_fp16_are_named():
+    def attend(q, k, v):
+        return functional.scaled_dot_product_attention(
+            q.half(), k.half(), (v * 1e6).half(), is_causal=True
+        ).float()
+
+    report = watched_step(One(attend))
+    assert any("not finite" in text for text in report.warnings), report
+    assert "warning" in first_line(report)
+
+
+def test_layers_that_are_not_seen_are_said_once_by_module_and_reason(caplog):
+    functions = (written_out, None)
+    with halfulp.watch(model := GPT(functions), every=1) as watcher:
+        train(model, 12)
+    said = [text for text in warnings_of(caplog) if "not measured" in text]
+    assert len(said) == 1
+    assert "blocks.0.attention" in said[0]
+    assert "written out" in said[0]
+    report = watcher.report()
+    assert report.layers == ("blocks.1.attention",)
+    assert any("blocks.0.attention" in text for text in report.unseen)
+    assert "not all attention measured" in first_line(report)
+    assert "attention that was not measured" in str(report).replace("\n", " ")
+    assert (torch.softmax, functional.softmax, torch.Tensor.softmax) == STOCK_SOFTMAX
+
+
+def test_the_method_of_tensors_is_noticed_and_given_back():
+    report = watched_step(GPTLike(lambda s: torch.softmax(s, -1)))
+    assert [text.partition(" (")[0] for text in report.unseen] == ["first"]
+    report = watched_step(GPTLike(lambda s: s.softmax(-1)))
+    assert [text.partition(" (")[0] for text in report.unseen] == ["first"]
+    assert "softmax" not in vars(torch.Tensor)
+    # classes over words are no square, and a router's few experts none of tokens
+    report = watched_step(GPTLike(lambda s: s[..., :5].softmax(-1).sum(-1, keepdim=True) * s))
+    assert not any("written out" in text for text in report.unseen)
+
+
+class GPTLike(nn.Module):
+    """One attention that is written out, and one that is not."""
+
+    def __init__(self, softmax):
+        super().__init__()
+        self.first = One(lambda q, k, v: softmax(q @ k.mT) @ v)
+        self.second = One(functional.scaled_dot_product_attention)
+
+    def forward(self, x):
+        return self.second(self.first(x).transpose(1, 2).flatten(2))
+
+
+def test_pytorchs_own_layer_with_weights_is_named():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = One(functional.scaled_dot_product_attention)
+            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x):
+            y = self.seen(x).transpose(1, 2).flatten(2)
+            return self.attention(y, y, y, need_weights=True)[0]
+
+    report = watched_step(Block())
+    assert any(text.startswith("attention (") for text in report.unseen), report.unseen
+
+
+def test_a_module_named_like_attention_that_shows_nothing_is_named():
+    class LinearAttention(nn.Module):
+        def forward(self, x):
+            return x.cumsum(1)
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.seen = LinearAttention(), One(functional.scaled_dot_product_attention)
+
+        def forward(self, x):
+            return self.seen(self.linear(x))
+
+    report = watched_step(Mixed())
+    assert any(text.startswith("linear (named like") for text in report.unseen), report.unseen
+
+
+def test_a_run_of_a_hundred_steps_gets_a_statement_by_default():
+    with halfulp.watch(model := GPT()) as watcher:
+        train(model, 100)
+    report = watcher.report()
+    assert report.measurements == 11, "steps 1, 10, 20, ... 100"
+    assert "No head alarms" in str(report)
+    assert "since step 1" in str(report).replace("\n", " ")
+    assert watcher.every == 200
+
+
+@pytest.mark.parametrize("fault", ["full", "gone"])
+def test_a_folder_that_cannot_be_written_ends_in_one_warning(fault, tmp_path, caplog, monkeypatch):
+    with one_thread():
+        plain = train(GPT(), 4)
+        watcher = halfulp.watch(model := GPT(), every=1, folder=tmp_path / "run")
+        if fault == "gone":
+            shutil.rmtree(tmp_path / "run")
+        else:
+            full = OSError(28, "No space left on device")
+
+            def raises(*_, **__):
+                raise full
+
+            monkeypatch.setattr(notebook, "write_json", raises)
+            monkeypatch.setattr(notebook, "line_text", raises)
+        assert train(model, 4) == plain
+        watcher.close()
+    assert watcher.measurements == 4
+    assert len(watcher.report().rows) == LAYERS * 4
+    assert len([text for text in warnings_of(caplog) if "no longer written" in text]) == 1
+
+
+def test_processes_that_train_together_write_folders_of_their_own(tmp_path, monkeypatch):
+    for rank in (0, 1):
+        monkeypatch.setattr(notebook, "_rank", lambda rank=rank: rank)
+        with halfulp.watch(model := GPT(), every=1, folder=tmp_path / "run"):
+            train(model, 1)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["rank-0", "rank-1"]
+    monkeypatch.setattr(notebook, "_rank", lambda: 1)
+    with pytest.raises(ValueError, match="holds files"):
+        halfulp.watch(GPT(), folder=tmp_path / "run")
+
+
+def test_steps_that_a_grad_scaler_skips_are_counted_and_named():
+    model = One(functional.scaled_dot_product_attention)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with halfulp.watch(model, every=1) as watcher:
+        for step in range(6):
+            loss = model(torch.ones(1, 9, 16)).square().mean()
+            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(sgd)
+            scaler.update()
+            sgd.zero_grad()
+        assert watcher.steps == 6
+    assert "GradScaler skipped 1 step" in first_line(watcher.report())
+    assert torch.amp.GradScaler._maybe_opt_step is SCALER_METHOD
+
+
+def test_a_watcher_that_nobody_closed_keeps_nothing_alive():
+    gone = []
+    for _ in range(3):
+        model = GPT()
+        watcher = halfulp.watch(model, every=1)
+        train(model, 1)
+        gone.append((weakref.ref(model), weakref.ref(watcher)))
+        del model, watcher
+    gc.collect()
+    assert [(model(), watcher()) for model, watcher in gone] == [(None, None)] * 3
+    train(GPT(), 1)  # and no hook of theirs is called
+    assert torch.amp.GradScaler._maybe_opt_step is SCALER_METHOD or gc.collect() is not None
+
+
+def test_a_model_can_be_saved_and_copied_in_a_measured_pass():
+    kept = {}
+
+    def attend(query, key, value):
+        file = io.BytesIO()
+        torch.save(model, file)
+        kept["copy"] = copy.deepcopy(model.inner)
+        return functional.scaled_dot_product_attention(query, key, value)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(16, 48)
+
+        def forward(self, x):
+            parts = self.inner(x).unflatten(-1, (3, 4, 4)).movedim(-3, 0).transpose(-3, -2)
+            return attend(*parts)
+
+    globals()["Outer"] = Outer  # where pickle looks it up
+    Outer.__qualname__ = "Outer"
+    model = Outer()
+    try:
+        watched_step(model)
+    finally:
+        del globals()["Outer"]
+    file = io.BytesIO()
+    torch.save(kept["copy"], file)
+    assert hooks_of(model) == []
+
+
+def test_a_model_has_one_watcher():
+    model = GPT()
+    with halfulp.watch(model):
+        for part in (model, model.blocks, nn.Sequential(model)):
+            with pytest.raises(ValueError, match=r"being watched already.*watcher\.close\(\)"):
+                halfulp.watch(part)
+    with halfulp.watch(model):
+        pass
+    assert hooks_of(model) == []
+
+
+def test_threads_that_train_one_model_leave_nothing_replaced(caplog):
+    model = One(lambda *x: functional.scaled_dot_product_attention(*x))
+    ready = threading.Barrier(4)
+
+    def run():
+        ready.wait()
+        for _ in range(10):
+            one_step(model)
+
+    with halfulp.watch(model, every=1) as watcher:
+        one_step(model)
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert functional.scaled_dot_product_attention is STOCK
+    assert hooks_of(model) == []
+    assert watcher.measurements == 1
+    assert any("another thread" in text for text in warnings_of(caplog))
