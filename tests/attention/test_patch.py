@@ -1,10 +1,11 @@
 """`halfulp.patch()`: what it reaches, what it leaves alone, and that nothing of it remains."""
 
 import contextvars
+import functools
 import importlib
 import sys
 import threading
-import types
+import typing
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_multihead_attention_and_transformer_layers(training):
         expected = layer(x)
         with pytest.MonkeyPatch.context() as planted, patched():
             planted.setattr(
-                importlib.import_module("halfulp.attention.patch"),
+                importlib.import_module("halfulp.attention.stand_ins"),
                 "attention",
                 lambda *a, recipe, backend: count(*a),
             )
@@ -240,50 +241,170 @@ def test_compiled_code_follows():
         assert torch.equal(block(*x), stock)
 
 
-@pytest.fixture
-def flash_attn(monkeypatch):
-    """A module in the place of the package flash_attn, whose kernels need a GPU."""
-    module = types.ModuleType("flash_attn")
-    module.flash_attn_func = lambda *args, **options: "stock"
-    module.flash_attn_varlen_func = lambda *args, **options: "stock varlen"
-    user = types.ModuleType("a_user_of_flash_attn")
-    user.attend = module.flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setitem(sys.modules, "a_user_of_flash_attn", user)
-    return module, user
+def entered(**options):
+    with halfulp.patch(**options) as block:
+        yield block
 
 
-def test_flash_attn(flash_attn):
-    """Its layout `[B, N, H, D]`, its causal mask at the bottom right, its windows; stock again
-    afterwards.
-    """
-    module, user = flash_attn
-    q, k, v = (x.transpose(1, 2) for x in inputs())
-    k, v = k[:, :, :1], v[:, :, :1]  # grouped without being told
-    visible = torch.ones(30, 40, dtype=torch.bool).tril(10) & torch.ones(
-        30, 40, dtype=torch.bool
-    ).triu(10 - 5)
-    expected = halfulp.attention(
-        q[:, :30].transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        visible,
-        enable_gqa=True,
-        backend="torch",
-    ).transpose(1, 2)
+def run_stock(*x):
+    return halfulp.attention(*x, is_causal=True, recipe="stock", backend="torch")
+
+
+@pytest.mark.parametrize("first_in_a_thread", [False, True])
+def test_generators_closed_out_of_order_leave_nothing_behind(first_in_a_thread):
+    """Each closes its own block, whichever was entered last, and wherever it is closed."""
+    x, ours, stock = both()
+    before = held()
+    outer = entered(backend="torch")
+    inner = entered(recipe="stock", backend="torch")
+    next(outer)
+    next(inner)
+    assert torch.equal(held()(*x, is_causal=True), run_stock(*x))
+    if first_in_a_thread:
+        thread = threading.Thread(target=outer.close)
+        thread.start()
+        thread.join(10)
+    else:
+        outer.close()
+    assert torch.equal(held()(*x, is_causal=True), run_stock(*x)), "the inner one is still open"
+    inner.close()
+    assert held() is before
     with patched():
-        out = user.attend(q[:, :30], k, v, causal=True, window_size=(5, 0))
-        with_lse = module.flash_attn_func(
-            q[:, :30], k, v, causal=True, window_size=(5, 0), return_attn_probs=True
-        )
-        ends, key_ends = torch.tensor([0, 30]), torch.tensor([0, 40])
-        packed = module.flash_attn_varlen_func(
-            q[0, :30], k[0], v[0], ends, key_ends, 30, 40, causal=True, window_size=(5, 0)
-        )
-        with pytest.raises(ValueError, match="alibi_slopes is given"):
-            module.flash_attn_func(q, k, v, alibi_slopes=torch.ones(2))
-    for got in (out, with_lse[0], packed[None]):
-        assert torch.equal(got, expected)
-    assert with_lse[1].shape == (1, 2, 30)
-    assert module.flash_attn_func(q, k, v) == user.attend(q, k, v) == "stock"
-    assert module.flash_attn_varlen_func() == "stock varlen"
+        assert torch.equal(held()(*x, is_causal=True), ours)
+    assert torch.equal(held()(*x, is_causal=True), stock)
+
+
+def test_a_later_watch_runs_what_ran_before():
+    """Its taps have the functions replaced again, and no choice of a closed block comes back."""
+    x, _, stock = both()
+    outer, inner = entered(), entered(recipe="stock")
+    next(outer)
+    next(inner)
+    outer.close()
+    inner.close()
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+        def forward(self, q, k, v):
+            return functional.scaled_dot_product_attention(q * self.by, k, v, is_causal=True)
+
+    model = Attends()
+    with halfulp.watch(model, every=1):
+        out = model(*x)
+        out.float().sum().backward()
+    assert torch.equal(out, stock)
+
+
+def test_it_says_what_it_caught():
+    x, *_ = both()
+    layer = nn.MultiheadAttention(8, 2)
+    with halfulp.patch() as block:
+        for _ in range(3):
+            by_name(*x, is_causal=True)
+        layer(*torch.randn(3, 5, 1, 8), need_weights=False)
+    caught = {(call.function, call.site.split("/")[-1].split(":")[0]): n
+              for call, n in block.calls.items()}  # fmt: skip
+    assert caught == {
+        ("scaled_dot_product_attention", "test_patch.py"): 3,
+        ("scaled_dot_product_attention", "functional.py"): 1,
+    }
+    chosen = halfulp.explain_dispatch(*x, is_causal=True).backend
+    assert {call.backend for call in block.calls} == {chosen}
+    said = str(block)
+    assert said.startswith("halfulp.patch(): 4 of 4 attention calls ran halfulp's")
+    assert "3 × scaled_dot_product_attention by" in said
+    assert "in test_it_says_what_it_caught" in said
+
+
+def test_a_block_that_caught_nothing_warns_where_it_stands():
+    with pytest.warns(RuntimeWarning, match="caught no attention call") as said, halfulp.patch():
+        torch.ones(3).softmax(0)
+    assert [warning.filename for warning in said] == [__file__]
+
+
+def test_a_block_left_by_an_exception_warns_of_nothing_else():
+    with pytest.raises(KeyError, match="planted"), halfulp.patch():
+        raise KeyError("planted")
+
+
+def test_compiled_code_does_not_count_as_nothing():
+    x, ours, _ = both()
+    torch._dynamo.reset()
+    block = torch.compile(
+        lambda *x: functional.scaled_dot_product_attention(*x, is_causal=True), backend="aot_eager"
+    )
+    for _ in range(2):  # the second time nothing is traced
+        with patched() as caught:
+            assert torch.equal(block(*x), ours)
+        assert "compiled code, which is not counted" in str(caught)
+
+
+def past(*x, attend=torch.nn.functional.scaled_dot_product_attention):
+    return attend(*x)
+
+
+def written_out(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("attend", "what"),
+    [
+        (past, "scaled_dot_product"),
+        (written_out, r"a softmax over \(1, 2, 40, 40\)"),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, "aten"),
+    ],
+)
+def test_strict_raises_where_attention_ran_past_it(attend, what):
+    x = inputs()
+    with (
+        pytest.raises(ValueError, match=f"ran past halfulp.patch.*{what}"),
+        halfulp.patch(strict=True),
+    ):
+        attend(*x)
+    with pytest.warns(RuntimeWarning, match="caught no attention"), halfulp.patch():
+        attend(*x)
+
+
+def test_strict_lets_halfulp_pass():
+    x, ours, _ = both()
+    layer = nn.MultiheadAttention(16, 2)
+    tokens = torch.randn(12, 2, 16)
+    with halfulp.patch(strict=True, backend="torch") as block:
+        assert torch.equal(by_name(*x, is_causal=True), ours)
+        out, weights = layer(tokens, tokens, tokens)
+        (out.sum() + weights.square().sum()).backward()
+    assert sum(block.calls.values()) == 2
+    for wrong in ({"strict": "no", "backend": "gpu"}, {"recipe": "fast"}):
+        with pytest.raises(ValueError, match="accepted"), halfulp.patch(**wrong):
+            pass
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kept", [checkpoint, functools.partial(checkpoint)])
+def test_a_checkpoint_outside_of_the_block_recomputes_with_what_the_forward_used(reentrant, kept):
+    """However the function is held: transformers keeps it in a partial."""
+    x = inputs()
+
+    def attends(*t):
+        return held()(*t, is_causal=True)
+
+    with patched():
+        plain = torch.autograd.grad(attends(*x).float().square().sum(), x)
+        out = kept(attends, *x, use_reentrant=reentrant)
+    out.float().square().sum().backward()
+    for a, b in zip(plain, x, strict=True):
+        assert torch.equal(a, b.grad)
+
+
+def test_the_module_is_there_beside_the_function():
+    import halfulp.attention.patch
+    import halfulp.attention.patch as module
+    from halfulp.attention.patch import patch as function
+
+    assert module is sys.modules["halfulp.attention.patch"] is halfulp.attention.patch
+    assert function is halfulp.patch is module.patch
+    assert typing.get_type_hints(halfulp.patch)["strict"] is bool

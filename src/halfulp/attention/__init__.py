@@ -4,6 +4,8 @@ with any, `golden`.
 `patch` and `register_transformers` bring the first into code that calls somebody else's.
 """
 
+import sys
+
 from halfulp.attention.attend import attention, explain_dispatch
 from halfulp.attention.emulated import emulate, golden
 from halfulp.attention.patch import patch
@@ -19,3 +21,9 @@ __all__ = [
     "patch",
     "register_transformers",
 ]
+
+# `import halfulp.attention.patch as …` looks for the module on what `halfulp.attention` is, the
+# function.
+for _name, _module in list(sys.modules.items()):
+    if _name.rpartition(".")[0] == __name__:
+        setattr(attention, _name.rpartition(".")[2], _module)

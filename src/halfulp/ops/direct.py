@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from halfulp.calls import Call
-from halfulp.ops.dispatch import choose
+from halfulp.ops.dispatch import choose, last_run
 from halfulp.ops.schema import LN_2, attention_backward
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def attend(
     known: Known, query: Tensor, key: Tensor, value: Tensor, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Out, and lse if wanted, of a call that was prepared."""
+    last_run.name = "cpu"
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):

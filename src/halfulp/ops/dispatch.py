@@ -8,6 +8,7 @@ those words are what `explain` shows and what an error repeats.
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,15 @@ from halfulp.ops import tiled
 BACKENDS = ("cpu", "triton", "torch")
 _MODULES = {"cpu": "halfulp.kernels.cpu", "triton": "halfulp.kernels.triton_attention"}
 _said = set[str]()
+
+
+class _LastRun(threading.local):
+    """Which backend this thread was last given, for those who count what ran."""
+
+    name: str | None = None
+
+
+last_run = _LastRun()
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,11 @@ def choose(call: Call, recipe: str, backend: str | None, *, mask_gradient: bool 
             raise ValueError(
                 f"backend={backend!r}: {reason}; accepted are None, {', '.join(map(repr, others))}"
             )
+        last_run.name = backend
         return _module(backend)
     for name in _candidates(call):
         if why_not(name, call, recipe, mask_gradient=mask_gradient) is None:
+            last_run.name = name
             return _module(name)
         _say_once(name)
     raise AssertionError("the last candidate takes every call")

@@ -257,7 +257,7 @@ def _exchange(by_id: Mapping[int, Callable[..., Any]]) -> None:
     if not by_id:
         return
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module in (_PATCH, sys.modules[__name__]):
+        if not isinstance(module, ModuleType) or module.__name__ in (*_PATCH.OWN, __name__):
             continue
         # most modules hold none
         if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):
