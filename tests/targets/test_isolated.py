@@ -143,3 +143,18 @@ def test_an_answer_that_a_call_can_give_is_taken():
     found = outcome_of(TOLD, {"out": QUERY, "lse": torch.zeros(1, 2, 3), "grad_key": KEY}, GIVEN)
     assert isinstance(found, Outcome)
     assert found.result.grad_query is None
+
+
+def test_the_callers_random_numbers_reach_the_kernel():
+    x = tensors()
+    options = {"is_causal": False, "scale": None, "dropout_p": 0.5}
+    with isolated("sdpa", limits=LIMITS) as target:
+        outs = []
+        for kernel in (target, resolve("sdpa")):
+            torch.manual_seed(7)
+            outcome = run_target(kernel, *x, **options)
+            assert outcome.notes == ()
+            outs.append(outcome.result.out)
+    assert torch.equal(*outs)
+    torch.manual_seed(8)
+    assert not torch.equal(outs[0], run_target(resolve("sdpa"), *x, **options).result.out)

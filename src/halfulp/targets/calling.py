@@ -72,6 +72,8 @@ def run_target(
     ]
     if touched:
         notes = (f"{MODIFIES}: {', '.join(touched)}", *notes)
+    if options.get("dropout_p"):
+        left = [what for what in left if "random numbers" not in what]  # drawn, as was asked
     if left:
         notes += (f"{LEAVES}: {', '.join(left)}",)
     return replace(outcome, notes=tuple(dict.fromkeys(notes)))

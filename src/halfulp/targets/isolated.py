@@ -145,8 +145,9 @@ class _Process:
 
     def _ask(self, given: dict[str, Tensor], plain: dict[str, Any]) -> Outcome:
         size = sum(x.numel() * x.element_size() for x in given.values())
+        told = given | {"generator": torch.get_rng_state()}  # a kernel with dropout draws from it
         with self._watched(self.limits.seconds) as connection:
-            send(connection, {"options": plain}, given)
+            send(connection, {"options": plain}, told)
             answer, tensors = receive(connection, 4 * size + 2**20)
         return outcome_of(answer, tensors, given)
 

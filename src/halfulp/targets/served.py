@@ -51,6 +51,7 @@ def serve(handle: int, name: str, device: str, threads: int, gigabytes: float) -
 def _answer(connection: Connection, target: Target, device: str) -> None:
     plain, tensors = receive(connection, _MOST_GIVEN)
     call: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+    torch.set_rng_state(call.pop("generator").cpu())
     for name, x in plain["options"].items():
         call[name] = tuple(x) if isinstance(x, list) else x
     try:
