@@ -15,13 +15,18 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-inp
 SOURCES := pyproject.toml constraints.txt Makefile src/halfulp/__init__.py \
            native/CMakeLists.txt $(wildcard native/*.h native/*.hpp native/*.cpp)
 
+LOWEST  := tests/formats tests/test_attention.py tests/attention/test_sdpa_semantics.py \
+           tests/attention/test_transformers.py tests/watch/test_foreign.py tests/watch/test_watcher.py \
+           tests/audit/test_statistics.py tests/algorithms/test_golden.py tests/test_chances.py
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format hooks clean
+.PHONY: help demo test lowest documents lint format hooks clean
 
 help:
 	@echo 'make demo    run the main job on this machine and write $(OUT)/report.html'
 	@echo 'make test    lint, types and tests'
+	@echo 'make lowest  the core tests on the oldest versions that are allowed'
 	@echo 'make lint    lint and types alone'
 	@echo 'make format  rewrite the tree in the format that lint expects'
 	@echo 'make hooks   run the quick checks at every git commit'
@@ -34,6 +39,17 @@ demo: $(VENV)/.stamp-run
 # pytest comes last, so that its closing line ends the output.
 test: lint
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# The core on the oldest versions that pyproject.toml allows, in an environment of its own.
+lowest: $(VENV)/.stamp-dev
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(VENV)-lowest
+	@$(BIN)/uv pip install -q --python $(VENV)-lowest --resolution lowest-direct '.[lab,targets]'
+	@$(BIN)/uv pip install -q --python $(VENV)-lowest pytest hypothesis ml_dtypes gfloat mpmath expecttest
+	@$(VENV)-lowest/bin/python -m pytest -p no:cacheprovider $(LOWEST)
+
+# The documents alone: links, programs in them, and what they say of the package.
+documents: $(VENV)/.stamp-dev
+	@$(BIN)/python -m pytest tests/test_documents.py tests/test_architecture.py
 
 lint: $(VENV)/.stamp-dev
 	@$(BIN)/ruff check .
@@ -48,7 +64,7 @@ hooks: $(VENV)/.stamp-dev
 	@$(BIN)/pre-commit install
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 FOUND = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 RECENT = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo yes)
