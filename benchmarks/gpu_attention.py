@@ -115,7 +115,7 @@ def speed_cases(small: bool) -> list[tuple[int, bool, int]]:
 
 def weights(dtype: str, causal: bool) -> dict[str, int]:
     """How many rounded weights differ between kernels, of a quarter of a million."""
-    from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
+    from benchmarks.triton_weights import rounded_weights, weights_that_differ
 
     q, k, _, _ = gaussian(0, batch=8, heads=8, length=64, dim=64)
     q, k = (x.to("cuda", getattr(torch, dtype)) for x in (q, k))
@@ -318,7 +318,7 @@ def dry_run(todo: list[Unit]) -> dict[str, Any]:
     Everything up to the launches is done, for every chip, on tensors without memory: blocks of the
     grid and tiles.
     """
-    from halfulp.kernels import triton_compile
+    from benchmarks import triton_compile
 
     found: dict[str, Any] = {"units": [f"{unit.part}/{unit.name}" for unit in todo]}
     found["missing"] = {name: why for name in STOCK if (why := resolve(name).missing) is not None}
@@ -363,8 +363,7 @@ def compile_table(file: Path) -> None:
     ended.
     """
     import triton
-
-    from halfulp.kernels import triton_compile
+    from benchmarks import triton_compile
 
     version = {"triton": {"version": triton.__version__}}
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -431,7 +430,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu --small tests the script")
     if options.tune is not None:
-        from halfulp.kernels.triton_tune import tune
+        from benchmarks.triton_tune import tune
 
         tune(write=options.tune)
         return None

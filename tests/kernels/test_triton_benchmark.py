@@ -132,7 +132,7 @@ def test_tiles_of_ones_own_are_measured(tmp_path, monkeypatch) -> None:
 
 
 def test_the_table_of_compiled_kernels_goes_on(tmp_path, monkeypatch) -> None:
-    triton_compile = pytest.importorskip("halfulp.kernels.triton_compile")
+    triton_compile = pytest.importorskip("benchmarks.triton_compile")
     asked = []
     monkeypatch.setattr(
         triton_compile, "rows", lambda: [("sm_90", 64, "key", recipe, False, "") for recipe in "ab"]

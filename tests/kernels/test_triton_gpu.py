@@ -95,7 +95,7 @@ def test_options_mean_what_they_mean_in_plain_pytorch(
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_and_backward_round_to_the_same_weights(causal: bool) -> None:
-    from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
+    from benchmarks.triton_weights import rounded_weights, weights_that_differ
 
     q, k, _, _ = (
         x.to("cuda", torch.bfloat16) for x in gaussian(2, batch=8, heads=8, length=64, dim=64)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.triton_tune import tune
+from benchmarks.triton_weights import rounded_weights, weights_that_differ
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -23,8 +25,6 @@ from halfulp.formats import FP16
 from halfulp.kernels import triton_attention as door
 from halfulp.kernels import triton_launch
 from halfulp.kernels.triton_configs import Config, shipped_table
-from halfulp.kernels.triton_tune import tune
-from halfulp.kernels.triton_weights import rounded_weights, weights_that_differ
 from halfulp.recipes import BF16_HALFULP, Step, flash2
 from halfulp.testing import (
     Inputs,
@@ -181,9 +181,16 @@ def test_fp32_rounds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("window", "causal", "offset"),
-    [((5, -1), True, 0), ((3, 4), False, 0), ((-1, 9), False, 3), ((20, 0), True, -7), (None, True, 14),
-     ((1, 0), False, 0), (None, True, -50)],
-)  # fmt: skip
+    [
+        ((5, -1), True, 0),
+        ((3, 4), False, 0),
+        ((-1, 9), False, 3),
+        ((20, 0), True, -7),
+        (None, True, 14),
+        ((1, 0), False, 0),
+        (None, True, -50),
+    ],
+)
 def test_windows_and_offsets_are_masks(
     window: tuple[int, int] | None, causal: bool, offset: int
 ) -> None:
@@ -230,7 +237,7 @@ def test_descriptors_read_the_same_numbers() -> None:
     launch, _ = triton_launch.forward_launch(
         *options.of(*inputs[:3]), triton_launch.Target(80), Config(16, 32, 4, 1, True)
     )
-    assert launch.arguments["DESCRIPTORS"]
+    assert launch.arguments["tiles"].DESCRIPTORS
     described = run(inputs, options, Config(16, 32, 4, 1, True))
     for a, b in zip(vars(run(inputs, options)).values(), vars(described).values(), strict=True):
         assert torch.equal(a, b)
@@ -238,7 +245,7 @@ def test_descriptors_read_the_same_numbers() -> None:
     launch, _ = triton_launch.forward_launch(
         *options.of(*odd[:3]), triton_launch.Target(80), Config(16, 32, 4, 1, True)
     )
-    assert not launch.arguments["DESCRIPTORS"]  # rows of 40 bytes
+    assert not launch.arguments["tiles"].DESCRIPTORS  # rows of 40 bytes
 
 
 def test_layouts_are_read_as_they_lie() -> None:
@@ -315,6 +322,7 @@ def test_other_shifts_are_seen_as_other_weights(monkeypatch: pytest.MonkeyPatch)
     run_launches = door.run
 
     def faulty(launches: Any, query: Tensor) -> None:
+        launches = list(launches)
         if "Grad_key" in launches[0].arguments:
             monkeypatch.setattr(InterpreterBuilder, "create_fma", off)
         run_launches(launches, query)
@@ -341,8 +349,14 @@ def test_tuning_keeps_the_fastest_and_writes_a_table(tmp_path: Path) -> None:
             raise OutOfResourcesError
         return {slow: 2.0, fast: 1.0}.get(config, 3.0)
 
-    table = tune((16,), length=16, timer=clock, device="cpu", choices=lambda kind, dim: [slow, fast, large],
-                 write=tmp_path / "table.json")  # fmt: skip
+    table = tune(
+        (16,),
+        length=16,
+        timer=clock,
+        device="cpu",
+        choices=lambda kind, dim: [slow, fast, large],
+        write=tmp_path / "table.json",
+    )
     assert json.loads((tmp_path / "table.json").read_text()) == table
     rows = table["80"]["16"]
     names = {f"{kind}{which}" for kind in ("forward", "query", "key") for which in ("", " causal")}

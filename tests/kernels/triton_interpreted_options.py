@@ -28,6 +28,7 @@ from halfulp.calls import Gradients, Saved
 from halfulp.formats.counter import keep_mask, least_kept, seed_word
 from halfulp.kernels import triton_attention as door
 from halfulp.kernels import triton_backward
+from halfulp.kernels.triton_arguments import Axes
 from halfulp.kernels.triton_launch import LOG2_E
 from halfulp.kernels.triton_scores import dropout_row, kept
 from halfulp.recipes import BF16_HALFULP
@@ -58,9 +59,16 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5},
     "sinks": {"sinks": SINKS},
     "dropout": {"dropout_p": 0.5, "seed": 7},
-    "all": {"attn_mask": ADDITIVE, "softcap": 1.5, "sinks": SINKS, "dropout_p": 0.5, "seed": -3, "is_causal": True,
-            "causal_offset": 9},
-}  # fmt: skip
+    "all": {
+        "attn_mask": ADDITIVE,
+        "softcap": 1.5,
+        "sinks": SINKS,
+        "dropout_p": 0.5,
+        "seed": -3,
+        "is_causal": True,
+        "causal_offset": 9,
+    },
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -283,20 +291,25 @@ def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return apart(named(saved.out, saved.lse, grads), expected)
 
+    capped = {"call": {"scale": 0.25 * LOG2_E}, "switches": {"CAPPED": tl.constexpr(False)}}
+    word = seed_word(12)
     faults: dict[str, dict[str, Any]] = {
-        "the mask of another head": {"mask_h": 0},
-        "the slope of the softcap left out": {"CAPPED": False, "scale": 0.25 * LOG2_E},
+        "the mask of another head": {"strides": {"mask": Axes(0, 0, N_K, 1)}},
+        "the slope of the softcap left out": capped,
         "dropped gradients not scaled": {"kept_scale": 1.0},
-        "another seed": {
-            "dropout_start": seed_word(12) - 2**32 if seed_word(12) >= 2**31 else seed_word(12)
-        },
+        "another seed": {"dropout_start": word - 2**32 if word >= 2**31 else word},
     }
-    for fault, arguments in faults.items():
+    for fault, changes in faults.items():
 
-        def faulty(launches: Any, query: Tensor, wrong: dict[str, Any] = arguments) -> None:
+        def faulty(launches: Any, query: Tensor, wrong: dict[str, Any] = changes) -> None:
+            launches = list(launches)
             for launch in launches:
                 if "Grad_value" in launch.arguments:
-                    launch.arguments.update(wrong)
+                    for name, value in wrong.items():
+                        given = launch.arguments[name]
+                        launch.arguments[name] = (
+                            given._replace(**value) if isinstance(value, dict) else value
+                        )
             run(launches, query)
 
         monkeypatch.setattr(door, "run", faulty)

@@ -5,6 +5,7 @@ first call only.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,7 +135,7 @@ def backward(
     if query.numel() == 0:  # nothing is launched, and keys that nobody saw have a gradient of 0
         nothing = Gradients(*(x.zero_() for x in gradients[:3]))
         return nothing if sinks is None else nothing._replace(sinks=torch.zeros_like(sinks))
-    run(launches, query)
+    run(launches.values(), query)
     return gradients if sinks is None else gradients._replace(sinks=grad_sinks(launches, sinks))
 
 
@@ -158,7 +159,7 @@ def target_of(query: Tensor) -> Target:
     return Target(10 * major + minor, packs=True)
 
 
-def run(launches: list[Launch], query: Tensor) -> None:
+def run(launches: Iterable[Launch], query: Tensor) -> None:
     """Launch kernels where `query` lies; nothing for an empty query."""
     if query.numel() == 0:
         return
@@ -169,11 +170,11 @@ def run(launches: list[Launch], query: Tensor) -> None:
         _launch_all(launches)
 
 
-def _launch_all(launches: list[Launch]) -> None:
+def _launch_all(launches: Iterable[Launch]) -> None:
     import triton
 
     for kernel, grid, arguments, config in launches:
-        if arguments.get("DESCRIPTORS"):
+        if arguments["tiles"].DESCRIPTORS.value:
             triton.set_allocator(_workspace)
         kernel[grid](
             **arguments, num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True

@@ -12,74 +12,79 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfulp.kernels.triton_arguments import Dropout, Matrix, Rows
 from halfulp.kernels.triton_scores import (
     ADDITIVE,
-    NO_MASK,
     dropout_row,
     kept,
     key_range,
+    mask_of,
     row_range,
     seen_products,
 )
 from halfulp.kernels.triton_tiles import (
     LOG2_E,
     binade,
-    descriptor,
+    matrix_of,
     rounded,
     rounded_again,
-    rows_of,
     store_rows,
+    tile_of,
 )
 
 
 @triton.jit
-def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift, Inverse, Inverse_value, Delta,
-                do_b, do_h, do_n, heads, N_q, D_v: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-                ROUNDED: tl.constexpr, RESIDUAL: tl.constexpr, FROM_OUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-                EMULATED: tl.constexpr):  # fmt: skip
+def rows_kernel(saved, Grad_out, Grad_lse, stats, strides, call, tiles, ROUNDED: tl.constexpr,
+                RESIDUAL: tl.constexpr, FROM_OUT: tl.constexpr,
+                HAS_GRAD_LSE: tl.constexpr):  # fmt: skip
     """What the backward pass needs of every row: its shift, δ − dLSE, and if ROUNDED what dS and dV
-    multiply by.
+    multiply by. Grid: blocks · B · H.
 
     dS multiplies by 1 / `algorithms.backward.balance`, which its δ then has already; dV by 1 / l.
     """
-    blocks = tl.cdiv(N_q, BLOCK_M)
+    # what the forward pass kept of these rows
+    blocks = tl.cdiv(call.N_q, tiles.BLOCK_M)
     head = tl.program_id(0) // blocks
-    start = tl.program_id(0) % blocks * BLOCK_M
-    rows = start + tl.arange(0, BLOCK_M)
-    inside = rows < N_q
-    at = tl.cast(head, tl.int64) * N_q + rows
-    m = tl.load(Row_max + at, mask=inside, other=0.0)
-    l = tl.load(Row_sum + at, mask=inside, other=1.0)
-    lse = tl.load(Lse + at, mask=inside, other=0.0)
+    start = tl.program_id(0) % blocks * tiles.BLOCK_M
+    rows = start + tl.arange(0, tiles.BLOCK_M)
+    inside = rows < call.N_q
+    at = tl.cast(head, tl.int64) * call.N_q + rows
+    m = tl.load(saved.row_max + at, mask=inside, other=0.0)
+    l = tl.load(saved.row_sum + at, mask=inside, other=1.0)
+    lse = tl.load(saved.lse + at, mask=inside, other=0.0)
     empty = m == float("-inf")
-    delta = tl.zeros([BLOCK_M], tl.float32)
+
+    # δ = rowsum(dO ∘ O), O with what its residual says was rounded away; or as it was summed over P
+    delta = tl.zeros([tiles.BLOCK_M], tl.float32)
     if FROM_OUT:
-        batch, query_head = tl.cast(head // heads, tl.int64), tl.cast(head % heads, tl.int64)
-        Grad_out += batch * do_b + query_head * do_h
-        offset = tl.cast(head, tl.int64) * N_q * D_v
-        do = rows_of(
-            Grad_out, Out, start, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, EMULATED
-        ).to(tl.float32)
-        out = rows_of(
-            Out + offset, Out, start, D_v, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, EMULATED
-        )
-        out = out.to(tl.float32)
+        batch = tl.cast(head // call.heads, tl.int64)
+        query_head = tl.cast(head % call.heads, tl.int64)
+        Grad_out = matrix_of(Grad_out, strides.Grad_out, batch, query_head, call.N_q, tiles.D_v,
+                             tiles.VALUE_DIM, tiles.BLOCK_M, False)  # fmt: skip
+        do = tile_of(Grad_out, start, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_M, True, False,
+                     tiles.EMULATED).to(tl.float32)  # fmt: skip
+        offset = tl.cast(head, tl.int64) * call.N_q * tiles.D_v
+        Out = Matrix(saved.out + offset, tiles.D_v, call.N_q, saved.out)
+        out = tile_of(Out, start, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_M, True, False,
+                      tiles.EMULATED).to(tl.float32)  # fmt: skip
         if RESIDUAL:
-            IS_BF16: tl.constexpr = Out.dtype.element_ty == tl.bfloat16
+            IS_BF16: tl.constexpr = saved.out.dtype.element_ty == tl.bfloat16
             unit = (((111 if IS_BF16 else 108) + binade(out, IS_BF16)) << 23).to(
                 tl.float32, bitcast=True
             )
-            units = rows_of(
-                Residual + offset, Out, start, D_v, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, False
-            )
+            Residual = Matrix(saved.residual + offset, tiles.D_v, call.N_q, saved.residual)
+            units = tile_of(Residual, start, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_M, True, False,
+                            False)  # fmt: skip
             out += units.to(tl.float32) * unit
         delta = tl.sum(do * out, 1)
     else:
-        delta = tl.load(Delta + at, mask=inside, other=0.0)
+        delta = tl.load(stats.delta + at, mask=inside, other=0.0)
     if HAS_GRAD_LSE:
         # The lse of an empty row is constant, and the gradient that reaches it may be infinite or
         # NaN.
         delta -= tl.where(empty, 0.0, tl.load(Grad_lse + at, mask=inside, other=0.0))
+
+    # the shift of the scores, and what their weights are divided by where the shift is not lse
     if ROUNDED:
         shift = tl.where(empty, 0.0, tl.ceil(m))
         l = tl.where(empty, 1.0, l)
@@ -90,24 +95,31 @@ def rows_kernel(Out, Residual, Grad_out, Grad_lse, Lse, Row_max, Row_sum, Shift,
             l = exact + tl.minimum(tl.maximum(share, 0.0), 1.0) * (l - exact)
         inverse = 1.0 / l
         delta *= inverse
-        tl.store(Inverse + at, inverse, mask=inside)
-        tl.store(Inverse_value + at, 1.0 / exact, mask=inside)
+        tl.store(stats.inverse + at, inverse, mask=inside)
+        tl.store(stats.inverse_value + at, 1.0 / exact, mask=inside)
     else:
         shift = m + tl.log2(l)
         shift = tl.where(shift == float("-inf"), 0.0, shift)
-    tl.store(Shift + at, shift, mask=inside)
-    tl.store(Delta + at, delta, mask=inside)
+    tl.store(stats.shift + at, shift, mask=inside)
+    tl.store(stats.delta + at, delta, mask=inside)
 
 
 @triton.jit
-def _row_values(Values, start, N_q, BLOCK_M: tl.constexpr):
+def _stats_of(stats, at):
+    """The rows' numbers from element `at` on."""
+    return Rows(stats.shift + at, stats.inverse + at, stats.inverse_value + at, stats.delta + at)
+
+
+@triton.jit
+def _row_values(values, start, N_q, BLOCK_M: tl.constexpr):
     rows = start + tl.arange(0, BLOCK_M)
-    return tl.load(Values + rows, mask=rows < N_q, other=0.0)
+    return tl.load(values + rows, mask=rows < N_q, other=0.0)
 
 
 @triton.jit
-def _grad_scores(weights, grad_weights, inverse, delta, slope, DTYPE: tl.constexpr, ROUNDED: tl.constexpr,
-                 CAPPED: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
+def _grad_scores(weights, grad_weights, inverse, delta, slope, CAPPED: tl.constexpr,
+                 DTYPE: tl.constexpr, ROUNDED: tl.constexpr, PACKED: tl.constexpr,
+                 EMULATED: tl.constexpr):  # fmt: skip
     """dS = P ∘ (dP − δ) as an operand; if ROUNDED, with the forward pass's rounded weights and l
     inside one fma.
     """
@@ -122,222 +134,224 @@ def _grad_scores(weights, grad_weights, inverse, delta, slope, DTYPE: tl.constex
 
 
 @triton.jit
-def _query_tiles(dq, delta_sum, q, do, K, V, K_tiles, V_tiles, k_n, v_n, shift, inverse, delta, rows, low, high, N_q,
-                 N_k, left, right, scale, more, D: tl.constexpr, D_v: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROUNDED: tl.constexpr,
-                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr, MASK: tl.constexpr,
-                 CAPPED: tl.constexpr, DROPPED: tl.constexpr, SUM_DELTA: tl.constexpr, DESCRIPTORS: tl.constexpr,
-                 PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
-    """dQ, or Σ dP ∘ P if SUM_DELTA, over the key blocks from low to high; `more` is what options
-    read.
+def _query_tiles(dq, delta_sum, q, do, K, V, own, rows, low, high, mask, hashes, dropout, call,
+                 switches, tiles, ROUNDED: tl.constexpr, SUM_DELTA: tl.constexpr,
+                 PACKED: tl.constexpr, EDGE: tl.constexpr):  # fmt: skip
+    """dQ, or Σ dP ∘ P if SUM_DELTA, over the key blocks from low to high.
+
+    `own` holds the rows' numbers, `mask` starts at the block's rows.
     """
-    Mask, mask_m, mask_n, cap_scale, hashes, last_dropped, kept_scale = more
-    factor = 1.0 if MASK == ADDITIVE else scale
-    for start in tl.range(low, high, BLOCK_N):
-        k = rows_of(K, K_tiles, start, k_n, N_k, D, HEAD_DIM, BLOCK_N, EDGE, DESCRIPTORS, EMULATED)
-        v = rows_of(
-            V, V_tiles, start, v_n, N_k, D_v, VALUE_DIM, BLOCK_N, EDGE, DESCRIPTORS, EMULATED
-        )
+    DTYPE: tl.constexpr = K.start.dtype.element_ty
+    factor = 1.0 if switches.MASK == ADDITIVE else call.scale
+    for start in tl.range(low, high, tiles.BLOCK_N):
+        # S = Q Kᵀ under softcap, mask and bounds, and dP = dO Vᵀ
+        k = tile_of(K, start, tiles.D, tiles.HEAD_DIM, tiles.BLOCK_N, EDGE, tiles.DESCRIPTORS,
+                    tiles.EMULATED)  # fmt: skip
+        v = tile_of(V, start, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_N, EDGE, tiles.DESCRIPTORS,
+                    tiles.EMULATED)  # fmt: skip
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         grad_weights = tl.dot(do, tl.trans(v), input_precision="ieee")
-        columns = start + tl.arange(0, BLOCK_N)
-        products, slope = seen_products(
-            products, Mask + tl.cast(start, tl.int64) * mask_n, mask_m, mask_n, tl.arange(0, BLOCK_M)[:, None],
-            tl.arange(0, BLOCK_N)[None, :], rows[:, None], columns[None, :], N_q, N_k, left, right, scale, cap_scale,
-            HAS_LEFT, HAS_RIGHT, EDGE, EDGE, MASK, CAPPED)  # fmt: skip
-        if DROPPED:
-            keep = kept(hashes[:, None], columns[None, :], last_dropped)
-            grad_weights = tl.where(keep, grad_weights, 0.0) * kept_scale
-        weights = tl.exp2(tl.fma(products, factor, -shift[:, None]))
+        columns = start + tl.arange(0, tiles.BLOCK_N)
+        at = mask.start + tl.cast(start, tl.int64) * mask.column
+        i, j = tl.arange(0, tiles.BLOCK_M)[:, None], tl.arange(0, tiles.BLOCK_N)[None, :]
+        products, slope = seen_products(products, at, mask, i, j, rows[:, None], columns[None, :],
+                                        call, switches, EDGE, EDGE)  # fmt: skip
+
+        # a dropped weight's gradient is 0, a kept one's scaled as the weight was
+        if switches.DROPPED:
+            keep = kept(hashes[:, None], columns[None, :], dropout.last)
+            grad_weights = tl.where(keep, grad_weights, 0.0) * dropout.scale
+
+        # P = 2^(S − shift), and δ += rowsum(dP ∘ P) or dQ += dS K
+        weights = tl.exp2(tl.fma(products, factor, -own.shift[:, None]))
         if SUM_DELTA:
             delta_sum += tl.sum(grad_weights * weights, 1)
         else:
-            ds = _grad_scores(weights, grad_weights, inverse[:, None], delta[:, None], slope, K.dtype.element_ty,
-                              ROUNDED, CAPPED, PACKED, EMULATED)  # fmt: skip
+            ds = _grad_scores(weights, grad_weights, own.inverse[:, None], own.delta[:, None],
+                              slope, switches.CAPPED, DTYPE, ROUNDED, PACKED,
+                              tiles.EMULATED)  # fmt: skip
             dq = tl.dot(ds, k, dq, input_precision="ieee")
     return dq, delta_sum
 
 
 @triton.jit(do_not_specialize=["dropout_start", "last_dropped"])
-def query_kernel(Q, K, V, Grad_out, Shift, Inverse, Delta, Grad_query, Mask,
-                 q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, mask_b, mask_h, mask_m, mask_n, heads,
-                 groups, N_q, N_k, left, right, scale, alpha, cap_scale, dropout_start, last_dropped, kept_scale,
-                 D: tl.constexpr, D_v: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROUNDED: tl.constexpr, SUM_DELTA: tl.constexpr,
-                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, CAPPED: tl.constexpr,
-                 DROPPED: tl.constexpr, DESCRIPTORS: tl.constexpr, PACKED: tl.constexpr,
-                 EMULATED: tl.constexpr):  # fmt: skip
+def query_kernel(Q, K, V, Grad_out, stats, Grad_query, Mask, strides, call, dropout_start,
+                 last_dropped, kept_scale, switches, tiles, ROUNDED: tl.constexpr,
+                 SUM_DELTA: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
     """dQ of one query block; if SUM_DELTA, its δ = rowsum(dP ∘ P) instead. Grid: blocks · B · H."""
-    blocks = tl.cdiv(N_q, BLOCK_M)
+    # which block of which head, the longest first as in the forward pass
+    blocks = tl.cdiv(call.N_q, tiles.BLOCK_M)
     head = tl.program_id(0) // blocks
-    start = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
-    batch, query_head = tl.cast(head // heads, tl.int64), tl.cast(head % heads, tl.int64)
-    Q += batch * q_b + query_head * q_h
-    Grad_out += batch * do_b + query_head * do_h
-    K += batch * k_b + query_head // groups * k_h
-    V += batch * v_b + query_head // groups * v_h
-    offset = tl.cast(head, tl.int64) * N_q
-    rows = start + tl.arange(0, BLOCK_M)
-    q = rows_of(Q, Q, start, q_n, N_q, D, HEAD_DIM, BLOCK_M, True, False, EMULATED)
-    do = rows_of(Grad_out, Q, start, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, True, False, EMULATED)
-    K_tiles = descriptor(K, k_n, N_k, D, HEAD_DIM, BLOCK_N, DESCRIPTORS)
-    V_tiles = descriptor(V, v_n, N_k, D_v, VALUE_DIM, BLOCK_N, DESCRIPTORS)
-    shift = _row_values(Shift + offset, start, N_q, BLOCK_M)
+    start = (blocks - 1 - tl.program_id(0) % blocks) * tiles.BLOCK_M
+    batch = tl.cast(head // call.heads, tl.int64)
+    query_head = tl.cast(head % call.heads, tl.int64)
+    key_head = query_head // call.groups
+    Q = matrix_of(Q, strides.Q, batch, query_head, call.N_q, tiles.D, tiles.HEAD_DIM, tiles.BLOCK_M,
+                  False)  # fmt: skip
+    Grad_out = matrix_of(Grad_out, strides.Grad_out, batch, query_head, call.N_q, tiles.D_v,
+                         tiles.VALUE_DIM, tiles.BLOCK_M, False)  # fmt: skip
+    K = matrix_of(K, strides.K, batch, key_head, call.N_k, tiles.D, tiles.HEAD_DIM, tiles.BLOCK_N,
+                  tiles.DESCRIPTORS)  # fmt: skip
+    V = matrix_of(V, strides.V, batch, key_head, call.N_k, tiles.D_v, tiles.VALUE_DIM,
+                  tiles.BLOCK_N, tiles.DESCRIPTORS)  # fmt: skip
+
+    # its Q and dO, and the rows' numbers
+    offset = tl.cast(head, tl.int64) * call.N_q
+    rows = start + tl.arange(0, tiles.BLOCK_M)
+    q = tile_of(Q, start, tiles.D, tiles.HEAD_DIM, tiles.BLOCK_M, True, False, tiles.EMULATED)
+    do = tile_of(Grad_out, start, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_M, True, False,
+                 tiles.EMULATED)  # fmt: skip
+    shift = _row_values(stats.shift + offset, start, call.N_q, tiles.BLOCK_M)
     inverse, delta = shift, shift
     if ROUNDED:
-        inverse = _row_values(Inverse + offset, start, N_q, BLOCK_M)
+        inverse = _row_values(stats.inverse + offset, start, call.N_q, tiles.BLOCK_M)
     if not SUM_DELTA:
-        delta = _row_values(Delta + offset, start, N_q, BLOCK_M)
+        delta = _row_values(stats.delta + offset, start, call.N_q, tiles.BLOCK_M)
+    own = Rows(shift, inverse, inverse, delta)
 
-    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    delta_sum = tl.zeros([BLOCK_M], tl.float32)
-    low, whole, rest, high = key_range(
-        start, N_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
+    # all keys that the block may see; those that each of its rows sees need no bounds
+    dq = tl.zeros([tiles.BLOCK_M, tiles.HEAD_DIM], tl.float32)
+    delta_sum = tl.zeros([tiles.BLOCK_M], tl.float32)
+    low, whole, rest, high = key_range(start, call, switches, tiles)
     hashes = rows
-    if DROPPED:
-        hashes = dropout_row(dropout_start, tl.cast(head, tl.int64) * N_q + rows)
-    if MASK != NO_MASK:
-        Mask += batch * mask_b + query_head * mask_h + tl.cast(start, tl.int64) * mask_m
-    more = (Mask, mask_m, mask_n, cap_scale, hashes, last_dropped, kept_scale)
-    if HAS_LEFT:
+    dropout = Dropout(dropout_start, offset, last_dropped, kept_scale)
+    if switches.DROPPED:
+        hashes = dropout_row(dropout.start, dropout.first_row + rows)
+    mask = mask_of(Mask, strides.mask, batch, query_head, start, strides.mask.row, switches.MASK)
+    if switches.HAS_LEFT:
         dq, delta_sum = _query_tiles(
-            dq, delta_sum, q, do, K, V, K_tiles, V_tiles, k_n, v_n, shift, inverse, delta, rows, low,
-            tl.minimum(whole, high), N_q, N_k, left, right, scale, more, D, D_v, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N,
-            ROUNDED, HAS_LEFT, HAS_RIGHT, True, MASK, CAPPED, DROPPED, SUM_DELTA, DESCRIPTORS, PACKED,
-            EMULATED)  # fmt: skip
+            dq, delta_sum, q, do, K, V, own, rows, low, tl.minimum(whole, high), mask, hashes,
+            dropout, call, switches, tiles, ROUNDED, SUM_DELTA, PACKED, EDGE=True)  # fmt: skip
     dq, delta_sum = _query_tiles(
-        dq, delta_sum, q, do, K, V, K_tiles, V_tiles, k_n, v_n, shift, inverse, delta, rows, whole, rest, N_q, N_k,
-        left, right, scale, more, D, D_v, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, ROUNDED, HAS_LEFT, HAS_RIGHT, False,
-        MASK, CAPPED, DROPPED, SUM_DELTA, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
+        dq, delta_sum, q, do, K, V, own, rows, whole, rest, mask, hashes,
+        dropout, call, switches, tiles, ROUNDED, SUM_DELTA, PACKED, EDGE=False)  # fmt: skip
     dq, delta_sum = _query_tiles(
-        dq, delta_sum, q, do, K, V, K_tiles, V_tiles, k_n, v_n, shift, inverse, delta, rows, rest, high, N_q, N_k,
-        left, right, scale, more, D, D_v, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, ROUNDED, HAS_LEFT, HAS_RIGHT, True,
-        MASK, CAPPED, DROPPED, SUM_DELTA, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
+        dq, delta_sum, q, do, K, V, own, rows, rest, high, mask, hashes,
+        dropout, call, switches, tiles, ROUNDED, SUM_DELTA, PACKED, EDGE=True)  # fmt: skip
+
+    # dQ = scale · dS K, rounded once
     if SUM_DELTA:
-        tl.store(Delta + offset + rows, delta_sum, mask=rows < N_q)
+        tl.store(stats.delta + offset + rows, delta_sum, mask=rows < call.N_q)
     else:
-        dq = rounded(dq * alpha, Grad_query.dtype.element_ty, EMULATED)
-        store_rows(Grad_query + offset * D, dq, start, N_q, D, HEAD_DIM, BLOCK_M)
+        dq = rounded(dq * call.alpha, Grad_query.dtype.element_ty, tiles.EMULATED)
+        store_rows(Grad_query + offset * tiles.D, dq, start, call.N_q, tiles.D, tiles.HEAD_DIM,
+                   tiles.BLOCK_M)  # fmt: skip
 
 
 @triton.jit
-def _key_tiles(dk, dv, k, v, Q, Grad_out, Q_tiles, Grad_tiles, q_n, do_n, Shift, Inverse, Inverse_value, Delta,
-               columns, low, high, N_q, N_k, left, right, scale, more, D: tl.constexpr, D_v: tl.constexpr,
-               HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               ROUNDED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr,
-               MASK: tl.constexpr, CAPPED: tl.constexpr, DROPPED: tl.constexpr, DESCRIPTORS: tl.constexpr,
-               PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
-    """dK and dV over the query blocks from low to high; tiles are [keys, queries]."""
-    Mask, mask_m, mask_n, cap_scale, first_row, dropout_start, last_dropped, kept_scale = more
-    factor = 1.0 if MASK == ADDITIVE else scale
-    DTYPE: tl.constexpr = Q.dtype.element_ty
-    for start in tl.range(low, high, BLOCK_M):
-        q = rows_of(Q, Q_tiles, start, q_n, N_q, D, HEAD_DIM, BLOCK_M, True, DESCRIPTORS, EMULATED)
-        do = rows_of(
-            Grad_out,
-            Grad_tiles,
-            start,
-            do_n,
-            N_q,
-            D_v,
-            VALUE_DIM,
-            BLOCK_M,
-            True,
-            DESCRIPTORS,
-            EMULATED,
-        )
-        shift = _row_values(Shift, start, N_q, BLOCK_M)
-        delta = _row_values(Delta, start, N_q, BLOCK_M)
+def _key_tiles(dk, dv, k, v, Q, Grad_out, stats, columns, low, high, mask, dropout, call, switches,
+               tiles, ROUNDED: tl.constexpr, PACKED: tl.constexpr,
+               EDGE: tl.constexpr):  # fmt: skip
+    """dK and dV over the query blocks from low to high; tiles are [keys, queries].
+
+    `mask` starts at the block's columns.
+    """
+    DTYPE: tl.constexpr = Q.start.dtype.element_ty
+    factor = 1.0 if switches.MASK == ADDITIVE else call.scale
+    for start in tl.range(low, high, tiles.BLOCK_M):
+        q = tile_of(Q, start, tiles.D, tiles.HEAD_DIM, tiles.BLOCK_M, True, tiles.DESCRIPTORS,
+                    tiles.EMULATED)  # fmt: skip
+        do = tile_of(Grad_out, start, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_M, True,
+                     tiles.DESCRIPTORS, tiles.EMULATED)  # fmt: skip
+        shift = _row_values(stats.shift, start, call.N_q, tiles.BLOCK_M)
+        delta = _row_values(stats.delta, start, call.N_q, tiles.BLOCK_M)
+
+        # Sᵀ = K Qᵀ under softcap, mask and bounds
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
-        rows = start + tl.arange(0, BLOCK_M)
-        products, slope = seen_products(
-            products, Mask + tl.cast(start, tl.int64) * mask_m, mask_m, mask_n, tl.arange(0, BLOCK_M)[None, :],
-            tl.arange(0, BLOCK_N)[:, None], rows[None, :], columns[:, None], N_q, N_k, left, right, scale, cap_scale,
-            HAS_LEFT, HAS_RIGHT, EDGE, True, MASK, CAPPED)  # fmt: skip
+        rows = start + tl.arange(0, tiles.BLOCK_M)
+        at = mask.start + tl.cast(start, tl.int64) * mask.row
+        i, j = tl.arange(0, tiles.BLOCK_M)[None, :], tl.arange(0, tiles.BLOCK_N)[:, None]
+        products, slope = seen_products(products, at, mask, i, j, rows[None, :], columns[:, None],
+                                        call, switches, EDGE, True)  # fmt: skip
+
+        # P = 2^(S − shift), and dV += P̂ᵀ dO of the weights that dropout keeps
         weights = tl.exp2(tl.fma(products, factor, -shift[None, :]))
         inverse, for_value = shift, weights
         if ROUNDED:
             # bf16(bf16(w) / l) would round twice, alike in all of a diffuse row: dV takes the
             # weights before rounding.
-            inverse = _row_values(Inverse, start, N_q, BLOCK_M)
-            for_value = weights * _row_values(Inverse_value, start, N_q, BLOCK_M)[None, :]
-        for_value = rounded(for_value, DTYPE, EMULATED)
-        if DROPPED:
-            keep = kept(
-                dropout_row(dropout_start, first_row + rows)[None, :],
-                columns[:, None],
-                last_dropped,
-            )
+            inverse = _row_values(stats.inverse, start, call.N_q, tiles.BLOCK_M)
+            inverse_value = _row_values(stats.inverse_value, start, call.N_q, tiles.BLOCK_M)
+            for_value = weights * inverse_value[None, :]
+        for_value = rounded(for_value, DTYPE, tiles.EMULATED)
+        if switches.DROPPED:
+            hashes = dropout_row(dropout.start, dropout.first_row + rows)
+            keep = kept(hashes[None, :], columns[:, None], dropout.last)
             for_value = tl.where(keep, for_value, 0.0)
         dv = tl.dot(for_value, do, dv, input_precision="ieee")
+
+        # dP = V dOᵀ, dS, and dK += dSᵀ Q
         grad_weights = tl.dot(v, tl.trans(do), input_precision="ieee")
-        if DROPPED:
-            grad_weights = tl.where(keep, grad_weights, 0.0) * kept_scale
-        ds = _grad_scores(weights, grad_weights, inverse[None, :], delta[None, :], slope, DTYPE, ROUNDED, CAPPED,
-                          PACKED, EMULATED)  # fmt: skip
+        if switches.DROPPED:
+            grad_weights = tl.where(keep, grad_weights, 0.0) * dropout.scale
+        ds = _grad_scores(weights, grad_weights, inverse[None, :], delta[None, :], slope,
+                          switches.CAPPED, DTYPE, ROUNDED, PACKED, tiles.EMULATED)  # fmt: skip
         dk = tl.dot(ds, q, dk, input_precision="ieee")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["dropout_start", "last_dropped"])
-def key_kernel(Q, K, V, Grad_out, Shift, Inverse, Inverse_value, Delta, Grad_key, Grad_value, Mask,
-               q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, mask_b, mask_h, mask_m, mask_n, heads,
-               groups, N_q, N_k, left, right, scale, alpha, cap_scale, dropout_start, last_dropped, kept_scale,
-               D: tl.constexpr, D_v: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROUNDED: tl.constexpr, HAS_LEFT: tl.constexpr,
-               HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, CAPPED: tl.constexpr, DROPPED: tl.constexpr,
-               DESCRIPTORS: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
+def key_kernel(Q, K, V, Grad_out, stats, Grad_key, Grad_value, Mask, strides, call, dropout_start,
+               last_dropped, kept_scale, switches, tiles, ROUNDED: tl.constexpr,
+               PACKED: tl.constexpr):  # fmt: skip
     """dK and dV of one key block, summed over the query heads that share it. Grid: blocks · B ·
     H_k.
     """
-    blocks = tl.cdiv(N_k, BLOCK_N)
-    key_head = tl.program_id(0) // blocks
-    start = tl.program_id(0) % blocks * BLOCK_N
-    key_heads = heads // groups
-    batch, own = tl.cast(key_head // key_heads, tl.int64), tl.cast(key_head % key_heads, tl.int64)
-    columns = start + tl.arange(0, BLOCK_N)
-    K += batch * k_b + own * k_h
-    V += batch * v_b + own * v_h
-    k = rows_of(K, K, start, k_n, N_k, D, HEAD_DIM, BLOCK_N, True, False, EMULATED)
-    v = rows_of(V, V, start, v_n, N_k, D_v, VALUE_DIM, BLOCK_N, True, False, EMULATED)
-    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, VALUE_DIM], tl.float32)
-    low, whole, high = row_range(start, N_q, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-    for group in range(groups):
-        query_head = own * groups + group
-        Q_head = Q + batch * q_b + query_head * q_h
-        Grad_head = Grad_out + batch * do_b + query_head * do_h
-        Q_tiles = descriptor(Q_head, q_n, N_q, D, HEAD_DIM, BLOCK_M, DESCRIPTORS)
-        Grad_tiles = descriptor(Grad_head, do_n, N_q, D_v, VALUE_DIM, BLOCK_M, DESCRIPTORS)
-        at = (batch * heads + query_head) * N_q
-        Mask_head = Mask
-        if MASK != NO_MASK:
-            Mask_head += batch * mask_b + query_head * mask_h + tl.cast(start, tl.int64) * mask_n
-        more = (Mask_head, mask_m, mask_n, cap_scale, at, dropout_start, last_dropped, kept_scale)
-        # Wide heads and windows leave no registers for a second loop: there the mask stays on in
-        # every tile.
-        split: tl.constexpr = HAS_RIGHT and not HAS_LEFT and HEAD_DIM + VALUE_DIM < 256
-        if split:
-            dk, dv = _key_tiles(
-                dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
-                Inverse_value + at, Delta + at, columns, low, whole, N_q, N_k, left, right, scale, more, D, D_v,
-                HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, ROUNDED, HAS_LEFT, HAS_RIGHT, True, MASK, CAPPED, DROPPED,
-                DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
+    # which block of which key head, and its K and V
+    blocks = tl.cdiv(call.N_k, tiles.BLOCK_N)
+    head = tl.program_id(0) // blocks
+    start = tl.program_id(0) % blocks * tiles.BLOCK_N
+    key_heads = call.heads // call.groups
+    batch = tl.cast(head // key_heads, tl.int64)
+    key_head = tl.cast(head % key_heads, tl.int64)
+    columns = start + tl.arange(0, tiles.BLOCK_N)
+    K = matrix_of(
+        K, strides.K, batch, key_head, call.N_k, tiles.D, tiles.HEAD_DIM, tiles.BLOCK_N, False
+    )
+    V = matrix_of(
+        V, strides.V, batch, key_head, call.N_k, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_N, False
+    )
+    k = tile_of(K, start, tiles.D, tiles.HEAD_DIM, tiles.BLOCK_N, True, False, tiles.EMULATED)
+    v = tile_of(V, start, tiles.D_v, tiles.VALUE_DIM, tiles.BLOCK_N, True, False, tiles.EMULATED)
+    dk = tl.zeros([tiles.BLOCK_N, tiles.HEAD_DIM], tl.float32)
+    dv = tl.zeros([tiles.BLOCK_N, tiles.VALUE_DIM], tl.float32)
+
+    # all queries that may see the block, head by head; those that see all of it need no bounds
+    low, whole, high = row_range(start, call, switches, tiles)
+    # Wide heads and windows leave no registers for a second loop: there the mask stays on in every
+    # tile.
+    split: tl.constexpr = (
+        switches.HAS_RIGHT and not switches.HAS_LEFT and tiles.HEAD_DIM + tiles.VALUE_DIM < 256
+    )
+    bounded: tl.constexpr = (switches.HAS_LEFT or switches.HAS_RIGHT) and not split
+    for group in range(call.groups):
+        query_head = key_head * call.groups + group
+        Q_head = matrix_of(Q, strides.Q, batch, query_head, call.N_q, tiles.D, tiles.HEAD_DIM,
+                           tiles.BLOCK_M, tiles.DESCRIPTORS)  # fmt: skip
+        Grad_head = matrix_of(Grad_out, strides.Grad_out, batch, query_head, call.N_q, tiles.D_v,
+                              tiles.VALUE_DIM, tiles.BLOCK_M, tiles.DESCRIPTORS)  # fmt: skip
+        first_row = (batch * call.heads + query_head) * call.N_q
+        head_stats = _stats_of(stats, first_row)
+        dropout = Dropout(dropout_start, first_row, last_dropped, kept_scale)
+        mask = mask_of(Mask, strides.mask, batch, query_head, start, strides.mask.column,
+                       switches.MASK)  # fmt: skip
         first = low
         if split:
             first = whole
+            dk, dv = _key_tiles(
+                dk, dv, k, v, Q_head, Grad_head, head_stats, columns, low, whole, mask, dropout,
+                call, switches, tiles, ROUNDED, PACKED, EDGE=True)  # fmt: skip
         dk, dv = _key_tiles(
-            dk, dv, k, v, Q_head, Grad_head, Q_tiles, Grad_tiles, q_n, do_n, Shift + at, Inverse + at,
-            Inverse_value + at, Delta + at, columns, first, high, N_q, N_k, left, right, scale, more, D, D_v,
-            HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, ROUNDED, HAS_LEFT, HAS_RIGHT,
-            (HAS_LEFT or HAS_RIGHT) and not split, MASK, CAPPED, DROPPED, DESCRIPTORS, PACKED, EMULATED)  # fmt: skip
-    offset = tl.cast(key_head, tl.int64) * N_k
-    if DROPPED:
+            dk, dv, k, v, Q_head, Grad_head, head_stats, columns, first, high, mask, dropout,
+            call, switches, tiles, ROUNDED, PACKED, EDGE=bounded)  # fmt: skip
+
+    # dK = scale · dSᵀ Q and dV, each rounded once
+    offset = tl.cast(head, tl.int64) * call.N_k
+    if switches.DROPPED:
         dv *= kept_scale
-    dk, dv = (
-        rounded(dk * alpha, K.dtype.element_ty, EMULATED),
-        rounded(dv, V.dtype.element_ty, EMULATED),
-    )
-    store_rows(Grad_key + offset * D, dk, start, N_k, D, HEAD_DIM, BLOCK_N)
-    store_rows(Grad_value + offset * D_v, dv, start, N_k, D_v, VALUE_DIM, BLOCK_N)
+    dk = rounded(dk * call.alpha, Grad_key.dtype.element_ty, tiles.EMULATED)
+    dv = rounded(dv, Grad_value.dtype.element_ty, tiles.EMULATED)
+    store_rows(Grad_key + offset * tiles.D, dk, start, call.N_k, tiles.D, tiles.HEAD_DIM,
+               tiles.BLOCK_N)  # fmt: skip
+    store_rows(Grad_value + offset * tiles.D_v, dv, start, call.N_k, tiles.D_v, tiles.VALUE_DIM,
+               tiles.BLOCK_N)  # fmt: skip

@@ -1,9 +1,9 @@
 """Which tile sizes a Triton kernel runs with: a table, so that the same call runs the same code
 everywhere and always.
 
-Nothing is timed at run time. `tune` of `triton_tune` times the candidates on the GPU at hand and
-writes a table of this form, which `use` takes in place of the shipped one; that was chosen without
-a GPU, by what compiles without spills and fits (`triton_compiled.json`).
+Nothing is timed at run time. `benchmarks/triton_tune.py` times the candidates on the GPU at hand
+and writes a table of this form, which `use` takes in place of the shipped one; that was chosen
+without a GPU, by what compiles without spills and fits (`benchmarks/triton_compiled.json`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfulp.kernels.triton_arguments import MaskPart
 from halfulp.kernels.triton_tiles import LOG2_E
 
 NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -29,19 +30,28 @@ def tanh(x):
 
 
 @triton.jit
-def masked(
-    products, Mask, row_stride, column_stride, rows, columns, inside, scale, MASK: tl.constexpr
-):
+def mask_of(Mask, strides, batch, head, first, stride, MASK: tl.constexpr):
+    """The mask of one head from a row or a column on, `stride` apart; never read if there is
+    none.
+    """
+    if MASK != NO_MASK:
+        Mask += batch * strides.batch + head * strides.head + tl.cast(first, tl.int64) * stride
+    return MaskPart(Mask, strides.row, strides.column)
+
+
+@triton.jit
+def masked(products, at, mask, row, column, inside, scale, MASK: tl.constexpr):
     """Products, −inf where a boolean mask is 0; with an additive mask its sum with the scores, in
     base 2.
 
-    `Mask` points at the tile; rows and columns count from there.
+    `at` points at the tile; `row` and `column` count from there.
     """
-    at = Mask + rows * row_stride + columns * column_stride
+    place = at + row * mask.row + column * mask.column
     if MASK == BOOLEAN:
-        return tl.where(tl.load(at, mask=inside, other=0) != 0, products, float("-inf"))
+        return tl.where(tl.load(place, mask=inside, other=0) != 0, products, float("-inf"))
     else:  # noqa: RET505 - both ends of one constant branch, or the compiler asks for one type
-        return tl.fma(products, scale, tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2_E)
+        scores = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        return tl.fma(products, scale, scores * LOG2_E)
 
 
 @triton.jit
@@ -67,74 +77,71 @@ def _mixed(x):
 
 
 @triton.jit
-def hide(
-    products, rows, columns, N_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
+def hide(products, rows, columns, call, switches):
     """−inf where row i may not see column j; `rows` and `columns` broadcast to the tile."""
-    visible = columns < N_k
-    if HAS_RIGHT:
-        visible &= columns <= rows + right
-    if HAS_LEFT:
-        visible &= columns >= rows - left
+    visible = columns < call.N_k
+    if switches.HAS_RIGHT:
+        visible &= columns <= rows + call.right
+    if switches.HAS_LEFT:
+        visible &= columns >= rows - call.left
     return tl.where(visible, products, float("-inf"))
 
 
 @triton.jit
-def seen_products(products, Mask, mask_m, mask_n, row, column, rows, columns, N_q, N_k, left, right, scale, cap_scale,
-                  HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGE: tl.constexpr, PARTIAL: tl.constexpr,
-                  MASK: tl.constexpr, CAPPED: tl.constexpr):  # fmt: skip
+def seen_products(products, at, mask, row, column, rows, columns, call, switches,
+                  EDGE: tl.constexpr, PARTIAL: tl.constexpr):  # fmt: skip
     """Products q·k under softcap, mask and bounds, as the exponential takes them, and the softcap's
     slope.
 
-    `Mask` points at the tile, where `row` and `column` count from 0; `PARTIAL`: the tile may reach
-    beyond the last key.
+    `at` points at the mask's tile, where `row` and `column` count from 0; `EDGE`: the tile may hold
+    pairs that are not seen; `PARTIAL`: it may reach beyond the last key.
     """
     slope = products
-    if CAPPED:
-        products = tanh(products * cap_scale)
+    if switches.CAPPED:
+        products = tanh(products * call.cap_scale)
         slope = 1.0 - products * products
-    if MASK != NO_MASK:
-        inside = rows < N_q
+    if switches.MASK != NO_MASK:
+        inside = rows < call.N_q
         if PARTIAL:
-            inside &= columns < N_k
-        products = masked(products, Mask, mask_m, mask_n, row, column, inside, scale, MASK)
+            inside &= columns < call.N_k
+        products = masked(products, at, mask, row, column, inside, call.scale, switches.MASK)
     if EDGE:
-        products = hide(products, rows, columns, N_k, left, right, HAS_LEFT, HAS_RIGHT)
+        products = hide(products, rows, columns, call, switches)
     return products, slope
 
 
 @triton.jit
-def key_range(start, N_k, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-               HAS_RIGHT: tl.constexpr):  # fmt: skip
+def key_range(start, call, switches, tiles):
     """Columns of one query block: [low, whole) and [rest, high) need a mask, [whole, rest) is
     visible to all rows.
     """
-    low, whole, high, rest = 0, 0, N_k, N_k // BLOCK_N * BLOCK_N
-    if HAS_RIGHT:
-        high = tl.minimum(high, tl.maximum(start + BLOCK_M + right, 0))
-        rest = tl.minimum(rest, tl.maximum(start + right + 1, 0) // BLOCK_N * BLOCK_N)
-    if HAS_LEFT:
-        low = tl.maximum(start - left, 0) // BLOCK_N * BLOCK_N
-        whole = tl.maximum(
-            low, tl.cdiv(tl.maximum(start + BLOCK_M - 1 - left, 0), BLOCK_N) * BLOCK_N
-        )
+    low, whole = 0, 0
+    high, rest = call.N_k, call.N_k // tiles.BLOCK_N * tiles.BLOCK_N
+    if switches.HAS_RIGHT:
+        high = tl.minimum(high, tl.maximum(start + tiles.BLOCK_M + call.right, 0))
+        seen_by_all = tl.maximum(start + call.right + 1, 0)
+        rest = tl.minimum(rest, seen_by_all // tiles.BLOCK_N * tiles.BLOCK_N)
+    if switches.HAS_LEFT:
+        low = tl.maximum(start - call.left, 0) // tiles.BLOCK_N * tiles.BLOCK_N
+        last = tl.maximum(start + tiles.BLOCK_M - 1 - call.left, 0)
+        whole = tl.maximum(low, tl.cdiv(last, tiles.BLOCK_N) * tiles.BLOCK_N)
         rest = tl.maximum(rest, whole)
     return low, whole, rest, high
 
 
 @triton.jit
-def row_range(start, N_q, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-               HAS_RIGHT: tl.constexpr):  # fmt: skip
+def row_range(start, call, switches, tiles):
     """Rows [low, high) of one key block; without a left bound [whole, high) needs no mask: rows
     past N_q are 0.
     """
-    low, whole, high, end = 0, 0, N_q, tl.cdiv(N_q, BLOCK_M) * BLOCK_M
-    if HAS_RIGHT:
-        low = tl.minimum(tl.maximum(start - right, 0) // BLOCK_M * BLOCK_M, end)
-        whole = tl.minimum(
-            tl.cdiv(tl.maximum(start + BLOCK_N - 1 - right, 0), BLOCK_M) * BLOCK_M, end
-        )
+    end = tl.cdiv(call.N_q, tiles.BLOCK_M) * tiles.BLOCK_M
+    low, whole, high = 0, 0, call.N_q
+    if switches.HAS_RIGHT:
+        low = tl.maximum(start - call.right, 0) // tiles.BLOCK_M * tiles.BLOCK_M
+        low = tl.minimum(low, end)
+        last = tl.maximum(start + tiles.BLOCK_N - 1 - call.right, 0)
+        whole = tl.minimum(tl.cdiv(last, tiles.BLOCK_M) * tiles.BLOCK_M, end)
         whole = tl.maximum(whole, low)
-    if HAS_LEFT:
-        high = tl.minimum(high, tl.maximum(start + BLOCK_N + left, 0))
+    if switches.HAS_LEFT:
+        high = tl.minimum(high, tl.maximum(start + tiles.BLOCK_N + call.left, 0))
     return low, whole, high

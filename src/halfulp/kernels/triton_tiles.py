@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfulp.kernels.triton_arguments import Matrix
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -33,21 +35,17 @@ def rounded_again(x, DTYPE: tl.constexpr, PACKED: tl.constexpr, EMULATED: tl.con
     """
     if PACKED and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
+            "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2;"
+            " shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
             "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     if PACKED and tl.float16 == DTYPE:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 both; .reg .f16 low, high; cvt.rn.f16x2.f32 both, $3, $2; mov.b32 {low, high}, both;"
-            " cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
+            "{.reg .b32 both; .reg .f16 low, high; cvt.rn.f16x2.f32 both, $3, $2;"
+            " mov.b32 {low, high}, both; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
             "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     return rounded(x, DTYPE, EMULATED).to(tl.float32)
-
-
-@triton.jit
-def _operand(x, EMULATED: tl.constexpr):
-    return x.to(tl.float32) if EMULATED else x
 
 
 @triton.jit
@@ -69,44 +67,39 @@ def binade(out, IS_BF16: tl.constexpr):
 
 
 @triton.jit
-def rows_of(Base, Descriptor, start, stride, N, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-             EDGE: tl.constexpr, DESCRIPTORS: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
-    """Rows start … start + BLOCK of one head's [N, D], as an operand [BLOCK, PADDED]; 0 beyond its
-    edges.
-    """
+def matrix_of(X, strides, batch, head, N, D: tl.constexpr, PADDED: tl.constexpr,
+              BLOCK: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
+    """One head of an operand, to be read in tiles of BLOCK rows."""
+    start = X + (batch * strides.batch + head * strides.head)
     if DESCRIPTORS:
-        tile = Descriptor.load([start, 0])
+        tiles = tl.make_tensor_descriptor(
+            start, shape=[N, D], strides=[strides.row, 1], block_shape=[BLOCK, PADDED]
+        )
+        return Matrix(start, strides.row, N, tiles)
+    else:  # noqa: RET505 - both ends of one constant branch, or the compiler asks for one type
+        return Matrix(start, strides.row, N, start)
+
+
+@triton.jit
+def tile_of(matrix, start, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+            EDGE: tl.constexpr, DESCRIPTORS: tl.constexpr, EMULATED: tl.constexpr):  # fmt: skip
+    """Rows start … start + BLOCK as an operand [BLOCK, PADDED]; 0 beyond the matrix's edges."""
+    if DESCRIPTORS:
+        tile = matrix.tiles.load([start, 0])
     else:
         row, column = tl.arange(0, BLOCK), tl.arange(0, PADDED)
-        at = Base + tl.cast(start, tl.int64) * stride + row[:, None] * stride + column[None, :]
+        first = matrix.start + tl.cast(start, tl.int64) * matrix.stride
+        at = first + row[:, None] * matrix.stride + column[None, :]
         if EDGE and D != PADDED:
-            tile = tl.load(at, mask=(start + row[:, None] < N) & (column[None, :] < D), other=0.0)
+            inside = (start + row[:, None] < matrix.N) & (column[None, :] < D)
+            tile = tl.load(at, mask=inside, other=0.0)
         elif EDGE:
-            tile = tl.load(at, mask=start + row[:, None] < N, other=0.0)
+            tile = tl.load(at, mask=start + row[:, None] < matrix.N, other=0.0)
         elif D != PADDED:
             tile = tl.load(at, mask=column[None, :] < D, other=0.0)
         else:
             tile = tl.load(at)
-    return _operand(tile, EMULATED)
-
-
-@triton.jit
-def descriptor(
-    Base,
-    stride,
-    N,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
-    """A tensor descriptor of one head's [N, D], or its pointer where none is asked for."""
-    if DESCRIPTORS:
-        return tl.make_tensor_descriptor(
-            Base, shape=[N, D], strides=[stride, 1], block_shape=[BLOCK, PADDED]
-        )
-    else:  # noqa: RET505 - both ends of one constant branch, or the compiler asks for one type
-        return Base
+    return tile.to(tl.float32) if EMULATED else tile
 
 
 @triton.jit

@@ -7,6 +7,7 @@ a model runs.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +21,11 @@ from halfulp.calls import Call, Sees
 from halfulp.kernels import triton_attention as door
 from halfulp.kernels.triton_configs import KINDS, Config, config_for, shipped_table
 
-BLOCKS = {"forward": ((64, 64), (128, 32), (128, 64), (128, 128)), "query": ((32, 32), (64, 32), (64, 64), (128, 64)),
-          "key": ((32, 32), (32, 64), (64, 64), (32, 128), (64, 128))}  # fmt: skip
+BLOCKS = {
+    "forward": ((64, 64), (128, 32), (128, 64), (128, 128)),
+    "query": ((32, 32), (64, 32), (64, 64), (128, 64)),
+    "key": ((32, 32), (32, 64), (64, 64), (32, 128), (64, 128)),
+}
 Timer = Callable[[Callable[[], Any]], float]
 
 
@@ -30,8 +34,8 @@ def candidates(kind: str, dim: int) -> list[Config]:
     to 3 stages.
     """
     tiles = [(m, n) for m, n in BLOCKS[kind] if dim <= 128 or m * n <= 64 * 64]
-    return [Config(m, n, warps, stages, described) for m, n in tiles for warps in (4, 8) for stages in (1, 2, 3)
-            for described in (False, True)]  # fmt: skip
+    schedules = itertools.product((4, 8), (1, 2, 3), (False, True))
+    return [Config(*tile, *schedule) for tile, schedule in itertools.product(tiles, schedules)]
 
 
 def gpu_time(call: Callable[[], Any]) -> float:

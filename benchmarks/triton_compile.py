@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import constexpr
 
 from halfulp.calls import Call, Dropout, Saved, Sees
 from halfulp.kernels.triton_backward import rows_kernel
@@ -86,8 +86,7 @@ def launches(
     forward, saved = forward_launch(call, recipe, capability, config)
     configs = None if config is None else {"query": config, "key": config}
     backward, _ = backward_launches(call, recipe, Saved(*saved), do, None, capability, configs)
-    kinds = {"forward": forward, "rows": backward[0], "query": backward[-1], "key": backward[-2]}
-    return kinds | ({"delta": backward[1]} if recipe == "exact_delta" else {})
+    return {"forward": forward} | backward
 
 
 def _variant(
@@ -107,28 +106,39 @@ def _variant(
         "": {},
     }
     every = {name: value for one in each.values() for name, value in one.items()}
-    return (
-        every | {"sees": Sees(True, (1000, -1), 0, additive)} if variant == "all" else each[variant]
-    )
+    if variant == "all":
+        return every | {"sees": Sees(True, (1000, -1), 0, additive)}
+    return each[variant]
 
 
 def compile_launch(launch: Launch, target: str) -> Any:
     """Triton's compiled kernel of one launch for one of TARGETS."""
-    signature, constants, attributes = {}, {}, {}
-    names = launch.kernel.arg_names
-    for index, (name, parameter) in enumerate(zip(names, launch.kernel.params, strict=True)):
-        value = launch.arguments[name]
-        one = isinstance(value, int) and not isinstance(value, bool) and value == 1
-        if parameter.is_constexpr or (one and not parameter.do_not_specialize):
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+
+    def typed(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
+        if isinstance(value, tuple):  # a bundle has a tuple of its fields' types
+            return type(value)(*(typed(x, (*path, i), specialize) for i, x in enumerate(value)))
+        if value is None or isinstance(value, constexpr):
+            constants[path] = getattr(value, "value", None)
+            return "constexpr"
+        if isinstance(value, Tensor):
+            attributes[path] = [["tt.divisibility", 16]]
+            return POINTERS[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if specialize and value == 1:
+            constants[path] = 1
+            return "constexpr"
+        if specialize and value % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return "i32"
+
+    signature = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        value = constexpr(value) if parameter.is_constexpr else value
+        signature[parameter.name] = typed(value, (index,), not parameter.do_not_specialize)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     schedule = {
         "num_warps": launch.config.warps,
@@ -284,11 +294,7 @@ def rows() -> list[tuple[str, int, str, str, bool, str]]:
 
 
 def shipped_rows() -> dict[str, dict[str, Any]]:
-    """The table of the package, made with the triton version that it names under "triton"."""
-    text = (
-        resources.files("halfulp.kernels")
-        .joinpath("triton_compiled.json")
-        .read_text(encoding="utf-8")
-    )
+    """The table beside this file, made with the triton version that it names under "triton"."""
+    text = Path(__file__).with_name("triton_compiled.json").read_text("utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)
     return found

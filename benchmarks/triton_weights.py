@@ -55,7 +55,7 @@ def rounded_weights(
         Call(wide_query, wide_key, unit, sees, scale), _RECIPE, target, configs.get("forward")
     )
     exact = torch.empty(saved.out.shape, dtype=torch.float32, device=query.device)
-    launch.arguments.update(Out=exact, RESIDUAL=False)
+    launch.arguments.update(saved=launch.arguments["saved"]._replace(out=exact), RESIDUAL=False)
     door.run([launch], query)
     for unfilled in (saved.out, saved.residual):
         if unfilled is not None:
@@ -75,12 +75,11 @@ def _from_gradient(kind: str, call: Call, saved: Saved, configs: dict[str, Confi
     launches, gradients = backward_launches(
         call, _RECIPE, saved, call.value, None, door.target_of(call.query), configs
     )
-    wanted = launches[-1] if kind == "query" else launches[-2]
-    arguments: dict[str, Any] = wanted.arguments
-    door.run(launches[:1], call.query)  # the rows' shift
-    arguments["Delta"].fill_(-1)  # δ / l: dS = P̂ (0 / l + 1)
-    arguments["alpha"] = 1.0
-    door.run([wanted], call.query)
+    door.run([launches["rows"]], call.query)  # the rows' shift
+    arguments: dict[str, Any] = launches[kind].arguments
+    arguments["stats"].delta.fill_(-1)  # δ / l: dS = P̂ (0 / l + 1)
+    arguments["call"] = arguments["call"]._replace(alpha=1.0)
+    door.run([launches[kind]], call.query)
     return gradients.query[..., SIZE:] if kind == "query" else gradients.key[..., SIZE:].mT
 
 
