@@ -141,7 +141,7 @@ def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
     tiled = recipe.with_(block_query=WIDE.block_m, block_key=WIDE.block_n)
     assert_within_budget(actual, inputs, tiled, **exact)
     expected = attend(tiled, inputs, **exact)
-    for what, value in vars(expected).items():
+    for what, value in expected.given().items():
         assert relative_error(getattr(actual, what), value) <= 2e-4, what
     if causal:
         return
@@ -171,7 +171,7 @@ def test_fp32_rounds_nothing(name: str) -> None:
     inputs = gaussian(5, heads=2, key_heads=1, length=20, key_length=37, dim=24, value_dim=8)
     actual = run(inputs, Options(recipe=name, is_causal=True, scale=24**-0.5))
     exact = golden(*inputs, is_causal=True, enable_gqa=True)
-    for what, value in vars(exact).items():
+    for what, value in exact.given().items():
         assert relative_error(getattr(actual, what), value) <= 2e-6, what
     assert (
         door.forward(*Options(recipe=name, scale=1.0).of(*inputs[:3]), config=TILES).residual
@@ -212,7 +212,7 @@ def test_windows_and_offsets_are_masks(
     assert torch.equal(actual.lse[..., empty], torch.full_like(actual.lse[..., empty], -math.inf))
     assert not actual.out[:, :, empty].any()
     assert not actual.grad_query[:, :, empty].any()
-    for what, value in vars(expected).items():
+    for what, value in expected.given().items():
         assert relative_error(getattr(actual, what), value) <= 2e-4, what
 
 
@@ -239,7 +239,7 @@ def test_descriptors_read_the_same_numbers() -> None:
     )
     assert launch.arguments["tiles"].DESCRIPTORS
     described = run(inputs, options, Config(16, 32, 4, 1, True))
-    for a, b in zip(vars(run(inputs, options)).values(), vars(described).values(), strict=True):
+    for a, b in zip(run(inputs, options).given().values(), described.given().values(), strict=True):
         assert torch.equal(a, b)
     odd = Inputs(*(x.bfloat16() for x in gaussian(9, length=20, dim=20)))
     launch, _ = triton_launch.forward_launch(
@@ -258,7 +258,7 @@ def test_layouts_are_read_as_they_lie() -> None:
     inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, v, do)]
     turned = inside[1].mT.contiguous().mT
     other = run(Inputs(inside[0], k[:1].expand(2, -1, -1, -1), turned, inside[2]), options)
-    for a, b in zip(vars(plain).values(), vars(other).values(), strict=True):
+    for a, b in zip(plain.given().values(), other.given().values(), strict=True):
         assert torch.equal(a, b)
 
 
