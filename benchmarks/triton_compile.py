@@ -18,19 +18,16 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.language import constexpr
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from halfulp.calls import Call, Dropout, Saved, Sees
 from halfulp.kernels.triton_backward import rows_kernel
 from halfulp.kernels.triton_configs import Config
 from halfulp.kernels.triton_launch import Launch, Target, backward_launches, forward_launch
 
-POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8",
-}  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_89": GPUTarget("cuda", 89, 32),
@@ -112,34 +109,26 @@ def _variant(
 
 
 def compile_launch(launch: Launch, target: str) -> Any:
-    """Triton's compiled kernel of one launch for one of TARGETS."""
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
+    """Triton's compiled kernel of one launch for one of TARGETS.
 
-    def typed(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
-        if isinstance(value, tuple):  # a bundle has a tuple of its fields' types
-            return type(value)(*(typed(x, (*path, i), specialize) for i, x in enumerate(value)))
-        if value is None or isinstance(value, constexpr):
-            constants[path] = getattr(value, "value", None)
-            return "constexpr"
-        if isinstance(value, Tensor):
-            attributes[path] = [["tt.divisibility", 16]]
-            return POINTERS[value.dtype]
-        if isinstance(value, float):
-            return "fp32"
-        if specialize and value == 1:
-            constants[path] = 1
-            return "constexpr"
-        if specialize and value % 16 == 0:
-            attributes[path] = [["tt.divisibility", 16]]
-        return "i32"
-
-    signature = {}
-    for index, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        value = constexpr(value) if parameter.is_constexpr else value
-        signature[parameter.name] = typed(value, (index,), not parameter.do_not_specialize)
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    What a launch is specialized on (strides of 1, multiples of 16, pointers that 32 bits reach) is
+    asked of Triton itself, as its own launches do.
+    """
+    kernel, backend = launch.kernel, make_backend(TARGETS[target])
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given, specialized, _ = bind(**launch.arguments)
+    values, types = list(given.values()), [kind for kind, _ in specialized]
+    marks = ["" if kind == "constexpr" else mark for kind, mark in specialized]
+    constants = {
+        path: get_iterable_path(values, path)
+        for path in find_paths_if(types, lambda _, kind: kind == "constexpr")
+    }
+    attributes = {
+        path: backend.parse_attr(get_iterable_path(marks, path))
+        for path in find_paths_if(marks, lambda _, mark: isinstance(mark, str))
+    }
+    signature = dict(zip(kernel.arg_names, types, strict=True))
+    source = ASTSource(kernel, signature, constants, attributes)
     schedule = {
         "num_warps": launch.config.warps,
         "num_stages": launch.config.stages,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import core  # Triton 3.4 shows mul there alone
 
 from halfulp.kernels.triton_arguments import MaskPart
 from halfulp.kernels.triton_tiles import LOG2_E
@@ -65,14 +66,14 @@ def dropout_row(start, row):
 @triton.jit
 def kept(hashes, columns, last_dropped):
     """Whether dropout keeps a weight: `formats.counter.keep_mask`, bit for bit."""
-    word = tl.mul(columns.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
+    word = core.mul(columns.to(tl.uint32), 0x9E3779B1, sanitize_overflow=False)
     return _mixed(hashes ^ word) > last_dropped.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _mixed(x):
-    x = tl.mul(x ^ (x >> 16), 0x7FEB352D, sanitize_overflow=False)
-    x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
+    x = core.mul(x ^ (x >> 16), 0x7FEB352D, sanitize_overflow=False)
+    x = core.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
     return x ^ (x >> 16)
 
 
