@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
 from halfulp import algorithms
@@ -53,6 +54,20 @@ def same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_exp2", torch_unary(torch.exp2))
     monkeypatch.setattr(InterpreterBuilder, "create_log2", torch_unary(torch.log2))
     monkeypatch.setattr(torch, "tanh", kernels_tanh)
+    monkeypatch.setattr(interpreter, "_patch_lang", patched_once)
+
+
+_patch_lang = interpreter._patch_lang
+
+
+def patched_once(function: Any) -> Any:
+    """Triton looks through its whole language for every function that a kernel calls, which took
+    more than a third of these tests' time; what is patched already needs no second look.
+    """
+    langs = [lang for lang in (tl, tl.core) if lang in function.__globals__.values()]
+    if any(tl.core.is_builtin(lang.load) for lang in langs):
+        return _patch_lang(function)
+    return None
 
 
 @triton.jit

@@ -104,8 +104,8 @@ def attention(
             FlashAttention does. Any integer, as are the window's.
         dropout_seed: which weights dropout drops, modulo 2⁶⁴; None draws it from torch's CPU
             generator. `emulate` and `golden` drop the same with the same seed.
-        backend: "cpu", "triton" or "torch"; None takes the first that fits. `explain_dispatch`
-            tells which and why.
+        backend: "cpu", "triton" (GPUs; not run on one yet) or "torch"; None takes the first that
+            fits. `explain_dispatch` tells which and why.
 
     Returns:
         out `[..., H, N, D_v]` in query's dtype (under autocast, in its dtype), contiguous. A row
