@@ -174,7 +174,7 @@ def demo_in(capsys, folder, *arguments):
 @pytest.mark.usefixtures("tiny")
 def test_the_whole_demo(capsys, tmp_path):
     out = tmp_path / "demo"
-    code, said, err = demo_in(capsys, out, "--seeds", "2")
+    code, said, err = demo_in(capsys, out, "--seeds", "2", "--isolation-seeds", "1")
     assert (code, err) == (0, "")
     assert list(tmp_path.iterdir()) == [out]
     assert str(out / "report.html") in said

@@ -107,10 +107,7 @@ def test_a_planted_head_operation_and_format_are_named_whatever_interrupts(
     assert found.places == ((1, 2),)
     assert found.rescues[0].operations == ("delta-fp32",)
     assert found.verdict.startswith("The rounding of δ, head 2 of layer 1; 1 of 1 seed")
-    assert (
-        "What saves the run alone: δ and its terms in fp32 (1 of 1). Nothing else tried does."
-        in found.verdict
-    )
+    assert "This change alone saves the run: δ and its terms in fp32 (1 of 1)." in found.verdict
     assert found.bits[0].step == "delta"
     assert "halfulp's own recipe (attention BF16_HALFULP) survives on 1 of 1 seeds" in found.fix
 
@@ -132,6 +129,29 @@ def test_the_one_layer_task_blames_delta_and_the_recorded_run_is_used(
     assert recorded.status == "done", "its loss is finite; what fails it is the rule"
     replayed = (tmp_path / "out" / "rungs" / "fp32" / "seed-0" / "batches.npy").read_bytes()
     assert replayed == (tmp_path / "run" / "batches.npy").read_bytes()
+
+
+def test_runs_that_are_there_are_taken_and_no_others(
+    tmp_path: Path, counted: list[str], fewer_operations: None
+) -> None:
+    exact = AttentionPlan.of("torch:fp32")
+    runs = {
+        "twin": replace(SMALL, attention=exact, seed=1, metrics_every=10, preset="other"),
+        "original": replace(SMALL, seed=1),
+        "hotter": replace(SMALL, attention=exact, optimizer=Optimizer(learning_rate=2e-2)),
+    }
+    for name, config in runs.items():
+        train(config, tmp_path / name)
+    options = {"seeds": (0, 1), "workers": 1, "recorded": [tmp_path / name for name in runs]}
+    found = isolate(SMALL, out=tmp_path / "out", **options)
+    assert not {"fp32/seed-1", "original/seed-1"} & set(counted)
+    assert {"fp32/seed-0", "original/seed-0"} <= set(counted), "another learning rate, no record"
+    original = found.rungs[0].runs[1]
+    assert (original.made, original.folder) == (0, "../original")
+    again = isolate(SMALL, out=tmp_path / "again", seeds=(0, 1), workers=1)
+    assert again.verdict == found.verdict
+    both = (found.rungs[0].runs[1], again.rungs[0].runs[1])
+    assert both[0].failed_at == both[1].failed_at is not None
 
 
 def small(folder: Path, **options: Any) -> Isolation:

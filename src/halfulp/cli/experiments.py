@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def demo(
     *,
     out: Path = Path("halfulp-demo"),
-    seeds: int = 2,
-    isolation_seeds: int = 1,
+    seeds: int = 3,
+    isolation_seeds: int = 3,
     json: Path | None = None,
 ) -> int:
     """Run the main job, end to end on a CPU in about three minutes: halfulp demo --out DIR

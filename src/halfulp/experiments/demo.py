@@ -37,14 +37,17 @@ from halfulp.experiments.failure import (
     final_loss,
     run_failures,
 )
-from halfulp.experiments.failure_recipes import RUNGS
 from halfulp.formats import BF16
 from halfulp.isolate.rule import RULE
 from halfulp.isolate.run import isolate
+from halfulp.isolate.substitutions import EXACT, halfulp_like
+from halfulp.recipes import recipe_named
+from halfulp.recipes.text import recipe_text
 from halfulp.runs.folder import write_json
 from halfulp.runs.record import closed, new_record
 from halfulp.runs.results import Progress, Table
 from halfulp.runs.threads import one_thread
+from halfulp.targets.emulation import emulations
 from halfulp.training.config import RunConfig
 from halfulp.training.presets import capture, seconds
 
@@ -54,6 +57,7 @@ Watch: TypeAlias = Callable[[int, str], AbstractContextManager[Progress]]
 HALFULP = "halfulp"
 FLASH, MATH, FP32 = "PyTorch flash", "PyTorch math", "PyTorch fp32"
 STAND_IN = "stock, emulated"
+RUNS = "runs"  # the folder of act 1's trainings, which act 2 does not make again
 
 _CURVES = "Each line is the median over the seeds, the band around it their range."
 
@@ -62,8 +66,8 @@ _CURVES = "Each line is the median over the seeds, the band around it their rang
 class DemoConfig:
     """How much the demo does; the defaults take about three minutes on two cores."""
 
-    seeds: int = 2  # of the failing run
-    isolation_seeds: int = 1  # of every run of the isolation
+    seeds: int = 3  # of the failing run
+    isolation_seeds: int = 3  # of every run of the isolation
     isolation_seconds: float = 90.0  # after which it says what was not tested
     steps: int = 4000  # of each training
     workers: int = 2  # processes of one thread each
@@ -97,8 +101,8 @@ def run_demo(
 
     Args:
         config: how much to do.
-        folder: an empty folder; gets run.json, failure.json, cause.json, audit.json, isolation/ and
-            tensors/.
+        folder: an empty folder; gets run.json, failure.json, cause.json, audit.json, runs/,
+            isolation/ and tensors/.
         watch: called with an act's number and title; gives a context that gives the function that
             shows progress.
         told: called with every act when it is over.
@@ -160,15 +164,27 @@ def flash_missing() -> str | None:
     return None
 
 
+def _suspect(missing: str | None) -> str:
+    """The attention that ruins the training: PyTorch's flash kernel, or the recipe it follows."""
+    return "torch:flash" if missing is None else "BF16_FLASH2"
+
+
 def _failure(stage: _Stage, progress: Progress) -> Act:
     """Act 1: the same training with four attention functions."""
     config, missing = stage.config, flash_missing()
-    choices: dict[str, AttentionChoice] = {FLASH: "torch:flash"} if missing is None else {}
-    choices |= {} if missing is None else {STAND_IN: RUNGS["stock"]}
-    choices |= {MATH: "torch:math", FP32: "torch:fp32", HALFULP: RUNGS[HALFULP]}
+    kernel = _suspect(missing)
+    choices: dict[str, AttentionChoice] = {FLASH if missing is None else STAND_IN: kernel}
+    # with the tiles of the recipe that act 2 replaces operations in, so that it needs no run again
+    fixed = recipe_text(halfulp_like(recipe_named(emulations(kernel)[-1])))
+    choices |= {MATH: "torch:math", FP32: EXACT, HALFULP: fixed}
     seeds = range(config.seeds)
     found = run_failures(
-        choices.values(), seeds, config.steps, workers=config.workers, progress=progress
+        choices.values(),
+        seeds,
+        config.steps,
+        workers=config.workers,
+        folder=stage.folder / RUNS,
+        progress=progress,
     )
     names = [name for name in choices for _ in seeds]
     runs = [replace(run, attention=name) for name, run in zip(names, found, strict=True)]
@@ -251,13 +267,14 @@ def _cause(stage: _Stage, progress: Progress) -> Act:
     bit.
     """
     config = stage.config
-    run = seconds("torch:flash" if flash_missing() is None else "BF16_FLASH2", steps=config.steps)
+    run = seconds(_suspect(flash_missing()), steps=config.steps)
     found = isolate(
         run,
         out=stage.folder / "isolation",
         seeds=tuple(range(config.isolation_seeds)),
         budget_seconds=config.isolation_seconds,
         workers=config.workers,
+        recorded=sorted((stage.folder / RUNS).iterdir()),
         progress=progress,
         command=f"halfulp isolate seconds --seeds {config.isolation_seeds}",
     )
@@ -270,9 +287,11 @@ def _cause(stage: _Stage, progress: Progress) -> Act:
             (
                 "The failing run is made again with one thing changed at a time, from the whole"
                 " attention down to one operation and its bits, and what saves it names what was"
-                " wrong."
+                " wrong. The search goes on one seed; what it finds is tried on the others, which"
+                " alone say how sure it is. Runs of act 1 are taken where they are the ones asked"
+                " for."
             ),
-            *([f"Fix: {found.fix}"] if found.fix else []),
+            *([f"The fix. {found.fix}"] if found.fix else []),
             *found.notes,
         ],
         "figures": plain["figures"],

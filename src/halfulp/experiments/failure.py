@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from halfulp.attention import emulate
@@ -71,6 +72,7 @@ def run_failure(
     *,
     task: LayerTask | None = None,
     label: str | None = None,
+    folder: Path | None = None,
     progress: Progress | None = None,
 ) -> FailureRun:
     """Train the layer once, on one thread, and say what became of it.
@@ -84,6 +86,7 @@ def run_failure(
         record_every: steps between two points of the curves.
         task: sizes and learning rate.
         label: the run's name in the result; by default that of the attention.
+        folder: where to write the run; None trains in memory.
         progress: called at every recorded point.
 
     Raises:
@@ -105,6 +108,7 @@ def run_failure(
     with one_thread():
         run = train(
             config,
+            folder,
             own=own,
             progress=lambda done, said: report(done, f"{label}, seed {seed}, {said}"),
         )
@@ -127,11 +131,13 @@ def run_failures(
     *,
     task: LayerTask | None = None,
     workers: int = 2,
+    folder: Path | None = None,
     progress: Progress | None = None,
 ) -> list[FailureRun]:
     """Train with every attention on every seed, in `workers` processes; attentions outside.
 
-    One worker means this process. Results do not depend on the number of workers.
+    One worker means this process. Results do not depend on the number of workers. With a folder the
+    run of the second attention on seed 3 lies in FOLDER/2-seed-3.
 
     Raises:
         ValueError: an attention is not known or a number is out of range.
@@ -141,7 +147,13 @@ def run_failures(
     for attention in choices:
         if isinstance(attention, str):
             attention_function(attention)  # an unknown name is refused here and not in a worker
-    jobs = [(attention, seed, steps, record_every, task) for attention in choices for seed in seeds]
+    jobs = [
+        (choice, seed, steps, record_every, task, folder and folder / f"{i}-seed-{seed}")
+        for i, choice in enumerate(choices, 1)
+        for seed in seeds
+    ]
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
     report = progress or no_progress
     if workers <= 1 or len(jobs) <= 1:
         return [_run(job, _share(report, i, len(jobs))) for i, job in enumerate(jobs)]
@@ -218,12 +230,14 @@ def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
     return Series(name, tuple(steps), median, low, high)
 
 
-_Job: TypeAlias = tuple[AttentionChoice, int, int, int, LayerTask | None]
+_Job: TypeAlias = tuple[AttentionChoice, int, int, int, LayerTask | None, Path | None]
 
 
 def _run(job: _Job, report: Progress = no_progress) -> FailureRun:
-    attention, seed, steps, record_every, task = job
-    return run_failure(attention, seed, steps, record_every, task=task, progress=report)
+    attention, seed, steps, record_every, task, folder = job
+    return run_failure(
+        attention, seed, steps, record_every, task=task, folder=folder, progress=report
+    )
 
 
 def _share(report: Progress, number: int, count: int) -> Progress:

@@ -7,6 +7,7 @@ gets its old answers at once. Rungs of the same plan share their runs.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,11 @@ from halfulp.runs.results import Progress, no_progress
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import RunConfig
 from halfulp.training.journal import read_rows
+from halfulp.training.record import config_from_dict, read_record
 
 ORIGINAL, TWIN = "original", "fp32"
+# what a run writes down, which changes nothing in it
+_NOTED = ("metrics_every", "measure_every", "checkpoint_every", "keep", "preset")
 
 
 class BudgetSpentError(Exception):
@@ -43,6 +47,7 @@ class Settings:
     backend: str | None = None
     budget_seconds: float | None = None  # of this call
     budget_steps: int | None = None  # of training, over all runs in the folder
+    recorded: tuple[Path, ...] = ()  # runs that are there already, of other seeds or attention
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Ladder:
         self.share = (0.0, 1.0)  # of the progress that the present phase has
         self._began = time.time()
         self._runs: dict[tuple[str, int], RungRun] = {}  # by plan and seed
+        self._recorded = self._known()
         # by its text: the plan, and the rung that has the runs
         self._plans: dict[str, tuple[AttentionPlan, str]] = {}
 
@@ -184,11 +190,15 @@ class Ladder:
         return self.folder(TWIN, seed) if twin is not None and seed in twin.runs else None
 
     def _as_recorded(self, plan: str, seed: int) -> bool:
-        """Take the recorded run itself for the original, if it got far enough to be judged."""
+        """Take a recorded run for a rung's, if it got far enough to be judged; the original may be
+        the recorded run itself.
+        """
         s = self.settings
-        if s.source is None or seed != s.config.seed or plan != str(plan_of(self.cells)):
+        source = s.source is not None and seed == s.config.seed and plan == str(plan_of(self.cells))
+        folder = s.source if source else self._recorded.get((plan, seed))
+        if folder is None:
             return False
-        rows = [row for row in read_rows(s.source) if row["step"] <= s.horizon]
+        rows = [row for row in read_rows(folder) if row["step"] <= s.horizon]
         if not any("loss" in row for row in rows):
             return False
         twin = self._twin(seed)
@@ -197,9 +207,22 @@ class Ladder:
         )
         if judged.failed_at is None and rows[-1]["step"] < s.horizon:
             return False
-        run = summarize(ORIGINAL, seed, s.source.resolve(), 0, rows, judged)
+        name, place = self._plans[plan][1], folder.resolve()
+        if not source:  # beside this folder, with which it may be moved
+            place = Path(os.path.relpath(place, s.out.resolve()))
+        run = summarize(name, seed, place, 0, rows, judged)
         self._runs[plan, seed] = replace(run, made=0)
         return True
+
+    def _known(self) -> dict[tuple[str, int], Path]:
+        """Recorded runs that differ from this one's in seed and attention alone, by both."""
+        s, found = self.settings, dict[tuple[str, int], Path]()
+        for folder in () if s.start or s.source else s.recorded:
+            config = config_from_dict(read_record(folder)["config"])
+            noted = {name: getattr(s.config, name) for name in ("attention", *_NOTED)}
+            if replace(config, **noted) == seeded(s.config, config.seed):
+                found[str(config.attention), config.seed] = folder
+        return found
 
 
 def seeded(config: RunConfig, seed: int) -> RunConfig:

@@ -346,6 +346,15 @@ class Investigation:
         runs = iter(self._screen([one for one in asked if one is not None]))
         return [None if one is None else next(runs) for one in asked]
 
+    def tried_alone(self) -> list[Operation]:
+        """The operations whose replacement alone was run on the seed of the searches."""
+        rungs = self.ladder.rungs
+        return [
+            one
+            for one in OPERATIONS
+            if (name := _set_name([one])) in rungs and self.main in rungs[name].runs
+        ]
+
     def _survived(self, operation: Operation) -> bool:
         """Whether it is known to save the run alone, on the seed of the searches."""
         rung = self.ladder.rungs.get(_set_name([operation]))

@@ -24,22 +24,30 @@ class Seeds:
 
     held: int
     tried: int
+    # of both: the seed on which it was found among other answers, so that it says nothing of others
+    searched: int = 0
 
     @property
     def bound(self) -> float | None:
         """The least share of all seeds on which it would hold, at 95 % confidence (Clopper–Pearson,
-        one-sided).
+        one-sided), from those on which it was not searched for; None where there are none.
         """
-        return share_bound(self.held, self.tried, CONFIDENCE) if self.tried else None
+        held, tried = self.held - self.searched, self.tried - self.searched
+        return share_bound(held, tried, CONFIDENCE) if tried else None
 
     def text(self) -> str:
-        """Return "6 of 6 seeds, so at least 61 % of all seeds at 95 % confidence"."""
-        if self.bound is None:
+        """Return on how many seeds, and what that says of all seeds."""
+        if not self.tried:
             return "no seeds"
         said = f"{self.held} of {self.tried} seed{'s' * (self.tried > 1)}"
+        if self.bound is None:
+            return f"{said}, the one it was searched on; others were not tried"
+        if self.searched:
+            held, tried = self.held - self.searched, self.tried - self.searched
+            said += f": found on one, confirmed on {held} of {tried}"
         return (
-            f"{said}, so at least {100 * self.bound:.0f} % of all seeds at {100 * CONFIDENCE:.0f} %"
-            " confidence"
+            f"{said}, so it holds for at least {100 * self.bound:.0f} % of all seeds at"
+            f" {100 * CONFIDENCE:.0f} % confidence"
         )
 
 
@@ -183,6 +191,7 @@ def _seeds(seeds: Seeds) -> dict[str, Any]:
     return {
         "held": seeds.held,
         "tried": seeds.tried,
+        "searched": seeds.searched,
         "bound": seeds.bound,
         "confidence": CONFIDENCE,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def isolate(
     workers: int = 2,
     backend: str | None = None,
     rule: Rule | None = None,
+    recorded: Sequence[Path] = (),
     progress: Progress | None = None,
     command: str = "halfulp isolate",
     trust: bool = False,
@@ -74,6 +76,8 @@ def isolate(
         workers: processes, one thread each.
         backend: of joblib, see `halfulp.runs.parallel.run_jobs`.
         rule: what counts as failure; by default `rule_for` the workload.
+        recorded: folders of runs that are there already and differ from `run`, a configuration, in
+            seed and attention alone; where one is a run that is asked for, it is not made again.
         progress: called with the fraction done and the run at work.
         command: what repeats this, for the record.
         trust: run the code that the folder of a recorded run names ("file.py:function").
@@ -85,6 +89,7 @@ def isolate(
     settings = _settings(
         run, out, seeds, steps, from_step, budget_seconds, budget_steps, workers, backend, rule
     )
+    settings = replace(settings, recorded=tuple(recorded))
     if isinstance(run, Path):
         check_trust(settings.config.attention, run, trust)
     lock = _claim(settings)

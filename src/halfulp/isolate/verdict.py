@@ -16,7 +16,7 @@ from halfulp.isolate.rule import Curve, read_curves
 from halfulp.isolate.rung import RungRun
 from halfulp.isolate.substitutions import OPERATIONS, Place, places_text
 from halfulp.runs.results import Figure, Series
-from halfulp.training.journal import read_rows
+from halfulp.training.journal import Row, read_rows
 from halfulp.training.record import config_as_dict
 
 _MOST_POINTS = 200  # of a curve
@@ -62,7 +62,7 @@ def _rescues(found: Investigation) -> list[Rescue]:
     rescues = []
     whole = found.ladder.rungs.get(TILING)
     if whole is not None and found.main in whole.runs and whole.runs[found.main].survived:
-        tiles = Seeds(*whole.held(found.failing))
+        tiles = Seeds(*whole.held(found.failing), searched=1)
         rescues.append(Rescue(TILING, (TILING,), whole.change, ("the tiling",), False, tiles))
     for chosen in found.rescues:
         rung = found.rescue_rung(chosen)
@@ -74,7 +74,7 @@ def _rescues(found: Investigation) -> list[Rescue]:
                 change=rung.change,
                 blames=tuple(dict.fromkeys(one.blames for one in ordered)),
                 repair=all(one.repair for one in ordered),
-                seeds=Seeds(*rung.held(found.failing)),
+                seeds=Seeds(*rung.held(found.failing), searched=1),
             )
         )
     return sorted(
@@ -95,16 +95,18 @@ def _seeds(found: Investigation, rescue: Rescue | None) -> Seeds:
     all were run.
     """
     survive = [*found.cleared, *([rescue.rung] if rescue else [])] or [TWIN]
-    held = tried = 0
+    held = tried = searched = 0
     for seed in found.failing:
         saved = [found.ladder.rungs[name].runs.get(seed) for name in survive]
         failed = [found.ladder.rungs[name].runs.get(seed) for name in found.confirmed]
         if None not in (*saved, *failed):
-            tried += 1
-            held += all(run is not None and run.survived for run in saved) and not any(
+            holds = all(run is not None and run.survived for run in saved) and not any(
                 run is not None and run.survived for run in failed
             )
-    return Seeds(held, tried)
+            tried += 1
+            held += holds
+            searched += holds and seed == found.main
+    return Seeds(held, tried, searched)
 
 
 def _verdict(
@@ -120,13 +122,23 @@ def _verdict(
     together = " together with " if len(first.operations) > 1 else ""
     what = together.join(first.blames) if together else first.blames[0]
     said = f"{_capital(what)}{', ' + place if place else ''}; {seeds.text()}."
+    return f"{said} {_alone(found, rescues)}"
+
+
+def _alone(found: Investigation, rescues: Sequence[Rescue]) -> str:
+    """Which changes save the run alone, and how many do not."""
     singles = [one for one in rescues if len(one.operations) == 1]
-    if singles:
-        each = "; ".join(f"{one.change} ({one.seeds.held} of {one.seeds.tried})" for one in singles)
-        said += f" What saves the run alone: {each}. Nothing else tried does."
-    else:
-        said += " No single operation that was tried saves the run."
-    return said
+    saving = {one.operations[0] for one in singles}
+    others = [one for one in found.tried_alone() if one.name not in saving]
+    where = f"tried on seed {found.main}"
+    if not singles:
+        return f"No single change saves the run ({len(others)} {where})."
+    each = "; ".join(f"{one.change} ({one.seeds.held} of {one.seeds.tried})" for one in singles)
+    alone = "This change alone saves" if len(singles) == 1 else "Each of these alone saves"
+    said = f"{alone} the run: {each}."
+    if len(others) > 1:
+        return f"{said} None of the {len(others)} other single changes does ({where})."
+    return f"{said} The one other single change does not ({where})." if others else said
 
 
 def _no_failure(found: Investigation) -> str:
@@ -148,16 +160,19 @@ def _fix(found: Investigation, rescues: Sequence[Rescue]) -> str:
     repairs = [one for one in rescues if one.repair]
     if repairs:
         best = repairs[0]
-        least = "; none of these can be left out" if len(best.operations) > 1 else ""
+        several = len(best.operations) > 1
+        least = f"; on seed {found.main} none of them can be left out" if several else ""
         parts.append(
-            f"{_capital(best.change)}: survives on {best.seeds.held} of {best.seeds.tried}"
-            f" seeds{least}."
+            f"{'All of these together: ' * several}{_capital(best.change)}. The run survives on"
+            f" {best.seeds.held} of {best.seeds.tried} seeds{least}."
         )
     elif rescues:
+        cut = any(what == "(d) operations" for what, _ in found.not_tested)
         parts.append(
-            "No set of affordable changes was found that survives; of the others: "
-            + rescues[0].change
-            + "."
+            "The budget was spent before the search for one that a kernel can afford was over."
+            if cut
+            else "None that a kernel can afford was found; what saves the run: "
+            f"{rescues[0].change}."
         )
     rung = found.ladder.rungs.get(HALFULP)
     if rung is not None and rung.runs:
@@ -177,7 +192,7 @@ def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> I
         one.rung: one.change for one in [*rescues[:1], *(one for one in rescues if one.repair)][:2]
     }
     curves = {
-        label: read_curves(read_rows(found.ladder.folder(name, found.main)))
+        label: read_curves(_until_failed(found, name))
         for name, label in named.items()
         if name in found.ladder.rungs and found.main in found.ladder.rungs[name].runs
     }
@@ -193,7 +208,7 @@ def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> I
         if (run := _run(found, found.ladder.rungs.get(one.rung))) is not None
         and run.failed_at is not None
     ]
-    if failed:
+    if len(failed) > 1:
         bits, steps = zip(*failed, strict=True)
         line = Series(
             found.varied[0].step, tuple(bits), tuple(float(step) for step in steps), style="points"
@@ -207,6 +222,14 @@ def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> I
             f"{caption} Runs that did not fail are left out.",
             command,
         )
+
+
+def _until_failed(found: Investigation, name: str) -> list[Row]:
+    """The lines of a rung's run; a recorded one may go on after it has failed."""
+    assert found.main is not None
+    end = found.ladder.rungs[name].runs[found.main].failed_at
+    rows = read_rows(found.ladder.folder(name, found.main))
+    return [row for row in rows if end is None or row["step"] <= end]
 
 
 def _run(found: Investigation, rung: Rung | None) -> RungRun | None:

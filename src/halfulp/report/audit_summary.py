@@ -177,9 +177,9 @@ def not_run(report: Report) -> list[tuple[str, str]]:
 def facts(report: Report) -> list[tuple[str, str]]:
     """Return what is known beyond the tables, as (name, value)."""
     print_of, found = report["fingerprint"], []
-    if report["missing"] and report["verdict"] != "incomplete":  # there it is the reason
+    if report.get("missing") and report["verdict"] != "incomplete":  # there it is the reason
         found.append(("missing", "; ".join(report["missing"])))
-    if report["left_out"]:
+    if report.get("left_out"):
         found.append(("not audited", "; ".join(report["left_out"])))
     for i, cause in enumerate(report["causes"]):
         name = "" if i == 0 else f"{cause['name']}; "  # the first is named in the reason
@@ -240,5 +240,5 @@ def false_alarms(report: Report) -> str:
 def headline(report: Report) -> str:
     """Return what was audited and how, in one line."""
     parts = [report["dtype"], report["depth"], report["device"], f"{report['tests']} tests"]
-    parts += ["forward pass alone"] if report["forward"] else []
+    parts += ["forward pass alone"] if report.get("forward") else []
     return ", ".join([*parts, duration_text(report["seconds"])])

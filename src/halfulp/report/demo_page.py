@@ -146,7 +146,8 @@ def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:
         (
             "data",
             (
-                "run.json, failure.json, failure.svg, cause.json, audit.json, isolation/, tensors/"
+                "run.json, failure.json, failure.svg, cause.json, audit.json, runs/, isolation/,"
+                " tensors/"
                 " beside this page"
             ),
         ),

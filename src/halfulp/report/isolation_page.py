@@ -38,7 +38,7 @@ def isolation_sections(plain: Isolation) -> list[dict[str, Any]]:
         else f"This isolation is {plain['status']}; the same command goes on. "
     )
     verdict: list[Block] = (
-        [{"kind": "text", "text": f"Fix. {plain['fix']}"}] if plain["fix"] else []
+        [{"kind": "text", "text": f"The fix. {plain['fix']}"}] if plain["fix"] else []
     )
     if plain["notes"]:
         verdict.append({"kind": "list", "items": plain["notes"]})
@@ -97,14 +97,17 @@ def _facts(plain: Isolation) -> list[tuple[str, str]]:
         ("rule", plain["rule"]),
     ]
     if confidence["tried"]:
-        held = f"{confidence['held']} of {confidence['tried']} seeds"
-        least = (
-            f"{100 * confidence['bound']:.0f} % at {100 * confidence['confidence']:.0f} %"
-            " confidence"
-        )
-        pairs.append(
-            ("confidence", f"{held}; of all seeds at least {least} (Clopper–Pearson, one-sided)")
-        )
+        said = f"{confidence['held']} of {confidence['tried']} seeds"
+        searched = confidence.get("searched", 0)
+        if searched:
+            said += ", of which one was searched on"
+        if confidence["bound"] is not None:
+            said += (
+                f"; {'from the others, ' * bool(searched)}of all seeds at least"
+                f" {100 * confidence['bound']:.0f} % at {100 * confidence['confidence']:.0f} %"
+                " confidence (Clopper–Pearson, one-sided)"
+            )
+        pairs.append(("confidence", said))
     return pairs + _spent(plain)
 
 

@@ -82,9 +82,10 @@ def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") ->
         "Every claim with the paper's figure, the figure measured here, and a verdict computed by a"
         " stated rule."
     )
+    said = counts(verdicts)
     measured = [block for verdict in verdicts for block in _claim(verdict)]
     sections: list[dict[str, Any]] = [
-        {"heading": "Verdicts", "finding": f"{counts(verdicts)}.", "blocks": [table]},
+        {"heading": "Verdicts", "finding": f"{said[:1].upper()}{said[1:]}.", "blocks": [table]},
         {"heading": "What was measured", "finding": "", "blocks": measured},
     ]
     return page("The claims ledger", lead, sections, meta=meta)
