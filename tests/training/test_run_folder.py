@@ -268,6 +268,17 @@ def test_leftovers_are_swept_on_resume(whole, broken) -> None:
     assert not list(broken.rglob(".halfulp-*"))
 
 
+def test_a_run_that_is_over_says_what_it_has_lost_and_keeps_no_lock(whole, tmp_path) -> None:
+    over = tmp_path / "over"
+    shutil.copytree(whole.folder, over)
+    (over / ".lock").write_text("process 1 on nowhere\n")
+    assert same(drawn(over, resume=True), whole)
+    assert not (over / ".lock").exists()
+    shutil.rmtree(over / "checkpoints" / "step-12")
+    with pytest.warns(UserWarning, match="its last whole checkpoint is of step 8"):
+        drawn(over, resume=True)
+
+
 def test_checkpoints_behind_a_link_are_left_alone(whole, tmp_path) -> None:
     """Pruning once removed the checkpoints of another run."""
     other = tmp_path / "other"

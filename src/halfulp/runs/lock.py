@@ -45,6 +45,13 @@ class Lock:
         os.close(handle)
 
 
+def sweep_lock(folder: Path) -> None:
+    """Remove the file of a lock that a killed process left, if nobody holds it."""
+    if (folder / LOCK).exists():
+        with contextlib.suppress(OSError, ValueError):
+            Lock(folder).release()
+
+
 def is_held(folder: Path) -> bool:
     """Whether a process holds the folder's lock."""
     try:

@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from halfulp.runs.lock import Lock
+from halfulp.runs.lock import Lock, sweep_lock
 from halfulp.runs.results import Progress, no_progress
 from halfulp.training.attention import AttentionFunction
 from halfulp.training.checkpoint import Checkpoint, checkpoints
@@ -307,6 +307,14 @@ def _said(error: BaseException) -> str:
 def _as_recorded(session: Session, rows: list[Row], folder: Path) -> TrainedRun:
     record = read_record(folder)
     session.rows = rows
+    if session.group.leads:
+        sweep_lock(folder)  # of a process that was killed when all was written
     if record["status"] == _OVER[0]:
+        if session.done < session.config.steps:
+            warnings.warn(
+                f"{folder / 'checkpoints'}: the run is over, and its last whole checkpoint is of"
+                f" step {session.done}",
+                stacklevel=2,
+            )
         warn_of_lost_lines(folder, session.config, session.rows, session.config.steps)
     return _result(session, record["status"], record["reason"], folder)
