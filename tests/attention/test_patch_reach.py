@@ -1,5 +1,7 @@
 """Every function that `halfulp.patch()` stands in for, with the arguments its versions take."""
 
+import functools
+import inspect
 import sys
 import types
 import warnings
@@ -426,3 +428,60 @@ def test_what_flash_attn_takes_and_halfulp_does_not_is_stock(flash_attn):
     assert {call.backend for call in patched.calls} == {"stock"}
     with pytest.raises(ValueError, match="alibi_slopes is given"), patch(strict=True):
         two.flash_attn_func(q, k, v, alibi_slopes=torch.ones(2))
+
+
+class Holds:
+    """As torchtitan holds it: compiled, on a class, before any block."""
+
+    attend = torch.compile(flex.flex_attention, backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_functions_of_python_are_reached_whoever_holds_them():
+    """The code of the function is another while a block is open."""
+    x = [t.detach() for t in inputs(1, 2, 20, 8)]
+    blocks = flex.create_block_mask(MASKS["causal"], None, None, 20, 20, "cpu", BLOCK_SIZE=8)
+    signature = inspect.signature(flex.flex_attention)
+    code = flex.flex_attention.__code__
+    expected = Holds.attend(*x, block_mask=blocks)
+    part = functools.partial(flex.flex_attention, block_mask=blocks)
+    ours = halfulp.attention(*x, is_causal=True)
+    assert not torch.equal(ours, expected)
+    with patch() as patched:
+        assert torch.equal(Holds.attend(*x, block_mask=blocks), ours)
+        assert torch.equal(part(*x), ours)
+        assert inspect.signature(flex.flex_attention) == signature
+    assert sum(patched.calls.values()) == 2
+    assert torch.equal(Holds.attend(*x, block_mask=blocks), expected)
+    assert flex.flex_attention.__code__ is code
+    assert not [name for name in vars(flex) if "halfulp" in name]
+
+
+def test_a_distributed_tensor(tmp_path):
+    """Split over batch and heads part by part, over the sequence as stock."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = inputs(2, 4, 12, 8)
+        expected = halfulp.attention(*x, is_causal=True)
+        wanted = gradients(expected, x)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            split = [distribute_tensor(t, mesh, [placement]) for t in x]
+            with patch(strict=True):
+                out = functional.scaled_dot_product_attention(*split, is_causal=True)
+            assert out.placements == (placement,)
+            assert torch.equal(out.full_tensor(), expected)
+            grads = torch.autograd.grad(out.full_tensor().square().sum(), split)
+            for a, b in zip(grads, wanted, strict=True):
+                torch.testing.assert_close(a.full_tensor(), b)
+        split = [distribute_tensor(t.detach(), mesh, [Shard(2)]) for t in x]
+        with patch(), pytest.warns(RuntimeWarning, match="as in context parallelism"):
+            functional.scaled_dot_product_attention(*split)
+    finally:
+        distributed.destroy_process_group()

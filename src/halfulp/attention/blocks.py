@@ -22,7 +22,8 @@ import torch
 from halfulp import ops
 from halfulp.recipes import kernel_recipe
 
-_FOLDER = __file__.rpartition("/")[0]
+# Frames between whoever calls attention and its count.
+_BETWEEN = (__file__.rpartition("/")[0], f"{torch.__path__[0]}/_dynamo")
 
 
 @dataclass(frozen=True, order=True)
@@ -160,10 +161,18 @@ def choice(newest: tuple[str, str | None] | None) -> tuple[str, str | None] | No
     return block.recipe, block.backend
 
 
+def compiled_past(newest: tuple[str, str | None] | None, function: str) -> None:  # noqa: ARG001
+    """Say, where code is compiled, that a function in it runs as stock."""
+    block = current()
+    if block is not None:
+        block.as_stock(function, "it is compiled as a part of other code")
+
+
 # What torch.compiler.assume_constant_result does, which would import the compiler: a compiled
 # function keeps the choice that it was traced under for as long as what it watches is the same, the
 # patched function and `newest`.
-setattr(choice, "_dynamo_marked_constant", True)  # noqa: B010  # functions have no such attribute, says mypy
+for _asked in (choice, compiled_past):
+    setattr(_asked, "_dynamo_marked_constant", True)  # noqa: B010  # mypy knows no such attribute
 
 
 class _Excused(threading.local):
@@ -192,8 +201,8 @@ def _renew() -> None:
 
 
 def _site() -> tuple[str, int, str]:
-    """File, line and function of the innermost frame outside of this package."""
+    """File, line and function of whoever called."""
     frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_FOLDER) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name

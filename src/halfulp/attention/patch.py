@@ -9,12 +9,13 @@ that did not enter sees the stock kernel, while the threads in which PyTorch run
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -67,9 +68,9 @@ def patch(
     nested tensors and DTensors, symbolic tracing, a block in which only the math kernel is allowed)
     runs as stock, with one warning that names it.
 
-    Not reached: functions kept outside modules' globals (a default argument, a partial, an
-    attribute of an object, a compiled `flex_attention`), C++ code and `torch.ops.aten` calls,
-    attention written out in matrix products, exported programs, and threads started in it.
+    Not reached: PyTorch's `scaled_dot_product_attention` kept outside modules' globals (a default
+    argument, a partial, an attribute of an object), C++ code and `torch.ops.aten` calls, attention
+    written out in matrix products, exported programs, and threads started in it.
     `strict=True` finds most of these. Code of `torch.compile` is traced again inside and outside of
     blocks; threads that share it share its attention too. Blocks nest; the innermost that is open
     counts, whatever the order or the thread in which they are closed. A checkpoint is recomputed
@@ -149,9 +150,15 @@ def _install() -> None:
     """Replace the stock functions in every loaded module; called with the lock held."""
     replacements: dict[int, Any] = {id(stand_ins.STOCK_SDPA): _SDPA}
     kept = [stand_ins.STOCK_SDPA]  # so that no other object gets its number
+    redirected = set()
     for module_name, name, ours in _FUNCTIONS:
         stock = getattr(sys.modules.get(module_name), name, None)
-        if stock is not None and id(stock) not in replacements:
+        if stock is None or stock in redirected:
+            continue
+        if ours is not stand_ins.multi_head_attention_forward and _may_redirect(stock):
+            redirected.add(stock)
+            _undo.append(_redirect(stock, ours))
+        else:
             kept.append(stock)
             replacements[id(stock)] = stand_ins.stand_in(stock, ours)
     for name, recomputing in _checkpoints().items():
@@ -167,6 +174,39 @@ def _install() -> None:
                 if id(held) in replacements:
                     setattr(module, name, replacements[id(held)])
                     _undo.append(_restore(module, name, held))
+
+
+def _may_redirect(stock: Any) -> bool:
+    return isinstance(stock, FunctionType) and not stock.__code__.co_freevars
+
+
+def _redirected(*args: Any, **kwargs: Any) -> Any:
+    """Whose code a function has while it is stood in for."""
+    return _either(*args, **kwargs)  # type: ignore[name-defined] # noqa: F821 # in that function's globals
+
+
+def _redirect(stock: FunctionType, ours: Callable[..., Any]) -> Callable[[], None]:
+    """Have a function of Python's run a stand-in by its code, so that whoever holds it is reached,
+    a partial, a class, `torch.compile`; return what undoes it.
+    """
+    code, space = stock.__code__, stock.__globals__
+    original = FunctionType(code, space, stock.__name__, stock.__defaults__)
+    original.__kwdefaults__ = stock.__kwdefaults__
+    original.__annotations__ = stock.__annotations__
+    either = stand_ins.stand_in(original, ours)
+    if "torch._dynamo" in sys.modules:  # importing it takes longer than most blocks
+        either = torch.compiler.disable(either)  # type: ignore[no-untyped-call]
+    name = f"_halfulp_{stock.__name__}_{id(stock)}"
+    space[name] = either
+    stock.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    stock.__code__ = _redirected.__code__.replace(co_names=(name,), co_name=stock.__name__)
+
+    def undo() -> None:
+        stock.__code__ = code
+        del stock.__signature__  # type: ignore[attr-defined]
+        del space[name]
+
+    return undo
 
 
 def _checkpoints() -> dict[str, Any]:

@@ -34,11 +34,16 @@ class Stock(NamedTuple):
 def stand_in(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is `ours` where a block is open in the caller's context, and else `stock`."""
 
+    traceable = ours in (scaled_dot_product_attention, multi_head_attention_forward)
+
     @functools.wraps(stock)
     def either(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             chosen = blocks.choice(blocks.newest)
-            out = Stock("") if chosen is None else ours(chosen, stock, *args, **kwargs)
+            if chosen is None or not traceable:
+                blocks.compiled_past(blocks.newest, stock.__name__)
+                return stock(*args, **kwargs)
+            out = ours(chosen, stock, *args, **kwargs)
             return stock(*args, **kwargs) if isinstance(out, Stock) else out
         block = blocks.current()
         if block is None:
