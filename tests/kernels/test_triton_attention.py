@@ -69,6 +69,23 @@ def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
         door.backward(*Options().of(X, X, X), None, X, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("3.4.0", "triton 3.4.0 is older than 3.5"),
+        ("2.1.0", "triton 2.1.0 is older than 3.5"),
+        ("3.5.0", None),
+        ("3.10.1+git1234", None),
+        ("4.0.0a1", None),
+    ],
+)
+def test_a_triton_that_cannot_compile_them_is_named(
+    version: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
+    assert door._unsupported_triton() == reason
+
+
 def test_triton_is_imported_for_gpus_alone() -> None:
     code = """
 import json, sys, torch

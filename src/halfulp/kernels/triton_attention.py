@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_DIM = 256
 MIN_CAPABILITY = (8, 0)
+MIN_TRITON = (3, 5)  # 3.4 makes no product of fewer than 16 columns, and l takes one of 8
 
 
 def supports(call: Call, recipe: str) -> str | None:
@@ -77,13 +78,23 @@ def _unsupported_device(query: Tensor) -> str | None:
         return None
     if query.device.type != "cuda":
         return f"tensors on {query.device}: the Triton kernels run on GPUs"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton is not installed"
+    lacking = _unsupported_triton()
+    if lacking is not None:
+        return lacking
     capability = torch.cuda.get_device_capability(query.device)
     if torch.version.hip is None and capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+def _unsupported_triton() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < MIN_TRITON:
+        return f"triton {triton.__version__} is older than {MIN_TRITON[0]}.{MIN_TRITON[1]}"
     return None
 
 

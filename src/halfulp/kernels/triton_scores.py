@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language import core  # Triton 3.4 shows mul there alone
+from triton.language import core  # Triton 3.5 shows mul there alone
 
 from halfulp.kernels.triton_arguments import MaskPart
 from halfulp.kernels.triton_tiles import LOG2_E
