@@ -366,6 +366,13 @@ STOCK_RULES: tuple[Rule, ...] = (
 )
 
 
+WRONG_ELEMENTS = Cause(
+    "some elements are wrong by more than rounding can do, while the mean over heads is not",
+    "heads, tiles or rows that are never written, or computed from another's data",
+    "the heads or tokens concerned learn from noise",
+)
+
+
 def diagnose(
     findings: Sequence[Finding], growth: dict[str, float], accumulates: bool
 ) -> tuple[Cause, ...]:
@@ -375,7 +382,9 @@ def diagnose(
     `growth` and `accumulates` are the audit's exponents and its fingerprint's word on the gradient
     accumulators.
     """
-    defects = tuple(f for f in findings if f.grade == "defect")
+    defects = tuple(f for f in findings if f.grade == "defect" and f.kind != "element")
+    if not defects and any(f.kind == "element" for f in findings):
+        return (WRONG_ELEMENTS,)
     if not defects:
         evidence = Evidence(tuple(findings), growth, accumulates)
         return tuple(cause for fits, cause in STOCK_RULES if fits(evidence))[:1]

@@ -105,6 +105,23 @@ def _per_sample(x: Tensor, grouped: bool, groups: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The largest error of one element, per head `[S]`: a mean over heads cannot see it."""
+
+    error: Tensor
+    own: Tensor  # what rounding the largest element of the head may make
+    at: Tensor  # where in the head, counted through
+    got: Tensor  # there
+    exact: Tensor
+    shape: tuple[int, ...]  # [B, H, N, D] of the tensor
+
+    def place(self, sample: int) -> tuple[int, ...]:
+        """(b, h, i, d) of the largest error of one head."""
+        flat = sample * self.shape[2] * self.shape[3] + int(self.at[sample])
+        return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), self.shape))
+
+
+@dataclass(frozen=True)
 class Figure:
     """One measured error per head, `[S]` each: the error's norm, the slack, and the norm of the
     golden value (0 where it vanishes).
@@ -118,6 +135,8 @@ class Figure:
     # the error that rounding O may make through δ: the stock recipe is not held below it
     through_delta: Tensor
     size: Tensor  # the larger of the golden value's norm and the natural noise of a rounding of 1
+
+    peak: Peak | None = None  # the largest errors of single elements; None of a sum
 
     @property
     def relative(self) -> float:
@@ -193,6 +212,7 @@ def measure(
                 label, name, difference, exact, getattr(noise, name), allowed, fmt.unit_roundoff
             )
         )
+        figures[-1] = replace(figures[-1], peak=_peak(got, difference, exact, fmt.unit_roundoff))
         leans.append(Lean(name, _lean(difference, exact, getattr(noise, name), fmt)))
         ulps[name] = _in_ulps(difference, exact, fmt)
     figures += _sums(result, truth, noise, x, fmt, probe, nonfinite)
@@ -261,6 +281,26 @@ def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
         torch.zeros_like(slack),
         size,
     )
+
+
+def _peak(got: Tensor, difference: Tensor, exact: Tensor, u: float) -> Peak:
+    error, at = difference.abs().flatten(2).flatten(0, 1).max(-1)
+    there, expected = (
+        x.flatten(2).flatten(0, 1).gather(1, at[:, None])[:, 0] for x in (got, exact)
+    )
+    largest = torch.where(exact.isfinite(), exact, 0.0).abs().flatten(2).amax(-1).flatten()
+    return Peak(error, u * largest, at, there, expected, tuple(difference.shape))
+
+
+def excess(got: Figure, stock: Figure) -> Tensor:
+    """By how much the largest error of an element is beyond the stock recipe's largest, or what
+    rounding makes there by nature, per head `[S]`; both figures have their peaks.
+    """
+    assert got.peak is not None
+    assert stock.peak is not None
+    natural = got.through_delta / (got.peak.shape[2] * got.peak.shape[3]) ** 0.5
+    allowed = torch.stack([stock.peak.error, got.peak.own, got.slack, natural])
+    return got.peak.error / allowed.amax(0)
 
 
 def _lean(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tensor:

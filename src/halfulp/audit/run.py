@@ -359,7 +359,7 @@ def _judge(gathered: _Gathered, level: float) -> tuple[list[Finding], dict[Case,
         broken = judge_relation(relation, stock.get(relation.tensor), level, LIMITS[case.dtype])
         if broken is not None:
             findings.append(replace(broken, case=case))
-    order = {"non-finite": 0, "error": 1, "lean": 1, "relation": 2}
+    order = {"non-finite": 0, "error": 1, "lean": 1, "element": 2, "relation": 3}
     findings.sort(key=lambda f: (f.grade != "defect", order[f.kind], -f.ratio))
     return findings, rows
 

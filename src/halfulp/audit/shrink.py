@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from halfulp.audit.figures import Measured, measure
+from halfulp.audit.figures import Measured, excess, measure
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
-from halfulp.audit.verdict import LIMITS, Finding, Limits
+from halfulp.audit.verdict import LIMITS, PEAK, Finding, Limits
 from halfulp.calls import Result
 
 Run = Callable[[Inputs], Result | None]
@@ -46,6 +46,10 @@ def _severity(measured: Measured, reference: References, finding: Finding, limit
                 return abs(float((lean.lean - stock[lean.tensor].lean).mean())) / limits.lean
         return 0.0
     by_name = {f.name: f for f in reference.stock.figures}
+    if finding.kind == "element":
+        own = (f for f in measured.figures if f.tensor == finding.tensor and f.peak is not None)
+        beyond = (float(excess(f, by_name[f.name]).max()) for f in own if f.name in by_name)
+        return max(beyond, default=0.0) / (PEAK * limits.stock)
     for got in measured.figures:
         if got.name == finding.property:
             allowed = torch.maximum(

@@ -4,7 +4,8 @@ it does to training.
 `defect`: some error is worse than the stock recipe's by more than a quarter, or leans, or is not
 finite, or a relation between calls breaks. `stock`: nothing is worse than the stock recipe, but
 some error lies above one and a half times the floor of the format (δ's known bias). `sound`:
-neither. All comparisons are tests at a level that is divided by their number.
+neither. All comparisons are tests at a level that is divided by their number; beside them no
+element may be farther off than rounding can make it.
 
 In float32 nothing is rounded but what every kernel rounds in an order of its own, and errors of
 sound kernels lie up to five times, leans up to 70 unit roundoffs apart (docs/log.md). There only an
@@ -17,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from halfulp.audit.figures import SHORT, Figure, Lean, Measured
+from halfulp.audit.figures import SHORT, Figure, Lean, Measured, excess
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation
 from halfulp.audit.references import References
@@ -36,6 +37,9 @@ class Limits:
     lean: float  # unit roundoffs beyond the reference's lean
 
 
+PEAK = 10.0
+"""Times `Limits.stock`: beyond that the largest error of an element is no rounding."""
+
 LIMITS = {
     "bfloat16": Limits(stock=1.25, floor=1.5, lean=0.1),
     "float16": Limits(stock=1.25, floor=1.5, lean=0.1),
@@ -49,7 +53,7 @@ class Finding:
     """One property that a target fails."""
 
     grade: Grade
-    kind: Literal["error", "lean", "non-finite", "relation"]
+    kind: Literal["error", "lean", "non-finite", "element", "relation"]
     property: str
     tensor: str
     case: Case | None
@@ -152,6 +156,7 @@ def judge_case(
         elif times_floor.lower > limits.floor:
             findings.append(_too_large("stock", got, case, row, times_floor.mean))
     findings += _leans(case, measured, reference, level)
+    findings += _elements(case, measured, reference)
     return rows, findings
 
 
@@ -203,6 +208,36 @@ def _leans(case: Case, measured: Measured, reference: References, level: float) 
             )
         )
     return findings
+
+
+def _elements(case: Case, measured: Measured, reference: References) -> list[Finding]:
+    """The tensor whose worst element is farthest beyond what rounding can do, if any is.
+
+    No test but a bound, twice what sound kernels reach (docs/log.md): one wrong head of many makes
+    the variance that a test of means would hold it against.
+    """
+    stock = {f.name: f for f in reference.stock.figures}
+    limit = PEAK * LIMITS[case.dtype].stock
+    found = []
+    for got in measured.figures:
+        other = stock.get(got.name)
+        if got.peak is None or other is None or other.peak is None:
+            continue
+        beyond = excess(got, other)
+        worst = int(beyond.argmax())
+        ratio = float(beyond[worst])
+        if ratio <= limit:
+            continue
+        short, place = SHORT[got.tensor], got.peak.place(worst)
+        text = (
+            f"element {place} of {short} is {float(got.peak.got[worst]):.3g}, expected"
+            f" {float(got.peak.exact[worst]):.3g}: {ratio:.3g} × beyond what rounding makes there;"
+            f" in {int((beyond > limit).sum())} of {beyond.numel()} heads"
+        )
+        found.append(
+            Finding("defect", "element", f"{short} element", got.tensor, case, text, ratio)
+        )
+    return sorted(found, key=lambda f: -f.ratio)[:1]
 
 
 def judge_relation(

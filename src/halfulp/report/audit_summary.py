@@ -104,7 +104,7 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     rows = [row for row in case["rows"] if row["property"] in names] or case["rows"]
     reference = "times_stock" if grade == "defect" else "times_floor"
     worst = max(rows, key=lambda row: row[reference] or 0.0, default=None)
-    other = [f for f in failing if f["kind"] in ("non-finite", "lean")]
+    other = [f for f in failing if f["kind"] in ("non-finite", "lean", "element")]
     note = "; ".join(dict.fromkeys(f["property"] for f in other))
     if worst is None or (other and not any(f["kind"] == "error" for f in failing)):
         return ProbeRow(

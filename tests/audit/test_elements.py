@@ -1,0 +1,113 @@
+"""What a mean over heads cannot see: one wrong head, row or element among many good ones."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from halfulp.audit import Case, Shape, audit
+from halfulp.audit import run as audit_run
+from halfulp.audit.references import references
+from halfulp.audit.shrink import severity
+from halfulp.audit.statistics import error_ratio
+from halfulp.targets import resolve
+
+SHAPE = Shape(2, 8, 128, 128, 32)
+PROBES = ("gaussian", "sharp")
+
+
+@pytest.fixture(autouse=True)
+def small_plan(monkeypatch):
+    """Two probes and the relations."""
+    small = Shape(2, 2, 32, 32, 16)
+
+    def plan(depth, dtype, seed=0, shapes=(), captured=()):
+        cases = tuple(Case(name, SHAPE, seed, dtype) for name in PROBES)
+        names = ("free_feature", "free_feature_causal")
+        return audit_run.Plan(cases, (), tuple(Case(n, small, seed, dtype) for n in names))
+
+    monkeypatch.setattr(audit_run, "plan", plan)
+
+
+def good(query, key, value, *, is_causal, scale):
+    operands = (x.float() for x in (query, key, value))
+    out = functional.scaled_dot_product_attention(*operands, is_causal=is_causal, scale=scale)
+    return out.to(query.dtype)
+
+
+def unwritten_heads(query, key, value, *, is_causal, scale):
+    out = good(query, key, value, is_causal=is_causal, scale=scale)
+    written = torch.arange(query.shape[1]) % 2 == 0
+    return torch.where(written[:, None, None], out, 0.0)
+
+
+def neighbors_head(query, key, value, *, is_causal, scale):
+    other = torch.cat([value[:, :-1], value[:, :1]], 1) if value.shape[1] > 2 else value
+    return good(query, key, other, is_causal=is_causal, scale=scale)
+
+
+def last_sequence(query, key, value, *, is_causal, scale):
+    other = torch.cat([key[:-1], key[:1]])
+    return good(query, other, value, is_causal=is_causal, scale=scale)
+
+
+def one_element(query, key, value, *, is_causal, scale):
+    out = good(query, key, value, is_causal=is_causal, scale=scale)
+    wrong = torch.zeros_like(out)
+    wrong.view(-1)[777] = 0.25
+    return out + wrong
+
+
+def one_gradient_row(query, key, value, *, is_causal, scale):
+    out = good(query, key, value, is_causal=is_causal, scale=scale)
+    if key.shape[2] > 100:
+        # forward alone: a key whose gradient goes elsewhere
+        key.register_hook(lambda g: torch.cat([g[:, :, 1:2], g[:, :, 1:]], 2))
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "kernel", [unwritten_heads, neighbors_head, last_sequence, one_element, one_gradient_row]
+)
+def test_what_a_mean_cannot_see_is_a_defect(kernel, dtype):
+    report = audit(kernel, explain=False, dtype=dtype)
+    assert (report.verdict, report.exit_code) == ("defect", 1)
+    found = [f for f in report.findings if f.kind == "element"]
+    assert found
+    assert found[0].ratio > 12.5
+    assert "× beyond what rounding makes there" in found[0].figure
+
+
+def test_the_worst_element_is_named():
+    report = audit(one_element, explain=False)
+    (finding,) = [f for f in report.findings if f.kind == "element" and f.case.probe == "gaussian"]
+    assert finding.tensor == "out"
+    assert finding.figure.startswith("element (0, 0, 24, 9) of O is ")  # 777 = 24 · 32 + 9
+    assert finding.figure.endswith("in 1 of 16 heads")
+    assert report.causes[0].name.startswith("some elements are wrong")
+    assert report.reason.startswith("some elements are wrong")
+
+
+def test_a_test_of_means_alone_does_not_see_one_element():
+    """Why the bound is there."""
+    reference = references(Case("gaussian", SHAPE))
+    run = audit_run.runner(audit_run.Target.of(one_element))
+    measured = audit_run.measure(
+        run(reference.inputs), reference.truth, reference.noise, reference.inputs, reference.probe
+    )
+    stock = {f.name: f for f in reference.stock.figures}
+    (out,) = [f for f in measured.figures if f.name == "O error"]
+    assert error_ratio(out, stock["O error"], 1e-4, through_delta=True).lower < 1.25
+
+
+@pytest.mark.parametrize("name", ["sdpa:math", "halfulp", "recipe:BF16_FLASH1", "sdpa:flash"])
+def test_rounding_stays_below_the_bound(name):
+    report = audit(resolve(name), explain=False)
+    assert not [f for f in report.findings if f.kind == "element"]
+
+
+def test_the_smallest_input_still_shows_it():
+    report = audit(unwritten_heads)
+    shown = next(f for f in report.findings if f.kind == "element")
+    run = audit_run.runner(audit_run.Target.of(unwritten_heads))
+    assert severity(run, shown.case, shown) > 3
