@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from halfulp.attention import emulate
 from halfulp.experiments.bench import bench
 from halfulp.experiments.bench_result import Setting
 from halfulp.isolate.substitutions import is_recipe, suspects
@@ -218,3 +219,11 @@ def test_a_watched_function_is_read_by_its_own_names():
     q, k, _, _ = tensors()
     asked = form.read(form.arguments((q, k, k, True), {"sm_scale": 0.5}), q, k)
     assert (asked.is_causal, asked.scale) == (True, 0.5)
+
+
+@pytest.mark.parametrize("name", ["sdpa:flash", "torch:flash", "torch", "eager"])
+def test_a_kernel_asked_for_as_a_recipe_is_told_its_emulation(name):
+    q, k, v, _ = tensors(torch.bfloat16)
+    with pytest.raises(ValueError, match="cannot be emulated") as error:
+        emulate(q, k, v, recipe=name)
+    assert said(error).endswith(f"stands for it on a CPU, {emulations(name)[0]}")

@@ -9,6 +9,7 @@ the fp64 truth, any kernel's arithmetic, and every measurement.
 from halfulp.recipes.kernels import (
     KERNEL_BASE,
     KERNEL_RECIPES,
+    STAND_INS,
     KernelRecipe,
     kernel_recipe,
     recipe_for,
@@ -57,6 +58,7 @@ __all__ = [
     "KERNEL_BASE",
     "KERNEL_RECIPES",
     "RECIPES",
+    "STAND_INS",
     "STEPS",
     "TORCH_CPU_FLASH",
     "AnyFormat",

@@ -65,6 +65,27 @@ KERNEL_RECIPES: dict[str, KernelRecipe] = {
 }
 
 
+_CPU_FLASH = (
+    "TORCH_CPU_FLASH",
+    # the stock algorithm with the structure of PyTorch's CPU kernel: its block of keys and its bf16
+    # gradient sums
+    "BF16_FLASH2[block_query=32,block_key=512,grad_accumulator=bf16]",
+)
+_STANDARD = ("BF16_STANDARD", "BF16_STANDARD_CPU")
+STAND_INS: dict[str, tuple[str, ...]] = {
+    "sdpa": _CPU_FLASH,
+    "sdpa:flash": _CPU_FLASH,
+    "transformers:sdpa": _CPU_FLASH,
+    "torch.nn.functional:scaled_dot_product_attention": _CPU_FLASH,
+    "sdpa:math": _STANDARD[::-1],
+    "eager": _STANDARD,
+    "transformers:eager": _STANDARD,
+}
+"""Names of other people's kernels: the recipes that stand for them on a CPU, the likest first, that
+of PyTorch's flash kernel bit by bit.
+"""
+
+
 @cache
 def recipe_of(name: str, dtype: torch.dtype) -> Recipe:
     """The recipe that a kernel's recipe means for inputs of `dtype`: what is bf16 in it takes that
@@ -110,6 +131,13 @@ def recipe_for(recipe: Recipe | str, dtype: torch.dtype) -> Recipe:
     except ValueError as error:
         if recipe.strip().partition("[")[0].upper() in RECIPES:
             raise
+        family, colon, rest = recipe.strip().partition(":")
+        kernel = f"sdpa{colon}{rest}" if family == "torch" else recipe.strip()
+        if kernel in STAND_INS:
+            raise ValueError(
+                f"recipe={recipe!r}: is a kernel, which runs and trains but cannot be emulated;"
+                f" accepted is the recipe that stands for it on a CPU, {STAND_INS[kernel][0]}"
+            ) from error
         known = f"{', '.join(KERNEL_RECIPES)}, {', '.join(RECIPES)}"
         raise ValueError(
             f"recipe={recipe!r}: accepted are {known}, the latter each with [field=value,…] if"
