@@ -116,7 +116,7 @@ def test_captured_tensors(tmp_path, short):
     size = shape_of(read_captured(file))
     x = Case(CAPTURED, size, 0, "bfloat16", file).inputs()
     assert torch.equal(x.query, tensors[names[0]].bfloat16())
-    assert (x.is_causal, x.scale) == (True, 0.5)
+    assert (x.sees.causal, x.scale) == (True, 0.5)
     cut = Case(CAPTURED, Shape(1, 1, 5, 5, 8), 0, "bfloat16", file).inputs()
     assert torch.equal(cut.value, tensors[names[2]][:, :1, :5].bfloat16())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfulp.audit.inputs import Inputs
 from halfulp.audit.probes import Probe
-from halfulp.calls import Result, Sees
+from halfulp.calls import Result
 from halfulp.formats import BF16, FP16, FP32, Format, ulp
 
 FORMAT_OF: dict[torch.dtype, Format] = {
@@ -63,24 +63,27 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     groups = x.query.shape[1] // x.key.shape[1]
     q, do = x.query.double(), x.grad_out.double()
     k, v = (t.double().repeat_interleave(groups, dim=1) for t in (x.key, x.value))
-    sees, cols = Sees(x.is_causal, mask=x.attn_mask), slice(0, k.shape[2])
+    cols = slice(0, k.shape[2])
     q2, k2, v2, do2 = (t.square().sum(-1) for t in (q, k, v, do))
     e2 = (do * out).square().sum(-1)
     total: dict[str, Tensor] = {}
     step = max(1, 2**23 // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         rows = slice(start, min(start + step, q.shape[2]))
-        p = torch.softmax(
-            sees.apply(q[:, :, rows] @ k.mT * x.scale, rows, cols, 1.0), -1
-        ).nan_to_num_(0.0)
+        p, kept, slope = _weights(x, q[:, :, rows] @ k.mT * x.scale, rows, cols)
         dp = do[:, :, rows] @ v.mT
-        w2 = (p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())).square_()
+        dp = dp if kept is None else dp * kept
+        w = p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())
+        w2 = (w if slope is None else w * slope).square_()
+        of_value = None if kept is None else (p * kept).square_()
+        p = p if slope is None else p * slope
         attended = (p @ k).square().sum(-1)
         p2 = p.square_()
+        of_value = p2 if of_value is None else of_value
         p2_rows, w2_rows, e2_rows, q2_rows = p2.sum(-1), w2.sum(-1), e2[:, :, rows], q2[:, :, rows]
         parts = {
-            "out": (p2 @ v2.unsqueeze(-1)).squeeze(-1),
-            "grad_value": p2_rows * do2[:, :, rows],
+            "out": (of_value @ v2.unsqueeze(-1)).squeeze(-1),
+            "grad_value": of_value.sum(-1) * do2[:, :, rows],
             "grad_query": (w2 @ k2.unsqueeze(-1)).squeeze(-1) * x.scale**2,
             "grad_key": w2_rows * q2_rows * x.scale**2,
             "row_sums": w2_rows,
@@ -97,6 +100,26 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
         n.removeprefix("delta "): roots.pop(n) for n in list(roots) if n.startswith("delta ")
     }
     return Noise(**roots, delta=Delta(**of_delta))
+
+
+def _weights(
+    x: Inputs, scores: Tensor, rows: slice, cols: slice
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """P of some rows of a call, what dropout multiplies it by, and the slope of its softcap."""
+    kept = slope = None
+    if x.softcap:
+        t = torch.tanh(scores / x.softcap)
+        scores, slope = t * x.softcap, 1 - t * t
+    scores = x.sees.apply(scores, rows, cols, 1.0)
+    if x.sinks is not None:
+        sink = x.sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    p = torch.softmax(scores, -1).nan_to_num_(0.0)[..., : cols.stop]
+    if x.dropout is not None:
+        batch, heads, queries = x.query.shape[:3]
+        numbers = torch.arange(batch * heads, device=p.device).view(batch, heads)
+        kept = x.dropout.keep(numbers, rows, cols, queries).double() * x.dropout.scale
+    return p, kept, slope
 
 
 def _per_sample(x: Tensor, grouped: bool, groups: int) -> Tensor:
@@ -342,10 +365,12 @@ def _sums(
     groups = x.query.shape[1] // x.key.shape[1]
     given = _per_sample(x.grad_out.double().square().sum((-2, -1)).sqrt(), groups > 1, groups)
     zero = torch.zeros_like(given)
+    # rows whose weights sum to 1
+    whole = x.sees.mask is None and x.sinks is None and x.dropout is None
     allowed = {"grad_value": (given, zero), "grad_key": (zero, noise.delta.key_sum)}
     for name, label in (("grad_value", "Σ dV = Σ dO"), ("grad_key", "Σ dK = 0")):
         got, exact = getattr(result, name), getattr(truth, name)
-        if got is None or exact is None or name in bad or x.attn_mask is not None:
+        if got is None or exact is None or name in bad or not whole:
             continue
         difference, of_exact = (
             (got.double() - exact).sum(2, keepdim=True),

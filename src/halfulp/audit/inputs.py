@@ -8,7 +8,7 @@ machine.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,33 +16,36 @@ import torch
 from torch import Tensor
 
 from halfulp.audit.probes import Probe, Shape, probe_named
+from halfulp.calls import Call, Dropout, Sees, draw_seed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """One attention call: query `[B, H, N_q, D]`, key, value, grad_out in the audited dtype, and
-    the call's options.
+@dataclass(frozen=True, kw_only=True)
+class Inputs(Call):
+    """A call in the audited dtype, the gradient that reaches its out, and what torch's CPU
+    generator is seeded with before: a kernel with dropout draws its own seed from it.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
     grad_out: Tensor
-    is_causal: bool
-    scale: float
-    attn_mask: Tensor | None = None
-    enable_gqa: bool = False
+    generator_seed: int = 0
 
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of the call."""
-        return {
-            "attn_mask": self.attn_mask,
-            "is_causal": self.is_causal,
-            "scale": self.scale,
-            "enable_gqa": self.enable_gqa,
+    def to(self, device: str | torch.device) -> Inputs:
+        """The same on another device."""
+        moved: dict[str, Any] = {
+            field.name: x.to(device)
+            for field in fields(self)
+            if isinstance(x := getattr(self, field.name), Tensor)
         }
+        mask = None if self.sees.mask is None else self.sees.mask.to(device)
+        return replace(self, **moved, sees=replace(self.sees, mask=mask))
+
+
+def seed_drawn(generator_seed: int) -> int:
+    """The seed that `halfulp.attention` draws where torch's CPU generator was just seeded so."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(generator_seed)
+        return int(draw_seed())
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,26 @@ class Case:
         probe = probe_named(self.probe)
         generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
         drawn = probe.draw(self.shape, generator)
-        mask = drawn.pop("attn_mask", None)
-        scale = 1 / math.sqrt(self.shape.head_dim) if probe.scale is None else probe.scale
-        q, k, v, do = (
-            drawn[name].to(DTYPES[self.dtype]).to(device)
+        asked = probe.options(self.shape)
+        operands: dict[str, Any] = {
+            name: drawn[name].to(DTYPES[self.dtype])
             for name in ("query", "key", "value", "grad_out")
-        )
-        mask = None if mask is None else mask.to(device)
+        }
+        p, drawn_seed = asked.get("dropout_p", 0.0), seed_drawn(self.seed)
         return Inputs(
-            q, k, v, do, probe.is_causal, scale, mask, self.shape.key_heads != self.shape.heads
-        )
+            **operands,
+            sees=Sees(
+                probe.is_causal,
+                asked.get("window"),
+                asked.get("causal_offset", 0),
+                drawn.get("attn_mask"),
+            ),
+            scale=1 / math.sqrt(self.shape.head_dim) if probe.scale is None else probe.scale,
+            softcap=asked.get("softcap", 0.0),
+            sinks=drawn.get("sinks"),
+            dropout=Dropout(p, drawn_seed) if p else None,
+            generator_seed=self.seed,
+        ).to(device)
 
 
 CAPTURED = "captured"
@@ -117,7 +130,12 @@ def read_captured(file: str) -> Inputs:
     scale = float(metadata.get("scale", 1 / math.sqrt(q.shape[-1])))
     causal = metadata.get("is_causal", "true").lower() in ("true", "1")
     return Inputs(
-        q, k, tensors["value"], tensors["grad_out"], causal, scale, None, q.shape[1] != k.shape[1]
+        query=q,
+        key=k,
+        value=tensors["value"],
+        grad_out=tensors["grad_out"],
+        sees=Sees(causal),
+        scale=scale,
     )
 
 

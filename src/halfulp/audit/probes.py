@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class Shape:
 Draw = Callable[[Shape, torch.Generator], dict[str, Tensor]]
 
 
+def _nothing_else(_: Shape) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Probe:
     """A named family of inputs."""
@@ -58,6 +63,9 @@ class Probe:
     judged_by: str | None = None  # the one figure that counts; None: all
     # times the usual slack of that figure, where the floor is free of error by cancellation
     slack: float = 1.0
+    # what else the call asks for at that size: window, causal_offset, softcap, dropout_p; sinks and
+    # masks are drawn
+    options: Callable[[Shape], dict[str, Any]] = _nothing_else
 
 
 def _gaussian(
@@ -234,6 +242,11 @@ def _additive_mask(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
     i, j = torch.arange(shape.n_query)[:, None], torch.arange(shape.n_key)[None, :]
     slopes = 2.0 ** -(1 + torch.arange(shape.heads, dtype=torch.float32))[:, None, None]
     return _gaussian(shape, g) | {"attn_mask": (-(i - j).abs() * slopes)[None]}
+
+
+def _learned_sinks(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
+    """A learned score in every row whose value is 0, of another size in each head."""
+    return _gaussian(shape, g) | {"sinks": torch.randn(shape.heads, generator=g) * 2 + 2}
 
 
 def _lengths(shape: Shape) -> Shape:
@@ -452,6 +465,50 @@ PROBES: tuple[Probe, ...] = (
         "masked_rows", "rows that may attend to nothing", "pytorch, fully masked rows", _masked_rows
     ),
     Probe("additive_mask", "a bias added to the scores", "ALiBi position bias", _additive_mask),
+    Probe(
+        "window",
+        "windows that end inside a tile",
+        "sliding-window attention",
+        _gaussian,
+        options=lambda _: {"window": (37, 5)},
+    ),
+    Probe(
+        "window_causal",
+        "a causal window's two edges",
+        "sliding-window attention",
+        _gaussian,
+        is_causal=True,
+        options=lambda _: {"window": (45, -1)},
+    ),
+    Probe(
+        "causal_offset",
+        "a diagonal that starts elsewhere than at the top left",
+        "FlashAttention, causal at the bottom right",
+        _gaussian,
+        is_causal=True,
+        change_shape=_cross,
+        options=lambda shape: {"causal_offset": shape.n_key - shape.n_query},
+    ),
+    Probe(
+        "softcap",
+        "a softcap, and its slope in the backward pass",
+        "Gemma 2, arXiv 2408.00118",
+        _scaled(q=3.0, k=2.0),
+        options=lambda _: {"softcap": 4.0},
+    ),
+    Probe(
+        "learned_sinks",
+        "sinks left out of the row sum, or of δ",
+        "attention sinks, arXiv 2309.17453",
+        _learned_sinks,
+    ),
+    Probe(
+        "dropout",
+        "a backward pass that drops other weights, or forgets their scale",
+        "flash-attention, dropout",
+        _gaussian,
+        options=lambda _: {"dropout_p": 0.25},
+    ),
 )
 
 

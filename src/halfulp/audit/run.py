@@ -117,18 +117,12 @@ def runner(
 
 
 def _call(target: Target, x: Inputs, device: str, forward: bool) -> Outcome:
-    def there(t: Any) -> Any:
-        return None if t is None else t.to(device)
-
-    options = x.options() | {"attn_mask": there(x.attn_mask)}
-    outcome = run_target(
-        target,
-        there(x.query),
-        there(x.key),
-        there(x.value),
-        None if forward else there(x.grad_out),
-        **options,
-    )
+    x = x.to(device)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(x.generator_seed)  # a kernel with dropout draws its seed
+        outcome = run_target(
+            target, x.query, x.key, x.value, None if forward else x.grad_out, **x.options()
+        )
     if outcome.result is None or device == "cpu":
         return outcome
     moved = {name: t.cpu() for name, t in vars(outcome.result).items() if t is not None}

@@ -112,11 +112,11 @@ class Call:
             flat.query, flat.key, flat.value, sees, flat.scale, flat.softcap, flat.sinks, dropout
         )
 
-    def options(self) -> dict[str, Any]:
+    def options(self, *, seeded: bool = False) -> dict[str, Any]:
         """Keyword arguments that ask `emulate`, `golden` or a kernel under audit for this call.
 
-        is_causal and scale always; others where they say anything. Dropout's seed is not among
-        them: some draw it.
+        is_causal and scale always; others where they say anything. Dropout's seed is among them
+        only if `seeded`: kernels of others draw theirs.
         """
         said = {
             "attn_mask": self.sees.mask,
@@ -128,4 +128,6 @@ class Call:
             "causal_offset": self.sees.offset,
         }
         given = {name: x for name, x in said.items() if isinstance(x, (Tensor, tuple)) or x}
+        if seeded and self.dropout is not None:
+            given["dropout_seed"] = self.dropout.number
         return {"is_causal": self.sees.causal, "scale": self.scale} | given

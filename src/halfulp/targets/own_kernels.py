@@ -13,7 +13,7 @@ from halfulp.formats import Format
 from halfulp.ops import BACKENDS
 from halfulp.ops.dispatch import missing
 from halfulp.recipes import KERNEL_RECIPES, Recipe
-from halfulp.targets.target import ALL, BOTH, NO_CUDA, Target, UnsupportedError
+from halfulp.targets.target import ALL, NO_CUDA, Target, UnsupportedError
 
 
 def halfulp_targets() -> tuple[Target, ...]:
@@ -75,7 +75,7 @@ def recipe_target(recipe: Recipe) -> Target:
     return Target(
         f"recipe:{recipe.name}",
         call,
-        BOTH,
+        ALL,
         f"halfulp's emulation of {recipe.name} ({recipe.algorithm})",
         layer=partial(emulate, recipe=recipe),
         function=emulate,
