@@ -117,6 +117,8 @@ def runner(
 
 
 def _call(target: Target, x: Inputs, device: str, forward: bool) -> Outcome:
+    if x.dropout is not None and "dropout_p" in target.accepts and not target.same_dropout:
+        return Outcome(None, "drops weights of its own, which nobody else knows", "unsupported")
     x = x.to(device)
     with torch.random.fork_rng([]):
         torch.manual_seed(x.generator_seed)  # a kernel with dropout draws its seed

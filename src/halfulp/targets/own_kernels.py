@@ -48,7 +48,7 @@ def halfulp_target(backend: str | None = None, recipe: str = "halfulp") -> Targe
     absent = None if backend is None else missing(backend)
     if backend == "triton" and absent is None and not torch.cuda.is_available():
         absent = NO_CUDA
-    return Target(":".join(parts), call, ALL, text, absent)
+    return Target(":".join(parts), call, ALL, text, absent, same_dropout=True)
 
 
 def halfulp_named(parts: list[str]) -> Target | None:
@@ -77,6 +77,7 @@ def recipe_target(recipe: Recipe) -> Target:
         call,
         ALL,
         f"halfulp's emulation of {recipe.name} ({recipe.algorithm})",
+        same_dropout=True,
         layer=partial(emulate, recipe=recipe),
         function=emulate,
     )

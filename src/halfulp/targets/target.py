@@ -36,6 +36,9 @@ class Target:
     description: str  # one line for `halfulp ls targets`
     # why it cannot run here (None: it can), e.g. "flash_attn is not installed"
     missing: str | None = None
+    # whether dropout leaves the weights that `golden` leaves, its seed drawn from torch's CPU
+    # generator as `calls.draw_seed` does; others drop weights that nobody else knows
+    same_dropout: bool = False
     forward_only: str | None = None  # why it gives no gradients here (None: it does)
     # the same for a layer in training, whose operands may be float32: out in query's dtype. None:
     # they are cast to bf16 and out is cast back.
