@@ -88,7 +88,7 @@ def test_shared_features_cannot_be_seen_by_softmax_and_golden_dq_vanishes_there(
 
 def test_masked_rows_are_fully_masked():
     reference = references(case_of(probe_named("masked_rows"), SMALL, 0, "bfloat16"))
-    dead = ~reference.inputs.attn_mask.any(-1)
+    dead = ~reference.inputs.sees.mask.any(-1)
     assert dead.any()
     assert (reference.truth.out.masked_select(dead.expand(2, 2, 64).unsqueeze(-1)) == 0).all()
 
