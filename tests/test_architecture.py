@@ -250,6 +250,58 @@ def arbitrary_code(package: Path) -> list[str]:
     return found
 
 
+def same_names(package: Path) -> list[str]:
+    """Two modules of one name are two tabs, two tracebacks and two search results that look alike."""
+    first: dict[str, Module] = {}
+    found = []
+    for module in read_modules(package):
+        stem = module.path.stem
+        other = first.setdefault(stem, module)
+        if other is not module and not stem.startswith("__"):
+            found.append(module.at(1, f"{other.path} has the same name"))
+    return found
+
+
+def cycles(package: Path) -> list[str]:
+    """A module that needs itself before it is there; imports inside functions come later and are no
+    part of it.
+    """
+    modules = {module.name: module for module in read_modules(package)}
+    needs = {name: set(_needed(module, modules)) for name, module in modules.items()}
+    # a module can reach itself: take away, again and again, what needs nothing that is left
+    while leaves := {name for name, needed in needs.items() if not needed & needs.keys()}:
+        needs = {name: needed for name, needed in needs.items() if name not in leaves}
+    while tops := needs.keys() - set().union(*needs.values()):
+        needs = {name: needed for name, needed in needs.items() if name not in tops}
+    if not needs:
+        return []
+    first, *others = sorted(needs)
+    return [modules[first].at(1, f"in a circle of imports with {', '.join(others)}")]
+
+
+def _needed(module: Module, modules: dict[str, Module]) -> Iterator[str]:
+    """The modules that have to be there before this one, without the packages around it."""
+    open_nodes: list[ast.AST] = list(module.tree.body)
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            open_nodes += node.orelse
+            continue
+        open_nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                wanted = whole if whole in modules else base
+                # the face imports lazily; __version__ is there before anything else
+                if wanted in modules and wanted != PACKAGE:
+                    yield wanted
+
+
 def heavy(modules: frozenset[str]) -> list[str]:
     return sorted({name.split(".")[0] for name in modules} & HEAVY)
 
@@ -263,6 +315,8 @@ RULES = [
     undocumented_modules,
     environment_numerics,
     arbitrary_code,
+    same_names,
+    cycles,
 ]
 
 CLEAN = {
@@ -277,6 +331,12 @@ CLEAN = {
     "ops.py": '"""Dispatch."""\ndef load():\n    from halfulp.kernels import triton\n',
     "runs/parallel.py": '"""Jobs."""\ndef f():\n    from joblib import Parallel, parallel_config\n',
     "audit/__init__.py": '"""Audit."""\nfrom halfulp import __version__\n',
+    "algorithms/loop2.py": (
+        '"""Later."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n'
+        "    from halfulp.algorithms import loop3\n"
+        "def f():\n    from halfulp.algorithms import loop3\n"
+    ),
+    "algorithms/loop3.py": '"""Later."""\nfrom halfulp.algorithms import loop, loop2\n',
     "audit/load.py": '"""Load."""\nimport numpy as np\nnp.load("a", allow_pickle=False)\n',
     "report/_page.py": "from halfulp.recipes import Recipe\nimport os\nos.environ\nmodel.eval()\n",
     "cli.py": '"""Command line."""\nimport halfulp\nfrom halfulp.report import page\n',
@@ -350,6 +410,13 @@ PLANTED = [
     ),
     (long_files, "recipes.py", "x = 1\n" * 481, "481 lines"),
     (long_functions, "recipes.py", "def f():\n" + "    x = 1\n" * 72, "f has 73 lines"),
+    (same_names, "watch/flash2.py", '"""F."""\n', "algorithms/flash2.py has the same name"),
+    (
+        cycles,
+        "algorithms/loop.py",
+        '"""L."""\nfrom halfulp.algorithms import loop3\n',
+        "with halfulp.algorithms.loop3",
+    ),
     (drawers, "audit/utils.py", "", "utils.py"),
     (drawers, "formats/_utils.py", "", "utils.py"),
     (undocumented_modules, "algorithms/bare.py", "x = 1\n", "no docstring"),

@@ -64,8 +64,9 @@ def register_transformers() -> None:
 
 def attention_mask(
     *,
-    q_length: int,
     kv_length: int,
+    q_length: int | None = None,
+    cache_position: Tensor | None = None,
     config: Any = None,
     allow_is_causal_skip: bool = True,
     **asked: Any,
@@ -73,14 +74,19 @@ def attention_mask(
     """The mask of a layer: none where `is_causal` says it all, else sdpa's boolean one, or an
     additive one for classes that are not written for sdpa.
 
-    Arguments are those of transformers' own `sdpa_mask`.
+    Arguments are those of transformers' own `sdpa_mask`: `q_length` since transformers 5, before
+    that the positions of the queries.
     """
     from transformers.masking_utils import eager_mask, sdpa_mask
+
+    rows: dict[str, Any] = {"q_length": q_length}
+    if cache_position is not None:
+        rows, q_length = {"cache_position": cache_position}, cache_position.shape[0]
 
     # With more keys than queries "causal" would say less than the mask does; a layer that comes
     # without a mask all the same has changed its keys or queries since, and is refused.
     skip = allow_is_causal_skip and q_length == kv_length
-    given = {"q_length": q_length, "kv_length": kv_length, "config": config} | asked
+    given = rows | {"kv_length": kv_length, "config": config} | asked
     mask: Tensor | None = sdpa_mask(allow_is_causal_skip=skip, **given)
     own: Any = type(config)
     if mask is None or config is None or _written_for_sdpa(own):
