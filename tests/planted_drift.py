@@ -13,7 +13,7 @@ from halfulp.runs.folder import write_json
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.checkpoint import Checkpoint, save_checkpoint
 from halfulp.training.config import LayerTask, RunConfig
-from halfulp.training.record import new_record
+from halfulp.training.run_json import new_record
 
 BASE = RunConfig(LayerTask(), AttentionPlan.of("torch:math"), steps=30, data_seed=0)
 STEPS = (10, 20, 30)

@@ -251,7 +251,7 @@ def arbitrary_code(package: Path) -> list[str]:
 
 
 def same_names(package: Path) -> list[str]:
-    """Two modules of one name are two tabs, two tracebacks and two search results that look alike."""
+    """Two modules of one name look alike in tabs, tracebacks and search results."""
     first: dict[str, Module] = {}
     found = []
     for module in read_modules(package):

@@ -156,7 +156,7 @@ def test_flex_attention(mask, modification):
 def test_the_plain_diagonals_are_recognized(monkeypatch):
     """They need no mask of N² numbers."""
     seen = []
-    module = sys.modules["halfulp.attention.flex"]
+    module = sys.modules["halfulp.attention.flex_attention"]
     real = module.attention
     monkeypatch.setattr(
         module, "attention", lambda *a, **o: seen.append((a[3], a[5], o["window"])) or real(*a, **o)

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 
 from halfulp import cli
-from halfulp.isolate import climb, questions, rung, verdict
+from halfulp.isolate import climb, questions, rung
+from halfulp.isolate import conclusion as verdict
+from halfulp.isolate.isolation import isolate
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.rule import Rule
-from halfulp.isolate.run import isolate
 from halfulp.isolate.rung import Job, run_rung, rung_config
 from halfulp.runs.folder import read_json
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.journal import read_rows
 from halfulp.training.loop import train
-from halfulp.training.record import new_record
+from halfulp.training.run_json import new_record
 
 # The one-layer task, smaller and hotter, with an O of one mantissa bit: it fails within 150 steps
 # of 2 ms.

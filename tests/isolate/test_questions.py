@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from halfulp.isolate import climb
+from halfulp.isolate.isolation import isolate
 from halfulp.isolate.questions import Investigation
 from halfulp.isolate.result import Isolation
-from halfulp.isolate.run import isolate
 from halfulp.isolate.rung import Job, RungRun
 from halfulp.isolate.substitutions import EXACT, Place, cells_of, is_recipe
 from halfulp.recipes import Recipe, recipe_named

@@ -34,9 +34,9 @@ from halfulp.papers.twins import (
 )
 from halfulp.report.compare_page import compare_page
 from halfulp.report.html import page
-from halfulp.report.ledger import ledger_page
+from halfulp.report.ledger_page import ledger_page
 from halfulp.training.config import Optimizer, Pictures, RunConfig
-from halfulp.training.record import difference
+from halfulp.training.run_json import difference
 
 # --- twin runs
 

@@ -12,7 +12,7 @@ from halfulp.report.audit_page import audit_page
 from halfulp.report.compare_page import compare_page
 from halfulp.report.demo_page import demo_page
 from halfulp.report.isolation_page import isolation_page
-from halfulp.report.ledger import ledger_page
+from halfulp.report.ledger_page import ledger_page
 from halfulp.report.pages import experiment_page
 from halfulp.report.run_page import record_section, run_page, training_section
 from tests.report.test_audit_report import DEFECT, ERROR, SOUND, STOCK, case, row

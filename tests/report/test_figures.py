@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from halfulp.report.figures import draw, draw_panels
+from halfulp.report.panels import draw, draw_panels
 from halfulp.report.svg import COLORS
 
 EVIL = "<script>alert('x')</script> & \"$x^2$\""

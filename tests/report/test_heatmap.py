@@ -14,7 +14,7 @@ from PIL import Image
 from halfulp.report import heatmap
 from halfulp.report.heatmap import BLUE, MISSING, ORANGE, WHITE, draw_heat_map, draw_picture
 from halfulp.report.html import page
-from halfulp.report.ledger import ledger_page
+from halfulp.report.ledger_page import ledger_page
 from tests.report.markup import problems
 
 

@@ -17,7 +17,7 @@ from halfulp.training.attention import AttentionPlan
 from halfulp.training.checkpoint import load_checkpoint
 from halfulp.training.config import Language, Optimizer, RunConfig
 from halfulp.training.loop import train
-from halfulp.training.record import config_as_dict, read_record
+from halfulp.training.run_json import config_as_dict, read_record
 
 CONFIG = RunConfig(
     Language(layers=2, heads=2, width=16, context=12),
@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 from halfulp.training.distributed import world
 from halfulp.training.loop import train
-from halfulp.training.record import config_from_dict
+from halfulp.training.run_json import config_from_dict
 torch.set_num_threads(1)
 config, out = config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2])
 with world("ddp", "cpu"):  # one group for all of them

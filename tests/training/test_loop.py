@@ -22,7 +22,7 @@ from halfulp.training.checkpoint import checkpoint_steps, checkpoints, load_chec
 from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.journal import read_order, read_rows
 from halfulp.training.loop import train
-from halfulp.training.record import config_as_dict, config_from_dict, read_record
+from halfulp.training.run_json import config_as_dict, config_from_dict, read_record
 from halfulp.training.session import learning_rate
 from halfulp.training.tokens import write_tokens
 
@@ -108,7 +108,7 @@ from pathlib import Path
 import torch
 from halfulp.runs import folder as files
 from halfulp.training import checkpoint, journal, loop
-from halfulp.training.record import config_from_dict
+from halfulp.training.run_json import config_from_dict
 torch.set_num_threads(1)
 config, folder, moment = config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
 

@@ -15,7 +15,7 @@ from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.loop import train
 from halfulp.training.presets import PRESETS, capture, gpt2, minutes, seconds
-from halfulp.training.record import config_as_dict, config_from_dict
+from halfulp.training.run_json import config_as_dict, config_from_dict
 from halfulp.training.session import learning_rate
 from halfulp.training.settings import settable, with_settings
 
@@ -25,7 +25,7 @@ def test_every_preset_says_what_it_is_and_comes_back_from_its_record(name):
     config = PRESETS[name](seed=3, steps=7)
     assert (config.preset, config.seed, config.steps) == (name, 3, 7)
     assert config_from_dict(config_as_dict(config)) == config
-    first = inspect.getdoc(PRESETS[name]).splitlines()[0]
+    first = inspect.getdoc(PRESETS[name]).split("\n\n")[0]
     assert first.endswith(".")
     assert PRESETS[name]("BF16_HALFULP").attention == AttentionPlan.of("BF16_HALFULP")
 

@@ -36,7 +36,7 @@ from halfulp.training.checkpoint import (
 from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.journal import read_rows
 from halfulp.training.loop import train
-from halfulp.training.record import new_record, read_record
+from halfulp.training.run_json import new_record, read_record
 from halfulp.training.trust import check_trust, named_code
 
 CONFIG = RunConfig(

@@ -14,7 +14,7 @@ from rich.console import Console
 from halfulp.training import sinks
 from halfulp.training.loop import train
 from halfulp.training.presets import seconds
-from halfulp.training.record import config_as_dict
+from halfulp.training.run_json import config_as_dict
 from halfulp.training.sinks import ConsoleSink, TensorBoardSink, WandbSink, scalars
 
 METRICS = {

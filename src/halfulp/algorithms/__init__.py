@@ -2,8 +2,8 @@
 through a `Step`.
 """
 
-from halfulp.algorithms.dispatch import ALGORITHMS, attend, attend_backward
 from halfulp.algorithms.golden import golden
+from halfulp.algorithms.of_recipe import ALGORITHMS, attend, attend_backward
 from halfulp.algorithms.problem import Kept, Problem, blocks_for_memory
 
 __all__ = [

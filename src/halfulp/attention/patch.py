@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
-from halfulp.attention import blocks, flex, stand_ins
-from halfulp.attention.blocks import Patched
+from halfulp.attention import flex_attention as flex
+from halfulp.attention import open_blocks as blocks
+from halfulp.attention import stand_ins
+from halfulp.attention.open_blocks import Patched
 
 _FLASH = (
     *("flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func"),

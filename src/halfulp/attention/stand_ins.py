@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.attention import blocks
+from halfulp.attention import open_blocks as blocks
 from halfulp.attention.attend import attention
 from halfulp.attention.varlen import attention_varlen
 from halfulp.calls import is_causal_bias

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfulp.attention import blocks
+from halfulp.attention import open_blocks as blocks
 
 _FUSED = (
     *("scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward"),

@@ -73,7 +73,7 @@ def bench(
 
 def _show(plain: dict[str, Any], json: Path | None, svg: Path | None) -> None:
     """Print and write what was measured."""
-    from halfulp.report.figures import draw_panels
+    from halfulp.report.panels import draw_panels
     from halfulp.report.terminal import console, print_table
     from halfulp.runs.folder import write_text
 

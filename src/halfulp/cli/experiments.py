@@ -188,7 +188,7 @@ def claims(
     """
     from halfulp.papers.claim import FULL_SEEDS, FULL_STEPS, Lab
     from halfulp.papers.ledger import run_claims, selected
-    from halfulp.report.ledger import ledger_page, print_ledger
+    from halfulp.report.ledger_page import ledger_page, print_ledger
     from halfulp.report.terminal import console
     from halfulp.runs.folder import check_file, write_text
 

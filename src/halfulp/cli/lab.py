@@ -222,7 +222,7 @@ def isolate(
         trust: Run the code that the folder names as its attention.
         json: File to write what was found to; - prints it instead of the tables.
     """
-    from halfulp.isolate.run import isolate as isolated
+    from halfulp.isolate.isolation import isolate as isolated
     from halfulp.runs.folder import check_file
     from halfulp.runs.parallel import WorkerKilledError
 
@@ -273,7 +273,7 @@ def _isolated_run(
     """The recorded run or preset, its seed, and the rule with what was asked for instead."""
     from halfulp.isolate.rule import rule_for
     from halfulp.training.presets import PRESETS
-    from halfulp.training.record import read_config
+    from halfulp.training.run_json import read_config
 
     preset = not run.exists() and str(run) in PRESETS
     _refuse_watched("run", run)
@@ -317,7 +317,7 @@ def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
 
 def _recorded(folder: Path, asked: dict[str, Any], trust: bool) -> tuple[RunConfig, Path]:
     """The configuration of a run that goes on, which nothing may change."""
-    from halfulp.training.record import read_config
+    from halfulp.training.run_json import read_config
     from halfulp.training.trust import check_trust
 
     _refuse_watched("resume", folder)

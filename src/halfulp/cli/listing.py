@@ -104,7 +104,7 @@ def presets() -> Table:
         rows.append(
             (
                 name,
-                (preset.__doc__ or "").strip().splitlines()[0],
+                " ".join((preset.__doc__ or "").split("\n\n")[0].split()),
                 config.steps,
                 str(config.attention),
             )

@@ -24,7 +24,7 @@ from halfulp.experiments.compare_summary import DriftSummary, slope_of, summariz
 from halfulp.runs.results import Figure, Progress, Series, Table, no_progress, plain_numbers
 from halfulp.training.checkpoint import checkpoint_steps, load_weights
 from halfulp.training.config import RunConfig
-from halfulp.training.record import difference, read_config
+from halfulp.training.run_json import difference, read_config
 
 REPEATED = "the same run repeated"
 INITIALIZATION = "another initialization"

@@ -38,11 +38,11 @@ from halfulp.experiments.failure import (
     run_failures,
 )
 from halfulp.formats import BF16
+from halfulp.isolate.isolation import isolate
 from halfulp.isolate.rule import RULE
-from halfulp.isolate.run import isolate
 from halfulp.isolate.substitutions import EXACT, halfulp_like
 from halfulp.recipes import recipe_named
-from halfulp.recipes.text import recipe_text
+from halfulp.recipes.spelling import recipe_text
 from halfulp.runs.folder import write_json
 from halfulp.runs.record import closed, new_record
 from halfulp.runs.results import Progress, Table

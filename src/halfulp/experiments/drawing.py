@@ -23,7 +23,7 @@ from halfulp.training.attention import AttentionPlan, attention_function
 from halfulp.training.checkpoint import checkpoints, restore
 from halfulp.training.config import Pictures
 from halfulp.training.pictures import PictureWorkload
-from halfulp.training.record import read_config
+from halfulp.training.run_json import read_config
 from halfulp.training.workload import build_workload
 
 _SIDE = 96  # pixels of a picture on the sheet, about

@@ -18,7 +18,7 @@ from halfulp.isolate.rule import Judgement, judge_rows, rule_for
 from halfulp.runs.results import Figure, Series, Table
 from halfulp.training.config import RunConfig
 from halfulp.training.journal import Row, read_rows
-from halfulp.training.record import config_from_dict, difference, read_record
+from halfulp.training.run_json import config_from_dict, difference, read_record
 from halfulp.watch.alarms import RULE, Alarm, alarms
 
 _POINTS = 400  # of a curve in a picture

@@ -21,7 +21,7 @@ from halfulp.runs.results import Progress, no_progress
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import RunConfig
 from halfulp.training.journal import read_rows
-from halfulp.training.record import config_from_dict, read_record
+from halfulp.training.run_json import config_from_dict, read_record
 
 ORIGINAL, TWIN = "original", "fp32"
 # what a run writes down, which changes nothing in it

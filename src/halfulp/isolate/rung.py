@@ -19,7 +19,7 @@ from halfulp.training.checkpoint import checkpoint_steps, load_checkpoint
 from halfulp.training.config import LayerTask, RunConfig
 from halfulp.training.journal import Row, read_order, read_rows
 from halfulp.training.loop import train
-from halfulp.training.record import difference, read_config, read_record
+from halfulp.training.run_json import difference, read_config, read_record
 
 HORIZON = "end of the horizon"
 _POINTS = 20  # lines of metrics a run, at least, and measurements, unless it has its own

@@ -37,8 +37,8 @@ from halfulp.recipes.named import (
     uniform,
 )
 from halfulp.recipes.recipe import STEPS, AnyFormat, Matmul, Recipe, Shift
+from halfulp.recipes.spelling import recipe_named, recipe_text
 from halfulp.recipes.step import Observer, Step, hash_seed
-from halfulp.recipes.text import recipe_named, recipe_text
 
 __all__ = [
     "BF16_AUTHORS",

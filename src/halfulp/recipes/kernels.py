@@ -17,7 +17,7 @@ import torch
 from halfulp.formats import BF16, FP16, FP32, FP64, Format
 from halfulp.recipes.named import BF16_FLASH2, BF16_HALFULP, RECIPES
 from halfulp.recipes.recipe import STEPS, Matmul, Recipe, Shift
-from halfulp.recipes.text import recipe_named
+from halfulp.recipes.spelling import recipe_named
 
 FORMATS: dict[torch.dtype, Format] = {
     torch.bfloat16: BF16,

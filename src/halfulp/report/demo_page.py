@@ -8,8 +8,8 @@ from typing import Any
 
 from halfulp.report.audit_page import audit_section
 from halfulp.report.audit_summary import SIGNS, why, worst_ratios
-from halfulp.report.figures import draw_panels
 from halfulp.report.html import Block, page
+from halfulp.report.panels import draw_panels
 from halfulp.report.text import duration_text, times_text
 
 Act = Mapping[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfulp.report.audit_chart import draw_audit
-from halfulp.report.figures import draw
+from halfulp.report.panels import draw
 from halfulp.report.svg import GRID, WIDTH, plain, settings, write_svg
 from halfulp.report.text import number_text
 

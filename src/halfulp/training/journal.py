@@ -30,7 +30,7 @@ from halfulp.runs.lock import LOCK, Lock
 from halfulp.runs.record import closed, now
 from halfulp.training.checkpoint import Checkpoint, prune, save_checkpoint
 from halfulp.training.config import RunConfig
-from halfulp.training.record import (
+from halfulp.training.run_json import (
     config_from_dict,
     difference,
     new_record,

@@ -35,7 +35,7 @@ from halfulp.training.journal import (
     recorded_order,
     warn_of_lost_lines,
 )
-from halfulp.training.record import read_record
+from halfulp.training.run_json import read_record
 from halfulp.training.session import Session
 from halfulp.training.workload import Workload, build_workload
 

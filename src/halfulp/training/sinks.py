@@ -16,7 +16,7 @@ from typing import Any
 
 from halfulp.runs.progress import progress_line
 from halfulp.training.config import RunConfig
-from halfulp.training.record import config_as_dict
+from halfulp.training.run_json import config_as_dict
 
 
 class ConsoleSink:

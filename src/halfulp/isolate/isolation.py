@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from halfulp.isolate.climb import BudgetSpentError, Ladder, Settings
+from halfulp.isolate.conclusion import conclude
 from halfulp.isolate.questions import Investigation
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.rule import Rule, rule_for
 from halfulp.isolate.substitutions import suspects
-from halfulp.isolate.verdict import conclude
 from halfulp.runs.folder import check_folder, write_json
 from halfulp.runs.lock import LOCK, Lock
 from halfulp.runs.record import closed, new_record, read_record
 from halfulp.runs.results import Progress
 from halfulp.training.checkpoint import checkpoint_steps
 from halfulp.training.config import RunConfig
-from halfulp.training.record import config_as_dict, read_config
+from halfulp.training.run_json import config_as_dict, read_config
 from halfulp.training.trust import check_trust
 
 __all__ = ["isolate"]

@@ -17,7 +17,7 @@ from halfulp.isolate.rung import RungRun
 from halfulp.isolate.substitutions import OPERATIONS, Place, places_text
 from halfulp.runs.results import Figure, Series
 from halfulp.training.journal import Row, read_rows
-from halfulp.training.record import config_as_dict
+from halfulp.training.run_json import config_as_dict
 
 _MOST_POINTS = 200  # of a curve
 
