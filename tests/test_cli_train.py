@@ -116,6 +116,8 @@ def same(one, two):
             ["minutes", "--out", "run", "--set", "workload.width=33"],
             "heads=2: accepted is a divisor of width=33",
         ),
+        (["minutes", "--out", "run", "--device", "gpu"], "device='gpu': "),
+        (["minutes", "--out", "run", "--device", "cuda:77"], "device='cuda:77': "),
         (["minutes", "--out", "run", "--batches", "nosuch"], "batches='nosuch/batches.npy': "),
         (
             ["minutes", "--out", "run", "--parallel", "ddp"],

@@ -100,6 +100,9 @@ def test_the_order_of_batches_is_recorded_and_replayed(tmp_path) -> None:
     assert not same(reversed_order, first)
     with pytest.raises(ValueError, match="batches of shape"):
         train(TEXT, batches=order[:3])
+    for beyond in (order + 10**9, order - 10**9):
+        with pytest.raises(ValueError, match="batches: windows start at"):
+            train(TEXT, batches=beyond)
 
 
 CHILD = """

@@ -153,6 +153,16 @@ def test_a_checkpoint_under_another_steps_name_is_a_torn_one(whole, broken) -> N
         assert same(drawn(broken, resume=True), whole)
 
 
+def test_another_runs_checkpoint_is_not_taken_up(whole, broken, tmp_path) -> None:
+    """Of the same shapes, as twins have them."""
+    drawn(tmp_path / "twin", config=replace(CONFIG, seed=1, data_seed=0))
+    shutil.copytree(
+        tmp_path / "twin" / "checkpoints" / "step-12", broken / "checkpoints" / "step-12"
+    )
+    with pytest.warns(UserWarning, match=r"skipped: .* step 12: it is another run's"):
+        assert same(drawn(broken, resume=True), whole)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, distributed, nn
 
+from halfulp.targets import check_device
+
 Parallel: TypeAlias = Literal["none", "ddp", "fsdp"]
 
 
@@ -96,6 +98,7 @@ def world(parallel: Parallel, device: str) -> Iterator[World]:
     Raises:
         ValueError: parallel is asked for outside `torchrun`, or is not known.
     """
+    check_device(device)
     if parallel == "none":
         yield World(device=torch.device(device))
         return

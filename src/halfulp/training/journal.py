@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -117,7 +118,8 @@ class Journal:
         kept.
         """
         os.fsync(self._metrics.fileno())
-        save_checkpoint(self.folder / "checkpoints", checkpoint)
+        owned = replace(checkpoint, run=self.record["seal"])
+        save_checkpoint(self.folder / "checkpoints", owned)
         prune(self.folder / "checkpoints", keep)
 
     def close(self, status: str, reason: str) -> None:

@@ -53,6 +53,12 @@ class LanguageWorkload:
 
     def batch(self, samples: np.ndarray, step: int) -> tuple[Tensor, ...]:  # noqa: ARG002 - samples say it all
         """Tokens and the tokens after them, int64 `[B, context]` each."""
+        last = len(self.tokens) - self.config.context - 1
+        if samples.min() < 0 or samples.max() > last:  # another run's order, of other data
+            raise ValueError(
+                f"batches: windows start at {samples.min()} to {samples.max()}; accepted are 0 to"
+                f" {last} of data={self.config.data!r}"
+            )
         windows = self.tokens[np.asarray(samples)[:, None] + np.arange(self.config.context + 1)]
         read = torch.from_numpy(windows.astype(np.int64)).to(self.device)
         return read[:, :-1], read[:, 1:]

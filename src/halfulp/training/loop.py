@@ -180,9 +180,11 @@ class _Made:
             order = _order(workload, config, self.batches)
             return Session(config, workload, group, order, self.start), []
         order = recorded_order(taken, config, workload.source)
-        session = None
+        session, seal = None, read_record(taken)["seal"]
         for checkpoint in checkpoints(taken / "checkpoints"):
             try:
+                if checkpoint.run != seal:
+                    raise ValueError("it is another run's; accepted is this run's")
                 session = Session(config, workload, group, order, checkpoint)
                 break
             except ValueError as error:
