@@ -78,26 +78,19 @@ def _meaning(
     if held is not None and held[0]() is block_mask:
         return held[1]
     mask = _dense(block_mask, query, key)
-    rows, columns = mask.shape[-2:]
-    offsets = torch.arange(columns, device=mask.device) - torch.arange(
-        rows, device=mask.device
-    ).unsqueeze(1)
-    seen = mask & torch.ones_like(mask)
-    left = int(-(offsets.expand_as(mask)[seen].min())) if bool(seen.any()) else -1
-    right = int(offsets.expand_as(mask)[seen].max()) if bool(seen.any()) else -1
     meaning: tuple[bool, tuple[int, int] | None, Tensor | None] = (False, None, mask)
-    if left >= 0 and right >= 0:
-        band = (offsets >= -left) & (offsets <= right)
-        if bool((mask == band).all()):
-            if right >= columns - 1:
-                right = -1
-            if left >= rows - 1:
-                left = -1
-            meaning = (
-                (True, None, None)
-                if (left, right) == (-1, 0)
-                else (False, None if (left, right) == (-1, -1) else (left, right), None)
-            )
+    rows, columns = (
+        torch.arange(n, dtype=torch.int32, device=mask.device) for n in mask.shape[-2:]
+    )
+    offsets = columns - rows.unsqueeze(1)
+    seen = offsets[mask.flatten(0, -3).any(0)]
+    if seen.numel():
+        left, right = int(-seen.min()), int(seen.max())
+        if left >= 0 <= right and bool((mask == (offsets >= -left) & (offsets <= right)).all()):
+            left = -1 if left >= len(rows) - 1 else left
+            right = -1 if right >= len(columns) - 1 else right
+            window = None if (left, right) in ((-1, 0), (-1, -1)) else (left, right)
+            meaning = ((left, right) == (-1, 0), window, None)
     number = id(block_mask)
     _known[number] = (weakref.ref(block_mask, lambda _: _known.pop(number, None)), meaning)
     return meaning
