@@ -108,18 +108,12 @@ def test_an_absent_kernel_is_told_once(planted):
 
 
 def test_what_only_plain_pytorch_gives(planted):
-    native = kernel()
-    planted(cpu=native)
+    planted(cpu=kernel(), triton=kernel())
     mask = torch.zeros(5, 5, requires_grad=True)
-    halfulp.attention(Q, Q, Q, mask).sum().backward()
-    assert mask.grad is not None
-    assert not native.calls
-    assert (
-        halfulp.explain_dispatch(Q, Q, Q, mask).reasons["cpu"]
-        == "not: it gives no gradient of attn_mask"
-    )
+    reason = halfulp.explain_dispatch(Q, Q, Q, mask).reasons["triton"]
+    assert reason == "not: it gives no gradient of attn_mask"
     with torch.no_grad():
-        assert halfulp.explain_dispatch(Q, Q, Q, mask).backend == "cpu"
+        assert "it gives no gradient" not in str(halfulp.explain_dispatch(Q, Q, Q, mask))
     empty = Q[:0]
     assert halfulp.explain_dispatch(empty, empty, empty).reasons["cpu"] == "not: a tensor is empty"
 

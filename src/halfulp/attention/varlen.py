@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfulp import ops
 from halfulp.attention.attend import attention
-from halfulp.calls import check_given
+from halfulp.calls import check, check_given
+from halfulp.recipes import kernel_recipe
 
 
 def attention_varlen(
@@ -31,7 +33,7 @@ def attention_varlen(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention inside each of several packed sequences, one kernel call a sequence.
+    """Attention inside each of several packed sequences, on CPUs in one call of the native library.
 
     Args:
         query: `[T, H, D]`, the sequences one after the other.
@@ -61,6 +63,13 @@ def attention_varlen(
     # no sequence is computed as one without tokens, whose results have a gradient too
     if len(q_ends) == 1:
         q_ends = k_ends = [0, 0]
+    together = _together(
+        (query, key, value), (q_ends, k_ends), recipe, backend,
+        dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,
+        softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    if together is not None:
+        return together if return_lse else together[0]
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     options: dict[str, Any] = {
@@ -82,6 +91,30 @@ def attention_varlen(
         lses.append(lse[0])
     out = torch.cat(outs)
     return (out, torch.cat(lses, 1)) if return_lse else out
+
+
+def _together(
+    given: tuple[Tensor, Tensor, Tensor],
+    ends: tuple[list[int], list[int]],
+    recipe: str,
+    backend: str | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor] | None:
+    """Out and lse of all sequences in one call; None where each must be a call of its own."""
+    if len(ends[0]) < 3 or not all(x.is_cpu for x in given):  # one sequence is an ordinary call
+        return None
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in given)
+    call = check(
+        q, k, v, enable_gqa=True, dropout_seed=0 if options["dropout_p"] else None, **options
+    )
+    name = kernel_recipe(recipe, q.dtype)
+    if not ops.packed.takes(call, name, backend):
+        return None
+    seeds = None
+    if call.dropout is not None:  # the numbers that as many calls would draw
+        seeds = torch.randint(-(2**63), 2**63 - 1, (len(ends[0]) - 1,), device="cpu")
+    out, lse = ops.packed.attend(call, name, torch.tensor(ends[0]), torch.tensor(ends[1]), seeds)
+    return out[0].transpose(0, 1), lse[0]
 
 
 def _boundaries(

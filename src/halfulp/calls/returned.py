@@ -54,5 +54,5 @@ class Gradients(NamedTuple):
     key: Tensor
     value: Tensor
     sinks: Tensor | None = None  # [H], where there are sinks
-    # the mask's shape; only from the backend "torch", which alone offers it
+    # the mask's shape, where asked for; Triton kernels give none
     mask: Tensor | None = None

@@ -111,11 +111,11 @@ def forward(call: Call, recipe: str, *, isa: Isa | None = None) -> Saved:
     keeps = keeps_residual(recipe, call.query.dtype)
     residual = torch.empty(b, h, n, dv, dtype=torch.int8) if keeps else None
     lse, row_max, row_sum, own_lse = (torch.empty(b, h, n, dtype=torch.float32) for _ in range(4))
-    c.out = _pointer(out)
+    c.out = pointer(out)
     c.residual = None if residual is None else residual.data_ptr()
     c.lse, c.row_max = lse.data_ptr(), row_max.data_ptr()
     c.row_sum, c.own_lse = row_sum.data_ptr(), own_lse.data_ptr()
-    _run("halfulp_forward", c)
+    run("halfulp_forward", c)
     del operands  # kept until the library is done with them
     return Saved(out, residual, lse, row_max, row_sum, own_lse)
 
@@ -127,10 +127,11 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     *,
+    mask_gradient: bool = False,
     isa: Isa | None = None,
 ) -> Gradients:
     """Gradients of `forward`'s out `[B, H, N, D_v]` and lse `[B, H, N]`, contiguous, in the inputs'
-    dtype.
+    dtype; if asked for, that of an additive mask, in its shape.
 
     `saved` must be this module's own: its row statistics are in base 2. Errors as `forward`.
     """
@@ -143,13 +144,15 @@ def backward(
         )
     if grad_out.device.type != "cpu":
         raise ValueError(f"grad_out on {grad_out.device}: accepted is the CPU")
-    grad_out = _rows(grad_out.to(query.dtype))
-    c.grad_out = _pointer(grad_out)
+    grad_out = rows(grad_out.to(query.dtype))
+    c.grad_out = pointer(grad_out)
     own_lse = saved.lse * _LOG2_E if saved.own_lse is None else saved.own_lse
     out = _checked("saved.out", saved.out, (b, h, n, dv), query.dtype)
-    rows = {"row_max": saved.row_max, "row_sum": saved.row_sum, "own_lse": own_lse}
-    held = [_checked(f"saved.{name}", x, (b, h, n), torch.float32) for name, x in rows.items()]
-    c.out, (c.row_max, c.row_sum, c.own_lse) = _pointer(out), (x.data_ptr() for x in held)
+    statistics = {"row_max": saved.row_max, "row_sum": saved.row_sum, "own_lse": own_lse}
+    held = [
+        _checked(f"saved.{name}", x, (b, h, n), torch.float32) for name, x in statistics.items()
+    ]
+    c.out, (c.row_max, c.row_sum, c.own_lse) = pointer(out), (x.data_ptr() for x in held)
     if saved.residual is not None:
         held.append(_checked("saved.residual", saved.residual, (b, h, n, dv), torch.int8))
         c.residual = held[-1].data_ptr()
@@ -157,13 +160,22 @@ def backward(
         held.append(_checked("grad_lse", grad_lse.to(torch.float32), (b, h, n), torch.float32))
         c.grad_lse = held[-1].data_ptr()
     dq, dk, dv_ = (torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value))
-    c.grad_query, c.grad_key, c.grad_value = map(_pointer, (dq, dk, dv_))
+    c.grad_query, c.grad_key, c.grad_value = map(pointer, (dq, dk, dv_))
     of_sinks = None if sinks is None else torch.empty(h, dtype=torch.float32)
     c.grad_sinks = None if of_sinks is None else of_sinks.data_ptr()
-    _run("halfulp_backward", c)
+    mask, of_mask = call.sees.mask, None
+    if mask_gradient and mask is not None:
+        shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        of_mask = torch.zeros(shape, dtype=torch.float64)
+        c.mask_shape[:], c.grad_mask = shape, of_mask.data_ptr()
+    run("halfulp_backward", c)
     del operands, held
     return Gradients(
-        dq, dk, dv_, None if sinks is None or of_sinks is None else of_sinks.to(sinks.dtype)
+        dq,
+        dk,
+        dv_,
+        None if sinks is None or of_sinks is None else of_sinks.to(sinks.dtype),
+        None if mask is None or of_mask is None else of_mask.to(mask.dtype).view(mask.shape),
     )
 
 
@@ -197,12 +209,13 @@ def contiguous(shape: tuple[int, ...]) -> CTensor:
     return CTensor(None, h * n * d, n * d, d)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """`x`, copied where its rows are not of neighboring elements."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _pointer(x: Tensor) -> CTensor:
+def pointer(x: Tensor) -> CTensor:
+    """A tensor of four dimensions as the library reads it."""
     return CTensor(x.data_ptr(), *x.stride()[:3])
 
 
@@ -216,7 +229,7 @@ def _mask(call: Call) -> tuple[int, Tensor]:
     mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
     if mask.ndim == 0 or mask.shape[-1] != shape[3]:
         mask = mask.expand(*mask.shape[:-1], shape[3])
-    return (1 if mask.dtype == torch.bool else 2), _rows(mask).expand(shape)
+    return (1 if mask.dtype == torch.bool else 2), rows(mask).expand(shape)
 
 
 def _checked(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -236,7 +249,7 @@ def structure(call: Call, recipe: str, isa: Isa | None) -> tuple[CCall, tuple[Te
     if refused is not None:
         raise ValueError(f"the native library does not take {refused}")
     query, dropout = call.query, call.dropout
-    operands = tuple(_rows(x) for x in (query, call.key, call.value))
+    operands = tuple(rows(x) for x in (query, call.key, call.value))
     (b, h, n, d), (hk, nk, dv) = query.shape, call.value.shape[1:]
     kind, held = _mask(call)
     sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32).contiguous()
@@ -256,9 +269,9 @@ def structure(call: Call, recipe: str, isa: Isa | None) -> tuple[CCall, tuple[Te
         stat_head=n,
         sinks=None if sinks is None else sinks.data_ptr(),
     )
-    c.query, c.key, c.value = map(_pointer, operands)
+    c.query, c.key, c.value = map(pointer, operands)
     if kind:
-        c.mask = _pointer(held)
+        c.mask = pointer(held)
     return c, (*operands, held) if sinks is None else (*operands, held, sinks)
 
 
@@ -270,7 +283,8 @@ def _window(call: Call) -> tuple[int, int, int]:
     return 0, -1 if greatest is None else greatest - least, least
 
 
-def _run(name: str, call: CCall) -> None:
+def run(name: str, call: CCall) -> None:
+    """Call one of the library's functions; raises MemoryError where it finds no memory."""
     if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
         raise MemoryError(
             f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"

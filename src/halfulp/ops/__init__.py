@@ -2,7 +2,7 @@
 and who runs them.
 """
 
-from halfulp.ops import direct
+from halfulp.ops import direct, packed
 from halfulp.ops.dispatch import BACKENDS, Dispatch, choose, explain
 from halfulp.ops.schema import attention_backward, attention_forward
 from halfulp.ops.transforms import attend
@@ -16,4 +16,5 @@ __all__ = [
     "choose",
     "direct",
     "explain",
+    "packed",
 ]

@@ -102,7 +102,7 @@ def why_not(name: str, call: Call, recipe: str, *, mask_gradient: bool = False) 
     _check_name(name)
     if name == "torch":
         return None
-    if mask_gradient:
+    if mask_gradient and name == "triton":
         return "it gives no gradient of attn_mask"
     if 0 in (*call.query.shape, *call.key.shape, *call.value.shape):
         return "a tensor is empty"

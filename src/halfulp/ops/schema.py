@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import TENSORS, Call, Flat, Saved
-from halfulp.ops import tiled
 from halfulp.ops.dispatch import choose
 from halfulp.recipes import recipe_of
 
@@ -120,7 +119,7 @@ def attention_backward(
     )  # fmt: skip
     kernel = choose(call, recipe, backend, mask_gradient=mask_gradient)
     saved = Saved(out, residual if residual.shape[3] else None, lse, row_max, row_sum, own_lse)
-    more = {"mask_gradient": mask_gradient} if kernel is tiled else {}
+    more = {"mask_gradient": True} if mask_gradient else {}  # Triton has none
     grads = kernel.backward(call, recipe, saved, grad_out, grad_lse, **more)
     none = query.new_empty(0)
     of_sinks = none if grads.sinks is None else grads.sinks
