@@ -63,21 +63,14 @@ def attention_varlen(
     # no sequence is computed as one without tokens, whose results have a gradient too
     if len(q_ends) == 1:
         q_ends = k_ends = [0, 0]
-    together = _together(
-        (query, key, value), (q_ends, k_ends), recipe, backend,
-        dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,
-        softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+    given = (dropout_p, is_causal, scale, True, window, softcap, sinks)
+    together = _together((query, key, value), (q_ends, k_ends), recipe, backend, given)
     if together is not None:
         return together if return_lse else together[0]
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    options: dict[str, Any] = {
-        "softcap": softcap,
-        "sinks": sinks,
-        "recipe": recipe,
-        "backend": backend,
-    }
+    options: dict[str, Any] = {"softcap": softcap, "sinks": sinks}
+    options |= {"recipe": recipe, "backend": backend}
     for i in range(len(q_ends) - 1):
         q, k, v = (
             x[ends[i] : ends[i + 1]].transpose(0, 1).unsqueeze(0)
@@ -98,15 +91,13 @@ def _together(
     ends: tuple[list[int], list[int]],
     recipe: str,
     backend: str | None,
-    **options: Any,
+    options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor] | None:
     """Out and lse of all sequences in one call; None where each must be a call of its own."""
     if len(ends[0]) < 3 or not all(x.is_cpu for x in given):  # one sequence is an ordinary call
         return None
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in given)
-    call = check(
-        q, k, v, enable_gqa=True, dropout_seed=0 if options["dropout_p"] else None, **options
-    )
+    call = check(q, k, v, None, *options, dropout_seed=0 if options[0] else None)
     name = kernel_recipe(recipe, q.dtype)
     if not ops.packed.takes(call, name, backend):
         return None
