@@ -97,7 +97,8 @@ def _together(
     if len(ends[0]) < 3 or not all(x.is_cpu for x in given):  # one sequence is an ordinary call
         return None
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in given)
-    call = check(q, k, v, None, *options, 0, 0 if options[0] else None)
+    said: list[Any] = [q, k, v, None, *options, 0, 0 if options[0] else None]
+    call = check(*said)
     name = kernel_recipe(recipe, q.dtype)
     if not ops.packed.takes(call, name, backend):
         return None
