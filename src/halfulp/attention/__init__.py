@@ -7,8 +7,8 @@ with any, `golden`.
 import sys
 
 from halfulp.attention.attend import attention, explain_dispatch
-from halfulp.attention.blocks import Patched
 from halfulp.attention.emulated import emulate, golden
+from halfulp.attention.open_blocks import Patched
 from halfulp.attention.patch import patch
 from halfulp.attention.transformers import register_transformers
 from halfulp.attention.varlen import attention_varlen
