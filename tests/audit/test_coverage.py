@@ -164,3 +164,33 @@ def test_a_first_call_that_fails_ends_the_audit():
 
 def test_every_verdict_has_a_sign_and_a_meaning():
     assert list(SIGNS) == list(MEANING)
+
+
+def by_tokens(query, key, value, *, is_causal, scale, attn_mask=None):
+    """As FlashAttention has its tensors: [B, N, H, D]."""
+    turned = (x.transpose(1, 2) for x in (query, key, value))
+    out = good(*turned, is_causal=is_causal, scale=scale, attn_mask=attn_mask)
+    return out.transpose(1, 2)
+
+
+def biased_by_tokens(query, key, value, *, is_causal, scale, attn_mask=None):
+    out = by_tokens(query, key, value, is_causal=is_causal, scale=scale, attn_mask=attn_mask)
+    return out * 1.05
+
+
+def test_tensors_by_tokens_are_recognized_and_said():
+    report = audit(by_tokens, explain=False)
+    assert report.verdict == "sound", report.reason
+    assert report.notes == ("takes [B, N, H, D]",)
+    defect = audit(biased_by_tokens)
+    assert defect.verdict == "defect"
+    assert defect.script.rstrip().endswith(", 'BNHD'))")
+
+
+def test_what_is_attention_in_neither_layout_is_taken_as_it_is():
+    def nothing(query, key, value, *, is_causal, scale, attn_mask=None):
+        return query * 0 + 1 + value.sum() * 0 + key.sum() * 0
+
+    report = audit(nothing, explain=False)
+    assert report.verdict == "defect"
+    assert report.notes == ()

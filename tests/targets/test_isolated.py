@@ -74,6 +74,8 @@ def test_a_built_in_target_has_the_same_bits_there():
     x = tensors(torch.bfloat16)
     with isolated("recipe:BF16_HALFULP", limits=LIMITS) as target:
         here = resolve("recipe:BF16_HALFULP")
+        for field in ("name", "accepts", "missing", "forward_only", "same_dropout"):
+            assert getattr(target, field) == getattr(here, field)
         options = {"is_causal": False, "scale": 0.3, "attn_mask": mask}
         there = run_target(target, *x, **options).result
         mine = run_target(here, *x, **options).result

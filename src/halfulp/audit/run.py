@@ -47,6 +47,9 @@ from halfulp.targets import (
 Depth = Literal["quick", "full"]
 Progress = Callable[[float, str], None]
 GROWTH_PROBE = "gaussian"
+_NO_ATTENTION, _ATTENTION = 0.5, 0.1
+"""Relative errors of O above which a function may be called with another layout, and below which it
+is attention there."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class _Gathered:
     outcomes: dict[Case, Outcome]
     relations: list[tuple[Relation, Case]]
     drift: float | None = None
+    target: Target | None = None  # as it was called, its layout known
     related: list[tuple[str, Outcome]] = field(default_factory=list)  # calls of the relations
 
     def calls(self) -> list[tuple[str, Outcome]]:
@@ -226,13 +230,15 @@ def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     findings, rows = _judge(gathered, level)
     growth = _growth(todo, gathered)
     asked.tell(0.9, "fingerprint")
-    run = runner(asked.target, asked.device, asked.forward)
+    run = runner(gathered.target or asked.target, asked.device, asked.forward)
     print_of = fingerprint(run, asked.dtype) if asked.explain and gathered.measured else None
     causes = diagnose(findings, growth, print_of is not None and print_of.accumulates)
     smallest, shown = _shrink(run, findings, asked.explain, asked.tell)
     verdict, reason = _verdict(gathered, seen, findings, tests, causes)
     name = asked.target.name
-    text = None if smallest is None or shown is None else script(name, shown, smallest)
+    text = None
+    if smallest is not None and shown is not None:
+        text = script(name, shown, smallest, (gathered.target or asked.target).layout)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
     notes = tuple(dict.fromkeys(note for _, found in gathered.calls() for note in found.notes))
     versions = {
@@ -299,8 +305,11 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
         outcome = gathered.outcomes[case] = _call(
             asked.target, reference.inputs, asked.device, asked.forward
         )
-        if outcome.kind == "error" and len(gathered.outcomes) == 1:
-            return gathered
+        if len(gathered.outcomes) == 1:
+            if outcome.kind == "error":
+                return gathered
+            asked, outcome = _in_its_layout(asked, reference, outcome)
+            gathered.outcomes[case], gathered.target = outcome, asked.target
         if outcome.result is not None:
             measured = measure(
                 outcome.result, reference.truth, reference.noise, reference.inputs, reference.probe
@@ -327,6 +336,27 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
                 for found in relation(_related(asked, gathered, relation.__name__), x, base)
             ]
     return gathered
+
+
+def _in_its_layout(
+    asked: _Asked, reference: References, outcome: Outcome
+) -> tuple[_Asked, Outcome]:
+    """Call a function of an unknown layout again with `[B, N, H, D]` where it is not attention on
+    `[B, H, N, D]`.
+    """
+    if asked.target.layout is not None or outcome.result is None:
+        return asked, outcome
+
+    def off(result: Result) -> float:
+        exact = reference.truth.out
+        return float((result.out.double() - exact).norm() / exact.norm())
+
+    turned = replace(asked, target=replace(asked.target, layout="BNHD"))
+    if off(outcome.result) > _NO_ATTENTION:
+        again = _call(turned.target, reference.inputs, asked.device, asked.forward)
+        if again.result is not None and off(again.result) < _ATTENTION:
+            return turned, replace(again, notes=("takes [B, N, H, D]", *again.notes))
+    return replace(asked, target=replace(asked.target, layout="BHND")), outcome
 
 
 def _related(asked: _Asked, gathered: _Gathered, name: str) -> Callable[[Inputs], Result | None]:

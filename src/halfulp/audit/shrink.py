@@ -131,7 +131,9 @@ def _refine(case: Case, shows: Callable[[Case], bool]) -> Case:
     return case
 
 
-def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) -> int:
+def reproduce(
+    target: str, case: Case, kind: str, property: str, tensor: str, layout: str = "BHND"
+) -> int:
     """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not, 2 if
     the target cannot be loaded or called: what the written file calls.
     """
@@ -146,7 +148,7 @@ def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) ->
         return results[-1]
 
     try:
-        call = runner(resolve(target))
+        call = runner(replace(resolve(target), layout=layout))
         bad = severity(run, case, finding)
     except ValueError as error:
         print(f"not run: {error}", file=sys.stderr)
@@ -161,7 +163,7 @@ def reproduce(target: str, case: Case, kind: str, property: str, tensor: str) ->
     return int(bad > 1)
 
 
-def script(target: str, finding: Finding, case: Case) -> str:
+def script(target: str, finding: Finding, case: Case, layout: str | None = None) -> str:
     """A Python file that shows the defect: `python FILE` prints the figure and exits 1 while it is
     there, from whatever folder it is started.
     """
@@ -174,12 +176,13 @@ def script(target: str, finding: Finding, case: Case) -> str:
     about = f"{target}: {finding.property} on {case.probe}."
     about += f" Found by halfulp audit: {finding.figure}."
     target = _from_anywhere(target)
+    turned = f", {layout!r}" if layout == "BNHD" else ""
     # as a literal, in which no name is more than text
     return (
         f"{about!r}\n\nfrom halfulp.audit import Case, Shape, reproduce\n\ncase ="
         f" Case({case.probe!r}, Shape({arguments}), seed={case.seed},"
         f" dtype={case.dtype!r}{file})\nraise SystemExit(reproduce({target!r}, case,"
-        f" {finding.kind!r}, {finding.property!r}, {finding.tensor!r}))\n"
+        f" {finding.kind!r}, {finding.property!r}, {finding.tensor!r}{turned}))\n"
     )
 
 

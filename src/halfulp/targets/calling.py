@@ -51,6 +51,11 @@ def run_target(
         assert name in OPTIONAL, name
         if name not in target.accepts:
             return Outcome(None, f"does not take {name}", "unsupported")
+    if target.layout == "BNHD":
+        turned = (None if x is None else x.transpose(1, 2) for x in (query, key, value, grad_out))
+        asked = {"is_causal": is_causal, "scale": scale} | options
+        outcome = run_target(replace(target, layout="BHND"), *turned, **asked)  # type: ignore[arg-type]
+        return replace(outcome, result=_turned(outcome.result))
     if target.elsewhere is not None:
         asked = {"is_causal": is_causal, "scale": scale} | options
         return target.elsewhere(query, key, value, grad_out, asked)
@@ -77,6 +82,12 @@ def run_target(
     if left:
         notes += (f"{LEAVES}: {', '.join(left)}",)
     return replace(outcome, notes=tuple(dict.fromkeys(notes)))
+
+
+def _turned(result: Result | None) -> Result | None:
+    """Results `[B, N, H, D]` and lse `[B, N, H]` as ours."""
+    given = {} if result is None else result.given()
+    return replace(result, **{n: x.transpose(1, 2) for n, x in given.items()}) if result else None
 
 
 def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> Outcome:

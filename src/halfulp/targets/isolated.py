@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,8 @@ class _Process:
             return _elsewhere(Target(self.name, _never, frozenset(), str(error)), self)
         assert self.known is not None
         accepts = frozenset(self.known["accepts"])
-        described = Target(self.name, _never, accepts, str(self.known["description"]))
+        text = str(self.known["description"])
+        described = Target(self.name, _never, accepts, text, layout=None)
         return _elsewhere(described, self)
 
     def call(
@@ -261,12 +262,4 @@ def _never(*_: Any, **__: Any) -> Any:
 
 
 def _elsewhere(target: Target, process: _Process) -> Target:
-    return Target(
-        target.name,
-        _never,
-        target.accepts,
-        target.description,
-        target.missing,
-        forward_only=target.forward_only,
-        elsewhere=process.call,
-    )
+    return replace(target, call=_never, layer=None, function=None, elsewhere=process.call)

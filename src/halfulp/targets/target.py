@@ -45,14 +45,17 @@ class Target:
     layer: Callable[..., Tensor] | None = field(default=None, repr=False)
     # the function that models call and `halfulp.watch` taps; None: it is tapped without being named
     function: Callable[..., Any] | None = field(default=None, repr=False)
+    layout: str | None = "BHND"  # or "BNHD"; None: not known, as of a user's function
     unseen: str | None = None  # why `halfulp.watch` cannot look at its calls (None: it can)
     # makes the whole call in another process: (query, key, value, grad_out, options) -> Outcome
     elsewhere: Callable[..., Outcome] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, function: Callable[..., Any], name: str | None = None) -> Target:
+    def of(
+        cls, function: Callable[..., Any], name: str | None = None, layout: str | None = None
+    ) -> Target:
         """The target of a function `f(query, key, value, *, is_causal, scale, ...)` on `[B, H, N,
-        D]` tensors.
+        D]` tensors, or `[B, N, H, D]` ones with layout "BNHD"; None: an audit finds out.
 
         Other people's names of the options (`causal`, `sm_scale`, `window_size`: see
         `signature.SPELLINGS`) are understood. What the function does not take is never passed:
@@ -77,6 +80,7 @@ class Target:
             signature.accepts,
             documented or f"the function {name}",
             function=function,
+            layout=layout,
         )
 
 
