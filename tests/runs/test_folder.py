@@ -298,3 +298,18 @@ def test_places_that_can_be_written_pass(tmp_path, monkeypatch):
     check_file("json", Path("a.json"))
     check_folder("repro", Path("new"))
     check_folder("repro", tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal's device")
+def test_a_device_is_written_to_and_not_replaced():
+    """`--json /dev/null` by root must leave a device there."""
+    main, device = os.openpty()
+    try:
+        path = Path(os.ttyname(device))
+        check_file("json", path)
+        write_text(path, "all of it")
+        assert path.is_char_device()
+        assert os.read(main, 100) == b"all of it"
+    finally:
+        os.close(main)
+        os.close(device)

@@ -46,8 +46,12 @@ def write_bytes(path: Path, data: bytes) -> Path:
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Give a file to write to, which takes its place, whole, when the block ends, and never if it
-    raises.
+    raises. A device or a pipe is written to, since nothing may take its place.
     """
+    if _is_stream(path):
+        with path.open("wb") as stream:
+            yield stream
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -60,6 +64,11 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path is a device, a pipe or a name of one, such as /dev/stdout."""
+    return path.exists() and (path.parent == Path("/dev") or not (path.is_file() or path.is_dir()))
 
 
 def write_json(path: Path, plain: Any) -> Path:
@@ -230,6 +239,8 @@ def check_file(argument: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise ValueError(f"{argument}={str(path)!r} is a folder; accepted is a file")
+    if _is_stream(path):
+        return
     _check_writable(argument, path, path.parent)
 
 
