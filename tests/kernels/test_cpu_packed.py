@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import halfulp
 from halfulp import native, ops
-from halfulp.kernels import packed
+from halfulp.kernels import cpu_packed as packed
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 

@@ -32,9 +32,9 @@ def attend(
     call: Call, recipe: str, queries: Tensor, keys: Tensor, seeds: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Out `[1, H, T, D_v]` and lse `[1, H, T]` of sequences with these ends; see
-    `kernels.packed`.
+    `kernels.cpu_packed`.
     """
-    from halfulp.kernels.packed import Lengths
+    from halfulp.kernels.cpu_packed import Lengths
 
     lengths = Lengths(queries, keys, seeds)
     out, lse = _Packed.apply(call.query, call.key, call.value, call.sinks, call, recipe, lengths)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class _Packed(torch.autograd.Function):
         recipe: str,
         lengths: Any,
     ) -> Any:
-        from halfulp.kernels import packed
+        from halfulp.kernels import cpu_packed as packed
 
         saved = packed.forward(call, recipe, lengths)
         ctx.save_for_backward(query, key, value, sinks, *saved)
@@ -66,7 +66,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        from halfulp.kernels import packed
+        from halfulp.kernels import cpu_packed as packed
 
         if grad_out is None and grad_lse is None:
             return (None,) * 7
