@@ -44,7 +44,7 @@ _FUNCTIONS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         for name in _FLASH
     ),
 )
-OWN = tuple(f"halfulp.attention.{name}" for name in ("blocks", "flex", "patch", "stand_ins"))
+OWN = (__name__, blocks.__name__, flex.__name__, stand_ins.__name__)
 """Modules whose own references stay what they are."""
 
 _lock = threading.Lock()
