@@ -294,7 +294,9 @@ def test_flash_attention_is_found_or_explained():
     assert demo.flash_missing() is None or demo.flash_missing()
 
 
-@pytest.mark.parametrize("name", ["seeds", "isolation_seeds", "steps", "workers"])
+@pytest.mark.parametrize(
+    "name", ["seeds", "isolation_seeds", "steps", "isolation_steps", "workers"]
+)
 def test_a_config_of_nothing_is_refused(name):
     with pytest.raises(ValueError, match=f"{name}=0: accepted is an integer of at least 1"):
         demo.DemoConfig(**{name: 0})

@@ -221,7 +221,7 @@ def test_a_kernel_that_no_recipe_follows_is_still_located(plant: Plant, tmp_path
     plant({(2, 2)}, saves=lambda recipe: True)
     found = ask(tmp_path / "out", "torch:flash", seeds=(0,))
     assert found.verdict.startswith(
-        "Attention in low precision, head 2 of layer 2; which operation was not found; "
+        "Attention in low precision, head 2 of layer 2; which operation is not found; "
     )
     assert found.exit_code == 0
     assert [what for what, _ in found.not_tested] == ["(b) tiling", "(d) operations", "(f) bits"]
@@ -265,6 +265,7 @@ def test_a_budget_of_steps_is_kept_and_what_is_left_is_said(plant: Plant, tmp_pa
         "(b) tiling",
         f"the budget of {budget} steps of training was spent",
     )
+    assert "which operation is not known, the budget was spent" in found.verdict
     assert [job.rung for job in done][:3] == ["fp32", "fp32", "original"]
     more = ask(tmp_path / "out", seeds=(0, 1))
     assert more.not_tested == (), "the same folder goes on with a larger budget"

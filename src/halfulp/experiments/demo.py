@@ -68,7 +68,8 @@ class DemoConfig:
 
     seeds: int = 3  # of the failing run
     isolation_seeds: int = 3  # of every run of the isolation
-    isolation_seconds: float = 90.0  # after which it says what was not tested
+    isolation_steps: int = 3000  # of each of them: twice what the kernel needs to fail
+    isolation_seconds: float = 180.0  # after which it says what was not tested
     steps: int = 4000  # of each training
     workers: int = 2  # processes of one thread each
     gpt: RunConfig = field(default_factory=capture)  # whose activations are captured
@@ -77,7 +78,7 @@ class DemoConfig:
     seed: int = 0  # of the audit's probe inputs
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "isolation_seeds", "steps", "workers"):
+        for name in ("seeds", "isolation_seeds", "steps", "isolation_steps", "workers"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name}={getattr(self, name)}: accepted is an integer of at least 1"
@@ -268,15 +269,17 @@ def _cause(stage: _Stage, progress: Progress) -> Act:
     """
     config = stage.config
     run = seconds(_suspect(flash_missing()), steps=config.steps)
+    steps = min(config.isolation_steps, config.steps)
     found = isolate(
         run,
         out=stage.folder / "isolation",
         seeds=tuple(range(config.isolation_seeds)),
+        steps=steps,
         budget_seconds=config.isolation_seconds,
         workers=config.workers,
         recorded=sorted((stage.folder / RUNS).iterdir()),
         progress=progress,
-        command=f"halfulp isolate seconds --seeds {config.isolation_seeds}",
+        command=f"halfulp isolate seconds --seeds {config.isolation_seeds} --steps {steps}",
     )
     plain = found.as_dict()
     example = explain(EXAMPLE, BF16)

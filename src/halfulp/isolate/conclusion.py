@@ -117,7 +117,8 @@ def _verdict(
     place = places_text(where, found.heads_a_layer) if 0 < len(where) < len(found.cells) else ""
     if not rescues:
         what = f"attention in low precision{', ' + place if place else ''}"
-        return f"{_capital(what)}; which operation was not found; {seeds.text()}."
+        which = "not known, the budget was spent" if _cut(found) else "not found"
+        return f"{_capital(what)}; which operation is {which}; {seeds.text()}."
     first = rescues[0]
     together = " together with " if len(first.operations) > 1 else ""
     what = together.join(first.blames) if together else first.blames[0]
@@ -139,6 +140,11 @@ def _alone(found: Investigation, rescues: Sequence[Rescue]) -> str:
     if len(others) > 1:
         return f"{said} None of the {len(others)} other single changes does ({where})."
     return f"{said} The one other single change does not ({where})." if others else said
+
+
+def _cut(found: Investigation) -> bool:
+    """Whether the budget ended before all that may be replaced was."""
+    return ("(d) operations", found.budget_text()) in found.not_tested
 
 
 def _no_failure(found: Investigation) -> str:
@@ -167,10 +173,9 @@ def _fix(found: Investigation, rescues: Sequence[Rescue]) -> str:
             f" {best.seeds.held} of {best.seeds.tried} seeds{least}."
         )
     elif rescues:
-        cut = any(what == "(d) operations" for what, _ in found.not_tested)
         parts.append(
             "The budget was spent before the search for one that a kernel can afford was over."
-            if cut
+            if _cut(found)
             else "None that a kernel can afford was found; what saves the run: "
             f"{rescues[0].change}."
         )
@@ -225,11 +230,11 @@ def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> I
 
 
 def _until_failed(found: Investigation, name: str) -> list[Row]:
-    """The lines of a rung's run; a recorded one may go on after it has failed."""
+    """The lines of a rung's run; a recorded one may go on after it has failed, or further."""
     assert found.main is not None
-    end = found.ladder.rungs[name].runs[found.main].failed_at
+    end = found.ladder.rungs[name].runs[found.main].failed_at or found.ladder.settings.horizon
     rows = read_rows(found.ladder.folder(name, found.main))
-    return [row for row in rows if end is None or row["step"] <= end]
+    return [row for row in rows if row["step"] <= end]
 
 
 def _run(found: Investigation, rung: Rung | None) -> RungRun | None:
