@@ -3,6 +3,7 @@ ingredient planted.
 """
 
 import pytest
+import torch
 
 from halfulp.attention import emulate
 from halfulp.audit import Shape, audit
@@ -52,3 +53,17 @@ def test_the_planted_ingredient_is_named(name):
 
 def test_nothing_found_has_no_cause():
     assert diagnose([], {}, accumulates=False) == ()
+
+
+def test_a_causal_mask_that_is_off_by_one_is_called_that():
+    """Whichever causal probes there are: which they are is a field of the probe."""
+
+    def attention(query, key, value, *, is_causal, scale):
+        mask = None
+        if is_causal:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
+        return emulate(query, key, value, mask, scale=scale, recipe="BF16_FLASH2")
+
+    report = audit(attention, shapes=(SMALL,), explain=False)
+    assert report.verdict == "defect"
+    assert report.causes[0].name == "the causal mask is wrong"

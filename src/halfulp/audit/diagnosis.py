@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from halfulp.audit.probes import PROBES, probes_with
 from halfulp.audit.verdict import Finding
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
-# scores far from 0
-LEVELS = {"all_negative", "deep_negative", "lse_below_88", "very_large", "ties_negative"}
-RAGGED = {"odd_lengths", "odd_lengths_causal", "cross", "wider_values"}
-CAUSAL = {"gaussian_causal", "sink", "lse_below_88", "gqa", "odd_lengths_causal"}
-PLAIN = {"gaussian", "gaussian_causal", "diffuse", "odd_lengths", "odd_lengths_causal", "cross"}
-# that carry a row
-FEW_KEYS = {"sink", "ties_two", "ties_three", "ties_many", "ties_negative", "ties_apart"}
+LEVELS, RAGGED = probes_with("level"), probes_with("ragged")
+PLAIN, FEW_KEYS = probes_with("plain"), probes_with("few keys")
+CAUSAL = {probe.name for probe in PROBES if probe.is_causal}
 _AS_STOCK = 0.5  # times the stock recipe's error: as large as that
 OUTGROWS = 0.15  # exponent of N by which an error outgrows the stock recipe's
 

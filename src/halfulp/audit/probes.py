@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from halfulp.audit import draws
 from halfulp.audit.draws import Draw, Shape
 
-__all__ = ["PROBES", "Draw", "Probe", "Shape", "probe_named"]
+__all__ = ["PROBES", "Draw", "Probe", "Shape", "Trait", "probe_named", "probes_with"]
+
+
+Trait = Literal["level", "ragged", "plain", "few keys"]
+"""level: scores far from 0; ragged: sizes off the block, or unlike each other; plain: nothing but
+noise; few keys: some that carry every row.
+"""
+
+
+def _traits(*names: Trait) -> frozenset[Trait]:
+    return frozenset(names)
 
 
 def _nothing_else(_: Shape) -> dict[str, Any]:
@@ -38,6 +48,8 @@ class Probe:
     judged_by: str | None = None  # the one figure that counts; None: all
     # times the usual slack of that figure, where the floor is free of error by cancellation
     slack: float = 1.0
+    # what its inputs are like, where a rule that names causes asks
+    traits: frozenset[Trait] = frozenset()
     # what else the call asks for at that size: window, causal_offset, softcap, dropout_p; sinks and
     # masks are drawn
     options: Callable[[Shape], dict[str, Any]] = _nothing_else
@@ -53,6 +65,7 @@ PROBES: tuple[Probe, ...] = (
         "errors that any input shows",
         "Golden et al., arXiv 2405.02803, section IV",
         draws.gaussian,
+        traits=_traits("plain"),
     ),
     Probe(
         "gaussian_causal",
@@ -60,12 +73,14 @@ PROBES: tuple[Probe, ...] = (
         "Golden et al., arXiv 2405.02803",
         draws.gaussian,
         is_causal=True,
+        traits=_traits("plain"),
     ),
     Probe(
         "diffuse",
         "small weights lost from the numerator only",
         "flashinfer PR 5020 (fp8 weights without pre-scale)",
         draws.scaled(q=0.1),
+        traits=_traits("plain"),
     ),
     Probe(
         "hot_token", "rounding of the one large weight", _PAPER + ", section 3.3.2", draws.hot_token
@@ -75,24 +90,28 @@ PROBES: tuple[Probe, ...] = (
         "biased rounding where two weights are 1",
         _PAPER + ", section 3.3.2",
         draws.ties(2, 6.0),
+        traits=_traits("few keys"),
     ),
     Probe(
         "ties_three",
         "biased rounding where three weights are 1",
         _PAPER + ", section 3.3.2",
         draws.ties(3, 6.0),
+        traits=_traits("few keys"),
     ),
     Probe(
         "ties_many",
         "underflow of the published fix at a large repeated maximum",
         _PAPER + ", Algorithm 1 (D2)",
         draws.ties(24, 50.0),
+        traits=_traits("few keys"),
     ),
     Probe(
         "ties_negative",
         "underflow of the published fix at a negative repeated maximum",
         _PAPER + ", Algorithm 1 (D1)",
         draws.ties(2, -200.0),
+        traits=_traits("level", "few keys"),
     ),
     Probe(
         "ties_zero",
@@ -105,6 +124,7 @@ PROBES: tuple[Probe, ...] = (
         "equal maxima in different tiles",
         _PAPER + ", Algorithm 1 (D4)",
         draws.ties(2, 6.0, apart=True),
+        traits=_traits("few keys"),
     ),
     Probe(
         "sink",
@@ -112,6 +132,7 @@ PROBES: tuple[Probe, ...] = (
         _PAPER + ", discussion of attention sinks",
         draws.sink,
         is_causal=True,
+        traits=_traits("few keys"),
     ),
     Probe(
         "value_one_sign",
@@ -144,13 +165,18 @@ PROBES: tuple[Probe, ...] = (
         "repeated_tokens", "equal tokens in runs", _PAPER + ", section 3.3.2", draws.repeated_tokens
     ),
     Probe(
-        "all_negative", "a row maximum stuck at 0", "flash-attention issue 2082", draws.level(-30.0)
+        "all_negative",
+        "a row maximum stuck at 0",
+        "flash-attention issue 2082",
+        draws.level(-30.0),
+        traits=_traits("level"),
     ),
     Probe(
         "deep_negative",
         "scores recomputed too coarsely, finite −inf",
         "cudnn-frontend 744, flashinfer 4267",
         draws.level(-600.0),
+        traits=_traits("level"),
     ),
     Probe(
         "lse_below_88",
@@ -158,12 +184,14 @@ PROBES: tuple[Probe, ...] = (
         "pytorch issue 196678",
         draws.level(-120.0),
         is_causal=True,
+        traits=_traits("level"),
     ),
     Probe(
         "very_large",
         "overflow of unshifted weights",
         "flash-attention issue 2082",
         draws.level(400.0),
+        traits=_traits("level"),
     ),
     Probe(
         "sharp",
@@ -211,6 +239,7 @@ PROBES: tuple[Probe, ...] = (
         "flash-attention, ragged tiles",
         draws.gaussian,
         change_shape=draws.lengths,
+        traits=_traits("ragged", "plain"),
     ),
     Probe(
         "odd_lengths_causal",
@@ -219,6 +248,7 @@ PROBES: tuple[Probe, ...] = (
         draws.gaussian,
         is_causal=True,
         change_shape=draws.lengths,
+        traits=_traits("ragged", "plain"),
     ),
     Probe(
         "cross",
@@ -226,6 +256,7 @@ PROBES: tuple[Probe, ...] = (
         "cross-attention",
         draws.gaussian,
         change_shape=draws.cross,
+        traits=_traits("ragged", "plain"),
     ),
     Probe(
         "wider_values",
@@ -233,6 +264,7 @@ PROBES: tuple[Probe, ...] = (
         "multi-head latent attention",
         draws.gaussian,
         change_shape=draws.wider_values,
+        traits=_traits("ragged"),
     ),
     Probe(
         "gqa",
@@ -306,6 +338,11 @@ PROBES: tuple[Probe, ...] = (
         options=lambda _: {"dropout_p": 0.25},
     ),
 )
+
+
+def probes_with(trait: Trait) -> set[str]:
+    """The names of the probes that have a trait."""
+    return {probe.name for probe in PROBES if trait in probe.traits}
 
 
 def probe_named(name: str) -> Probe:
