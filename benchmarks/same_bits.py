@@ -73,7 +73,10 @@ def losses(steps: int) -> Found:
 
     for name in RECIPES:
         config = seconds(f"recipe:{name}", steps=steps)
-        run = train(replace(config, metrics_every=1, measure_every=0))
+        try:
+            run = train(replace(config, metrics_every=1, measure_every=0))
+        except NotImplementedError:  # one of the two checkouts does not train with it
+            continue
         yield name, torch.tensor(run.curve("loss"), dtype=torch.float64)
 
 
@@ -124,7 +127,10 @@ def audits(_: int) -> Found:
     from halfulp.audit import Shape
 
     for name in AUDITED:
-        report = halfulp.audit(name, shapes=[Shape(2, 2, 64, 64, 32)], explain=False)
+        try:
+            report = halfulp.audit(name, shapes=[Shape(2, 2, 64, 64, 32)], explain=False)
+        except ValueError:  # a name that one of the two checkouts does not know
+            continue
         yield f"{name}, verdict", report.verdict
         for case in report.cases:
             # confidence bounds depend on how many tests an audit makes, the figures do not
