@@ -7,7 +7,6 @@ the fp64 truth, any kernel's arithmetic, and every measurement.
 """
 
 from halfulp.recipes.kernels import (
-    KERNEL_BASE,
     KERNEL_RECIPES,
     STAND_INS,
     KernelRecipe,
@@ -55,7 +54,6 @@ __all__ = [
     "FP16_FLOOR",
     "FP32",
     "FP64",
-    "KERNEL_BASE",
     "KERNEL_RECIPES",
     "RECIPES",
     "STAND_INS",

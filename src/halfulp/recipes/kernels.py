@@ -3,7 +3,8 @@ means for inputs of each dtype.
 
 `halfulp.attention(recipe=...)` takes these names, and so does `halfulp.emulate`, which takes every
 other recipe too. The format of the inputs decides: "stock" is BF16_FLASH2 for bfloat16 inputs and
-FP16_FLASH2 for float16 ones.
+FP16_FLASH2 for float16 ones. Compiled kernels keep their rows in base 2 whatever the recipe, since
+hardware has 2^x; emulations keep them in `Recipe.base`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,6 @@ class KernelRecipe:
         """How a row is shifted: "maximum", "integer" or "stabilized"."""
         return self.in_bf16.shift.kind
 
-
-KERNEL_BASE = "2"
-"""The base of the exponential, and so of row statistics, in all compiled kernels, whatever the
-recipe's own: hardware has 2^x. Emulations keep their rows in `Recipe.base`.
-"""
 
 KERNEL_RECIPES: dict[str, KernelRecipe] = {
     recipe.name: recipe
