@@ -29,6 +29,7 @@ help:
 	@echo 'make lowest  the core tests on the oldest versions that are allowed'
 	@echo 'make lint    lint and types alone'
 	@echo 'make format  rewrite the tree in the format that lint expects'
+	@echo 'make sanitize  random calls of the native library built with each sanitizer (Linux, GCC)'
 	@echo 'make hooks   run the quick checks at every git commit'
 	@echo 'make clean   remove the virtual environment and what tools left behind'
 	@echo 'Variables: PYTHON=$(PYTHON) VENV=$(VENV) OUT=$(OUT) WORKERS=$(WORKERS)'
@@ -62,6 +63,21 @@ format: $(VENV)/.stamp-dev
 
 hooks: $(VENV)/.stamp-dev
 	@$(BIN)/pre-commit install
+
+# A copy of the package beside each build: nothing else may load a library that wants its sanitizer first.
+CALLS ?= 200
+sanitize: $(VENV)/.stamp-dev
+	@for kind in address undefined thread; do \
+	  at=build/sanitize/$$kind && mkdir -p $$at && rm -rf $$at/halfulp && cp -r src/halfulp $$at/halfulp && \
+	  PATH=$(abspath $(BIN)):$$PATH cmake -S native -B $$at/build -G Ninja -DHALFULP_SANITIZE=$$kind > /dev/null && \
+	  PATH=$(abspath $(BIN)):$$PATH cmake --build $$at/build > /dev/null && \
+	  cp $$at/build/libhalfulp.so $$at/halfulp/ && echo "$$kind:" && \
+	  case $$kind in address) lib=asan;; undefined) lib=ubsan;; thread) lib=tsan;; esac && \
+	  PYTHONPATH=$$at OMP_NUM_THREADS=1 LD_PRELOAD=$$($${CXX:-g++} -print-file-name=lib$$lib.so) \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1 \
+	  setarch -R $(abspath $(BIN))/python benchmarks/fuzz_native.py --largest 60 --calls $(CALLS) || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) $(VENV)-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

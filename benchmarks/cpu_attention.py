@@ -9,10 +9,13 @@ both sides of 1. From the repository root:
 
     python benchmarks/cpu_attention.py [--shape B,H,N,D[,causal] ...] [--recipes NAME ...] [--rounds
     N] [--threads N]
-                                       [--options NAME ...] [--error SHAPE] [--calls] [--json FILE]
+                                       [--options NAME ...] [--error SHAPE] [--calls] [--goals]
+                                       [--json FILE]
 
 --options adds the same recipes with softcap, sinks or dropout; --calls measures what a call costs
-beside its arithmetic, in microseconds, on one head of 16 tokens.
+beside its arithmetic, in microseconds, on one head of 16 tokens; --goals holds every dtype and
+shape, decoding and tiny calls among them, to the speed that is wanted of it, in processor time,
+which other programs on the machine disturb least.
 
 The target: "halfulp" 1.5 times as fast as PyTorch's kernel and 55 % of the gemm at every shape, on
 2 threads, with gradient errors within 1.3 times the format's floor (--error 1,1,16384,64).
@@ -30,21 +33,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.kernels.asked import Options
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp import attention, emulate, golden
+from halfulp.calls import Call, Dropout, Sees
 from halfulp.kernels import cpu
 from halfulp.native import best_isa, missing
 from halfulp.recipes import BF16_FLOOR
 from halfulp.runs.machine import describe_machine
 
 SHAPES = ("1,12,1024,64", "1,8,2048,64", "1,8,2048,64,causal", "1,8,4096,128", "4,12,256,64")
+SDPA = functional.scaled_dot_product_attention
 TORCH, GEMM = "PyTorch flash", "bf16 gemm"
 GEMM_SIZE = 2048
-DROPOUT = {"dropout_p": 0.1, "seed": 1}
 WARM_UP = 3
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -55,18 +58,18 @@ def native(
     """The library in a recipe, or in "recipe+option"."""
     q, k, v, do = inputs
     recipe, _, option = name.partition("+")
-    more = {
+    more: dict[str, dict[str, Any]] = {
         "": {},
         "softcap": {"softcap": 30.0},
         "sinks": {"sinks": torch.zeros(q.shape[1])},
-        "dropout": DROPOUT,
+        "dropout": {"dropout": Dropout(0.1, 1)},
     }
-    options = Options(recipe=recipe, is_causal=causal, scale=q.shape[-1] ** -0.5, **more[option])
+    call = Call(q, k, v, Sees(causal), q.shape[-1] ** -0.5, **more[option])
 
     def backward(saved: Any) -> Gradients:
-        return cpu.backward(*options.of(q, k, v), saved, do, None)[:3]
+        return cpu.backward(call, recipe, saved, do, None)[:3]
 
-    return lambda: cpu.forward(*options.of(q, k, v)), backward
+    return lambda: cpu.forward(call, recipe), backward
 
 
 def pytorch(
@@ -178,11 +181,11 @@ def calls(rounds: int) -> dict[str, float]:
     """Medians in microseconds of calls on (1, 1, 16, 64), each way in its turn."""
     q = draw((1, 1, 16, 64))[0]
     leaf, ones = q.clone().requires_grad_(), torch.ones_like(q)
-    sdpa, options = functional.scaled_dot_product_attention, Options(scale=0.125)
+    sdpa, call = SDPA, Call(q, q, q, scale=0.125)
     ways: dict[str, Callable[[], Any]] = {
         "PyTorch's SDPA": lambda: sdpa(q, q, q),
         "halfulp.attention": lambda: attention(q, q, q),
-        "of it the kernel": lambda: cpu.forward(*options.of(q, q, q)),
+        "of it the kernel": lambda: cpu.forward(call, "halfulp"),
         "PyTorch's SDPA, forward and backward": lambda: torch.autograd.grad(
             sdpa(leaf, leaf, leaf), leaf, ones
         ),
@@ -199,6 +202,57 @@ def calls(rounds: int) -> dict[str, float]:
                 if turn:
                     spent[name].append(1e6 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in spent.items()}
+
+
+# [B, H, N, N_k, D] of the goals: tiny, small, ragged, middling, long, and one query at a time.
+GOAL_SHAPES = (
+    (1, 1, 16, 16, 64),
+    (16, 1, 32, 32, 32),
+    (2, 4, 77, 77, 64),
+    (1, 8, 256, 256, 64),
+    (1, 8, 1024, 1024, 64),
+    (1, 8, 1, 2048, 64),
+    (8, 8, 1, 512, 64),
+)
+
+
+def goals(rounds: int) -> list[dict[str, Any]]:
+    """halfulp.attention over PyTorch's SDPA in processor time, forward and training, each cell with
+    its goal: 1, in training 2 (float32) or 2.5 (bf16) from 256 tokens on.
+    """
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for b, h, n, nk, d in GOAL_SHAPES:
+            generator = torch.Generator().manual_seed(0)
+            q, k, v = (
+                torch.randn(b, h, rows, d, generator=generator).to(dtype) for rows in (n, nk, nk)
+            )
+            leaves, ones = [x.clone().requires_grad_() for x in (q, k, v)], torch.ones_like(q)
+            long = n >= 256
+            most = {torch.bfloat16: 2.5, torch.float32: 2.0}.get(dtype, 1.0) if long else 1.0
+            for kind, goal in (("forward", 1.0), ("training", most))[: 2 if n > 1 else 1]:
+                spent: dict[Any, list[float]] = {attention: [], SDPA: []}
+                inner = max(1, 2**22 // (b * h * (n * nk * d + 2**14)))
+                for turn in range(WARM_UP + rounds):
+                    for way in spent:
+                        start = time.process_time()
+                        for _ in range(inner):
+                            if kind == "forward":
+                                way(q, k, v)
+                            else:
+                                torch.autograd.grad(way(*leaves), leaves, ones)
+                        if turn >= WARM_UP:
+                            spent[way].append(time.process_time() - start)
+                ratios = [y / x for x, y in zip(*spent.values(), strict=True)]
+                cell = {"dtype": str(dtype)[6:], "shape": (b, h, n, nk, d), "kind": kind}
+                found.append(cell | {"goal": goal, "speed": quartiles(ratios)})
+                low, middle, high = found[-1]["speed"]
+                verdict = "met" if middle >= goal else "missed"
+                print(
+                    f"  {cell['dtype']:9} {cell['shape']!s:24} {kind:9}"
+                    f" {middle:6.2f} ({low:.2f}-{high:.2f}) of {goal}: {verdict}"
+                )
+    return found
 
 
 def relative(x: Tensor, exact: Tensor) -> float:
@@ -218,6 +272,7 @@ def main() -> None:
         "--recipes", nargs="+", default=["halfulp", "stock", "published", "exact_delta"]
     )
     parser.add_argument("--options", nargs="+", default=[], choices=["softcap", "sinks", "dropout"])
+    parser.add_argument("--goals", action="store_true", help="measure every cell that has a goal")
     parser.add_argument("--calls", action="store_true", help="measure small calls alone")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
@@ -235,6 +290,10 @@ def main() -> None:
         "isa": best_isa(),
     }
     print(f"{chosen.threads} threads, {report['isa']}, {chosen.rounds} rounds")
+    if chosen.goals:
+        print("halfulp.attention over PyTorch's SDPA, processor time")
+        report["goals"] = goals(chosen.rounds)
+        chosen.shape = []
     if chosen.calls:
         report["calls_us"] = calls(chosen.rounds)
         print(

@@ -40,14 +40,16 @@ void work_on(void* argument) {
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-#if defined(__unix__) || defined(__APPLE__)
+#if (defined(__unix__) || defined(__APPLE__)) && !defined(HALFULP_OWN_THREADS)
 // Asked for when the library is loaded: its user may have forked by the first call.
 std::atomic<bool> forked{false};
 const int asked = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
 
 Parallel openmp_of_the_process() {
-#if defined(__unix__) || defined(__APPLE__)
+#if defined(HALFULP_OWN_THREADS)
+  return nullptr;
+#elif defined(__unix__) || defined(__APPLE__)
   static const Parallel found = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   return forked || asked != 0 ? nullptr : found;
 #else
