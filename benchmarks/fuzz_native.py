@@ -65,7 +65,9 @@ def draw(rng: random.Random, largest: int) -> tuple[Call, str, dict[str, Any]]:
         mask = mask > -1 if kind == "bool" else mask.masked_fill(mask > 2, -torch.inf)
     window = (rng.randint(0, 60), rng.randint(-1, 60)) if rng.random() < 0.3 else None
     sees = Sees(rng.random() < 0.4, window, rng.choice((0, nk - n, rng.randint(-50, 50))), mask)
-    sinks = torch.randn(h).double().float() * 2 if rng.random() < 0.3 else None
+    sinks = None
+    if rng.random() < 0.3:
+        sinks = 2 * torch.randn(h, generator=torch.Generator().manual_seed(rng.getrandbits(32)))
     softcap = rng.choice((0.0, 0.0, 0.5, 20.0))
     dropout = Dropout(rng.choice((0.1, 0.9)), rng.getrandbits(62)) if rng.random() < 0.3 else None
     recipe = rng.choice(RECIPES)
