@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Dropout, Sees
-from halfulp.kernels import cpu, packed
+from halfulp.kernels import cpu, cpu_packed
 from halfulp.native import ISAS, best_isa, missing
 from halfulp.ops import tiled
 
@@ -117,8 +117,8 @@ def wrong(call: Call, recipe: str, isa: str, rng: random.Random, packs: bool) ->
         cut = sorted(rng.randint(0, size) for size in (n,))
         ends = [torch.tensor([0, *cut, size]) for size in (n, call.key.shape[2])]
         ends[1][1] = min(int(ends[1][1]), int(ends[1][2]))
-        saved = packed.forward(call, recipe, packed.Lengths(*ends))
-        packed.backward(call, recipe, saved, do, dlse, packed.Lengths(*ends))
+        saved = cpu_packed.forward(call, recipe, cpu_packed.Lengths(*ends))
+        cpu_packed.backward(call, recipe, saved, do, dlse, cpu_packed.Lengths(*ends))
     return None
 
 
