@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from halfulp.report.panels import draw
 from halfulp.report.terminal import console, print_act, print_table
-from halfulp.report.text import HIDDEN, visible
+from halfulp.report.text import FORBIDDEN, HIDDEN, visible
 
 TABLE = {
     "title": "Speed",
@@ -84,3 +85,11 @@ def test_what_is_shown_is_shown_once():
     assert visible("\x1b\x9b\u202e\udc80\r") == r"\x1b\x9b\u202e\udc80\r"
     assert visible(visible(HOSTILE)) == visible(HOSTILE)
     assert visible(Path("a\x1bb")) == r"a\x1bb"
+
+
+def test_a_picture_holds_no_character_that_a_page_may_not():
+    """Half of a surrogate pair in a label once ended a page."""
+    series = {"label": HOSTILE, "x": [1, 2], "y": [1.0, 2.0], "low": None, "high": None}
+    figure = {"title": HOSTILE, "x_label": HOSTILE, "y_label": "y", "x_log": False}
+    figure |= {"y_log": False, "caption": "", "command": "", "series": [series | {"style": "line"}]}
+    assert FORBIDDEN.search(draw(figure)) is None

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from halfulp.report.heatmap import draw_picture
 from halfulp.report.svg import checked
 from halfulp.report.tables import BADGES, laid_out
+from halfulp.report.text import FORBIDDEN
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -57,7 +58,6 @@ KINDS = (
     "details",
 )
 _TEMPLATES = Path(__file__).parent / "templates"
-_FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONG = 16  # characters of a word that may need a place to break
 
 
@@ -125,7 +125,7 @@ def _clean(value: object) -> object:
     """Text without the control characters that HTML forbids; they become the replacement
     character.
     """
-    return value if hasattr(value, "__html__") else _FORBIDDEN.sub("\ufffd", str(value))
+    return value if hasattr(value, "__html__") else FORBIDDEN.sub("\ufffd", str(value))
 
 
 def _breakable(text: object) -> Markup:

@@ -10,7 +10,7 @@ color. The same data gives the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfulp.report.curves import FigureData, draw_bars, draw_series, set_scales, short_log_ticks
@@ -32,7 +32,7 @@ from halfulp.report.svg import (
     settings,
     write_svg,
 )
-from halfulp.report.text import number_text
+from halfulp.report.text import FORBIDDEN, number_text
 
 HEIGHT = 3.3  # inches
 _LEFT, _BOTTOM, _TOP = 0.135, 0.155, 0.885  # of a panel: where the axes stand
@@ -64,6 +64,7 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
     """
     if not figures:
         raise ValueError("figures of length 0: accepted is at least one")
+    figures = [_writable(figure) for figure in figures]
     for figure in figures:
         _check(figure)
     import matplotlib
@@ -80,6 +81,15 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
         title = " · ".join(str(figure["title"]) for figure in figures)
         said = " ".join(_said(figure) for figure in figures)
         return write_svg(canvas, title, said, inline=inline)
+
+
+def _writable(value: Any) -> Any:
+    """A figure's data without characters that no page or font has."""
+    if isinstance(value, str):
+        return FORBIDDEN.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {key: _writable(inner) for key, inner in value.items()}
+    return [_writable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _said(figure: FigureData) -> str:
