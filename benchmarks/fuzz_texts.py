@@ -39,7 +39,7 @@ class Tags(HTMLParser):
         links = [
             v for k, v in attrs if k in ("href", "src") and not str(v).startswith(("#", "data:"))
         ]
-        self.found.append((tag, tuple(sorted(k for k, _ in attrs)), tuple(links)))
+        self.found.append((tag, tuple(sorted(k for k, _ in attrs if k != "class")), tuple(links)))
 
 
 def a_page(text: str, where: int) -> str:
@@ -77,7 +77,9 @@ def injections(number: int, chance: random.Random, room: Path) -> Counter[str]:
         text = "".join(chance.sample(HOSTILE, chance.choice((1, 1, 2, 3))))
         where = chance.randrange(14)
         made = a_page(text, where)
-        wrong = shape_of(made) != harmless[where] or "<script>alert" in made or "onload=a" in made
+        wrong = (
+            shape_of(made) != harmless[where] or "<script>alert" in made or "<svg onload" in made
+        )
         wrong |= OBEYED.search(made.replace("\r", "")) is not None
         finding = Finding("defect", "error", text, "out", None, text, 2.0)
         file = text.replace("\0", "").replace("\ud800", "")

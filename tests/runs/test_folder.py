@@ -1,5 +1,6 @@
 """Files are whole or not there, and a run replaces another one only when it is finished."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from halfulp.runs.folder import (
@@ -226,6 +228,19 @@ def test_what_is_no_json_file_reads_as_none(tmp_path, kind):
     assert read_json(path) is None
     with pytest.raises(ValueError, match=r"\w"):
         read_array(path)
+
+
+def test_an_array_whose_header_is_torn_anywhere_is_a_line(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros((3, 2)))
+    data = path.read_bytes()
+    for place in range(128):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << bit
+            path.write_bytes(flipped)
+            with contextlib.suppress(ValueError):  # and nothing else
+                read_array(path)
 
 
 def test_one_process_writes_a_folder_and_its_end_gives_it_free(tmp_path):

@@ -20,12 +20,14 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from halfulp.runs.lock import LOCK, Lock, is_held
 
+_NO_ARRAY = (OSError, ValueError, EOFError, OverflowError, TypeError, SyntaxError, TokenError)
 TEMPORARY = ".halfulp-"
 """What every temporary file of ours is called by, before eight random characters."""
 
@@ -105,7 +107,7 @@ def read_array(path: Path) -> np.ndarray:
     """
     try:
         return np.lib.format.open_memmap(regular(path), mode="r")
-    except (OSError, ValueError, EOFError, OverflowError, TypeError, SyntaxError) as error:
+    except _NO_ARRAY as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
