@@ -111,7 +111,7 @@ def test_a_file_brings_back_every_bit(trained: tuple[CaptureRun, Recorder], tmp_
     found = read_captured(str(path))
     assert all(torch.equal(getattr(found, name), getattr(captured, name)) for name in TENSORS)
     assert found.query.dtype == torch.bfloat16
-    assert (found.is_causal, found.scale) == (False, 0.1234567890123)
+    assert (found.sees.causal, found.scale) == (False, 0.1234567890123)
     assert [p.name for p in path.parent.iterdir()] == ["tensors.safetensors"]
 
 

@@ -106,8 +106,8 @@ def test_the_error_is_that_of_the_recipe(probe, isa):
     inputs = Case(probe, Shape(1, 2, 200, 200, 64)).inputs()
     x = (inputs.query, inputs.key, inputs.value, inputs.grad_out)
     for name in ("halfulp", "stock") if isa == ISAS[-1] else ("halfulp",):
-        options = Options(recipe=name, is_causal=inputs.is_causal, scale=inputs.scale)
-        call = {"is_causal": inputs.is_causal, "scale": inputs.scale}
+        options = Options(recipe=name, is_causal=inputs.sees.causal, scale=inputs.scale)
+        call = {"is_causal": inputs.sees.causal, "scale": inputs.scale}
         assert_within(x, options, RECIPES[name], isa, **call)
 
 
@@ -367,8 +367,8 @@ def test_each_repair_is_at_work():
     """
     inputs = Case("value_offset", Shape(1, 2, 300, 300, 64)).inputs()
     x = (inputs.query, inputs.key, inputs.value, inputs.grad_out)
-    options = Options(is_causal=inputs.is_causal, scale=inputs.scale)
-    true = exact(x, is_causal=inputs.is_causal, scale=inputs.scale)["dq"]
+    options = Options(is_causal=inputs.sees.causal, scale=inputs.scale)
+    true = exact(x, is_causal=inputs.sees.causal, scale=inputs.scale)["dq"]
     repaired = error(library_results(x, options)["dq"], true)
     assert error(library_results(x, replace(options, recipe="stock"))["dq"], true) > 3 * repaired
     saved = cpu.forward(*options.of(*x[:3]))
