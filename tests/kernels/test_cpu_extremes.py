@@ -173,7 +173,7 @@ def test_scores_of_any_size(sizes, recipe, isa, exponent, sign, causal, offset):
     q, k = (torch.randint(-2, 3, (1, 1, m, d), generator=generator) + offset for m in (n, nk))
     v, do = (torch.randn(1, 1, m, 8, generator=generator) for m in (nk, n))
     x = tuple(t.bfloat16() for t in (q, k, v, do))
-    # the library's scores are in base 2, and overflow by that factor sooner than "torch"'s stock ones
+    # the library's scores are in base 2, and overflow by that factor sooner than those of "torch"
     largest = float((q.double() @ k.double().mT).abs().max()) * 2.0**exponent
     assume(not 2**128 / math.log2(math.e) * (1 - 1e-6) < largest < 2**128)
     options = Options(recipe=recipe, is_causal=causal, scale=sign * 2.0**exponent)
