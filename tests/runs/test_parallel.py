@@ -121,16 +121,21 @@ from halfulp.runs.parallel import run_jobs
 
 BOTH_RUN = Path(__file__).with_name("both-run")
 
+def stay():
+    # until somebody ends it; a pause without an end would miss a signal that comes just before it
+    while True:
+        signal.sigtimedwait((), 0.05)
+
 def wait(job):
     number, other_runs = job
     if number == 0:
         other_runs.touch()
-        signal.pause()  # until somebody ends it
+        stay()
     while not other_runs.exists():
         os.sched_yield()
     # what Ctrl-C does: every process of the terminal's group gets it
     os.killpg(os.getpgrp(), signal.SIGINT)
-    signal.pause()
+    stay()
 
 if __name__ == "__main__":
     try:
