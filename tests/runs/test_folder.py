@@ -328,3 +328,9 @@ def test_a_device_is_written_to_and_not_replaced():
     finally:
         os.close(main)
         os.close(device)
+
+
+def test_a_pipe_that_nobody_reads_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "isolation.json")
+    with pytest.raises(OSError, match="No such device"):
+        write_json(tmp_path / "isolation.json", {})

@@ -121,6 +121,9 @@ from halfulp.runs.parallel import run_jobs
 
 BOTH_RUN = Path(__file__).with_name("both-run")
 
+# whoever runs the tests in the background has SIGINT ignored, and so have their children
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def stay():
     # until somebody ends it; a pause without an end would miss a signal that comes just before it
     while True:

@@ -51,7 +51,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     raises. A device or a pipe is written to, since nothing may take its place.
     """
     if _is_stream(path):
-        with path.open("wb") as stream:
+        # a pipe that nobody reads is an error here, and not waited for without end
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.set_blocking(handle, True)
+        with os.fdopen(handle, "wb") as stream:
             yield stream
         return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
