@@ -88,7 +88,7 @@ class Taps:
         self._before: Listener | None = None
         self._resting = False
         self.suspects: dict[str, str] = {}  # modules that look like attention, and why
-        self._ran: dict[str, nn.Module] = {}  # modules named like attention that ran
+        self._ran: set[str] = set()  # modules named like attention that ran
 
     @property
     def complete(self) -> bool:
@@ -101,8 +101,10 @@ class Taps:
         open_taps(self, self.functions)
         for name, module in module_names(self.model):
             if module is not self.model:
-                self._handles += _hooks(module, _Ear(self, name, module))
-        self._before, self._listening = listen(_Ear(self, ITSELF, self.model)), True
+                self._handles += _hooks(
+                    module, _Ear(self, name, "attention" in type(module).__name__.lower())
+                )
+        self._before, self._listening = listen(_Ear(self, ITSELF, False)), True
         self._handles.append(self.model.register_forward_hook(_Leaves(self), always_call=True))
 
     def leave(self) -> None:
@@ -137,7 +139,7 @@ class Taps:
         those inside each other the innermost.
         """
         seen = {name for name, _ in self.calls} | set(self.suspects)
-        for name in self._ran:
+        for name in sorted(self._ran):
             answered = any(_inside(other, name) or _inside(name, other) for other in seen)
             if not answered and not any(
                 _inside(other, name) for other in self._ran if other != name
@@ -305,9 +307,8 @@ def _inside(path: str, other: str) -> bool:
 class _Ear:
     """Listens in one module."""
 
-    def __init__(self, taps: Taps, name: str, module: nn.Module) -> None:
-        self.taps, self.name, self.module = taps, name, module
-        self.attends = "attention" in type(module).__name__.lower()
+    def __init__(self, taps: Taps, name: str, named_so: bool) -> None:
+        self.taps, self.name, self.named_so = taps, name, named_so
 
     def __call__(
         self,
@@ -325,59 +326,57 @@ class _Ear:
             self.taps.suspects.setdefault(self.name, WRITTEN_OUT)
 
 
-class _Hook:
-    """Has a module's attention calls shown to its own listener while its forward pass runs; before
-    it, or after it. A copy of the module is not listened to, and a module with it can be pickled.
+class Hook:
+    """A hook on a module that serves somebody. A copy of the module serves nobody, and a module
+    with a hook can be pickled.
     """
 
-    def __init__(self, ear: _Ear | None, before: list[Listener | None] | None = None) -> None:
-        self.ear = ear
-        self.before = [] if before is None else before  # a stack: a module may run inside itself
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Idle()
 
-    def enter(self) -> None:
-        """Listen."""
-        assert self.ear is not None
-        self.before.append(listen(self.ear))
-        if self.ear.attends:
-            self.ear.taps._ran[self.ear.name] = self.ear.module
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
+
+
+class Idle(Hook):
+    """What a hook is in a copy."""
+
+    def __call__(self, *_: Any) -> None:
+        """Nothing."""
+
+
+class _Listens(Hook):
+    """Has a module's attention calls shown to its own listener while its forward pass runs; before
+    it, or after it.
+    """
+
+    def __init__(self, ear: _Ear, before: list[Listener | None]) -> None:
+        self.ear, self.before = ear, before  # a stack: a module may run inside itself
 
     def __call__(self, _module: nn.Module, _args: Any, *out: Any) -> None:
-        if self.ear is None:
-            return
         if not out:
-            self.enter()
+            self.before.append(listen(self.ear))
+            if self.ear.named_so:
+                self.ear.taps._ran.add(self.ear.name)
         elif self.before:
             listen(self.before.pop())
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(None)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None,)
+class _Leaves(Hook):
+    """The model's forward pass is over."""
 
-
-class _Leaves:
-    """The model's forward pass is over; of copies and pickles as `_Hook`."""
-
-    def __init__(self, taps: Taps | None) -> None:
+    def __init__(self, taps: Taps) -> None:
         self.taps = taps
 
     def __call__(self, *_: Any) -> None:
-        if self.taps is not None:
-            self.taps.leave()
-
-    def __deepcopy__(self, memo: Any) -> _Leaves:
-        return _Leaves(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Leaves, (None,)
+        self.taps.leave()
 
 
 def _hooks(module: nn.Module, ear: _Ear) -> list[Any]:
-    enter = _Hook(ear)
+    hook = _Listens(ear, [])
     return [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(_Hook(ear, enter.before), always_call=True),
+        module.register_forward_pre_hook(hook),
+        module.register_forward_hook(hook, always_call=True),
     ]
 
 

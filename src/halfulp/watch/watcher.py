@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfulp.watch.calls import Figures, call_figures, entries_of
-from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
+from halfulp.watch.foreign import UNANSWERED, Foreign, Hook, Taps
 from halfulp.watch.functions import ACCEPTED, functions_named
 from halfulp.watch.health import Health, sentences_of
 from halfulp.watch.notebook import Notebook
@@ -342,37 +342,24 @@ class _StepEnds:
             watcher._optimizer_stepped(optimizer)
 
 
-class _Begins:
-    """The model's hook. A copy of the model is not watched, and a model that is watched can be
-    pickled.
-    """
+class _Begins(Hook):
+    """The model's hook before its forward pass."""
 
-    def __init__(self, watcher: Watcher | None) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        if self.watcher is not None:
-            self.watcher._pass_begins(model, args)
-
-    def __deepcopy__(self, memo: Any) -> _Begins:
-        return _Begins(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Begins, (None,)
+        self.watcher._pass_begins(model, args)
 
 
-class _Ends(_Begins):
+class _Ends(Hook):
     """The model's hook after its forward pass."""
 
-    def __call__(self, _model: nn.Module, _args: Any, output: Any = None) -> None:
-        if self.watcher is not None:
-            self.watcher._pass_ends(output)
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
 
-    def __deepcopy__(self, memo: Any) -> _Ends:
-        return _Ends(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Ends, (None,)
+    def __call__(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        self.watcher._pass_ends(output)
 
 
 def _open_on(model: nn.Module, watcher: Watcher) -> None:
