@@ -30,6 +30,7 @@ ORDER = [
     {"attention"},
     {"testing"},
     {"targets"},
+    {"reconstruct"},
     {"audit", "watch"},
     {"training"},
     {"isolate"},

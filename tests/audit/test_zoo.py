@@ -8,7 +8,7 @@ from halfulp.audit import audit
 from tests.audit.zoo import FAULTY, SOUND
 
 CAUSES = {
-    "out_cut": "truncation",
+    "out_cut": "O is truncated",
     "published_fix": "underflows",
     "masked_row_nan": "nothing become NaN",
     "gqa_wrong_head": "wrong key heads",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from halfulp.audit.probes import PROBES, probes_with
 from halfulp.audit.verdict import Finding
+from halfulp.reconstruct import CAUSES, Cause
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
 LEVELS, RAGGED = probes_with("level"), probes_with("ragged")
@@ -19,15 +20,6 @@ PLAIN, FEW_KEYS = probes_with("plain"), probes_with("few keys")
 CAUSAL = {probe.name for probe in PROBES if probe.is_causal}
 _AS_STOCK = 0.5  # times the stock recipe's error: as large as that
 OUTGROWS = 0.15  # exponent of N by which an error outgrows the stock recipe's
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A likely cause, the public case it resembles, and its effect on training."""
-
-    name: str
-    resembles: str
-    effect: str
 
 
 @dataclass(frozen=True)
@@ -77,18 +69,6 @@ class Evidence:
     def property_starts(self, text: str) -> bool:
         """Whether a failing property's name starts so."""
         return any(f.property.startswith(text) for f in self.findings)
-
-
-NAN = "one such row turns every weight of the model into NaN within a step"
-DELTA = (
-    "the gradient of W_Q carries an error along the direction that all keys share; it adds up step"
-    " after step until the scores run away"
-)
-GRADIENT = (
-    "the gradient is noisier than the format requires, and where inputs repeat the error does not"
-    " average out"
-)
-FORWARD = "activations carry an error that the next layers and the gradient inherit in every step"
 
 
 def _underflows(e: Evidence) -> bool:
@@ -176,198 +156,117 @@ def _rows_do_not_sum(e: Evidence) -> bool:
     return e.forward_clean and e.property_starts("Σ dV")
 
 
-_EVERYONE = "FlashAttention-2 as everyone ships it (Qiu & Yao, arXiv 2510.04212)"
-OTHER_WEIGHTS = Cause(
-    "the backward pass takes other weights than the forward pass (P from lse, or rescaled by no"
-    " power of two)",
-    "FlashAttention-2, whose backward pass takes P from lse",
-    DELTA,
-)
+OTHER_WEIGHTS = CAUSES["backward-weights"]
 
 Rule = tuple[Callable[[Evidence], bool], Cause]
 
 RULES: tuple[Rule, ...] = (
     (
         _underflows,
-        Cause(
-            "a shifted row underflows where its maximum is repeated: l = 0",
-            "the published stabilized softmax",
-            NAN,
-        ),
+        CAUSES["underflow"],
     ),
     (
         _exp_of_lse,
-        Cause(
-            "exp(−lse) overflows in the backward pass",
-            "pytorch issue 196678 (NaN dQ where LSE < −88.7)",
-            NAN,
-        ),
+        CAUSES["exp-of-lse"],
     ),
     (
         lambda e: e.probes("non-finite") == {"masked_rows"},
-        Cause("rows that may attend to nothing become NaN", "softmax of a row of −inf", NAN),
+        CAUSES["masked-row"],
     ),
     (
         _maximum_untracked,
-        Cause(
-            "the row maximum is not tracked: weights overflow or vanish",
-            "flash-attention issue 2082",
-            NAN,
-        ),
+        CAUSES["maximum"],
     ),
     (
         lambda e: e.property_starts("NaN confined"),
-        Cause("NaN or Inf escapes from its row or head", "flashinfer PR 4267 (finite −inf)", NAN),
+        CAUSES["nan-escapes"],
     ),
     (
         lambda e: e.property_starts("same call twice"),
-        Cause(
-            "results differ from call to call by more than rounding",
-            "a race between thread blocks",
-            "two runs of the same job part ways, and no failure can be replayed",
-        ),
+        CAUSES["unstable"],
     ),
     (
         _coarse_scores_backward,
-        Cause(
-            "scores are recomputed more coarsely in the backward pass",
-            "cudnn-frontend 744 (scores recomputed in fp16), FastVideo PR 1730 (key pre-scaled in"
-            " bf16)",
-            GRADIENT,
-        ),
+        CAUSES["backward-scores"],
     ),
     (_other_weights_backward, OTHER_WEIGHTS),
     (
         _delta,
-        Cause(
-            "δ, or the difference dP − δ, is too coarse",
-            "flash-attention PR 2893 (dS product in bf16), jax PR 40128 (rounded before a"
-            " cancelling sum)",
-            DELTA,
-        ),
+        CAUSES["delta"],
     ),
     (
         lambda e: e.tensors == {"grad_value"},
-        Cause(
-            "P is too coarse in dV = Pᵀ dO",
-            "triton PR 3408 (row sums too coarse for reuse in backward)",
-            GRADIENT,
-        ),
+        CAUSES["probabilities"],
     ),
     (
         _accumulates,
-        Cause(
-            "gradients are accumulated in low precision across blocks",
-            "PyTorch's CPU flash kernel (dQ, dK, dV summed in bf16)",
-            "the longer the context, the larger the gradient's error: long sequences train on noise"
-            " that short ones do not show",
-        ),
+        CAUSES["grad-accumulator"],
     ),
     (
         lambda e: e.only({"gqa"}),
-        Cause(
-            "query heads are paired with the wrong key heads", "grouped-query attention", FORWARD
-        ),
+        CAUSES["key-heads"],
     ),
     (
         _causal,
-        Cause(
-            "the causal mask is wrong",
-            "off by one on the diagonal",
-            "tokens see the future or miss the present: the loss looks too good, or learning"
-            " stalls",
-        ),
+        CAUSES["causal-mask"],
     ),
     (
         lambda e: e.only(RAGGED),
-        Cause(
-            "sizes off the block (N or d) are handled wrongly",
-            "kernels tested at multiples of the block only",
-            FORWARD,
-        ),
+        CAUSES["ragged"],
     ),
     (
         lambda e: e.only({"masked_rows", "additive_mask"}),
-        Cause("masks are applied wrongly", "pytorch, fully masked rows", FORWARD),
+        CAUSES["mask"],
     ),
     (
         _truncates,
-        Cause(
-            "rounding by truncation, or a factor that is off",
-            "aiter PR 5151 (truncation for nearest-even: within 1 ulp, always the same sign)",
-            "every layer shrinks its signal in the same direction, and over a deep model that adds"
-            " up to percents",
-        ),
+        CAUSES["out"],
     ),
     (
         _loses_small_weights,
-        Cause(
-            "small weights are lost from the numerator only",
-            "flashinfer PR 5020 (fp8 weights without pre-scale)",
-            "diffuse attention fades: heads that average over many tokens go silent",
-        ),
+        CAUSES["weights"],
     ),
     (
         _coarse_scores,
-        Cause(
-            "scores are rounded to the input's format",
-            "eager attention in bf16; Qiu & Yao's official code",
-            FORWARD,
-        ),
+        CAUSES["scores"],
     ),
     (
         _weights_miscounted,
-        Cause(
-            "weights and row sum disagree", "flash-attention PR 2721 (l and P̄ disagree)", FORWARD
-        ),
+        CAUSES["weights-disagree"],
     ),
     (
         _rows_do_not_sum,
-        Cause(
-            "P's rows do not sum to 1 in the backward pass",
-            "triton PR 3408 (row sums too coarse for reuse in backward)",
-            GRADIENT,
-        ),
+        CAUSES["probabilities"],
     ),
     (
         _only_dq_and_dk,
-        Cause("dS is too coarse", "flash-attention PR 2893 (dS product in bf16)", GRADIENT),
+        CAUSES["grad-scores"],
     ),
     (
         lambda e: e.forward_clean,
-        Cause(
-            "the gradient is less exact than the stock recipe's", "no public case known", GRADIENT
-        ),
+        CAUSES["gradient-unexplained"],
     ),
     (
         lambda e: bool(e.findings),
-        Cause("the output is less exact than the stock recipe's", "no public case known", FORWARD),
+        CAUSES["out-unexplained"],
     ),
 )
 
 STOCK_RULES: tuple[Rule, ...] = (
-    (_delta_as_stock, Cause("δ = rowsum(dO ∘ O) from the rounded O", _EVERYONE, DELTA)),
+    (_delta_as_stock, CAUSES["delta-from-out"]),
     (
         lambda e: "value_constant" in e.probes("error"),
-        Cause(
-            "l is summed from the weights before rounding, P̄ V from those after", _EVERYONE, DELTA
-        ),
+        CAUSES["weights-row-sum"],
     ),
     (lambda e: e.probes() == {"two_live_keys"}, OTHER_WEIGHTS),
     (
         lambda e: bool(e.findings),
-        Cause(
-            "δ, l or the backward pass's weights are coarser than they need be", _EVERYONE, DELTA
-        ),
+        CAUSES["stock"],
     ),
 )
 
 
-WRONG_ELEMENTS = Cause(
-    "some elements are wrong by more than rounding can do, while the mean over heads is not",
-    "heads, tiles or rows that are never written, or computed from another's data",
-    "the heads or tokens concerned learn from noise",
-)
+WRONG_ELEMENTS = CAUSES["elements"]
 
 
 def diagnose(

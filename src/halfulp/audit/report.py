@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from halfulp.audit.diagnosis import Cause
 from halfulp.audit.figures import SHORT
 from halfulp.audit.fingerprint import Fingerprint
 from halfulp.audit.inputs import CAPTURED, Case
 from halfulp.audit.invariants import Relation
 from halfulp.audit.probes import probe_named
 from halfulp.audit.verdict import LIMITS, Finding, Row
+from halfulp.reconstruct import Cause
 
 Verdict = Literal[
     "sound", "stock", "forward sound", "forward stock", "defect", "incomplete", "error"

@@ -13,7 +13,7 @@ import torch
 
 from halfulp.audit import invariants
 from halfulp.audit.coverage import Coverage, coverage
-from halfulp.audit.diagnosis import Cause, diagnose
+from halfulp.audit.diagnosis import diagnose
 from halfulp.audit.figures import GRADIENTS, Measured, measure
 from halfulp.audit.fingerprint import Fingerprint, fingerprint
 from halfulp.audit.inputs import CAPTURED, DTYPES, Case, Inputs, case_of, read_captured, shape_of
@@ -34,6 +34,7 @@ from halfulp.audit.verdict import (
     verdict_of,
 )
 from halfulp.calls import Result
+from halfulp.reconstruct import Cause
 from halfulp.targets import (
     CallLimits,
     Outcome,
