@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from halfulp.audit import AuditReport, audit
     from halfulp.formats import Format, round_to
     from halfulp.recipes import Recipe, Step
+    from halfulp.runs.snapshot import Snapshot, read_snapshot
     from halfulp.watch import watch
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "AuditReport",
     "Format",
     "Recipe",
+    "Snapshot",
     "Step",
     "__version__",
     "attention",
@@ -40,6 +42,7 @@ __all__ = [
     "explain_dispatch",
     "golden",
     "patch",
+    "read_snapshot",
     "register_transformers",
     "round_to",
     "watch",
@@ -58,6 +61,7 @@ _ROOMS = {
     "audit": ("audit", "AuditReport"),
     "formats": ("Format", "round_to"),
     "recipes": ("Recipe", "Step"),
+    "runs.snapshot": ("Snapshot", "read_snapshot"),
     "watch": ("watch",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}

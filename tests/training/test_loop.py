@@ -109,8 +109,8 @@ CHILD = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from halfulp.runs import folder as files
-from halfulp.training import checkpoint, journal, loop
+from halfulp.runs import folder as files, sealed
+from halfulp.training import journal, loop
 from halfulp.training.run_json import config_from_dict
 torch.set_num_threads(1)
 config, folder, moment = config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
@@ -131,7 +131,7 @@ if moment == "checkpoint":
         seen.append(path)
         if len(seen) == 5:
             die()
-    checkpoint.sync_file = sync
+    sealed.sync_file = sync
 if moment == "begin":  # the folder is there and nothing of the run
     journal.new_record = die
 loop.train(config, folder, resume=True, sinks=[Sink()] if moment.isdigit() else [])

@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from halfulp import cli
+from halfulp.runs import sealed
 from halfulp.runs.lock import Lock
 from halfulp.runs.record import new_record as any_record
-from halfulp.training import checkpoint, journal
+from halfulp.training import journal
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.checkpoint import (
     checkpoint_steps,
@@ -335,8 +336,8 @@ class Full:
     ("module", "function", "after"),
     [
         (journal, "save_checkpoint", 1),
-        (checkpoint, "sync_file", 3),
-        (checkpoint, "write_json", 1),
+        (sealed, "sync_file", 3),
+        (sealed, "write_json", 1),
         (journal, "line_text", 5),
         (journal, "write_json", 1),
     ],

@@ -8,10 +8,7 @@ warning, and the one before it is taken.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,22 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfulp.runs.folder import (
-    line_text,
-    new_folder,
-    read_json,
-    regular,
-    remove,
-    remove_temporaries,
-    sync_file,
-    sync_folder,
-    write_json,
-)
+from halfulp.runs.folder import remove
+from halfulp.runs.sealed import TORN, load_sealed, load_tensors, save_sealed
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _MODEL, _STATE, _PLAIN = "model.safetensors", "state.safetensors", "state.json"
 _ENTRIES = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW
-_TORN = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -145,42 +132,22 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         ValueError: the folder is a link, perhaps to another run's.
         OSError: it cannot be written; what was there is still there.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     if folder.is_symlink():
         raise ValueError(f"checkpoints={str(folder)!r} is a link; accepted is a folder of the run")
     folder.mkdir(exist_ok=True)
-    final, partial = folder / f"step-{checkpoint.step}", new_folder(folder)
     state = {
-        f"{group}|{name}": x.contiguous()
+        f"{group}|{name}": x
         for group in ("optimizer", "monitor")
         for name, x in getattr(checkpoint, group).items()
     }
-    model = {name: x.contiguous() for name, x in checkpoint.model.items()}
-    try:
-        for name, tensors in ((_MODEL, model), (_STATE, state)):
-            save_file(tensors, partial / name)
-            sync_file(partial / name)
-        plain = {
-            "step": checkpoint.step,
-            "scaler": checkpoint.scaler,
-            "run": checkpoint.run,
-            "lines": checkpoint.lines,
-            "sha256": {name: _digest(partial / name) for name in (_MODEL, _STATE)},
-        }
-        write_json(partial / _PLAIN, plain | {"seal": _seal(plain)})
-        if final.exists() or final.is_symlink():
-            final.rename(new_folder(folder) / final.name)
-        partial.rename(final)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # how its writer says what the system said
-            raise OSError(errno.EIO, " ".join(str(error).split()), str(final)) from None
-        raise
-    remove_temporaries(folder)
-    sync_folder(folder)
-    return final
+    plain = {
+        "step": checkpoint.step,
+        "scaler": checkpoint.scaler,
+        "run": checkpoint.run,
+        "lines": checkpoint.lines,
+    }
+    files = {_MODEL: checkpoint.model, _STATE: state}
+    return save_sealed(folder / f"step-{checkpoint.step}", _PLAIN, plain, files)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -190,16 +157,15 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         ValueError: a file is missing, torn or altered, or is of another step; one line says which.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     groups: dict[str, dict[str, Tensor]] = {"optimizer": {}, "monitor": {}}
     try:
-        plain = _plain(folder, _MODEL, _STATE)
-        for key, x in load_file(folder / _STATE).items():
+        plain = _plain(folder)
+        for key, x in load_tensors(folder, plain, _STATE).items():
             group, _, name = key.partition("|")
             groups[group][name] = x
-        model = load_file(folder / _MODEL)
-    except (SafetensorError, *_TORN) as error:
+        model = load_tensors(folder, plain, _MODEL)
+    except (SafetensorError, *TORN) as error:
         raise _unreadable(folder, error) from None
     return Checkpoint(
         plain["step"],
@@ -216,12 +182,10 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     `load_checkpoint`.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     try:
-        _plain(folder, _MODEL)
-        return load_file(folder / _MODEL)
-    except (SafetensorError, *_TORN) as error:
+        return load_tensors(folder, _plain(folder), _MODEL)
+    except (SafetensorError, *TORN) as error:
         raise _unreadable(folder, error) from None
 
 
@@ -230,34 +194,15 @@ def _unreadable(folder: Path, error: Exception) -> ValueError:
     return ValueError(f"checkpoint={str(folder)!r}: {said}; accepted is a whole one")
 
 
-def _plain(folder: Path, *files: str) -> dict[str, Any]:
-    """What state.json says, held against the files; raises ValueError or OSError where it is not
-    so.
-    """
-    plain = read_json(folder / _PLAIN)
-    if not isinstance(plain, dict):
-        raise ValueError(f"{_PLAIN} is missing or torn")
-    seal = plain.pop("seal", None)
-    if seal != _seal(plain):
-        raise ValueError(f"{_PLAIN} was altered")
+def _plain(folder: Path) -> dict[str, Any]:
+    """What state.json says; raises ValueError or OSError where it is not as a run writes it."""
+    plain = load_sealed(folder, _PLAIN)
     if type(plain["step"]) is not int or folder.name != f"step-{plain['step']}":
         raise ValueError(f"{_PLAIN} is of step {plain['step']}")
     owned = isinstance(plain["run"], str) and isinstance(plain["lines"], str)
     if not isinstance(plain["scaler"], dict) or not owned:
         raise ValueError(f"{_PLAIN} has the scaler {plain['scaler']!r}")
-    for name in files:
-        if _digest(regular(folder / name)) != plain["sha256"][name]:
-            raise ValueError(f"{name} was altered: its SHA-256 is another")
     return plain
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _seal(plain: dict[str, Any]) -> str:
-    return hashlib.sha256(line_text(plain).encode(errors="backslashreplace")).hexdigest()
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
