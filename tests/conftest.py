@@ -2,11 +2,14 @@
 from outside.
 """
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +28,13 @@ settings.load_profile("halfulp")
 # One torch thread a process: the same bits under any number of workers, and no two workers on one
 # core. A test that needs more sets them itself; the next one starts from one again.
 torch.set_num_threads(1)
+
+
+# What audits are held against is computed once a test run, by whichever process comes first, and
+# nothing of the user's is read or written.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["HALFULP_CACHE"] = _cache = tempfile.mkdtemp(prefix="halfulp-cache-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

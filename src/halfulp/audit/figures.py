@@ -196,10 +196,16 @@ class Measured:
 
 
 def measure(
-    result: Result, truth: Result, noise: Noise, x: Inputs, probe: Probe | None
+    result: Result,
+    truth: Result,
+    noise: Noise,
+    x: Inputs,
+    probe: Probe | None,
+    *,
+    in_ulps: bool = True,
 ) -> Measured:
-    """Measure one result `[B, H, N, D]` against golden. Tensors that hold NaN or Inf where golden
-    is finite are counted, not measured.
+    """Measure one result `[B, H, N, D]` against golden, `in_ulps` as well or not. Tensors that hold
+    NaN or Inf where golden is finite are counted, not measured.
     """
     fmt = FORMAT_OF[x.query.dtype]
     figures: list[Figure] = []
@@ -237,7 +243,8 @@ def measure(
         )
         figures[-1] = replace(figures[-1], peak=_peak(got, difference, exact, fmt.unit_roundoff))
         leans.append(Lean(name, _lean(difference, exact, getattr(noise, name), fmt)))
-        ulps[name] = _in_ulps(difference, exact, fmt)
+        if in_ulps:
+            ulps[name] = _in_ulps(difference, exact, fmt)
     figures += _sums(result, truth, noise, x, fmt, probe, nonfinite)
     if probe is not None and probe.judged_by is not None:
         figures = [

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from halfulp import recipes
 from halfulp.attention import emulate, golden
+from halfulp.audit import kept
 from halfulp.audit.figures import Measured, Noise, measure, natural_noise
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import Probe, probe_named
@@ -30,15 +32,87 @@ FLOOR: dict[str, Recipe] = {
 
 
 @dataclass(frozen=True)
-class References:
-    """One case's inputs and what is known of them."""
+class Exact:
+    """One case's inputs and their golden result: what takes memory."""
 
     inputs: Inputs
-    probe: Probe | None
     truth: Result
+
+    @property
+    def bytes(self) -> int:
+        """Of memory."""
+        held = (*vars(self.inputs).values(), *vars(self.truth).values(), self.inputs.sees.mask)
+        return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor))
+
+
+@dataclass(frozen=True)
+class Standard:
+    """What rounding makes of one case, a few numbers a head: kept on disk."""
+
     noise: Noise
     stock: Measured
     floor: Measured
+
+
+@dataclass(frozen=True)
+class References:
+    """One case and what is known of it; its tensors are drawn and computed again when they are
+    asked for and memory was short since.
+    """
+
+    case: Case
+    standard: Standard
+
+    @property
+    def probe(self) -> Probe | None:
+        """The case's probe; None for captured tensors."""
+        return None if self.case.file else probe_named(self.case.probe)
+
+    @property
+    def inputs(self) -> Inputs:
+        """The case's tensors."""
+        return _exact(self.case).inputs
+
+    @property
+    def truth(self) -> Result:
+        """Their golden result."""
+        return _exact(self.case).truth
+
+    @property
+    def noise(self) -> Noise:
+        """The natural noise of every tensor."""
+        return self.standard.noise
+
+    @property
+    def stock(self) -> Measured:
+        """The stock recipe's figures."""
+        return self.standard.stock
+
+    @property
+    def floor(self) -> Measured:
+        """The floor's figures."""
+        return self.standard.floor
+
+
+MOST_HELD = 2**29
+"""Bytes of inputs and golden results that a process holds; the newest is held whatever its size."""
+
+_held: dict[Case, Exact] = {}  # the one asked for last at the end
+
+
+def _exact(case: Case) -> Exact:
+    found = _held.pop(case, None)
+    if found is None:
+        x = case.inputs()
+        truth = golden(x.query, x.key, x.value, x.grad_out, **x.options(seeded=True))
+        found = Exact(x, truth)
+    _held[case] = found
+    total = sum(exact.bytes for exact in _held.values())
+    for other in list(_held)[:-1]:
+        if total <= MOST_HELD:
+            break
+        total -= _held.pop(other).bytes
+    return found
 
 
 def emulated(x: Inputs, recipe: Recipe) -> Result:
@@ -49,17 +123,26 @@ def emulated(x: Inputs, recipe: Recipe) -> Result:
     return Result(out.detach(), lse.detach(), *grads)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1024)
 def references(case: Case) -> References:
-    """References of a case; kept, so that auditing many targets pays for them once."""
-    x = case.inputs()
+    """References of a case; their figures are kept in this process and on disk, so that auditing
+    many targets, today or tomorrow, pays for them once.
+    """
+    standard = kept.read(case, Standard)
+    if standard is None:
+        standard = _standard(case)
+        kept.write(case, standard)
+    return References(case, standard)
+
+
+def _standard(case: Case) -> Standard:
+    x, truth = _exact(case).inputs, _exact(case).truth
     probe = None if case.file else probe_named(case.probe)
-    truth = golden(x.query, x.key, x.value, x.grad_out, **x.options(seeded=True))
     noise = natural_noise(x, truth.out)
-    stock = measure(emulated(x, STOCK[case.dtype]), truth, noise, x, probe)
-    floor = (
-        stock
-        if FLOOR[case.dtype] is STOCK[case.dtype]
-        else measure(emulated(x, FLOOR[case.dtype]), truth, noise, x, probe)
-    )
-    return References(x, probe, truth, noise, stock, floor)
+
+    def measured(recipe: Recipe) -> Measured:
+        return measure(emulated(x, recipe), truth, noise, x, probe, in_ulps=False)
+
+    stock = measured(STOCK[case.dtype])
+    alike = FLOOR[case.dtype] is STOCK[case.dtype]
+    return Standard(noise, stock, stock if alike else measured(FLOOR[case.dtype]))

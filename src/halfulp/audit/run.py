@@ -325,6 +325,7 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
                 gathered.drift = drift_exponent(
                     (difference * reference.truth.out.sign()).flatten(0, 1).mT.flatten(0, 1)
                 )
+        gathered.outcomes[case] = outcome.without_memory()
         done += work[case]
     for case, relations in zip(todo.relations, (invariants.PLAIN, invariants.CAUSAL), strict=True):
         asked.tell(0.9 * done / total, f"relations, {case.probe}")
@@ -365,7 +366,8 @@ def _related(asked: _Asked, gathered: _Gathered, name: str) -> Callable[[Inputs]
 
     def run(x: Inputs) -> Result | None:
         outcome = _call(asked.target, x, asked.device, asked.forward)
-        gathered.related.append((f"relation {name.replace('_', ' ')}", outcome))
+        named = f"relation {name.replace('_', ' ')}"
+        gathered.related.append((named, outcome.without_memory()))
         return outcome.result
 
     return run

@@ -46,9 +46,10 @@ def write_bytes(path: Path, data: bytes) -> Path:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Give a file to write to, which takes its place, whole, when the block ends, and never if it
-    raises. A device or a pipe is written to, since nothing may take its place.
+    raises. A device or a pipe is written to, since nothing may take its place. Without `sync` a
+    crash of the machine may lose it: for what can be computed again.
     """
     if _is_stream(path):
         # a pipe that nobody reads is an error here, and not waited for without end
@@ -62,13 +63,15 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())  # a temporary file is for its owner alone
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def _is_stream(path: Path) -> bool:

@@ -8,7 +8,7 @@ import contextlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -96,6 +96,13 @@ class Outcome:
     kind: Literal["ok", "unsupported", "refused", "error"]
     # of a call that went through: "modifies its inputs", "not differentiable", warnings
     notes: tuple[str, ...] = ()
+
+    def without_memory(self) -> Outcome:
+        """The same, its tensors without their elements: measured, they are not needed."""
+        if self.result is None:
+            return self
+        emptied = {name: x.new_empty(0) for name, x in self.result.given().items()}
+        return replace(self, result=replace(self.result, **emptied))
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -1,0 +1,119 @@
+"""What was computed once and is expensive, kept on disk in the user's cache folder.
+
+An entry's name is the SHA-256 of everything that it depends on, so that it never grows stale: what
+depends on something else has another name. Entries are safetensors files, bytes that run nothing,
+with a digest of their own; a torn or foreign one counts as not there and is computed again. The
+folder may be deleted at any time, and several processes may use it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from halfulp.runs.folder import TEMPORARY, whole_file
+
+VARIABLE = "HALFULP_CACHE"
+"""Moves the folder, or forbids it with `off`."""
+
+MOST_BYTES = 256 * 2**20
+"""What all entries together may take; beyond it those go that were not read for longest."""
+
+_FIELD, _UNKNOWN = b'"sha256":"%b"', b"0" * 64
+_SHELVES = 16  # by the first digit of the name, each held to its share
+
+
+def folder() -> Path | None:
+    """Where entries lie, None where HALFULP_CACHE is `off` or there is no home."""
+    chosen = os.environ.get(VARIABLE, "").strip()
+    if chosen:
+        return None if chosen.lower() == "off" else Path(chosen)
+    if sys.platform == "darwin":
+        base = Path("~/Library/Caches")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        return base.expanduser() / "halfulp"
+    return None
+
+
+def name_of(*parts: Any) -> str:
+    """The name of what depends on exactly these parts: plain data whose repr says all of it."""
+    return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()
+
+
+def read(name: str) -> tuple[Any, dict[str, Tensor]] | None:
+    """The plain data and tensors of an entry; None where there is none, or none that is whole."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    path = _path(name)
+    if path is None:
+        return None
+    try:
+        data = path.read_bytes()
+        tensors = load(data)
+        told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        digest = str(told["sha256"]).encode()
+        if _digest(name, data.replace(_FIELD % digest, _FIELD % _UNKNOWN, 1)) != digest:
+            return None
+        plain = json.loads(told["plain"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # read just now
+    return plain, tensors
+
+
+def write(name: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Keep an entry, if the disk lets us: it is never an error that it does not."""
+    from safetensors.torch import save
+
+    path = _path(name)
+    if path is None:
+        return
+    data = save(dict(tensors), {"plain": json.dumps(plain), "sha256": _UNKNOWN.decode()})
+    data = data.replace(_FIELD % _UNKNOWN, _FIELD % _digest(name, data), 1)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, sync=False) as file:
+            file.write(data)
+        _evict(path)
+
+
+def _path(name: str) -> Path | None:
+    top = folder()
+    return None if top is None else top / name[0] / f"{name[1:]}.safetensors"
+
+
+def _digest(name: str, data: bytes) -> bytes:
+    """Of an entry's name and bytes, its own digest not known yet."""
+    return hashlib.sha256(name.encode() + data).hexdigest().encode()
+
+
+def _evict(newest: Path) -> None:
+    """Delete what was read least lately until the shelf keeps its share; a file that a stopped
+    writer left goes like any other. What another process deletes first is gone as well.
+    """
+    found = []
+    with os.scandir(newest.parent) as entries:
+        for entry in entries:
+            if entry.name.endswith(".safetensors") or entry.name.startswith(TEMPORARY):
+                with contextlib.suppress(OSError):
+                    stat = entry.stat(follow_symlinks=False)
+                    found.append((stat.st_mtime, stat.st_size, entry.path))
+    held = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if held <= MOST_BYTES // _SHELVES:
+            break
+        if path != str(newest):
+            Path(path).unlink(missing_ok=True)
+            held -= size
