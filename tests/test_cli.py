@@ -114,7 +114,7 @@ def run(capsys, *arguments):
         (["audit", "sdpa", "--seed", "one"], "seed='one': accepted is an integer"),
         (["audit", "sdpa", "--quick"], "'--quick' is not known; accepted by halfulp audit are"),
         (["audit", "sdpa", "--shapes", "1,1,8,8,causal"], "accepted without ,causal"),
-        (["bench", "--shapes", "1,4/2,8,8"], "accepted by bench is one number of heads and one"),
+        (["bench", "--shapes", "1,4,8x9,8,causal"], "with causal is one number of tokens"),
         (
             ["bench", "--shapes", "1,4,8"],
             "shapes='1,4,8': accepted is B,H,N,D in positive",

@@ -45,16 +45,20 @@ def test_a_kernel_is_seldom_clearly_faster_than_itself() -> None:
     assert sum(map(is_clear, rounds)) < 0.03 * 2000
 
 
-def test_errors_are_those_of_the_floor_for_the_floor_and_more_for_a_planted_fault(tmp_path) -> None:
+@pytest.mark.parametrize("setting", [SMALL, Setting((1, 4, 24, 8), False, 2, 40)], ids=str)
+def test_errors_are_those_of_the_floor_for_the_floor_and_more_for_a_planted_fault(
+    tmp_path, setting
+) -> None:
     (tmp_path / "kernels.py").write_text(
         "import torch\nfrom halfulp import emulate\ndef exact(query, key, value, *, is_causal,"
-        " scale):\n    return emulate(query, key, value, is_causal=is_causal, scale=scale,"
-        " recipe='BF16_FLOOR')\ndef coarse(query, key, value, *, is_causal, scale):\n    return"
-        " emulate(query, key, value, is_causal=is_causal, scale=scale,"
+        " scale, enable_gqa=False):\n    return emulate(query, key, value, is_causal=is_causal,"
+        " scale=scale, enable_gqa=enable_gqa, recipe='BF16_FLOOR')\ndef coarse(query, key, value,"
+        " *, is_causal, scale, enable_gqa=False):\n    return emulate(query, key, value,"
+        " is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,"
         " recipe='BF16_FLASH2[out=e8m4]')\n"
     )
     names = [f"{tmp_path / 'kernels.py'}:{name}" for name in ("exact", "coarse")]
-    found = bench(names, [SMALL], rounds=6)
+    found = bench(names, [setting], rounds=6)
     by_name = {timing.kernel: timing.errors for timing in found.timings}
     assert by_name[names[0]] == pytest.approx(dict.fromkeys(("out", "dQ", "dK", "dV"), 1.0))
     assert by_name[names[1]]["out"] > 4

@@ -38,8 +38,8 @@ def bench(
         kernels: Names of `halfulp ls targets`, file.py:function, or module:function; every kernel
             that runs here, but emulations, by default. sdpa is the baseline and always takes
             part.
-        shapes: Size, B,H,N,D in elements, with ",causal" where wanted, and again for another; three
-            sizes, causal and not, by default.
+        shapes: Size, B,H,N,D in elements, H/K for K key heads, NxM for M keys, with ",causal" where
+            wanted, and again for another; three sizes, causal and not, by default.
         dtype: Of query, key, value and their gradients.
         rounds: Timed rounds, at least 6.
         threads: Of torch; its own number by default.
@@ -95,8 +95,14 @@ def _setting(text: str) -> Setting:
     from halfulp.experiments.bench import Setting
 
     sizes = parse_sizes(text)
-    if sizes.heads != sizes.key_heads or sizes.n_query != sizes.n_key:
+    if sizes.causal and sizes.n_query != sizes.n_key:
         raise ValueError(
-            f"shapes={text!r}: accepted by bench is one number of heads and one of tokens"
+            f"shapes={text!r}: accepted by bench with causal is one number of tokens; kernels"
+            " disagree which keys the first query sees"
         )
-    return Setting((sizes.batch, sizes.heads, sizes.n_query, sizes.head_dim), sizes.causal)
+    return Setting(
+        (sizes.batch, sizes.heads, sizes.n_query, sizes.head_dim),
+        sizes.causal,
+        None if sizes.key_heads == sizes.heads else sizes.key_heads,
+        None if sizes.n_key == sizes.n_query else sizes.n_key,
+    )

@@ -121,10 +121,14 @@ class _Run:
     @classmethod
     def of(cls, target: Target, inputs: Sequence[Tensor], setting: Setting) -> _Run:
         query, key, value = (x.detach().requires_grad_() for x in inputs[:3])
-        scale = query.shape[-1] ** -0.5
+        options = {"is_causal": setting.is_causal, "scale": query.shape[-1] ** -0.5}
+        if setting.key_heads is not None:
+            if "enable_gqa" not in target.accepts:
+                raise ValueError("takes no key heads of their own number")
+            options["enable_gqa"] = True
 
         def forward() -> Tensor:
-            found = target.call(query, key, value, is_causal=setting.is_causal, scale=scale)
+            found = target.call(query, key, value, **options)
             out = found[0] if isinstance(found, tuple) else found
             if not isinstance(out, Tensor):
                 raise ValueError(f"returns {type(out).__name__}; accepted is a tensor")
@@ -228,21 +232,28 @@ def _told(spent: _Spent, name: str, other: str) -> Quartiles | None:
 
 
 def _errors(run: _Run, inputs: Sequence[Tensor], setting: Setting) -> dict[str, float]:
-    """Relative errors of the first head over those of the floor, for what is not 0 and not exact by
-    luck.
+    """Relative errors of the first key head and its queries over those of the floor, for what is
+    not 0 and not exact by luck.
     """
     out = run.forward()
     found = {"out": out.detach()}
     if run.differentiable:
         found |= dict(zip(("dQ", "dK", "dV"), run.backward(out), strict=True))
-    first = [x[:1, :1].detach().cpu() for x in inputs]
+    group = setting.shape[1] // setting.key_shape[1]
+    heads = {"out": group, "dQ": group, "dK": 1, "dV": 1}
+    first = [
+        x[:1, :count].detach().cpu() for x, count in zip(inputs, (group, 1, 1, group), strict=True)
+    ]
     exact, floor = _floor(setting, *first)
     told = [name for name in found if floor.get(name, 0.0) > 0]
-    return {name: _distance(found[name][:1, :1].cpu(), exact[name]) / floor[name] for name in told}
+    return {
+        name: _distance(found[name][:1, : heads[name]].cpu(), exact[name]) / floor[name]
+        for name in told
+    }
 
 
 def _floor(setting: Setting, *head: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Golden values of one head, and the floor's relative errors."""
+    """Golden values of one key head's calls, and the floor's relative errors."""
     names = ("out", "dQ", "dK", "dV")
     truth = golden(*head, is_causal=setting.is_causal)
     exact = dict(
@@ -290,7 +301,8 @@ def _choose(kernels: Sequence[str]) -> tuple[dict[str, Target], dict[str, str]]:
 def _draw(setting: Setting, dtype: torch.dtype, device: str) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
     try:
-        return [torch.randn(setting.shape, generator=g).to(device, dtype) for _ in range(4)]
+        shapes = (setting.shape, setting.key_shape, setting.key_shape, setting.shape)
+        return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
     except RuntimeError as error:
         raise ValueError(
             f"shape={setting}: does not fit into memory; accepted is a smaller one"

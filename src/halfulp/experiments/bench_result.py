@@ -34,19 +34,30 @@ _LONGEST_NAME = 24  # characters, in tables and pictures
 class Setting:
     """One size to measure at."""
 
-    shape: tuple[int, int, int, int]  # B, H, N, D
+    shape: tuple[int, int, int, int]  # B, H, N, D of the query
     is_causal: bool = False
+    key_heads: int | None = None  # H of key and value; None: the query's
+    n_key: int | None = None  # N of key and value; None: the query's
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        """B, H, N, D of key and value."""
+        b, h, n, d = self.shape
+        return b, self.key_heads or h, self.n_key or n, d
 
     @property
     def work(self) -> float:
-        """Operations of attention's products, forward and backward: 14·B·H·N²·D, half of it if
-        causal.
+        """Operations of attention's products, forward and backward: 14·B·H·N·M·D with M keys, half
+        of it if causal.
         """
         b, h, n, d = self.shape
-        return 14.0 * b * h * n * n * d * (0.5 if self.is_causal else 1.0)
+        return 14.0 * b * h * n * self.key_shape[2] * d * (0.5 if self.is_causal else 1.0)
 
     def __str__(self) -> str:
-        return f"({', '.join(map(str, self.shape))}){' causal' if self.is_causal else ''}"
+        b, h, n, d = self.shape
+        heads = f"{h}/{self.key_heads}" if self.key_heads else str(h)
+        tokens = f"{n}x{self.n_key}" if self.n_key else str(n)
+        return f"({b}, {heads}, {tokens}, {d}){' causal' if self.is_causal else ''}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Timing:
     # times as fast as this kernel halfulp is; None also where halfulp was not timed
     halfulp_ratio: Quartiles | None
     gemm_share: Quartiles  # of the measured peak of a matrix product in the same dtype
-    # relative L2 error of out, dQ, dK, dV over the floor's, first head; where there is one
+    # relative L2 error of out, dQ, dK, dV over the floor's, first key head; where there is one
     errors: dict[str, float]
 
     @property
@@ -89,7 +100,8 @@ class BenchResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form: every timing, the tables and the figures."""
         timings = [
-            {"kernel": t.kernel, "shape": list(t.setting.shape), "is_causal": t.setting.is_causal,
+            {"kernel": t.kernel, "shape": list(t.setting.shape),
+             "key_shape": list(t.setting.key_shape), "is_causal": t.setting.is_causal,
              "forward_ms": t.forward_ms, "backward_ms": t.backward_ms, "ratio": t.ratio,
              "halfulp_ratio": t.halfulp_ratio, "gemm_share": t.gemm_share, "errors": t.errors}
             for t in self.timings
@@ -161,8 +173,8 @@ class BenchResult:
             " which kernel is faster (sign test, 5 %). gemm: share of the peak, a product of"
             f" {GEMM} × {GEMM} ({self.peak_gflops[1]:.0f} Gflop/s), the roof of all but short"
             " sequences. O, grad: relative error of O, and the worst of dQ, dK and dV, over the"
-            " floor's, first head. The floor is the least for products of operands in this dtype:"
-            " a kernel that multiplies in fp32 lies below 1."
+            " floor's, first key head. The floor is the least for products of operands in this"
+            " dtype: a kernel that multiplies in fp32 lies below 1."
         )
 
 
