@@ -45,7 +45,9 @@ test: lint
 lowest: $(VENV)/.stamp-dev
 	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(VENV)-lowest
 	@$(BIN)/uv pip install -q --python $(VENV)-lowest --resolution lowest-direct '.[lab,targets]'
-	@$(BIN)/uv pip install -q --python $(VENV)-lowest pytest hypothesis ml_dtypes gfloat mpmath expecttest
+	@$(BIN)/uv pip freeze -q --python $(VENV)-lowest | grep -v '^halfulp' > $(VENV)-lowest/lowest.txt
+	@$(BIN)/uv pip install -q --python $(VENV)-lowest -c $(VENV)-lowest/lowest.txt \
+	  pytest hypothesis ml_dtypes gfloat mpmath expecttest
 	@$(VENV)-lowest/bin/python -m pytest -p no:cacheprovider $(LOWEST)
 
 # The documents alone: links, programs in them, and what they say of the package.
