@@ -36,6 +36,10 @@ class Passed(NamedTuple):
     own_lse: Tensor  # in the base of the kernel that ran, which is the one that reads it
 
 
+# out and lse; counted here, since the compiler of PyTorch 2.8 cannot search a tuple of names
+_DIFFERENTIABLE = Passed._fields.index("residual")
+
+
 class How(NamedTuple):
     """What computes a call: the operators' arguments after those of the call."""
 
@@ -153,7 +157,7 @@ def _(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> Backward:  # noq
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep for `gradients` what it needs of `attention_forward`'s inputs and outputs."""
     passed = Passed(*output)
-    ctx.mark_non_differentiable(*passed[passed._fields.index("residual") :])
+    ctx.mark_non_differentiable(*output[_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*passed, *inputs[:TENSORS])
     ctx.numbers = inputs[TENSORS:]
