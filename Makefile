@@ -17,7 +17,8 @@ SOURCES := pyproject.toml constraints.txt Makefile src/halfulp/__init__.py \
 
 LOWEST  := tests/formats tests/test_attention.py tests/attention/test_sdpa_semantics.py \
            tests/attention/test_transformers.py tests/watch/test_foreign.py tests/watch/test_watcher.py \
-           tests/audit/test_statistics.py tests/algorithms/test_golden.py tests/test_chances.py
+           tests/audit/test_statistics.py tests/algorithms/test_golden.py tests/test_chances.py \
+           tests/ops/test_operators.py tests/ops/test_direct.py tests/attention/test_patch.py
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -209,6 +209,10 @@ def test_vmap(in_dims):
 
 # the compiler does it
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.8."),
+    reason="PyTorch 2.8 cannot compile torch.func's gradient of an autograd.Function",
+)
 def test_vmap_and_gradients_compile():
     q = leaves((3, 1, 2, 5, 8))[0].detach()
 
