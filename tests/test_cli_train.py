@@ -71,8 +71,8 @@ def same(one, two):
         (
             [],
             (
-                "preset is missing: accepted are seconds, minutes, capture, pictures, gpt2, or"
-                " --resume DIR alone"
+                "preset is missing: accepted are seconds, minutes, capture, pictures, gpt2,"
+                " file.py:function for a model of your own, or --resume DIR alone"
             ),
         ),
         (["minuets", "--out", "run"], "preset='minuets': accepted are seconds, minutes"),

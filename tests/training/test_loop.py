@@ -23,8 +23,8 @@ from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.journal import read_order, read_rows
 from halfulp.training.loop import train
 from halfulp.training.run_json import config_as_dict, config_from_dict, read_record
-from halfulp.training.session import learning_rate
 from halfulp.training.tokens import write_tokens
+from halfulp.training.updates import learning_rate
 
 CONFIG = RunConfig(
     LayerTask(batch=2, tokens=8, width=8, constant=2),

@@ -16,8 +16,8 @@ from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.loop import train
 from halfulp.training.presets import PRESETS, capture, gpt2, minutes, seconds
 from halfulp.training.run_json import config_as_dict, config_from_dict
-from halfulp.training.session import learning_rate
 from halfulp.training.settings import settable, with_settings
+from halfulp.training.updates import learning_rate
 
 
 @pytest.mark.parametrize("name", PRESETS)

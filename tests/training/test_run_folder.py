@@ -38,7 +38,7 @@ from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 from halfulp.training.journal import read_rows
 from halfulp.training.loop import train
 from halfulp.training.run_json import new_record, read_record
-from halfulp.training.trust import check_trust, named_code
+from halfulp.training.trust import named_code, trusted
 
 CONFIG = RunConfig(
     LayerTask(batch=2, tokens=8, width=8, constant=2),
@@ -392,12 +392,13 @@ def test_a_file_that_may_grow_no_more_ends_training_in_a_line_that_says_how_to_g
 
 def test_code_that_a_folder_names_waits_for_a_word(tmp_path) -> None:
     plan = AttentionPlan.of("torch:flash", "head 0: BF16_FLASH2[out=fp32]", "layer 0: kernel.py:f")
-    assert named_code(plan) == ["kernel.py:f"]
+    config = replace(CONFIG, attention=plan)
+    assert named_code(config) == ["kernel.py:f"]
     with pytest.raises(ValueError, match=r"names code, 'kernel\.py:f', .* accepted with --trust"):
-        check_trust(plan, tmp_path, trust=False)
-    check_trust(plan, tmp_path, trust=True)
+        trusted(config, tmp_path, trust=False)
+    assert trusted(config, tmp_path, trust=True) is config
     for choice in ("os:system", "a.b:c", "/x/y.py:f", "halfulpx:f", "torchx.y:f"):
-        assert named_code(AttentionPlan.of(choice)) == [choice]
+        assert named_code(replace(CONFIG, attention=AttentionPlan.of(choice))) == [choice]
     for choice in (
         "torch",
         "torch:fp32",
@@ -406,7 +407,7 @@ def test_code_that_a_folder_names_waits_for_a_word(tmp_path) -> None:
         "recipe:BF16_FLASH2",
         "sdpa",
     ):
-        assert named_code(AttentionPlan.of(choice)) == []
+        assert named_code(replace(CONFIG, attention=AttentionPlan.of(choice))) == []
 
 
 MARKING = """

@@ -44,10 +44,11 @@ def train(
     tensorboard: bool = False,
     wandb: str | None = None,
     trust: bool = False,
+    workload: str | None = None,
     json: Path | None = None,
 ) -> int:
-    """Train a model into a run folder: halfulp train minutes --out DIR; go on with one: halfulp
-    train --resume DIR
+    """Train a model into a run folder: halfulp train minutes --out DIR, or halfulp train my.py:make
+    --out DIR; go on with one: halfulp train --resume DIR
 
     Ctrl-C lets the step end and saves it. The same command writes the same losses and weights, bit
     for bit, and so does a run that was interrupted or killed and resumed. Exit code 1: the loss is
@@ -55,7 +56,8 @@ def train(
 
     Args:
         preset: seconds, minutes, capture, pictures or gpt2 (`halfulp ls presets` says what each is
-            and takes).
+            and takes); or file.py:function, which makes a model of your own
+            (docs/your_model.md).
         out: New folder for the run.
         resume: Folder of a run to go on with, from its last checkpoint; its own configuration
             holds.
@@ -74,19 +76,17 @@ def train(
             fsdp shards it.
         tensorboard: Write what is measured for TensorBoard too, to DIR/tensorboard.
         wandb: Send it to this project of Weights & Biases too.
-        trust: Run the code that the resumed folder names as its attention.
+        trust: Run the code that the resumed folder names as its model or attention.
+        workload: The file.py:function that makes the model of the resumed run, named by you.
         json: File to write what became of the run to; - prints it as JSON instead of text.
     """
     check_json(json)
-    asked: dict[str, Any] = {
-        "preset": preset,
-        "out": out,
-        "attention": attention,
-        "steps": steps,
-        "seed": seed,
-    }
-    asked |= {"data": data, "device": device, "set": set, "batches": batches}
-    config, folder = _configured(asked) if resume is None else _recorded(resume, asked, trust)
+    asked: dict[str, Any] = {"preset": preset, "out": out, "attention": attention, "steps": steps}
+    asked |= {"seed": seed, "data": data, "device": device, "set": set, "batches": batches}
+    if resume is None:
+        config, folder = _configured(asked, workload)
+    else:
+        config, folder = _recorded(resume, asked, trust, workload)
     leads = os.environ.get("RANK", "0") == "0"  # torchrun's; one process speaks for all
     sinks = _sinks(config, folder, tensorboard, wandb) if leads else []
     options: dict[str, Any] = {"resume": resume is not None, "parallel": parallel, "sinks": sinks}
@@ -284,21 +284,29 @@ def _isolated_run(
     return chosen, config.seed, replace(rule_for(config.workload), **changes)
 
 
-def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
-    """The preset with what was asked for instead, and where the run goes."""
+def _configured(asked: dict[str, Any], workload: str | None) -> tuple[RunConfig, Path]:
+    """The preset or the user's model with what was asked for instead, and where the run goes."""
     from halfulp.training.attention import AttentionPlan
     from halfulp.training.presets import PRESETS
     from halfulp.training.settings import settable, with_settings
 
     preset, attention, data = asked["preset"], asked["attention"], asked["data"]
-    if preset not in PRESETS:
+    if workload is not None:
+        raise ValueError(
+            f"workload={workload!r}: accepted with --resume; a new run is halfulp train {workload}"
+        )
+    own = ":" in preset
+    if preset not in PRESETS and not own:
         named = f"preset={preset!r}" if preset else "preset is missing"
-        raise ValueError(f"{named}: accepted are {', '.join(PRESETS)}, or --resume DIR alone")
+        raise ValueError(
+            f"{named}: accepted are {', '.join(PRESETS)}, file.py:function for a model of your own,"
+            " or --resume DIR alone"
+        )
     if asked["out"] is None:
         raise ValueError(
             "out is missing; accepted is a new folder for the run (--out), or --resume DIR"
         )
-    config = PRESETS[preset]()
+    config = _own_model(asked) if own else PRESETS[preset]()
     if attention:
         somewhere = attention[0].lstrip().startswith(("layer", "head"))
         plan = config.attention.with_(*attention) if somewhere else AttentionPlan.of(*attention)
@@ -315,10 +323,19 @@ def _configured(asked: dict[str, Any]) -> tuple[RunConfig, Path]:
     return with_settings(config, [*texts, *asked["set"]]), asked["out"]
 
 
-def _recorded(folder: Path, asked: dict[str, Any], trust: bool) -> tuple[RunConfig, Path]:
+def _own_model(asked: dict[str, Any]) -> RunConfig:
+    from halfulp.training.user_model import user_run
+
+    seed = 0 if asked["seed"] is None else asked["seed"]
+    return user_run(asked["preset"], seed=seed, device=asked["device"] or "cpu")
+
+
+def _recorded(
+    folder: Path, asked: dict[str, Any], trust: bool, workload: str | None
+) -> tuple[RunConfig, Path]:
     """The configuration of a run that goes on, which nothing may change."""
     from halfulp.training.run_json import read_config
-    from halfulp.training.trust import check_trust
+    from halfulp.training.trust import trusted
 
     _refuse_watched("resume", folder)
     for name, value in asked.items():
@@ -326,8 +343,7 @@ def _recorded(folder: Path, asked: dict[str, Any], trust: bool) -> tuple[RunConf
             shown = " ".join(value) if isinstance(value, tuple) else str(value)
             raise ValueError(f"{name}={shown!r}: accepted without --resume, whose run has its own")
     config = read_config(folder)
-    check_trust(config.attention, folder, trust)
-    return config, folder
+    return trusted(config, folder, trust, workload), folder
 
 
 def _refuse_watched(argument: str, folder: Path) -> None:
@@ -358,7 +374,7 @@ def _go_on(config: RunConfig, folder: Path) -> str:
     """The command that goes on with a run."""
     from halfulp.training.trust import named_code
 
-    trust = ["--trust"] if named_code(config.attention) else []
+    trust = ["--trust"] if named_code(config) else []
     return shlex.join([PROGRAM, "train", "--resume", str(folder), *trust])
 
 

@@ -28,7 +28,7 @@ from halfulp.runs.results import Progress
 from halfulp.training.checkpoint import checkpoint_steps
 from halfulp.training.config import RunConfig
 from halfulp.training.run_json import config_as_dict, read_config
-from halfulp.training.trust import check_trust
+from halfulp.training.trust import trusted
 
 __all__ = ["isolate"]
 
@@ -91,7 +91,7 @@ def isolate(
     )
     settings = replace(settings, recorded=tuple(recorded))
     if isinstance(run, Path):
-        check_trust(settings.config.attention, run, trust)
+        settings = replace(settings, config=trusted(settings.config, run, trust))
     lock = _claim(settings)
     try:
         record = new_record("isolate", _identity(settings), command, seeds=list(settings.seeds))

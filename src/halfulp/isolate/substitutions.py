@@ -23,7 +23,14 @@ from halfulp.formats import BF16, FP32, FP64, Format
 from halfulp.recipes import BF16_HALFULP, Recipe, Shift, recipe_text
 from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionPlan
-from halfulp.training.config import Language, LayerTask, Pictures, RunConfig, WorkloadConfig
+from halfulp.training.config import (
+    Language,
+    LayerTask,
+    Pictures,
+    RunConfig,
+    UserModel,
+    WorkloadConfig,
+)
 
 Place: TypeAlias = tuple[int, int]
 """Layer and head, from 0."""
@@ -43,6 +50,11 @@ def places(workload: WorkloadConfig) -> tuple[int, int]:
             return workload.layers, workload.heads
         case Pictures():
             return 2 * workload.layers, workload.heads  # self-attention, then cross-attention
+        case UserModel():
+            raise ValueError(
+                f"run={workload.make!r}: it trains a model of the user's own; accepted is a run of"
+                " a preset"
+            )
 
 
 def cells_of(config: RunConfig) -> dict[Place, str]:

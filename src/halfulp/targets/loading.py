@@ -25,6 +25,13 @@ def load(name: str) -> Target:
     on the path meanwhile. Raises ValueError, one line, for a file, module or function that is not
     there, or whose import fails.
     """
+    return Target.of(load_function(name)[0], name)
+
+
+def load_function(name: str) -> tuple[Any, ModuleType]:
+    """What "module:function" or "file.py:function" names, and the module it is in; runs code and
+    raises as `load`.
+    """
     where, attribute = parted(name)
     module = _from_file(name, Path(where)) if _is_file(where) else _from_module(name, where)
     found: Any = module
@@ -35,7 +42,7 @@ def load(name: str) -> Target:
             raise ValueError(
                 f"target={name!r}: {where} has no {attribute!r}{_callables(module)}"
             ) from None
-    return Target.of(found, name)
+    return found, module
 
 
 def parted(name: str) -> tuple[str, str]:

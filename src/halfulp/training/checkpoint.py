@@ -36,6 +36,8 @@ class Checkpoint:
     optimizer: dict[str, Tensor]  # "parameter/exp_avg" and so on
     monitor: dict[str, Tensor] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)  # of the fp16 loss
+    # of a user's optimizer: "groups", its options, and "state", numbers by "parameter/entry"
+    numbers: dict[str, Any] = field(default_factory=dict)
     run: str = ""  # the seal of the run.json that it belongs to
     lines: str = ""  # SHA-256 of the lines of metrics up to its step
 
@@ -56,7 +58,39 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
         f"{name}/{entry}": _whole(torch.as_tensor(x))
         for name, parameter in model.named_parameters()
         for entry, x in optimizer.state.get(parameter, {}).items()
+        if isinstance(x, Tensor)
     }
+
+
+def optimizer_numbers(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what an optimizer holds besides tensors, as JSON has it: the options of its groups,
+    and the numbers in its state by "parameter/entry".
+
+    Raises:
+        ValueError: there is something else, which could not be put back.
+    """
+    state = {
+        f"{name}/{entry}": x
+        for name, parameter in model.named_parameters()
+        for entry, x in optimizer.state.get(parameter, {}).items()
+        if not isinstance(x, Tensor)
+    }
+    for name, x in state.items():
+        if not isinstance(x, int | float | str | None):
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__}: {name} is a {type(x).__name__}; accepted"
+                " are tensors and numbers, which a checkpoint can hold"
+            )
+    groups = [
+        {
+            name: float(x) if isinstance(x, Tensor) else x
+            for name, x in group.items()
+            if isinstance(x, int | float | str | tuple | None)
+            or (isinstance(x, Tensor) and x.ndim == 0)
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"groups": groups, "state": state}
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -76,7 +110,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | Non
             )
         _check_alike(name, checkpoint.model.get(name), whole.get(name, targets[name]))
     if optimizer is not None:
-        _check_optimizer(checkpoint, named, whole)
+        _check_optimizer(checkpoint, named, whole, optimizer)
     with torch.no_grad():
         for name, x in checkpoint.model.items():
             targets[name].copy_(_like(x, targets[name]))
@@ -93,19 +127,29 @@ def _check_alike(name: str, found: Tensor | None, x: Tensor) -> None:
 
 
 def _check_optimizer(
-    checkpoint: Checkpoint, named: dict[str, nn.Parameter], whole: dict[str, Tensor]
+    checkpoint: Checkpoint,
+    named: dict[str, nn.Parameter],
+    whole: dict[str, Tensor],
+    optimizer: Optimizer,
 ) -> None:
+    numbers = checkpoint.numbers
+    theirs = bool(numbers)  # whose entries only it knows
+    if theirs and len(numbers["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"checkpoint: its optimizer has {len(numbers['groups'])} groups; accepted are the"
+            f" {len(optimizer.param_groups)} of this one"
+        )
     entries: dict[str, set[str]] = {}
-    for key, x in checkpoint.optimizer.items():
+    for key, x in (checkpoint.optimizer | numbers.get("state", {})).items():
         name, _, entry = key.rpartition("/")
         if name not in named:
             raise ValueError(
                 f"checkpoint: the optimizer's {key} is not of this model; accepted are parameters"
             )
         entries.setdefault(name, set()).add(entry)
-        if entry != "step":
+        if entry != "step" and not theirs:
             _check_alike(key, x, whole[name])
-    for name, found in entries.items():
+    for name, found in () if theirs else entries.items():
         if found != _ENTRIES:
             raise ValueError(
                 f"checkpoint: the optimizer has {sorted(found)} of {name}; accepted is"
@@ -120,8 +164,19 @@ def _restore_optimizer(
     for key, x in checkpoint.optimizer.items():
         name, _, entry = key.rpartition("/")
         # the step count is a number on the CPU, whatever the parameter's device
-        value = x.clone() if x.ndim == 0 else _like(x, parameters[name]).clone()
+        value = x.clone() if x.ndim == 0 else _placed(x, parameters[name]).clone()
         optimizer.state[parameters[name]][entry] = value
+    for key, number in checkpoint.numbers.get("state", {}).items():
+        name, _, entry = key.rpartition("/")
+        optimizer.state[parameters[name]][entry] = number
+    for group, options in zip(
+        optimizer.param_groups, checkpoint.numbers.get("groups", ()), strict=False
+    ):
+        for name, option in options.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(option)
+            else:
+                group[name] = tuple(option) if isinstance(option, list) else option
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -143,6 +198,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     plain = {
         "step": checkpoint.step,
         "scaler": checkpoint.scaler,
+        "numbers": checkpoint.numbers,
         "run": checkpoint.run,
         "lines": checkpoint.lines,
     }
@@ -172,6 +228,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         model,
         **groups,
         scaler=plain["scaler"],
+        numbers=plain.get("numbers", {}),
         run=plain["run"],
         lines=plain["lines"],
     )
@@ -236,6 +293,13 @@ def _whole(x: Tensor) -> Tensor:
     """A detached copy of a tensor, gathered from all processes if it is sharded."""
     full = getattr(x.detach(), "full_tensor", None)
     return x.detach().clone() if full is None else full()
+
+
+def _placed(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor of the optimizer's beside its parameter: sharded like it where it has its shape,
+    and else, as a factored moment, whole.
+    """
+    return _like(x, like) if x.shape == like.shape else x.to(like.device)
 
 
 def _like(x: Tensor, like: Tensor) -> Tensor:

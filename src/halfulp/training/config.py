@@ -4,7 +4,7 @@ bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
 from halfulp.training.attention import AttentionPlan
@@ -99,7 +99,23 @@ class Pictures:
             )
 
 
-WorkloadConfig: TypeAlias = LayerTask | Language | Pictures
+@dataclass(frozen=True)
+class UserModel:
+    """The user's own model, optimizer and batches, made by a function that is named and not stored
+    (`halfulp.training.user_model`).
+    """
+
+    # "file.py:function" or "module:function"; where a file lies now is no part of what a run is
+    make: str = field(compare=False)
+    sha256: str  # of the file that the function is in
+    rows: int  # of every batch that it makes
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows={self.rows}: accepted is an integer of at least 1")
+
+
+WorkloadConfig: TypeAlias = LayerTask | Language | Pictures | UserModel
 
 
 @dataclass(frozen=True)
@@ -171,3 +187,31 @@ class RunConfig:
             raise ValueError(
                 f"accumulation={self.accumulation}: accepted is a divisor of batch={self.batch}"
             )
+        if isinstance(self.workload, UserModel):
+            _check_user(self, self.workload)
+
+
+def _check_user(run: RunConfig, made: UserModel) -> None:
+    """Raise ValueError for a field that the user's own code decides."""
+    theirs = replace(run.optimizer, clip=None)
+    for f in fields(Optimizer):
+        if getattr(theirs, f.name) != f.default:
+            raise ValueError(
+                f"optimizer.{f.name}={getattr(theirs, f.name)}: accepted with a model of your own"
+                " is what its optimizer has, which your function makes; clip alone is set here"
+            )
+    if run.data_seed is not None:
+        raise ValueError(
+            f"data_seed={run.data_seed}: accepted with a model of your own is none; its function is"
+            " given one seed"
+        )
+    if run.batch != made.rows:
+        raise ValueError(
+            f"batch={run.batch}: accepted with a model of your own is the {made.rows} rows that its"
+            " batches have"
+        )
+    if run.measure_every:
+        raise ValueError(
+            f"measure_every={run.measure_every}: accepted with a model of your own is 0;"
+            " halfulp.watch measures attention in it"
+        )

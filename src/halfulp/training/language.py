@@ -26,6 +26,8 @@ class LanguageWorkload:
     `halfulp.training.workload.Workload`.
     """
 
+    parts = None  # the configuration's optimizer
+
     def __init__(
         self,
         config: Language,

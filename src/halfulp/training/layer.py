@@ -45,6 +45,8 @@ class AttentionLayer(nn.Module):
 class LayerWorkload:
     """Teacher, data and student of the one-layer task; see `halfulp.training.workload.Workload`."""
 
+    parts = None  # the configuration's optimizer
+
     def __init__(
         self,
         config: LayerTask,

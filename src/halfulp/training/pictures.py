@@ -28,6 +28,8 @@ class PictureWorkload:
     `halfulp.training.workload.Workload`.
     """
 
+    parts = None  # the configuration's optimizer
+
     def __init__(
         self,
         config: Pictures,

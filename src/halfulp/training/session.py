@@ -16,13 +16,15 @@ from torch import Tensor
 from halfulp.training.checkpoint import (
     Checkpoint,
     model_tensors,
+    optimizer_numbers,
     optimizer_tensors,
     restore,
 )
-from halfulp.training.config import Optimizer, RunConfig
+from halfulp.training.config import RunConfig
 from halfulp.training.determinism import seed_generators
 from halfulp.training.distributed import World
 from halfulp.training.journal import Row
+from halfulp.training.updates import Updates
 from halfulp.training.workload import Workload
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,15 +42,12 @@ class Session:
         start: Checkpoint | None,
     ) -> None:
         self.config, self.workload, self.group, self.order = config, workload, group, order
+        before = {id(p): name for name, p in workload.model.named_parameters()}
         self.model = group.wrap(workload.model)
         self.parameters = [p for p in workload.model.parameters() if p.requires_grad]
-        rates = config.optimizer
-        self.adam = torch.optim.AdamW(
-            self.parameters,
-            lr=rates.learning_rate,
-            betas=rates.betas,
-            weight_decay=rates.weight_decay,
-        )
+        named = dict(workload.model.named_parameters())
+        self.updates = Updates(config, named, workload.parts, before)
+        self.optimizer = self.updates.optimizer
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.autocast == "fp16")
         self.monitor = None
         if config.measure_every:
@@ -65,13 +64,11 @@ class Session:
     def step(self) -> list[Row]:
         """Make one step and return the lines due after it."""
         config, number = self.config, self.done + 1
-        rate = learning_rate(config.optimizer, number, config.steps)
-        for group in self.adam.param_groups:
-            group["lr"] = rate
+        rate = self.updates.begin(number)
         rows = (
             [] if self.monitor is None or not self.monitor.due(number) else [self._measure(number)]
         )
-        self.adam.zero_grad()
+        self.optimizer.zero_grad()
         self._seed(number)
         self.loss = self._gradients(number)
         shown = (
@@ -79,10 +76,11 @@ class Session:
             or number == config.steps
             or not math.isfinite(self.loss)
         )
-        self.scaler.unscale_(self.adam)
+        self.scaler.unscale_(self.optimizer)
         norm = self._clip(shown)
-        self.scaler.step(self.adam)
+        self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.updates.end()
         self.done = number
         if shown:
             rows.append(self._metrics(rate, norm))
@@ -94,9 +92,10 @@ class Session:
         return Checkpoint(
             self.done,
             model_tensors(self.workload.model),
-            optimizer_tensors(self.workload.model, self.adam),
+            optimizer_tensors(self.workload.model, self.optimizer),
             {} if self.monitor is None else self.monitor.state(),
             self.scaler.state_dict(),
+            optimizer_numbers(self.workload.model, self.optimizer) if self.updates.theirs else {},
         )
 
     def _take_up(self, start: Checkpoint) -> None:
@@ -109,7 +108,8 @@ class Session:
             raise ValueError(
                 f"checkpoint: it is of step {start.step}; accepted are 0 to {self.config.steps}"
             )
-        restore(start, self.workload.model, self.adam)
+        self.updates.replay(start.step)
+        restore(start, self.workload.model, self.optimizer)
         try:
             if self.monitor is not None and start.monitor:
                 self.monitor.load_state(start.monitor)
@@ -126,7 +126,7 @@ class Session:
     def _seed(self, number: int) -> None:
         seed_generators(self.group.device, self.config.seed, number, self.group.rank)
 
-    def _batch(self, number: int, part: int) -> tuple[Tensor, ...]:
+    def _batch(self, number: int, part: int) -> Any:
         """This process's share of a micro-batch."""
         size = self.config.batch // self.config.accumulation
         samples = self.order[number - 1][part * size : (part + 1) * size]
@@ -188,15 +188,3 @@ class Session:
             | {"seconds": seconds, "tokens_per_second": tokens / seconds}
             | self.workload.figures()
         )
-
-
-def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
-    """Return the rate of a step, counted from 1: linear warm-up, then constant or a cosine down."""
-    top = optimizer.learning_rate
-    if step <= optimizer.warm_up or optimizer.schedule == "constant":
-        return top * min(1, step / max(optimizer.warm_up, 1))
-    span = (optimizer.cosine_steps or steps) - optimizer.warm_up
-    done = min(1.0, (step - optimizer.warm_up) / max(span, 1))
-    return optimizer.least_rate + (top - optimizer.least_rate) * 0.5 * (
-        1 + math.cos(math.pi * done)
-    )

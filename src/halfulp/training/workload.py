@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from halfulp.training.attention import AttentionFunction, AttentionPlan
-from halfulp.training.config import Language, LayerTask, Pictures, WorkloadConfig
+from halfulp.training.config import Language, LayerTask, Pictures, UserModel, WorkloadConfig
+from halfulp.training.user_model import Parts
 
 
 class Workload(Protocol):
-    """What the loop trains; one class each for `LayerTask`, `Language` and `Pictures`."""
+    """What the loop trains; one class each for `LayerTask`, `Language`, `Pictures` and
+    `UserModel`.
+    """
 
     tokens_per_sample: int  # for tokens per second
     source: dict[str, Any]  # what the data are, for the record; plain JSON
@@ -24,19 +27,24 @@ class Workload(Protocol):
         """What is trained."""
         ...
 
+    @property
+    def parts(self) -> Parts | None:
+        """The optimizer and its scheduler, where they are the user's; None: the configuration's."""
+        ...
+
     def order(self, steps: int, batch: int) -> np.ndarray:
         """Return which samples every step reads, int64 `[steps, batch]`, from the data seed
         alone.
         """
         ...
 
-    def batch(self, samples: np.ndarray, step: int) -> tuple[Tensor, ...]:
+    def batch(self, samples: np.ndarray, step: int) -> Any:
         """Return the tensors of these samples, on the run's device; equal arguments give equal
         bits.
         """
         ...
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss; `model` is `self.model` or a wrapper of it (DDP, FSDP)."""
         ...
 
@@ -81,3 +89,7 @@ def build_workload(
             return PictureWorkload(
                 config, plan, seed=seed, data_seed=data_seed, device=device, own=own
             )
+        case UserModel():
+            from halfulp.training.user_model import UserWorkload
+
+            return UserWorkload(config, seed=seed, device=device)

@@ -1,0 +1,87 @@
+"""What updates the weights: AdamW at the rates that the configuration lays down, or the user's own
+optimizer with its scheduler.
+
+Of a user's optimizer nothing is known but what every one of PyTorch's has: state by parameter and
+options by group. A scheduler is a function of the steps that were made, so a run that goes on steps
+a new one as often, and no checkpoint holds its code.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfulp.training.config import Optimizer, RunConfig
+from halfulp.training.user_model import Parts
+
+
+class Updates:
+    """The optimizer of a run.
+
+    Args:
+        config: of the run.
+        parameters: of the model, by name, as they are trained: sharded where FSDP shards them.
+        theirs: what the user's function made, or None.
+        before: names of the user's parameters by identity, from before they were sharded.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parameters: dict[str, nn.Parameter],
+        theirs: Parts | None,
+        before: dict[int, str],
+    ) -> None:
+        self.config, self.rates = config, config.optimizer
+        self.scheduler: Any = None if theirs is None else theirs.scheduler
+        self.theirs = theirs is not None
+        self.optimizer: torch.optim.Optimizer
+        if theirs is None:
+            self.optimizer = torch.optim.AdamW(
+                [p for p in parameters.values() if p.requires_grad],
+                lr=self.rates.learning_rate,
+                betas=self.rates.betas,
+                weight_decay=self.rates.weight_decay,
+            )
+            return
+        self.optimizer = theirs.optimizer
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters[before[id(p)]] for p in group["params"]]
+
+    def begin(self, number: int) -> float:
+        """Set the rate of a step, counted from 1, and return it; the user's first group's."""
+        if self.theirs:
+            return float(self.optimizer.param_groups[0]["lr"])
+        rate = learning_rate(self.rates, number, self.config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def end(self) -> None:
+        """Take a step of the user's scheduler."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def replay(self, steps: int) -> None:
+        """Bring a new scheduler to where one is after so many steps."""
+        if self.scheduler is not None:
+            with warnings.catch_warnings():  # that the optimizer has made no step yet
+                warnings.simplefilter("ignore")
+                for _ in range(steps):
+                    self.scheduler.step()
+
+
+def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """Return the rate of a step, counted from 1: linear warm-up, then constant or a cosine down."""
+    top = optimizer.learning_rate
+    if step <= optimizer.warm_up or optimizer.schedule == "constant":
+        return top * min(1, step / max(optimizer.warm_up, 1))
+    span = (optimizer.cosine_steps or steps) - optimizer.warm_up
+    done = min(1.0, (step - optimizer.warm_up) / max(span, 1))
+    return optimizer.least_rate + (top - optimizer.least_rate) * 0.5 * (
+        1 + math.cos(math.pi * done)
+    )
