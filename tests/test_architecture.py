@@ -30,7 +30,7 @@ ORDER = [
     {"attention"},
     {"testing"},
     {"targets"},
-    {"reconstruct"},
+    {"reconstruct", "interpose"},
     {"audit", "watch"},
     {"training"},
     {"isolate"},

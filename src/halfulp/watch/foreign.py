@@ -11,7 +11,7 @@ are views of what autograd holds anyway.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,26 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfulp.interpose import ITSELF, module_names
 from halfulp.watch.functions import Asked, Form, Listener, close_taps, listen, open_taps
 
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _OPERANDS = ("query", "key", "value")
-ITSELF = "(model)"
 UNANSWERED = "no gradient came back to it"
 WRITTEN_OUT = "attention written out: a softmax over a square of scores"
 NAMED_SO = "named like attention, but no call of a known attention function was seen in it"
 _LEAST_SQUARE = 8  # tokens; smaller squares may be anything
-
-
-def module_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its path, without what DDP, FSDP, compile and checkpoint wrappers add."""
-    for path, module in model.named_modules():
-        kept, parent = [], model
-        for part in path.split(".") if path else []:
-            if not (part in _WRAPPERS and type(parent).__module__.startswith("torch.")):
-                kept.append(part)
-            parent = getattr(parent, part)
-        yield ".".join(kept) or ITSELF, module
 
 
 @dataclass

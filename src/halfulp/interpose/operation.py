@@ -1,0 +1,94 @@
+"""One call of a torch operation, as a model makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What is called, and where."""
+
+    kind: str  # of `kinds.KINDS`
+    name: str  # "linear", "mul": one spelling for a function, its method and its operator
+    path: str  # of the module whose forward calls it; "(model)" for the model's own, "" outside
+    order: int  # among the calls of this name in this module and pass
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    recomputed: bool = False  # by a checkpoint, in a backward pass
+
+    @property
+    def place(self) -> str:
+        """ "layers.0.mlp.up linear", or with a number where the module calls it again."""
+        again = f" ({self.order + 1})" if self.order else ""
+        return f"{self.path or '(outside)'} {self.name}{again}"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes into an operand."""
+        return writes(self.function, self.kwargs)
+
+    def tensors(self) -> list[Tensor]:
+        """Its operands of floating point, in their order."""
+        return [x for x in leaves((self.args, self.kwargs)) if x.is_floating_point()]
+
+
+def writes(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a torch function writes into an operand: `add_`, `+=`, `x[i] =`, `out=`."""
+    name = str(getattr(function, "__name__", ""))
+    dunder = name.startswith("__") and name.endswith("__")
+    if dunder:
+        return name in ("__setitem__", "__set__") or (name[2] == "i" and name[3:] in _AFTER_I)
+    return name.endswith("_") or kwargs.get("out") is not None or kwargs.get("inplace") is True
+
+
+_AFTER_I = tuple(
+    f"{name}__"
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "pow",
+        "matmul",
+        "floordiv",
+        "mod",
+        "and",
+        "or",
+        "xor",
+    ]
+)
+
+
+def leaves(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested arguments or results."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from leaves(item)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+
+
+def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The same arguments or results, every leaf changed."""
+    if isinstance(tree, dict):
+        return {key: mapped(item, change) for key, item in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(mapped(item, change) for item in tree))
+    if isinstance(tree, (list, tuple)):
+        made = [mapped(item, change) for item in tree]
+        same = all(a is b for a, b in zip(made, tree, strict=True))
+        if same:
+            return tree
+        if isinstance(tree, list):
+            return made
+        return type(tree)(made) if hasattr(tree, "n_fields") else tuple(made)  # torch.return_types
+    return change(tree)
