@@ -18,7 +18,7 @@ from halfulp.formats import BF16
 from halfulp.papers import figures_a as pictures
 from halfulp.papers.claim import Lab, generator
 from halfulp.papers.claims.a_cause import excess, failed_share, traced
-from halfulp.papers.claims.a_growth import _loss_rises, sink_figures
+from halfulp.papers.claims.a_growth import loss_rises, sink_figures
 from halfulp.papers.claims.a_mechanism import sign_shares
 from halfulp.papers.claims.delta_mean import final_weights
 from halfulp.papers.constructed_run import VARIANTS, profile, run_variant
@@ -189,8 +189,8 @@ def test_a_language_run_fails_by_loss_and_sigma_together() -> None:
 def test_when_a_loss_rises_above_its_twin() -> None:
     twin, rising = planted([2.0] * 20, 1.0), planted([2.5] * 5 + [2.1] * 5 + [2.9] * 10, 1.0)
     # two of five at +0.9, three at +0.1: 0.32 above the smallest mean, 0.1
-    assert _loss_rises(rising, twin) == 120
-    assert _loss_rises(twin, twin) == math.inf
+    assert loss_rises(*rising.loss(), twin.loss()[1]) == 120
+    assert loss_rises(*twin.loss(), twin.loss()[1]) == math.inf
 
 
 def snapshot(
@@ -260,14 +260,16 @@ def test_every_picture_is_plain_data_with_a_command(run: Traced) -> None:
         pictures.value_distribution(seen, "c"),
         pictures.constructed_error(built, "c"),
         pictures.fix_losses({name: [one, one] for name, one in built.items()}, "c"),
-        pictures.head_sigmas(run, run, "c"),
+        pictures.head_sigmas(run, run, 6, "c"),
+        *pictures.raw_maps(run, 0, 0, "c"),
         pictures.layer_losses({"only layer 0": run}, "c"),
         pictures.layer_sigmas({"everywhere": run, "nowhere": run}, "c"),
     ]
     json.dumps(drawn, allow_nan=False)
     assert {picture["command"] for picture in drawn} == {"c"}
     maps = [picture for picture in drawn if picture.get("kind") == "heat map"]
-    assert [len(one["values"]) for one in maps] == [32, 32, 32]
+    assert [len(one["values"]) for one in maps] == [32] * 11
+    assert all(max(abs(x) for row in one["values"] for x in row) <= 1 + 1e-12 for one in maps)
     assert maps[0]["values"][3][3] == pytest.approx(1)
     sums = drawn[0]["series"]
     assert sums[0]["y"][-1] == pytest.approx(sum(h[0] for h in run.measured("delta_error")))

@@ -164,6 +164,7 @@ def every_page() -> dict[str, str]:
         "measured": "0.93 … 0.97",
         "rule": "reproduced where the least is above 0.8",
         "history": "",
+        "estimates": "share 1 [0.29, 1] (n = 3)",
         "source": "papers",
         "verdict": "reproduced at reduced scale",
         "command": COMMAND,

@@ -106,6 +106,7 @@ def test_the_ledger_shows_the_pictures_of_the_claims_that_have_some() -> None:
         "measured": "m",
         "rule": "r",
         "history": "",
+        "estimates": "share 1 [0.29, 1] (n = 3)",
         "source": "papers",
         "verdict": "reproduced",
     }

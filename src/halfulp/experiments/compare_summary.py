@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -148,16 +148,25 @@ def unevenness_of(steps: Sequence[int], values: Sequence[float]) -> float:
 
 
 def slope_ratio(over: Sequence[Curve], under: Sequence[Curve]) -> Interval:
-    """Return how many times as steep the first drifts are as the second, matched by seed.
+    """Return how many times as steep the first drifts are as the second: `ratio_by_seed`."""
+    return ratio_by_seed(over, under, lambda drift: slope_of(drift.steps, drift.wasserstein))
 
-    The geometric mean over seeds with an interval of Student's t on the logarithm. Where a slope is
-    not positive, that has no meaning: the value is then the ratio of the mean slopes, without an
+
+def distance_ratio(over: Sequence[Curve], under: Sequence[Curve]) -> Interval:
+    """Return how many times as far apart the first end as the second: `ratio_by_seed`."""
+    return ratio_by_seed(over, under, lambda drift: drift.wasserstein[-1])
+
+
+def ratio_by_seed(
+    over: Sequence[Curve], under: Sequence[Curve], figure: Callable[[Curve], float]
+) -> Interval:
+    """Return the ratio of one figure of two sets of drifts, matched by seed.
+
+    The geometric mean over seeds with an interval of Student's t on the logarithm. Where a figure
+    is not positive, that has no meaning: the value is then the ratio of the means, without an
     interval.
     """
-    steep = {drift.seed: slope_of(drift.steps, drift.wasserstein) for drift in over}
-    flat = {drift.seed: slope_of(drift.steps, drift.wasserstein) for drift in under}
-    seeds = [seed for seed in steep if seed in flat]
-    pairs = [(steep[seed], flat[seed]) for seed in seeds]
+    pairs = _matched(over, under, figure)
     if not pairs:
         return Interval(math.nan, math.nan, math.nan, 0)
     if not all(a > 0 and b > 0 for a, b in pairs):
@@ -165,8 +174,31 @@ def slope_ratio(over: Sequence[Curve], under: Sequence[Curve]) -> Interval:
         return Interval(
             sum(a for a, _ in pairs) / below if below else math.nan, math.nan, math.nan, len(pairs)
         )
-    logs = interval_of([math.log(a / b) for a, b in pairs])
-    return Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), len(pairs))
+    return geometric_interval([a / b for a, b in pairs])
+
+
+def difference_by_seed(
+    one: Sequence[Curve], other: Sequence[Curve], figure: Callable[[Curve], float]
+) -> Interval:
+    """Return how much larger one figure of the first drifts is than of the others, matched by
+    seed.
+    """
+    return interval_of([a - b for a, b in _matched(one, other, figure)])
+
+
+def _matched(
+    one: Sequence[Curve], other: Sequence[Curve], figure: Callable[[Curve], float]
+) -> list[tuple[float, float]]:
+    first, second = ({drift.seed: figure(drift) for drift in same} for same in (one, other))
+    return [(value, second[seed]) for seed, value in first.items() if seed in second]
+
+
+def geometric_interval(ratios: Sequence[float]) -> Interval:
+    """Return the geometric mean of positive ratios with its 95 % interval, Student's t on the
+    logarithm.
+    """
+    logs = interval_of([math.log(ratio) for ratio in ratios])
+    return Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.count)
 
 
 def interval_of(values: Sequence[float]) -> Interval:

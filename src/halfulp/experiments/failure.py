@@ -33,6 +33,8 @@ from halfulp.training.presets import seconds
 
 AttentionChoice: TypeAlias = str | Recipe | AttentionFunction
 
+CURVES = ("loss", "mean_score", "max_score", "sigma_query", "sigma_key", "sigma_query_key")
+
 
 @dataclass(frozen=True)
 class FailureRun:
@@ -46,6 +48,7 @@ class FailureRun:
     max_score: tuple[float, ...]
     sigma_query: tuple[float, ...]  # largest singular value of W_Q
     sigma_key: tuple[float, ...]
+    sigma_query_key: tuple[float, ...]  # of α W_Qᵀ W_K, which scores depend on alone
     broke_at: int | None  # the step whose loss was not finite; the run ends there
     outcome: Outcome
     reason: str
@@ -58,7 +61,7 @@ class FailureRun:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; numbers that are not finite become None."""
         plain = asdict(self)
-        for name in ("loss", "mean_score", "max_score", "sigma_query", "sigma_key"):
+        for name in CURVES:
             plain[name] = plain_numbers(getattr(self, name))
         plain["steps"] = list(self.steps)
         return plain | {"rule": RULE}
@@ -115,11 +118,10 @@ def run_failure(
     if run.status == "interrupted":
         raise KeyboardInterrupt
     broke_at = run.steps[-1] if run.status == "failed" else None
-    curves_of = ("loss", "mean_score", "max_score", "sigma_query", "sigma_key")
-    loss, mean, largest, sigma_q, sigma_k = (run.curve(curve) for curve in curves_of)
-    outcome, reason = judge(loss, mean, broke_at)
+    drawn = {curve: run.curve(curve) for curve in CURVES}
+    outcome, reason = judge(drawn["loss"], drawn["mean_score"], broke_at)
     return FailureRun(
-        label, seed, run.steps, loss, mean, largest, sigma_q, sigma_k, broke_at, outcome, reason
+        label, seed, run.steps, **drawn, broke_at=broke_at, outcome=outcome, reason=reason
     )
 
 

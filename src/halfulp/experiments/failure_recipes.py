@@ -21,7 +21,12 @@ _BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 def _replaced(name: str, *operations: str) -> Recipe:
     """The stock recipe with operations of `halfulp.isolate` replaced."""
-    recipe = replaced(_STOCK, [_BY_NAME[operation] for operation in operations])
+    return _replaced_in(_STOCK, name, *operations)
+
+
+def _replaced_in(base: Recipe, name: str, *operations: str) -> Recipe:
+    """A recipe with operations of `halfulp.isolate` replaced, in the task's tiles."""
+    recipe = replaced(base.with_(**TILES), [_BY_NAME[operation] for operation in operations])
     assert recipe is not None
     return recipe.with_(name=name)
 
@@ -40,6 +45,7 @@ RUNGS: dict[str, Recipe] = {
         BF16_HALFULP.with_(name="halfulp", **TILES),
         BF16_AUTHORS.with_(name="authors", **TILES),
         BF16_AUTHORS.with_(name="authors+O=PV", delta_from="recomputed", **TILES),
+        _replaced_in(BF16_AUTHORS, "authors+Ō fp32", "accumulator-fp32"),
         BF16_PAPER_STABILIZED.with_(name="authors+softmax", **TILES),
         _replaced("stock+softmax", "softmax"),
     )

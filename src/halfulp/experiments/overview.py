@@ -31,6 +31,7 @@ METRICS: tuple[tuple[str, str, str, bool], ...] = (
     ("max_score", "Largest score", "max S, natural units", False),
     ("sigma_query", "Largest singular value of W_Q", "σ(W_Q)", False),
     ("sigma_key", "Largest singular value of W_K", "σ(W_K)", False),
+    ("sigma_query_key", "Largest singular value of W_QK", "σ(α W_Qᵀ W_K)", False),
     ("tokens_per_second", "Speed", "tokens per second", False),
 )
 """Lines of metrics that are drawn where a run has them: name, title, axis, whether it is
@@ -44,6 +45,30 @@ MEASURES: tuple[tuple[str, str, str, bool], ...] = (
     ("mean_score", "Mean score", "mean of S, natural units", False),
     ("entropy", "Entropy of attention", "nats", False),
     ("sink_first", "Weight on the first key", "share", False),
+    ("tied_rows", "Rows whose largest score is repeated, scores in fp32", "share of rows", False),
+    ("tied_rows_bf16", "The same, scores in bf16", "share of rows", False),
+    ("repeated_unit_rows", "Rows in which more than one weight P̄ is 1 in bf16", "share", False),
+    ("query_rms", "Size of the queries", "root mean square", False),
+    ("key_rms", "Size of the keys", "root mean square", False),
+    ("value_rms", "Size of the values", "root mean square", False),
+    ("out_rms", "Size of attention's output", "root mean square", False),
+    ("input_max", "Largest activation before attention", "max |X|", False),
+    ("sign_agreement", "dO and the error of O of one sign", "share of elements", False),
+    (
+        "guilty_sign_agreement",
+        "The same, in the feature that adds most to δ's error",
+        "share of elements",
+        False,
+    ),
+    ("terms_cosine", "Rank-1 terms of dW_Q's error, between tokens", "mean cosine", False),
+    ("terms_step_cosine", "The same, between measured steps", "mean cosine", False),
+    ("direction_cosine", "Direction of dW_Q's error against earlier steps", "cosine", False),
+    (
+        "direction_cosine_shuffled",
+        "The same with its features shuffled: what chance gives",
+        "rms cosine",
+        False,
+    ),
     (
         "delta_error_cumulative",
         "Cumulative Σ(δ_lp − δ_hp) of the measured steps",

@@ -16,10 +16,12 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from halfulp.chances import student_beyond
+from halfulp.experiments.compare_summary import Interval
 from halfulp.experiments.failure import FailureRun, run_failures
 from halfulp.experiments.failure_recipes import RUNGS
 from halfulp.recipes import Recipe
-from halfulp.runs.results import Progress, no_progress
+from halfulp.runs.results import Progress, no_progress, plain_numbers
 
 VerdictKind: TypeAlias = Literal[
     "reproduced",
@@ -48,6 +50,9 @@ class Measured:
     text: str  # the same for a reader, with sample size and uncertainty
     # figures and heat maps in their JSON form, for a page
     pictures: tuple[dict[str, Any], ...] = ()
+    # what was estimated, with its 95 % interval and the number of independent samples
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    exact: str = ""  # why there is nothing to estimate, where that is so
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,15 @@ class Verdict:
     command: str
     seconds: float
     pictures: tuple[dict[str, Any], ...] = ()
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    exact: str = ""
+
+    @property
+    def estimates(self) -> str:
+        """What was estimated, each with its 95 % interval and sample size; or why there is
+        nothing.
+        """
+        return "; ".join(f"{name} {one}" for name, one in self.intervals.items()) or self.exact
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; figures that are not finite become None."""
@@ -113,7 +127,13 @@ class Verdict:
         plain["figures"] = {
             name: x if math.isfinite(x) else None for name, x in self.figures.items()
         }
-        return plain
+        plain["intervals"] = {
+            name: dict(zip(("value", "low", "high"), plain_numbers(ends), strict=True))
+            | {"count": one.count}
+            for name, one in self.intervals.items()
+            for ends in [(one.value, one.low, one.high)]
+        }
+        return plain | {"estimates": self.estimates}
 
 
 def judge_claim(claim: Claim, measured: Measured | None) -> VerdictKind:
@@ -131,6 +151,8 @@ def judge_claim(claim: Claim, measured: Measured | None) -> VerdictKind:
 
 FULL_SEEDS, FULL_STEPS = (0, 1, 2, 3, 4), 4000
 """Of the failing task where the ledger is measured at the largest scale."""
+MANY_SEEDS = FULL_SEEDS
+"""Where a verdict comes near its bound, at every scale."""
 
 
 @dataclass
@@ -204,6 +226,20 @@ def mean_of(values: Tensor) -> Mean:
     x = values.detach().double().flatten()
     error = float(x.std() / math.sqrt(x.numel())) if x.numel() > 1 else math.nan
     return Mean(float(x.mean()), error, x.numel())
+
+
+def share_of(hits: int, count: int) -> Interval:
+    """Return a share of independent cases with its 95 % interval (Clopper and Pearson)."""
+    from scipy.stats import binomtest
+
+    ends = binomtest(hits, count).proportion_ci(0.95, "exact")
+    return Interval(hits / count, float(ends.low), float(ends.high), count)
+
+
+def spread(mean: Mean) -> Interval:
+    """Return a mean's 95 % interval by Student's t."""
+    half = student_beyond(0.025, mean.count - 1) * mean.error
+    return Interval(mean.value, mean.value - half, mean.value + half, mean.count)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -150,6 +150,17 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     Variant("halfulp", "BF16_HALFULP", BF16_HALFULP.with_(name="halfulp", **_WHOLE)),
 )
+
+
+BETAS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+"""Of the published fix: what the paper uses, [2, 8]."""
+
+
+def with_beta(beta: float) -> Variant:
+    """Return the variant with the published fix at some β."""
+    name = f"softmax fix, β = {beta:g}"
+    shift = replace(BF16_PAPER_STABILIZED.shift, beta=beta)
+    return Variant(name, f"described, with {name}", _DESCRIBED.with_(name=name, shift=shift))
 
 
 @dataclass(frozen=True)
@@ -347,7 +358,8 @@ def run_variants(
         ValueError: there is no variant of that name.
     """
     known = {variant.name: variant for variant in VARIANTS}
-    wanted = list(names) or list(known)
+    known |= {variant.name: variant for variant in map(with_beta, BETAS)}
+    wanted = list(names) or [variant.name for variant in VARIANTS]
     for name in wanted:
         if name not in known:
             raise ValueError(f"variant={name!r}: accepted are {', '.join(known)}")

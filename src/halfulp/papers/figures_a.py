@@ -14,6 +14,8 @@ from halfulp.experiments.failure import FailureRun, curves
 from halfulp.papers.constructed_run import MechanismRun, Profile
 from halfulp.papers.runs_a import Snapshot, Traced
 from halfulp.runs.results import Figure, Series, plain_numbers
+from halfulp.watch.directions import error_direction
+from halfulp.watch.measures import delta_error
 
 Picture = dict[str, Any]
 MAP_TOKENS = 48
@@ -79,17 +81,22 @@ def fix_losses(runs: Mapping[str, Sequence[MechanismRun]], command: str) -> Pict
     ).as_dict()
 
 
-def head_sigmas(run: Traced, twin: Traced, command: str) -> Picture:
-    """Figure 3: σ(W_Q) of every head at the end."""
-    series = tuple(
-        Series(name, tuple(f"head {h}" for h in range(len(sigmas))), tuple(sigmas), style="bar")
-        for name, sigmas in (
-            ("low precision", run.measured("sigma_query")[-1]),
-            ("standard", twin.measured("sigma_query")[-1]),
-        )
+def head_sigmas(run: Traced, twin: Traced, onset: int, command: str) -> Picture:
+    """Figure 3: σ(W_Q) of every head at a step, and at the end."""
+    at, last = run.measured_steps().index(onset), run.config.steps
+    shown = (
+        (f"step {onset}", run.measured("sigma_query")[at]),
+        (f"step {onset}, twin", twin.measured("sigma_query")[at]),
+        (f"step {last}", run.measured("sigma_query")[-1]),
+        (f"step {last}, twin", twin.measured("sigma_query")[-1]),
     )
-    caption = f"At the end of {run.config.steps} steps. {ACCELERATED}"
-    return Figure("σ(W_Q) by head (after fig. 3)", "", "σ(W_Q)", series, caption, command).as_dict()
+    series = tuple(
+        Series(name, tuple(str(h) for h in range(len(sigmas))), tuple(sigmas), style="bar")
+        for name, sigmas in shown
+    )
+    caption = f"One seed; the twin has standard attention. {ACCELERATED}"
+    title = "σ(W_Q) by head (after fig. 3)"
+    return Figure(title, "head", "σ(W_Q)", series, caption, command).as_dict()
 
 
 def layer_losses(runs: Mapping[str, Traced], command: str) -> Picture:
@@ -163,6 +170,45 @@ def similarity_maps(run: Traced, layer: int, head: int, command: str) -> list[Pi
         heat_map(f"{title} (after fig. 4)", x, y, cosines(a, b), caption, command, -1.0, 1.0)
         for title, a, b, x, y in maps
     ]
+
+
+def raw_maps(run: Traced, layer: int, head: int, command: str) -> list[Picture]:
+    """Figure 4 as the paper draws it: rows of PK and X at two steps, the term of one token of each,
+    and R, the direction of dW_Q's error.
+    """
+    steps = sorted(run.calls)
+    picked = {step: run.calls[step][layer] for step in (steps[0], steps[-1])}
+    tokens = {steps[0]: 12, steps[-1]: 40}  # as the paper takes tokens 50 and 718
+    caption = (
+        f"Layer {layer}, head {head}, first sequence; each map is divided by its largest magnitude."
+        f" {ACCELERATED}"
+    )
+    maps: list[tuple[str, str, str, Tensor]] = []
+    for step, snapshot in picked.items():
+        pk, x = _terms(snapshot, head)
+        token = min(tokens[step], len(pk) - 1)
+        maps += [
+            (f"Rows of PK, step {step}", "feature of PK", "token", pk),
+            (f"Rows of X, step {step}", "feature of X", "token", x),
+            (
+                f"(PK)[T]ᵀX[T], step {step}, token {token}",
+                "feature of X",
+                "feature of PK",
+                torch.outer(pk[token], x[token]),
+            ),
+            (f"R, step {step}", "feature of X", "feature of PK", _direction(snapshot, head)),
+        ]
+    return [
+        heat_map(f"{title} (after fig. 4)", x, y, v / v.abs().max(), caption, command, -1.0, 1.0)
+        for title, x, y, v in maps
+    ]
+
+
+def _direction(snapshot: Snapshot, head: int) -> Tensor:
+    """R = Σ_T (δ_lp − δ_hp)[T] (PK)[T]ᵀ X[T] of one head `[D, width]`, over all sequences."""
+    exact = snapshot.exact()
+    direction = error_direction(snapshot.call, exact, delta_error(snapshot.call, exact))
+    return direction[head].double()
 
 
 def cosines(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

@@ -15,13 +15,18 @@ from halfulp.papers.claim import Claim, Lab, Verdict, judge_claim
 from halfulp.papers.claims import (
     a_cause,
     a_growth,
+    a_heads,
     a_mechanism,
     a_rounding,
     b_deviation,
     b_training,
+    carries,
     delta_mean,
     fixes,
     identities,
+    loss_spike,
+    optimizers,
+    remedies,
     weak_points,
 )
 from halfulp.runs.results import Progress, no_progress
@@ -31,13 +36,18 @@ _TOPICS = (
     b_training,
     identities,
     a_rounding,
+    carries,
     b_deviation,
     weak_points,
     fixes,
     a_cause,
+    a_heads,
+    remedies,
+    optimizers,
     a_mechanism,
     a_growth,
     delta_mean,
+    loss_spike,
 )
 
 
@@ -48,7 +58,7 @@ def _order(claim: Claim) -> tuple[str, int, str]:
 CLAIMS: tuple[Claim, ...] = tuple(
     sorted((claim for topic in _TOPICS for claim in topic.CLAIMS), key=_order)
 )
-"""Every claim of the ledger, A1 to D12."""
+"""Every claim of the ledger, A1 to D13."""
 
 
 def run_claims(
@@ -101,6 +111,7 @@ def _run(claim: Claim, lab: Lab) -> Verdict:
     began = time.perf_counter()
     with one_thread():
         measured = None if claim.measure is None else claim.measure(lab)
+    assert measured is None or measured.intervals or measured.exact, claim.id
     return Verdict(
         id=claim.id,
         group=claim.group,
@@ -115,6 +126,8 @@ def _run(claim: Claim, lab: Lab) -> Verdict:
         command=lab.command(claim),
         seconds=time.perf_counter() - began,
         pictures=() if measured is None else measured.pictures,
+        intervals={} if measured is None else measured.intervals,
+        exact="" if measured is None else measured.exact,
     )
 
 

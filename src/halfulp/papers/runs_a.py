@@ -8,21 +8,29 @@ of steps instead of thousands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from halfulp.papers.run_changes import (
+    LargestScores,
+    OptimizerName,
+    clip_scores,
+    optimizer_named,
+)
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
 from halfulp.runs.threads import one_thread
-from halfulp.training.attention import AttentionPlan
+from halfulp.training.attention import AttentionPlan, set_tap
 from halfulp.training.config import Language, RunConfig
 from halfulp.training.distributed import world
 from halfulp.training.presets import minutes, seconds
 from halfulp.training.session import Session
-from halfulp.training.workload import build_workload
+from halfulp.training.workload import Workload, build_workload
 from halfulp.watch.measures import Exact, exact_call
 from halfulp.watch.passes import Recorder, attention_modules, exact_pass, record
 from halfulp.watch.taps import Call
@@ -79,6 +87,10 @@ class Plan:
     heads: int = 2
     measure_every: int = 0
     at: tuple[int, ...] = ()
+    width: int = 64  # of the language model
+    query_key_norm: bool = False  # of the language model
+    most_score: float = math.inf  # above it `clip_scores` acts after the step
+    optimizer: OptimizerName = "adamw"
 
     def config(self) -> RunConfig:
         """The run's configuration."""
@@ -86,7 +98,13 @@ class Plan:
         if self.layers:
             config = minutes(seed=self.seed, steps=self.steps)
             assert isinstance(config.workload, Language)
-            workload = replace(config.workload, layers=self.layers, heads=self.heads)
+            workload = replace(
+                config.workload,
+                layers=self.layers,
+                heads=self.heads,
+                width=self.width,
+                query_key_norm=self.query_key_norm,
+            )
             config = replace(config, workload=workload)
         else:
             config = seconds(seed=self.seed, steps=self.steps)
@@ -103,25 +121,58 @@ def language_attention(bits: int | None, **changes: str) -> str:
     return f"BF16_FLASH2[{','.join(f'{name}={value}' for name, value in fields.items())}]"
 
 
-def trace(plan: Plan) -> Traced:
-    """Train one run on one thread, and keep what the plan asks for."""
+@dataclass(frozen=True)
+class Now:
+    """A run just after one of its steps."""
+
+    config: RunConfig
+    step: int
+    rows: list[dict[str, Any]]  # due after this step
+    workload: Workload
+    samples: Callable[[], tuple[Tensor, ...]]  # the step's own
+
+
+def train_steps(plan: Plan) -> Iterator[Now]:
+    """Train one run, and yield after every step; the thread count is the caller's."""
     config = plan.config()
-    with one_thread(), world("none", config.device) as group:
+    with world("none", config.device) as group:
         data_seed = config.seed if config.data_seed is None else config.data_seed
         workload = build_workload(
             config.workload, config.attention, seed=config.seed, data_seed=data_seed
         )
         order = workload.order(config.steps, config.batch)
         session = Session(config, workload, group, order, None)
-        rows: list[dict[str, Any]] = []
-        calls: dict[int, dict[int, Snapshot]] = {}
+        if plan.optimizer != "adamw":
+            optimizer, rate = optimizer_named(plan.optimizer, session.parameters)
+            session.optimizer = session.updates.optimizer = optimizer
+            session.updates.rates = replace(config.optimizer, learning_rate=rate)
+        scores = LargestScores()
+        set_tap(workload.model, scores if plan.most_score < math.inf else None)
+        modules = attention_modules(workload.model)
         while session.done < config.steps:
-            rows += session.step()
-            if session.done in plan.at:
-                samples = workload.batch(order[session.done - 1], session.done)
-                calls[session.done] = _snapshots(workload, samples)
+            rows = session.step()
+            clip_scores(modules, scores.take(), plan.most_score)
+            number = session.done
+            yield Now(
+                config,
+                number,
+                rows,
+                workload,
+                partial(workload.batch, order[number - 1], number),
+            )
+
+
+def trace(plan: Plan) -> Traced:
+    """Train one run on one thread, and keep what the plan asks for."""
+    rows: list[dict[str, Any]] = []
+    calls: dict[int, dict[int, Snapshot]] = {}
+    with one_thread():
+        for now in train_steps(plan):
+            rows += now.rows
+            if now.step in plan.at:
+                calls[now.step] = _snapshots(now.workload, now.samples())
     metrics = [row for row in rows if "loss" in row]
-    return Traced(config, metrics, [row for row in rows if "measure" in row], calls)
+    return Traced(now.config, metrics, [row for row in rows if "measure" in row], calls)
 
 
 def trace_all(
@@ -131,7 +182,7 @@ def trace_all(
     return run_jobs(trace, plans, workers=workers, progress=progress)
 
 
-def _snapshots(workload: Any, samples: tuple[Tensor, ...]) -> dict[int, Snapshot]:
+def _snapshots(workload: Workload, samples: tuple[Tensor, ...]) -> dict[int, Snapshot]:
     """Every layer's call on a batch, by two passes that leave the model as it was."""
     recorder = Recorder(attention_modules(workload.model), lambda query, _: len(query), {})
 

@@ -23,7 +23,15 @@ from halfulp.experiments.compare import (
     Drift,
     drift_between,
 )
-from halfulp.experiments.compare_summary import Interval, slope_ratio
+from halfulp.experiments.compare_summary import (
+    Interval,
+    difference_by_seed,
+    distance_ratio,
+    ratio_by_seed,
+    slope_of,
+    slope_ratio,
+    unevenness_of,
+)
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
 from halfulp.training.attention import AttentionPlan
@@ -91,22 +99,37 @@ class DriftResult:
     folders: dict[tuple[str, int], Path]
 
     def ratio(self, low_precision: str) -> Interval:
-        """How many times as steep the drift of low precision is as that of flash attention (the
-        paper: 2 to 5).
-        """
+        """How many times as steep the drift of low precision is as that of flash attention."""
         return slope_ratio(self.compared.of(low_precision), self.compared.of(FLASH))
+
+    def apart(self, over: str, under: str = FLASH) -> Interval:
+        """How many times as far apart the weights of one pair end as those of another (the paper,
+        low precision over flash: 2 to 5).
+        """
+        return distance_ratio(self.compared.of(over), self.compared.of(under))
+
+    def steeper(self, one: str, other: str) -> Interval:
+        """How much steeper the drift of one pair is than of another, a step."""
+        pairs = self.compared.of(one), self.compared.of(other)
+        return difference_by_seed(*pairs, lambda drift: slope_of(drift.steps, drift.wasserstein))
+
+    def more_uneven(self, one: str, other: str) -> Interval:
+        """How many times as far the distances of one pair lie from their line as those of
+        another.
+        """
+        pairs = self.compared.of(one), self.compared.of(other)
+        return ratio_by_seed(*pairs, lambda drift: unevenness_of(drift.steps, drift.wasserstein))
 
 
 def small_pictures(steps: int = 300) -> RunConfig:
     """Return the diffusion workload at its smallest: 16 pictures of 16 pixels, about 3 s for 300
     steps.
 
-    The learning rate stays what it is, as drift is read off a line.
+    The pictures are the shapes that this package draws itself, whatever fonts are installed, so
+    that figures repeat elsewhere. The learning rate stays what it is, as drift is read off a line.
     """
-    from halfulp.training.glyphs import available_source
-
     return RunConfig(
-        Pictures(layers=2, heads=2, width=48, size=16, patch=4, count=16, data=available_source()),
+        Pictures(layers=2, heads=2, width=48, size=16, patch=4, count=16, data="shapes"),
         optimizer=Optimizer(learning_rate=2e-3, warm_up=30, clip=1.0),
         steps=steps,
         batch=16,

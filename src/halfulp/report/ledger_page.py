@@ -1,8 +1,8 @@
 """The claims ledger on the terminal and on a page, from the plain data of its verdicts.
 
-A verdict is {"id", "statement", "paper", "measured", "rule", "history", "source", "verdict",
-"command", "seconds", "pictures"}; pictures, which may be missing, are figures and heat maps as
-`report.heatmap.draw_picture` takes them.
+A verdict is {"id", "statement", "paper", "measured", "estimates", "rule", "history", "source",
+"verdict", "command", "seconds", "pictures"}; pictures, which may be missing, are figures and heat
+maps as `report.heatmap.draw_picture` takes them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
             ("claim", "statement"),
             ("paper", "paper"),
             ("measured", "measured"),
+            ("95 %", "estimates"),
             ("rule", "rule"),
             ("changed", "history"),
         ):
@@ -97,6 +98,7 @@ def _claim(verdict: Verdict) -> list[dict[str, Any]]:
         ("verdict", "verdict"),
         ("paper", "paper"),
         ("measured", "measured"),
+        ("95 % intervals", "estimates"),
         ("rule", "rule"),
         ("rule changed", "history"),
         ("repeat", "command"),

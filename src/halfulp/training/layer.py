@@ -89,7 +89,7 @@ class LayerWorkload:
 
     def figures(self) -> dict[str, float]:
         """Mean and largest score of the last forward pass (of those a query may see, scaled),
-        σ(W_Q) and σ(W_K) now.
+        σ(W_Q), σ(W_K) and σ(α W_Qᵀ W_K) now.
         """
         assert self.model.last is not None
         query, key = self.model.last
@@ -99,6 +99,9 @@ class LayerWorkload:
             "max_score": scores.max().item(),
             "sigma_query": _sigma(self.model.query.detach()),
             "sigma_key": _sigma(self.model.key.detach()),
+            "sigma_query_key": _sigma(
+                self.config.width**-0.5 * self.model.query.detach().mT @ self.model.key.detach()
+            ),
         }
 
 

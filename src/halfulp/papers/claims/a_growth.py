@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from halfulp.experiments.compare_summary import interval_of
 from halfulp.experiments.failure import FailureRun
 from halfulp.papers import figures_a as pictures
 from halfulp.papers.claim import Claim, Lab, Measured, Rule
@@ -22,34 +23,55 @@ def _growth(lab: Lab) -> Measured:
     """A19: when σ(W_Q), σ(W_K) and the loss leave those of the twin."""
     runs = language(lab, ("everywhere", "nowhere"))
     pairs = list(zip(runs["everywhere"], runs["nowhere"], strict=True))
-    sigma = [_language_growth(run, twin) for run, twin in pairs]
-    loss = [_loss_rises(run, twin) for run, twin in pairs]
-    activations = [run.measured("query_rms")[-1] for run, _ in pairs]
-    grown = min(max(heads) for heads in activations) / max(
-        max(t.measured("query_rms")[-1]) for _, t in pairs
-    )
+    sigma = [_language_growth(run, twin, "sigma_query") for run, twin in pairs]
+    loss = [loss_rises(*run.loss(), twin.loss()[1]) for run, twin in pairs]
+    together = [_language_growth(run, twin, "sigma_query_key") for run, twin in pairs]
+    grown = [
+        max(run.measured("query_rms")[-1]) / max(twin.measured("query_rms")[-1])
+        for run, twin in pairs
+    ]
     task = lab.trained(("torch:flash", "torch:fp32"))
     task_pairs = list(zip(task["torch:flash"], task["torch:fp32"], strict=True))
     keys = [_task_growth(run, twin, "sigma_key") for run, twin in task_pairs]
     queries = [_task_growth(run, twin, "sigma_query") for run, twin in task_pairs]
+    products = [_task_growth(run, twin, "sigma_query_key") for run, twin in task_pairs]
     rises = [_task_rises(run) for run, _ in task_pairs]
-    lead = min(b - a for a, b in zip(sigma, loss, strict=True))
+    leads = {
+        "σ(W_Q)": [_lead(a, b) for a, b in zip(sigma, loss, strict=True)],
+        "σ(W_QW_Kᵀ)": [_lead(a, b) for a, b in zip(together, loss, strict=True)],
+        "task, σ(W_K)": [_lead(a, b) for a, b in zip(keys, rises, strict=True)],
+        "task, σ(W_QW_Kᵀ)": [_lead(a, b) for a, b in zip(products, rises, strict=True)],
+    }
     figures = {
-        "lead": lead,
+        "lead": min(leads["σ(W_Q)"]),
         "latest rise": max(loss),
-        "activations": grown,
-        "task lead": min(b - a for a, b in zip(keys, rises, strict=True)),
+        "activations": min(grown),
+        "lead of the product": min(leads["σ(W_QW_Kᵀ)"]),
+        "task lead of the product": min(leads["task, σ(W_QW_Kᵀ)"]),
     }
     text = (
-        f"byte GPT, guilty layer ({scale_of(lab).text}): σ(W_Q) is twice the twin's from step"
-        f" {_steps(sigma)}, the loss rises 0.2 nats above its lowest excess over the twin at step"
-        f" {_steps(loss)}; queries (rms) end at {grown:.0f} times the twin's. One-layer task,"
-        f" torch:flash, {len(rises)} seeds: σ(W_K) is twice the fp32 twin's from step"
-        f" {_steps(keys)}, σ(W_Q) {_steps(queries)}, the loss three times its best from"
+        f"byte GPT, guilty layer ({scale_of(lab).text}, measured every {INTERVAL}): σ(W_Q) is twice"
+        f" the twin's from step {_steps(sigma)}, σ(W_QW_Kᵀ) {_steps(together)}, the loss rises 0.2"
+        f" nats above its lowest excess over the twin at step {_steps(loss)}; queries (rms) end at"
+        f" {min(grown):.1f} to {max(grown):.1f} times the twin's. One-layer task, torch:flash,"
+        f" {len(rises)} seeds: σ(W_QW_Kᵀ) is twice the fp32 twin's from step {_steps(products)},"
+        f" σ(W_K) {_steps(keys)}, σ(W_Q) {_steps(queries)}, the loss three times its best from"
         f" {_steps(rises)}"
     )
     shown = {name: same[0] for name, same in runs.items()}
-    return Measured(figures, text, (pictures.layer_sigmas(shown, repeat(lab, "A19")),))
+    intervals = {
+        f"lead of {name}, steps": interval_of(values)
+        for name, values in leads.items()
+        if all(map(math.isfinite, values))
+    }
+    intervals["queries over the twin's"] = interval_of(grown)
+    drawn = (pictures.layer_sigmas(shown, repeat(lab, "A19")),)
+    return Measured(figures, text, drawn, intervals)
+
+
+def _lead(first: float, then: float) -> float:
+    """Steps from one to the other; negative infinity where the first never came."""
+    return -math.inf if math.isinf(first) else then - first
 
 
 def _steps(steps: Sequence[float]) -> str:
@@ -58,21 +80,18 @@ def _steps(steps: Sequence[float]) -> str:
     return f"{min(steps):g}" if min(steps) == max(steps) else f"{min(steps):g} to {max(steps):g}"
 
 
-def _language_growth(run: Traced, twin: Traced) -> float:
-    pairs = zip(
-        run.measured_steps(), run.measured("sigma_query"), twin.measured("sigma_query"), strict=True
-    )
+def _language_growth(run: Traced, twin: Traced, name: str) -> float:
+    pairs = zip(run.measured_steps(), run.measured(name), twin.measured(name), strict=True)
     return next(
         (float(step) for step, mine, other in pairs if max(mine) > 2 * max(other)), math.inf
     )
 
 
-def _loss_rises(run: Traced, twin: Traced) -> float:
+def loss_rises(steps: Sequence[int], mine: Sequence[float], twin: Sequence[float]) -> float:
     """The step at which the loss, mean of 5 recorded steps, is 0.2 nats above its smallest excess
-    over the twin's.
+    over the twin's; infinite where that never happens.
     """
-    steps, mine = run.loss()
-    excess = [a - b for a, b in zip(mine, twin.loss()[1], strict=True)]
+    excess = [a - b for a, b in zip(mine, twin, strict=True)]
     means = [statistics.mean(excess[i - 5 : i]) for i in range(5, len(excess) + 1)]
     rising = (step for i, step in enumerate(steps[4:]) if means[i] > 0.2 + min(means[: i + 1]))
     return float(next(rising, math.inf))
@@ -93,21 +112,26 @@ def _sinks(lab: Lab) -> Measured:
     is sound.
     """
     runs = language(lab, ("nowhere",))["nowhere"]
-    found = [
-        sink_figures(snapshot) for run in runs for snapshot in run.calls[run.config.steps].values()
+    by_seed = [
+        [head for one in run.calls[run.config.steps].values() for head in sink_figures(one)]
+        for run in runs
     ]
-    heads = [head for layer in found for head in layer]
+    heads = [head for same in by_seed for head in same]
     least, ratio = min(h[0] for h in heads), min(h[2] for h in heads)
     most = max(h[1] for h in heads)
     figures = {"least correlation": least, "largest p": most, "least ratio": ratio}
     said = ", ".join(f"{h[0]:.2f} (× {h[2]:.0f}, mass {h[3]:.2f})" for h in heads)
     text = (
-        f"byte GPT with standard attention, {scale_of(lab).steps} steps, {len(runs)} seed(s):"
+        f"byte GPT with standard attention, {scale_of(lab).steps} steps, {len(runs)} seeds:"
         " Spearman correlation over keys of the weight a key gets and its rate of P̄ = 1, and that"
         f" rate at the heaviest key of a sequence against the average key, head by head: {said}; p"
         f" ≤ {most:.0e}"
     )
-    return Measured(figures, text)
+    intervals = {
+        "least correlation of a seed": interval_of([min(h[0] for h in same) for same in by_seed]),
+        "least ratio of a seed": interval_of([min(h[2] for h in same) for same in by_seed]),
+    }
+    return Measured(figures, text, (), intervals)
 
 
 def sink_figures(snapshot: Snapshot) -> list[tuple[float, float, float, float]]:
@@ -156,7 +180,8 @@ CLAIMS = (
         ),
         history=(
             "2026-11-22: the loss has to rise, and the lead to be seen by the interval; before, a"
-            " loss that never rose had an infinite lead"
+            " loss that never rose had an infinite lead; the same day, measured every"
+            f" {INTERVAL} steps in place of 50 and on 5 seeds, σ(W_QW_Kᵀ) beside"
         ),
         setup="altered",
         seconds=10.0,

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
+from halfulp.experiments.compare_summary import Interval, interval_of
 from halfulp.papers import figures_a as pictures
-from halfulp.papers.claim import Claim, Lab, Mean, Measured, Rule, mean_of
-from halfulp.papers.claims.a_cause import language, repeat, scale_of, traced
+from halfulp.papers.claim import MANY_SEEDS, Claim, Lab, Mean, Measured, Rule, mean_of, spread
+from halfulp.papers.claims.a_cause import INTERVAL, language, repeat, scale_of, traced
 from halfulp.papers.claims.constructed import constructed, constructed_text, window
 from halfulp.papers.constructed_run import VARIANTS, profile
 from halfulp.papers.runs_a import TASK_STOCK, Plan, Snapshot, Traced
@@ -28,7 +29,7 @@ _SINCE = 600  # steps: the task is learned and its scores are on their way
 def layer_traces(lab: Lab) -> list[Traced]:
     """The stock recipe on the one-layer task, measured every 10 steps up to 800."""
     plans = [
-        Plan((TASK_STOCK,), seed, 800, measure_every=10, at=(600, 700, 800)) for seed in lab.seeds
+        Plan((TASK_STOCK,), seed, 800, measure_every=10, at=(600, 700, 800)) for seed in MANY_SEEDS
     ]
     return list(traced(lab, plans).values())
 
@@ -39,21 +40,22 @@ def _similar_terms(lab: Lab) -> Measured:
     """
     reader, layers = language(lab, ("everywhere",))["everywhere"], layer_traces(lab)
     found: dict[str, dict[str, float]] = {}
+    intervals: dict[str, Interval] = {}
     for name, runs, since in (
         ("task", layers, _SINCE),
         ("language", reader, reader[0].config.steps // 2),
     ):
-        names = ("terms_cosine", "terms_step_cosine", "direction_cosine")
-        found[name] = {
-            f"{figure}{control}": statistics.mean(
-                h
-                for run in runs
-                for heads in run.measured(f"{figure}{control}", 0, since)
-                for h in heads
-            )
-            for figure in names
-            for control in ("", "_shuffled")
-        }
+        found[name] = {}
+        for figure in ("terms_cosine", "terms_step_cosine", "direction_cosine"):
+            for control in ("", "_shuffled"):
+                means = [
+                    statistics.mean(
+                        h for heads in run.measured(figure + control, 0, since) for h in heads
+                    )
+                    for run in runs
+                ]
+                intervals[f"{name}, {figure}{control}"] = interval_of(means)
+                found[name][figure + control] = statistics.mean(means)
     figures = {
         f"{name}, {figure}": value for name, by in found.items() for figure, value in by.items()
     }
@@ -68,9 +70,11 @@ def _similar_terms(lab: Lab) -> Measured:
         " 8 of 32 coordinates of X are alike by construction; byte GPT, guilty layer"
         f" ({scale_of(lab).text}): {'; '.join(said)}"
     )
-    return Measured(
-        figures, text, tuple(pictures.similarity_maps(reader[0], 0, 0, repeat(lab, "A9")))
+    drawn = (
+        *pictures.similarity_maps(reader[0], 0, 0, repeat(lab, "A9")),
+        *pictures.raw_maps(reader[0], 0, 0, repeat(lab, "A9")),
     )
+    return Measured(figures, text, drawn, intervals)
 
 
 def _positive_sums(lab: Lab) -> Measured:
@@ -80,9 +84,11 @@ def _positive_sums(lab: Lab) -> Measured:
         *(_signs([h[0] for h in run.measured("delta_error", 0, _SINCE)]) for run in layers),
         strict=True,
     )
-    reader = language(lab, ("everywhere",))["everywhere"][0]
-    sums = [sum(heads) for heads in reader.measured("delta_error", 0)]
-    share, test = _signs(sums)
+    readers = [
+        _signs([sum(heads) for heads in run.measured("delta_error", 0)])
+        for run in language(lab, ("everywhere",))["everywhere"]
+    ]
+    share, test = min(s for s, _ in readers), max(p for _, p in readers)
     built = constructed(lab)["described"]
     first = [
         _signs([y for s, y in zip(r.steps, r.first_order, strict=True) if 100 < s <= 600])
@@ -98,17 +104,24 @@ def _positive_sums(lab: Lab) -> Measured:
     text = (
         f"one-layer task, steps {_SINCE} to 800 every 10, {len(layers)} seeds: positive in"
         f" {min(shares):.0%} to {max(shares):.0%} of the steps (sign test p ≤ {max(tests):.0e});"
-        f" byte GPT ({scale_of(lab).text}): {share:.0%} of {len(sums)}, p = {test:.1g}; constructed"
-        f" run: {min(s for s, _ in first):.0%} to {max(s for s, _ in first):.0%} (p ≤"
+        f" byte GPT ({scale_of(lab).text}, every {INTERVAL} steps): {share:.0%} to"
+        f" {max(s for s, _ in readers):.0%}, p from {min(p for _, p in readers):.1g} to {test:.1g};"
+        f" constructed run: {min(s for s, _ in first):.0%} to {max(s for s, _ in first):.0%} (p ≤"
         f" {max(p for _, p in first):.0e})"
     )
-    drawn = pictures.cumulative_error(layers[0], 100, repeat(lab, "A10"))
+    summed = pictures.cumulative_error(layers[0], 100, repeat(lab, "A10"))
     shown = {
         name: runs[0]
         for name, runs in constructed(lab).items()
         if name in ("described", "softmax fix")
     }
-    return Measured(figures, text, (drawn, pictures.constructed_error(shown, repeat(lab, "A10"))))
+    intervals = {
+        "task, positive": interval_of(shares),
+        "language, positive": interval_of([s for s, _ in readers]),
+        "constructed, positive": interval_of([s for s, _ in first]),
+    }
+    drawn = (summed, pictures.constructed_error(shown, repeat(lab, "A10")))
+    return Measured(figures, text, drawn, intervals)
 
 
 def _signs(values: Sequence[float]) -> tuple[float, float]:
@@ -125,9 +138,9 @@ def _same_signs(lab: Lab) -> Measured:
     """
     found: dict[str, list[float]] = {"rounded": [], "exact": []}
     for run in layer_traces(lab):
-        for snapshots in run.calls.values():
-            for name, share in sign_shares(snapshots[0]).items():
-                found[name].append(share)
+        shares = [sign_shares(snapshots[0]) for snapshots in run.calls.values()]
+        for name, values in found.items():
+            values.append(statistics.mean(share[name] for share in shares))
     rounded, exact = (mean_of(torch.tensor(found[name])) for name in ("rounded", "exact"))
     runs = constructed(lab)
     built, fixed = (
@@ -141,7 +154,7 @@ def _same_signs(lab: Lab) -> Measured:
         "constructed, t": (built.value - 0.5) / built.error,
     }
     text = (
-        f"share of one sign; one-layer task, steps 600, 700, 800 of {len(lab.seeds)} seeds:"
+        f"share of one sign; one-layer task, mean of steps 600, 700, 800 of {rounded.count} seeds:"
         f" {rounded}, but {exact} with dO as it is at the exact O (what only the former has is the"
         " curvature's doing). Constructed run, dO at the exact O, guilty features of sharp rows:"
         f" {built}; with the softmax fix {fixed}"
@@ -156,7 +169,13 @@ def _same_signs(lab: Lab) -> Measured:
             {n: runs[n] for n in ("described", "softmax fix", "no ties", "fp32")}, command
         ),
     )
-    return Measured(figures, text, drawn)
+    intervals = {
+        "task": spread(rounded),
+        "task, dO at the exact O": spread(exact),
+        "constructed": spread(built),
+        "constructed, softmax fix": spread(fixed),
+    }
+    return Measured(figures, text, drawn, intervals)
 
 
 def sign_shares(snapshot: Snapshot) -> dict[str, float]:
@@ -212,7 +231,11 @@ def _curvature(lab: Lab) -> Measured:
         f" 600: first order {', '.join(f'{m.value:+.1e} (t {m.t:+.0f})' for m in first)}, curvature"
         f" {', '.join(f'{m.value:+.1e}' for m in curved)}. Its variants: {constructed_text(lab)}"
     )
-    return Measured(figures, text)
+    shares = {
+        name: interval_of([m.value / e.value for m, e in zip(parts[name], parts["e"], strict=True)])
+        for name in ("curvature", "first order")
+    }
+    return Measured(figures, text, (), {f"{n}, share of the sum": one for n, one in shares.items()})
 
 
 CLAIMS = (
@@ -249,7 +272,10 @@ CLAIMS = (
             ),
         ),
         setup="altered",
-        history="2026-11-22: the language model counts too; before, the one-layer task alone",
+        history=(
+            "2026-11-22: the language model counts too, on every seed; before, the one-layer task"
+            f" alone; measured every {INTERVAL} steps in place of 50"
+        ),
         seconds=15.0,
     ),
     Claim(
@@ -260,13 +286,14 @@ CLAIMS = (
         _same_signs,
         Rule(
             "in the one-layer task, dO as the run has it, and in the constructed run: of one sign"
-            " in over 53 % of the entries, t over 5",
+            " in over 53 % of the entries, t over 5 with a seed a sample",
             lambda f: (
                 min(f["task"], f["constructed"]) > 0.53
                 and min(f["task, t"], f["constructed, t"]) > 5
             ),
         ),
         setup="reduced",
+        history="2026-11-22, before a look: a seed is a sample; before, a seed and step each",
         seconds=15.0,
     ),
     Claim(

@@ -17,7 +17,17 @@ from torch import Tensor
 from halfulp.attention import emulate, golden
 from halfulp.experiments.explain import EXAMPLE, explain
 from halfulp.formats import BF16, FP32, round_to, ulp
-from halfulp.papers.claim import Claim, Lab, Mean, Measured, Rule, generator, mean_of
+from halfulp.papers.claim import (
+    Claim,
+    Lab,
+    Mean,
+    Measured,
+    Rule,
+    generator,
+    mean_of,
+    share_of,
+    spread,
+)
 from halfulp.recipes import BF16_FLASH2, BF16_PAPER_STABILIZED, Recipe, Shift
 
 _ROWS, _TOKENS = 20000, 64
@@ -47,7 +57,12 @@ def _jumps(lab: Lab) -> Measured:
         f" {final} ulp; where other tokens weigh more than an ulp it is {diffuse} ulp"
     )
     figures = {"jump": jump.value, "t": jump.t, "control": control.value, "bias": final.value}
-    return Measured(figures, text)
+    intervals = {
+        "step at P̄ = 1": spread(jump),
+        "step at 0.9 to 1": spread(control),
+        "error of the sum, ulp": spread(final),
+    }
+    return Measured(figures, text, (), intervals)
 
 
 def _worked_example(_: Lab) -> Measured:
@@ -71,7 +86,7 @@ def _worked_example(_: Lab) -> Measured:
         f"{float(found.exact)!r} → {found.result!r} = {code.sign} {code.exponent} {code.fraction}"
     )
     text = f"{shown}, guard {found.final.guard}, sticky {found.final.sticky}, error {found.error!r}"
-    return Measured(figures, text)
+    return Measured(figures, text, exact="one sum, bit by bit")
 
 
 def _no_bias_below_one(lab: Lab) -> Measured:
@@ -86,7 +101,9 @@ def _no_bias_below_one(lab: Lab) -> Measured:
     worst = max(below, key=lambda mean: abs(mean.value))
     limit = max(abs(mean.value) + 3 * mean.error for mean in below)
     text = f"largest of 1, 2, 3 and 6 weights below 1: {worst} ulp; two weights of 1: {tied} ulp"
-    return Measured({"largest_mean": limit, "tied_mean": tied.value, "tied_t": tied.t}, text)
+    figures = {"largest_mean": limit, "tied_mean": tied.value, "tied_t": tied.t}
+    intervals = {"below 1, ulp": spread(worst), "at 1, ulp": spread(tied)}
+    return Measured(figures, text, (), intervals)
 
 
 def _fixed_offset(lab: Lab) -> Measured:
@@ -105,7 +122,8 @@ def _fixed_offset(lab: Lab) -> Measured:
         "; ".join(f"offset {name}: {mean}" for name, mean in found.items())
         + " (units |O| 2⁻⁸, stock recipe)"
     )
-    return Measured({"fixed": fixed.value, "fixed_t": fixed.t, "none": found["none"].value}, text)
+    figures = {"fixed": fixed.value, "fixed_t": fixed.t, "none": found["none"].value}
+    return Measured(figures, text, (), {f"offset {name}": spread(m) for name, m in found.items()})
 
 
 def _unconditional(_: Lab) -> Measured:
@@ -126,14 +144,14 @@ def _unconditional(_: Lab) -> Measured:
         f" {zero['where repeated']} with it where the maximum is repeated; single maxima"
         f" {', '.join(f'{m:g}' for m in maxima)}, β = {stabilized.beta:g}"
     )
-    return Measured(
-        {"always": zero["always"] / total, "conditional": zero["where repeated"] / total}, text
-    )
+    figures = {"always": zero["always"] / total, "conditional": zero["where repeated"] / total}
+    intervals = {f"l = 0, shift {name}": share_of(hits, total) for name, hits in zero.items()}
+    return Measured(figures, text, (), intervals)
 
 
 def _gamma_near_one(_: Lab) -> Measured:
     """A18: negative repeated maxima with m = γ r_m, and with m = 0."""
-    rates = {}
+    rates, intervals = {}, {}
     maxima = torch.linspace(-0.05, -4.0, 80)
     for gamma in (0.0, 0.5, 0.99, 0.999):
         recipe = BF16_PAPER_STABILIZED.with_(shift=Shift("stabilized", beta=7.0, gamma=gamma))
@@ -146,12 +164,15 @@ def _gamma_near_one(_: Lab) -> Measured:
             for m in maxima
         ]
         rates[gamma] = sum(ones) / len(ones)
+        intervals[f"P̄ = 1, γ = {gamma:g}"] = share_of(sum(ones), len(ones))
     text = "rows that keep P̄ = 1: " + ", ".join(
         f"γ = {g:g}: {100 * r:.0f} %" for g, r in rates.items()
     )
     return Measured(
         {"near_one": rates[0.999], "zero": rates[0.0]},
         f"{text}; {len(maxima)} maxima from −0.05 to −4",
+        (),
+        intervals,
     )
 
 

@@ -9,8 +9,11 @@ figures show the others beside it.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+from halfulp.experiments.compare_summary import Interval, geometric_interval, interval_of
 from halfulp.experiments.sweep import (
     FLASH_FAMILIES,
     FORMATS,
@@ -25,7 +28,8 @@ from halfulp.experiments.sweep import (
     sweep_precision,
 )
 from halfulp.papers import kernel_match
-from halfulp.papers.claim import Claim, Lab, Measured, Rule
+from halfulp.papers.claim import Claim, Lab, Measured, Rule, share_of
+from halfulp.runs.results import Figure
 
 _INPUTS: tuple[Inputs, ...] = ("uniform", "normal")
 _UNIFORM = "flash1 uniform"
@@ -52,7 +56,10 @@ def _real_kernel(lab: Lab) -> Measured:
         "ulps of out": next(match.largest_ulps for match in found.tensors if match.tensor == "out"),
         "bits expected": float(found.bits_expected),
     }
-    return Measured(figures, text)
+    intervals = {
+        f"{m.tensor}, identical elements": share_of(m.identical, m.elements) for m in found.tensors
+    }
+    return Measured(figures, text, (), intervals)
 
 
 def _precision(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
@@ -64,19 +71,30 @@ def _formats(lab: Lab) -> Measured:
     """B2: median over seeds of max |flash − baseline| per format; the share of families in which it
     always falls.
     """
-    falling, parts = [], []
+    falling, parts, drawn = [], [], []
+    intervals: dict[str, Interval] = {}
     for inputs in _INPUTS:
         found = _precision(lab, inputs, 1024, 16384)
         for family in FLASH_FAMILIES:
             medians = [_median(found, family, fmt.name) for fmt in FORMATS]
             falling.append(all(a > b for a, b in pairwise(medians)))
+            each = [
+                found.select(family=family, format=fmt.name, against="baseline")[0].max
+                for fmt in FORMATS
+            ]
+            seeds = [all(a > b for a, b in pairwise(one)) for one in zip(*each, strict=True)]
+            intervals[f"{family}, {inputs}: seeds in which it falls"] = share_of(
+                sum(seeds), len(seeds)
+            )
             parts.append(f"{family}, {inputs}: " + " → ".join(f"{m:.1e}" for m in medians))
+        drawn += _titled(found.figures[:1], "(after fig. 3)", inputs)
     names = ", ".join(fmt.name for fmt in FORMATS)
     text = (
         f"max |flash − baseline| in {names}: {'; '.join(parts)} (median of 10 seeds, N = 1024, d"
         " = 64)"
     )
-    return Measured({"falling": sum(falling) / len(falling)}, text)
+    figures = {"falling": sum(falling) / len(falling)}
+    return Measured(figures, text, tuple(drawn), intervals)
 
 
 def _factor(lab: Lab) -> Measured:
@@ -84,6 +102,7 @@ def _factor(lab: Lab) -> Measured:
     lengths, tiles.
     """
     factors: dict[str, list[float]] = {family: [] for family in FLASH_FAMILIES}
+    estimates: dict[str, list[Interval]] = {family: [] for family in FLASH_FAMILIES}
     where: list[str] = []
     settings = [(i, n, m) for i in _INPUTS for n in (512, 1024, 2048) for m in (4096, 16384)]
     for number, (inputs, length, memory) in enumerate(settings):
@@ -93,6 +112,7 @@ def _factor(lab: Lab) -> Measured:
         for family in FLASH_FAMILIES:
             (this,) = found.select(family=family, against="golden", format="bf16")
             factors[family].append(factor_of(this, base) or float("nan"))
+            estimates[family].append(_ratio(this.max, base.max))
         where.append(f"{inputs}, N = {length}, B_c = {-(-memory // 256)}")
     shown = "; ".join(f"{family} × {min(f):.2g} to {max(f):.2g}" for family, f in factors.items())
     largest = where[max(range(len(where)), key=lambda i: factors[_UNIFORM][i])]
@@ -101,7 +121,15 @@ def _factor(lab: Lab) -> Measured:
         f" {shown}; largest at {largest}"
     )
     figures = {"low": min(map(min, factors.values())), "high": min(map(max, factors.values()))}
-    return Measured(figures, text)
+    intervals = {
+        f"{family}, {which} setting": pick(same, key=lambda one: one.value)
+        for family, same in estimates.items()
+        for which, pick in (("smallest", min), ("largest", max))
+    }
+    drawn = _titled(
+        _precision(lab, "uniform", 1024, 16384).figures[1:], "(after fig. 4)", "uniform"
+    )
+    return Measured(figures, text, tuple(drawn), intervals)
 
 
 def _bf16(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
@@ -114,7 +142,7 @@ def _bf16(lab: Lab, inputs: Inputs, length: int, memory: int) -> SweepResult:
 
 def _few(lab: Lab) -> int:
     """Seeds where golden values take most of the time."""
-    return 10 if lab.full else 4
+    return 10 if lab.full else 5
 
 
 def _length(lab: Lab) -> Measured:
@@ -122,19 +150,24 @@ def _length(lab: Lab) -> Measured:
     blocks.
     """
     figures: dict[str, float] = {}
-    parts = []
+    intervals: dict[str, Interval] = {}
+    parts, drawn = [], []
     for inputs in _INPUTS:
         found = _lengths(lab, inputs)
+        drawn += _titled(found.figures, "(after fig. 5)", inputs)
         for family in (_UNIFORM, "flash2 stock"):
             points = found.select(family=family, against="baseline")
             ratios = {s: _growth(points, s) for s in ("max", "mean", "std")}
+            for s in ratios:
+                first, last = (getattr(point, s) for point in (points[0], points[-1]))
+                intervals[f"{family}, {inputs}: {s}"] = _ratio(last, first)
             figures |= {f"{family}, {inputs}: {s}": ratio for s, ratio in ratios.items()}
             parts.append(
                 f"{family}, {inputs}: " + ", ".join(f"{s} × {r:.2f}" for s, r in ratios.items())
             )
     least = min(figures.values())
     text = f"N = 2048 over N = 128: {'; '.join(parts)} (median of 10 seeds, d = 64, 64 × 64 blocks)"
-    return Measured(figures | {"least": least}, text)
+    return Measured(figures | {"least": least}, text, tuple(drawn), intervals)
 
 
 def _lengths(lab: Lab, inputs: Inputs) -> SweepResult:
@@ -148,19 +181,24 @@ def _blocks(lab: Lab) -> Measured:
     order = lab.once("order", lambda: sweep_order(progress=lambda f, m: lab.report(f / 2, m)))
     size = lab.once("block", lambda: sweep_block(progress=lambda f, m: lab.report(0.5 + f / 2, m)))
     exchanged, square, narrower, larger = {}, {}, {}, {}
+    intervals: dict[str, Interval] = {}
     for fmt in FORMATS:
         exchanged[fmt.name] = _against_published(order, fmt.name, "exchanged")
         square[fmt.name] = _against_published(order, fmt.name, "square, B_c kept")
         narrower[fmt.name] = _against_published(order, fmt.name, "square")
-        larger[fmt.name] = _growth(
-            size.select(format=fmt.name, family=_UNIFORM, against="baseline"), "max"
+        points = size.select(format=fmt.name, family=_UNIFORM, against="baseline")
+        larger[fmt.name] = _growth(points, "max")
+        intervals[f"{fmt.name}, largest over smallest block"] = _ratio(
+            points[-1].max, points[0].max
         )
+        for changed in ("exchanged", "square, B_c kept", "square"):
+            intervals[f"{fmt.name}, {changed}"] = interval_of(_by_seed(order, fmt.name, changed))
     parts = [
         f"{name} " + ", ".join(f"{fmt} × {ratio:.2f}" for fmt, ratio in ratios.items())
         for name, ratios in (
             ("exchanged", exchanged),
-            ("square with B_c kept", square),
-            ("square of the same area, so with a smaller B_c", narrower),
+            ("square with B_c kept, the paper's argument", square),
+            ("square of the same area, so with a smaller B_c and more rescales", narrower),
             ("largest over smallest block", larger),
         )
     ]
@@ -171,21 +209,49 @@ def _blocks(lab: Lab) -> Measured:
     figures = {
         "exchanged, bf16 and fp16": min(exchanged["bf16"], exchanged["fp16"]),
         "square, furthest from 1": max(square.values(), key=lambda ratio: abs(ratio - 1)),
+        "square of the same area": max(narrower.values()),
         "larger": max(larger.values()),
     }
-    return Measured(figures, text)
+    drawn = (
+        *_titled(order.figures, "(after fig. 6a, b)", "uniform"),
+        *_titled(size.figures, "(after fig. 6c)", "uniform"),
+    )
+    return Measured(figures, text, drawn, intervals)
 
 
 def _against_published(found: SweepResult, fmt: str, order: str) -> float:
     """The median, over blocks and seeds, of the deviation with that order over that of the
     published one.
     """
+    return statistics.median(ratio for one in _ratios(found, fmt, order) for ratio in one)
+
+
+def _ratios(found: SweepResult, fmt: str, order: str) -> list[list[float]]:
+    """The deviation with that order over that of the published one, by block and seed."""
     changed = found.select(format=fmt, family=f"{_UNIFORM}, {order}", against="baseline")
     published = found.select(format=fmt, family=_UNIFORM, against="baseline")
-    pairs = zip(changed, published, strict=True)
-    return statistics.median(
-        a / b for this, that in pairs for a, b in zip(this.max, that.max, strict=True)
-    )
+    return [
+        [a / b for a, b in zip(this.max, that.max, strict=True)]
+        for this, that in zip(changed, published, strict=True)
+    ]
+
+
+def _by_seed(found: SweepResult, fmt: str, order: str) -> list[float]:
+    """The same by seed, the mean over blocks."""
+    return [statistics.fmean(same) for same in zip(*_ratios(found, fmt, order), strict=True)]
+
+
+def _ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
+    """The ratio of two figures matched by seed: geometric mean with its 95 % interval."""
+    return geometric_interval([a / b for a, b in zip(over, under, strict=True)])
+
+
+def _titled(figures: Sequence[Figure], after: str, inputs: str) -> list[dict[str, Any]]:
+    """Figures of a sweep as plain data, named after the paper's."""
+    return [
+        figure.as_dict() | {"title": f"{figure.title}, {inputs} inputs {after}"}
+        for figure in figures
+    ]
 
 
 def _growth(points: list[Deviation], statistic: str) -> float:

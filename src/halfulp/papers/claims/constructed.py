@@ -8,10 +8,10 @@ import statistics
 
 import torch
 
-from halfulp.papers.claim import Lab, Mean, mean_of
+from halfulp.papers.claim import MANY_SEEDS, Lab, Mean, mean_of
 from halfulp.papers.constructed_run import VARIANTS, MechanismRun, run_variants
 
-_QUICK = ("described", "fp32", "softmax fix", "no ties", "dO flipped")
+_QUICK = ("described", "fp32", "softmax fix", "Ō in fp32", "no ties", "dO flipped")
 
 
 def constructed(lab: Lab) -> dict[str, list[MechanismRun]]:
@@ -19,7 +19,7 @@ def constructed(lab: Lab) -> dict[str, list[MechanismRun]]:
     names = [variant.name for variant in VARIANTS] if lab.full else _QUICK
 
     def measure() -> dict[str, list[MechanismRun]]:
-        return run_variants(names, lab.seeds, workers=lab.workers, progress=lab.report)
+        return run_variants(names, MANY_SEEDS, workers=lab.workers, progress=lab.report)
 
     return lab.once("constructed", measure)
 

@@ -4,48 +4,86 @@ of it (D11).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from halfulp.attention import emulate
+from halfulp.experiments.compare_summary import interval_of
 from halfulp.experiments.failure import run_failures
 from halfulp.experiments.failure_recipes import TILES
-from halfulp.papers.claim import Claim, Lab, Measured, Rule, generator
+from halfulp.papers.claim import (
+    MANY_SEEDS,
+    Claim,
+    Lab,
+    Measured,
+    Rule,
+    generator,
+    share_of,
+)
 from halfulp.papers.delta_changes import CHANGES, changed_attention
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, Recipe
 
 _DELTA_ALONE = BF16_FLASH2.with_(
     name="δ alone", row_sum_from="rounded", backward_weights="rounded", **TILES
 )
-_TWINS = ("as it is", "mean alone", "mean removed", "mean flipped")
+_TWINS = ("as it is", "mean alone", "mean removed", "mean flipped", "removed")
 
 
 def _mean_drives(lab: Lab) -> Measured:
-    """D10: mean score where e is as it is, its mean alone, without its mean, with it flipped."""
+    """D10: mean score and σ(W_QW_Kᵀ) where e is as it is, its mean alone, without its mean, with it
+    flipped, beside the twin without e.
+    """
     steps = 3000 if lab.full else 800
     attentions = {name: changed_attention(_DELTA_ALONE, CHANGES[name]) for name in _TWINS}
     runs = run_failures(
-        list(attentions.values()), lab.seeds, steps, workers=lab.workers, progress=lab.report
+        list(attentions.values()), MANY_SEEDS, steps, workers=lab.workers, progress=lab.report
     )
-    count = len(lab.seeds)
-    ends = {
-        n: [r.mean_score[-1] for r in runs[i * count : (i + 1) * count]]
-        for i, n in enumerate(attentions)
-    }
-    figures = {
-        "as it is": min(ends["as it is"]),
-        "mean alone": min(ends["mean alone"]),
-        "mean removed": max(map(abs, ends["mean removed"])),
-        "mean flipped": max(ends["mean flipped"]),
-    }
+    count = len(MANY_SEEDS)
+    same = {n: runs[i * count : (i + 1) * count] for i, n in enumerate(attentions)}
+    scores, products = (
+        {
+            n: [
+                figure(run) - figure(twin)
+                for run, twin in zip(all_of, same["removed"], strict=True)
+            ]
+            for n, all_of in same.items()
+            if n != "removed"
+        }
+        for figure in (lambda r: r.mean_score[-1], lambda r: math.log(r.sigma_query_key[-1]))
+    )
+    figures = {"seeds": float(count), "least effect": min(scores["as it is"])}
+    figures |= {f"score, {n}": ends for n, ends in _shares(scores).items()}
+    figures |= {f"σ, {n}": ends for n, ends in _shares(products).items()}
     said = "; ".join(
-        f"{name} {', '.join(f'{x:+.1f}' for x in values)}" for name, values in ends.items()
+        f"{n} {', '.join(f'{x:+.1f}' for x in values)} (σ(W_QW_Kᵀ) ×"
+        f" {', × '.join(f'{math.exp(x):.2f}' for x in products[n])})"
+        for n, values in scores.items()
     )
     text = (
-        f"mean score of the one-layer task at step {steps} by seed, in the stock recipe with"
-        f" consistent weights, so that δ alone is off: {said}"
+        f"mean score of the one-layer task at step {steps}, less that of the twin without e, by"
+        " seed, in the stock recipe with consistent weights, so that δ alone is off; in brackets"
+        f" σ(W_QW_Kᵀ) over the twin's: {said}"
     )
-    return Measured(figures, text)
+    intervals = {f"mean score, e {n}": interval_of(values) for n, values in scores.items()}
+    intervals |= {f"log σ(W_QW_Kᵀ), e {n}": interval_of(x) for n, x in products.items()}
+    return Measured(figures, text, (), intervals)
+
+
+def _shares(effects: dict[str, list[float]]) -> dict[str, float]:
+    """Of each change, the effect on a seed over that of e as it is, the worst seed: the least where
+    it should be large, the largest where it should be small.
+    """
+    found = {
+        name: [a / b for a, b in zip(values, effects["as it is"], strict=True)]
+        for name, values in effects.items()
+    }
+    return {
+        "mean alone": min(found["mean alone"]),
+        "mean removed": max(map(abs, found["mean removed"])),
+        "mean flipped": max(found["mean flipped"]),
+    }
 
 
 def _tile_free(lab: Lab) -> Measured:
@@ -78,7 +116,8 @@ def _tile_free(lab: Lab) -> Measured:
         f" split exponent, {counts['halfulp']} without the split, {counts['stock']:,} in the stock"
         " recipe"
     )
-    return Measured(figures, text)
+    intervals = {f"{name}, weights that differ": share_of(n, each) for name, n in counts.items()}
+    return Measured(figures, text, (), intervals)
 
 
 def final_weights(
@@ -123,17 +162,23 @@ CLAIMS = (
         "",
         _mean_drives,
         Rule(
-            "every seed: the mean score ends above +5 with e as it is and with its mean alone,"
-            " below −5 with the mean flipped, and without it moves at most a fifth as far as with e"
-            " as it is",
+            "every one of at least 5 seeds: against the twin without e, the mean score ends above"
+            " +5 with e as it is, at least half as far with its mean alone, at least half as far on"
+            " the other side with the mean flipped, and at most a fifth as far without the mean;"
+            " the logarithm of σ(W_QW_Kᵀ) likewise, with the mean alone and without it",
             lambda f: (
-                min(f["as it is"], f["mean alone"]) > 5
-                and f["mean flipped"] < -5
-                and f["mean removed"] <= f["as it is"] / 5
+                f["seeds"] >= 5
+                and f["least effect"] > 5
+                and min(f["score, mean alone"], f["σ, mean alone"]) >= 0.5
+                and max(f["score, mean removed"], f["σ, mean removed"]) <= 0.2
+                and f["score, mean flipped"] <= -0.5
             ),
         ),
-        history="2026-11-22: a bound relative to the effect; before, within 3",
-        seconds=20.0,
+        history=(
+            "2026-11-22: a bound relative to the effect; before, within 3; the same day, before a"
+            " look: against the twin without e, σ(W_QW_Kᵀ) too, 5 seeds"
+        ),
+        seconds=25.0,
     ),
     Claim(
         "D11",

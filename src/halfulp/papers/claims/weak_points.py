@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate, golden
+from halfulp.experiments.compare_summary import Interval
 from halfulp.formats import BF16, FP32
 from halfulp.papers.claim import (
     Claim,
@@ -18,6 +19,8 @@ from halfulp.papers.claim import (
     generator,
     mean_of,
     relative,
+    share_of,
+    spread,
 )
 from halfulp.papers.claims.a_rounding import attend_rows, observed, row_scores
 from halfulp.recipes import (
@@ -31,6 +34,7 @@ from halfulp.recipes import (
 
 _ROWS = 64
 _KEYS = 64
+_HEADS = 5  # of D7, a seed each
 
 
 def _underflow(maxima: tuple[float, ...]) -> Measured:
@@ -50,9 +54,11 @@ def _underflow(maxima: tuple[float, ...]) -> Measured:
         f"l = 0 in {zero} of {total} rows, O wrong in {wrong} (NaN in {nan}; V = 1, so O is 1); "
         f"BF16_HALFULP: right in {fine}; maxima {', '.join(f'{m:g}' for m in maxima)}, β = 7"
     )
-    return Measured(
-        {"zero": zero / total, "wrong": wrong / total, "halfulp_right": fine / total}, text
-    )
+    found = {"zero": zero, "wrong": wrong, "halfulp_right": fine}
+    intervals = {
+        f"rows, {name.replace('_', ' ')}": share_of(hits, total) for name, hits in found.items()
+    }
+    return Measured({name: hits / total for name, hits in found.items()}, text, (), intervals)
 
 
 def _negative_maximum(_: Lab) -> Measured:
@@ -74,7 +80,8 @@ def _zero_maximum(_: Lab) -> Measured:
         f"both weights of the repeated maximum are exactly 1 in {rate:.0%} of {_ROWS} rows under"
         " the fix"
     )
-    return Measured({"ones": rate}, text)
+    intervals = {"rows that keep P̄ = 1": share_of(round(rate * _ROWS), _ROWS)}
+    return Measured({"ones": rate}, text, (), intervals)
 
 
 def _two_tiles(_: Lab) -> Measured:
@@ -89,7 +96,11 @@ def _two_tiles(_: Lab) -> Measured:
         f"rows whose two maxima keep P̄ = 1: {rates['same']:.0%} with both in one tile,"
         f" {rates['different']:.0%} in two tiles; {_ROWS} rows, tiles of 32 keys"
     )
-    return Measured(rates, text)
+    intervals = {
+        f"rows that keep P̄ = 1, {name} tile": share_of(round(rate * _ROWS), _ROWS)
+        for name, rate in rates.items()
+    }
+    return Measured(rates, text, (), intervals)
 
 
 def _tie_rate(lab: Lab) -> Measured:
@@ -117,7 +128,9 @@ def _tie_rate(lab: Lab) -> Measured:
         f"rows with a repeated maximum: fp32 scores {ties['fp32']} of {rows} (rate below"
         f" {limit:.1e} at 95 %), bf16 scores {ties['bf16']} of {rows} ({ties['bf16'] / rows:.1%})"
     )
-    return Measured({"fp32_limit": limit, "bf16": ties["bf16"] / rows}, text)
+    figures = {"fp32_limit": limit, "bf16": ties["bf16"] / rows}
+    intervals = {f"tied rows, {name} scores": share_of(hits, rows) for name, hits in ties.items()}
+    return Measured(figures, text, (), intervals)
 
 
 def _value_one(_: Lab) -> Measured:
@@ -126,21 +139,24 @@ def _value_one(_: Lab) -> Measured:
     """
     maxima = torch.arange(0.25, 4.0, 0.125).tolist()
     fixed = BF16_FLASH2.with_(shift=BF16_PAPER_STABILIZED.shift, out=FP32)
-    spread: dict[str, tuple[float, float]] = {}
+    ends: dict[str, tuple[float, float]] = {}
+    intervals = {}
     for name, recipe in (("exact", fixed), ("rounded", fixed.with_(row_sum_from="rounded"))):
         means = [
             float((attend_rows(recipe, row_scores(r_m, 2, rows=_ROWS, seed=6)).double() - 1).mean())
             * 2**8
             for r_m in maxima
         ]
-        spread[name] = (min(means), max(means))
-    (low, high), rounded = spread["exact"], max(map(abs, spread["rounded"]))
+        ends[name] = (min(means), max(means))
+        sizes = mean_of(torch.tensor(means).abs())
+        intervals[f"size of the error, l from {name} weights"] = spread(sizes)
+    (low, high), rounded = ends["exact"], max(map(abs, ends["rounded"]))
     text = (
         f"mean O − 1 from {low:+.2f} to {high:+.2f} · 2⁻⁸ over {len(maxima)} maxima with l from the"
         f" exact weights, at most {rounded:.1e} · 2⁻⁸ with l from the rounded ones; {_ROWS} rows"
         " each"
     )
-    return Measured({"low": low, "high": high, "rounded": rounded}, text)
+    return Measured({"low": low, "high": high, "rounded": rounded}, text, (), intervals)
 
 
 _CHANGES: dict[str, dict[str, object]] = {
@@ -197,24 +213,30 @@ def _two_changes(lab: Lab) -> Measured:
     floor.
     """
     figures: dict[str, float] = {}
+    intervals: dict[str, Interval] = {}
     parts = []
     families = ("gaussian", "value offset", "sink")
     for number, probe in enumerate(families):
         lab.report(number / len(families), f"dQ error on {probe}")
-        errors = gradient_errors(probe, seeds=4)
+        errors = gradient_errors(probe, seeds=_HEADS)
         least = errors["floor"].value
         shown = ", ".join(f"{name} {mean.value:.1e}" for name, mean in errors.items())
         parts.append(f"{probe}: {shown}")
         if probe != "gaussian":
             for name in _CHANGES:
                 figures[f"{probe}: {name}"] = errors[name].value / least
+                one = spread(errors[name])
+                intervals[f"{probe}, {name}, × floor"] = Interval(
+                    one.value / least, one.low / least, one.high / least, one.count
+                )
     both = max(figures[f"{p}: both"] for p in families[1:])
     alone = min(max(figures[f"{p}: {c}"] for p in families[1:]) for c in list(_CHANGES)[1:3])
     text = (
         "; ".join(parts)
-        + f" (relative dQ error, 4 heads each, N = 1024, d = 128); both: at most {both:.2f} × floor"
+        + f" (relative dQ error, {_HEADS} heads each, N = 1024, d = 128); both: at most"
+        f" {both:.2f} × floor"
     )
-    return Measured(figures | {"both": both, "alone": alone}, text)
+    return Measured(figures | {"both": both, "alone": alone}, text, (), intervals)
 
 
 def _query_gradient(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensor:
