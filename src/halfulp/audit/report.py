@@ -14,6 +14,7 @@ from halfulp.audit.invariants import Relation
 from halfulp.audit.probes import probe_named
 from halfulp.audit.verdict import LIMITS, Finding, Row
 from halfulp.reconstruct import Cause
+from halfulp.reconstruct.codes import CODES
 
 Verdict = Literal[
     "sound", "stock", "forward sound", "forward stock", "defect", "incomplete", "error"
@@ -108,7 +109,14 @@ class AuditReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinities become None."""
         causes = [
-            {"name": c.name, "resembles": c.resembles, "effect": c.effect} for c in self.causes
+            {
+                "code": CODES[c.key],
+                "key": c.key,
+                "name": c.name,
+                "resembles": c.resembles,
+                "effect": c.effect,
+            }
+            for c in self.causes
         ]
         smallest = (
             None
@@ -130,6 +138,7 @@ class AuditReport:
         ]
         bounds = LIMITS[self.dtype]
         plain = {
+            "format": 1,  # of this dictionary: report/audit.schema.json
             "target": self.target,
             "dtype": self.dtype,
             "device": self.device,

@@ -58,14 +58,7 @@ def error_ratio(
     and, with `through_delta`, what rounding O may make: a reference that happens to be exact on
     some input is no standard.
     """
-    least = (
-        (target.own.square() + target.through_delta.square()).sqrt()
-        if through_delta
-        else target.own
-    )
-    allowed = torch.maximum(reference.error, least)
-    logs = ((target.error + target.slack) / (allowed + target.slack)).log()
-    e = estimate(logs, level)
+    e = estimate(log_ratios(target, reference, through_delta=through_delta), level)
     return Estimate(
         math.exp(e.mean),
         e.standard_error * math.exp(e.mean),
@@ -73,6 +66,17 @@ def error_ratio(
         _exp(e.upper),
         e.samples,
     )
+
+
+def log_ratios(target: Figure, reference: Figure, *, through_delta: bool) -> Tensor:
+    """Per head `[S]`, the logarithm of what `error_ratio` takes the mean of."""
+    least = (
+        (target.own.square() + target.through_delta.square()).sqrt()
+        if through_delta
+        else target.own
+    )
+    allowed = torch.maximum(reference.error, least)
+    return ((target.error + target.slack) / (allowed + target.slack)).log()
 
 
 def _exp(x: float) -> float:

@@ -22,7 +22,7 @@ from halfulp.audit.figures import SHORT, Figure, Lean, Measured, excess
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation
 from halfulp.audit.references import References
-from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean
+from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean, log_ratios
 
 Grade = Literal["defect", "stock"]
 FAMILY_LEVEL = 0.01  # chance of any false alarm over all tests of one audit
@@ -95,6 +95,7 @@ class Row:
     times_stock: Estimate
     times_floor: Estimate
     samples: int
+    heads: tuple[float, ...] = ()  # times_stock head by head: what a comparison pairs
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -106,7 +107,7 @@ class Row:
         plain |= {"stock": self.stock, "floor": self.floor}
         for name, times in (("times_stock", self.times_stock), ("times_floor", self.times_floor)):
             plain |= {name: times.mean, f"{name}_lower": times.lower, f"{name}_upper": times.upper}
-        return plain
+        return plain | {"heads": [float(f"{times:.7g}") for times in self.heads]}
 
 
 def tests_in(measured: Measured, reference: References) -> int:
@@ -149,6 +150,7 @@ def judge_case(
             times_stock,
             times_floor,
             times_stock.samples,
+            tuple(log_ratios(got, stock, through_delta=True).exp().tolist()),
         )
         rows.append(row)
         if times_stock.lower > limits.stock and times_floor.lower > limits.stock:

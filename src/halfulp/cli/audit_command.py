@@ -10,26 +10,21 @@ from contextlib import (
     contextmanager,
     nullcontext,
     redirect_stdout,
-    suppress,
 )
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfulp import __version__
+from halfulp.cli.audit_files import AuditFiles
+from halfulp.cli.ending import WORSE
 from halfulp.cli.shapes import parse_sizes
-from halfulp.cli.shell import (
-    STDOUT,
-    check_json,
-    complain,
-    progress_bar,
-    tell,
-    typed_command,
-    write_each,
-)
+from halfulp.cli.shell import STDOUT, complain, progress_bar, tell, write_each
 
 if TYPE_CHECKING:
     from halfulp.audit import Shape
+    from halfulp.experiments.before import Before
     from halfulp.targets import CallLimits, Target
+
+_NO_FILES = AuditFiles()
 
 
 def audit(
@@ -46,21 +41,21 @@ def audit(
     in_process: bool = False,
     call_seconds: float = 120.0,
     call_gigabytes: float = 8.0,
-    json: Path | None = None,
-    html: Path | None = None,
-    repro: Path | None = None,
+    against: str | None = None,
+    files: AuditFiles = _NO_FILES,
 ) -> int:
     """Say whether attention kernels are numerically sound: halfulp audit sdpa:flash
     mykernel.py:attention
 
     Exit code 0: every one is sound or stock. 1: one has a defect. 2: none has, but one could not be
     audited, or not wholly: calls, gradients or inputs were lost, or it has no backward pass and
-    was asked for one. 3: something else went wrong.
+    was asked for one. 3: something else went wrong. 5: a figure is worse than --against has it,
+    whatever the verdict.
 
     Args:
         targets: Built-in names (`halfulp ls targets`), package.module:function or
             path/file.py:function, called as f(query, key, value, *, is_causal, scale) on [B, H, N,
-            D] tensors.
+            D] tensors. Two saved audits, before.json after.json, are compared, and nothing runs.
         dtype: Of query, key, value and their gradients. In float32, where sound kernels differ by
             the order of sums, only errors 32 times the stock recipe's count.
         shapes: Size instead of the built-in ones, B,H,N,D in elements, and again for another; H/K
@@ -78,41 +73,82 @@ def audit(
         call_seconds: After how long a call is given up.
         call_gigabytes: Of memory that a target's process may take beyond what it starts with, on a
             CPU under Linux.
-        json: File to write every measured figure to; - prints them instead of the tables.
-        html: File to write a page to.
-        repro: Folder to write a program to for every defect: the smallest input that shows it.
+        against: What to compare with, figure by figure: a git revision of this repository, whose
+            files are written to a temporary folder; another target; or FILE.json, a saved audit.
+        files: What is written.
     """
+    from halfulp.experiments.before import is_saved
     from halfulp.targets import CallLimits
 
-    sizes = [_shape(text) for text in shapes]
-    _check(targets, json, html, repro)
+    files.check()
+    if targets and all(is_saved(name) for name in targets):
+        return _compare_saved(targets, against, files)
     options: dict[str, Any] = {
         "dtype": dtype,
         "depth": "full" if full else "quick",
         "seed": seed,
         "device": device,
         "forward": forward,
+        "shapes": [_shape(text) for text in shapes],
+        "captured": [str(path) for path in captured],
     }
-    options |= {"shapes": sizes, "captured": [str(path) for path in captured]}
     limits = None if in_process else CallLimits(call_seconds, call_gigabytes)
-    with ExitStack() as stack:
-        chosen = _opened(dict.fromkeys(targets), device, limits, stack)
-        return _audit(chosen, options, json, html, repro)
+    return _audit_all(list(dict.fromkeys(targets)), options, limits, files, against)
 
 
-def _check(
-    targets: Sequence[str], json: Path | None, html: Path | None, repro: Path | None
-) -> None:
-    from halfulp.runs.folder import check_file, check_folder
+def _audit_all(
+    names: Sequence[str],
+    options: dict[str, Any],
+    limits: CallLimits | None,
+    files: AuditFiles,
+    against: str | None,
+) -> int:
+    from halfulp.experiments.before import before
 
-    if not targets:
+    if not names:
         raise ValueError(
             "targets: none given; accepted are names of `halfulp ls targets` or"
             " path/file.py:function"
         )
-    check_json(json)
-    check_file("html", html)
-    check_folder("repro", repro)
+    with ExitStack() as stack:
+        chosen = _opened(names, options["device"], limits, stack)
+        compared = None
+        if against is not None:
+            compared = stack.enter_context(before(against, names, options, limits))
+        return _audit(dict(zip(names, chosen, strict=True)), options, files, compared)
+
+
+def _compare_saved(names: Sequence[str], against: str | None, files: AuditFiles) -> int:
+    """Compare saved audits and print what changed."""
+    from halfulp.audit.against import compare
+    from halfulp.experiments.before import read_saved
+    from halfulp.report.comparison_table import print_comparison
+    from halfulp.report.terminal import console
+
+    if against is not None:
+        names = [against, *names]
+    if len(names) != 2:
+        raise ValueError(
+            f"targets of {len(names)} saved audit(s): accepted are two, before.json after.json"
+        )
+    if files.html is not None or files.repro is not None:
+        raise ValueError("html, repro: accepted where something is audited, not of saved audits")
+    old, new = (read_saved(name, "targets") for name in names)
+    by_name = {report["target"]: report for report in old}
+    if len(old) == len(new) == 1:
+        by_name[new[0]["target"]] = old[0]
+    pairs = [(by_name[r["target"]], r) for r in new if r["target"] in by_name]
+    if not pairs:
+        raise ValueError(f"{names[0]} and {names[1]} share no target")
+    found = [compare(*pair).as_dict() for pair in pairs]
+
+    def show() -> None:
+        for comparison in found:
+            print_comparison(comparison, console())
+
+    files.write([], found)
+    tell({"comparisons": found}, files.json, show)
+    return WORSE if any(c["worse"] for c in found) else 0
 
 
 def _opened(
@@ -149,30 +185,41 @@ def _until_left(loaded: ExitStack, target: Target) -> Iterator[Target]:
 
 
 def _audit(
-    chosen: Sequence[AbstractContextManager[Target]],
+    chosen: dict[str, AbstractContextManager[Target]],
     options: dict[str, Any],
-    json: Path | None,
-    html: Path | None,
-    repro: Path | None,
+    files: AuditFiles,
+    compared: Before | None,
 ) -> int:
     """Audit; print every target and write the files as soon as it is done; return the exit code."""
+    from halfulp.audit.against import compare
     from halfulp.experiments.audits import audit_each
     from halfulp.report.audit_table import print_audit, print_summary
+    from halfulp.report.comparison_table import print_comparison
     from halfulp.report.terminal import console
 
     to, code = console(), 0
     plain: list[dict[str, Any]] = []
+    comparisons: list[dict[str, Any]] = []
     failure: OSError | None = None
     # what a kernel prints into this process is no JSON
-    quiet = redirect_stdout(sys.stderr) if json == STDOUT else nullcontext()
+    quiet = redirect_stdout(sys.stderr) if files.json == STDOUT else nullcontext()
     try:
         with quiet:
-            for report, script in audit_each(chosen, options, repro, progress_bar):
+            audited = audit_each(list(chosen.values()), options, files.repro, progress_bar)
+            for name, (report, script) in zip(chosen, audited, strict=True):
                 plain.append(report.as_dict())
                 code = 1 if 1 in (code, report.exit_code) else max(code, report.exit_code)
-                _write(plain, None if json == STDOUT else json, html)
-                if json != STDOUT:
+                if files.json != STDOUT:
                     print_audit(plain[-1], to, script=script)
+                if compared is not None and plain[-1]["verdict"] != "error":
+                    found = compare(compared(name), plain[-1]).as_dict()
+                    comparisons.append(found)
+                    plain[-1]["against"] = found
+                    if files.json != STDOUT:
+                        to.print()
+                        print_comparison(found, to)
+                files.write_so_far(plain, comparisons)
+                if files.json != STDOUT:
                     to.print()
     except KeyboardInterrupt:  # what is done is written all the same
         complain(f"interrupted after {len(plain)} of {len(chosen)} targets")
@@ -180,33 +227,12 @@ def _audit(
     except OSError as error:  # a program that shows a defect could not be written
         failure = error
     write_each(
-        lambda: tell(plain, json, lambda: print_summary(plain, to) if len(plain) > 1 else None),
-        lambda: _write_page(plain, html),
+        lambda: tell(plain, files.json, lambda: print_summary(plain, to) if len(plain) > 1 else 0),
+        lambda: files.write(plain, comparisons),
     )
     if failure is not None:
         raise failure
-    return code
-
-
-def _write(plain: Sequence[dict[str, Any]], json: Path | None, html: Path | None) -> None:
-    """Write what is done so far; where that cannot be, the last time says so."""
-    from halfulp.runs.folder import write_json
-
-    with suppress(OSError):
-        write_each(
-            lambda: None if json is None else write_json(json, plain),
-            lambda: _write_page(plain, html),
-        )
-
-
-def _write_page(plain: Sequence[dict[str, Any]], html: Path | None) -> None:
-    from halfulp.report.audit_page import audit_page
-    from halfulp.runs.folder import write_text
-
-    if html is not None and plain:
-        versions = ", ".join(f"{name} {version}" for name, version in plain[0]["versions"].items())
-        command = typed_command()
-        write_text(html, audit_page(plain, command, meta=f"halfulp {__version__}, {versions}"))
+    return WORSE if code != 130 and any(c["worse"] for c in comparisons) else code
 
 
 def _shape(text: str) -> Shape:

@@ -15,8 +15,10 @@ from halfulp.cli.shell import PROGRAM, complain
 from halfulp.report.text import visible
 from halfulp.runs.parallel import WorkerKilledError
 
-BAD_ARGUMENT, MACHINE, UNFORESEEN, INTERRUPTED = 2, 3, 4, 130
-"""The machine: file, disk or memory. Unforeseen: a bug, in halfulp or in code that was named."""
+BAD_ARGUMENT, MACHINE, UNFORESEEN, WORSE, INTERRUPTED = 2, 3, 4, 5, 130
+"""The machine: file, disk or memory. Unforeseen: a bug, in halfulp or in code that was named.
+Worse: than what an audit was compared with.
+"""
 TRACEBACK = "HALFULP_TRACEBACK"
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 

@@ -3,7 +3,8 @@ is needed.
 
 Exit codes: 0 done; 1 an audited target has a defect; 2 a bad argument, or a target that could not
 be audited or not wholly (a defect in another one outranks it); 3 the machine: a file, a disk or
-memory; 4 what nobody foresaw, in halfulp or in code that was named; 130 interrupted. Whatever it
+memory; 4 what nobody foresaw, in halfulp or in code that was named; 5 an audited target is worse
+than what it was compared with; 130 interrupted. Whatever it
 is, it is one line on standard error, never a traceback, unless HALFULP_TRACEBACK is set.
 """
 
@@ -91,6 +92,7 @@ def _dispatch(arguments: list[str]) -> int:
                     tyro.conf.FlagCreatePairsOff,
                     tyro.conf.DisallowNone,
                     tyro.conf.PositionalMetavarFromFieldName,
+                    tyro.conf.OmitArgPrefixes,  # a class holds options together
                     tyro.conf.UseAppendAction,  # an option takes one value, and may be given again
                 ),
             )

@@ -7,6 +7,7 @@ rest, a box of text, becomes a line.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
@@ -29,10 +30,7 @@ def unknown(arguments: Sequence[str], commands: Mapping[str, Callable[..., Any]]
         accepted = f"accepted are the commands {', '.join(commands)}"
         meant = "" if name.startswith("-") else nearest(name, commands)
         return f"{name!r} is not known; {accepted}{meant}"
-    parameters = inspect.signature(commands[name]).parameters.values()
-    options = [
-        f"--{one.name.replace('_', '-')}" for one in parameters if one.kind is one.KEYWORD_ONLY
-    ]
+    options = options_of(commands[name])
     for text in rest:
         if text == "--":
             break
@@ -86,3 +84,13 @@ def usage_line(message: str) -> str:
 def _argument(name: str) -> str:
     """The argument as the Python interface spells it."""
     return name.removeprefix("--").replace("-", "_")
+
+
+def options_of(command: Callable[..., int]) -> list[str]:
+    """The options of a command as they are typed, those that a class holds together as well."""
+    names: list[str] = []
+    for one in inspect.signature(command).parameters.values():
+        if one.kind is one.KEYWORD_ONLY:
+            held = one.default if dataclasses.is_dataclass(one.default) else None
+            names += [one.name] if held is None else [f.name for f in dataclasses.fields(held)]
+    return [f"--{name.replace('_', '-')}" for name in names]

@@ -183,9 +183,12 @@ def facts(report: Report) -> list[tuple[str, str]]:
         found.append(("not audited", "; ".join(report["left_out"])))
     for i, cause in enumerate(report["causes"]):
         name = "" if i == 0 else f"{cause['name']}; "  # the first is named in the reason
-        found.append(("resembles" if i == 0 else "also", f"{name}{cause['resembles']}"))
+        code = f" ({cause['code']})" if cause.get("code") else ""
+        found.append(("resembles" if i == 0 else "also", f"{name}{cause['resembles']}{code}"))
     if report["causes"]:
         found.append(("in training", report["causes"][0]["effect"]))
+        if code := report["causes"][0].get("code"):
+            found.append(("how to mend it", f"docs/causes/{code}.md"))
     if print_of:
         found.append(("fingerprint", print_of["text"]))
     if grown := {name: p for name, p in report["growth"].items() if abs(p) >= 0.1}:
