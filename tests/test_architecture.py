@@ -28,7 +28,7 @@ ORDER = [
     {"algorithms"},
     {"ops"},
     {"attention"},
-    {"testing"},
+    {"testing", "operations"},
     {"targets"},
     {"reconstruct", "interpose"},
     {"audit", "watch"},
@@ -252,15 +252,38 @@ def arbitrary_code(package: Path) -> list[str]:
 
 
 def same_names(package: Path) -> list[str]:
-    """Two modules of one name look alike in tabs, tracebacks and search results."""
+    """Two modules of one name look alike in tabs, tracebacks and search results; but a folder of an
+    operation has the same files as every other.
+    """
     first: dict[str, Module] = {}
     found = []
     for module in read_modules(package):
+        if of_one_operation(module):
+            continue
         stem = module.path.stem
         other = first.setdefault(stem, module)
         if other is not module and not stem.startswith("__"):
             found.append(module.at(1, f"{other.path} has the same name"))
     return found
+
+
+def of_one_operation(module: Module) -> bool:
+    """Whether it lies in a folder of one operation, operations/NAME/."""
+    return module.layer == "operations" and len(module.path.parts) == 3
+
+
+def odd_operations(package: Path) -> list[str]:
+    """A folder of an operation holds its four files and no other."""
+    files = {"__init__.py", "definition.py", "recipes.py", "probes.py", "targets.py"}
+    folders: dict[Path, set[str]] = {}
+    for module in read_modules(package):
+        if of_one_operation(module):
+            folders.setdefault(module.path.parent, set()).add(module.path.name)
+    return [
+        f"{folder / name}:1: {'not there' if name in files else 'none of its four files'}"
+        for folder, names in folders.items()
+        for name in sorted(names ^ files)
+    ]
 
 
 def cycles(package: Path) -> list[str]:
@@ -317,6 +340,7 @@ RULES = [
     environment_numerics,
     arbitrary_code,
     same_names,
+    odd_operations,
     cycles,
 ]
 
@@ -332,6 +356,10 @@ CLEAN = {
     "ops.py": '"""Dispatch."""\ndef load():\n    from halfulp.kernels import triton\n',
     "runs/parallel.py": '"""Jobs."""\ndef f():\n    from joblib import Parallel, parallel_config\n',
     "audit/__init__.py": '"""Audit."""\nfrom halfulp import __version__\n',
+    **{
+        f"operations/norm/{name}.py": '"""N."""\n'
+        for name in ("__init__", "definition", "recipes", "probes", "targets")
+    },
     "algorithms/loop2.py": (
         '"""Later."""\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n'
         "    from halfulp.algorithms import loop3\n"
@@ -412,6 +440,8 @@ PLANTED = [
     (long_files, "recipes.py", "x = 1\n" * 481, "481 lines"),
     (long_functions, "recipes.py", "def f():\n" + "    x = 1\n" * 72, "f has 73 lines"),
     (same_names, "watch/flash2.py", '"""F."""\n', "algorithms/flash2.py has the same name"),
+    (same_names, "operations/load.py", '"""L."""\n', "audit/load.py has the same name"),
+    (odd_operations, "operations/norm/more.py", '"""M."""\n', "none of its four files"),
     (
         cycles,
         "algorithms/loop.py",

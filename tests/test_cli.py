@@ -89,7 +89,7 @@ def run(capsys, *arguments):
         (["ls", "formatz"], "presets; did you mean formats?"),
         (
             ["ls", "colors"],
-            "what='colors': accepted are all, formats, recipes, targets, probes, claims, presets",
+            "what='colors': accepted are all, formats, recipes, targets, probes, operations",
         ),
         (["explain", "1", "--operation", "dot"], "accepted for 'dot' is an even number"),
         (["explain", "1", "--format", "e4m3"], "accepted are ocp_e4m3 (largest 448"),
@@ -331,7 +331,9 @@ def test_ls(capsys, what, names):
 def test_ls_everything(capsys):
     code, out, _ = run(capsys, "ls", "--json", "-")
     assert code == 0
-    assert set(json.loads(out)) == {"formats", "recipes", "targets", "probes", "claims", "presets"}
+    from halfulp.cli.listing import LISTS
+
+    assert set(json.loads(out)) == set(LISTS)
 
 
 @pytest.mark.usefixtures("small_plan")

@@ -92,9 +92,7 @@ def test_a_test_of_means_alone_does_not_see_one_element():
     """Why the bound is there."""
     reference = references(Case("gaussian", SHAPE))
     run = audit_run.runner(audit_run.Target.of(one_element))
-    measured = audit_run.measure(
-        run(reference.inputs), reference.truth, reference.noise, reference.inputs, reference.probe
-    )
+    measured = reference.measure(run(reference.inputs))
     stock = {f.name: f for f in reference.stock.figures}
     (out,) = [f for f in measured.figures if f.name == "O error"]
     assert error_ratio(out, stock["O error"], 1e-4, through_delta=True).lower < 1.25

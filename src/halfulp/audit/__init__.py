@@ -1,4 +1,4 @@
-"""Is this attention kernel numerically sound? Probe inputs, invariants, statistics, a verdict, and
+"""Is this kernel numerically sound? Probe inputs, invariants, statistics, a verdict, and
 the smallest input that shows a defect.
 """
 
@@ -7,6 +7,7 @@ from halfulp.audit.probes import PROBES, Probe, Shape
 from halfulp.audit.report import AuditReport
 from halfulp.audit.run import audit, fingerprint_of
 from halfulp.audit.shrink import reproduce
+from halfulp.operations import Sizes
 
 __all__ = [
     "PROBES",
@@ -15,6 +16,7 @@ __all__ = [
     "Inputs",
     "Probe",
     "Shape",
+    "Sizes",
     "audit",
     "fingerprint_of",
     "reproduce",

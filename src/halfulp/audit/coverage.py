@@ -24,10 +24,15 @@ class Coverage:
     forward_only: bool = False  # no call gave any gradient, or none was asked for
 
 
-def coverage(calls: Sequence[tuple[str, Outcome]], forward: bool) -> Coverage:
+def coverage(
+    calls: Sequence[tuple[str, Outcome]],
+    forward: bool,
+    expected: Sequence[str] = ("query", "key", "value"),
+) -> Coverage:
     """What is missing of calls, each with the name of its probe or relation.
 
-    `forward`: no gradients were asked for.
+    `forward`: no gradients were asked for; `expected` are the operands that have one, and an
+    operation without any is audited wholly without.
     """
     went = [(name, outcome) for name, outcome in calls if outcome.kind == "ok"]
     failed: list[tuple[str, str]] = []
@@ -36,19 +41,21 @@ def coverage(calls: Sequence[tuple[str, Outcome]], forward: bool) -> Coverage:
         if outcome.kind != "ok":
             group = limits if outcome.kind == "unsupported" else failed
             group.append((str(outcome.refusal), name))
-    lacking = [] if forward else [(name, absent) for name, o in went if (absent := _absent(o))]
-    silent = bool(went) and len(lacking) == len(went) and all(len(a) == 3 for _, a in lacking)
+    absent = [] if forward else [(name, _absent(o, expected)) for name, o in went]
+    lacking = [(name, operands) for name, operands in absent if operands]
+    silent = bool(lacking) and all(len(operands) == len(expected) for _, operands in absent)
     if not silent:
-        failed += [(f"no gradient for {', '.join(absent)}", name) for name, absent in lacking]
+        failed += [(f"no gradient for {', '.join(operands)}", name) for name, operands in lacking]
     failed += [
         (note, name) for name, o in went for note in o.notes if note.startswith(f"{MODIFIES}: ")
     ]
-    return Coverage(_lines(failed, len(calls)), _lines(limits, len(calls)), forward or silent)
+    forward_only = bool(expected) and (forward or silent)
+    return Coverage(_lines(failed, len(calls)), _lines(limits, len(calls)), forward_only)
 
 
-def _absent(outcome: Outcome) -> tuple[str, ...]:
-    names = ("query", "key", "value")
-    return tuple(name for name in names if getattr(outcome.result, f"grad_{name}") is None)
+def _absent(outcome: Outcome, expected: Sequence[str]) -> tuple[str, ...]:
+    given = outcome.result.given()
+    return tuple(name for name in expected if f"grad_{name}" not in given)
 
 
 def _lines(found: Sequence[tuple[str, str]], total: int) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,17 @@ class Shape:
     kv_heads: int | None = None  # None: as many as heads
     value_dim: int | None = None  # None: head_dim
 
+    unit: ClassVar[str] = "heads"  # what is drawn independently
+
     @property
     def key_heads(self) -> int:
         """Heads of key and value."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def work(self) -> int:
+        """The number of scores."""
+        return self.batch * self.heads * self.n_query * self.n_key
 
     def __str__(self) -> str:
         kv = "" if self.kv_heads is None else f"/{self.kv_heads}"

@@ -8,6 +8,7 @@ that make the tensor up, so that fp32 dust is never compared with zero.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,6 +26,14 @@ FORMAT_OF: dict[torch.dtype, Format] = {
 }
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+
+
+def short(tensor: str) -> str:
+    """A tensor as findings name it: O, dQ, or of another operation output, dweight."""
+    own = f"d{tensor.removeprefix('grad_')}" if tensor.startswith("grad_") else tensor
+    return SHORT.get(tensor, own)
+
+
 _SLACK = 2.0**-7
 _TINY = FP32.min_normal
 _ROUNDING = 0.4  # root mean square of a rounding to nearest, in unit roundoffs, over a binade
@@ -129,18 +138,21 @@ def _per_sample(x: Tensor, grouped: bool, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest error of one element, per head `[S]`: a mean over heads cannot see it."""
+    """The largest error of one element, per head `[S]`: a mean over heads cannot see it.
+
+    Of other operations than attention, per call, and in units of what may be made in its row.
+    """
 
     error: Tensor
-    own: Tensor  # what rounding the largest element of the head may make
+    own: Tensor  # what rounding the largest element of the head, or by nature, may make
     at: Tensor  # where in the head, counted through
     got: Tensor  # there
     exact: Tensor
-    shape: tuple[int, ...]  # [B, H, N, D] of the tensor
+    shape: tuple[int, ...]  # of the tensor: [B, H, N, D], or [calls, ...]
 
     def place(self, sample: int) -> tuple[int, ...]:
         """(b, h, i, d) of the largest error of one head."""
-        flat = sample * self.shape[2] * self.shape[3] + int(self.at[sample])
+        flat = sample * (math.prod(self.shape) // self.at.numel()) + int(self.at[sample])
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), self.shape))
 
 
@@ -237,14 +249,15 @@ def measure(
         allowed = _allowed(name, exact, noise)
         label = f"{SHORT[name]} error"
         figures.append(
-            _figure(
+            plain_figure(
                 label, name, difference, exact, getattr(noise, name), allowed, fmt.unit_roundoff
             )
         )
-        figures[-1] = replace(figures[-1], peak=_peak(got, difference, exact, fmt.unit_roundoff))
-        leans.append(Lean(name, _lean(difference, exact, getattr(noise, name), fmt)))
+        peak = _peak(got, difference, exact, fmt.unit_roundoff, figures[-1])
+        figures[-1] = replace(figures[-1], peak=peak)
+        leans.append(Lean(name, lean_along(difference, exact, getattr(noise, name), fmt)))
         if in_ulps:
-            ulps[name] = _in_ulps(difference, exact, fmt)
+            ulps[name] = error_in_ulps(difference, exact, fmt)
     figures += _sums(result, truth, noise, x, fmt, probe, nonfinite)
     if probe is not None and probe.judged_by is not None:
         figures = [
@@ -259,7 +272,7 @@ def _norm(x: Tensor) -> Tensor:
     return x.flatten(2).square().sum(-1).sqrt().flatten()
 
 
-def _figure(
+def plain_figure(
     name: str,
     tensor: str,
     difference: Tensor,
@@ -313,13 +326,15 @@ def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
     )
 
 
-def _peak(got: Tensor, difference: Tensor, exact: Tensor, u: float) -> Peak:
+def _peak(got: Tensor, difference: Tensor, exact: Tensor, u: float, figure: Figure) -> Peak:
     error, at = difference.abs().flatten(2).flatten(0, 1).max(-1)
     there, expected = (
         x.flatten(2).flatten(0, 1).gather(1, at[:, None])[:, 0] for x in (got, exact)
     )
     largest = torch.where(exact.isfinite(), exact, 0.0).abs().flatten(2).amax(-1).flatten()
-    return Peak(error, u * largest, at, there, expected, tuple(difference.shape))
+    natural = figure.through_delta / (difference.shape[2] * difference.shape[3]) ** 0.5
+    own = torch.stack([u * largest, figure.slack, natural]).amax(0)
+    return Peak(error, own, at, there, expected, tuple(difference.shape))
 
 
 def excess(got: Figure, stock: Figure) -> Tensor:
@@ -328,12 +343,10 @@ def excess(got: Figure, stock: Figure) -> Tensor:
     """
     assert got.peak is not None
     assert stock.peak is not None
-    natural = got.through_delta / (got.peak.shape[2] * got.peak.shape[3]) ** 0.5
-    allowed = torch.stack([stock.peak.error, got.peak.own, got.slack, natural])
-    return got.peak.error / allowed.amax(0)
+    return got.peak.error / torch.maximum(stock.peak.error, got.peak.own)
 
 
-def _lean(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tensor:
+def lean_along(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tensor:
     """0 where the golden value is itself no larger than rounding noise: there is nothing to lean
     along.
     """
@@ -347,7 +360,7 @@ def _lean(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tens
     )
 
 
-def _in_ulps(difference: Tensor, exact: Tensor, fmt: Format) -> tuple[float, float, float]:
+def error_in_ulps(difference: Tensor, exact: Tensor, fmt: Format) -> tuple[float, float, float]:
     """Mean |error|, largest |error| and mean error along the golden value's sign, in ulps of it; of
     1/16 of the tensor's RMS where it is smaller.
     """
@@ -385,7 +398,7 @@ def _sums(
         )
         scale = getattr(noise, name)
         found.append(
-            _figure(label, name, difference, of_exact, scale, allowed[name], fmt.unit_roundoff)
+            plain_figure(label, name, difference, of_exact, scale, allowed[name], fmt.unit_roundoff)
         )
     if (
         probe is not None
@@ -397,7 +410,7 @@ def _sums(
         label, nothing = "row sums of dS (δ's error)", torch.zeros_like(along)
         through_delta = (torch.zeros_like(noise.row_sums), noise.delta.row_sums)
         found.append(
-            _figure(
+            plain_figure(
                 label,
                 "grad_query",
                 along,

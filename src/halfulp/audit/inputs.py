@@ -17,8 +17,16 @@ from torch import Tensor
 
 from halfulp.audit.probes import Probe, Shape, probe_named
 from halfulp.calls import Call, Dropout, Sees, draw_seed
+from halfulp.operations import (
+    ATTENTION,
+    DTYPES,
+    OperationProbe,
+    Sizes,
+    drawn_calls,
+    operation_named,
+)
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CAPTURED = "captured"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,22 +58,37 @@ def seed_drawn(generator_seed: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One probe at one size, seed and dtype; or, with `file`, the tensors captured there, cut to
-    the size.
+    """One probe of an operation at one size, seed and dtype; or, with `file`, the tensors captured
+    there, cut to the size.
     """
 
     probe: str
-    shape: Shape = field(default_factory=Shape)
+    shape: Any = field(default_factory=Shape)  # a `Shape`, or another operation's `Sizes`
     seed: int = 0
     dtype: str = "bfloat16"
     file: str | None = None
+    operation: str = ATTENTION  # a name or a folder
 
-    def inputs(self, device: str | torch.device = "cpu") -> Inputs:
-        """The tensors, the same bits on every machine; raises ValueError for an unknown probe or
-        dtype or an unreadable file.
+    @property
+    def known_probe(self) -> Probe | OperationProbe | None:
+        """The probe that drew it; None of captured tensors."""
+        if self.file is not None or self.probe == CAPTURED:
+            return None
+        if self.operation != ATTENTION:
+            return operation_named(self.operation).probe(self.probe)
+        return probe_named(self.probe)
+
+    def inputs(self, device: str | torch.device = "cpu") -> Any:
+        """`Inputs` of attention, or `OperationCalls`, the same bits on every machine.
+
+        Raises ValueError for an unknown probe or dtype or an unreadable file.
         """
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: accepted are {', '.join(DTYPES)}")
+        if isinstance(self.shape, Sizes):
+            generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
+            operation = operation_named(self.operation)
+            return drawn_calls(operation, self.probe, self.shape, self.dtype, generator)
         if self.file is not None:
             return _cut(read_captured(self.file), self.shape, DTYPES[self.dtype], device)
         probe = probe_named(self.probe)
@@ -93,7 +116,6 @@ class Case:
         ).to(device)
 
 
-CAPTURED = "captured"
 _SPELLINGS = {"query": "q", "key": "k", "value": "v", "grad_out": "do"}
 
 

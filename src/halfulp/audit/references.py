@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from halfulp.attention import emulate, golden
 from halfulp.audit import kept
 from halfulp.audit.figures import Measured, Noise, measure, natural_noise
 from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.operation_figures import operation_references
 from halfulp.audit.probes import Probe, probe_named
 from halfulp.calls import Result
+from halfulp.operations import ATTENTION
 from halfulp.recipes import Recipe
 
 STOCK: dict[str, Recipe] = {
@@ -93,6 +96,10 @@ class References:
         """The floor's figures."""
         return self.standard.floor
 
+    def measure(self, result: Result) -> Measured:
+        """What is measured of a target's result on this case."""
+        return measure(result, self.truth, self.noise, self.inputs, self.probe)
+
 
 MOST_HELD = 2**29
 """Bytes of inputs and golden results that a process holds; the newest is held whatever its size."""
@@ -124,10 +131,13 @@ def emulated(x: Inputs, recipe: Recipe) -> Result:
 
 
 @lru_cache(maxsize=1024)
-def references(case: Case) -> References:
-    """References of a case; their figures are kept in this process and on disk, so that auditing
-    many targets, today or tomorrow, pays for them once.
+def references(case: Case) -> Any:
+    """`References` of a case; their figures are kept in this process and on disk, so that auditing
+    many targets, today or tomorrow, pays for them once. `OperationReferences` of another
+    operation's, which cost little, are kept in this process.
     """
+    if case.operation != ATTENTION:
+        return operation_references(calls := case.inputs(), calls.operation.probe(case.probe))
     standard = kept.read(case, Standard)
     if standard is None:
         standard = _standard(case)

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from halfulp.audit.figures import SHORT
+from halfulp.audit.figures import short
 from halfulp.audit.fingerprint import Fingerprint
-from halfulp.audit.inputs import CAPTURED, Case
+from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation
-from halfulp.audit.probes import probe_named
 from halfulp.audit.verdict import LIMITS, Finding, Row
+from halfulp.operations import ATTENTION
 from halfulp.reconstruct import Cause
 from halfulp.reconstruct.codes import CODES
 
@@ -37,7 +37,7 @@ class CaseReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        probe = None if self.case.probe == CAPTURED else probe_named(self.case.probe)
+        probe = self.case.known_probe
         return {
             "probe": self.case.probe,
             "shape": str(self.case.shape),
@@ -83,6 +83,7 @@ class AuditReport:
     notes: tuple[str, ...]
     seconds: float
     versions: dict[str, str]
+    operation: str = ATTENTION
 
     @property
     def cause(self) -> Cause | None:
@@ -92,7 +93,7 @@ class AuditReport:
     @property
     def differentiable(self) -> bool:
         """Whether any case gave gradients."""
-        return any(row.property.startswith("d") for case in self.cases for row in case.rows)
+        return any(row.tensor.startswith("grad_") for case in self.cases for row in case.rows)
 
     @property
     def exit_code(self) -> int:
@@ -140,6 +141,7 @@ class AuditReport:
         plain = {
             "format": 1,  # of this dictionary: report/audit.schema.json
             "target": self.target,
+            "operation": self.operation,
             "dtype": self.dtype,
             "device": self.device,
             "depth": self.depth,
@@ -154,7 +156,7 @@ class AuditReport:
             "cases": [c.as_dict() for c in self.cases],
             "relations": relations,
             "fingerprint": None if self.fingerprint is None else self.fingerprint.as_dict(),
-            "growth": {SHORT[k]: v for k, v in self.growth.items()},
+            "growth": {short(k): v for k, v in self.growth.items()},
             "drift": self.drift,
             "tests": self.tests,
             "bounds": {"stock": bounds.stock, "floor": bounds.floor},

@@ -7,18 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from halfulp.audit import invariants
 from halfulp.audit.coverage import Coverage, coverage
 from halfulp.audit.diagnosis import diagnose
-from halfulp.audit.figures import GRADIENTS, Measured, measure
+from halfulp.audit.figures import GRADIENTS, Measured
 from halfulp.audit.fingerprint import Fingerprint, fingerprint
-from halfulp.audit.inputs import CAPTURED, DTYPES, Case, Inputs, case_of, read_captured, shape_of
+from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.invariants import Relation
-from halfulp.audit.probes import PROBES, Shape
+from halfulp.audit.operation_plan import name_of as relation_name
+from halfulp.audit.planning import GROWTH_PROBE, Depth, Plan, plan, plan_of, relations_of
+from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
 from halfulp.audit.report import AuditReport, CaseReport, Verdict
 from halfulp.audit.shrink import script, shrink
@@ -34,6 +35,7 @@ from halfulp.audit.verdict import (
     verdict_of,
 )
 from halfulp.calls import Result
+from halfulp.operations import ATTENTION, OperationCalls, OperationResult, operation_named
 from halfulp.reconstruct import Cause
 from halfulp.targets import (
     CallLimits,
@@ -41,76 +43,17 @@ from halfulp.targets import (
     Target,
     check_device,
     isolated,
+    name_of_function,
+    operation_target,
     resolve,
+    run_operation,
     run_target,
 )
 
-Depth = Literal["quick", "full"]
 Progress = Callable[[float, str], None]
-GROWTH_PROBE = "gaussian"
 _NO_ATTENTION, _ATTENTION = 0.5, 0.1
 """Relative errors of O above which a function may be called with another layout, and below which it
 is attention there."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which cases an audit runs; the last cases are the growing lengths."""
-
-    cases: tuple[Case, ...]
-    lengths: tuple[Case, ...]
-    relations: tuple[Case, Case]  # plain, causal
-
-    @property
-    def all_cases(self) -> tuple[Case, ...]:
-        """Every case that is measured against golden."""
-        return self.cases + self.lengths
-
-
-def plan(
-    depth: Depth,
-    dtype: str,
-    seed: int = 0,
-    shapes: Sequence[Shape] = (),
-    captured: Sequence[str] = (),
-) -> Plan:
-    """The cases of a depth: every probe at (4, 4, 256, 64) (quick), or at two sizes and two seeds
-    (full), and lengths up to 2k or 8k.
-    """
-    if depth not in ("quick", "full"):
-        raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
-    for shape in shapes:
-        if not isinstance(shape, Shape):
-            raise ValueError(
-                f"shapes={shape!r}: accepted is halfulp.audit.Shape(batch, heads, n_query, n_key,"
-                " head_dim)"
-            )
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
-    main = tuple(shapes) or (
-        (Shape(),) if depth == "quick" else (Shape(4, 4, 384, 384, 64), Shape(4, 3, 320, 320, 128))
-    )
-    seeds = (seed,) if depth == "quick" else (seed, seed + 1)
-    cases = [case_of(p, shape, s, dtype) for shape in main for s in seeds for p in PROBES]
-    for file in captured:
-        size = shape_of(read_captured(file))
-        cases.append(Case(CAPTURED, size, 0, dtype, file))
-    sizes: tuple[int, ...] = (
-        (512, 1024, 2048) if depth == "quick" else (512, 1024, 2048, 4096, 8192)
-    )
-    if shapes:  # small sizes are asked for to be fast
-        sizes = (
-            tuple(n for n in sizes if n <= 8 * max(shape.n_key for shape in shapes)) or sizes[:2]
-        )
-    lengths = [
-        Case(GROWTH_PROBE, Shape(1, 4 if n <= 4096 else 2, n, n, 64), seed, dtype) for n in sizes
-    ]
-    small = Shape(2, 4, 192, 192, 64)
-    relations = (
-        Case("free_feature", small, seed, dtype),
-        Case("free_feature_causal", small, seed, dtype),
-    )
-    return Plan(tuple(cases), tuple(lengths), relations)
 
 
 def runner(
@@ -120,7 +63,9 @@ def runner(
     return lambda x: _call(target, x, device, forward).result
 
 
-def _call(target: Target, x: Inputs, device: str, forward: bool) -> Outcome:
+def _call(target: Target, x: Inputs | OperationCalls, device: str, forward: bool) -> Outcome:
+    if isinstance(x, OperationCalls):
+        return _on_cpu(run_operation(target, x.to(device), forward=forward), device)
     if x.dropout is not None and "dropout_p" in target.accepts and not target.same_dropout:
         return Outcome(None, "drops weights of its own, which nobody else knows", "unsupported")
     x = x.to(device)
@@ -129,8 +74,15 @@ def _call(target: Target, x: Inputs, device: str, forward: bool) -> Outcome:
         outcome = run_target(
             target, x.query, x.key, x.value, None if forward else x.grad_out, **x.options()
         )
+    return _on_cpu(outcome, device)
+
+
+def _on_cpu(outcome: Outcome, device: str) -> Outcome:
     if outcome.result is None or device == "cpu":
         return outcome
+    if isinstance(outcome.result, OperationResult):
+        found = {name: t.cpu() for name, t in outcome.result.tensors.items()}
+        return replace(outcome, result=OperationResult(found))
     moved = {name: t.cpu() for name, t in vars(outcome.result).items() if t is not None}
     return replace(outcome, result=replace(outcome.result, **moved))
 
@@ -154,6 +106,7 @@ class _Gathered:
 def audit(
     target: str | Target | Callable[..., Any],
     *,
+    op: str = ATTENTION,
     dtype: str = "bfloat16",
     depth: Depth = "quick",
     shapes: Sequence[Shape] = (),
@@ -165,13 +118,15 @@ def audit(
     explain: bool = True,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Is this attention kernel numerically sound? A black box: only calls, outputs and gradients
-    are used.
+    """Is this kernel numerically sound? A black box: only calls, outputs and gradients are used.
 
     Args:
         target: a built-in name (`halfulp ls targets`), "module:function", "file.py:function", or a
             function `f(query, key, value, *, is_causal, scale)` on `[B, H, N, D]` tensors that
-            returns out or (out, lse).
+            returns out or (out, lse). Of another operation its signature is that of
+            torch.nn.functional's function of that name, or as `halfulp ls operations` shows.
+        op: the operation: "attention", another of `halfulp ls operations`, or a folder that defines
+            one (docs/operations.md).
         dtype: "bfloat16", "float16" or "float32", in which only errors 32 times the stock recipe's
             count.
         depth: "quick" (under a minute on two cores) or "full" (under ten).
@@ -197,7 +152,12 @@ def audit(
     Raises:
         ValueError: for an unknown or missing target, dtype, depth or file, in one line.
     """
-    todo = plan(depth, dtype, seed, shapes, captured)
+    if isinstance(target, Target):
+        op = target.operation
+    if op == ATTENTION:
+        todo = plan(depth, dtype, seed, shapes, captured)
+    else:
+        todo = plan_of(op, depth, dtype, seed, shapes, captured)
     check_device(device)
     if isolate and not isinstance(target, str):
         raise ValueError(
@@ -205,9 +165,10 @@ def audit(
             " its name, 'module:function' or 'file.py:function'"
         )
     limits = isolate if isinstance(isolate, CallLimits) else None
-    with isolated(str(target), device, limits) if isolate else nullcontext(target) as given:
+    with isolated(str(target), device, limits, op) if isolate else nullcontext(target) as given:
         tell = progress or _silent
-        return _audit(_Asked(_target(given), dtype, depth, device, forward, explain, tell), todo)
+        asked = _Asked(_target(given, op), dtype, depth, device, forward, explain, tell)
+        return _audit(asked, todo)
 
 
 @dataclass(frozen=True)
@@ -222,18 +183,24 @@ class _Asked:
     explain: bool
     tell: Progress
 
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The operands that have a gradient."""
+        if self.target.operation == ATTENTION:
+            return tuple(name.removeprefix("grad_") for name in GRADIENTS)
+        return tuple(x.name for x in operation_named(self.target.operation).differentiable)
+
 
 def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     start = time.perf_counter()
     gathered = _gather(asked, todo)
-    seen = coverage(gathered.calls(), asked.forward)
+    seen = coverage(gathered.calls(), asked.forward, asked.gradients)
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))
     findings, rows = _judge(gathered, level)
     growth = _growth(todo, gathered)
     asked.tell(0.9, "fingerprint")
     run = runner(gathered.target or asked.target, asked.device, asked.forward)
-    print_of = fingerprint(run, asked.dtype) if asked.explain and gathered.measured else None
-    causes = diagnose(findings, growth, print_of is not None and print_of.accumulates)
+    print_of, causes = _explained(asked, gathered, run, findings, growth)
     smallest, shown = _shrink(run, findings, asked.explain, asked.tell)
     verdict, reason = _verdict(gathered, seen, findings, tests, causes)
     name = asked.target.name
@@ -272,20 +239,37 @@ def _audit(asked: _Asked, todo: Plan) -> AuditReport:
         notes=notes,
         seconds=time.perf_counter() - start,
         versions=versions,
+        operation=asked.target.operation,
     )
+
+
+def _explained(
+    asked: _Asked,
+    gathered: _Gathered,
+    run: Callable[[Inputs], Result | None],
+    findings: list[Finding],
+    growth: dict[str, float],
+) -> tuple[Fingerprint | None, tuple[Cause, ...]]:
+    """What is known of attention's recipes; of other operations the probes speak for themselves."""
+    if asked.target.operation != ATTENTION:
+        return None, ()
+    print_of = fingerprint(run, asked.dtype) if asked.explain and gathered.measured else None
+    return print_of, diagnose(findings, growth, print_of is not None and print_of.accumulates)
 
 
 def _silent(_: float, __: str) -> None:
     """Progress that nobody looks at."""
 
 
-def _target(target: str | Target | Callable[..., Any]) -> Target:
+def _target(target: str | Target | Callable[..., Any], op: str = ATTENTION) -> Target:
     if isinstance(target, Target):
         chosen = target
     elif isinstance(target, str):
-        chosen = resolve(target)
-    else:
+        chosen = resolve(target, operation=op)
+    elif op == ATTENTION:
         chosen = Target.of(target)
+    else:
+        chosen = operation_target(operation_named(op), target, name_of_function(target))
     if chosen.missing is not None:
         raise ValueError(f"target={chosen.name!r}: {chosen.missing}")
     return chosen
@@ -296,9 +280,7 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
     is estimated by the number of scores.
     """
     gathered = _Gathered({}, {}, [])
-    work = {
-        c: c.shape.batch * c.shape.heads * c.shape.n_query * c.shape.n_key for c in todo.all_cases
-    }
+    work = {c: c.shape.work for c in todo.all_cases}
     total, done = sum(work.values()) * 1.1, 0.0
     for case in todo.all_cases:
         asked.tell(0.9 * done / total, f"{case.probe} {case.shape}")
@@ -312,12 +294,11 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
             asked, outcome = _in_its_layout(asked, reference, outcome)
             gathered.outcomes[case], gathered.target = outcome, asked.target
         if outcome.result is not None:
-            measured = measure(
-                outcome.result, reference.truth, reference.noise, reference.inputs, reference.probe
-            )
+            measured = reference.measure(outcome.result)
             gathered.measured[case] = (measured, reference)
             if (
-                case.probe == GROWTH_PROBE
+                case.operation == ATTENTION
+                and case.probe == GROWTH_PROBE
                 and gathered.drift is None
                 and "out" not in measured.nonfinite
             ):
@@ -327,7 +308,7 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
                 )
         gathered.outcomes[case] = outcome.without_memory()
         done += work[case]
-    for case, relations in zip(todo.relations, (invariants.PLAIN, invariants.CAUSAL), strict=True):
+    for case, relations in relations_of(todo):
         asked.tell(0.9 * done / total, f"relations, {case.probe}")
         x = references(case).inputs
         base = _related(asked, gathered, case.probe)(x)
@@ -335,7 +316,7 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
             gathered.relations += [
                 (found, case)
                 for relation in relations
-                for found in relation(_related(asked, gathered, relation.__name__), x, base)
+                for found in relation(_related(asked, gathered, relation_name(relation)), x, base)
             ]
     return gathered
 
@@ -366,9 +347,9 @@ def _related(asked: _Asked, gathered: _Gathered, name: str) -> Callable[[Inputs]
 
     def run(x: Inputs) -> Result | None:
         outcome = _call(asked.target, x, asked.device, asked.forward)
-        named = f"relation {name.replace('_', ' ')}"
-        gathered.related.append((named, outcome.without_memory()))
-        return outcome.result
+        gathered.related.append((f"relation {name}", outcome.without_memory()))
+        result: Result | None = outcome.result
+        return result
 
     return run
 
@@ -385,7 +366,9 @@ def _judge(gathered: _Gathered, level: float) -> tuple[list[Finding], dict[Case,
         findings += found
     for relation, case in gathered.relations:
         stock = {f.tensor: f for f in references(case).stock.figures if f.name.endswith("error")}
-        broken = judge_relation(relation, stock.get(relation.tensor), level, LIMITS[case.dtype])
+        broken = judge_relation(
+            relation, stock.get(relation.tensor), level, LIMITS[case.dtype], case.shape.unit
+        )
         if broken is not None:
             findings.append(replace(broken, case=case))
     order = {"non-finite": 0, "error": 1, "lean": 1, "element": 2, "relation": 3}
@@ -445,7 +428,9 @@ def _verdict(
     if grade != "sound":
         worst = next(f for f in findings if f.grade == grade)
         where = "" if worst.case is None else f" on {worst.case.probe} {worst.case.shape}"
-        reason = f"{causes[0].name}; {worst.property}{where}: {worst.figure}"
+        reason = f"{worst.property}{where}: {worst.figure}"
+        if causes:
+            reason = f"{causes[0].name}; {reason}"
     if grade == "defect":
         return grade, reason
     if seen.missing:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
-from halfulp.audit.figures import Measured, excess, measure
+from halfulp.audit.figures import Measured, excess
 from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.operation_plan import smaller
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
 from halfulp.audit.verdict import LIMITS, PEAK, Finding, Limits
 from halfulp.calls import Result
+from halfulp.operations import ATTENTION, Sizes, operation_names
 
 Run = Callable[[Inputs], Result | None]
 MOST_CALLS = 40
@@ -28,12 +30,7 @@ def severity(run: Run, case: Case, finding: Finding) -> float:
     result = run(reference.inputs)
     if result is None:
         return 0.0
-    return _severity(
-        measure(result, reference.truth, reference.noise, reference.inputs, reference.probe),
-        reference,
-        finding,
-        LIMITS[case.dtype],
-    )
+    return _severity(reference.measure(result), reference, finding, LIMITS[case.dtype])
 
 
 def _severity(measured: Measured, reference: References, finding: Finding, limits: Limits) -> float:
@@ -78,10 +75,12 @@ def shrink(run: Run, finding: Finding) -> Case | None:
         calls += 1
         return calls <= MOST_CALLS and severity(run, trial, finding) >= needed
 
-    for attempt in (_one_head, _half_length, _fewer_queries, _half_width):
-        while (smaller := attempt(case)) is not None and shows(smaller):
-            case = smaller
-    return _refine(case, shows)
+    of_attention = case.operation == ATTENTION
+    attempts = (_one_head, _half_length, _fewer_queries, _half_width)
+    for attempt in attempts if of_attention else smaller(case):
+        while (trial := attempt(case)) is not None and shows(trial):
+            case = trial
+    return _refine(case, shows) if of_attention else case
 
 
 def _with(case: Case, **changes: int) -> Case:
@@ -148,7 +147,7 @@ def reproduce(
         return results[-1]
 
     try:
-        call = runner(replace(resolve(target), layout=layout))
+        call = runner(replace(resolve(target, operation=case.operation), layout=layout))
         bad = severity(run, case, finding)
     except ValueError as error:
         print(f"not run: {error}", file=sys.stderr)
@@ -167,23 +166,36 @@ def script(target: str, finding: Finding, case: Case, layout: str | None = None)
     """A Python file that shows the defect: `python FILE` prints the figure and exits 1 while it is
     there, from whatever folder it is started.
     """
-    shape, default = case.shape, Shape()
-    fields = {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
-    arguments = ", ".join(
-        f"{k}={v}" for k, v in fields.items() if v is not None or getattr(default, k) is not None
-    )
+    kind, arguments = _arguments(case.shape)
     file = "" if case.file is None else f", file={str(Path(case.file).resolve())!r}"
+    if case.operation != ATTENTION:
+        inside = case.operation in operation_names()
+        folder = case.operation if inside else str(Path(case.operation).resolve())
+        file += f", operation={folder!r}"
     about = f"{target}: {finding.property} on {case.probe}."
     about += f" Found by halfulp audit: {finding.figure}."
     target = _from_anywhere(target)
     turned = f", {layout!r}" if layout == "BNHD" else ""
     # as a literal, in which no name is more than text
     return (
-        f"{about!r}\n\nfrom halfulp.audit import Case, Shape, reproduce\n\ncase ="
-        f" Case({case.probe!r}, Shape({arguments}), seed={case.seed},"
+        f"{about!r}\n\nfrom halfulp.audit import Case, {kind}, reproduce\n\ncase ="
+        f" Case({case.probe!r}, {kind}{arguments}, seed={case.seed},"
         f" dtype={case.dtype!r}{file})\nraise SystemExit(reproduce({target!r}, case,"
         f" {finding.kind!r}, {finding.property!r}, {finding.tensor!r}{turned}))\n"
     )
+
+
+def _arguments(shape: Shape | Sizes) -> tuple[str, str]:
+    """The name of a size's class, and the rest of the expression that makes it."""
+    if isinstance(shape, Sizes):
+        symbols = "".join(f", {symbol}={n}" for symbol, n in shape.of)
+        return "Sizes", f".given({shape.calls}{symbols})"
+    default = Shape()
+    values = {field.name: getattr(shape, field.name) for field in fields(Shape)}
+    given = ", ".join(
+        f"{k}={v}" for k, v in values.items() if v is not None or getattr(default, k) is not None
+    )
+    return "Shape", f"({given})"
 
 
 def _from_anywhere(target: str) -> str:

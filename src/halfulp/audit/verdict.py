@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from halfulp.audit.figures import SHORT, Figure, Lean, Measured, excess
+from halfulp.audit.figures import Figure, Lean, Measured, excess, short
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation
 from halfulp.audit.references import References
@@ -96,6 +96,7 @@ class Row:
     times_floor: Estimate
     samples: int
     heads: tuple[float, ...] = ()  # times_stock head by head: what a comparison pairs
+    tensor: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -151,6 +152,7 @@ def judge_case(
             times_floor,
             times_stock.samples,
             tuple(log_ratios(got, stock, through_delta=True).exp().tolist()),
+            got.tensor,
         )
         rows.append(row)
         if times_stock.lower > limits.stock and times_floor.lower > limits.stock:
@@ -164,22 +166,29 @@ def judge_case(
 
 def _too_large(grade: Grade, got: Figure, case: Case, row: Row, ratio: float) -> Finding:
     return Finding(
-        grade, "error", got.name, got.tensor, case, _error_text(row), ratio, row.times_stock.mean
+        grade,
+        "error",
+        got.name,
+        got.tensor,
+        case,
+        _error_text(row, case),
+        ratio,
+        row.times_stock.mean,
     )
 
 
-def _error_text(row: Row) -> str:
+def _error_text(row: Row, case: Case) -> str:
     return (
         f"{row.relative:.1e} relative, {row.times_stock.mean:.3g} × the stock recipe "
         f"(at least {row.times_stock.lower:.3g}), "
-        f"{row.times_floor.mean:.3g} × the floor; {row.samples} heads"
+        f"{row.times_floor.mean:.3g} × the floor; {row.samples} {case.shape.unit}"
     )
 
 
 def _nonfinite(case: Case, tensor: str, count: int) -> Finding:
     text = f"{count} elements NaN or Inf where the golden value is finite"
     return Finding(
-        "defect", "non-finite", f"{SHORT[tensor]} not finite", tensor, case, text, float("inf")
+        "defect", "non-finite", f"{short(tensor)} not finite", tensor, case, text, float("inf")
     )
 
 
@@ -196,13 +205,14 @@ def _leans(case: Case, measured: Measured, reference: References, level: float) 
             continue
         text = (
             f"leans by {itself.mean:+.3g} unit roundoffs of its own size (stock {stock_mean:+.3g}, "
-            f"difference {excess.mean:+.3g} ± {excess.standard_error:.2g}); {excess.samples} heads"
+            f"difference {excess.mean:+.3g} ± {excess.standard_error:.2g}); {excess.samples}"
+            f" {case.shape.unit}"
         )
         findings.append(
             Finding(
                 "defect",
                 "lean",
-                f"{SHORT[got.tensor]} leans",
+                f"{short(got.tensor)} leans",
                 got.tensor,
                 case,
                 text,
@@ -230,20 +240,20 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
         ratio = float(beyond[worst])
         if ratio <= limit:
             continue
-        short, place = SHORT[got.tensor], got.peak.place(worst)
+        named, place = short(got.tensor), got.peak.place(worst)
         text = (
-            f"element {place} of {short} is {float(got.peak.got[worst]):.3g}, expected"
+            f"element {place} of {named} is {float(got.peak.got[worst]):.3g}, expected"
             f" {float(got.peak.exact[worst]):.3g}: {ratio:.3g} × beyond what rounding makes there;"
-            f" in {int((beyond > limit).sum())} of {beyond.numel()} heads"
+            f" in {int((beyond > limit).sum())} of {beyond.numel()} {case.shape.unit}"
         )
         found.append(
-            Finding("defect", "element", f"{short} element", got.tensor, case, text, ratio)
+            Finding("defect", "element", f"{named} element", got.tensor, case, text, ratio)
         )
     return sorted(found, key=lambda f: -f.ratio)[:1]
 
 
 def judge_relation(
-    relation: Relation, stock: Figure | None, level: float, limits: Limits
+    relation: Relation, stock: Figure | None, level: float, limits: Limits, unit: str = "heads"
 ) -> Finding | None:
     """A defect if two calls differ by more than the rounding of two independent calls, or if NaN
     escapes its row.
@@ -253,7 +263,7 @@ def judge_relation(
         return Finding(
             "defect",
             "relation",
-            f"{relation.invariant}: {SHORT[relation.tensor]}",
+            f"{relation.invariant}: {short(relation.tensor)}",
             relation.tensor,
             None,
             text,
@@ -275,12 +285,12 @@ def judge_relation(
         return None
     text = (
         f"two calls differ by {ratio.mean:.3g} × the rounding of the stock recipe "
-        f"(at least {ratio.lower:.3g}); {ratio.samples} heads"
+        f"(at least {ratio.lower:.3g}); {ratio.samples} {unit}"
     )
     return Finding(
         "defect",
         "relation",
-        f"{relation.invariant}: {SHORT[relation.tensor]}",
+        f"{relation.invariant}: {short(relation.tensor)}",
         relation.tensor,
         None,
         text,

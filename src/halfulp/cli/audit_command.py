@@ -1,4 +1,4 @@
-"""The command that judges attention kernels: `halfulp audit`."""
+"""The command that judges kernels: `halfulp audit`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def audit(
     targets: tuple[str, ...],
     /,
     *,
+    op: str = "attention",
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     shapes: tuple[str, ...] = (),
     full: bool = False,
@@ -44,8 +45,8 @@ def audit(
     against: str | None = None,
     files: AuditFiles = _NO_FILES,
 ) -> int:
-    """Say whether attention kernels are numerically sound: halfulp audit sdpa:flash
-    mykernel.py:attention
+    """Say whether kernels are numerically sound: halfulp audit sdpa:flash mykernel.py:attention, or
+    halfulp audit --op rms_norm mykernel.py:norm
 
     Exit code 0: every one is sound or stock. 1: one has a defect. 2: none has, but one could not be
     audited, or not wholly: calls, gradients or inputs were lost, or it has no backward pass and
@@ -55,8 +56,11 @@ def audit(
     Args:
         targets: Built-in names (`halfulp ls targets`), package.module:function or
             path/file.py:function, called as f(query, key, value, *, is_causal, scale) on [B, H, N,
-            D] tensors. Two saved audits, before.json after.json, are compared, and nothing runs.
-        dtype: Of query, key, value and their gradients. In float32, where sound kernels differ by
+            D] tensors; of another operation as torch.nn.functional's function of its name. Two
+            saved audits, before.json after.json, are compared, and nothing runs.
+        op: The operation: attention, another of `halfulp ls operations`, or a folder that defines
+            one.
+        dtype: Of the operands and their gradients. In float32, where sound kernels differ by
             the order of sums, only errors 32 times the stock recipe's count.
         shapes: Size instead of the built-in ones, B,H,N,D in elements, and again for another; H/K
             is H query heads on K key heads, NxM is N queries on M keys.
@@ -84,6 +88,7 @@ def audit(
     if targets and all(is_saved(name) for name in targets):
         return _compare_saved(targets, against, files)
     options: dict[str, Any] = {
+        "op": op,
         "dtype": dtype,
         "depth": "full" if full else "quick",
         "seed": seed,
@@ -111,7 +116,7 @@ def _audit_all(
             " path/file.py:function"
         )
     with ExitStack() as stack:
-        chosen = _opened(names, options["device"], limits, stack)
+        chosen = _opened(names, options["op"], options["device"], limits, stack)
         compared = None
         if against is not None:
             compared = stack.enter_context(before(against, names, options, limits))
@@ -152,7 +157,7 @@ def _compare_saved(names: Sequence[str], against: str | None, files: AuditFiles)
 
 
 def _opened(
-    names: Iterable[str], device: str, limits: CallLimits | None, stack: ExitStack
+    names: Iterable[str], op: str, device: str, limits: CallLimits | None, stack: ExitStack
 ) -> list[AbstractContextManager[Target]]:
     """Every target, or its ValueError before any work is done; processes end with the stack at the
     latest.
@@ -167,14 +172,16 @@ def _opened(
         if limits is not None and is_code(name):
             loaded = ExitStack()
             stack.push(loaded)
-            opened.append(_until_left(loaded, loaded.enter_context(isolated(name, device, limits))))
+            opened.append(
+                _until_left(loaded, loaded.enter_context(isolated(name, device, limits, op)))
+            )
             continue
-        target = resolve(name)
+        target = resolve(name, operation=op)
         if target.missing is not None:
             raise ValueError(
                 f"target={target.name!r}: {target.missing}; accepted is one that runs here"
             )
-        opened.append(nullcontext(target) if limits is None else isolated(name, device, limits))
+        opened.append(nullcontext(target) if limits is None else isolated(name, device, limits, op))
     return opened
 
 

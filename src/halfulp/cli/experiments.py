@@ -237,16 +237,19 @@ def explain(
 
 
 def ls(
-    what: Literal["all", "formats", "recipes", "targets", "probes", "claims", "presets"] = "all",
+    what: Literal[
+        "all", "formats", "recipes", "targets", "probes", "operations", "claims", "presets"
+    ] = "all",
     /,
     *,
     json: Path | None = None,
 ) -> int:
     """List what there is: number formats, recipes, attention kernels to audit, probe inputs,
-    claims, training presets.
+    operations, claims, training presets.
 
     Args:
-        what: Which list: formats, recipes, targets, probes, claims, presets, or all.
+        what: Which list: formats, recipes, targets, probes, operations, claims, presets,
+            or all.
         json: File to write the lists to; - prints them as JSON instead of tables.
     """
     from halfulp.cli.listing import LISTS

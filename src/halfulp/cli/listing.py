@@ -1,5 +1,5 @@
-"""What there is, as tables: number formats, recipes, attention kernels, probe inputs, claims and
-training presets.
+"""What there is, as tables: number formats, recipes, attention kernels, probe inputs, operations,
+claims and training presets.
 """
 
 from __future__ import annotations
@@ -83,6 +83,25 @@ def probes() -> Table:
     return _table("Probe inputs", ("probe", "built to expose", "source"), rows, "probes")
 
 
+def operations() -> Table:
+    """Return the operations that can be audited."""
+    from halfulp.operations import ATTENTION, operation_named, operation_names
+
+    attention = "f(query, key, value, *, is_causal, scale)"
+    rows: list[tuple[Cell, ...]] = [
+        (ATTENTION, attention, "`halfulp ls probes`", "`halfulp ls targets`")
+    ]
+    for name in operation_names():
+        operation = operation_named(name)
+        probes = ", ".join(probe.name for probe in operation.probes)
+        here = [target.name for target in operation.targets]
+        built_in = ", ".join([*here, "recipe:stock", "recipe:floor"])
+        rows.append((name, operation.signature, probes, built_in))
+    title = "Operations: halfulp audit --op NAME kernel.py:function"
+    columns = ("operation", "signature", "probe inputs", "built-in targets")
+    return _table(title, columns, rows, "operations")
+
+
 def claims() -> Table:
     """Return the claims of the ledger."""
     from halfulp.papers.ledger import CLAIMS
@@ -121,6 +140,7 @@ LISTS: dict[str, Callable[[], Table]] = {
     "recipes": recipes,
     "targets": targets,
     "probes": probes,
+    "operations": operations,
     "claims": claims,
     "presets": presets,
 }

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from halfulp.audit import AuditReport, Shape, audit
+from halfulp.audit.planning import plan
 from halfulp.audit.references import references
-from halfulp.audit.run import plan
 from halfulp.runs.folder import write_text
 from halfulp.runs.parallel import WorkerKilledError
 from halfulp.runs.results import Progress

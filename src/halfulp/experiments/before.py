@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from halfulp.audit import audit
+from halfulp.operations import ATTENTION
 from halfulp.runs.folder import read_json
 from halfulp.targets import CallLimits, canonical, is_code, isolated, resolve
 
@@ -72,7 +73,7 @@ def before(
     if is_saved(reference):
         yield _saved(reference, names)
         return
-    if _is_target(reference):
+    if _is_target(reference, options.get("op", ATTENTION)):
         yield _target(reference, options, limits)
         return
     with _files_of(reference) as (tree, commit):
@@ -99,11 +100,11 @@ def _saved(file: str, names: Sequence[str]) -> Before:
     return lambda name: by_name[name]
 
 
-def _is_target(name: str) -> bool:
+def _is_target(name: str, operation: str) -> bool:
     if is_code(name):
         return True
     try:
-        resolve(canonical(name))
+        resolve(canonical(name), operation=operation)
     except ValueError:
         return False
     return True
@@ -112,9 +113,11 @@ def _is_target(name: str) -> bool:
 def _target(name: str, options: Mapping[str, Any], limits: CallLimits | None) -> Before:
     with ExitStack() as stack:
         given = (
-            resolve(name, "against")
+            resolve(name, "against", options.get("op", ATTENTION))
             if limits is None
-            else stack.enter_context(isolated(name, str(options["device"]), limits))
+            else stack.enter_context(
+                isolated(name, str(options["device"]), limits, options.get("op", ATTENTION))
+            )
         )
         report = audit(given, **{**options, "explain": False}).as_dict()
     return lambda _: report
@@ -129,7 +132,10 @@ def _at_revision(
     limits: CallLimits,
 ) -> dict[str, Any]:
     moved = _moved(tree, name)  # before the working folder is another
-    with _standing_in(tree), isolated(moved, str(options["device"]), limits) as target:
+    with (
+        _standing_in(tree),
+        isolated(moved, str(options["device"]), limits, options.get("op", ATTENTION)) as target,
+    ):
         report = audit(target, **{**options, "explain": False}).as_dict()
     return report | {"target": f"{name} at {reference} ({commit[:10]})"}
 

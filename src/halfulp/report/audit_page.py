@@ -15,6 +15,7 @@ from halfulp.report.audit_summary import (
     facts,
     false_alarms,
     headline,
+    meaning,
     not_run,
     probe_rows,
     relation_rows,
@@ -89,7 +90,7 @@ def audit_section(report: Report, *, folded: bool = False) -> dict[str, Any]:
     of many targets.
     """
     verdict = report["verdict"]
-    finding = f"{verdict.capitalize()}, {MEANING[verdict]}: {report['reason']}."
+    finding = f"{verdict.capitalize()}, {meaning(report)}: {report['reason']}."
     heading = str(report["target"])
     if verdict == "error":
         return {

@@ -41,6 +41,7 @@ MEANING = {
     "incomplete": "not all that was planned could be audited",
     "error": "could not be audited",
 }
+_STOCK = "FlashAttention-2's recipe, with its known bias", "FlashAttention-2's recipe"
 _GRADES = {"defect": 2, "stock": 1}
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 
@@ -71,6 +72,21 @@ class RelationRow:
     relation: str
     outcome: str  # bitwise, to rounding or broken
     detail: str
+
+
+def of_attention(report: Report) -> bool:
+    """Whether it is attention that was audited; another operation's kernels say which."""
+    return bool(report.get("operation", "attention") == "attention")
+
+
+def meaning(report: Report) -> str:
+    """What the verdict means, in words that go before its reason."""
+    said = MEANING[report["verdict"]]
+    if of_attention(report):
+        return said
+    for text in _STOCK:
+        said = said.replace(text, "the stock recipe, above the floor")
+    return said
 
 
 def probe_rows(report: Report) -> list[ProbeRow]:
@@ -158,7 +174,8 @@ def relation_rows(report: Report) -> list[RelationRow]:
 
 def _short(relation: Mapping[str, Any]) -> str:
     tensor = str(relation["tensor"])
-    return _SHORT.get(tensor, tensor)
+    own = f"d{tensor.removeprefix('grad_')}" if tensor.startswith("grad_") else tensor
+    return _SHORT.get(tensor, own)
 
 
 def _shares(relations: Iterable[Mapping[str, Any]]) -> str:
@@ -242,6 +259,7 @@ def false_alarms(report: Report) -> str:
 
 def headline(report: Report) -> str:
     """Return what was audited and how, in one line."""
-    parts = [report["dtype"], report["depth"], report["device"], f"{report['tests']} tests"]
+    parts = [] if of_attention(report) else [report["operation"]]
+    parts += [report["dtype"], report["depth"], report["device"], f"{report['tests']} tests"]
     parts += ["forward pass alone"] if report.get("forward") else []
     return ", ".join([*parts, duration_text(report["seconds"])])

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from halfulp.report.audit_summary import (
-    MEANING,
     SIGNS,
     Report,
     facts,
     false_alarms,
     headline,
+    meaning,
     not_run,
+    of_attention,
     probe_rows,
     relation_rows,
     why,
@@ -50,7 +51,7 @@ def print_audit(report: Report, console: Console, *, script: str | None = None) 
     line.append(report["target"], style="bold default")
     line.append(f"  ({headline(report)})", style="dim")
     console.print(line)
-    reason = report["reason"] if verdict == "error" else f"{MEANING[verdict]}: {report['reason']}"
+    reason = report["reason"] if verdict == "error" else f"{meaning(report)}: {report['reason']}"
     console.print(Padding(_plain(reason), (0, 0, 0, 2)))
     if verdict == "error":
         return
@@ -102,7 +103,7 @@ def _probes(report: Report) -> Table:
     )
     table.add_column("")
     table.add_column("probe", no_wrap=True)
-    table.add_column("size (B, H, N, D)", no_wrap=True)
+    table.add_column("size (B, H, N, D)" if of_attention(report) else "size", no_wrap=True)
     table.add_column("figure", overflow="fold", ratio=1)
     for name in ("relative", "× stock", "at least", "× floor", "at least"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,13 +1,14 @@
-"""Attention kernels by name: PyTorch's, other people's, the user's and our own, under one
+"""Kernels by name: PyTorch's, other people's, the user's and our own, under one
 signature.
 """
 
 from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.calling import check_device, one_line, run_target
-from halfulp.targets.dialect import canonical, is_code, recipe_in, resolve
+from halfulp.targets.dialect import canonical, is_code, operation_targets, recipe_in, resolve
 from halfulp.targets.emulation import emulations
 from halfulp.targets.isolated import CallLimits, isolated
-from halfulp.targets.target import Outcome, Target, UnsupportedError
+from halfulp.targets.operation_calling import operation_target, run_operation
+from halfulp.targets.target import Outcome, Target, UnsupportedError, name_of_function
 
 __all__ = [
     "CallLimits",
@@ -20,8 +21,12 @@ __all__ = [
     "emulations",
     "is_code",
     "isolated",
+    "name_of_function",
     "one_line",
+    "operation_target",
+    "operation_targets",
     "recipe_in",
     "resolve",
+    "run_operation",
     "run_target",
 ]

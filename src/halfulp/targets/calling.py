@@ -71,9 +71,9 @@ def run_target(
     ):
         warnings.simplefilter("always")
         outcome = _call(target, lent, {"is_causal": is_causal, "scale": scale} | options)
-    notes = outcome.notes + _warned(warned)
+    notes = outcome.notes + warned_lines(warned)
     touched = [
-        name for name, x in given.items() if not _same_bits(lent.get(f"{name}/read", lent[name]), x)
+        name for name, x in given.items() if not same_bits(lent.get(f"{name}/read", lent[name]), x)
     ]
     if touched:
         notes = (f"{MODIFIES}: {', '.join(touched)}", *notes)
@@ -203,7 +203,7 @@ def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
     return column.mT if tuple(column.shape) == (b, n, h) else None
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality, so that NaN equals itself and −0 differs from 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -212,7 +212,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _warned(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
+def warned_lines(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
     """The kernel's own warnings; those about deprecations concern its author's code, not its
     numbers.
     """

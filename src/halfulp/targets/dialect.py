@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import difflib
 
+from halfulp.operations import ATTENTION, Operation, operation_named
 from halfulp.ops import BACKENDS
 from halfulp.recipes import KERNEL_RECIPES, RECIPES, Recipe, recipe_named
 from halfulp.targets.builtin import builtin_targets
-from halfulp.targets.loading import load
+from halfulp.targets.loading import load, load_function
+from halfulp.targets.operation_calling import operation_target, recipe_of_operation
 from halfulp.targets.own_kernels import halfulp_named, recipe_target
 from halfulp.targets.target import Target
 from halfulp.targets.transformers_layer import transformers_target
@@ -76,8 +78,8 @@ def recipe_in(name: str) -> Recipe | None:
     return recipe_named(f"{base}{bare[bare.find('[') :] if '[' in bare else ''}")
 
 
-def resolve(name: str, argument: str = "target") -> Target:
-    """The target of that name.
+def resolve(name: str, argument: str = "target", operation: str = ATTENTION) -> Target:
+    """The target of that name, of attention or of another operation (`halfulp ls operations`).
 
     Accepted are built-in names, recipes ("recipe:NAME", a recipe or algorithm alone, with changes
     in brackets), "halfulp" with a backend, a kernel recipe or both ("halfulp:cpu:stock"),
@@ -85,6 +87,8 @@ def resolve(name: str, argument: str = "target") -> Target:
     `missing` says. Raises ValueError, one line that names the `argument`, with what is accepted and
     the closest name.
     """
+    if operation != ATTENTION:
+        return _of_operation(operation_named(operation), name, argument)
     try:
         recipe = recipe_in(name)
     except ValueError as error:
@@ -107,6 +111,35 @@ def resolve(name: str, argument: str = "target") -> Target:
         except ValueError as error:
             raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
     raise ValueError(f"{argument}={name!r}: accepted is {ACCEPTED}{_hint(name)}")
+
+
+def _of_operation(operation: Operation, name: str, argument: str) -> Target:
+    """A built-in target of the operation, one of its recipes, or the user's own function."""
+    for target in operation_targets(operation):
+        if target.name == name:
+            return target
+    known = [target.name for target in operation_targets(operation)]
+    if ":" not in name or name.startswith("recipe:"):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"{argument}={name!r}: of {operation.name} accepted are {', '.join(known)},"
+            f" 'module:function' or 'file.py:function'{hint}"
+        )
+    try:
+        return operation_target(operation, load_function(name)[0], name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
+
+
+def operation_targets(operation: Operation) -> list[Target]:
+    """The targets of an operation that every machine has: its own, and its recipes."""
+    found = [
+        operation_target(operation, t.function, t.name, t.description) for t in operation.targets
+    ]
+    for name, recipe in (("stock", operation.stock), ("floor", operation.floor)):
+        found.append(recipe_of_operation(operation, recipe, f"recipe:{name}"))
+    return found
 
 
 def _hint(name: str) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfulp.operations import ATTENTION, OperationCalls
 from halfulp.targets.calling import short
 from halfulp.targets.dialect import is_code, resolve
 from halfulp.targets.loading import parted
-from halfulp.targets.messages import outcome_of, receive, send
+from halfulp.targets.messages import outcome_of, outcome_of_operation, receive, send
 from halfulp.targets.target import Outcome, Target
 
 MOST_ENDS = 3
@@ -58,8 +59,13 @@ class EndedError(Exception):
 
 
 @contextlib.contextmanager
-def isolated(name: str, device: str = "cpu", limits: CallLimits | None = None) -> Iterator[Target]:
-    """The target of that name, whose calls are made in a process of its own.
+def isolated(
+    name: str,
+    device: str = "cpu",
+    limits: CallLimits | None = None,
+    operation: str = ATTENTION,
+) -> Iterator[Target]:
+    """The target of that name, of that operation, whose calls are made in a process of its own.
 
     A user's own module or file is loaded there and nowhere else. Raises ValueError as `resolve`
     does, and for limits that are not positive; a process that ends while it loads the target gives
@@ -70,7 +76,7 @@ def isolated(name: str, device: str = "cpu", limits: CallLimits | None = None) -
         if not number > 0:
             raise ValueError(f"{what}={number}: accepted is a positive number")
     with tempfile.TemporaryDirectory(prefix="halfulp-") as folder:
-        process = _Process(name, device, limits, Path(folder) / "said")
+        process = _Process(name, device, limits, Path(folder) / "said", operation)
         try:
             yield process.target()
         finally:
@@ -80,8 +86,11 @@ def isolated(name: str, device: str = "cpu", limits: CallLimits | None = None) -
 class _Process:
     """A target's process, started again after it ends."""
 
-    def __init__(self, name: str, device: str, limits: CallLimits, said: Path) -> None:
+    def __init__(
+        self, name: str, device: str, limits: CallLimits, said: Path, operation: str
+    ) -> None:
         self.name, self.device, self.limits, self.said = name, device, limits, said
+        self.operation = operation
         self.ends: list[str] = []  # why it ended, each time
         self.late = False  # whether this process was killed for taking too long
         self.process: subprocess.Popen[bytes] | None = None
@@ -91,7 +100,7 @@ class _Process:
     def target(self) -> Target:
         """What is known of the target; for a name of the user's, from the process."""
         if not is_code(self.name):
-            target = resolve(self.name)
+            target = resolve(self.name, operation=self.operation)
             self._start()  # it loads while the auditor prepares
             return _elsewhere(target, self)
         parted(self.name)
@@ -100,11 +109,15 @@ class _Process:
             self._greet()
         except EndedError as error:
             self.ends = [f"{error} while it is loaded{self._last_words(0)}"] * MOST_ENDS
-            return _elsewhere(Target(self.name, _never, frozenset(), str(error)), self)
+            lost = Target(self.name, _never, frozenset(), str(error), operation=self.operation)
+            return _elsewhere(lost, self)
         assert self.known is not None
         accepts = frozenset(self.known["accepts"])
         text = str(self.known["description"])
-        described = Target(self.name, _never, accepts, text, layout=None)
+        layout = None if self.operation == ATTENTION else "BHND"  # None: not known
+        described = Target(
+            self.name, _never, accepts, text, layout=layout, operation=self.operation
+        )
         return _elsewhere(described, self)
 
     def call(
@@ -115,18 +128,37 @@ class _Process:
         grad_out: Tensor | None,
         options: dict[str, Any],
     ) -> Outcome:
-        """One call, in the process that is there or in a new one."""
-        if len(self.ends) >= MOST_ENDS:
-            return Outcome(None, f"is not called any more: it {self.ends[-1]}", "error")
+        """One call of attention, in the process that is there or in a new one."""
         given = {"query": query, "key": key, "value": value}
         given |= {} if grad_out is None else {"grad_out": grad_out}
         given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
         plain = {name: x for name, x in options.items() if not isinstance(x, Tensor)}
+        return self._called(
+            given, {"options": plain}, lambda *told: outcome_of(told[0], told[1], given)
+        )
+
+    def call_operation(self, calls: OperationCalls, forward: bool) -> Outcome:
+        """The same of several calls of another operation."""
+        given = {f"operand/{name}": x for name, x in calls.operands.items()}
+        given |= {f"grad/{name}": x for name, x in calls.grads.items()}
+        plain = {"options": dict(calls.options), "dtype": calls.dtype, "forward": forward}
+        return self._called(
+            given, plain, lambda *told: outcome_of_operation(told[0], told[1], calls)
+        )
+
+    def _called(
+        self,
+        given: dict[str, Tensor],
+        plain: dict[str, Any],
+        read: Callable[[dict[str, Any], dict[str, Tensor]], Outcome],
+    ) -> Outcome:
+        if len(self.ends) >= MOST_ENDS:
+            return Outcome(None, f"is not called any more: it {self.ends[-1]}", "error")
         before = self._printed()
         try:
             self._start()
             self._greet()
-            outcome = self._ask(given, plain)
+            outcome = read(*self._ask(given, plain))
         except EndedError as error:
             self.ends.append(str(error))
             if self.late:  # a second one would take as long
@@ -144,13 +176,14 @@ class _Process:
             )
         return outcome
 
-    def _ask(self, given: dict[str, Tensor], plain: dict[str, Any]) -> Outcome:
+    def _ask(
+        self, given: dict[str, Tensor], plain: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         size = sum(x.numel() * x.element_size() for x in given.values())
         told = given | {"generator": torch.get_rng_state()}  # a kernel with dropout draws from it
         with self._watched(self.limits.seconds) as connection:
-            send(connection, {"options": plain}, told)
-            answer, tensors = receive(connection, 4 * size + 2**20)
-        return outcome_of(answer, tensors, given)
+            send(connection, plain, told)
+            return receive(connection, 4 * size + 2**20)
 
     def _greet(self) -> None:
         """Hear what the process says of the target, once a process."""
@@ -208,6 +241,7 @@ class _Process:
             "path": sys.path,
             "handle": theirs.fileno(),
             "name": self.name,
+            "operation": self.operation,
             "device": self.device,
             "threads": torch.get_num_threads(),
             "gigabytes": self.limits.gigabytes,
@@ -262,4 +296,5 @@ def _never(*_: Any, **__: Any) -> Any:
 
 
 def _elsewhere(target: Target, process: _Process) -> Target:
-    return replace(target, call=_never, layer=None, function=None, elsewhere=process.call)
+    call = process.call if target.operation == ATTENTION else process.call_operation
+    return replace(target, call=_never, layer=None, function=None, elsewhere=call)

@@ -18,19 +18,19 @@ from halfulp.targets.target import Target
 
 
 def load(name: str) -> Target:
-    """The target of "module:function" or "file.py:function" (function may be dotted:
-    "module:Class.method").
-
-    Runs the module or file as an import does, with its folder (file) or the working folder (module)
-    on the path meanwhile. Raises ValueError, one line, for a file, module or function that is not
-    there, or whose import fails.
+    """The target of attention that is named "module:function" or "file.py:function"; raises
+    ValueError as `load_function` does, and for what is no such function.
     """
     return Target.of(load_function(name)[0], name)
 
 
 def load_function(name: str) -> tuple[Any, ModuleType]:
-    """What "module:function" or "file.py:function" names, and the module it is in; runs code and
-    raises as `load`.
+    """What "module:function" or "file.py:function" names (function may be dotted:
+    "module:Class.method"), and the module it is in.
+
+    Runs the module or file as an import does, with its folder (file) or the working folder (module)
+    on the path meanwhile. Raises ValueError, one line, for a file, module or function that is not
+    there, or whose import fails.
     """
     where, attribute = parted(name)
     module = _from_file(name, Path(where)) if _is_file(where) else _from_module(name, where)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from halfulp.calls import Result
+from halfulp.operations import OperationCalls, OperationResult
 from halfulp.targets.target import Outcome
 
 RESULTS = ("out", "lse", "grad_query", "grad_key", "grad_value")
@@ -48,18 +50,13 @@ def receive(connection: Connection, most_bytes: int) -> tuple[dict[str, Any], di
 def outcome_of(
     plain: Mapping[str, Any], tensors: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> Outcome:
-    """The outcome that a kernel's process tells, held to what such a call can give.
+    """The outcome that the process of an attention kernel tells, held to what such a call can give.
 
     Raises ValueError for anything else.
     """
-    kind, refusal, notes = plain.get("kind"), plain.get("refusal"), plain.get("notes")
-    if kind not in ("ok", "unsupported", "refused", "error"):
-        raise ValueError(f"kind={kind!r}")
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
-        raise ValueError(f"notes={notes!r}")
-    told = tuple(notes[:_MOST_NOTES])
-    if kind != "ok":
-        return Outcome(None, str(refusal), kind, told)
+    told = _told(plain)
+    if told.kind != "ok":
+        return told
     query, value = given["query"], given["value"]
     like = {
         "out": ((*query.shape[:3], value.shape[3]), query.dtype),
@@ -73,4 +70,30 @@ def outcome_of(
     if "out" not in tensors:
         raise ValueError("no out")
     result = Result(tensors["out"], *(tensors.get(name) for name in RESULTS[1:]))
-    return Outcome(result, None, "ok", told)
+    return replace(told, result=result)
+
+
+def outcome_of_operation(
+    plain: Mapping[str, Any], tensors: Mapping[str, Tensor], calls: OperationCalls
+) -> Outcome:
+    """The same of the process of another operation's kernel."""
+    told = _told(plain)
+    if told.kind != "ok":
+        return told
+    like = calls.expected()
+    for name, x in tensors.items():
+        dimensions, dtype = like.get(name, (None, None))
+        if x.ndim - 1 != dimensions or x.dtype != dtype or len(x) != calls.count:
+            raise ValueError(f"{name} of shape {tuple(x.shape)} and dtype {x.dtype}")
+    return replace(told, result=OperationResult(dict(tensors)))
+
+
+def _told(plain: Mapping[str, Any]) -> Outcome:
+    """What a process tells beside tensors."""
+    kind, refusal, notes = plain.get("kind"), plain.get("refusal"), plain.get("notes")
+    if kind not in ("ok", "unsupported", "refused", "error"):
+        raise ValueError(f"kind={kind!r}")
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise ValueError(f"notes={notes!r}")
+    told = tuple(notes[:_MOST_NOTES])
+    return Outcome(None, None if kind == "ok" else str(refusal), kind, told)

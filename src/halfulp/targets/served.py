@@ -16,16 +16,20 @@ from typing import Any
 
 import torch
 
+from halfulp.operations import ATTENTION, OperationCalls, operation_named
 from halfulp.targets.calling import one_line, run_target
 from halfulp.targets.dialect import resolve
 from halfulp.targets.messages import RESULTS, receive, send
+from halfulp.targets.operation_calling import run_operation
 from halfulp.targets.target import Outcome, Target
 
 _MOST_WRITTEN = 2**30  # bytes of any file, so that endless output ends
 _MOST_GIVEN = 2**36
 
 
-def serve(handle: int, name: str, device: str, threads: int, gigabytes: float) -> None:
+def serve(
+    handle: int, name: str, device: str, threads: int, gigabytes: float, operation: str
+) -> None:
     """Tell what the target is, then answer calls, over the connection of that number."""
     connection: Connection = Connection(handle)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -33,7 +37,7 @@ def serve(handle: int, name: str, device: str, threads: int, gigabytes: float) -
         _limit(gigabytes)
     torch.set_num_threads(threads)
     try:
-        target = resolve(name)
+        target = resolve(name, operation=operation)
     except ValueError as error:
         send(connection, {"error": str(error)}, {})
         return
@@ -50,20 +54,32 @@ def serve(handle: int, name: str, device: str, threads: int, gigabytes: float) -
 
 def _answer(connection: Connection, target: Target, device: str) -> None:
     plain, tensors = receive(connection, _MOST_GIVEN)
-    call: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
-    torch.set_rng_state(call.pop("generator").cpu())
+    given: dict[str, Any] = {name: x.to(device) for name, x in tensors.items()}
+    torch.set_rng_state(given.pop("generator").cpu())
+    options: dict[str, Any] = {}
     for name, x in plain["options"].items():
-        call[name] = tuple(x) if isinstance(x, list) else x
+        options[name] = tuple(x) if isinstance(x, list) else x
     try:
-        outcome = run_target(target, **call)
+        if target.operation == ATTENTION:
+            outcome = run_target(target, **given, **options)
+        else:
+            parts: dict[str, dict[str, Any]] = {"operand": {}, "grad": {}}
+            for name, x in given.items():
+                part, _, own = name.partition("/")
+                parts[part][own] = x
+            operation, drawn = operation_named(target.operation), (parts["operand"], parts["grad"])
+            calls = OperationCalls(operation, plain["dtype"], *drawn, options)
+            outcome = run_operation(target, calls, forward=plain["forward"])
     except KeyboardInterrupt as error:  # the kernel's own: nobody else can interrupt this process
         outcome = Outcome(None, f"raises {one_line(error)}", "error")
-    found = {name: getattr(outcome.result, name, None) for name in RESULTS}
+    found = {} if outcome.result is None else outcome.result.given()
+    if target.operation == ATTENTION:
+        found = {name: x for name, x in found.items() if name in RESULTS}
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)  # of kernels that print from C
     answer = {"kind": outcome.kind, "refusal": outcome.refusal, "notes": list(outcome.notes)}
-    send(connection, answer, {name: x for name, x in found.items() if x is not None})
+    send(connection, answer, found)
 
 
 def _end_with(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""A target: an attention kernel under one signature, what it can be used for, and what one call of
+"""A target: a kernel under one signature, what it can be used for, and what one call of
 it gave.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from halfulp.calls import Result
+from halfulp.operations import OperationResult
 from halfulp.targets.signature import OPTIONAL, Signature
 
 BOTH = frozenset({"attn_mask", "enable_gqa"})
@@ -47,7 +47,9 @@ class Target:
     function: Callable[..., Any] | None = field(default=None, repr=False)
     layout: str | None = "BHND"  # or "BNHD"; None: not known, as of a user's function
     unseen: str | None = None  # why `halfulp.watch` cannot look at its calls (None: it can)
-    # makes the whole call in another process: (query, key, value, grad_out, options) -> Outcome
+    operation: str = "attention"  # which it computes: a name or a folder of `halfulp.operations`
+    # makes the whole call in another process: (query, key, value, grad_out, options) -> Outcome, or
+    # of another operation (calls, forward) -> Outcome
     elsewhere: Callable[..., Outcome] | None = field(default=None, repr=False)
 
     @classmethod
@@ -62,7 +64,7 @@ class Target:
         asked for anyway (is_causal=True, a scale other than 1/√D, a mask, GQA), the case is
         unsupported. Raises ValueError for what is no such function, with the line that maps it.
         """
-        name = _name_of(function) if name is None else name
+        name = name_of_function(function) if name is None else name
         signature = Signature.of(function, name)
         signature.check(name)
         documented = (inspect.getdoc(function) or "").strip().split("\n")[0]
@@ -88,8 +90,9 @@ class Target:
 class Outcome:
     """What one call on one case gave."""
 
-    # tensors in the target's dtype; gradients None where not offered
-    result: Result | None
+    # tensors in the target's dtype, gradients missing where not offered: a `Result` of attention,
+    # an `OperationResult` of any other operation
+    result: Any
     refusal: str | None  # unsupported / raised / wrong shape / wrong dtype: one line, no traceback
     # unsupported: the target declares that it does not take these arguments; refused: it raises
     # what says so
@@ -102,10 +105,12 @@ class Outcome:
         if self.result is None:
             return self
         emptied = {name: x.new_empty(0) for name, x in self.result.given().items()}
+        if isinstance(self.result, OperationResult):
+            return replace(self, result=OperationResult(emptied))
         return replace(self, result=replace(self.result, **emptied))
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def name_of_function(function: Callable[..., Any]) -> str:
     """ "module:function", or "file.py:function" for a function of the script that runs."""
     kind = function if hasattr(function, "__qualname__") else type(function)
     module = getattr(kind, "__module__", None) or "function"

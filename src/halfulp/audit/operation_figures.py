@@ -1,0 +1,154 @@
+"""What an operation's target is held against on a case, and what is measured of it.
+
+The same figures as attention's, a sample being one independently drawn call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfulp.audit.figures import (
+    FORMAT_OF,
+    Figure,
+    Lean,
+    Measured,
+    Peak,
+    error_in_ulps,
+    lean_along,
+    plain_figure,
+    short,
+)
+from halfulp.formats import FP32
+from halfulp.operations import (
+    DTYPES,
+    OperationCalls,
+    OperationProbe,
+    OperationResult,
+    Tensors,
+    defined,
+    disturbed,
+    emulated,
+)
+
+_DISTURBED_BY = 2.0**-20
+_TIMES = 2  # how often the definition is disturbed
+_DUST = 2.0**-7  # of a unit roundoff: what fp32 in any order may make
+
+
+@dataclass(frozen=True)
+class OperationReferences:
+    """One case's calls and what is known of them."""
+
+    inputs: OperationCalls
+    probe: OperationProbe
+    truth: Tensors  # fp64, `[calls, ...]`
+    noise: Tensors  # root mean square an element of what rounding every step by 1 makes, by row
+    stock: Measured
+    floor: Measured
+
+    def measure(self, result: OperationResult) -> Measured:
+        """What is measured of a target's result on this case."""
+        return _measured(result.tensors, self.inputs, self.truth, self.noise)
+
+
+def operation_references(calls: OperationCalls, probe: OperationProbe) -> OperationReferences:
+    """Golden, natural noise, stock and floor of some calls."""
+    truth = defined(calls)
+    noise = _natural_noise(calls, truth)
+    stock, floor = (
+        _measured(emulated(calls, recipe), calls, truth, noise)
+        for recipe in (calls.operation.stock, calls.operation.floor)
+    )
+    return OperationReferences(calls, probe, truth, noise, stock, floor)
+
+
+def _rows(name: str, calls: OperationCalls, x: Tensor) -> int:
+    """How many dimensions after the first count rows that are held to their own size."""
+    own = {r.name: r.rows for r in calls.operation.results}.get(name)
+    return max(0, x.ndim - 2) if own is None else own
+
+
+def _by_row(name: str, calls: OperationCalls, x: Tensor) -> Tensor:
+    """`[calls, ...]` as `[calls, rows, elements of a row]`."""
+    dims = 1 + _rows(name, calls, x)
+    return x.reshape(x.shape[0], -1, max(1, x[0].numel() // max(1, x.shape[1:dims].numel())))
+
+
+def _natural_noise(calls: OperationCalls, truth: Tensors) -> Tensors:
+    """`[calls, rows, 1]` by tensor: the error that rounding every step and the result by 1 makes,
+    from a definition whose every step is off by a small random part of itself.
+    """
+    generator = torch.Generator().manual_seed(0)
+    power: Tensors = {}
+    for _ in range(_TIMES):
+        other = defined(calls, disturbed(generator, _DISTURBED_BY))
+        for name, exact in truth.items():
+            if not exact.is_floating_point():
+                continue
+            off = _by_row(name, calls, (other[name] - exact).nan_to_num(0.0, 0.0, 0.0))
+            mean = off.square().mean(-1, keepdim=True) / (_DISTURBED_BY**2 * _TIMES)
+            power[name] = power.get(name, torch.zeros(())) + mean
+    found = {}
+    for name, total in power.items():
+        exact = _by_row(name, calls, torch.where(truth[name].isfinite(), truth[name], 0.0))
+        found[name] = (total + exact.square().mean(-1, keepdim=True)).sqrt()
+    return found
+
+
+def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Tensors) -> Measured:
+    dtypes = {name: dtype for name, (_, dtype) in calls.expected().items()}
+    figures: list[Figure] = []
+    leans: list[Lean] = []
+    nonfinite: dict[str, int] = {}
+    ulps: dict[str, tuple[float, float, float]] = {}
+    for name, exact in truth.items():
+        got = tensors.get(name)
+        if got is None or name not in noise:
+            continue
+        fmt = FORMAT_OF[dtypes[name]]
+        got = got.double()
+        representable = exact.isfinite() & (exact.abs() <= fmt.max)
+        bad = int((~got.isfinite() & representable).sum())
+        if bad:
+            nonfinite[name] = bad
+            continue
+        difference = torch.where(representable, got - exact, 0.0)
+        exact = torch.where(exact.isfinite(), exact, 0.0)
+        off, size = (_by_row(name, calls, t).unsqueeze(1) for t in (difference, exact))
+        natural = (noise[name].square().sum((1, 2)) * size.shape[-1]).sqrt()
+        own = size.flatten(2).square().sum(-1).sqrt().flatten()
+        allowed = (own * (fmt.unit_roundoff / _unit(calls)), torch.zeros_like(own))
+        figure = plain_figure(
+            f"{short(name)} error", name, off, size, natural, allowed, _unit(calls)
+        )
+        peak = _peak(off, size, noise[name], fmt.unit_roundoff, _unit(calls), got, exact)
+        figures.append(replace(figure, peak=peak))
+        coarser = max(fmt, FORMAT_OF[DTYPES[calls.dtype]], key=lambda f: f.unit_roundoff)
+        leans.append(Lean(name, lean_along(off, size, natural, coarser)))
+        ulps[name] = error_in_ulps(difference, exact, fmt)
+    return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
+
+
+def _unit(calls: OperationCalls) -> float:
+    """The unit roundoff of the audited dtype."""
+    return FORMAT_OF[DTYPES[calls.dtype]].unit_roundoff
+
+
+def _peak(
+    off: Tensor,
+    size: Tensor,
+    noise: Tensor,
+    of_result: float,
+    unit: float,
+    got: Tensor,
+    exact: Tensor,
+) -> Peak:
+    """The largest error of an element in units of what rounding its row's largest may make."""
+    largest = size.abs().amax(-1, keepdim=True) * of_result
+    allowed = torch.maximum(largest, noise.unsqueeze(1) * (unit * _DUST)) + FP32.min_normal
+    error, at = (off.abs() / allowed).flatten(1).max(-1)
+    there, expected = (x.flatten(1).gather(1, at[:, None])[:, 0] for x in (got, exact))
+    return Peak(error, torch.ones_like(error), at, there, expected, tuple(got.shape))

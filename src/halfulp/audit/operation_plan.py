@@ -1,0 +1,110 @@
+"""Which cases an audit of an operation runs, and which relations hold between its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfulp.audit.inputs import Case
+from halfulp.audit.invariants import Relation
+from halfulp.operations import Operation, OperationCalls, OperationResult, Sizes, Tensors
+
+Run = Callable[[OperationCalls], OperationResult | None]
+
+
+def operation_cases(operation: Operation, depth: str, dtype: str, seed: int) -> tuple[Case, ...]:
+    """Every probe at the operation's first size (quick), or at all of them and two seeds (full)."""
+    sizes = operation.sizes[:1] if depth == "quick" else operation.sizes
+    seeds = (seed,) if depth == "quick" else (seed, seed + 1)
+    return tuple(
+        Case(probe.name, size.with_(**probe.sizes), s, dtype, None, operation.folder)
+        for size in sizes
+        for s in seeds
+        for probe in operation.probes
+    )
+
+
+def operation_relations(operation: Operation) -> tuple[Callable[..., list[Relation]], ...]:
+    """The same call twice, and for each symbol whose order means nothing: fewer, in reverse."""
+    return (_repeated_call, *(partial(_reversed, symbol) for symbol in operation.independent))
+
+
+def name_of(relation: Callable[..., list[Relation]]) -> str:
+    """A relation's name in lines about its calls."""
+    if isinstance(relation, partial):
+        return f"{relation.args[0]} reversed"
+    return relation.__name__.strip("_").replace("_", " ")
+
+
+def _repeated_call(run: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:
+    again = run(x)
+    return [] if again is None else _compared("same call twice", base.tensors, again.tensors)
+
+
+def _reversed(symbol: str, run: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:
+    """Along one symbol without its last, in reverse order: a row does not depend on its
+    neighbors.
+    """
+    shapes = {o.name: o.shape for o in x.operation.operands}
+    shapes |= {f"grad_{r.name}": r.shape for r in x.operation.results}
+
+    def turned(tensors: Tensors) -> Tensors:
+        return {name: _flipped(t, shapes[name], symbol) for name, t in tensors.items()}
+
+    other = run(replace(x, operands=turned(x.operands), grads=turned(x.grads)))
+    if other is None:
+        return []
+    own = {r.name: r.shape for r in x.operation.results}
+    own |= {f"grad_{o.name}": o.shape for o in x.operation.operands}
+    first, second = {}, {}
+    for name, t in base.tensors.items():
+        if symbol in own[name].split() and name in other.tensors:
+            first[name] = _flipped(t, own[name], symbol)
+            second[name] = other.tensors[name]
+    return _compared(f"{symbol}: neighbors and place", first, second)
+
+
+def _flipped(x: Tensor, shape: str, symbol: str) -> Tensor:
+    """Without the last along a symbol, in reverse; the first dimension counts calls."""
+    for place, own in enumerate(shape.split(), 1):
+        if own == symbol:
+            x = x.narrow(place, 0, max(1, x.shape[place] - 1)).flip(place)
+    return x.contiguous()
+
+
+def _compared(name: str, first: Tensors, second: Tensors) -> list[Relation]:
+    found = []
+    for tensor in first.keys() & second.keys():
+        a, b = first[tensor], second[tensor]
+        if not a.is_floating_point() or a.shape != b.shape:
+            continue
+        off = (a.double() - b.double()).nan_to_num_(nan=torch.inf)
+        norm = off.flatten(1).square().sum(-1).sqrt() / 2**0.5
+        found.append(Relation(name, tensor, norm, float((a == b).double().mean())))
+    return sorted(found, key=lambda relation: relation.tensor)
+
+
+def smaller(case: Case) -> list[Callable[[Case], Case | None]]:
+    """Ways to make a case of an operation smaller: fewer calls, then half of every symbol."""
+    sizes = case.shape
+    assert isinstance(sizes, Sizes)
+
+    def fewer(trial: Case) -> Case | None:
+        assert isinstance(trial.shape, Sizes)
+        return None if trial.shape.calls == 1 else _at(trial, calls=1)
+
+    def half(symbol: str, trial: Case) -> Case | None:
+        assert isinstance(trial.shape, Sizes)
+        n = trial.shape[symbol]
+        return None if n < 2 else _at(trial, **{symbol: n // 2})
+
+    return [fewer, *(partial(half, symbol) for symbol, _ in sizes.of)]
+
+
+def _at(case: Case, **changes: int) -> Case:
+    assert isinstance(case.shape, Sizes)
+    return replace(case, shape=case.shape.with_(**changes))

@@ -1,0 +1,105 @@
+"""Which cases an audit runs, and which relations it looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from halfulp.audit import invariants
+from halfulp.audit.inputs import CAPTURED, Case, case_of, read_captured, shape_of
+from halfulp.audit.invariants import Relation
+from halfulp.audit.operation_plan import operation_cases, operation_relations
+from halfulp.audit.probes import PROBES, Shape
+from halfulp.operations import ATTENTION, DTYPES, operation_named
+
+Depth = Literal["quick", "full"]
+GROWTH_PROBE = "gaussian"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which cases an audit runs; the last cases are the growing lengths."""
+
+    cases: tuple[Case, ...]
+    lengths: tuple[Case, ...]
+    relations: tuple[Case, ...]  # of attention plain, causal
+
+    @property
+    def all_cases(self) -> tuple[Case, ...]:
+        """Every case that is measured against golden."""
+        return self.cases + self.lengths
+
+
+def plan(
+    depth: Depth,
+    dtype: str,
+    seed: int = 0,
+    shapes: Sequence[Shape] = (),
+    captured: Sequence[str] = (),
+) -> Plan:
+    """The cases of a depth: every probe at (4, 4, 256, 64) (quick), or at two sizes and two seeds
+    (full), and lengths up to 2k or 8k.
+    """
+    if depth not in ("quick", "full"):
+        raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    for shape in shapes:
+        if not isinstance(shape, Shape):
+            raise ValueError(
+                f"shapes={shape!r}: accepted is halfulp.audit.Shape(batch, heads, n_query, n_key,"
+                " head_dim)"
+            )
+    main = tuple(shapes) or (
+        (Shape(),) if depth == "quick" else (Shape(4, 4, 384, 384, 64), Shape(4, 3, 320, 320, 128))
+    )
+    seeds = (seed,) if depth == "quick" else (seed, seed + 1)
+    cases = [case_of(p, shape, s, dtype) for shape in main for s in seeds for p in PROBES]
+    for file in captured:
+        size = shape_of(read_captured(file))
+        cases.append(Case(CAPTURED, size, 0, dtype, file))
+    sizes: tuple[int, ...] = (
+        (512, 1024, 2048) if depth == "quick" else (512, 1024, 2048, 4096, 8192)
+    )
+    if shapes:  # small sizes are asked for to be fast
+        sizes = (
+            tuple(n for n in sizes if n <= 8 * max(shape.n_key for shape in shapes)) or sizes[:2]
+        )
+    lengths = [
+        Case(GROWTH_PROBE, Shape(1, 4 if n <= 4096 else 2, n, n, 64), seed, dtype) for n in sizes
+    ]
+    small = Shape(2, 4, 192, 192, 64)
+    relations = (
+        Case("free_feature", small, seed, dtype),
+        Case("free_feature_causal", small, seed, dtype),
+    )
+    return Plan(tuple(cases), tuple(lengths), relations)
+
+
+def plan_of(
+    op: str,
+    depth: Depth,
+    dtype: str,
+    seed: int = 0,
+    shapes: Sequence[Any] = (),
+    captured: Sequence[str] = (),
+) -> Plan:
+    """The cases of an operation that is not attention: every probe at its own sizes."""
+    for name, given in (("shapes", shapes), ("captured", captured)):
+        if given:
+            raise ValueError(f"{name}={list(given)!r}: accepted with op='attention' alone")
+    if depth not in ("quick", "full"):
+        raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    cases = operation_cases(operation_named(op), depth, dtype, seed)
+    return Plan(cases, (), cases[:1])
+
+
+def relations_of(todo: Plan) -> list[tuple[Case, tuple[Callable[..., list[Relation]], ...]]]:
+    """Each case that relations are looked at on, with those that hold there."""
+    if todo.relations[0].operation != ATTENTION:
+        case = todo.relations[0]
+        return [(case, operation_relations(operation_named(case.operation)))]
+    return list(zip(todo.relations, (invariants.PLAIN, invariants.CAUSAL), strict=True))

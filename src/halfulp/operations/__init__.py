@@ -1,0 +1,49 @@
+"""Operations as data: a folder for each, with the same four files.
+
+`operation_named("rms_norm")` reads one of the folders here, `operation_named("./softplus")` one of
+the user's own.
+"""
+
+from halfulp.operations.operation_calls import (
+    DTYPES,
+    OperationCalls,
+    OperationResult,
+    defined,
+    drawn_calls,
+    emulated,
+)
+from halfulp.operations.operation_data import (
+    BuiltIn,
+    Operand,
+    Operation,
+    OperationProbe,
+    Output,
+    Sizes,
+    Tensors,
+)
+from halfulp.operations.reading import ATTENTION, operation_named, operation_names
+from halfulp.operations.seam import OPERAND, Rounding, Steps, disturbed, exactly
+
+__all__ = [
+    "ATTENTION",
+    "DTYPES",
+    "OPERAND",
+    "BuiltIn",
+    "Operand",
+    "Operation",
+    "OperationCalls",
+    "OperationProbe",
+    "OperationResult",
+    "Output",
+    "Rounding",
+    "Sizes",
+    "Steps",
+    "Tensors",
+    "defined",
+    "disturbed",
+    "drawn_calls",
+    "emulated",
+    "exactly",
+    "operation_named",
+    "operation_names",
+]

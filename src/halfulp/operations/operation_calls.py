@@ -1,0 +1,119 @@
+"""Calls of an operation as values, and what its definition makes of them in any arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.operations.operation_data import Operation, Sizes, Tensors
+from halfulp.operations.seam import Change, Rounding, Steps, exactly
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class OperationResult:
+    """What the calls gave, stacked: results and gradients `[calls, ...]` by name."""
+
+    tensors: Tensors
+
+    def given(self) -> Tensors:
+        """What there is, by name."""
+        return dict(self.tensors)
+
+
+@dataclass(frozen=True)
+class OperationCalls:
+    """Independent calls of one operation, their operands stacked `[calls, ...]`."""
+
+    operation: Operation
+    dtype: str  # the audited one
+    operands: Tensors
+    grads: Tensors  # what reaches each differentiable result, "grad_" and its name
+    options: Mapping[str, Any]
+
+    @property
+    def count(self) -> int:
+        """How many calls there are."""
+        return int(next(iter(self.operands.values())).shape[0])
+
+    def to(self, device: str) -> OperationCalls:
+        """The same on another device."""
+        moved = {n: x.to(device) for n, x in self.operands.items()}
+        return replace(self, operands=moved, grads={n: x.to(device) for n, x in self.grads.items()})
+
+    def expected(self) -> dict[str, tuple[int, torch.dtype]]:
+        """The dimensions of a call and the dtype of every tensor that a target can give."""
+        kinds = DTYPES | {"audited": DTYPES[self.dtype], "int64": torch.int64}
+        like: dict[str, tuple[int, torch.dtype]] = {
+            r.name: (len(r.shape.split()), kinds[r.dtype]) for r in self.operation.results
+        }
+        for operand in self.operation.differentiable:
+            x = self.operands[operand.name]
+            like[f"grad_{operand.name}"] = (x.ndim - 1, x.dtype)
+        return like
+
+
+def drawn_calls(
+    operation: Operation, probe: str, sizes: Sizes, dtype: str, generator: torch.Generator
+) -> OperationCalls:
+    """The calls of one probe at these sizes, each drawn after the other from one generator."""
+    chosen = operation.probe(probe)
+    kinds = DTYPES | {"audited": DTYPES[dtype]}
+    stacked: dict[str, list[Tensor]] = {}
+    for _ in range(sizes.calls):
+        drawn = chosen.draw(sizes, generator)
+        for operand in operation.operands:
+            x = drawn[operand.name]
+            assert tuple(x.shape) == sizes.shape(operand.shape), (operand.name, x.shape)
+            stacked.setdefault(operand.name, []).append(x.to(kinds.get(operand.dtype, x.dtype)))
+        for result in operation.results:
+            if operation.differentiable and result.differentiable:
+                name, shape = f"grad_{result.name}", sizes.shape(result.shape)
+                g = drawn[name] if name in drawn else torch.randn(shape, generator=generator)
+                stacked.setdefault(f"/{name}", []).append(g.to(kinds.get(result.dtype, g.dtype)))
+    whole = {name: torch.stack(parts) for name, parts in stacked.items()}
+    grads = {name[1:]: x for name, x in whole.items() if name.startswith("/")}
+    operands = {name: x for name, x in whole.items() if not name.startswith("/")}
+    return OperationCalls(
+        operation, dtype, operands, grads, {**operation.options, **chosen.options}
+    )
+
+
+def defined(calls: OperationCalls, change: Change = exactly) -> Tensors:
+    """The definition's results and gradients in fp64, each step changed so."""
+    return _evaluated(calls, change, torch.float64)
+
+
+def emulated(calls: OperationCalls, recipe: Rounding, seed: int = 0) -> Tensors:
+    """The same in fp32 and a recipe's roundings, results and gradients rounded to their dtypes."""
+    found = _evaluated(calls, recipe.change(calls.dtype, seed), torch.float32)
+    dtypes = {name: dtype for name, (_, dtype) in calls.expected().items()}
+    return {name: x.to(dtypes.get(name, x.dtype)) for name, x in found.items()}
+
+
+def _evaluated(calls: OperationCalls, change: Change, compute: torch.dtype) -> Tensors:
+    operation, step = calls.operation, Steps(change)
+    leaves = [x.name for x in operation.differentiable] if calls.grads else []
+    stacked: dict[str, list[Tensor]] = {}
+    for number in range(calls.count):
+        x = {
+            name: t[number].to(compute) if t.is_floating_point() else t[number]
+            for name, t in calls.operands.items()
+        }
+        for name in leaves:
+            x[name].requires_grad_()
+        with torch.set_grad_enabled(bool(leaves)):
+            results = operation.define(step, x, calls.options)
+        if leaves:
+            outs = [results[name.removeprefix("grad_")] for name in calls.grads]
+            given = [g[number].to(o.dtype) for g, o in zip(calls.grads.values(), outs, strict=True)]
+            grads = torch.autograd.grad(outs, [x[name] for name in leaves], given)
+            results |= {f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}
+        for name, t in results.items():
+            stacked.setdefault(name, []).append(t.detach())
+    return {name: torch.stack(parts) for name, parts in stacked.items()}

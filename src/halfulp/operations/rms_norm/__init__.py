@@ -1,0 +1,1 @@
+"""RMSNorm, as data."""

@@ -1,0 +1,92 @@
+"""The seam of an operation's definition: every named intermediate passes through it, and so does
+its gradient on the way back.
+
+One definition gives the fp64 value (nothing is rounded), the arithmetic of a kernel (what its
+recipe names is rounded) and the noise that is natural (everything is off by a random part of
+itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from halfulp.formats import BF16, FP16, FP32, BlockFormat, Format, round_to
+from halfulp.recipes import hash_seed
+
+OPERAND = "operand"
+"""Stands in a `Rounding` for the format of the audited dtype."""
+
+OF_DTYPE: dict[str, Format] = {"bfloat16": BF16, "float16": FP16, "float32": FP32}
+
+Change = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The recipe of an operation: which named steps of its definition are rounded to what.
+
+    "grad_" and a step's name is the gradient that arrives there. All else is float32; results and
+    gradients are rounded to their own dtype at the end, in every recipe.
+    """
+
+    name: str
+    steps: Mapping[str, Format | BlockFormat | str] = field(default_factory=dict)
+
+    def change(self, dtype: str, seed: int = 0) -> Change:
+        """What happens at each step when operands are of that dtype."""
+        formats = {n: OF_DTYPE[dtype] if f == OPERAND else f for n, f in self.steps.items()}
+        passed: dict[str, int] = {}
+
+        def rounded(name: str, exact: Tensor) -> Tensor:
+            fmt = formats.get(name)
+            if fmt is None:
+                return exact
+            passed[name] = passed.get(name, 0) + 1
+            return round_to(exact.detach(), fmt, seed=hash_seed(seed, name, passed[name]))
+
+        return rounded
+
+
+class Steps:
+    """A seam that changes every step, and the gradient that comes back to it, by one function."""
+
+    def __init__(self, change: Change) -> None:
+        self.change = change
+
+    def __call__(self, name: str, exact: Tensor) -> Tensor:
+        """The step's value as it is changed; a gradient passes as if it were not."""
+        if not exact.requires_grad:
+            return self.change(name, exact)
+        changed: Tensor = _Changed.apply(exact, name, self.change)  # type: ignore[no-untyped-call]
+        return changed
+
+
+def exactly(_: str, exact: Tensor) -> Tensor:
+    """The seam of the definition itself."""
+    return exact
+
+
+def disturbed(generator: torch.Generator, by: float) -> Change:
+    """Every element off by a random part of itself, of standard deviation `by`."""
+
+    def change(_: str, exact: Tensor) -> Tensor:
+        noise = torch.randn(exact.shape, generator=generator, dtype=exact.dtype)
+        return exact.detach() * (1 + by * noise)
+
+    return change
+
+
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, exact: Tensor, name: str, change: Change):  # type: ignore[no-untyped-def]
+        ctx.name, ctx.change = name, change  # type: ignore[attr-defined]
+        changed = change(name, exact)
+        return changed.view_as(changed) if changed is exact else changed
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor):  # type: ignore[no-untyped-def]
+        return ctx.change(f"grad_{ctx.name}", grads[0]), None, None  # type: ignore[attr-defined]

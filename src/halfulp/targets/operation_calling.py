@@ -1,0 +1,233 @@
+"""Calls of an operation's kernel that we did not write: several independent draws, one call each.
+
+Whatever the kernel does, the caller gets an `Outcome`, and the caller's tensors, random numbers and
+torch settings are as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.operations import (
+    Operation,
+    OperationCalls,
+    OperationResult,
+    Rounding,
+    Tensors,
+    emulated,
+)
+from halfulp.targets.calling import (
+    FORWARD_ONLY,
+    LEAVES,
+    MODIFIES,
+    one_line,
+    same_bits,
+    warned_lines,
+)
+from halfulp.targets.state import as_before
+from halfulp.targets.target import Outcome, Target, UnsupportedError
+
+
+def operation_target(
+    operation: Operation, function: Callable[..., Any], name: str, description: str = ""
+) -> Target:
+    """The target of a function with the operation's signature.
+
+    Options that it does not take are left out where they are the operation's own; raises ValueError
+    for what is no such function.
+    """
+    wrong = f"accepted is {operation.signature}"
+    if isinstance(function, type) or not callable(function):
+        raise ValueError(f"target={name!r}: is no function but {type(function).__name__}; {wrong}")
+    documented = (inspect.getdoc(function) or "").strip().split("\n")[0]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C
+        takes = None
+    else:
+        _check_positions(operation, signature, name)
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        takes = None if any_keyword else frozenset(signature.parameters)
+
+    def call(*args: Any, **options: Any) -> Any:
+        given = dict(options)
+        for option, value in options.items():
+            if takes is None or option in takes:
+                continue
+            if value != operation.options.get(option):
+                raise UnsupportedError(f"does not take {option}={value!r}")
+            del given[option]
+        return function(*args, **given)
+
+    return Target(
+        name,
+        call,
+        frozenset(),
+        description or documented or f"the function {name}",
+        function=function,
+        operation=operation.folder,
+    )
+
+
+def recipe_of_operation(operation: Operation, recipe: Rounding, name: str) -> Target:
+    """The target that computes the operation's definition in a recipe's arithmetic."""
+
+    def emulate(calls: OperationCalls, forward: bool) -> Outcome:
+        calls = replace(calls, grads={}) if forward else calls
+        return Outcome(OperationResult(emulated(calls, recipe)), None, "ok")
+
+    text = f"{recipe.name}, emulated"
+    return Target(name, emulate, frozenset(), text, operation=operation.folder, elsewhere=emulate)
+
+
+def _check_positions(operation: Operation, signature: inspect.Signature, name: str) -> None:
+    """Raise ValueError where a function takes fewer arguments than the operation is called with."""
+    inside = operation.signature.partition("(")[2].rpartition(")")[0].partition("*")[0]
+    expected = [p.strip() for p in inside.split(",") if p.strip()]
+    placed = [p for p in expected if p not in operation.options]
+    try:
+        signature.bind_partial(*placed)
+        lacking = [
+            p.name
+            for p in signature.parameters.values()
+            if p.default is p.empty
+            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            and p.name not in (*list(signature.parameters)[: len(placed)], *operation.options)
+        ]
+    except TypeError:
+        lacking = ["fewer arguments"]
+    if lacking:
+        raise ValueError(f"target={name!r}: takes {signature}; accepted is {operation.signature}")
+
+
+def run_operation(target: Target, calls: OperationCalls, *, forward: bool = False) -> Outcome:
+    """Make every call, and unless `forward` its gradients by autograd.
+
+    As `run_target`: what the kernel refuses is "refused" or "unsupported", any other exception,
+    wrong shape, dtype or device is "error", and NaN is a result.
+    """
+    if target.missing is not None:
+        return Outcome(None, target.missing, "unsupported")
+    if target.elsewhere is not None:
+        return target.elsewhere(calls, forward)
+    device = next(iter(calls.operands.values())).device
+    stacked: dict[str, list[Tensor | None]] = {}
+    notes: tuple[str, ...] = ()
+    with as_before(device, grad=not forward) as left, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(calls.count):
+            found = _one(target, calls, number, forward)
+            notes += found.notes
+            if found.kind != "ok":
+                return replace(found, notes=tuple(dict.fromkeys(notes)))
+            assert isinstance(found.result, OperationResult)
+            for name, x in found.result.tensors.items():
+                stacked.setdefault(name, []).append(x)
+    notes += warned_lines(said)
+    if left:
+        notes += (f"{LEAVES}: {', '.join(left)}",)
+    whole: Tensors = {}
+    for name, parts in stacked.items():
+        given = [x for x in parts if x is not None]
+        if len(given) == calls.count:
+            if len({x.shape for x in given}) > 1:
+                return Outcome(None, f"returns {name} of a shape that changes", "error")
+            whole[name] = torch.stack(given)
+    return Outcome(OperationResult(whole), None, "ok", tuple(dict.fromkeys(notes)))
+
+
+def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> Outcome:
+    operation = calls.operation
+    given = {name: x[number] for name, x in calls.operands.items()}
+    lent = {name: x.detach().clone() for name, x in given.items()}
+    leaves = [] if forward else [lent[x.name].requires_grad_() for x in operation.differentiable]
+    read = {name: x.clone() for name, x in lent.items()}  # autograd lets it be written to
+    args, keywords = operation.arguments(read, calls.options)
+    try:
+        returned = target.call(*args, **keywords)
+    except UnsupportedError as error:
+        return Outcome(None, str(error), "unsupported")
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        return Outcome(None, f"refuses: {one_line(error)}", "refused")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Outcome(None, f"raises {one_line(error)}", "error")
+    try:
+        results = operation.read(returned, given, calls.options)
+    except ValueError as error:
+        return Outcome(None, f"returns {error}", "error")
+    wrong = _wrong(results, calls)
+    if wrong is not None:
+        return Outcome(None, f"returns {wrong}", "error")
+    kept = {name: x.detach().clone() for name, x in results.items()}
+    outcome = Outcome(OperationResult(kept), None, "ok")
+    if leaves:
+        outcome = _differentiated(outcome, results, leaves, calls, number)
+    touched = [name for name, x in given.items() if not same_bits(read[name], x)]
+    if touched:
+        outcome = replace(outcome, notes=(f"{MODIFIES}: {', '.join(touched)}", *outcome.notes))
+    return outcome
+
+
+def _wrong(results: Tensors, calls: OperationCalls) -> str | None:
+    """What is wrong with results, in words that follow "returns"."""
+    device = next(iter(calls.operands.values())).device
+    for name, (dimensions, dtype) in calls.expected().items():
+        x = results.get(name)
+        if x is None:
+            continue
+        if x.is_nested or x.layout != torch.strided:
+            return f"{name} that is no dense tensor"
+        if x.ndim != dimensions:
+            return f"{name} of shape {tuple(x.shape)}: expected {dimensions} dimensions"
+        if dtype is not None and x.dtype != dtype:
+            short = [str(d).removeprefix("torch.") for d in (x.dtype, dtype)]
+            return f"{name} of dtype {short[0]}: expected {short[1]}"
+        if x.device != device:
+            return f"{name} on {x.device}: expected {device}"
+    return None
+
+
+def _differentiated(
+    outcome: Outcome, results: Tensors, leaves: list[Tensor], calls: OperationCalls, number: int
+) -> Outcome:
+    assert isinstance(outcome.result, OperationResult)
+    pairs = [
+        (results[name.removeprefix("grad_")], g[number])
+        for name, g in calls.grads.items()
+        if results[name.removeprefix("grad_")].requires_grad
+    ]
+    if not pairs:
+        return replace(outcome, notes=(FORWARD_ONLY,))
+    for (x, g), name in zip(pairs, calls.grads, strict=False):
+        if x.shape != g.shape:
+            text = f"returns {name.removeprefix('grad_')} of shape {tuple(x.shape)}: expected"
+            return Outcome(None, f"{text} {tuple(g.shape)}", "error")
+    try:
+        grads = torch.autograd.grad(
+            [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
+        )
+    except NotImplementedError as error:
+        notes = (FORWARD_ONLY, f"backward pass refuses: {one_line(error)}")
+        return replace(outcome, notes=notes)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Outcome(None, f"backward pass raises {one_line(error)}", "error")
+    tensors = dict(outcome.result.tensors)
+    lacking: tuple[str, ...] = ()
+    given: list[Tensor | None] = list(grads)
+    for operand, found in zip(calls.operation.differentiable, given, strict=True):
+        if found is None:
+            lacking += (f"no gradient for {operand.name}",)
+        else:
+            tensors[f"grad_{operand.name}"] = found.detach().to_dense().clone()
+    return replace(outcome, result=OperationResult(tensors), notes=lacking)

@@ -1,0 +1,101 @@
+"""An operation as data is audited as attention is: verdict, worst figure, smallest input, program,
+process of its own.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from halfulp.audit import audit
+from halfulp.operations import operation_named, operation_names
+
+LOW = """
+import torch
+
+def norm(input, normalized_shape, weight, eps):
+    return input * torch.rsqrt(input.square().mean(-1, keepdim=True) + eps) * weight
+
+def narrow(x):
+    return x
+
+def ends(input, normalized_shape, weight, eps):
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("op", operation_names())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_recipes_get_their_own_verdict(op, dtype):
+    assert audit("recipe:floor", op=op, dtype=dtype).verdict == "sound"
+    assert audit("recipe:stock", op=op, dtype=dtype).verdict in ("sound", "stock")
+
+
+@pytest.mark.parametrize("op", operation_names())
+def test_what_every_machine_has_raises_no_alarm(op):
+    for target in operation_named(op).targets:
+        report = audit(target.name, op=op)
+        assert report.verdict in ("sound", "stock"), report
+
+
+def test_a_program_shows_the_defect_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernel.py").write_text(LOW, encoding="utf-8")
+    report = audit("kernel.py:norm", op="rms_norm")
+    assert (report.verdict, report.operation) == ("defect", "rms_norm")
+    assert report.smallest.shape.work < report.cases[0].case.shape.work
+    program = tmp_path / "shows.py"
+    program.write_text(report.script, encoding="utf-8")
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, cwd="/")
+    assert ran.returncode == 1, ran.stderr
+    assert "× the limit of a defect" in ran.stdout
+
+
+def test_a_process_of_its_own_gives_the_same_figures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernel.py").write_text(LOW, encoding="utf-8")
+    apart, here = (audit("kernel.py:norm", op="rms_norm", isolate=i) for i in (True, False))
+    assert [c.rows for c in apart.cases] == [c.rows for c in here.cases]
+    ended = audit("kernel.py:ends", op="rms_norm", isolate=True)
+    assert ended.verdict == "error"
+    assert "SystemExit" in ended.reason
+
+
+def test_the_worst_element_is_named():
+    def one_row(input, normalized_shape, weight, eps):
+        out = torch.nn.functional.rms_norm(input, normalized_shape, weight, eps)
+        wrong = torch.zeros_like(out)
+        wrong[-1, -1] = out[-1, -1].detach()
+        return out + wrong
+
+    report = audit(one_row, op="rms_norm")
+    (finding, *_) = [f for f in report.findings if f.kind == "element"]
+    assert report.verdict == "defect"
+    assert "of output is" in finding.figure
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "message"),
+    [
+        ("torch", "rmsnorm", "did you mean 'rms_norm'"),
+        ("torhc", "rms_norm", "did you mean 'torch'"),
+        ("kernel.py:narrow", "rms_norm", "takes .*accepted is rms_norm"),
+        ("torch", "./nothing", "has no definition.py, recipes.py, probes.py, targets.py"),
+    ],
+)
+def test_what_is_not_known_is_said_in_one_line(tmp_path, monkeypatch, name, op, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernel.py").write_text(LOW, encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as found:
+        audit(name, op=op)
+    assert "\n" not in str(found.value)
+
+
+def test_an_option_that_a_kernel_does_not_take_is_left_out_and_said():
+    def fixed(input, normalized_shape, weight):
+        return torch.nn.functional.rms_norm(input, normalized_shape, weight, 1e-6)
+
+    report = audit(fixed, op="rms_norm")
+    assert report.verdict == "sound"
+    assert report.limits == ("does not take eps=0.01 in 1 of 15 calls (large_eps)",)
