@@ -373,7 +373,7 @@ PLANTED: dict[str, tuple[dict[str, float], list[dict[str, float]]]] = {
         {"zero": 1, "wrong": 1, "halfulp_right": 1},
         [{"zero": 0.1}, {"wrong": 0.1}, {"halfulp_right": 0.99}],
     ),
-    "D3": ({"ones": 1}, [{"ones": 0.5}]),
+    "D3": ({"ones": 1, "ones at 0.5": 0}, [{"ones": 0.5}, {"ones at 0.5": 1}]),
     "D4": ({"same": 0, "different": 1}, [{"same": 0.1}, {"different": 0.9}]),
     "D5": ({"fp32_limit": 1e-4, "bf16": 0.05}, [{"fp32_limit": 0.02}, {"bf16": 5e-4}]),
     "D6": (

@@ -72,16 +72,23 @@ def _large_maximum(_: Lab) -> Measured:
 
 
 def _zero_maximum(_: Lab) -> Measured:
-    """D3: a repeated maximum of exactly 0, which neither branch of the fix touches."""
-    scores = row_scores(0.0, 2, rows=_ROWS, seed=3)
-    weights = observed(BF16_PAPER_STABILIZED, scores, "weights")[-1]
-    rate = float(((weights == 1).sum(-1) == 2).double().mean())
+    """D3: a repeated maximum of exactly 0, which neither branch of the fix touches, and one of 0.5,
+    which the fix shifts.
+    """
+    kept = {}
+    for r_m in (0.0, 0.5):
+        scores = row_scores(r_m, 2, rows=_ROWS, seed=3)
+        weights = observed(BF16_PAPER_STABILIZED, scores, "weights")[-1]
+        kept[r_m] = float(((weights == 1).sum(-1) == 2).double().mean())
     text = (
-        f"both weights of the repeated maximum are exactly 1 in {rate:.0%} of {_ROWS} rows under"
-        " the fix"
+        f"both weights of the repeated maximum are exactly 1 in {kept[0.0]:.0%} of {_ROWS} rows"
+        f" under the fix; where the maximum is 0.5, in {kept[0.5]:.0%}"
     )
-    intervals = {"rows that keep P̄ = 1": share_of(round(rate * _ROWS), _ROWS)}
-    return Measured({"ones": rate}, text, (), intervals)
+    intervals = {
+        f"rows that keep P̄ = 1 at a maximum of {r_m:g}": share_of(round(rate * _ROWS), _ROWS)
+        for r_m, rate in kept.items()
+    }
+    return Measured({"ones": kept[0.0], "ones at 0.5": kept[0.5]}, text, (), intervals)
 
 
 def _two_tiles(_: Lab) -> Measured:
@@ -274,7 +281,15 @@ CLAIMS = (
         "repeated maximum exactly 0: P̄ = 1 stays",
         "",
         _zero_maximum,
-        Rule("both weights are 1 in every row", lambda f: f["ones"] == 1),
+        Rule(
+            "both weights are 1 in every row, and in none where the maximum is 0.5, which the fix"
+            " shifts",
+            lambda f: f["ones"] == 1 and f["ones at 0.5"] == 0,
+        ),
+        history=(
+            "2026-11-22: a maximum that the fix does shift stands beside it; before, a fix that did"
+            " nothing had the same verdict"
+        ),
     ),
     Claim(
         "D4",
