@@ -42,7 +42,7 @@ class Twist:
 
     key: str
     text: str
-    cause: str  # a key of CAUSES
+    cause: str  # a key of CAUSES; empty where it is no fault
     # the call that is computed; None: on this trial nothing is otherwise
     turn: Callable[[Trial], Trial | None] = field(compare=False, repr=False)
     back: Callable[[Trial, dict[str, Tensor]], dict[str, Tensor]] = field(
@@ -156,7 +156,11 @@ class Emulator:
         self.emulations += 1
         try:
             problem = Problem.read(turned.call, Step(backward.recipe))
-            gradients = attend_backward(problem, kept, turned.grad_out, None)
+            d_lse = None
+            if turned.delta_left_out:
+                do = turned.grad_out.to(kept.out.dtype)
+                d_lse = turned.delta_left_out * (do * kept.out).sum(-1, keepdim=True)
+            gradients = attend_backward(problem, kept, turned.grad_out, d_lse)
         except (ValueError, AssertionError):
             return {}
         return _turned_back(trial, backward, dict(zip(GRADIENTS, gradients, strict=True)))
@@ -174,10 +178,23 @@ class Emulator:
             else:
                 lse = (kept.lse / problem.unit).squeeze(-1)
                 found = _turned_back(trial, way, {"out": kept.out, "lse": lse})
+                kept = _as_found(kept, found, problem.unit) if way.twists else kept
                 self._forward[key] = (problem, kept, found)
             if len(self._forward) > 256:
                 self._forward.popitem(last=False)
         return self._forward[key]
+
+
+def _as_found(kept: Kept, found: Tensors, unit: float) -> Kept:
+    """What the backward pass reads where results were changed after the forward pass."""
+    out, lse = found["out"].to(kept.out.dtype), found["lse"].to(kept.out.dtype).unsqueeze(-1) * unit
+    if out.shape != kept.out.shape or torch.equal(out, kept.out):
+        for_delta = kept.out_for_delta
+        out = kept.out
+    else:
+        for_delta = out
+    lse = lse if lse.shape == kept.lse.shape else kept.lse
+    return replace(kept, out=out, out_for_delta=for_delta, lse=lse)
 
 
 def _for(forward: Way, backward: Way | None) -> Way:

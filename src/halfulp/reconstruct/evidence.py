@@ -17,6 +17,7 @@ ROWS = 16  # of one head, summed into one group: the unit that a spread is estim
 NOISE = 3e-3
 """Share of an error that two orders of summing in fp32 leave between kernels of one recipe; below
 it no candidate is better than another."""
+FLOOR = 2.0**-21  # of a result: an error below that is the order of sums, and explains itself
 WORST = 30.0  # a candidate's residual counts at most so many times the kernel's own error
 
 
@@ -45,6 +46,11 @@ class Observed:
         return float(self.energy.sum())
 
     @property
+    def floor(self) -> float:
+        """The squared error that is none."""
+        return FLOOR**2 * float(self.exact.square().sum())
+
+    @property
     def relative(self) -> float:
         """The kernel's error, of the exact value's norm."""
         size = float(self.exact.square().sum())
@@ -55,12 +61,13 @@ class Observed:
         found = candidate.double()
         found = found.unsqueeze(-1) if found.ndim == 3 else found
         if found.shape != self.value.shape:
-            return Fit(self.energy * WORST, self.energy * 0, self.energy, self.energy)
+            return Fit(self.energy * WORST, self.energy * 0, self.energy, self.energy, self.floor)
         broken = ~found.isfinite() & self.usable
         found = torch.where(self.usable & ~broken, found, 0.0)
         own, other = self.value - self.exact, found - self.exact
         residual = torch.where(broken, own.square() * WORST + 1e-30, (own - other).square())
-        return Fit(grouped(residual), grouped(own * other), self.energy, grouped(other.square()))
+        parts = (grouped(residual), grouped(own * other), self.energy, grouped(other.square()))
+        return Fit(*parts, self.floor)
 
 
 @dataclass(frozen=True)
@@ -71,13 +78,14 @@ class Fit:
     inner: Tensor
     energy: Tensor  # the kernel's
     other: Tensor  # the candidate's
+    floor: float
 
     @property
     def left(self) -> float:
         """Share of the squared error that is not explained; 0 where there is no error on either
         side.
         """
-        total, residual = float(self.energy.sum()), float(self.residual.sum())
+        total, residual = float(self.energy.sum()) + self.floor, float(self.residual.sum())
         if total == 0:
             return 0.0 if residual == 0 else WORST
         return min(WORST, residual / total)
@@ -100,7 +108,7 @@ def grouped(x: Tensor) -> Tensor:
     """Sums of `[..., N, D]` over the last dimension and `ROWS` rows, flat."""
     rows = x.sum(-1)
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % ROWS))
-    return rows.unflatten(-1, (-1, ROWS)).sum(-1).flatten()
+    return rows.reshape(*rows.shape[:-1], -1, ROWS).sum(-1).flatten()
 
 
 @dataclass(frozen=True)
@@ -145,18 +153,15 @@ def loss_of(fits: Fits) -> float:
 
 
 def surer(better: Fits, worse: Fits) -> float:
-    """By how many standard errors the first fits better, over all groups of rows of what both have:
-    each group counts by (its residual there − here) / their sum, so that no large group decides.
+    """By how many standard errors the first fits better, over the groups of rows in which the two
+    differ: each counts by (its residual there − here) / their sum, so that no large group decides.
+    One group more, in which they are alike, keeps a handful of groups from being sure.
     """
-    parts = []
+    total, squares = 0.0, 1.0
     for key in better.keys() & worse.keys():
         a, b = better[key].residual, worse[key].residual
         noise = NOISE * better[key].energy  # what fp32 sums leave is no difference
-        both = a + b + 2 * noise
-        parts.append(torch.where(both > 0, (b - a) / both.clamp_min(1e-300), 0.0))
-    if not parts:
-        return 0.0
-    d = torch.cat(parts)
-    if not bool(d.any()):
-        return 0.0
-    return float(d.mean() / (d.std() / math.sqrt(len(d))).clamp_min(1e-9))
+        d = (b - a) / (a + b + 2 * noise).clamp_min(1e-300)
+        total += float(d.sum())
+        squares += float(d.square().sum())
+    return total / math.sqrt(squares)
