@@ -180,7 +180,7 @@ def t5(seed: int) -> Training:
 
     def loss(step: int, bad: bool) -> Tensor:
         given = words(step, seed)
-        return model(given[:, :12], labels=_bad(given[:, 12:], bad, step)).loss
+        return model(given[:, :12], labels=_bad(given[:, 12:], bad, step).contiguous()).loss
 
     return Training(model, loss)
 

@@ -29,7 +29,7 @@ SCALER_METHOD = torch.amp.GradScaler._maybe_opt_step
 
 
 def first_line(report):
-    return str(report).partition("\n\n")[0]
+    return " ".join(str(report).partition("\n\n")[0].split())
 
 
 def written_out(query, key, value, **_):

@@ -11,9 +11,9 @@ from halfulp.experiments.overview import measured_by_head, metric_figures
 from halfulp.runs.record import read_record
 from halfulp.runs.results import Table
 from halfulp.training.journal import Row, read_rows
-from halfulp.watch.causes import CAUSES
 from halfulp.watch.health import sentences_of
 from halfulp.watch.running import WINDOW
+from halfulp.watch.troubles import CAUSES
 from halfulp.watch.watching import COLUMNS, FIXES, OPERATIONS, WatchReport, alarmed_heads, report_of
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from halfulp.watch.causes import Finding
+    from halfulp.watch.troubles import Finding
     from halfulp.watch.watcher import Watcher
     from halfulp.watch.watching import HeadAlarm
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from halfulp.chances import student_beyond
-from halfulp.watch.causes import CAUSES, Finding, Seen, find
 from halfulp.watch.health import Step
 from halfulp.watch.places import Place
 from halfulp.watch.running import WINDOW
+from halfulp.watch.troubles import CAUSES, Finding, Seen, find
 
 LEVEL = 1e-3
 SCORE_MOVE = 2.0
@@ -100,6 +100,8 @@ class Alarms:
         leaning: Sequence[str],
         unseen: Mapping[str, str],
         place: Place | None,
+        skipped_at: Place | None,
+        first_loss: float,
         measurements: int,
     ) -> list[Finding]:
         """Return what is found for the first time.
@@ -111,7 +113,9 @@ class Alarms:
             layers: their names.
             leaning: those of which a head alarms now.
             unseen: why others are not measured.
-            place: where a number first was not finite.
+            place: where a number first was not finite in an update.
+            skipped_at: where it was in a step that a GradScaler left out.
+            first_loss: that the run began at.
             measurements: of attention, that were made.
         """
         seen = Seen(
@@ -126,6 +130,8 @@ class Alarms:
             {one.kind for one in self.found},
             "" if place is None else str(place),
             "" if place is None else place.dtype,
+            "" if skipped_at is None else str(skipped_at),
+            first_loss,
         )
         known = {_key(one) for one in self.found}
         said = _of_attention(leaning, unseen, measurements)
@@ -151,7 +157,7 @@ def _of_attention(leaning: Sequence[str], unseen: Mapping[str, str], measurement
             f" and it takes {WINDOW // 2}."
         )
     but = f", but {len(unseen)} layers are not measured" if unseen else ""
-    return f"Not rounding in attention: no head that is measured leans{but}."
+    return f"Rounding in attention is not seen: no head that is measured leans so far{but}."
 
 
 def threshold(heads: int, measurements: int, level: float = LEVEL) -> float:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfulp.watch.alarms import Alarms
-from halfulp.watch.causes import Finding
 from halfulp.watch.health import Health, Step, gradient_norm, sentences_of
 from halfulp.watch.places import Place, place_in_forward, place_in_gradients, place_in_weights
 from halfulp.watch.running import WINDOW
 from halfulp.watch.snapshots import Snapshots
+from halfulp.watch.troubles import Finding
 from halfulp.watch.weights import Moved
 
 LOOK = 10
@@ -34,7 +34,9 @@ class Course:
     def __init__(self, model: nn.Module, snapshots: Snapshots) -> None:
         self.model, self.snapshots = model, snapshots
         self.health, self.causes = Health(), Alarms(type(model).__name__)
-        self.place: Place | None = None  # where a number first was not finite
+        # where a number first was not finite: in an update, and in a step that was left out
+        self.place: Place | None = None
+        self._skipped_at: Place | None = None
         # the last measurements: {"step", "measure", "weights"}
         self.measured: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self.weights: dict[str, dict[str, float]] = {}  # of the step that is being measured
@@ -82,8 +84,8 @@ class Course:
     def scaler_skips(self, scale: float) -> None:
         """A GradScaler leaves out a step."""
         self._scale = scale
-        if self.careful and self.place is None and self.health.skipped >= _SKIPS:
-            self._search()
+        if self.careful and self._skipped_at is None and self.health.skipped >= _SKIPS:
+            self._skipped_at = self._found_place()
 
     def scaler_steps(self, scale: float) -> None:
         """A GradScaler lets a step be made."""
@@ -100,7 +102,7 @@ class Course:
         found = self.health.norm
         looks = optimizer is not None and self.careful and self.place is None
         if looks and found is not None and not bool(found.isfinite()):
-            self._search()
+            self.place = self._found_place()
             self.snapshots.ask(f"not finite: {self.place}")
         if measured and self._moved is None:
             self._moved = Moved(self.model)
@@ -153,6 +155,8 @@ class Course:
             leaning=leaning,
             unseen=unseen,
             place=self.place,
+            skipped_at=self._skipped_at,
+            first_loss=self.health.first_loss,
             measurements=measurements,
         )
         return new[-1], found
@@ -163,8 +167,8 @@ class Course:
         told = any(str(self.place) == one.detail for one in self.causes.found)
         return said if self.place is None or told else [*said, str(self.place)]
 
-    def _search(self) -> None:
-        """Find where a number first was not finite, in the step that is being made."""
+    def _found_place(self) -> Place:
+        """Where a number first was not finite, in the step that is being made."""
         place = place_in_weights(self.model) or place_in_gradients(self.model)
         last, distributed = self.snapshots.last_batch, torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
@@ -174,4 +178,4 @@ class Course:
                 for device, dtype in self.snapshots.autocast.items():
                     stack.enter_context(torch.autocast(device, getattr(torch, dtype)))
                 place = place_in_forward(self.model, self.model, tuple(last[0]), last[1])
-        self.place = place or Place("loss", "", "", 0.0)
+        return place or Place("loss", "", "", 0.0)

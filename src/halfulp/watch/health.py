@@ -9,6 +9,7 @@ report without one must not look calm over it.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch import Tensor
 
 HISTORY = 512
 """Steps that are remembered."""
+_FIRST = 8  # losses that a run began at
 _SAMPLE = 4096  # numbers of a batch's tensor that tell it from others
 
 
@@ -42,6 +44,7 @@ class Health:
         self.steps: deque[Step] = deque(maxlen=HISTORY)
         self.skipped = 0  # by a GradScaler
         self.lowest = math.inf  # of the losses
+        self._early: list[float] = []  # the first losses
         self._first: dict[str, int] = {}  # step in which "loss" or "gradient" was first not finite
         self._pending: list[tuple[Step, Tensor | None, Tensor | None, Tensor | None]] = []
         # of the step that is being made
@@ -103,10 +106,17 @@ class Health:
                 self._first.setdefault("loss", step.number)
             if norm is not None and not math.isfinite(found.grad_norm) and not step.skipped:
                 self._first.setdefault("gradient", step.number)
+            if len(self._early) < _FIRST and math.isfinite(found.loss):
+                self._early.append(found.loss)
             self.lowest = min(self.lowest, found.loss if math.isfinite(found.loss) else math.inf)
             read.append(found)
         self.steps.extend(read)
         return read
+
+    @property
+    def first_loss(self) -> float:
+        """The median of the first losses; NaN before there was one."""
+        return statistics.median(self._early) if self._early else math.nan
 
     def numbers(self) -> dict[str, int]:
         """What is wrong, as a line of metrics has it; empty where nothing is."""

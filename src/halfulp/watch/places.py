@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfulp.watch.foreign import ITSELF, module_names
+from halfulp.interpose.standing import ITSELF, module_names
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfulp.interpose.standing import ITSELF, module_names
 from halfulp.runs.folder import TEMPORARY, remove
 from halfulp.runs.generators import generator_states
 from halfulp.runs.machine import describe_versions
 from halfulp.runs.record import now
 from halfulp.runs.snapshot import Parts, write_snapshot
-from halfulp.watch.foreign import ITSELF, module_names
 
 LOG = logging.getLogger("halfulp.watch")
 FOLDER = "snapshots"

@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
 )
 
 from halfulp.watch.calls import Figures, call_figures, entries_of
-from halfulp.watch.causes import Finding
 from halfulp.watch.course import Course
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED, functions_named
@@ -36,6 +35,7 @@ from halfulp.watch.hooks import Begins, Ends, Optimizers
 from halfulp.watch.notebook import Notebook
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
 from halfulp.watch.snapshots import MOST_HEADS, Snapshots
+from halfulp.watch.troubles import Finding
 from halfulp.watch.watchable import captured, check_model, give_back, take_model
 from halfulp.watch.watching import (
     MOST_ALARMS,

@@ -12,8 +12,8 @@ from typing import Any
 
 from halfulp.watch.alarms import Alarm, alarms, threshold
 from halfulp.watch.calls import IN_GRADIENT, NOT_FINITE
-from halfulp.watch.causes import CAUSES
 from halfulp.watch.running import SIZE, TOTAL, WINDOW
+from halfulp.watch.troubles import CAUSES
 
 OPERATIONS = {
     "delta": "δ = rowsum(dO ∘ O) leans: the rounding error of O goes along with dO",
@@ -224,7 +224,7 @@ class WatchReport:
         return f"{said}; not covered: {', '.join(unknown)}." if unknown else f"{said}."
 
     def _no_cause(self) -> str:
-        names = ", ".join(cause.name for cause in CAUSES.values())
+        names = ", ".join(cause.name for kind, cause in CAUSES.items() if kind != "unexplained")
         return (
             f"No other cause was found in the last {_count(self.looked, 'step')}, of those that are"
             f" looked for: {names}."

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from halfulp.watch.foreign import ITSELF, module_names
+from halfulp.interpose.standing import ITSELF, module_names
 from halfulp.watch.spectral import head_sigmas
 
 SAMPLE = 4096

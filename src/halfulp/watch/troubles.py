@@ -48,6 +48,8 @@ class Seen:
     known: Collection[str] = ()  # kinds of causes that were found before
     not_finite: str = ""  # the first place, in words
     not_finite_dtype: str = ""
+    skipped_at: str = ""  # the same of a step that a GradScaler left out
+    first_loss: float = math.nan  # that the run began at
 
     @property
     def losses(self) -> list[float]:
@@ -124,11 +126,12 @@ def jumps(values: Sequence[float], at: int) -> float:
     return (values[at] - middle) / max(spread, 0.02 * abs(middle), 1e-12)
 
 
-def rises(steps: Sequence[Step]) -> tuple[int, float, float] | None:
+def rises(steps: Sequence[Step], first: float = math.nan) -> tuple[int, float, float] | None:
     """Whether the loss rises: the step since when, its lowest median of 8 steps and the last one.
 
     It does where the last median of 8 is `SHARE` and 4 robust standard deviations above the lowest,
-    and higher than the one 8 steps ago.
+    and by `SHARE` of what the loss had fallen since the first of the run; and where it is higher
+    than the one 8 steps ago.
     """
     known = [(step.number, step.loss) for step in steps if math.isfinite(step.loss)]
     if len(known) < 24:
@@ -140,7 +143,8 @@ def rises(steps: Sequence[Step]) -> tuple[int, float, float] | None:
     at_best = [loss for _, loss in known[max(0, lowest - 8) : lowest + 16]]
     spread = 1.4826 * statistics.median(abs(x - medians[lowest]) for x in at_best)
     last = medians[-1]
-    least = max(4 * spread, SHARE * abs(medians[lowest]))
+    fallen = first - medians[lowest] if math.isfinite(first) else 0.0
+    least = max(4 * spread, SHARE * abs(medians[lowest]), SHARE * fallen)
     if last - medians[lowest] <= least or last <= medians[-9]:
         return None
     half = medians[lowest] + (last - medians[lowest]) / 4
@@ -178,14 +182,16 @@ def _fp16_overflow(seen: Seen) -> list[Finding]:
             last[-1].number,
             (skipped or [last[-1].number])[0],
             evidence=evidence,
-            detail=seen.not_finite,
+            detail=seen.skipped_at,
         )
     ]
 
 
 def _bad_batch(seen: Seen) -> list[Finding]:
     losses, norms = seen.losses, [step.grad_norm for step in seen.steps]
-    found = []
+    found: list[Finding] = []
+    if "rate_too_high" in seen.known:
+        return found
     for at in range(max(LEAST, len(losses) - seen.new), len(losses)):
         step = seen.steps[at]
         loss, norm = jumps(losses, at), jumps(norms, at)
@@ -300,8 +306,8 @@ def _exploding(seen: Seen) -> list[Finding]:
     spans = [b["step"] - a["step"] for a, b in pairwise(rows)]
     slopes = [math.log(b / a) / span for a, b, span in zip(sizes, sizes[1:], spans, strict=False)]
     # what grows from a small start slows down; what explodes does not
-    goes_on = min(slopes[-2:]) > 0.5 * statistics.mean(slopes) > 0
-    if total[worst] < GROWN or total[worst] < GROWN * usual or not goes_on or sizes[-1] < level:
+    goes_on = min(slopes[-2:]) > max(0.8 * statistics.mean(slopes), 0.1 / max(spans)) > 0
+    if total[worst] < GROWN or total[worst] < GROWN * usual or not goes_on or sizes[-1] < 2 * level:
         return []
     evidence = {"rms": sizes[-1], "grown by": total[worst], "others by": usual}
     return [Finding("exploding_layer", rows[-1]["step"], rows[0]["step"], worst, evidence)]
@@ -328,42 +334,37 @@ def _collapsed(seen: Seen) -> list[Finding]:
 
 
 def _rate(seen: Seen) -> list[Finding]:
-    """Every matrix is changed by a tenth a step, or the loss rises while all move fast."""
-    rows = [row for row in seen.rows if row.get("weights")][-3:]
-    if len(rows) < 2:
-        return []
-    ratios = [
-        statistics.median(
-            x["update"]
-            for x in row["weights"].values()
-            if x["update"] and math.isfinite(x["update"])
-        )
+    rows = [row for row in seen.rows if row.get("weights")]
+    by_row = [
+        [x["update"] for x in row["weights"].values() if x["update"] and math.isfinite(x["update"])]
         for row in rows
-        if any(x["update"] and math.isfinite(x["update"]) for x in row["weights"].values())
     ]
-    known = [step.loss for step in seen.steps if math.isfinite(step.loss)]
-    risen = rises(seen.steps)
-    if len(ratios) < 2 or _is_explained(seen, risen):
+    ratios = [statistics.median(known) for known in by_row if known]
+    risen = rises(seen.steps, seen.first_loss)
+    if not ratios or _is_explained(seen, risen):
         return []
-    ratio = statistics.median(ratios)
-    first, last = (statistics.median(x) for x in (known[:3], known[-8:])) if known else (1.0, 0.0)
-    learns_not = last > first if len(known) < 30 else last > 0.95 * first
-    stuck = len(known) >= 16 and seen.steps[0].number <= 1 and learns_not
-    fast = ratio > RATIO and (stuck or risen is not None)
-    driven = risen is not None and ratio > RATIO / 5
-    if not (fast or driven):
+    now, most = statistics.median(ratios[-3:]), max(ratios)
+    known = [step.loss for step in seen.steps if math.isfinite(step.loss)]
+    last = statistics.median(known[-8:]) if len(known) >= LEAST else math.nan
+    learns_not = last > (1.0 if len(known) < 30 else 0.95) * seen.first_loss
+    enough = len(ratios) >= 2
+    # later the weights have grown by it, and a step changes less of them
+    if not (
+        most > 3 * RATIO
+        or (enough and now > RATIO and (learns_not or risen is not None))
+        or (enough and now > RATIO / 5 and risen is not None)
+    ):
         return []
     since = risen[0] if risen is not None else seen.steps[0].number
-    evidence = {"a step changes a matrix by": ratio, "learning rate": seen.steps[-1].learning_rate}
-    if risen is not None:
-        evidence |= {"loss": risen[2], "lowest": risen[1]}
-    elif known:
-        evidence |= {"loss": last, "first": first}
+    ratio = most if most > 3 * RATIO else now
+    evidence = {"a step changed a matrix by": ratio, "learning rate": seen.steps[-1].learning_rate}
+    if math.isfinite(last):
+        evidence |= {"loss": last, "first": seen.first_loss}
     return [Finding("rate_too_high", seen.steps[-1].number, since, evidence=evidence)]
 
 
 def _unexplained(seen: Seen) -> list[Finding]:
-    risen = rises(seen.steps)
+    risen = rises(seen.steps, seen.first_loss)
     if risen is None or _is_explained(seen, risen) or seen.leaning:
         return []
     evidence = {"loss": risen[2], "lowest": risen[1]}
@@ -438,16 +439,16 @@ CAUSES: dict[str, Cause] = {
         "exploding layer",
         "One matrix grows without the others, and does not slow down",
         f"over at most 10 measurements a matrix has grown to {GROWN:g} times its size and that of"
-        " the median matrix's growth, is larger than the median matrix, and its growth goes on",
+        " the median matrix's growth, is twice as large as the median matrix, and grows on",
         "look at its initialization, its learning rate and its weight decay; normalize its output",
         _exploding,
     ),
     "rate_too_high": Cause(
         "learning rate too high",
         "Every step changes the weights by more than training can follow",
-        f"the median matrix is changed by more than {RATIO:g} of its size in a step while the loss"
-        " rises, or is above its first or, after 30 steps, not 5 % below it; or by more than"
-        f" {RATIO / 5:g} while it rises and nothing else explains that",
+        f"the median matrix is changed by more than {3 * RATIO:g} of its size in a measured step,"
+        f" or by {RATIO:g} while the loss rises, or is above its first or, after 30 steps, not 5 %"
+        f" below it; or by {RATIO / 5:g} while it rises and nothing else explains that",
         "lower the learning rate, warm it up for longer, or raise Adam's β₂",
         _rate,
     ),
@@ -463,7 +464,8 @@ CAUSES: dict[str, Cause] = {
         "the loss rises, and none of the causes above is found",
         "What is measured does not explain it",
         f"the median loss of 8 steps is {SHARE:.0%} and 4 robust standard deviations above its"
-        " lowest and rises, and no cause above was found, nor does a head lean",
+        f" lowest, and by {SHARE:.0%} of what it had fallen since the first, and rises; no cause"
+        " above was found, and no head leans",
         "compare with a run in fp32, and `halfulp diff` the two",
         _unexplained,
     ),
