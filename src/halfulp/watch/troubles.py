@@ -341,7 +341,7 @@ def _rate(seen: Seen) -> list[Finding]:
     ]
     ratios = [statistics.median(known) for known in by_row if known]
     risen = rises(seen.steps, seen.first_loss)
-    if not ratios or _is_explained(seen, risen):
+    if not ratios or len(seen.steps) < LEAST // 2 or _is_explained(seen, risen):
         return []
     now, most = statistics.median(ratios[-3:]), max(ratios)
     known = [step.loss for step in seen.steps if math.isfinite(step.loss)]
