@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from halfulp.chances import student_beyond
 from halfulp.watch.health import Step
-from halfulp.watch.places import Place
+from halfulp.watch.nonfinite import Place
 from halfulp.watch.running import WINDOW
 from halfulp.watch.troubles import CAUSES, Finding, Seen, find
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfulp.watch.alarms import Alarms
 from halfulp.watch.health import Health, Step, gradient_norm, sentences_of
-from halfulp.watch.places import Place, place_in_forward, place_in_gradients, place_in_weights
+from halfulp.watch.nonfinite import Place, place_in_forward, place_in_gradients, place_in_weights
 from halfulp.watch.running import WINDOW
 from halfulp.watch.snapshots import Snapshots
 from halfulp.watch.troubles import Finding
