@@ -24,7 +24,6 @@ from halfulp.cli.doctor import doctor, version_text
 from halfulp.cli.ending import BAD_ARGUMENT, ended, warnings_in_lines
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
 from halfulp.cli.lab import compare, isolate, tokens, train
-from halfulp.cli.reconstruct_command import reconstruct
 from halfulp.cli.report_command import report
 from halfulp.cli.shell import PROGRAM, complain, patient_output, say, typed
 from halfulp.cli.usage import unknown, usage_line
@@ -35,7 +34,6 @@ LAB = ("tyro", "rich", "matplotlib", "jinja2", "cattrs", "joblib", "scipy")
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo,
     "audit": audit,
-    "reconstruct": reconstruct,
     "sweep": sweep,
     "claims": claims,
     "train": train,

@@ -172,7 +172,7 @@ class Wide:
         asked = operation.function(stands, *rest, **operation.kwargs)
         if not isinstance(asked, Tensor) or not asked.is_floating_point():
             return operation.function(expected_by_model(x), *rest, **operation.kwargs)
-        wide = self.dtype if self._narrow(asked.dtype) else asked.dtype
+        wide = self.dtype if asked.dtype.itemsize < self.dtype.itemsize else asked.dtype
         found = x.to(device=asked.device, dtype=wide)
         return tag(found.view_as(found), asked.dtype)  # x itself may stand for another dtype
 
