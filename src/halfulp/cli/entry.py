@@ -23,6 +23,7 @@ from halfulp.cli.bench_command import bench
 from halfulp.cli.doctor import doctor, version_text
 from halfulp.cli.ending import BAD_ARGUMENT, ended, warnings_in_lines
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
+from halfulp.cli.figures_command import figures
 from halfulp.cli.lab import compare, isolate, tokens, train
 from halfulp.cli.report_command import report
 from halfulp.cli.shell import PROGRAM, complain, patient_output, say, typed
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "audit": audit,
     "sweep": sweep,
     "claims": claims,
+    "figures": figures,
     "train": train,
     "tokens": tokens,
     "isolate": isolate,
