@@ -111,12 +111,24 @@ __attribute__((noinline)) static bool large(const Unit* x, long units) {
   for (long u = 0; u < units; ++u) found |= x[u] & x[u] << 1;
   return found & (KP == 2 ? 0x40004000u : 0x40000000u);
 }
+template <class E>
+static inline bool large_panel(Rows rows, Width<E> w) {
+  bool found = false;
+  for (long r = 0; r < kPanel; ++r) found |= large<E::KP>(rows.at + r * rows.stride, w.units);
+  return found;
+}
 constexpr Unit kNotFinite = 255;  // the exponent of NaN and infinities
 template <long KP>
 __attribute__((noinline)) static bool infinite(const Unit* x, long units) {
   bool found = false;
   for (long u = 0; u < units; ++u)
     found |= (KP == 2 && (x[u] >> 7 & 255) == kNotFinite) || (x[u] >> 23 & 255) == kNotFinite;
+  return found;
+}
+template <class E>
+static inline bool infinite_panel(Rows rows, Width<E> w) {
+  bool found = false;
+  for (long r = 0; r < kPanel; ++r) found |= infinite<E::KP>(rows.at + r * rows.stride, w.units);
   return found;
 }
 template <long KP>

@@ -81,17 +81,17 @@ struct Backward {
     for (long j = 0; j < G * kPanel; ++j) slopes[j] = 1.f;
     for (long j = 0; j < count; j += kPanel) {
       const long real = least(kPanel, count - j);
-      read_rows<E>(c.key, b, hk, first + j, kPanel, real, wd, rows);
-      panel_over_features<E>(rows, wd, key + j * wd.units);
-      odd_keys |= large<KP>(rows, kPanel * row_stride(wd));
+      const Rows k = rows_of_panel<E>(c.key, b, hk, first + j, real, wd, rows);
+      panel_over_features<E>(k, wd, key + j * wd.units);
+      odd_keys |= large_panel<E>(k, wd);
       for (long col = 0; col < wd.columns; col += 64) {
         Unit* to = key_rows + col * (keys / KP) + j / KP * wd.panel(col);
-        pair_rows<E>(rows, kPanel, col, wd.panel(col), wd, to, wd.panel(col));
+        pair_rows<E>(k, kPanel, col, wd.panel(col), to, wd.panel(col));
         if (odd_keys) finite_only<KP>(to, kPanel / KP * wd.panel(col));
       }
-      read_rows<E>(c.value, b, hk, first + j, kPanel, real, wv, rows);
-      odd_keys |= large<KP>(rows, kPanel * row_stride(wv));
-      panel_over_features<E>(rows, wv, value + j * wv.units);
+      const Rows v = rows_of_panel<E>(c.value, b, hk, first + j, real, wv, rows);
+      odd_keys |= large_panel<E>(v, wv);
+      panel_over_features<E>(v, wv, value + j * wv.units);
     }
     std::memset(grad_key, 0, size_t(keys * wd.columns) * sizeof(float));
     std::memset(grad_value, 0, size_t(keys * wv.columns) * sizeof(float));
@@ -119,7 +119,7 @@ struct Backward {
       careful = odd_keys || c.softcap > 0.f || c.drop_below || c.grad_mask;
       read_block(c.query, b, h, i0, wd, query, query_t);
       read_block(c.grad_out, b, h, i0, wv, grad_out, grad_out_t);
-      odd_grads = careful && infinite<KP>(grad_out, kRows * row_stride(wv));
+      odd_grads = careful && infinite<KP>(grad_out, valid * row_stride(wv));
       statistics(b, h, i0);
       if (for_sinks) sink_terms(h, flat);
       for (long k0 = block.from / BK * BK; k0 < block.to; k0 += BK) keys_of(i0, groups, k0);
@@ -144,13 +144,14 @@ struct Backward {
   }
 
   void read_block(const halfulp_tensor& x, long b, long h, long i0, Width<E> w, Unit* as_rows, Unit* t) {
-    read_rows<E>(x, b, h, i0, kRows, valid, w, as_rows);
-    pair_rows<E>(as_rows, kRows, 0, w.columns, w, paired, w.columns);
-    if (large<KP>(as_rows, kRows * row_stride(w))) {
+    const long count = least(kRows, up(up(valid, G), 16 * KP));  // in whole groups, and whole tiles to transpose
+    read_rows<E>(x, b, h, i0, count, valid, w, as_rows);
+    pair_rows<E>({as_rows, row_stride(w)}, count, 0, w.columns, paired, w.columns);
+    if (large<KP>(as_rows, count * row_stride(w))) {
       careful = true;
-      finite_only<KP>(paired, kRows / KP * w.columns);
+      finite_only<KP>(paired, count / KP * w.columns);
     }
-    for (long k = 0; k < kRows / KP; k += 16)
+    for (long k = 0; k < count / KP; k += 16)
       for (long col = 0; col < w.columns; col += 16)
         transpose16(paired + k * w.columns + col, w.columns, t + col * (kRows / KP) + k, kRows / KP, 16);
   }

@@ -41,6 +41,7 @@ struct FloatEngine {
   static void leave() {}
   static constexpr int mantissa_bits = Dtype::mantissa_bits, lowest_exponent = Dtype::lowest_exponent;
   static constexpr bool exact_operands = Dtype::exact;
+  static constexpr bool elements_are_units = Dtype::exact;
   using U = V;
   struct Packed {
     V x0, x1;

@@ -13,6 +13,8 @@ struct Forward {
   Width<E> wd, wv;
   long keys;  // of a head, in whole panels
   long step;  // keys of a block
+  bool once;  // this unit has one block of rows, for which a block of keys is packed when its turn comes
+  long packed_keys, packed_from;  // what K and V as operands hold
   Unit *key, *value, *query, *weights, *rows;
   float *scores, *out, *lanes, *exact_lanes, *m;
   uint8_t* odd;  // panels of V that hold NaN or an infinity
@@ -20,10 +22,11 @@ struct Forward {
 
   Forward(const Plan& p, char* base)
       : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)),
-        step(c.recipe == HALFULP_RECIPE_PUBLISHED ? kTieKeys : BK) {
+        step(c.recipe == HALFULP_RECIPE_PUBLISHED ? kTieKeys : BK),
+        once(p.groups * p.row_blocks == p.spans), packed_keys(once ? least(step, keys) : keys), packed_from(0) {
     Scratch s{base};
-    key = s.take<Unit>(keys * wd.units);
-    value = s.take<Unit>(keys / KP * wv.columns);
+    key = s.take<Unit>(packed_keys * wd.units);
+    value = s.take<Unit>(packed_keys / KP * wv.columns);
     rows = s.take<Unit>(kPanel * most(row_stride(wd), row_stride(wv)));
     query = s.take<Unit>(kRows * row_stride(wd));
     weights = s.take<Unit>(kRows * BK / KP);
@@ -45,30 +48,37 @@ struct Forward {
     const long from = total * span / p.spans, to = total * (span + 1) / p.spans;
     const long b = head / f.c.key_heads, hk = head % f.c.key_heads;
     E::enter();
-    f.pack(b, hk, from, to);
+    if (!f.once) f.pack(b, hk, 0, f.keys_before(from, to));
     for (long block = from; block < to; ++block)
       f.rows_of(b, hk * p.groups + block / p.row_blocks, block % p.row_blocks * kRows);
     E::leave();
   }
 
-  // K and V of one head, up to the last key that is seen.
-  void pack(long b, long hk, long from, long to) {
+  // The first key that no row of these blocks sees, nor any after it.
+  long keys_before(long from, long to) const {
     const bool one_head = from / plan.row_blocks == (to - 1) / plan.row_blocks;
     const long last = one_head ? least(c.n_query, ((to - 1) % plan.row_blocks + 1) * kRows) : c.n_query;
-    const long end = last > 0 ? end_key(c, last - 1) : 0;
-    for (long j = 0; j < end; j += kPanel) {
-      const long valid = least(kPanel, c.n_key - j);
-      read_rows<E>(c.key, b, hk, j, kPanel, valid, wd, rows);
-      panel_over_features<E>(rows, wd, key + j * wd.units);
-      read_rows<E>(c.value, b, hk, j, kPanel, valid, wv, rows);
-      odd[j / kPanel] = large<KP>(rows, kPanel * row_stride(wv)) && infinite<KP>(rows, kPanel * row_stride(wv));
+    return last > 0 ? end_key(c, last - 1) : 0;
+  }
+
+  // K and V of one head as operands.
+  void pack(long b, long hk, long from, long end) {
+    packed_from = from;
+    for (long j = from; j < end; j += kPanel) {
+      const long real = least(kPanel, c.n_key - j);
+      panel_over_features<E>(rows_of_panel<E>(c.key, b, hk, j, real, wd, rows), wd, key_at(j));
+      const Rows v = rows_of_panel<E>(c.value, b, hk, j, real, wv, rows);
+      odd[j / kPanel] = large_panel<E>(v, wv) && infinite_panel<E>(v, wv);
       for (long col = 0; col < wv.columns; col += 64) {
-        pair_rows<E>(rows, kPanel, col, wv.panel(col), wv, value_at(col, j), wv.panel(col));
+        pair_rows<E>(v, kPanel, col, wv.panel(col), value_at(col, j), wv.panel(col));
         if (odd[j / kPanel]) finite_only<KP>(value_at(col, j), kPanel / KP * wv.panel(col));
       }
     }
   }
-  Unit* value_at(long col, long j) { return value + col * (keys / KP) + j / KP * wv.panel(col); }
+  Unit* key_at(long j) { return key + (j - packed_from) * wd.units; }
+  Unit* value_at(long col, long j) {
+    return value + col * (packed_keys / KP) + (j - packed_from) / KP * wv.panel(col);
+  }
 
   void rows_of(long b, long h, long i0) {
     valid = least(kRows, c.n_query - i0);
@@ -83,7 +93,10 @@ struct Forward {
       if (sink != -HALFULP_INF) lanes[16 * r] = exact_lanes[16 * r] = std::exp2(sink - shift_of(sink));
     }
     const Span block = seen_by(c, i0, kRows, 0, keys);
-    for (long k0 = block.from / step * step; k0 < block.to; k0 += step) keys_of(b, h, i0, groups, k0);
+    for (long k0 = block.from / step * step; k0 < block.to; k0 += step) {
+      if (once) pack(b, h / plan.groups, k0, least(block.to, k0 + step));
+      keys_of(b, h, i0, groups, k0);
+    }
     finish(b, h, i0);
   }
 
@@ -96,7 +109,7 @@ struct Forward {
       for (long g = 0; g < groups; ++g)
         if (span[g].from <= j && j < span[g].to)
           Multiply<E>::template group<kSet>(rows_in(g), query + G * g * row_stride(wd), row_stride(wd),
-                                            key + j * wd.units, 64, wd.units, scores + G * g * BK + j - k0, BK, &scale);
+                                            key_at(j), 64, wd.units, scores + G * g * BK + j - k0, BK, &scale);
     float rescale[kRows];
     for (long g = 0; g < groups; ++g)
       if (!span[g].empty())

@@ -122,21 +122,38 @@ static inline long row_stride(Width<E> w) {
   return E::KP == 2 ? w.stride() : w.columns;
 }
 
-// B operand whose k runs over features: 64 rows of units to a panel [units][64].
+// Rows of units: a tensor's own, where its elements are units already and none is missing, or a copy.
+struct Rows {
+  const Unit* at;
+  long stride;
+};
 template <class E>
-static inline void panel_over_features(const Unit* rows, Width<E> w, Unit* panel) {
-  for (long u = 0; u < w.units; u += 16)
-    for (long j = 0; j < kPanel; j += 16)
-      transpose16(rows + j * row_stride(w) + u, row_stride(w), panel + u * kPanel + j, kPanel, least(16, w.units - u));
+static inline Rows rows_of_panel(const halfulp_tensor& x, long b, long h, long from, long valid, Width<E> w,
+                                 Unit* copy) {
+  if (E::elements_are_units && valid == kPanel && w.d % (16 * E::KP) == 0 && w.d == w.columns && x.row % E::KP == 0) {
+    const auto* first = static_cast<const typename E::Element*>(x.data) + b * x.batch + h * x.head + from * x.row;
+    if (reinterpret_cast<uintptr_t>(first) % sizeof(Unit) == 0)
+      return {reinterpret_cast<const Unit*>(first), x.row / E::KP};
+  }
+  read_rows<E>(x, b, h, from, kPanel, valid, w, copy);
+  return {copy, row_stride(w)};
 }
 
-// `rows` (even) rows of units with their neighbors in k paired: element (k unit, column) at dst[k · ld + column].
+// B operand whose k runs over features: 64 rows of units to a panel [units][64].
 template <class E>
-static inline void pair_rows(const Unit* rows, long count, long column, long width, Width<E> w, Unit* dst, long ld) {
+static inline void panel_over_features(Rows rows, Width<E> w, Unit* panel) {
+  for (long u = 0; u < w.units; u += 16)
+    for (long j = 0; j < kPanel; j += 16)
+      transpose16(rows.at + j * rows.stride + u, rows.stride, panel + u * kPanel + j, kPanel, least(16, w.units - u));
+}
+
+// `count` (even) rows of units with their neighbors in k paired: element (k unit, column) at dst[k · ld + column].
+template <class E>
+static inline void pair_rows(Rows rows, long count, long column, long width, Unit* dst, long ld) {
   for (long r = 0; r < count; r += 2)
     for (long c = 0; c < width; c += 32) {
-      const Unit* at = rows + r * row_stride(w) + (column + c) / E::KP;
-      E::put_pair(dst + r / E::KP * ld + c, ld, E::get_row(at), E::get_row(at + row_stride(w)));
+      const Unit* at = rows.at + r * rows.stride + (column + c) / E::KP;
+      E::put_pair(dst + r / E::KP * ld + c, ld, E::get_row(at), E::get_row(at + rows.stride));
     }
 }
 

@@ -115,6 +115,7 @@ struct PairEngine {
   static void leave() {}
   static constexpr int mantissa_bits = 7, lowest_exponent = -101;
   static constexpr bool exact_operands = false;
+  static constexpr bool elements_are_units = true;  // two of them
   using U = __m512i;
   using Packed = __m512i;  // 32 weights of one row
   static U units(const Unit* p) { return _mm512_loadu_si512(p); }

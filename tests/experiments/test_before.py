@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from halfulp.audit import Shape
-from halfulp.experiments.before import before, read_saved
+from halfulp.audit.against import read_audits
+from halfulp.experiments.before import before
 from halfulp.targets import CallLimits
 
 KERNEL = """
@@ -108,7 +109,7 @@ def test_what_is_no_reference_is_told_in_one_line(repository, tmp_path, monkeypa
         pass
     (tmp_path / "saved.json").write_text(json.dumps([{"target": "x"}]))
     with pytest.raises(ValueError, match="it holds something else"):
-        read_saved("saved.json")
+        read_audits("saved.json")
 
 
 def test_a_saved_audit_is_found_by_its_target(tmp_path, monkeypatch):

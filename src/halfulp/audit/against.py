@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from halfulp.audit.statistics import Estimate, estimate
+from halfulp.runs.folder import read_json
 
 Report = Mapping[str, Any]
 """An audit's plain data: `AuditReport.as_dict()`, or what was saved of it."""
@@ -32,6 +34,7 @@ sums does more than the 5 % of the others.
 
 _RANK = {"sound": 0, "stock": 1, "incomplete": 2, "defect": 3, "error": 4}
 _KEYS = ("probe", "shape", "seed", "file")
+_NEEDED = ("target", "dtype", "verdict", "cases", "findings")
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,37 @@ def compare(before: Report, after: Report) -> Comparison:
         tuple(_worse(before, after, pairs)),
         tuple(_unpaired(before, after)),
     )
+
+
+def read_audits(file: str, argument: str = "against") -> list[dict[str, Any]]:
+    """The audits that `halfulp audit --json` wrote; ValueError, in one line, for anything else."""
+    plain = read_json(Path(file))
+    reports = plain if isinstance(plain, list) else [plain]
+    whole = [
+        r
+        for r in reports
+        if isinstance(r, dict) and all(key in r for key in _NEEDED) and isinstance(r["cases"], list)
+    ]
+    if not whole or len(whole) != len(reports):
+        reason = "it holds something else" if Path(file).exists() else "there is no such file"
+        raise ValueError(
+            f"{argument}={file!r}: {reason}; accepted is what `halfulp audit --json` wrote"
+        )
+    return whole
+
+
+def audit_of(
+    reports: Sequence[dict[str, Any]], file: str, target: str, argument: str = "against"
+) -> dict[str, Any]:
+    """The audit of a target among those of a file, or the only one that is there; ValueError where
+    there are others.
+    """
+    by_name = {report["target"]: report for report in reports}
+    if target not in by_name and len(reports) > 1:
+        raise ValueError(
+            f"{argument}={file!r}: it holds no audit of {target}; it holds {', '.join(by_name)}"
+        )
+    return by_name.get(target, reports[0])
 
 
 def _cases(report: Report) -> dict[tuple[Any, ...], Mapping[str, Any]]:

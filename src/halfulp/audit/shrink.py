@@ -14,6 +14,7 @@ from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.operation_plan import smaller
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
+from halfulp.audit.relation_replay import relation_severity
 from halfulp.audit.verdict import LIMITS, PEAK, Finding, Limits
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION, Sizes, operation_names
@@ -26,6 +27,8 @@ def severity(run: Run, case: Case, finding: Finding) -> float:
     """How bad a finding is on one case, 1 being the limit of a defect; 0 where the target refuses
     the case.
     """
+    if finding.kind == "relation":
+        return relation_severity(run, case, finding.property)
     reference = references(case)
     result = run(reference.inputs)
     if result is None:

@@ -125,8 +125,7 @@ def _audit_all(
 
 def _compare_saved(names: Sequence[str], against: str | None, files: AuditFiles) -> int:
     """Compare saved audits and print what changed."""
-    from halfulp.audit.against import compare
-    from halfulp.experiments.before import read_saved
+    from halfulp.audit.against import compare, read_audits
     from halfulp.report.comparison_table import print_comparison
     from halfulp.report.terminal import console
 
@@ -138,7 +137,7 @@ def _compare_saved(names: Sequence[str], against: str | None, files: AuditFiles)
         )
     if files.html is not None or files.repro is not None:
         raise ValueError("html, repro: accepted where something is audited, not of saved audits")
-    old, new = (read_saved(name, "targets") for name in names)
+    old, new = (read_audits(name, "targets") for name in names)
     by_name = {report["target"]: report for report in old}
     if len(old) == len(new) == 1:
         by_name[new[0]["target"]] = old[0]

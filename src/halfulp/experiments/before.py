@@ -19,37 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from halfulp.audit import audit
+from halfulp.audit.against import audit_of, read_audits
 from halfulp.operations import ATTENTION
-from halfulp.runs.folder import read_json
 from halfulp.targets import CallLimits, canonical, is_code, isolated, resolve
 
 Plain = Mapping[str, Any]
 Before = Callable[[str], dict[str, Any]]
 """The audit to compare a target's with, by the target's name, as plain data."""
 
-_KEYS = ("target", "dtype", "verdict", "cases", "findings")
-
 
 def is_saved(name: str) -> bool:
     """Whether a name is that of a saved audit."""
     return name.endswith(".json")
-
-
-def read_saved(file: str, argument: str = "against") -> list[dict[str, Any]]:
-    """The audits that `halfulp audit --json` wrote; ValueError, in one line, for anything else."""
-    plain = read_json(Path(file))
-    reports = plain if isinstance(plain, list) else [plain]
-    whole = [
-        r
-        for r in reports
-        if isinstance(r, dict) and all(key in r for key in _KEYS) and isinstance(r["cases"], list)
-    ]
-    if not whole or len(whole) != len(reports):
-        reason = "there is no such file" if not Path(file).exists() else "it holds something else"
-        raise ValueError(
-            f"{argument}={file!r}: {reason}; accepted is what `halfulp audit --json` wrote"
-        )
-    return whole
 
 
 @contextlib.contextmanager
@@ -71,7 +52,9 @@ def before(
         ValueError: it is none of these, or none of that can be compared with these targets.
     """
     if is_saved(reference):
-        yield _saved(reference, names)
+        reports = read_audits(reference)
+        named = {name: audit_of(reports, reference, name) for name in names}
+        yield lambda name: named[name]
         return
     if _is_target(reference, options.get("op", ATTENTION)):
         yield _target(reference, options, limits)
@@ -85,19 +68,6 @@ def before(
                 " accepted without --in-process"
             )
         yield lambda name: _at_revision(tree, commit, reference, name, options, limits)
-
-
-def _saved(file: str, names: Sequence[str]) -> Before:
-    reports = read_saved(file)
-    by_name = {report["target"]: report for report in reports}
-    if len(names) == len(reports) == 1:
-        return lambda _: reports[0]
-    for name in names:
-        if name not in by_name:
-            raise ValueError(
-                f"against={file!r}: it holds no audit of {name}; it holds {', '.join(by_name)}"
-            )
-    return lambda name: by_name[name]
 
 
 def _is_target(name: str, operation: str) -> bool:

@@ -1,0 +1,142 @@
+"""`assert_sound` and pytest's plugin: what a failing test says, and what is tried again first."""
+
+import os
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from halfulp import testing
+from halfulp.audit import Case, Shape, invariants, relation_replay
+from halfulp.audit.run import runner
+from halfulp.targets import resolve
+
+SMALL = {"shapes": [Shape(1, 4, 16, 16, 8)]}
+KERNEL = """
+def attention(query, key, value, *, is_causal=False, scale=None):
+    s = (query.float() @ key.float().mT) * scale
+    if is_causal:
+        s = s.masked_fill(s.new_ones(s.shape[-2:]).tril() == 0, float("-inf"))
+    return (s.softmax(-1) @ value.float() * FACTOR).to(query.dtype)
+"""
+
+
+def made(factor):
+    names = {"FACTOR": factor}
+    exec(compile(KERNEL, "kernel", "exec"), names)
+    return names["attention"]
+
+
+def test_a_sound_kernel_passes_and_gives_its_audit():
+    assert testing.assert_sound(made(1.0), like="sound", **SMALL).verdict == "sound"
+
+
+def test_a_failure_says_what_why_where_and_how_to_see_it():
+    with pytest.raises(testing.SoundnessError) as raised:
+        testing.assert_sound(made(1.02), **SMALL)
+    text, report = str(raised.value), raised.value.report
+    assert "has a DEFECT" in text.splitlines()[0]
+    for word in ("cause", "resembles", "in training", "worst", "findings", "smallest"):
+        assert f"\n  {word:<11} " in text, text
+    assert f"docs/causes/{report.as_dict()['cause']['code']}.md" in text
+    assert "reproduce(" in text
+    assert max(map(len, text.splitlines())) < 200
+    assert isinstance(raised.value, AssertionError)
+    again = testing.Failing.of(raised.value.failing.as_dict())
+    assert again == raised.value.failing
+    assert testing.replay(made(1.02), again) > 1 > testing.replay(made(1.0), again)
+
+
+def test_what_was_not_seen_is_not_sound():
+    def forward(query, key, value, *, is_causal=False, scale=None):
+        return made(1.0)(query, key, value, is_causal=is_causal, scale=scale).detach()
+
+    def failing(query, key, value, **options):
+        raise RuntimeError("no GPU")
+
+    with pytest.raises(testing.SoundnessError, match="gave no gradients"):
+        testing.assert_sound(forward, **SMALL)
+    assert testing.assert_sound(forward, forward=True, **SMALL).verdict == "forward sound"
+    with pytest.raises(testing.SoundnessError, match=r"could not be called\n  why .*no GPU"):
+        testing.assert_sound(failing, **SMALL)
+
+
+def test_like_another_kernel_or_a_saved_audit(tmp_path):
+    with pytest.raises(testing.SoundnessError, match=r"is WORSE than .*attention"):
+        testing.assert_sound(made(1.02), like=made(1.0), **SMALL)
+    bad = testing.assert_sound(made(1.02), like=made(1.02), **SMALL)  # no worse than itself
+    assert bad.verdict == "defect"
+    for wrong, said in (
+        ({"like": "soundd"}, "like='soundd'.* or 'stock' or 'sound'"),
+        ({"like": "no.json"}, "like='no.json': there is no such file"),
+        ({"op": "norm_of_rms", "shapes": ()}, "norm_of_rms"),
+        ({"depth": "deep"}, "depth='deep'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            testing.assert_sound(made(1.0), **(SMALL | wrong))
+
+
+def shifted(query, key, value, *, is_causal=False, scale=None):
+    """Scores of bf16 size where keys share a constant: a key shift is seen."""
+    s = (query.float() @ key.float().mT * scale).to(query.dtype).float()
+    return (s.softmax(-1) @ value.float()).to(query.dtype)
+
+
+def test_a_broken_relation_is_shown_again():
+    case = Case("free_feature", Shape(2, 4, 192, 192, 64))
+    for kernel, broken in ((shifted, True), (made(1.0), False)):
+        failing = testing.Failing(case, "relation", "key shift: O", "out")
+        assert (testing.replay(kernel, failing) > 1) is broken
+
+
+def test_relations_go_by_the_names_they_give():
+    run, case = runner(resolve("sdpa:math")), Case("free_feature", Shape(2, 2, 24, 24, 16))
+    x = relation_replay.references(case).inputs
+    for name, relation in relation_replay.RELATIONS.items():
+        assert {found.invariant for found in relation(run, x, run(x))} == {name}
+    assert set(relation_replay.RELATIONS.values()) == {*invariants.PLAIN, *invariants.CAUSAL}
+
+
+TEST = """
+from pathlib import Path
+from halfulp.audit import Shape
+def test_kernel(assert_sound):
+    names = {}
+    exec(Path("kernel.py").read_text(), names)
+    assert_sound(names["attention"], shapes=[Shape(1, 4, 16, 16, 8)])
+"""
+
+
+def test_the_plugin_remembers_what_failed_and_writes_figures(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_it.py").write_text(TEST)
+
+    def run(factor, *options):
+        (tmp_path / "kernel.py").write_text(f"FACTOR = {factor}\n{KERNEL}")
+        given = ["-p", "halfulp.pytest_plugin", "--rootdir", ".", "-c", os.devnull, *options]
+        code = pytest.main(["test_it.py", "-q", "-o", "cache_dir=cache", *given])
+        return code, "".join(capfd.readouterr())
+
+    code, out = run(1.02, "--junit-xml=j.xml")
+    assert code == 1
+    assert "has a DEFECT" in out
+    assert "soundness.py" not in out.replace("halfulp.testing.soundness", "")  # no frame of ours
+    properties = ElementTree.parse(tmp_path / "j.xml").findall(".//property")
+    assert {p.get("name").partition(": ")[2] for p in properties} == {
+        "verdict", "cause", "worst times stock", "worst times floor",
+    }  # fmt: skip
+    code, out = run(1.02, "--halfulp-depth", "full")
+    assert "still fails on the input that failed last time" in out
+    code, out = run(1.0)
+    assert code == 0, out
+    assert "invalid choice: 'deep'" in run(1.0, "--halfulp-depth", "deep")[1]
+
+
+def test_the_plugin_imports_nothing_until_it_is_used(tmp_path):
+    code = (
+        "import sys, halfulp.pytest_plugin;"
+        " print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
