@@ -35,7 +35,7 @@ ORDER = [
     {"testing"},
     {"pytest_plugin"},
     {"training"},
-    {"isolate"},
+    {"isolate", "diff"},
     {"experiments"},
     {"papers"},
     {"cli"},

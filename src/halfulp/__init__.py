@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from halfulp.attention.patch import patch
     from halfulp.audit import AuditReport, audit
+    from halfulp.diff import Setting, diff
     from halfulp.formats import Format, round_to
     from halfulp.recipes import Recipe, Step
     from halfulp.runs.snapshot import Snapshot, read_snapshot
@@ -32,12 +33,14 @@ __all__ = [
     "AuditReport",
     "Format",
     "Recipe",
+    "Setting",
     "Snapshot",
     "Step",
     "__version__",
     "attention",
     "attention_varlen",
     "audit",
+    "diff",
     "emulate",
     "explain_dispatch",
     "golden",
@@ -59,6 +62,7 @@ _ROOMS = {
         "register_transformers",
     ),
     "audit": ("audit", "AuditReport"),
+    "diff": ("diff", "Setting"),
     "formats": ("Format", "round_to"),
     "recipes": ("Recipe", "Step"),
     "runs.snapshot": ("Snapshot", "read_snapshot"),

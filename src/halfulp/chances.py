@@ -68,3 +68,14 @@ def _falling_root(function: Callable[[float], float], low: float, high: float) -
         else:
             high = middle
     return high
+
+
+def student_tail(t: float, degrees: int) -> float:
+    """The probability that a Student variable of `degrees` ≥ 1 exceeds t."""
+    if math.isnan(t):
+        return math.nan
+    if math.isinf(t):
+        return 0.0 if t > 0 else 1.0
+    whole = degrees + t * t
+    beyond = _beta_below(degrees / whole, t * t / whole, degrees / 2, 0.5) / 2
+    return beyond if t >= 0 else 1 - beyond

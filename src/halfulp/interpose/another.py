@@ -23,7 +23,8 @@ from halfulp.recipes import RECIPES
 from halfulp.targets import resolve
 
 Into = Callable[[Operation], Any]
-"""Runs something in an operation's place; its arguments are what the model handed over."""
+"""Runs something in an operation's place; its arguments are what the model handed over, and with an
+attribute `takes_wide` what another wide operation gave."""
 
 _TAG = "_halfulp_stands_for"
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
@@ -132,6 +133,8 @@ def _rounded(x: Tensor, fmt: Format) -> Tensor:
 class Wide:
     """The operation on wider operands."""
 
+    takes_wide = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._stock: dict[Any, list[torch.dtype]] = {}
@@ -163,8 +166,7 @@ class Wide:
         return x
 
     def _narrow(self, dtype: torch.dtype) -> bool:
-        narrow = dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
-        return narrow and dtype.itemsize > 1
+        return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
 
     def _cast(self, operation: Operation) -> Any:
         x, *rest = operation.args
@@ -172,7 +174,7 @@ class Wide:
         asked = operation.function(stands, *rest, **operation.kwargs)
         if not isinstance(asked, Tensor) or not asked.is_floating_point():
             return operation.function(expected_by_model(x), *rest, **operation.kwargs)
-        wide = self.dtype if asked.dtype.itemsize < self.dtype.itemsize else asked.dtype
+        wide = self.dtype if self._narrow(asked.dtype) else asked.dtype
         found = x.to(device=asked.device, dtype=wide)
         return tag(found.view_as(found), asked.dtype)  # x itself may stand for another dtype
 

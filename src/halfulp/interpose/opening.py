@@ -50,6 +50,7 @@ class Swap:
             model's own forward calls, "" what is called outside of it, such as the loss.
         names: of torch functions, such as "rsqrt"; none: every one.
         orders: which of a module's calls of one name in a pass, from 0; none: every one.
+        places: as `Operation.place`; none: every one. With places, every kind is chosen.
     """
 
     into: str | Format | another.Into
@@ -57,6 +58,7 @@ class Swap:
     paths: tuple[str, ...] = ("*",)
     names: tuple[str, ...] = ()
     orders: tuple[int, ...] = ()
+    places: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -72,6 +74,8 @@ class Swap:
 
     def chooses(self, operation: Operation) -> bool:
         """Whether this operation is among them."""
+        if self.places:
+            return operation.place in self.places
         named = operation.kind in self.kinds if self.kinds else operation.kind not in _NOT_BY_PATH
         return (
             named
@@ -201,9 +205,9 @@ class _Mode(TorchFunctionMode):
         if self._before is not None:
             self._before(operation)
         swap = None if not self._swaps or operation.in_place else self._chosen(operation)
-        if swap is not None and isinstance(swap.run, another.Wide):
+        if swap is not None and getattr(swap.run, "takes_wide", False):
             found = swap.run(operation)
-            self.seen.refused |= swap.run.refused
+            self.seen.refused |= getattr(swap.run, "refused", {})
         else:
             if self._swaps:
                 operation = self._narrowed(operation)

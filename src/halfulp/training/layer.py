@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from halfulp.training.attention import Attend, AttentionFunction, AttentionPlan
 from halfulp.training.config import LayerTask
-from halfulp.training.configured import Configured
 
 
 class AttentionLayer(nn.Module):
@@ -43,8 +42,10 @@ class AttentionLayer(nn.Module):
         return projected
 
 
-class LayerWorkload(Configured):
+class LayerWorkload:
     """Teacher, data and student of the one-layer task; see `halfulp.training.workload.Workload`."""
+
+    parts = None  # the configuration's optimizer
 
     def __init__(
         self,

@@ -209,7 +209,6 @@ class _Made:
             data_seed=data_seed,
             device=group.device,
             own=self.own,
-            operations=config.operations,
         )
 
 

@@ -1,0 +1,76 @@
+"""Where two computations part: two settings of one model, two engines, two versions, and whether it
+is more than rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfulp.diff.setting import Setting
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from halfulp.diff.difference import Difference
+
+
+def diff(
+    a: nn.Module | Setting,
+    b: nn.Module | Setting,
+    batches: Iterable[Any],
+    *,
+    gradients: bool = False,
+    attribute: bool = True,
+    repetitions: int = 2,
+    most: int = 12,
+    folder: str | Path | None = None,
+) -> Difference:
+    """Say where two computations part, how far, by whose fault, and whether rounding explains it.
+
+    Both sides run on the same batches. Each operation of B is held against A's operation on the
+    same operands: what is left is its own gap, the rest came in. Groups of operations that differ
+    are then put from B into A, and taken out of B, one at a time.
+
+    Args:
+        a: the side that counts as right: a model, or a `Setting` of one.
+        b: the other side; the same model, or another one with the same weights.
+        batches: tensors, tuples or dictionaries that the models are called with. With `input_ids`
+            log-probabilities of the tokens that come next are compared, else the outputs. A chance
+            needs 4 sequences in all.
+        gradients: compare the gradients of the loss (the model's own, or the mean of −log p), by
+            operation and by parameter.
+        attribute: swap groups of operations.
+        repetitions: passes of A with random roundings, per batch, for the chance.
+        most: groups that are swapped.
+        folder: where results lie meanwhile; by default the system's folder for temporary files.
+
+    Returns:
+        what was found; printed, a table.
+
+    Raises:
+        ValueError: something that cannot be compared, in one line.
+    """
+    from halfulp.diff.setting import setting_of
+    from halfulp.diff.two_sides import compared
+
+    chosen = list(batches)
+    if not chosen:
+        raise ValueError("batches is empty; accepted is at least one")
+    for name, value in (("repetitions", repetitions), ("most", most)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: accepted is a whole number from 1")
+    return compared(
+        setting_of(a, "A", "a"),
+        setting_of(b, "B", "b"),
+        chosen,
+        gradients=gradients,
+        attribute=attribute,
+        repetitions=repetitions,
+        most=most,
+        folder=folder,
+    )
+
+
+__all__ = ["Setting", "diff"]

@@ -1,0 +1,172 @@
+"""Making one side's operation once more on other operands: A's on what B's was handed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from halfulp.diff.setting import Setting
+from halfulp.diff.tape import Ambience, Entry, Slot, result_of
+from halfulp.interpose import Operation, leaves
+from halfulp.interpose.another import expected_by_model, tag
+from halfulp.interpose.operation import mapped
+
+_KERNELS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+)
+
+
+@contextmanager
+def ambient(ambience: Ambience, device: str) -> Iterator[None]:
+    """What else decided how an operation was computed."""
+    now = Ambience.now(device)
+    with ExitStack() as stack:
+        if ambience.attention != now.attention:
+            kernels = zip(_KERNELS, ambience.attention, strict=True)
+            stack.enter_context(sdpa_kernel([kernel for kernel, on in kernels if on]))
+        on = ambience.autocast is not None
+        if ambience.autocast != now.autocast or on:
+            dtype = ambience.autocast or torch.bfloat16
+            stack.enter_context(torch.autocast(device, dtype, enabled=on, cache_enabled=False))
+        if ambience.matmul != now.matmul:
+            torch.set_float32_matmul_precision(ambience.matmul)
+            stack.callback(torch.set_float32_matmul_precision, now.matmul)
+        yield
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    named = [*model.named_buffers(remove_duplicate=False)]
+    return dict([*named, *model.named_parameters(remove_duplicate=False)])
+
+
+class Rerun:
+    """One side's operations, ready to be made on other operands.
+
+    Args:
+        setting: whose operations they are.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._tensors = tensors_of(setting.model)
+        self._equal: dict[tuple[str, int], bool] = {}
+
+    def on(self, entry: Entry, operation: Operation, *, own_form: bool = True) -> Any:
+        """What this side's `entry` gives on the operands that another side's operation has.
+
+        Args:
+            own_form: with this side's arguments that are no tensors; else with the other's, as
+                where one of them sees a part of the tokens.
+        """
+        given = list(leaves((operation.args, operation.kwargs)))
+        slots = entry.slots
+        fits = own_form and len(slots) == len(given)
+        args, kwargs = entry.arguments if fits else (operation.args, dict(operation.kwargs))
+        device = given[0].device.type if given else "cpu"
+
+        def filled(x: Any) -> Any:
+            return self._filled(x, given[x.index]) if isinstance(x, Slot) else x
+
+        if fits:
+            args, kwargs = mapped((args, kwargs), filled)
+        function = entry.function if entry.name == operation.name or fits else operation.function
+        stand_in = Operation(
+            entry.kind, entry.name, entry.path, entry.order, function, args, kwargs
+        )
+        with ambient(entry.ambience, device):
+            return self.setting.compute(stand_in)
+
+    def _filled(self, slot: Slot, x: Tensor) -> Tensor:
+        constant = None if slot.constant is None else self._tensors.get(slot.constant)
+        if constant is not None:
+            return constant
+        return x.to(slot.dtype) if slot.dtype.is_floating_point else x
+
+    def same(self, entry: Entry, other: Entry, operation: Operation, theirs: Setting) -> bool:
+        """Whether another side's operation is this side's in every respect, its operands aside."""
+        if self.setting.swap_of(operation) is not theirs.swap_of(operation):
+            return False
+        if entry.function is not other.function and entry.function != other.function:
+            return False
+        if entry.ambience != other.ambience or entry.asks != other.asks:
+            return False
+        given = list(leaves((operation.args, operation.kwargs)))
+        if not len(entry.slots) == len(other.slots) == len(given):
+            return False
+        return all(
+            mine.dtype == theirs.dtype
+            and mine.shape == theirs.shape
+            and (mine.constant is None) == (theirs.constant is None)
+            and (mine.constant is None or self._holds(mine.constant, x))
+            for mine, theirs, x in zip(entry.slots, other.slots, given, strict=True)
+        )
+
+    def _holds(self, name: str, x: Tensor) -> bool:
+        mine = self._tensors[name]
+        if mine is x:
+            return True
+        key = name, id(x)
+        if key not in self._equal:
+            self._equal[key] = mine.shape == x.shape and torch.equal(mine, x)
+        return self._equal[key]
+
+
+class InPlaceOf:
+    """Another side's operations in place of these: an arithmetic for `interpose`.
+
+    Args:
+        own: the setting that runs.
+        other: whose operations are put in.
+        answers: the other's entry by place; every other operation is the own setting's.
+        own_form: as `Rerun.on`.
+    """
+
+    takes_wide = True
+
+    def __init__(
+        self, own: Setting, other: Rerun, answers: Mapping[str, Entry], own_form: bool = True
+    ) -> None:
+        self._own, self._other, self._answers = own, other, answers
+        self._own_form = own_form
+        self._expected: dict[str, torch.dtype] = {}
+
+    def __call__(self, operation: Operation) -> Any:
+        """What the model gets: a wider result stays wide until another operation takes it."""
+        entry = self._answers.get(operation.place)
+        if entry is None:
+            return self._own.compute(narrowed(operation))
+        expected = self._dtype(operation)
+        found = self._other.on(entry, operation, own_form=self._own_form)
+
+        def noted(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == expected:
+                return x
+            wider = torch.finfo(x.dtype).bits > torch.finfo(expected).bits
+            return tag(x.view_as(x), expected) if wider else x.to(expected)
+
+        return mapped(found, noted)
+
+    def _dtype(self, operation: Operation) -> torch.dtype:
+        """Of what the model expects here."""
+        if operation.place not in self._expected:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                usual = result_of(self._own.compute(narrowed(operation)))
+            assert usual is not None
+            self._expected[operation.place] = usual.dtype
+        return self._expected[operation.place]
+
+
+def narrowed(operation: Operation) -> Operation:
+    """The operation as the model means it, wide operands rounded."""
+    args, kwargs = mapped((operation.args, dict(operation.kwargs)), expected_by_model)
+    return dataclasses.replace(operation, args=args, kwargs=kwargs)

@@ -1,0 +1,227 @@
+"""What a comparison found, as data and as text."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from halfulp.diff.local_gap import LocalGap
+from halfulp.diff.noise import Chance, speaks_for_rounding
+from halfulp.diff.shares import Carried
+from halfulp.diff.tape import asked_otherwise
+from halfulp.runs.folder import json_text, write_json
+
+if TYPE_CHECKING:
+    from halfulp.diff.two_sides import TwoSides
+
+
+@dataclass(frozen=True)
+class OperationGap:
+    """One operation, over all batches; sizes are relative to A's result (rms)."""
+
+    place: str
+    answer: str | None  # A's place; None: A has no such operation
+    kind: str
+    number: int  # in the order of B's pass
+    same: bool  # both sides make one and the same operation
+    gap: float
+    own: float  # B's result against A's operation on B's operands
+    inherited: float
+    floor: float  # what rounding operands and result once on each side makes
+    over_floor: float | None
+    beyond: bool
+    formats: str  # the coarsest of each side, where they differ
+    asks: str  # what is asked for differently
+    lean: float
+    lean_t: float | None
+    gradient: float | None
+
+
+@dataclass(frozen=True)
+class GroupShare:
+    """How much of the gap a group of operations carries; 1 is all of it."""
+
+    name: str
+    kinds: tuple[str, ...]
+    operations: int
+    share: float | None  # of the outputs, both ways averaged
+    into: Mapping[str, tuple[float, float | None]]  # B's operations in A: of what, share, ± error
+    out: Mapping[str, tuple[float, float | None]]  # A's operations in B
+    why: str  # what is different in the first of them
+    layer: bool  # one layer of the first group
+    failed: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The report of `halfulp.diff`: print it, or `to_json`.
+
+    `verdict` is "identical", "within rounding", "beyond rounding" or "unknown" (too few sequences
+    for a chance). `p` is the chance of a gap as large as this from rounding in A's formats;
+    `p_formats` the same in the coarser formats of both sides, where they differ.
+    """
+
+    names: tuple[str, str]
+    verdict: Literal["identical", "within rounding", "beyond rounding", "unknown"]
+    p: float | None
+    p_formats: float | None
+    ratio: float | None
+    what: str
+    batches: int
+    sequences: int
+    gap: float
+    lean: float
+    lean_p: float | None
+    losses: tuple[tuple[float | None, float | None], ...]
+    first: OperationGap | None
+    operations: tuple[OperationGap, ...]
+    groups: tuple[GroupShare, ...]
+    gradients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    unpaired: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    left_out: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0: identical or within rounding; 1: beyond rounding; 2: unknown."""
+        return {"beyond rounding": 1, "unknown": 2}.get(self.verdict, 0)
+
+    @property
+    def culprit(self) -> str | None:
+        """The group that carries most of the gap."""
+        whole = [x for x in self.groups if not x.layer and x.share is not None]
+        return whole[0].name if whole else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def to_json(self, file: str | Path | None = None) -> str:
+        """The report as JSON text, written to a file too."""
+        if file is not None:
+            write_json(Path(file), self.as_dict())
+        return json_text(self.as_dict())
+
+    def __str__(self) -> str:
+        from halfulp.diff.wording import text
+
+        return text(self, min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+    __repr__ = __str__
+
+
+def summed_up(
+    sides: TwoSides,
+    same: bool,
+    chances: Mapping[str, Chance],
+    carried: Sequence[Carried],
+    left_out: int,
+) -> Difference:
+    """The report of a comparison that is done."""
+    rows = tuple(map(_row, sides.gaps.values()))
+    mine = chances.get("A")
+    coarser = chances.get("both")
+    gaps = torch.cat([(x.outputs[1] - x.outputs[0]).flatten() for x in sides.stands])
+    parting = [gap for gap in sides.gaps.values() if gap.parts]
+    first = min(parting, key=lambda gap: gap.entry.number, default=None)
+    aligned = sides.aligned
+    assert aligned is not None
+    return Difference(
+        names=(sides.a.name, sides.b.name),
+        verdict=_verdict(same, mine),
+        p=1.0 if same else _known(mine.p if mine else math.nan),
+        p_formats=_known(coarser.p) if coarser else None,
+        ratio=_known(mine.ratio) if mine else None,
+        what="log-probabilities" if sides.of_tokens else "outputs",
+        batches=len(sides.stands),
+        sequences=sum(len(x.outputs[0]) for x in sides.stands),
+        gap=float(gaps.square().mean().sqrt()),
+        lean=float(gaps.mean()),
+        lean_p=_known(mine.lean_p) if mine else None,
+        losses=tuple(x.losses for x in sides.stands),
+        first=None if first is None else _row(first),
+        operations=rows,
+        groups=tuple(_group(x, _is_layer(x, carried)) for x in carried),
+        gradients={
+            name: (math.sqrt(gap / size) if size else 0.0, along / size if size else 0.0)
+            for name, (gap, size, along) in sides.parameters.items()
+        },
+        unpaired={
+            "A": tuple(x.place for x in aligned.only_a),
+            "B": tuple(x.place for x in aligned.only_b),
+        },
+        renamed=dict(aligned.renamed),
+        unseen=dict(sides.unseen),
+        left_out=left_out,
+    )
+
+
+def _is_layer(one: Carried, carried: Sequence[Carried]) -> bool:
+    """Whether a group is a layer of the first one."""
+    return one is not carried[0] and set(map(id, one.group.members)) <= set(
+        map(id, carried[0].group.members)
+    )
+
+
+def _verdict(
+    same: bool, chance: Chance | None
+) -> Literal["identical", "within rounding", "beyond rounding", "unknown"]:
+    if same:
+        return "identical"
+    if chance is None or (math.isnan(chance.p) and not math.isinf(chance.ratio)):
+        return "unknown"
+    return "within rounding" if speaks_for_rounding(chance) else "beyond rounding"
+
+
+def _known(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _format(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _row(gap: LocalGap) -> OperationGap:
+    entry, answer = gap.entry, gap.answer
+    formats = asks = ""
+    if answer is not None:
+        if answer.coarsest != entry.coarsest:
+            formats = f"{_format(entry.coarsest)} for {_format(answer.coarsest)}"
+        asks = "; ".join(asked_otherwise(entry, answer))
+    lean, t = gap.leaning
+    gradient = math.sqrt(gap.gradient / gap.gradient_size) if gap.gradient_size else None
+    return OperationGap(
+        entry.place, None if answer is None else answer.place, entry.kind, entry.number, gap.same,
+        gap.relative_gap, gap.relative_own, gap.relative_inherited,
+        gap.relative_floor, _known(gap.over_floor), gap.beyond, formats, asks, lean, _known(t),
+        gradient,
+    )  # fmt: skip
+
+
+def _group(carried: Carried, layer: bool) -> GroupShare:
+    def shares(found: Sequence[Any]) -> dict[str, tuple[float, float | None]]:
+        return {x.of: (x.share, _known(x.error)) for x in found if math.isfinite(x.share)}
+
+    group = carried.group
+    first = _row(max(group.members, key=lambda gap: (gap.parts, gap.relative_own)))
+    return GroupShare(
+        group.name, tuple(group.kinds), len(group.members), _known(carried.share()),
+        shares(carried.into), shares(carried.out), reason(first), layer, carried.failed,
+    )  # fmt: skip
+
+
+def reason(row: OperationGap) -> str:
+    """What is different in an operation, in a few words."""
+    if row.answer is None:
+        return f"only B has {row.place}"
+    said = [x for x in (row.formats, row.asks) if x]
+    if not said and row.over_floor is not None:
+        said = [f"{row.over_floor:.2g} × its floor"]
+    return f"{row.place}: {'; '.join(said)}" if said else row.place

@@ -1,0 +1,200 @@
+"""One pair of operations: how far apart, how much of that is its own and how much came in, and what
+rounding alone would make.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.diff.tape import Entry, result_of
+from halfulp.interpose import Operation
+from halfulp.interpose.another import Wide
+from halfulp.interpose.operation import mapped
+
+ROUNDING = 0.2123
+"""Root mean square of the relative error of one rounding to nearest, in units of eps, for numbers
+whose logarithm is uniform: √((1 − ¼) / ln 4 / 12)."""
+BEYOND = {16: 3.0, 32: 24.0}
+"""How many times its floor an operation's own gap may be, by the bits of its format. Sums of
+float32 differ by their order, which the floor (each operand and the result rounded once) leaves
+out."""
+LEANS, LEAST_LEAN = 8.0, 0.25
+"""From which t on a gap leans, and the least share of it that has to."""
+
+
+def step_of(dtype: torch.dtype) -> float:
+    """The relative error (rms) of one rounding to a dtype."""
+    return ROUNDING * torch.finfo(dtype).eps
+
+
+@dataclass
+class LocalGap:
+    """Sums over the batches of one operation; B − A."""
+
+    entry: Entry  # B's
+    answer: Entry | None  # A's; None: A has no such operation
+    same: bool = True  # both sides make one and the same operation
+    exact: bool = False  # `own` is B's error, since A's operation is B's own on a part of the batch
+    replaced: bool = False  # without an answer, and A does something else in its place
+    numbers: int = 0
+    gap: float = 0.0  # Σ (B − A)²
+    own: float = 0.0  # Σ (B − A's operation on B's operands)²
+    inherited: float = 0.0
+    size: float = 0.0  # Σ A²
+    floor: float = 0.0  # Σ of squares, of both sides' roundings
+    rows: int = 0
+    lean: float = 0.0  # Σ over rows of the gap along A's row, as a share of it
+    lean_squared: float = 0.0
+    gradient: float = 0.0  # Σ (gradient of B's result − of A's)²
+    gradient_size: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, found: Tensor, theirs: Tensor, again: Tensor | None, floor: float) -> None:
+        """One batch.
+
+        Args:
+            found: B's result.
+            theirs: A's result.
+            again: A's operation on B's operands; None: the same as `found`.
+            floor: rms of what rounding makes, relative to A's result.
+        """
+        b, a = found.double(), theirs.double()
+        finite = b.isfinite() & a.isfinite()
+        if not bool(finite.all()):
+            b, a = (x.masked_fill(~finite, 0) for x in (b, a))
+        gap = b - a
+        self.numbers += gap.numel()
+        self.gap += float(gap.square().sum())
+        size = float(a.square().sum())
+        self.size += size
+        if again is None:
+            self.inherited += float(gap.square().sum())
+            own = None
+        else:
+            self.same = False
+            mine = again.double().masked_fill(~finite, 0)
+            own = b - mine
+            self.own += float(own.square().sum())
+            self.inherited += float((mine - a).square().sum())
+        self.floor += floor**2 * size
+        self._add_lean(gap if own is None else own, a)
+
+    def _add_lean(self, gap: Tensor, a: Tensor) -> None:
+        rows = (gap.flatten(0, -2), a.flatten(0, -2)) if a.dim() > 1 else (gap[None], a[None])
+        length = rows[1].square().sum(-1)
+        along = (rows[0] * rows[1]).sum(-1)[length > 0] / length[length > 0]
+        self.rows += along.numel()
+        self.lean += float(along.sum())
+        self.lean_squared += float(along.square().sum())
+
+    def add_gradient(self, found: Tensor, theirs: Tensor) -> None:
+        """The gradients of the results, of one batch."""
+        if found.shape == theirs.shape:
+            self.gradient += float((found.double() - theirs.double()).square().sum())
+            self.gradient_size += float(theirs.double().square().sum())
+
+    @property
+    def relative_gap(self) -> float:
+        """‖B − A‖ / ‖A‖."""
+        return _ratio(self.gap, self.size)
+
+    @property
+    def relative_own(self) -> float:
+        """The operation's own part, relative to A's result."""
+        return _ratio(self.own, self.size)
+
+    @property
+    def relative_inherited(self) -> float:
+        """What came in with the operands, relative to A's result."""
+        return _ratio(self.inherited, self.size)
+
+    @property
+    def relative_floor(self) -> float:
+        """What rounding operands and result once on each side makes, relative to A's result."""
+        return _ratio(self.floor, self.size)
+
+    @property
+    def over_floor(self) -> float:
+        """The own gap in floors; NaN where there is no floor."""
+        return _ratio(self.own, self.floor) if self.floor else math.nan
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the own gap is more than rounding in both sides' formats explains."""
+        if self.same or not self.own:
+            return False
+        if self.answer is None:
+            return self.relative_own > BEYOND[32] * step_of(torch.float32)
+        bits = min(torch.finfo(x.coarsest).bits for x in (self.answer, self.entry))
+        return self.over_floor > BEYOND[16 if bits <= 16 else 32]
+
+    @property
+    def coarser(self) -> bool:
+        """Whether one side rounds here to fewer bits than the other."""
+        if self.same or not self.own:
+            return False
+        return self.answer is None or step_of(self.entry.coarsest) != step_of(self.answer.coarsest)
+
+    @property
+    def leans(self) -> bool:
+        """Whether the own gap goes along A's rows, or against them, as no rounding does."""
+        mean, t = self.leaning
+        compared = not self.same and not self.exact and self.answer is not None
+        return compared and abs(t) > LEANS and abs(mean) > LEAST_LEAN * self.relative_own
+
+    @property
+    def parts(self) -> bool:
+        """Whether the two sides part here by more than equal arithmetic does."""
+        return self.beyond or self.leans or (self.coarser and self.answer is not None)
+
+    @property
+    def leaning(self) -> tuple[float, float]:
+        """Mean of the gap along A's rows, as a share of them, and its t over rows."""
+        if self.rows < 2:
+            return (self.lean, math.nan)
+        mean = self.lean / self.rows
+        spread = max(0.0, self.lean_squared / self.rows - mean**2) / (self.rows - 1)
+        if not spread:
+            return mean, math.inf if mean else 0.0
+        return mean, mean / math.sqrt(spread)
+
+
+def _ratio(part: float, whole: float) -> float:
+    if not whole:
+        return math.inf if part else 0.0
+    return math.sqrt(part / whole)
+
+
+def floor_of(entry: Entry, operation: Operation) -> float:
+    """What rounding operands and result once, in an entry's formats, makes of the result of an
+    operation, relative to it (rms): operands moved at random by one rounding, in fp64.
+    """
+    result, step = step_of(entry.dtype), step_of(entry.coarsest)
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        return x.double() * (1 + step * noise)
+
+    exact, apart = exactly(operation), exactly(operation, moved)
+    if exact is None or apart is None or exact.dtype != torch.float64:
+        return result
+    change = (apart - exact).nan_to_num(0, 0, 0)
+    size = float(exact.nan_to_num(0, 0, 0).square().sum())
+    return math.hypot(result, math.sqrt(float(change.square().sum()) / size)) if size else result
+
+
+def exactly(operation: Operation, change: Any = None) -> Tensor | None:
+    """The operation in fp64; a cast rounds nothing."""
+    args, kwargs = operation.args, dict(operation.kwargs)
+    if change is not None:
+        args, kwargs = mapped((args, kwargs), change)
+    moved = replace(operation, args=args, kwargs=kwargs)
+    return result_of(Wide(torch.float64)(moved))

@@ -1,0 +1,266 @@
+"""Who carries the gap: one group of operations at a time is put from B into A, and out of B."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.diff.again import InPlaceOf, Rerun
+from halfulp.diff.local_gap import LocalGap
+from halfulp.diff.setting import Piece, Setting, part_of, run
+from halfulp.diff.tape import Tape
+from halfulp.interpose import KINDS, Operation, Swap
+from halfulp.interpose.operation import mapped
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_OWN = ("attention", "rotary")
+
+
+@dataclass
+class Group:
+    """Operations that are swapped together."""
+
+    name: str
+    members: list[LocalGap] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of its operations."""
+        return sorted({gap.entry.kind for gap in self.members})
+
+
+def grouped(gaps: Sequence[LocalGap], by_layer: bool = False) -> list[Group]:
+    """Operations that differ, by module path with its numbers left out (or not), attention and
+    rotary apart; the likeliest first.
+    """
+    found: dict[str, Group] = {}
+    for gap in gaps:
+        if (gap.same or not gap.own) and gap.answer is not None:
+            continue
+        if gap.exact and not gap.beyond:
+            continue  # the same operation on a part of the batch: there is nothing to swap
+        path = gap.entry.path or "(outside)"
+        pattern = path if by_layer else _NUMBER.sub("*", path)
+        name = f"{pattern} {gap.entry.kind}" if gap.entry.kind in _OWN else pattern
+        found.setdefault(name, Group(name)).members.append(gap)
+    told = [group for group in found.values() if any(gap.own for gap in group.members)]
+    return sorted(told, key=lambda group: -max(map(_weight, group.members)))
+
+
+def _weight(gap: LocalGap) -> float:
+    return gap.relative_own * (100 if gap.parts else 1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a gap a group carries: 1 is all of it."""
+
+    of: str  # "outputs", "loss" or "gradients"
+    share: float
+    error: float  # standard error over sequences (outputs) or batches; NaN: one alone
+
+
+@dataclass
+class Carried:
+    """What swapping one group did."""
+
+    group: Group
+    into: list[Share]  # of the gap, made by B's operations alone in A
+    out: list[Share]  # of the gap, gone with A's operations in B
+    failed: str = ""  # why it could not be swapped
+
+    def share(self, of: str = "outputs") -> float:
+        """The mean of both ways, or the one that there is; NaN: none."""
+        known = [x.share for x in (*self.into, *self.out) if x.of == of and math.isfinite(x.share)]
+        return sum(known) / len(known) if known else math.nan
+
+
+@dataclass
+class Stand:
+    """What both sides gave on one batch."""
+
+    batch: Any
+    outputs: tuple[Tensor, Tensor]  # A's and B's
+    losses: tuple[float | None, float | None]
+    gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
+
+
+class Swapped:
+    """Swaps groups between two settings.
+
+    Args:
+        a, b: the settings.
+        gaps: every operation of B, by place.
+        stands: by batch, what both sides gave.
+        folder: for values of A that are put into B.
+    """
+
+    def __init__(
+        self,
+        a: Setting,
+        b: Setting,
+        gaps: Mapping[str, LocalGap],
+        stands: Sequence[Stand],
+        folder: Path,
+    ) -> None:
+        self._a, self._b, self._gaps, self._stands = a, b, gaps, stands
+        self._rerun = Rerun(a), Rerun(b)
+        self._tape = Tape(folder)
+
+    def carried(self, group: Group) -> Carried:
+        """Both ways, over all batches."""
+        into: list[Share] = []
+        try:
+            if any(gap.replaced for gap in group.members):
+                out = self._with_values(group)
+            else:
+                out = self._measured(self._out(group), self._b, 1)
+                if self._b.whole and any(gap.answer is not None for gap in group.members):
+                    into = self._measured(self._into(group), self._a, 0)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            return Carried(group, [], [], str(error).partition("\n")[0])
+        return Carried(group, into, out)
+
+    def _out(self, group: Group) -> list[Swap]:
+        aligned = {gap.entry.place: gap.answer for gap in group.members if gap.answer is not None}
+        lone = frozenset(gap.entry.place for gap in group.members if gap.answer is None)
+        swaps = [Swap("fp64" if self._b.dtype == "fp64" else "fp32", places=lone)] if lone else []
+        other = InPlaceOf(self._b, self._rerun[0], aligned, self._b.whole)
+        return [*swaps, Swap(other, kinds=KINDS)]
+
+    def _into(self, group: Group) -> list[Swap]:
+        entries = {gap.answer.place: gap.entry for gap in group.members if gap.answer is not None}
+        return [Swap(InPlaceOf(self._a, self._rerun[1], entries), kinds=KINDS)]
+
+    def _with_values(self, group: Group) -> list[Share]:
+        """Where B does something else than A on the way to an operation that both have, that one
+        gets A's operands.
+        """
+        takers = _takers(group, list(self._gaps.values()))
+        piece = Piece()
+        places = {gap.answer.place for gap in takers.values() if gap.answer is not None}
+
+        def keep(operation: Operation, _: Any) -> None:
+            if operation.place in places:
+                for i, x in enumerate(operation.tensors()):
+                    self._tape.write(f"{operation.place} {i}", x)
+
+        def put(operation: Operation) -> Any:
+            gap = takers.get(operation.place)
+            answer = None if gap is None else gap.answer
+            if answer is None:
+                return self._b.compute(operation)
+            count = iter(range(len(operation.tensors())))
+
+            def value(x: Any) -> Any:
+                if not isinstance(x, Tensor) or not x.is_floating_point():
+                    return x
+                theirs = self._tape.read(f"{answer.place} {next(count)}")
+                if theirs is not None and theirs.shape != x.shape:
+                    theirs = part_of(theirs, tuple(x.shape), piece)
+                return x if theirs is None else theirs.to(x.device, x.dtype)
+
+            args, kwargs = mapped((operation.args, dict(operation.kwargs)), value)
+            return self._b.compute(replace(operation, args=args, kwargs=kwargs))
+
+        def prepare(number: int, stand: Stand) -> Piece:
+            self._tape.clear()
+            run(self._a, stand.batch, observe=keep, seed=number)
+            vars(piece).update(vars(Piece()))
+            return piece
+
+        return self._measured([Swap(put, kinds=KINDS)], self._b, 1, prepare)
+
+    def _measured(
+        self,
+        swaps: Sequence[Swap],
+        setting: Setting,
+        side: int,
+        prepare: Callable[[int, Stand], Piece] | None = None,
+    ) -> list[Share]:
+        pairs: dict[str, list[tuple[float, float]]] = {"outputs": [], "loss": [], "gradients": []}
+        for number, stand in enumerate(self._stands):
+            asked = stand.gradients is not None and prepare is None
+            piece = prepare(number, stand) if prepare else None
+            found = run(
+                setting, stand.batch, gradients=asked, swaps=swaps, piece=piece, seed=number
+            )
+            mine, theirs = stand.outputs
+            rows = zip(mine, theirs, found.outputs, strict=True)
+            pairs["outputs"] += [_part(a, b, made, side) for a, b, made in rows]
+            if found.loss is not None and None not in stand.losses:
+                a, b, made = (torch.tensor(x) for x in (*stand.losses, found.loss))
+                pairs["loss"].append(_part(a, b, made, side))
+            if asked:
+                pairs["gradients"].append(self._of_gradients(setting, stand, side))
+        return [_share(name, found) for name, found in pairs.items() if found]
+
+    @staticmethod
+    def _of_gradients(setting: Setting, stand: Stand, side: int) -> tuple[float, float]:
+        assert stand.gradients is not None
+        mine, theirs = stand.gradients
+        along = size = 0.0
+        for name, parameter in setting.model.named_parameters():
+            if parameter.grad is None or name not in mine or name not in theirs:
+                continue
+            part = _part(mine[name], theirs[name], parameter.grad.cpu(), side)
+            along, size = along + part[0], size + part[1]
+        return along, size
+
+
+def _part(a: Tensor, b: Tensor, found: Tensor, side: int) -> tuple[float, float]:
+    """What a swap did, and the gap, as squares.
+
+    Into A: its effect along the gap. Out of B: what of the gap's square is gone; its effect along
+    the gap would count the roundings after it, which fall differently and were part of the gap.
+    """
+    a, b, found = (x.double() for x in (a, b, found))
+    gap = b - a
+    whole = float(gap.square().sum())
+    if side == 0:
+        return float(((found - a) * gap).sum()), whole
+    return whole - float((found - a).square().sum()), whole
+
+
+def _takers(group: Group, gaps: Sequence[LocalGap]) -> dict[str, LocalGap]:
+    """The operations of both sides that take what only B's of a group give: the next attention in
+    their module, or the next operation there.
+    """
+    found = {}
+    paired = [gap for gap in gaps if gap.answer is not None]
+    for member in group.members:
+        if member.answer is not None:
+            continue
+        after = [
+            gap
+            for gap in paired
+            if gap.entry.path == member.entry.path and gap.entry.number > member.entry.number
+        ]
+        chosen = [gap for gap in after if gap.entry.kind in ("attention", "softmax")] or after
+        if chosen:
+            first = min(chosen, key=lambda gap: gap.entry.number)
+            found[first.entry.place] = first
+    return found
+
+
+def _share(name: str, pairs: Sequence[tuple[float, float]]) -> Share:
+    """The ratio of sums, and its standard error by the jackknife."""
+    along, size = (torch.tensor(x, dtype=torch.float64) for x in zip(*pairs, strict=True))
+    whole = float(size.sum())
+    if not whole:
+        return Share(name, math.nan, math.nan)
+    share = float(along.sum()) / whole
+    n = len(along)
+    rest = size.sum() - size
+    if n < 2 or not bool((rest > 0).all()):
+        return Share(name, share, math.nan)
+    without = (along.sum() - along) / rest
+    spread = (without - without.mean()).square().sum() * (n - 1) / n
+    return Share(name, share, float(spread.sqrt()))

@@ -1,0 +1,218 @@
+"""What one pass computed, operation by operation, on disk: results in safetensors files of a few
+megabytes, everything else as data in memory and in one line of JSON each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from halfulp.interpose import Operation, leaves
+from halfulp.interpose.operation import mapped
+
+CHUNK = 16 * 2**20  # bytes that are held before they are written
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor stood among the arguments of an operation."""
+
+    index: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    constant: str | None  # the name of a parameter or buffer; None: computed from the batch
+
+    def __repr__(self) -> str:
+        held = f"={self.constant}" if self.constant else ""
+        return f"<{str(self.dtype).removeprefix('torch.')} {list(self.shape)}{held}>"
+
+
+@dataclass(frozen=True)
+class Ambience:
+    """What else decides how an operation is computed."""
+
+    autocast: torch.dtype | None
+    attention: tuple[bool, ...]  # which kernels of scaled_dot_product_attention are allowed
+    matmul: str  # torch.get_float32_matmul_precision
+
+    @classmethod
+    def now(cls, device: str) -> Ambience:
+        """Of this thread."""
+        on = torch.is_autocast_enabled(device)
+        cuda: Any = torch.backends.cuda
+        kernels = (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        )
+        return cls(
+            torch.get_autocast_dtype(device) if on else None,
+            kernels,
+            torch.get_float32_matmul_precision(),
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation of a pass, without its numbers."""
+
+    place: str
+    kind: str
+    name: str
+    path: str
+    order: int
+    piece: int
+    number: int  # in the order of the pass
+    function: Callable[..., Any] = field(repr=False)
+    arguments: Any  # args and kwargs with a Slot for each tensor
+    ambience: Ambience
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its tensors, in their order."""
+        return list(_slots(self.arguments))
+
+    @property
+    def asks(self) -> str:
+        """What it was asked for, beside its tensors' sizes."""
+        return repr(mapped(self.arguments, lambda x: "tensor" if isinstance(x, Slot) else x))
+
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The narrowest format of what it takes and gives."""
+        taken = [s.dtype for s in self.slots if s.dtype.is_floating_point]
+        if self.ambience.autocast and self.kind in ("linear", "matmul", "attention", "conv"):
+            taken.append(self.ambience.autocast)
+        return max((self.dtype, *taken), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def asked_otherwise(b: Entry, a: Entry) -> list[str]:
+    """What B's operation is asked for and A's is not, such as "eps=1e-05 for 1e-06"."""
+    mine, theirs = (dict(_options(x.arguments, ())) for x in (b, a))
+    found = []
+    for at in dict.fromkeys((*mine, *theirs)):
+        if mine.get(at) != theirs.get(at):
+            name = f"{at[-1]}=" if isinstance(at[-1], str) else ""
+            found.append(f"{name}{mine.get(at, 'nothing')} for {theirs.get(at, 'nothing')}")
+    if b.name != a.name:
+        found.insert(0, f"{b.name} for {a.name}")
+    constants = zip(b.slots, a.slots, strict=False)
+    for left, right in constants:
+        if left.dtype != right.dtype and left.constant and right.constant:
+            found.append(f"{left.constant} in {_short(left.dtype)} for {_short(right.dtype)}")
+    return found
+
+
+def _options(tree: Any, at: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:
+    if isinstance(tree, Mapping):
+        for name, item in tree.items():
+            yield from _options(item, (*at, name))
+    elif isinstance(tree, (list, tuple)):
+        for i, item in enumerate(tree):
+            yield from _options(item, (*at, i))
+    elif isinstance(tree, torch.dtype):
+        yield at, _short(tree)
+    elif not isinstance(tree, Slot):
+        yield at, repr(tree)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _slots(tree: Any) -> Iterator[Slot]:
+    if isinstance(tree, Slot):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _slots(item)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _slots(item)
+
+
+def constants(model: nn.Module) -> dict[int, str]:
+    """The names of a model's parameters and buffers, by identity."""
+    named = [*model.named_buffers(remove_duplicate=False)]
+    return {id(x): name for name, x in [*named, *model.named_parameters(remove_duplicate=False)]}
+
+
+def entry_of(
+    operation: Operation, result: Tensor, names: Mapping[int, str], piece: int, number: int
+) -> Entry:
+    """What is kept of an operation beside its numbers."""
+    count = iter(range(10**6))
+
+    def slot(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return Slot(next(count), x.dtype, tuple(x.shape), names.get(id(x)))
+
+    return Entry(
+        operation.place, operation.kind, operation.name, operation.path, operation.order, piece,
+        number, operation.function, mapped((operation.args, dict(operation.kwargs)), slot),
+        Ambience.now(result.device.type), tuple(result.shape), result.dtype,
+    )  # fmt: skip
+
+
+def result_of(found: Any) -> Tensor | None:
+    """The first tensor of floating point in what an operation gave."""
+    return next((x for x in leaves(found) if x.is_floating_point()), None)
+
+
+class Tape:
+    """Tensors by name, in a folder; what is held in memory is one chunk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Tensor] = {}
+        self._size = 0
+        self._where: dict[str, Path] = {}
+        self._open: tuple[Path, Any] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, x: Tensor) -> None:
+        """Keep a copy of a tensor."""
+        copied = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._held[name] = copied
+        self._size += copied.numel() * copied.element_size()
+        if self._size >= CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if not self._held:
+            return
+        file = self._folder / f"{len({*self._where.values()}):06d}.safetensors"
+        save_file(self._held, file)
+        self._where |= dict.fromkeys(self._held, file)
+        self._held, self._size = {}, 0
+
+    def read(self, name: str) -> Tensor | None:
+        """The tensor of that name; None where there is none."""
+        if name in self._held:
+            return self._held[name]
+        file = self._where.get(name)
+        if file is None:
+            return None
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(file, framework="pt"))
+        found: Tensor = self._open[1].get_tensor(name)
+        return found
+
+    def clear(self) -> None:
+        """Forget everything, on disk too."""
+        self._open = None
+        for file in {*self._where.values()}:
+            file.unlink(missing_ok=True)
+        self._where, self._held, self._size = {}, {}, 0

@@ -1,0 +1,346 @@
+"""The comparison of two settings: both passes over every batch, operation by operation, then whose
+fault the gap is.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.diff.again import Rerun, ambient
+from halfulp.diff.alignment import Aligned, align
+from halfulp.diff.difference import Difference, summed_up
+from halfulp.diff.local_gap import LocalGap, exactly, floor_of, step_of
+from halfulp.diff.noise import Chance, Moved, chance, noise_step
+from halfulp.diff.setting import Outcome, Piece, Setting, part_of, run, tensors_in
+from halfulp.diff.shares import Carried, Group, Stand, Swapped, grouped
+from halfulp.diff.tape import Entry, Tape, constants, entry_of, result_of
+from halfulp.interpose import Operation
+from halfulp.runs.results import Progress, no_progress
+
+
+class _Stored(Mapping[str, Tensor]):
+    """Gradients that lie on disk."""
+
+    def __init__(self, tape: Tape, prefix: str, names: Sequence[str]) -> None:
+        self._tape, self._prefix, self._names = tape, prefix, list(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._tape.read(self._prefix + name) if name in self._names else None
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class TwoSides:
+    """Runs both sides and holds what they part in."""
+
+    def __init__(
+        self, a: Setting, b: Setting, gradients: bool, folder: Path, seed: int = 0
+    ) -> None:
+        self.a, self.b, self.gradients, self.seed = a, b, gradients, seed
+        self._folder = folder
+        self._tape = Tape(folder / "a")
+        self._kept = Tape(folder / "gradients")
+        self._names = constants(a.model), constants(b.model)
+        self._rerun = Rerun(a)
+        self._opaque = any(s.context is not None or s.forward is not None for s in (a, b))
+        self.entries: dict[str, Entry] = {}  # A's by place
+        self.aligned: Aligned | None = None
+        self.gaps: dict[str, LocalGap] = {}
+        self._floors: dict[str, float] = {}
+        self.stands: list[Stand] = []
+        self.unseen: dict[str, str] = {}
+        self.parameters: dict[str, tuple[float, float, float]] = {}  # gap², size², gap·a
+        self.of_tokens = False
+
+    def add(self, batch: Any) -> None:
+        """Both passes over one batch."""
+        number = len(self.stands)
+        a = self._record(batch, number)
+        if self.aligned is None:
+            self._align(batch)
+        b = self._compare(batch, number)
+        if a.outputs.shape != b.outputs.shape:
+            raise ValueError(
+                f"A gives outputs of shape {list(a.outputs.shape)} and B of"
+                f" {list(b.outputs.shape)}: accepted are the same batches and tokens on both sides"
+            )
+        self._tape.clear()
+        self.of_tokens = a.of_tokens
+        self.unseen |= {f"A: {path}": why for path, why in a.interposed.unseen.items()}
+        self.unseen |= {f"B: {path}": why for path, why in b.interposed.unseen.items()}
+        kept = self._gradients(number) if self.gradients else None
+        self.stands.append(Stand(batch, (a.outputs, b.outputs), (a.loss, b.loss), kept))
+
+    def _record(self, batch: Any, number: int) -> Outcome:
+        """A's pass, written down."""
+        count, names = 0, self._names[0]
+
+        def observe(operation: Operation, given: Any) -> None:
+            nonlocal count
+            result = result_of(given)
+            if result is None or operation.recomputed:
+                return
+            place = operation.place
+            self.entries[place] = entry_of(operation, result, names, 0, count)
+            count += 1
+            self._tape.write(place, result)
+            if result.requires_grad:
+                _on_gradient(result, lambda grad: self._tape.write(f"{place} gradient", grad))
+
+        found = run(self.a, batch, gradients=self.gradients, observe=observe, seed=number)
+        self._tape.flush()
+        if self.gradients:
+            for name, parameter in self.a.model.named_parameters():
+                if parameter.grad is not None:
+                    self._kept.write(f"{number} a {name}", parameter.grad)
+        return found
+
+    def _align(self, batch: Any) -> None:
+        """What answers to what, from one pass of B without its numbers."""
+        entries: dict[int, dict[str, Entry]] = {}
+        piece, names = Piece(), self._names[1]
+
+        def observe(operation: Operation, given: Any) -> None:
+            result = result_of(given)
+            if result is not None and not operation.recomputed:
+                found = entries.setdefault(piece.number, {})
+                found[operation.place] = entry_of(operation, result, names, 0, len(found))
+
+        run(self.b, batch, observe=observe, piece=piece, seed=len(self.stands))
+        if not entries:  # all of B is hidden
+            self.aligned = Aligned(only_a=list(self.entries.values()))
+            return
+        last = entries[max(entries)]
+        self.aligned = align(list(self.entries.values()), list(last.values()), self.b.whole)
+        for found in entries.values():  # what only the first pieces do
+            for place in found.keys() - last.keys() & self.entries.keys():
+                self.aligned.pairs.setdefault(place, place)
+
+    def _compare(self, batch: Any, number: int) -> Outcome:
+        """B's pass, held against what was written down."""
+        count, piece = 0, Piece()
+        saved: list[tuple[Any, ...]] = []
+
+        def before(operation: Operation) -> None:
+            if operation.in_place:
+                args = tuple(x.clone() if isinstance(x, Tensor) else x for x in operation.args)
+                saved[:] = [args]
+
+        def observe(operation: Operation, given: Any) -> None:
+            nonlocal count
+            result = result_of(given)
+            if result is None or operation.recomputed:
+                return
+            if operation.in_place and saved:
+                operation = Operation(**(vars(operation) | {"args": saved.pop()}))
+            with torch.no_grad():
+                self._pair(operation, result, piece, count)
+            count += 1
+
+        return run(
+            self.b, batch, gradients=self.gradients, observe=observe, before=before,
+            piece=piece, seed=number,
+        )  # fmt: skip
+
+    def _pair(self, operation: Operation, result: Tensor, piece: Piece, count: int) -> None:
+        assert self.aligned is not None
+        entry = entry_of(operation, result, self._names[1], piece.number, count)
+        place = operation.place
+        answer = self.entries.get(self.aligned.pairs.get(place, ""))
+        theirs = None if answer is None else self._tape.read(answer.place)
+        if theirs is not None and theirs.shape != result.shape:
+            theirs = part_of(theirs, tuple(result.shape), piece)
+        replaced = answer is not None and theirs is None  # tiles of another size, say
+        replaced |= any(x.path == operation.path for x in self.aligned.only_a)
+        if theirs is None:
+            answer = None
+        gap = self.gaps.get(place)
+        if gap is None:
+            gap = self.gaps[place] = LocalGap(entry, answer)
+        if answer is None or theirs is None:
+            gap.replaced = replaced
+            self._lone(gap, entry, operation, result)
+            return
+        if gap.answer is None:
+            gap.answer = answer
+        again = None
+        if self._opaque or not self._rerun.same(answer, entry, operation, self.b):
+            again = self._again(gap, answer, operation)
+            again = None if again is None or again.shape != result.shape else again
+        if again is None:
+            floor = math.hypot(step_of(answer.dtype), step_of(entry.dtype))
+        else:
+            floor = self._floor(place, answer, entry, operation)
+        gap.add(result, theirs, again, floor)
+        if result.requires_grad and self.gradients and piece.total == 0:
+            name = f"{answer.place} gradient"
+
+            def hook(grad: Tensor) -> None:
+                other = self._tape.read(name)
+                if other is not None:
+                    gap.add_gradient(grad.detach().cpu(), other)
+
+            _on_gradient(result, hook)
+
+    def _again(self, gap: LocalGap, answer: Entry, operation: Operation) -> Tensor | None:
+        """A's operation on B's operands. Of a part of the batch it would be B's own, to the bit,
+        so that it is made exactly there.
+        """
+        if self.b.whole or self.a.swap_of(operation) is not self.b.swap_of(operation):
+            return result_of(self._rerun.on(answer, operation, own_form=self.b.whole))
+        gap.exact = True
+        return exactly(operation)
+
+    def _lone(self, gap: LocalGap, entry: Entry, operation: Operation, result: Tensor) -> None:
+        """An operation that A has not: held against itself in fp64."""
+        with ambient(entry.ambience, result.device.type):
+            exact = exactly(operation)
+        if exact is not None and exact.shape == result.shape:
+            gap.add(result, exact, exact, math.inf if entry.kind == "other" else 0.0)
+
+    def _floor(self, place: str, answer: Entry, entry: Entry, operation: Operation) -> float:
+        if place not in self._floors:
+            mine = floor_of(answer, operation)
+            same = (answer.dtype, answer.coarsest) == (entry.dtype, entry.coarsest)
+            self._floors[place] = math.hypot(mine, mine if same else floor_of(entry, operation))
+        return self._floors[place]
+
+    def _gradients(self, number: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        names: list[str] = []
+        for name, parameter in self.b.model.named_parameters():
+            theirs = self._kept.read(f"{number} a {name}")
+            if parameter.grad is None or theirs is None:
+                continue
+            mine, a = parameter.grad.detach().double().cpu(), theirs.double()
+            if mine.shape != a.shape:
+                continue
+            names.append(name)
+            gap = mine - a
+            before = self.parameters.get(name, (0.0, 0.0, 0.0))
+            now = (gap.square().sum(), a.square().sum(), (gap * a).sum())
+            sums = [x + float(y) for x, y in zip(before, now, strict=True)]
+            self.parameters[name] = (sums[0], sums[1], sums[2])
+            self._kept.write(f"{number} b {name}", parameter.grad)
+        self._kept.flush()
+        return _Stored(self._kept, f"{number} a ", names), _Stored(
+            self._kept, f"{number} b ", names
+        )
+
+    def identical(self) -> bool:
+        """Whether not a bit differs in what both sides give."""
+        outputs = all(torch.equal(*x.outputs) and x.losses[0] == x.losses[1] for x in self.stands)
+        return outputs and not any(gap for gap, _, _ in self.parameters.values())
+
+    def chances(self, repetitions: int) -> dict[str, Chance]:
+        """Whether rounding explains the gap in the outputs: in A's formats, and where B's are
+        coarser in those.
+        """
+        moved = [gap for gap in self.gaps.values() if not gap.same and gap.own and gap.answer]
+        coarser = any(gap.coarser for gap in moved)
+        found = {}
+        for which in ("A", "both") if coarser else ("A",):
+            steps = {}
+            for gap in moved:
+                assert gap.answer is not None
+                mine, theirs = noise_step(gap.answer.coarsest), noise_step(gap.entry.coarsest)
+                steps[gap.answer.place] = mine if which == "A" else max(mine, theirs)
+            # what only B does has no place in A: rounding is put where A does otherwise
+            lone = {x.entry.path for x in self.gaps.values() if x.own and x.answer is None}
+            for entry in self.entries.values():
+                if entry.path in lone or not self.gaps:  # or all of B is hidden
+                    steps.setdefault(entry.place, noise_step(entry.coarsest))
+            found[which] = self._chance(steps, repetitions)
+        return found
+
+    def _chance(self, steps: Mapping[str, float], repetitions: int) -> Chance:
+        gaps = [stand.outputs[1] - stand.outputs[0] for stand in self.stands]
+        if not steps:
+            return chance(gaps, [])
+        noise: list[list[Tensor]] = []
+        for number, stand in enumerate(self.stands):
+            noise.append([])
+            for repetition in range(repetitions):
+                seed = self.seed * 7919 + number * 101 + repetition
+                swap = Moved(self.a, steps, seed).swap()
+                found = run(self.a, stand.batch, swaps=[swap], seed=number)
+                noise[-1].append(found.outputs - stand.outputs[0])
+        return chance(gaps, noise)
+
+    def shares(self, most: int, progress: Progress = no_progress) -> tuple[list[Carried], int]:
+        """What each group carries of the gap, the largest first, layers of the first one last; and
+        how many groups were not tried.
+        """
+        swapped = Swapped(self.a, self.b, self.gaps, self.stands, self._folder / "values")
+        groups = grouped(list(self.gaps.values()))
+        found = []
+        for i, group in enumerate(groups[:most]):
+            progress(0.6 + 0.4 * i / min(most, len(groups)), f"swapping {group.name}")
+            found.append(swapped.carried(group))
+        found.sort(key=_rank, reverse=True)
+        if found:
+            layers = grouped(found[0].group.members, by_layer=True)
+            if 1 < len(layers) <= 4 * most:
+                inside = [swapped.carried(Group(x.name, x.members)) for x in layers]
+                found += sorted(inside, key=_rank, reverse=True)
+        return found, max(0, len(groups) - most)
+
+
+def _on_gradient(x: Tensor, look: Callable[[Tensor], None]) -> None:
+    x.register_hook(look)  # type: ignore[no-untyped-call]
+
+
+def _rank(carried: Carried) -> float:
+    share = carried.share()
+    return -math.inf if math.isnan(share) else share
+
+
+def compared(
+    a: Setting,
+    b: Setting,
+    batches: Sequence[Any],
+    *,
+    gradients: bool,
+    attribute: bool,
+    repetitions: int,
+    most: int,
+    folder: str | Path | None,
+    progress: Progress = no_progress,
+) -> Difference:
+    """`halfulp.diff` after its arguments were read."""
+    if not a.whole:
+        raise ValueError(
+            "a runs in pieces: accepted is a whole batch for a; give the pieces to b instead"
+        )
+    if gradients and b.decode:
+        raise ValueError("gradients=True with decode: accepted is gradients=False")
+    for batch in batches:
+        tensors_in(batch)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="halfulp-diff-") as scratch:
+        sides = TwoSides(a, b, gradients, Path(scratch))
+        for i, batch in enumerate(batches):
+            progress(0.4 * i / len(batches), f"batch {i + 1} of {len(batches)}")
+            sides.add(batch)
+        same = sides.identical()
+        chances: dict[str, Chance] = {}
+        carried: list[Carried] = []
+        left_out = 0
+        if not same:
+            progress(0.4, "what rounding makes")
+            chances = sides.chances(repetitions)
+            if attribute:
+                carried, left_out = sides.shares(most, progress)
+        return summed_up(sides, same, chances, carried, left_out)

@@ -1,0 +1,154 @@
+"""A difference in words and a table."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from halfulp.diff.difference import Difference, GroupShare, OperationGap, reason
+from halfulp.diff.noise import LEVEL
+
+ROWS = 12
+
+
+def text(found: Difference, width: int) -> str:
+    """The report as text."""
+    said = [_wrapped(headline(found), width), ""]
+    said += [_sizes(found, width)]
+    if found.first is not None:
+        said += ["", _wrapped(f"First to part: {reason(found.first)}.", width)]
+    groups = [x for x in found.groups if not x.layer]
+    if groups:
+        said += ["", _group_table(groups, found, width)]
+        layers = [x for x in found.groups if x.layer]
+        if layers:
+            said += ["", f"Layers of {groups[0].name}:", _group_table(layers, found, width)]
+    parting = [x for x in found.operations if not x.same and x.own]
+    if parting:
+        said += ["", _operation_table(parting, width)]
+    said += ["", *(_wrapped(line, width) for line in notes(found))]
+    return "\n".join(said).rstrip()
+
+
+def headline(found: Difference) -> str:
+    """The verdict in one sentence."""
+    a, b = found.names
+    over = f"{found.batches} batch{'es' * (found.batches != 1)}, {found.sequences} sequences"
+    if found.verdict == "identical":
+        return f"halfulp.diff: {a} and {b} are identical, bit by bit, on {over}."
+    chance = "" if found.p is None else f", p = {_p(found.p)}"
+    if found.verdict == "within rounding":
+        return f"halfulp.diff: {a} and {b} differ within rounding{chance}, on {over}."
+    if found.verdict == "unknown":
+        return (
+            f"halfulp.diff: whether {a} and {b} differ by more than rounding is unknown: {over}"
+            " are too few for a chance, or nothing that differs was seen."
+        )
+    said = f"halfulp.diff: {a} and {b} differ by more than rounding{chance}, on {over}"
+    if found.p_formats is not None and found.p_formats >= LEVEL:
+        said += f"; rounding to the coarser of both formats explains it, p = {_p(found.p_formats)}"
+    whole = [x for x in found.groups if not x.layer and x.share is not None]
+    if whole and whole[0].share is not None and whole[0].share > 0.3:
+        said += f". {whole[0].name} carries {whole[0].share:.0%} of it ({whole[0].why})"
+    return f"{said}."
+
+
+def _sizes(found: Difference, width: int) -> str:
+    said = f"{found.what}: rms gap {found.gap:.2e}, mean {found.lean:+.1e}"
+    if found.lean_p is not None:
+        said += f" ({'leans' if found.lean_p < LEVEL else 'no lean'}, p = {_p(found.lean_p)})"
+    if found.ratio is not None:
+        said += f"; {found.ratio:.3g} × what rounding in A's formats makes"
+    known = [(x, y) for x, y in found.losses if x is not None and y is not None]
+    if known:
+        a, b = (sum(side) / len(known) for side in zip(*known, strict=True))
+        said += f". Loss {a:.6g} and {b:.6g} ({b - a:+.1e})"
+    if found.gradients:
+        name, (gap, lean) = max(found.gradients.items(), key=lambda item: item[1][0])
+        said += f". Gradients: largest gap {gap:.1e} of its size, in {name} (along it {lean:+.1e})"
+    return _wrapped(f"{said}.", width)
+
+
+def _group_table(groups: Sequence[GroupShare], found: Difference, width: int) -> str:
+    columns = ["outputs", *(["loss"] if any(x is not None for x, _ in found.losses) else [])]
+    columns += ["gradients"] if found.gradients else []
+    lines = [["carries of the gap in", "", *columns, ""]]
+    for group in groups[:ROWS]:
+        for way, shares in (("into A", group.into), ("out of B", group.out)):
+            if not shares and (way == "into A" or group.into):
+                continue
+            cells = [_share(shares.get(x)) for x in columns]
+            first = way == "into A" or not group.into
+            lines.append([group.name if first else "", way, *cells, ""])
+        if group.failed:
+            lines.append([group.name, "-", *("" for _ in columns), f"not swapped: {group.failed}"])
+    table = _table(lines, width)
+    why = [_wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
+    return "\n".join([table, *([""] if why else []), *why[:4]])
+
+
+def _share(found: tuple[float, float | None] | None) -> str:
+    if found is None:
+        return "-"
+    share, error = found
+    return f"{share:.0%}" + ("" if error is None else f" ± {error:.0%}")
+
+
+def _operation_table(rows: Sequence[OperationGap], width: int) -> str:
+    lines = [["operation", "gap", "own", "inherited", "floor", "× floor", "leans", "t", ""]]
+    chosen = sorted(rows, key=lambda row: -row.own)[:ROWS]
+    for row in sorted(chosen, key=lambda row: row.number):
+        over = "-" if row.over_floor is None else f"{row.over_floor:.2g}"
+        t = "-" if row.lean_t is None else f"{row.lean_t:+.1f}"
+        mark = "beyond" if row.beyond else row.formats and "formats"
+        lines.append([
+            row.place, f"{row.gap:.1e}", f"{row.own:.1e}", f"{row.inherited:.1e}",
+            f"{row.floor:.1e}", over, f"{row.lean:+.0e}", t, mark or "",
+        ])  # fmt: skip
+    table = _table(lines, width)
+    more = len(rows) - len(chosen)
+    rest = f"\nand {more} smaller ones; to_json() has all" if more else ""
+    legend = (
+        "gap: B − A, relative to A's result; own: B − A's operation on B's operands; inherited: the"
+        " rest; floor: what rounding operands and result once makes; leans: the mean of own along"
+        " A's rows, and its t."
+    )
+    return f"{table}{rest}\n\n{_wrapped(legend, width)}"
+
+
+def _table(lines: Sequence[Sequence[str]], width: int) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    said = []
+    for line in lines:
+        cells = [x.ljust(w) if i in (0, len(line) - 1) else x.rjust(w) for i, (x, w) in enumerate(
+            zip(line, widths, strict=True))]  # fmt: skip
+        said.append("  ".join(cells).rstrip())
+    return "\n".join(x if len(x) <= max(width, 60) else f"{x[: max(width, 60) - 1]}…" for x in said)
+
+
+def notes(found: Difference) -> list[str]:
+    """What was not paired, not seen and not tried."""
+    said = []
+    for side, other in (("A", "B"), ("B", "A")):
+        places = found.unpaired.get(side, ())
+        if places:
+            shown = ", ".join(places[:4]) + (f" and {len(places) - 4} more" if places[4:] else "")
+            said.append(f"Only {side} has: {shown} ({other} has nothing that answers).")
+    if found.renamed:
+        b, a = next(iter(found.renamed.items()))
+        said.append(
+            f"{len(found.renamed)} modules were matched by shape, such as B's {b} with A's {a}."
+        )
+    for path, why in list(found.unseen.items())[:4]:
+        said.append(f"Not seen: {path}: {why}.")
+    if found.left_out:
+        said.append(f"{found.left_out} more groups that differ were not swapped (most=).")
+    return said
+
+
+def _p(p: float) -> str:
+    return f"{p:.1g}" if p < 0.01 else f"{p:.2f}"
+
+
+def _wrapped(said: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False))

@@ -1,0 +1,152 @@
+"""Tiny models of transformers, and one numerical fault each, in one place."""
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfulp.diff import Setting
+from halfulp.interpose import Swap
+
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def language_model(kind: str, dtype: torch.dtype, seed: int = 0, layers: int = 2) -> nn.Module:
+    """GPT-2, Llama or Mixtral with random weights, in eval mode."""
+    import transformers
+
+    torch.manual_seed(seed)
+    if kind == "GPT2":
+        sizes = {"vocab_size": 128, "n_embd": 64, "n_layer": layers, "n_head": 4}
+        config = transformers.GPT2Config(**sizes, n_positions=64, bos_token_id=0, eos_token_id=0)
+        return transformers.GPT2LMHeadModel(config).eval().to(dtype)
+    more = {"num_local_experts": 4} if kind == "Mixtral" else {}
+    sizes = SIZES | more | {"num_hidden_layers": layers}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
+
+
+def batches(count: int = 2, rows: int = 4, length: int = 24, seed: int = 1) -> list[Any]:
+    """Random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, length)
+    return [{"input_ids": torch.randint(128, shape, generator=generator)} for _ in range(count)]
+
+
+class ReciprocalNorm(nn.Module):
+    """RMSNorm whose reciprocal is rounded to bf16."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = stock.weight, stock.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        root = torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * (1.0 / root).bfloat16().float()).to(x.dtype)
+
+
+def reciprocal_norm(model: nn.Module) -> Setting:
+    model = copy.deepcopy(model)
+    layer = model.model.layers[1]
+    layer.input_layernorm = ReciprocalNorm(layer.input_layernorm)
+    return Setting(model)
+
+
+def epsilon(model: nn.Module) -> Setting:
+    model = copy.deepcopy(model)
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-5
+    return Setting(model)
+
+
+def epsilon_of_layer_norm(model: nn.Module) -> Setting:
+    model = copy.deepcopy(model)
+    model.transformer.h[1].ln_1.eps = 1e-3
+    return Setting(model)
+
+
+def rotary_table(model: nn.Module) -> Setting:
+    model = copy.deepcopy(model)
+    stock = type(model.model.rotary_emb).forward
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        tables = stock(self, x, position_ids)
+        return tuple(table.bfloat16().to(x.dtype) for table in tables)
+
+    model.model.rotary_emb.forward = types.MethodType(forward, model.model.rotary_emb)
+    return Setting(model)
+
+
+def router(model: nn.Module) -> Setting:
+    """The router's logits in bf16."""
+    model = copy.deepcopy(model)
+
+    def forward(self: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+        hidden = hidden.reshape(-1, self.hidden_dim).bfloat16()
+        logits = functional.linear(hidden, self.weight.bfloat16())
+        top, chosen = torch.topk(torch.softmax(logits.float(), -1), self.top_k, dim=-1)
+        top = top / top.sum(-1, keepdim=True)
+        return logits, top, chosen
+
+    for layer in model.model.layers:
+        layer.mlp.gate.forward = types.MethodType(forward, layer.mlp.gate)
+    return Setting(model)
+
+
+def kernel(model: nn.Module) -> Setting:
+    return Setting(model, attention="sdpa:math")
+
+
+def fp8_kernel(model: nn.Module) -> Setting:
+    return Setting(model, attention="FP8_FLASH")
+
+
+def coarse_linear(model: nn.Module) -> Setting:
+    return Setting(model, swaps=(Swap("e8m4", paths=("*.1.mlp.up_proj",)),))
+
+
+def through_fp8(x: Tensor, tile: int) -> Tensor:
+    """[B, H, N, D] rounded to e4m3 with one scale for each tile of so many tokens."""
+    count = x.shape[2]
+    wide = functional.pad(x.float(), (0, 0, 0, -count % tile)).unflatten(2, (-1, tile))
+    scale = wide.abs().amax((3, 4), keepdim=True).clamp_min(1e-6) / 448
+    rounded = (wide / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(2, 3)[:, :, :count].to(x.dtype)
+
+
+def with_fp8_cache(tile: int) -> Callable[[nn.Module, Any], Any]:
+    """A forward pass whose keys and values go through a cache in fp8."""
+    from transformers.cache_utils import DynamicCache
+
+    class Cache(DynamicCache):
+        def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            kept = super().update(key, value, *args, **kwargs)
+            return tuple(through_fp8(x, tile) for x in kept)
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        cache = batch.get("past_key_values")
+        cache = Cache(config=model.config) if cache is None else cache
+        return model(**(batch | {"past_key_values": cache}))
+
+    return forward
+
+
+# fault, model, dtype, what carries the gap
+FAULTS = (
+    (reciprocal_norm, "Llama", torch.float32, "model.layers.*.input_layernorm"),
+    (reciprocal_norm, "Llama", torch.bfloat16, "model.layers.*.input_layernorm"),
+    (epsilon, "Llama", torch.float32, "model.layers.*.post_attention_layernorm"),
+    (epsilon, "Llama", torch.bfloat16, "model.layers.*.post_attention_layernorm"),
+    (epsilon_of_layer_norm, "GPT2", torch.float32, "transformer.h.*.ln_1"),
+    (rotary_table, "Llama", torch.float32, "model.rotary_emb rotary"),
+    (router, "Mixtral", torch.float32, "model.layers.*.mlp.gate"),
+    (kernel, "Llama", torch.float32, "model.layers.*.self_attn attention"),
+    (kernel, "Llama", torch.bfloat16, "model.layers.*.self_attn attention"),
+    (fp8_kernel, "Llama", torch.bfloat16, "model.layers.*.self_attn attention"),
+    (coarse_linear, "Llama", torch.bfloat16, "model.layers.*.mlp.up_proj"),
+)
