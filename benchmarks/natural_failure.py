@@ -45,6 +45,7 @@ from halfulp.papers.runs_a import Traced
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, Optimizer, RunConfig
+from halfulp.training.configured import Configured
 from halfulp.training.distributed import world
 from halfulp.training.model import Gpt
 from halfulp.training.session import Session
@@ -155,12 +156,10 @@ def drawn() -> Iterator[Trial]:
         )
 
 
-class Taught:
+class Taught(Configured):
     """A student GPT, its teacher, and the sequences they both read; see
     `halfulp.training.workload.Workload`. Loss: KL(teacher ‖ student), nats a token.
     """
-
-    parts = None  # the configuration's optimizer
 
     def __init__(self, trial: Trial, plan: AttentionPlan, seed: int) -> None:
         config = trial.config(FLASH, seed).workload

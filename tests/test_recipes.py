@@ -73,6 +73,9 @@ CHANGES: dict[str, list[tuple[Recipe, Any]]] = {
     "block_key": [(TILED, 8), (TILED, None)],
     "base": [(TILED, "2")],
     "exponential": [(HALFULP, "split")],
+    "exp_degree": [(TILED, 3), (TILED.with_(exp_degree=3), 2)],
+    "scale_into": [(TILED.with_(scaled_operand=BF16), "query"), (uniform(BF16), "key")],
+    "division": [(TILED, "multiply")],
     "shift": [
         (TILED.with_(base="2"), Shift("integer")),
         (TILED, Shift("offset", offset=0.3)),
@@ -130,6 +133,7 @@ COARSE_BASES = {
             {"gradient_scale_at": "scores"},
             {"gradient_scale_at": "probabilities"},
             {"backward_weights": "maximum"},
+            {"scale_into": "query", "division": "multiply"},
         )
     ]
     for algorithm in ALGORITHMS

@@ -177,7 +177,9 @@ def test_a_planted_error_is_named_with_layer_and_head(caplog, tmp_path):
         list(LAYER_NAMES),
     )
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows if "measure" in row] == list(range(1, 13))
+    assert [row["step"] for row in rows if "learning_rate" in row] == [10, 12]
 
     caplog.clear()
     with halfulp.watch(model := GPT(), every=1) as watcher:

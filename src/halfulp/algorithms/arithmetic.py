@@ -16,6 +16,8 @@ native order excepted: see `matmul`). On other devices, and in float64, all thre
 from __future__ import annotations
 
 import ctypes
+import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,6 +48,31 @@ def exponential(x: Tensor, base2: bool, out: Tensor | None = None) -> Tensor:
         of_torch = torch.exp2 if base2 else torch.exp
         y = of_torch(x.double()).to(x.dtype) if fixed(x) else of_torch(x, out=out)
     return y if out is None or y is out else out.copy_(y)
+
+
+@lru_cache(maxsize=16)
+def _coefficients(degree: int) -> tuple[float, ...]:
+    """Of the polynomial through 2^f at the Chebyshev-Lobatto points of [0, 1], lowest first."""
+    points = [0.5 - 0.5 * math.cos(math.pi * i / degree) for i in range(degree + 1)]
+    x = torch.tensor(points, dtype=torch.float64)
+    matrix = x[:, None] ** torch.arange(degree + 1)
+    found: list[float] = torch.linalg.solve(matrix, torch.exp2(x)).tolist()
+    return tuple(found)
+
+
+def polynomial_exponential(x: Tensor, base2: bool, degree: int) -> Tensor:
+    """e^x, or 2^x, as 2ⁿ times a polynomial on [0, 1], in x's dtype; degree 1 is Schraudolph's
+    (1999), 3 what FlashAttention-4 has on its multipliers.
+    """
+    y = x if base2 else x * math.log2(math.e)
+    lowest = -126.0 if x.dtype == torch.float32 else -1022.0
+    n = y.floor()
+    f = torch.where(y == -math.inf, 0.0, y - n)
+    total = torch.zeros_like(y)
+    for c in reversed(_coefficients(degree)):
+        total = total * f + c
+    scaled = torch.ldexp(total, n.clamp(lowest, 1023.0))
+    return torch.where(n < lowest, torch.zeros_like(y), scaled)
 
 
 def logarithm(x: Tensor, base2: bool) -> Tensor:

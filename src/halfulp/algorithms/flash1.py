@@ -59,6 +59,6 @@ def _tile(problem: Problem, rows: slice, cols: slice, state: State) -> State:
     summed = step(
         "accumulator", step("rescaled", l_old * out) + step("rescaled", tile_scale * block_out)
     )
-    new_out = step("renormalized", summed / divisor_of(l_new, m_new))
+    new_out = step("renormalized", problem.divided(summed, divisor_of(l_new, m_new)))
     l_exact = l_exact * old_scale + exact_sum * tile_scale
     return State(new_out, m_new, l_new, l_exact, torch.maximum(before, largest))

@@ -61,5 +61,5 @@ def _rows(problem: Problem, rows: slice) -> State:
             )
     if state is None:  # a window may hide every key
         state = start(problem, rows)
-    out = state.out / divisor_of(state.row_sum, state.row_max)
+    out = problem.divided(state.out, divisor_of(state.row_sum, state.row_max))
     return state._replace(out=problem.undropped(out))

@@ -47,6 +47,9 @@ def refused(problem: Problem) -> str | None:
         else None,
         None if recipe.matmul.order in ("native", "sequential") else "products in blocks",
         None if recipe.matmul.accumulate == FP32 else "products not summed in fp32",
+        "a polynomial" if recipe.exp_degree is not None else None,
+        "a scaled operand" if recipe.scale_into != "product" else None,
+        "a reciprocal" if recipe.division != "divide" else None,
         "no keys or no queries" if 0 in problem.query.shape or 0 in problem.key.shape else None,
         missing(),
     )

@@ -19,6 +19,7 @@ from halfulp.algorithms.arithmetic import (
     exponential,
     fixed_point,
     logarithm,
+    polynomial_exponential,
     row_sum,
 )
 from halfulp.algorithms.matmul import product
@@ -98,7 +99,12 @@ class Problem:
     def scores(self, rows: slice, cols: slice) -> Tensor:
         """Masked scores of one tile `[B, H, rows, cols]`, in the recipe's base."""
         step, scale, cap = self.step, self.call.scale, self.call.softcap
-        s = step("product", product(self.query[:, :, rows], self.key[:, :, cols].mT, step))
+        query, key, into = self.query[:, :, rows], self.key[:, :, cols], self.recipe.scale_into
+        if into == "query":
+            query, scale = step("scaled_operand", query * scale), 1.0
+        elif into == "key":
+            key, scale = step("scaled_operand", key * scale), 1.0
+        s = step("product", product(query, key.mT, step))
         if cap:
             s = step("scores", torch.tanh(s * (scale / cap)) * (cap * self.unit))
         else:
@@ -136,7 +142,10 @@ class Problem:
 
     def exp(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The exponential of the recipe's base."""
-        return exponential(x, self.recipe.base == "2", out)
+        base2, degree = self.recipe.base == "2", self.recipe.exp_degree
+        if degree is not None:
+            return polynomial_exponential(x, base2, degree)
+        return exponential(x, base2, out)
 
     def rescale(self, m: Tensor, shift: Tensor) -> Tensor:
         """exp(m − shift): what a sum shifted by m is multiplied by to be shifted by `shift`."""
@@ -146,6 +155,12 @@ class Problem:
     def log(self, x: Tensor) -> Tensor:
         """The logarithm of the recipe's base."""
         return logarithm(x, self.recipe.base == "2")
+
+    def divided(self, x: Tensor, row_sum: Tensor) -> Tensor:
+        """x over l, or times a rounded 1/l."""
+        if self.recipe.division == "multiply":
+            return x * self.step("reciprocal", 1 / row_sum)
+        return x / row_sum
 
     def row_sums(self, weights: Tensor, operand: Tensor) -> tuple[Tensor, Tensor]:
         """l of one tile as the recipe sums it, and as lse needs it."""

@@ -40,6 +40,8 @@ def _rows(problem: Problem, rows: slice) -> State:
         l = l + sink.row_sum * problem.rescale(sink.row_max, shift_of(m))
         largest = torch.maximum(largest, sink.largest_score)
     l = step("row_sum", l)
-    operand = problem.kept(problem.weights_operand(weights / divisor_of(l, m)), rows, cols)
+    operand = problem.kept(
+        problem.weights_operand(problem.divided(weights, divisor_of(l, m))), rows, cols
+    )
     out = step("accumulator", step("block_out", product(operand, problem.value, step)))
     return State(problem.undropped(out), m, l, l, largest)

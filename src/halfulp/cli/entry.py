@@ -23,7 +23,9 @@ from halfulp.cli.bench_command import bench
 from halfulp.cli.doctor import doctor, version_text
 from halfulp.cli.ending import BAD_ARGUMENT, ended, warnings_in_lines
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
+from halfulp.cli.figures_command import figures
 from halfulp.cli.lab import compare, isolate, tokens, train
+from halfulp.cli.reconstruct_command import reconstruct
 from halfulp.cli.report_command import report
 from halfulp.cli.shell import PROGRAM, complain, patient_output, say, typed
 from halfulp.cli.usage import unknown, usage_line
@@ -34,8 +36,10 @@ LAB = ("tyro", "rich", "matplotlib", "jinja2", "cattrs", "joblib", "scipy")
 COMMANDS: dict[str, Callable[..., int]] = {
     "demo": demo,
     "audit": audit,
+    "reconstruct": reconstruct,
     "sweep": sweep,
     "claims": claims,
+    "figures": figures,
     "train": train,
     "tokens": tokens,
     "isolate": isolate,

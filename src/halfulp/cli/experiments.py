@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from halfulp.cli.shell import (
 )
 
 if TYPE_CHECKING:
+    from halfulp.papers.claim import Lab
     from halfulp.runs.folder import NewRun
 
 
@@ -172,21 +174,21 @@ def claims(
     /,
     *,
     all: bool = False,
-    workers: int = 2,
+    workers: int | None = None,
     html: Path | None = None,
     json: Path | None = None,
 ) -> int:
     """Measure the papers' claims and judge each by a stated rule: halfulp claims A13 D1
 
     Args:
-        ids: Which (`halfulp ls claims`); every one by default, in under 5 minutes on two cores.
-        all: Every one at the largest scale that two cores can do in under 30 minutes: more seeds,
-            steps and sizes.
-        workers: Processes of one thread each.
+        ids: Which (`halfulp ls claims`); every one by default, in about 8 minutes on four idle
+            cores.
+        all: Measure at a larger scale: more seeds, steps and sizes, in about an hour on four idle
+            cores.
+        workers: Processes of one thread each; one for each core, at most four, by default.
         html: File to write a page to.
         json: File to write the verdicts to; - prints them as JSON instead of text.
     """
-    from halfulp.papers.claim import FULL_SEEDS, FULL_STEPS, Lab
     from halfulp.papers.ledger import run_claims, selected
     from halfulp.report.ledger_page import ledger_page, print_ledger
     from halfulp.report.terminal import console
@@ -196,13 +198,24 @@ def claims(
     check_json(json)
     chosen = [claim.id for claim in selected(ids)] if ids else None
     with progress_bar("claims") as progress:
-        lab = Lab(workers, FULL_SEEDS, FULL_STEPS, full=True) if all else Lab(workers)
+        lab = laboratory(whole=all, workers=workers)
         plain = [verdict.as_dict() for verdict in run_claims(chosen, progress, lab=lab)]
     write_each(
         lambda: tell(plain, json, lambda: print_ledger(plain, console())),
         lambda: None if html is None else write_text(html, ledger_page(plain, typed_command())),
     )
     return 0
+
+
+def laboratory(*, whole: bool, workers: int | None) -> Lab:
+    """Return where claims are measured, at the usual scale or at the largest; `workers` processes,
+    or one for each core, at most four.
+    """
+    from halfulp.papers.claim import FULL_SEEDS, FULL_STEPS, Lab
+
+    if workers is None:
+        workers = max(1, min(4, len(os.sched_getaffinity(0))))
+    return Lab(workers, FULL_SEEDS, FULL_STEPS, full=True) if whole else Lab(workers)
 
 
 def explain(

@@ -194,6 +194,7 @@ def isolate(
     patience: int | None = None,
     html: Path | None = None,
     trust: bool = False,
+    workload: str | None = None,
     json: Path | None = None,
 ) -> int:
     """Find what makes a run fail, by training it again with one thing changed at a time: halfulp
@@ -204,7 +205,8 @@ def isolate(
     code 0: a cause was found; 1: none was, or the run does not fail.
 
     Args:
-        run: Folder of `halfulp train`, or the name of a preset (`halfulp ls presets`).
+        run: Folder of `halfulp train`, the name of a preset (`halfulp ls presets`), or
+            file.py:function, which makes a model of your own.
         out: Folder for the runs it makes, isolation.json and report.html; by default the run's name
             with -isolated.
         seeds: How many seeds, the run's own first; 3, or 1 from a checkpoint.
@@ -219,7 +221,8 @@ def isolate(
             else 1.2.
         patience: Steps over which losses are medians; by default a tenth of the run.
         html: File to write the page to instead.
-        trust: Run the code that the folder names as its attention.
+        trust: Run the code that the folder names as its model or attention.
+        workload: The file.py:function that makes the model of the run, named by you.
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.isolate.isolation import isolate as isolated
@@ -230,17 +233,11 @@ def isolate(
     check_json(json)
     chosen, first, rule = _isolated_run(run, loss_factor, patience)
     folder = Path(f"{run.name}-isolated") if out is None else out
-    options: dict[str, Any] = {
-        "seeds": None if seeds is None else tuple(range(first, first + seeds)),
-        "steps": steps,
-    }
-    options |= {
-        "budget_seconds": budget_seconds,
-        "budget_steps": budget_steps,
-        "from_step": from_step,
-    }
+    chosen_seeds = None if seeds is None else tuple(range(first, first + seeds))
+    options: dict[str, Any] = {"seeds": chosen_seeds, "steps": steps, "from_step": from_step}
+    options |= {"budget_seconds": budget_seconds, "budget_steps": budget_steps}
     options |= {"workers": workers, "backend": backend, "command": typed_command()}
-    options["trust"] = trust
+    options |= {"trust": trust, "workload": workload}
     with progress_bar("isolate") as progress:
         try:
             found = isolated(chosen, out=folder, rule=rule, progress=progress, **options)
@@ -278,6 +275,10 @@ def _isolated_run(
     preset = not run.exists() and str(run) in PRESETS
     _refuse_watched("run", run)
     chosen = PRESETS[str(run)]() if preset else run
+    if not run.exists() and ":" in str(run):
+        from halfulp.training.user_model import user_run
+
+        chosen = user_run(str(run))
     config = read_config(run) if isinstance(chosen, Path) else chosen
     given = {"loss_factor": loss_factor, "patience": patience}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

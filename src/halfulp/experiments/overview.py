@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,8 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 
 def overview(runs: Sequence[RecordedRun], command: str) -> dict[str, Any]:
     """Return figures and tables of runs as plain data: {"figures": …, "tables": …}."""
-    figures = [*_metric_figures(runs, command)]
+    rows = {run.name: run.metrics for run in runs}
+    figures = metric_figures(rows, _left_out(runs), command)
     if len(runs) == 1:
         drawn = {name for row in runs[0].metrics for name in row}
         figures += measured_by_head(runs[0].measures, command, without=drawn)
@@ -184,17 +185,24 @@ def finding(runs: Sequence[RecordedRun]) -> str:
     return " ".join(said)
 
 
-def _metric_figures(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
+def metric_figures(rows: Mapping[str, Sequence[Row]], caption: str, command: str) -> list[Figure]:
+    """What runs recorded besides measurements, a figure a metric and a curve a run.
+
+    Args:
+        rows: of metrics, by the run's name.
+        caption: below each figure.
+        command: that the figures came from.
+    """
     figures = []
     for name, title, axis, log in METRICS:
-        having = [run for run in runs if any(name in row for row in run.metrics)][:_CURVES]
-        series = tuple(_curve(run.name, run.metrics, _metric(name)) for run in having)
+        having = [run for run in rows if any(name in row for row in rows[run])][:_CURVES]
+        series = tuple(
+            _curve(run, [row for row in rows[run] if name in row], _metric(name)) for run in having
+        )
         if series:
             positive = all(y > 0 for one in series for y in one.y if math.isfinite(y))
             figures.append(
-                Figure(
-                    title, "step", axis, series, _left_out(runs), command, y_log=log and positive
-                )
+                Figure(title, "step", axis, series, caption, command, y_log=log and positive)
             )
     return figures
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfulp.experiments.overview import measured_by_head
+from halfulp.experiments.overview import measured_by_head, metric_figures
 from halfulp.runs.record import read_record
 from halfulp.runs.results import Table
 from halfulp.training.journal import Row, read_rows
 from halfulp.watch.health import sentences_of
 from halfulp.watch.running import WINDOW
+from halfulp.watch.troubles import CAUSES
 from halfulp.watch.watching import COLUMNS, FIXES, OPERATIONS, WatchReport, alarmed_heads, report_of
 
 
@@ -21,10 +22,14 @@ def watched(folder: Path, command: str) -> tuple[dict[str, Any], str]:
     finding in a sentence.
     """
     record = read_record(folder, "watch")
-    rows = [row for row in read_rows(folder) if "measure" in row]
+    written = read_rows(folder)
+    steps_shown = [row for row in written if "measure" not in row]
+    # of a measurement in which no attention was seen only weights are there
+    rows = [row for row in written if "max_score" in row.get("measure", ())]
     rows = _whole(rows, len(record["layers"]))
     recent, layers = rows[-WINDOW:], record["layers"]
-    steps = max([record["steps"], *(row["step"] for row in rows[-1:])])
+    steps = max([record["steps"], *(row["step"] for row in written[-1:])])
+    broken = sentences_of((rows[-1] if rows else {}) | record.get("health", {}))
     report = report_of(
         recent,
         layers,
@@ -33,11 +38,19 @@ def watched(folder: Path, command: str) -> tuple[dict[str, Any], str]:
         measurements=len(rows),
         unseen=record["not measured"],
         # of a run that was not closed the last measurement knows
-        warnings=sentences_of((rows[-1] if rows else {}) | record.get("health", {})),
+        warnings=list(dict.fromkeys((*record.get("warnings", ()), *broken))),
         loss=record.get("loss", ""),
+        findings=record.get("causes", ()),
+        looked=record.get("looked", 0),
     )
-    tables = [_alarms(report, record["rule"], command), _heads(report, command)]
-    figures = measured_by_head(rows, command, names=layers)
+    tables = [
+        *([_causes(report, command)] if report.findings else []),
+        _alarms(report, record["rule"], command),
+        _heads(report, command),
+    ]
+    name = folder.resolve().name
+    figures = metric_figures({name: steps_shown}, "", command)
+    figures += measured_by_head(rows, command, names=layers)
     return {
         "figures": [f.as_dict() for f in figures],
         "tables": [t.as_dict() for t in tables],
@@ -61,14 +74,36 @@ def _finding(report: WatchReport) -> str:
         " layer"
     )
     said += "s" * (layers != 1)
+    causes = "".join(f" ALARM: {one['text']}" for one in report.findings)
     if not report.rows:
-        return f"{said}."
+        return f"{said}.{causes}"
     alarms = len(report.alarms)
     alarming = (
         f"{alarms} heads alarm" if alarms > 1 else "one head alarms" if alarms else "no head alarms"
     )
     wrong = "".join(f" WARNING: {sentence}." for sentence in report.warnings)
-    return f"{said}, the last at step {report.measured_step}: {alarming}.{wrong}"
+    return f"{said}, the last at step {report.measured_step}: {alarming}.{causes}{wrong}"
+
+
+def _causes(report: WatchReport, command: str) -> Table:
+    rows = tuple(
+        (
+            CAUSES[one["kind"]].name,
+            one["step"],
+            one["since"],
+            one["layer"],
+            "; ".join(
+                filter(None, (one["detail"], *(f"{k} {v:.3g}" for k, v in one["evidence"].items())))
+            ),
+            CAUSES[one["kind"]].rule,
+            CAUSES[one["kind"]].fix,
+        )
+        for one in report.findings
+        if one["kind"] in CAUSES
+    )
+    columns = ("cause", "found at step", "since", "where", "evidence", "rule", "fix")
+    said = "What else than rounding in attention is found, and by which rule."
+    return Table("Other causes", columns, rows, said, command)
 
 
 def _alarms(report: WatchReport, rule: str, command: str) -> Table:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 from halfulp.isolate.rule import Rule, judge_rows, read_curves
 from halfulp.isolate.rung import Job, RungRun, run_rung, rung_config, summarize
-from halfulp.isolate.substitutions import EXACT, Cells, cells_of, plan_of
+from halfulp.isolate.sites import Layout
+from halfulp.isolate.substitutions import Cells, cells_of, plan_of
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress, no_progress
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import RunConfig
 from halfulp.training.journal import read_rows
+from halfulp.training.operations import OperationPlan
 from halfulp.training.run_json import config_from_dict, read_record
 
 ORIGINAL, TWIN = "original", "fp32"
@@ -48,16 +50,21 @@ class Settings:
     budget_seconds: float | None = None  # of this call
     budget_steps: int | None = None  # of training, over all runs in the folder
     recorded: tuple[Path, ...] = ()  # runs that are there already, of other seeds or attention
+    layout: Layout | None = None  # of a user's model
+    changed: bool = False  # since it was recorded, so that no recorded run is one of it
 
 
 @dataclass(frozen=True)
 class Substitution:
-    """One thing changed: which attention runs where instead."""
+    """One thing changed: which attention, or in a user's model which arithmetic, runs where
+    instead.
+    """
 
     name: str  # of a folder
     question: str
     change: str
     cells: Cells
+    operations: OperationPlan | None = None  # None: the run's own
 
 
 @dataclass
@@ -80,15 +87,17 @@ class Ladder:
     """Runs substitutions and remembers them."""
 
     def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
-        self.settings, self.cells = settings, cells_of(settings.config)
+        self.settings = settings
+        config, layout = settings.config, settings.layout
+        self.cells = cells_of(config) if layout is None else layout.cells(config)
         self.rungs: dict[str, Rung] = {}
         self.progress = progress or no_progress
         self.share = (0.0, 1.0)  # of the progress that the present phase has
         self._began = time.time()
         self._runs: dict[tuple[str, int], RungRun] = {}  # by plan and seed
         self._recorded = self._known()
-        # by its text: the plan, and the rung that has the runs
-        self._plans: dict[str, tuple[AttentionPlan, str]] = {}
+        # by its text: the plans, and the rung that has the runs
+        self._plans: dict[str, tuple[AttentionPlan, OperationPlan, str]] = {}
 
     @property
     def steps(self) -> int:
@@ -104,11 +113,13 @@ class Ladder:
         """Return the rung of a substitution, without running it; a name stands for one
         substitution.
         """
-        plan = plan_of(substitution.cells)
-        name, text = substitution.name, str(plan)
+        config, operations = self.settings.config, substitution.operations
+        plan = plan_of(substitution.cells) if substitution.cells else config.attention
+        operations = config.operations if operations is None else operations
+        name, text = substitution.name, _text(plan, operations)
         if name not in self.rungs:
             self.rungs[name] = Rung(name, substitution.question, substitution.change, text)
-            self._plans.setdefault(text, (plan, name))
+            self._plans.setdefault(text, (plan, operations, name))
         assert self.rungs[name].attention == text, name
         return self.rungs[name]
 
@@ -170,16 +181,15 @@ class Ladder:
 
     def _job(self, plan: str, seed: int) -> Job:
         s = self.settings
-        attention, name = self._plans[plan]
+        attention, operations, name = self._plans[plan]
         config = rung_config(seeded(s.config, seed), s.horizon)
-        exact = str(plan_of(dict.fromkeys(self.cells, EXACT)))
         return Job(
             rung=name,
-            config=replace(config, attention=attention),
+            config=replace(config, attention=attention, operations=operations),
             folder=s.out / "rungs" / name / f"seed-{seed}",
             rule=s.rule,
             horizon=s.horizon,
-            twin=self._twin(seed) if plan != exact else None,
+            twin=self._twin(seed) if name != TWIN else None,
             source=s.source if seed == s.config.seed else None,
             start=s.start,
             deadline=None if s.budget_seconds is None else self._began + s.budget_seconds,
@@ -194,7 +204,9 @@ class Ladder:
         the recorded run itself.
         """
         s = self.settings
-        source = s.source is not None and seed == s.config.seed and plan == str(plan_of(self.cells))
+        itself = self.rungs[ORIGINAL].attention if ORIGINAL in self.rungs else ""
+        source = s.source is not None and seed == s.config.seed and plan == itself
+        source = source and not s.changed
         folder = s.source if source else self._recorded.get((plan, seed))
         if folder is None:
             return False
@@ -207,7 +219,7 @@ class Ladder:
         )
         if judged.failed_at is None and rows[-1]["step"] < s.horizon:
             return False
-        name, place = self._plans[plan][1], folder.resolve()
+        name, place = self._plans[plan][-1], folder.resolve()
         if not source:  # beside this folder, with which it may be moved
             place = Path(os.path.relpath(place, s.out.resolve()))
         run = summarize(name, seed, place, 0, rows, judged)
@@ -223,6 +235,11 @@ class Ladder:
             if replace(config, **noted) == seeded(s.config, config.seed):
                 found[str(config.attention), config.seed] = folder
         return found
+
+
+def _text(plan: AttentionPlan, operations: OperationPlan) -> str:
+    """What a rung runs, as one text."""
+    return f"{plan} | {operations}" if operations.assignments else str(plan)
 
 
 def seeded(config: RunConfig, seed: int) -> RunConfig:

@@ -123,10 +123,10 @@ def _verdict(
     together = " together with " if len(first.operations) > 1 else ""
     what = together.join(first.blames) if together else first.blames[0]
     said = f"{_capital(what)}{', ' + place if place else ''}; {seeds.text()}."
-    return f"{said} {_alone(found, rescues)}"
+    return f"{said} {alone_text(found, rescues)}"
 
 
-def _alone(found: Investigation, rescues: Sequence[Rescue]) -> str:
+def alone_text(found: Investigation, rescues: Sequence[Rescue]) -> str:
     """Which changes save the run alone, and how many do not."""
     singles = [one for one in rescues if len(one.operations) == 1]
     saving = {one.operations[0] for one in singles}
@@ -192,7 +192,8 @@ def _figures(found: Investigation, rescues: Sequence[Rescue], command: str) -> I
     """Loss and mean score of the run, its twin and what saves it; time to failure over bits."""
     if found.main is None:
         return
-    named = {ORIGINAL: "as it is", TWIN: "fp32 attention", HALFULP: "halfulp"}
+    exact = found.ladder.rungs[TWIN].change if TWIN in found.ladder.rungs else ""
+    named = {ORIGINAL: "as it is", TWIN: exact.removesuffix(" everywhere"), HALFULP: "halfulp"}
     named |= {
         one.rung: one.change for one in [*rescues[:1], *(one for one in rescues if one.repair)][:2]
     }

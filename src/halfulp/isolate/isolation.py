@@ -13,26 +13,31 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from halfulp.isolate.climb import BudgetSpentError, Ladder, Settings
 from halfulp.isolate.conclusion import conclude
 from halfulp.isolate.questions import Investigation
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.rule import Rule, rule_for
+from halfulp.isolate.sites import layout_of
 from halfulp.isolate.substitutions import suspects
+from halfulp.isolate.user_conclusion import conclude_user
+from halfulp.isolate.user_questions import HEADS, KINDS, MODULES, UserInvestigation
 from halfulp.runs.folder import check_folder, write_json
 from halfulp.runs.lock import LOCK, Lock
 from halfulp.runs.record import closed, new_record, read_record
 from halfulp.runs.results import Progress
 from halfulp.training.checkpoint import checkpoint_steps
-from halfulp.training.config import RunConfig
+from halfulp.training.config import RunConfig, UserModel
 from halfulp.training.run_json import config_as_dict, read_config
 from halfulp.training.trust import trusted
+from halfulp.training.user_model import load_named, source_digest
 
 __all__ = ["isolate"]
 
-PHASES: tuple[tuple[str, Callable[[Investigation], None], float], ...] = (
+Phases: TypeAlias = tuple[tuple[str, Callable[[Any], None], float], ...]
+PHASES: Phases = (
     ("(a) attention", Investigation.attention, 0.15),
     ("emulation", Investigation.emulation, 0.2),
     ("(b) tiling", Investigation.tiling, 0.25),
@@ -42,6 +47,13 @@ PHASES: tuple[tuple[str, Callable[[Investigation], None], float], ...] = (
     ("(f) bits", Investigation.bits, 1.0),
 )
 """The questions in order, and how much is usually done after each."""
+USER_PHASES: Phases = (
+    ("(a) arithmetic", UserInvestigation.everything, 0.2),
+    (MODULES, UserInvestigation.modules, 0.6),
+    (KINDS, UserInvestigation.kinds, 0.8),
+    (HEADS, UserInvestigation.user_heads, 1.0),
+)
+"""Those of a user's model."""
 
 
 def isolate(
@@ -60,6 +72,7 @@ def isolate(
     progress: Progress | None = None,
     command: str = "halfulp isolate",
     trust: bool = False,
+    workload: str | None = None,
 ) -> Isolation:
     """Find what makes a run fail by training it again with one thing changed at a time.
 
@@ -81,6 +94,7 @@ def isolate(
         progress: called with the fraction done and the run at work.
         command: what repeats this, for the record.
         trust: run the code that the folder of a recorded run names ("file.py:function").
+        workload: the caller's own word for the function that makes the model of a recorded run.
 
     Raises:
         ValueError: an argument is not accepted, or the folder holds something else.
@@ -91,29 +105,37 @@ def isolate(
     )
     settings = replace(settings, recorded=tuple(recorded))
     if isinstance(run, Path):
-        settings = replace(settings, config=trusted(settings.config, run, trust))
+        settings = replace(settings, config=trusted(settings.config, run, trust, workload))
+    settings = _looked_at(settings)
     lock = _claim(settings)
     try:
         record = new_record("isolate", _identity(settings), command, seeds=list(settings.seeds))
         write_json(settings.out / "run.json", record)
-        found = Investigation(Ladder(settings, progress))
+        found, phases, ended = _questions(Ladder(settings, progress))
         status = "interrupted"
         try:
-            for what, phase, share in PHASES:
+            for what, phase, share in phases:
                 found.begin(what, share)
-                if found.main is not None or phase is Investigation.attention:
+                if found.main is not None or phase is phases[0][1]:
                     _ask(found, what, phase)
-                _write(settings, record, conclude(found, "running", command))
+                _write(settings, record, ended(found, "running", command))
             status = "done"
         finally:
-            result = conclude(found, status, command)
+            result = ended(found, status, command)
             _write(settings, record, result)
     finally:
         lock.release()
     return result
 
 
-def _ask(found: Investigation, what: str, phase: Callable[[Investigation], None]) -> None:
+def _questions(ladder: Ladder) -> tuple[Any, Phases, Callable[[Any, str, str], Isolation]]:
+    """Who asks, what in which order, and who says what was found."""
+    if ladder.settings.layout is None:
+        return Investigation(ladder), PHASES, conclude
+    return UserInvestigation(ladder), USER_PHASES, conclude_user
+
+
+def _ask(found: Investigation, what: str, phase: Callable[[Any], None]) -> None:
     try:
         phase(found)
     except BudgetSpentError:
@@ -155,7 +177,7 @@ def _settings(
     if workers < 1:
         raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
     rule = rule or rule_for(config.workload)
-    settings = Settings(
+    return Settings(
         config,
         tuple(seeds),
         horizon,
@@ -168,12 +190,29 @@ def _settings(
         budget_seconds,
         budget_steps,
     )
-    if not suspects(Ladder(settings).cells):
-        raise ValueError(
-            f"attention={str(config.attention)!r}: it is in fp32 everywhere; accepted is a run with"
-            " another"
-        )
-    return settings
+
+
+def _looked_at(settings: Settings) -> Settings:
+    """The settings with what a user's model computes; one whose source was changed since the run
+    was recorded is another, and none of its recorded runs is taken.
+
+    Raises:
+        ValueError: there is nothing that could be put into fp32.
+    """
+    made = settings.config.workload
+    if not isinstance(made, UserModel):
+        if not suspects(Ladder(settings).cells):
+            raise ValueError(
+                f"attention={str(settings.config.attention)!r}: it is in fp32 everywhere; accepted"
+                " is a run with another"
+            )
+        return settings
+    layout = layout_of(settings.config)
+    now = source_digest(load_named(made.make)[1])
+    if now == made.sha256:
+        return replace(settings, layout=layout)
+    config = replace(settings.config, workload=replace(made, sha256=now))
+    return replace(settings, layout=layout, config=config, changed=True)
 
 
 def _claim(settings: Settings) -> Lock:

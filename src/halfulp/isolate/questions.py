@@ -28,7 +28,6 @@ from halfulp.isolate.substitutions import (
     in_cells,
     is_recipe,
     only,
-    places,
     places_text,
     suspects,
     whole_blocks,
@@ -47,7 +46,7 @@ class Investigation:
 
     def __init__(self, ladder: Ladder) -> None:
         self.ladder, self.cells = ladder, ladder.cells
-        self.heads_a_layer = places(ladder.settings.config.workload)[1]
+        self.heads_a_layer = 1 + max((head for _, head in self.cells), default=0)
         # seeds on which the original does not survive and its twin does
         self.failing: list[int] = []
         self.main: int | None = None  # the seed of the searches
@@ -90,6 +89,13 @@ class Investigation:
         exact = dict.fromkeys(self.cells, EXACT)
         twin = Substitution(TWIN, "(a) attention", "fp32 attention everywhere", exact)
         original = Substitution(ORIGINAL, "the run", f"nothing: {s.config.attention}", self.cells)
+        self._judge(twin, original, "fp32 attention")
+
+    def _judge(self, twin: Substitution, original: Substitution, what: str) -> None:
+        """Run the original and its twin, and note on which seeds the one fails and the other does
+        not.
+        """
+        s = self.ladder.settings
         self.ladder.add(original)  # it stands first in the table
         (saved,) = self.ladder.climb([twin], s.seeds)
         (failed,) = self.ladder.climb([original], s.seeds)
@@ -98,10 +104,12 @@ class Investigation:
         self.failing = [seed for seed in bad if saved.runs[seed].outcome != "failed"]
         lost = [seed for seed in bad if seed not in self.failing]
         if lost and self.failing:
-            self.notes.append(f"Seeds {_list(lost)}: fp32 attention fails too; they were left out.")
+            self.notes.append(f"Seeds {list_text(lost)}: {what} fails too; they were left out.")
         if bad and len(bad) < len(s.seeds):
             sound = [seed for seed in s.seeds if seed not in bad]
-            self.notes.append(f"Seeds {_list(sound)}: the run itself survives; they were left out.")
+            self.notes.append(
+                f"Seeds {list_text(sound)}: the run itself survives; they were left out."
+            )
         if self.failing:
             self.main = next(
                 (seed for seed in self.failing if failed.runs[seed].outcome == "failed"),
@@ -285,7 +293,7 @@ class Investigation:
     def _only_layers(self, layers: Iterable[int]) -> Substitution:
         chosen = sorted(layers)
         kept = [place for place in suspects(self.cells) if place[0] in chosen]
-        name = _short("only-layer-" + ".".join(map(str, chosen)))
+        name = short_name("only-layer-" + ".".join(map(str, chosen)))
         text = (
             "low precision in"
             f" {places_text(_whole(chosen, self.heads_a_layer), self.heads_a_layer)} alone"
@@ -294,7 +302,7 @@ class Investigation:
 
     def _only_places(self, chosen: Iterable[Place]) -> Substitution:
         kept = sorted(chosen)
-        name = _short("only-head-" + "_".join(f"{layer}.{head}" for layer, head in kept))
+        name = short_name("only-head-" + "_".join(f"{layer}.{head}" for layer, head in kept))
         text = f"low precision in {places_text(kept, self.heads_a_layer)} alone"
         return Substitution(name, "(e) heads", text, only(self.cells, kept))
 
@@ -401,10 +409,10 @@ def _ordered(operations: Iterable[Operation]) -> list[Operation]:
 
 
 def _set_name(operations: Iterable[Operation]) -> str:
-    return _short("+".join(one.name for one in _ordered(operations)))
+    return short_name("+".join(one.name for one in _ordered(operations)))
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A name that a file system takes."""
     return (
         name
@@ -424,5 +432,6 @@ def _sets_text(found: Guilty[Any]) -> str:
     return "; ".join(" with ".join(one(item) for item in sorted(chosen)) for chosen in found.sets)
 
 
-def _list(numbers: Sequence[int]) -> str:
+def list_text(numbers: Sequence[int]) -> str:
+    """Return "1, 2, 3"."""
     return ", ".join(map(str, numbers))

@@ -98,6 +98,7 @@ class Isolation:
     seconds: float
     steps: int  # of training
     command: str
+    sites: tuple[str, ...] = ()  # of a user's model: "KIND in MODULE", where the failure is
 
     @property
     def exit_code(self) -> int:

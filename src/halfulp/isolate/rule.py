@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from halfulp.training.config import LayerTask, WorkloadConfig
+from halfulp.training.config import LayerTask, UserModel, WorkloadConfig
 
 Outcome: TypeAlias = Literal["survived", "drifting", "failed"]
 Row: TypeAlias = Mapping[str, Any]
@@ -26,6 +26,8 @@ Row: TypeAlias = Mapping[str, Any]
 RUN_AWAY = ("max_score", "sigma_query", "sigma_key")
 """Figures that are held against the twin's, where a run records them."""
 DRIFT = "mean_score"
+BEHIND = 1.05
+"""Between twins that differ in the rounding of sound bf16 alone, losses differ by a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Rule:
     score_drift: float = 2.0  # natural units, over the second half of the run and beyond the twin's
     # failed above this many times the twin's largest score or σ, for n steps
     run_away: float = 10.0
+    # failed above this many times the twin's loss, medians over n steps; None: not looked at
+    behind: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("loss_factor", "run_away"):
@@ -51,6 +55,8 @@ class Rule:
                 raise ValueError(
                     f"{name}={getattr(self, name)}: accepted is a finite number of at least 0"
                 )
+        if self.behind is not None and not 1 < self.behind < math.inf:
+            raise ValueError(f"behind={self.behind}: accepted is a finite factor above 1, or None")
         if self.patience is not None and self.patience < 1:
             raise ValueError(
                 f"patience={self.patience}: accepted is an integer of at least 1, or None"
@@ -63,6 +69,13 @@ class Rule:
     def text(self, planned: int) -> str:
         """Return the rule in words, for a run of so many steps."""
         n = self.steps_of(planned)
+        if self.behind is not None:
+            return (
+                f"failed: a number is not finite, or the loss (median of {n} steps) is over"
+                f" {self.loss_factor:g} times its lowest (smallest median of {n} steps before), or"
+                f" over {self.behind:g} times that of the twin, the same run with everything in"
+                " fp32; survived: otherwise"
+            )
         return (
             f"failed: a number is not finite, or the loss (median of {n} steps) is over"
             f" {self.loss_factor:g} times its lowest (smallest median of {n} steps before) and at"
@@ -77,13 +90,13 @@ def rule_for(workload: WorkloadConfig) -> Rule:
     """Return the rule by which runs of a workload are judged unless another is given.
 
     A language model's loss starts at the log of its vocabulary and ends at a good part of it: a
-    factor of 3 is more than it can lose. Its mean scores wander by some units in sound runs too.
+    factor of 3 is more than it can lose. Its mean scores wander by some units in sound runs too. A
+    user's model, of which nothing but the loss is known, is held against its twin's.
     """
-    return (
-        Rule()
-        if isinstance(workload, LayerTask)
-        else Rule(loss_factor=1.2, least_loss=0.0, score_drift=10.0)
-    )
+    if isinstance(workload, LayerTask):
+        return Rule()
+    behind = BEHIND if isinstance(workload, UserModel) else None
+    return Rule(loss_factor=1.2, least_loss=0.0, score_drift=10.0, behind=behind)
 
 
 _LAYER = Rule()
@@ -282,6 +295,8 @@ class Watcher:
         )
         self._medians.add(step, median)
         self._best.append(min(median, self._best[-1]) if self._best else median)
+        if (reason := self._behind(step, median)) is not None:
+            return reason
         earlier = bisect.bisect_right(self._medians.steps, step - self.patience)
         if (
             not earlier
@@ -290,6 +305,17 @@ class Watcher:
         ):
             return None
         return f"loss {median:.2g}, {median / self._best[earlier - 1]:.1f} times its best"
+
+    def _behind(self, step: int, median: float) -> str | None:
+        """Whether the loss is above the twin's at the same steps."""
+        twin = self.twin.get("loss")
+        if self.rule.behind is None or twin is None or step > twin.steps[-1]:
+            return None
+        first, last = (bisect.bisect_right(twin.steps, s) for s in (step - self.patience, step))
+        best = statistics.median(twin.values[first:last]) if last > first else math.nan
+        if not median > self.rule.behind * best or median < self.rule.least_loss:
+            return None
+        return f"loss {median:.3g}, {median / best:.2f} times the twin's"
 
     def _figure(self, name: str, step: int, value: float) -> str | None:
         said = name.replace("_", " ")

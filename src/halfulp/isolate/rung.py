@@ -16,7 +16,7 @@ from typing import Any
 from halfulp.isolate.rule import Judgement, Outcome, Rule, Watcher, judge_rows, read_curves
 from halfulp.runs.threads import one_thread
 from halfulp.training.checkpoint import checkpoint_steps, load_checkpoint
-from halfulp.training.config import LayerTask, RunConfig
+from halfulp.training.config import LayerTask, RunConfig, UserModel
 from halfulp.training.journal import Row, read_order, read_rows
 from halfulp.training.loop import train
 from halfulp.training.run_json import difference, read_config, read_record
@@ -94,7 +94,7 @@ def rung_config(config: RunConfig, horizon: int) -> RunConfig:
     """Return the run with enough lines of metrics, measurements and checkpoints for the ladder."""
     metrics = min(config.metrics_every, max(1, horizon // _POINTS))
     # whose metrics hold all that the rule looks at
-    measured = not isinstance(config.workload, LayerTask)
+    measured = not isinstance(config.workload, LayerTask | UserModel)
     measure = (config.measure_every or max(1, horizon // _POINTS)) if measured else 0
     checkpoint = max(_LEAST, -(-horizon // _CHECKPOINTS))
     return replace(

@@ -51,10 +51,7 @@ def places(workload: WorkloadConfig) -> tuple[int, int]:
         case Pictures():
             return 2 * workload.layers, workload.heads  # self-attention, then cross-attention
         case UserModel():
-            raise ValueError(
-                f"run={workload.make!r}: it trains a model of the user's own; accepted is a run of"
-                " a preset"
-            )
+            raise AssertionError("a user's model is looked at (`sites.layout_of`)")
 
 
 def cells_of(config: RunConfig) -> dict[Place, str]:
@@ -70,20 +67,19 @@ def suspects(cells: Cells) -> frozenset[Place]:
 
 def plan_of(cells: Cells) -> AttentionPlan:
     """Return the shortest plan with that attention in every head."""
-    heads = 1 + max(head for _, head in cells)
     base = Counter(cells.values()).most_common(1)[0][0]
     by_choice: dict[str, dict[tuple[int, ...], list[int]]] = {}
     for layer in sorted({layer for layer, _ in cells}):
+        heads = sum(of == layer for of, _ in cells)
         for choice in dict.fromkeys(cells[layer, head] for head in range(heads)):
             if choice != base:
                 members = tuple(head for head in range(heads) if cells[layer, head] == choice)
-                by_choice.setdefault(choice, {}).setdefault(members, []).append(layer)
+                whole = () if len(members) == heads else members
+                by_choice.setdefault(choice, {}).setdefault(whole, []).append(layer)
     texts = [base]
     for choice, groups in by_choice.items():
         for members, layers in groups.items():
-            texts.append(
-                f"{place_text(layers, () if len(members) == heads else members)}: {choice}"
-            )
+            texts.append(f"{place_text(layers, members)}: {choice}")
     return AttentionPlan.of(*texts)
 
 

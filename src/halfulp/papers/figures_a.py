@@ -4,6 +4,7 @@ JSON form.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,17 +119,37 @@ def layer_losses(runs: Mapping[str, Traced], command: str) -> Picture:
 
 
 def layer_sigmas(runs: Mapping[str, Traced], command: str) -> Picture:
-    """Figure 9: the largest σ(W_Q) of every layer, low precision everywhere and nowhere."""
-    series = []
-    for name in ("everywhere", "nowhere"):
-        run = runs[name]
-        for layer in range(len(run.measures[0]["measure"]["sigma_query"])):
-            y = tuple(max(heads) for heads in run.measured("sigma_query", layer))
-            label = f"layer {layer}" if name == "everywhere" else f"layer {layer}, twin"
-            series.append(Series(label, tuple(map(float, run.measured_steps())), y))
+    """Figure 9: the largest σ(W_Q) of every layer, low precision everywhere and nowhere.
+
+    More than four layers are too many lines: those that grew most against the twin, the range of
+    all others, and that of the twin's.
+    """
+    low, twin = (
+        {
+            layer: [max(heads) for heads in runs[name].measured("sigma_query", layer)]
+            for layer in range(len(runs[name].measures[0]["measure"]["sigma_query"]))
+        }
+        for name in ("everywhere", "nowhere")
+    )
+    steps = tuple(map(float, runs["everywhere"].measured_steps()))
+    order = sorted(low, key=lambda layer: low[layer][-1] / twin[layer][-1], reverse=True)
+    if len(low) <= 4:
+        series = [Series(f"layer {n}", steps, tuple(low[n])) for n in low]
+        series += [Series(f"layer {n}, twin", steps, tuple(twin[n])) for n in twin]
+    else:
+        series = [Series(f"layer {n}", steps, tuple(low[n])) for n in order[:3]]
+        series.append(_ranged("the other layers", steps, [low[n] for n in order[3:]]))
+        series.append(_ranged("all layers, twin", steps, list(twin.values())))
     caption = f"Largest of a layer's heads; the twin has standard attention. {ACCELERATED}"
+    caption += " The median over several layers, and their range." if len(low) > 4 else ""
     title = "σ(W_Q) by layer (after fig. 9)"
     return Figure(title, "step", "σ(W_Q)", tuple(series), caption, command, y_log=True).as_dict()
+
+
+def _ranged(name: str, steps: tuple[float, ...], curves: Sequence[Sequence[float]]) -> Series:
+    columns = list(zip(*curves, strict=True))
+    middle = tuple(statistics.median(column) for column in columns)
+    return Series(name, steps, middle, tuple(map(min, columns)), tuple(map(max, columns)))
 
 
 def similarity_maps(run: Traced, layer: int, head: int, command: str) -> list[Picture]:
@@ -319,9 +340,9 @@ def value_distribution(found: Profile, command: str) -> Picture:
     """Figure 6a: the distribution of V in a guilty feature."""
     values = torch.tensor(found.all_values)
     low, high = float(values.min()), max(float(values.max()), 0.0)
-    counts = torch.histc(values, 12, low, high)
-    width = (high - low) / 12
-    names = tuple(f"{low + (i + 0.5) * width:.1f}".replace("-", "−") for i in range(12))
+    counts = torch.histc(values, 8, low, high)
+    width = (high - low) / 8
+    names = tuple(f"{low + (i + 0.5) * width:.1f}".replace("-", "−") for i in range(8))
     series = (
         Series("share of tokens", names, tuple((counts / counts.sum()).tolist()), style="bar"),
     )

@@ -30,6 +30,8 @@ LseFrom = Literal["row_sum", "exact"]
 DivisorFrom = Literal["row_sum", "lse", "balanced"]
 GradValueFrom = Literal["probabilities", "lse"]
 GradientScaleAt = Literal["products", "scores", "probabilities"]
+ScaleInto = Literal["product", "query", "key"]
+Division = Literal["divide", "multiply"]
 AnyFormat = Format | BlockFormat
 
 
@@ -126,6 +128,10 @@ class Recipe:
     base: Base = "e"  # of the exponential; base 2 folds log2(e) into the scale
     # split: 2^(S − rint S) · 2^(rint S − m), bits that no tiling changes
     exponential: Exponential = "direct"
+    # 2^x by a polynomial of that degree on every binade, exact at its ends; None: exactly rounded
+    exp_degree: int | None = None
+    scale_into: ScaleInto = "product"  # what α is multiplied into
+    division: Division = "divide"  # multiply: by a reciprocal of l, rounded
     shift: Shift = Shift()
     row_sum_from: RowSumFrom = "exact"  # l from the weights before or after rounding
     # P = exp(S − lse), exp(S − m)/l, or the rounded weights / l
@@ -152,6 +158,7 @@ class Recipe:
     query: AnyFormat = _rounded("query as read")
     key: AnyFormat = _rounded("key as read")
     value: AnyFormat = _rounded("value as read")
+    scaled_operand: AnyFormat = _rounded("α Q or α K where α is multiplied into one of them")
     product: AnyFormat = _rounded("QKᵀ before scaling")
     scores: AnyFormat = _rounded("S = α QKᵀ")
     tie_threshold: AnyFormat = _rounded(
@@ -168,6 +175,7 @@ class Recipe:
     row_sum: AnyFormat = _rounded("l")
     block_out: AnyFormat = _rounded("P̄V of one tile")
     accumulator: AnyFormat = _rounded("Ō after each tile")
+    reciprocal: AnyFormat = _rounded("1/l where O is multiplied by it")
     renormalized: AnyFormat = _rounded("O after each tile of FlashAttention-1")
     out: AnyFormat = _rounded("O")
     residual: AnyFormat = _rounded("O − round(O), kept for δ")
@@ -213,6 +221,10 @@ class Recipe:
             raise ValueError(
                 f"residual_bits={self.residual_bits}: accepted are 2 to 16, or None for a float"
                 " residual"
+            )
+        if self.exp_degree is not None and not 1 <= self.exp_degree <= 8:
+            raise ValueError(
+                f"exp_degree={self.exp_degree}: accepted are 1 to 8, or None for no polynomial"
             )
         self._check_together()
 

@@ -7,12 +7,13 @@ ends are written beside the bar.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from halfulp.report.audit_chart import draw_audit
-from halfulp.report.panels import draw
-from halfulp.report.svg import GRID, WIDTH, plain, settings, write_svg
+from halfulp.report.panels import Written, draw, draw_png
+from halfulp.report.svg import GRID, WIDTH, plain, settings, write_png, write_svg
 from halfulp.report.text import number_text
 
 BLUE, WHITE, ORANGE, MISSING = "#0072b2", "#fafaf8", "#d55e00", "#969696"
@@ -31,8 +32,21 @@ def draw_picture(figure: Mapping[str, Any]) -> str:
     return kinds.get(figure.get("kind", ""), draw)(figure)
 
 
-def draw_heat_map(figure: Mapping[str, Any]) -> str:
-    """Return the inline SVG of a heat map.
+def picture_files(figure: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return a figure or heat map as an SVG file and as a PNG, on a white ground.
+
+    Raises:
+        ValueError: it cannot be drawn; see `draw` and `draw_heat_map`.
+    """
+    if figure.get("kind") == "heat map":
+        return draw_heat_map(figure, inline=False), _finished(
+            figure, lambda canvas, _title, _said: write_png(canvas)
+        )
+    return draw(figure, inline=False), draw_png(figure)
+
+
+def draw_heat_map(figure: Mapping[str, Any], *, inline: bool = True) -> str:
+    """Return the SVG of a heat map, for a page or, not inline, as a file with a white ground.
 
     Args:
         figure: {"kind": "heat map", "title", "x_label", "y_label", "values", "low", "high",
@@ -43,6 +57,11 @@ def draw_heat_map(figure: Mapping[str, Any]) -> str:
     Raises:
         ValueError: there are no values, rows differ in length, or low is not below high.
     """
+    return _finished(figure, partial(write_svg, inline=inline))
+
+
+def _finished(figure: Mapping[str, Any], finish: Callable[[Any, str, str], Written]) -> Written:
+    """Draw a heat map, and return what becomes of the canvas, its title and its words."""
     values, low, high = figure["values"], figure["low"], figure["high"]
     columns = len(values[0]) if values else 0
     if not columns or any(len(row) != columns for row in values):
@@ -87,7 +106,7 @@ def draw_heat_map(figure: Mapping[str, Any]) -> str:
             each.tick_params(length=0)
             for spine in each.spines.values():
                 spine.set_color(GRID)
-        return write_svg(canvas, str(figure["title"]), _said(figure, numbers), inline=True)
+        return finish(canvas, str(figure["title"]), _said(figure, numbers))
 
 
 def _said(figure: Mapping[str, Any], numbers: Sequence[Sequence[float]]) -> str:

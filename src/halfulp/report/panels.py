@@ -10,8 +10,9 @@ color. The same data gives the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from halfulp.report.curves import FigureData, draw_bars, draw_series, set_scales, short_log_ticks
 from halfulp.report.legend import (
@@ -30,10 +31,12 @@ from halfulp.report.svg import (
     panel_width,
     plain,
     settings,
+    write_png,
     write_svg,
 )
 from halfulp.report.text import FORBIDDEN, number_text
 
+Written = TypeVar("Written", str, bytes)
 HEIGHT = 3.3  # inches
 _LEFT, _BOTTOM, _TOP = 0.135, 0.155, 0.885  # of a panel: where the axes stand
 
@@ -62,6 +65,18 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
     Raises:
         ValueError: there are no figures, or one cannot be drawn (see `draw`).
     """
+    return _finished(figures, columns, partial(write_svg, inline=inline))
+
+
+def draw_png(figure: FigureData) -> bytes:
+    """Return the PNG of one figure on a white ground; see `draw`."""
+    return _finished([figure], 1, lambda canvas, _title, _said: write_png(canvas))
+
+
+def _finished(
+    figures: Sequence[FigureData], columns: int, finish: Callable[[Any, str, str], Written]
+) -> Written:
+    """Draw figures in a grid, and return what becomes of the canvas, its title and its words."""
     if not figures:
         raise ValueError("figures of length 0: accepted is at least one")
     figures = [_writable(figure) for figure in figures]
@@ -80,7 +95,7 @@ def draw_panels(figures: Sequence[FigureData], *, columns: int = 2, inline: bool
             _draw_axes(axes, figure, titled=len(figures) > 1)
         title = " · ".join(str(figure["title"]) for figure in figures)
         said = " ".join(_said(figure) for figure in figures)
-        return write_svg(canvas, title, said, inline=inline)
+        return finish(canvas, title, said)
 
 
 def _writable(value: Any) -> Any:

@@ -84,6 +84,16 @@ def write_svg(canvas: Any, title: str, said: str = "", *, inline: bool) -> str:
     return _finish(buffer.getvalue(), title, said, inline)
 
 
+def write_png(canvas: Any, dots: int = 160) -> bytes:
+    """Return the PNG of a matplotlib figure on a white ground, at so many dots an inch."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(canvas)
+    buffer = io.BytesIO()
+    canvas.savefig(buffer, format="png", dpi=dots, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
 def plain(text: object) -> str:
     """Text as it stands: matplotlib would read mathematics between dollar signs."""
     return str(text).replace("$", r"\$")

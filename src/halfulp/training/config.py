@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
 from halfulp.training.attention import AttentionPlan
+from halfulp.training.operations import OperationPlan
 
 Autocast: TypeAlias = Literal["none", "bf16", "fp16"]
 Schedule: TypeAlias = Literal["constant", "cosine"]
@@ -171,6 +172,7 @@ class RunConfig:
     keep: int | None = 2  # checkpoints kept besides the last; None: all
     device: str = "cpu"
     preset: str = ""  # what it was made from, for the reader
+    operations: OperationPlan = field(default_factory=OperationPlan)  # of the user's own model
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "metrics_every"):
@@ -189,6 +191,11 @@ class RunConfig:
             )
         if isinstance(self.workload, UserModel):
             _check_user(self, self.workload)
+        elif self.operations.assignments:
+            raise ValueError(
+                f"operations={str(self.operations)!r}: accepted with a model of your own;"
+                " halfulp's have a plan of attention"
+            )
 
 
 def _check_user(run: RunConfig, made: UserModel) -> None:

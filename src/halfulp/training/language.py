@@ -16,17 +16,16 @@ from torch.nn import functional
 
 from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import Language
+from halfulp.training.configured import Configured
 from halfulp.training.model import Gpt
 from halfulp.training.synthetic import english_text, synthetic_tokens
 from halfulp.training.tokens import read_tokens
 
 
-class LanguageWorkload:
+class LanguageWorkload(Configured):
     """A GPT and the stream it reads; a sample is where a window starts. See
     `halfulp.training.workload.Workload`.
     """
-
-    parts = None  # the configuration's optimizer
 
     def __init__(
         self,

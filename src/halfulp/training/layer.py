@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from halfulp.training.attention import Attend, AttentionFunction, AttentionPlan
 from halfulp.training.config import LayerTask
+from halfulp.training.configured import Configured
 
 
 class AttentionLayer(nn.Module):
@@ -42,10 +43,8 @@ class AttentionLayer(nn.Module):
         return projected
 
 
-class LayerWorkload:
+class LayerWorkload(Configured):
     """Teacher, data and student of the one-layer task; see `halfulp.training.workload.Workload`."""
-
-    parts = None  # the configuration's optimizer
 
     def __init__(
         self,

@@ -209,6 +209,7 @@ class _Made:
             data_seed=data_seed,
             device=group.device,
             own=self.own,
+            operations=config.operations,
         )
 
 

@@ -19,16 +19,15 @@ from torch.nn import functional
 from halfulp.recipes import hash_seed
 from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import Pictures
+from halfulp.training.configured import Configured
 from halfulp.training.diffusion import DiffusionTransformer, add_noise, draw_samples, encode_name
 from halfulp.training.glyphs import load_pictures
 
 
-class PictureWorkload:
+class PictureWorkload(Configured):
     """Named pictures and the diffusion transformer that draws them; see
     `halfulp.training.workload.Workload`.
     """
-
-    parts = None  # the configuration's optimizer
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 from halfulp.runs import record as runs
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import RunConfig, WorkloadConfig
+from halfulp.training.operations import OperationPlan
 
 _MOST = 2**63  # what an integer of a configuration may not reach
 
@@ -26,10 +27,9 @@ def _converter() -> Any:
 
     converter = Converter(forbid_extra_keys=True)
     configure_tagged_union(WorkloadConfig, converter, tag_name="kind")
-    converter.register_unstructure_hook(
-        AttentionPlan, lambda plan: [str(a) for a in plan.assignments]
-    )
-    converter.register_structure_hook(AttentionPlan, lambda texts, _: AttentionPlan.of(*texts))
+    for plans in (AttentionPlan, OperationPlan):
+        converter.register_unstructure_hook(plans, lambda plan: [str(a) for a in plan.assignments])
+        converter.register_structure_hook(plans, lambda texts, plan: plan.of(*texts))
     for kind in (int, float, str, bool):
         converter.register_structure_hook(kind, _exactly)
     return converter

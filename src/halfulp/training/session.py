@@ -27,7 +27,7 @@ from halfulp.training.journal import Row
 from halfulp.training.updates import Updates
 from halfulp.training.workload import Workload
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Session:
@@ -133,7 +133,7 @@ class Session:
         return self.workload.batch(np.asarray(self.group.share(samples)), number)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _AUTOCAST.get(self.config.autocast)
+        dtype = AUTOCAST.get(self.config.autocast)
         return nullcontext() if dtype is None else torch.autocast(self.group.device.type, dtype)
 
     def _gradients(self, number: int) -> float:
@@ -143,8 +143,8 @@ class Session:
         parts = self.config.accumulation
         total = torch.zeros((), device=self.group.device)
         for part in range(parts):
-            with self.group.gathering(self.model, part == parts - 1):
-                batch = self._batch(number, part)
+            batch = self._batch(number, part)
+            with self.group.gathering(self.model, part == parts - 1), self.workload.computing():
                 with self._autocast():
                     loss = self.workload.loss(self.model, batch)
                 if parts > 1:

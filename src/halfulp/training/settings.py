@@ -14,6 +14,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import RunConfig
+from halfulp.training.operations import OperationPlan
+
+PLANS = (AttentionPlan, OperationPlan)
+"""What is written as a text, and not field by field."""
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
@@ -41,7 +45,7 @@ def settable(config: Any, prefix: str = "") -> list[str]:
     found = []
     for f in fields(config):
         inner = getattr(config, f.name)
-        if is_dataclass(inner) and not isinstance(inner, AttentionPlan):
+        if is_dataclass(inner) and not isinstance(inner, PLANS):
             found += settable(inner, f"{prefix}{f.name}.")
         else:
             found.append(f"{prefix}{f.name}")
@@ -58,7 +62,7 @@ def _add(changes: dict[str, Any], part: Any, path: list[str], text: str, whole: 
             f" {', '.join(known)}"
         )
     inner = getattr(part, name)
-    nested = is_dataclass(inner) and not isinstance(inner, AttentionPlan)
+    nested = is_dataclass(inner) and not isinstance(inner, PLANS)
     if nested != bool(rest):
         accepted = f"{whole}.{fields(inner)[0].name} and so on" if nested else name
         raise ValueError(f"set={whole!r}: accepted is {accepted}")
@@ -78,8 +82,8 @@ def _replaced(part: Any, changes: dict[str, Any]) -> Any:
 
 def _value(name: str, hint: Any, text: str) -> Any:
     """The value of a field of that type."""
-    if hint is AttentionPlan:
-        return AttentionPlan.of(*(part.strip() for part in text.split(";")))
+    if hint in PLANS:
+        return hint.of(*(part.strip() for part in text.split(";") if part.strip()))
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if type(None) in options and text.lower() == "none":
         return None

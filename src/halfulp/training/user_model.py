@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from halfulp.interpose import interpose
 from halfulp.recipes import hash_seed
 from halfulp.targets.calling import one_line
 from halfulp.targets.loading import load_function
-from halfulp.training.attention import AttentionPlan
+from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import RunConfig, UserModel
 from halfulp.training.determinism import own_generators, seed_generators
+from halfulp.training.operations import OWN, OperationPlan, check_seen, swaps_of
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """loss(model, batch), where model may be a wrapper of the one that was made (DDP, FSDP)."""
@@ -37,8 +40,6 @@ CONTRACT = (
     " dictionary, a tuple or one tensor; loss(model, batch), a scalar tensor, without which the"
     " loss is model(**batch).loss"
 )
-OWN = "own"
-"""The choice of attention that leaves a model its own."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,20 @@ class UserWorkload:
     A sample is a row of the step's batch, so that micro-batches and processes share a batch's rows.
     """
 
-    def __init__(self, config: UserModel, *, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: UserModel,
+        plan: AttentionPlan,
+        operations: OperationPlan,
+        *,
+        seed: int,
+        device: torch.device | str = "cpu",
+        own: Mapping[str, AttentionFunction] | None = None,
+    ) -> None:
         self.config, self.seed, self.device = config, seed, torch.device(device)
+        self._swaps, self._heads = swaps_of(plan, operations, own)
+        self._operations = operations
+        self._checked = False  # whether the plans were held against what the model computes
         function, module = load_named(config.make)
         self.source: dict[str, Any] = {"data": "made by the model's own function"}
         self.sha256 = source_digest(module)
@@ -120,6 +133,33 @@ class UserWorkload:
             raise _misfit(self.config.make, "the loss carries no gradient")
         return loss
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The plans' arithmetic, in the forward and the backward pass; nothing where they leave all
+        as it is.
+
+        Raises:
+            ValueError: a plan names what the model has not, known after the first pass.
+        """
+        if not self._swaps:
+            yield
+            return
+        if self._checked:
+            with interpose(self.model, swaps=self._swaps):
+                yield
+            return
+        made: dict[tuple[str, str], None] = {}
+        with interpose(
+            self.model,
+            lambda operation, _: made.setdefault((operation.path, operation.kind)),
+            swaps=self._swaps,
+        ):
+            yield
+        self._checked = True
+        check_seen(self._operations, made)
+        if self._heads is not None:
+            self._heads.check()
+
     def figures(self) -> dict[str, float]:
         """None beyond the loss."""
         return {}
@@ -153,7 +193,9 @@ def user_run(name: str, *, seed: int = 0, device: str = "cpu", **fields: Any) ->
     """
     made = UserModel(absolute(name), "", 1)
     with own_generators(torch.device(device)):
-        workload = UserWorkload(made, seed=seed, device=device)
+        workload = UserWorkload(
+            made, AttentionPlan.of(OWN), OperationPlan(), seed=seed, device=device
+        )
     return RunConfig(
         replace(made, sha256=workload.sha256, rows=workload.rows),
         AttentionPlan.of(OWN),

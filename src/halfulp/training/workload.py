@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import Language, LayerTask, Pictures, UserModel, WorkloadConfig
+from halfulp.training.operations import OperationPlan
 from halfulp.training.user_model import Parts
 
 
@@ -25,6 +27,10 @@ class Workload(Protocol):
     @property
     def model(self) -> nn.Module:
         """What is trained."""
+        ...
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return the context in which losses and their gradients are computed."""
         ...
 
     @property
@@ -63,6 +69,7 @@ def build_workload(
     data_seed: int,
     device: torch.device | str = "cpu",
     own: Mapping[str, AttentionFunction] | None = None,
+    operations: OperationPlan | None = None,
 ) -> Workload:
     """Return the workload with freshly initialized weights; equal arguments give equal bits.
 
@@ -92,4 +99,6 @@ def build_workload(
         case UserModel():
             from halfulp.training.user_model import UserWorkload
 
-            return UserWorkload(config, seed=seed, device=device)
+            return UserWorkload(
+                config, plan, operations or OperationPlan(), seed=seed, device=device, own=own
+            )

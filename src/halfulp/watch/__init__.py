@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfulp.watch.troubles import Finding
     from halfulp.watch.watcher import Watcher
     from halfulp.watch.watching import HeadAlarm
 
@@ -20,10 +21,11 @@ def watch(
     every: int | None = None,
     *,
     folder: str | Path | None = None,
-    on_alarm: Callable[[HeadAlarm], None] | None = None,
+    on_alarm: Callable[[HeadAlarm | Finding], None] | None = None,
     functions: Sequence[Callable[..., Any] | str] = (),
     eager: bool = False,
     start: int = 0,
+    snapshots: int = 0,
 ) -> Watcher:
     """Watch the attention of any model while it trains: which layer and head leans, in which
     operation, and the fix.
@@ -52,6 +54,10 @@ def watch(
         eager: take a model of `torch.compile`, and run its measured steps without the compiler;
             their bits are then those of the eager model.
         start: steps made before, for a run that goes on.
+        snapshots: how many snapshots (`halfulp.read_snapshot`) are written without being asked for,
+            below the folder: of the step that gave numbers that are not finite, before its update,
+            and of the step after an alarm. Each holds the weights and the optimizer's moments. With
+            more than 0 each step waits for its gradient norm. `Watcher.snapshot` asks for one.
 
     Raises:
         ValueError: the model is being watched already; it is compiled and `eager` is not set, or is
@@ -67,6 +73,7 @@ def watch(
         functions=functions,
         eager=eager,
         start=start,
+        snapshots=snapshots,
     )
 
 

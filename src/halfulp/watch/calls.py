@@ -25,6 +25,8 @@ CHUNK = 2**21
 evenly spread.
 """
 
+HIDDEN = "every row that was looked at is hidden by the mask"
+SEES_FUTURE, BLIND, ADDS_FLAGS = "sees_future", "blind_rows", "mask_is_0_and_1"
 NOT_ATTENTION = 0.25
 """Relative error of a head's O beyond which the call is not understood: a mask or another scale
 inside the function.
@@ -44,9 +46,11 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     out_error, grad_query_error, grad_key_error and grad_value_error: ‖x − golden‖ / ‖golden‖ of
     what the attention gave, the last two of the key head that a head reads and NaN where some rows
     are left out. rows: query rows measured. not_finite: numbers that are not, of what it was fed,
-    gave and got back. All others as `measures` documents. Under dropout,
-    whose mask is not known, everything is NaN that takes the exact O; the error of δ in dK remains,
-    in units of what bf16's rounding of O would make.
+    gave and got back. sees_future: share of the keys after a query that it sees, NaN where there
+    are not as many keys as queries; blind_rows: share of queries that see no key;
+    mask_is_0_and_1: 1 where the mask adds nothing but 0 and 1. All others as `measures` documents.
+    Under dropout, whose mask is not known, everything is NaN that takes the exact O; the error of δ
+    in dK remains, in units of what bf16's rounding of O would make.
     """
     tensors = {
         name: x if call.cast is None else x.to(call.cast)
@@ -57,7 +61,7 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     query, key = tensors["query"], tensors["key"]
     rows, mask, whole = _rows(call, query.shape[2], key.shape[2], query.device)
     if not len(rows):
-        call.unseen = "every row that was looked at is hidden by the mask"
+        call.unseen = HIDDEN
         return {}, {}
     heads, key_heads = query.shape[1], key.shape[1]
     group = heads // key_heads
@@ -84,7 +88,31 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     for name, count in (("entries", len(query)), ("rows", len(rows))):
         found[name] = torch.full((heads,), float(count))
     found[NOT_FINITE] = _not_finite(tensors, rows, group)
+    for name, share in _mask_figures(call, query.shape[2], key.shape[2], query.device).items():
+        found[name] = torch.full((heads,), share)
     return found, parts
+
+
+def _mask_figures(call: Foreign, n: int, n_k: int, device: torch.device) -> dict[str, float]:
+    """What the mask lets a layer see, of a few dozen of its rows."""
+    rows = torch.arange(0, n, max(1, n // _MASK_ROWS), device=device)
+    seen = _visible(call, rows, n_k)
+    seen = seen if seen.dtype == torch.bool else seen > -math.inf
+    later = torch.arange(n_k, device=device) > rows.unsqueeze(-1)
+    given = call.asked.attn_mask
+    flags = False
+    if given is not None and given.is_floating_point():
+        given = given[: call.entries] if given.ndim == 4 and len(given) > 1 else given
+        flags = bool(((given == 0) | (given == 1)).all()) and bool((given == 1).any())
+    share = (seen & later).sum() / (later.sum() * seen[..., 0, 0].numel()) if n == n_k > 1 else None
+    return {
+        SEES_FUTURE: math.nan if share is None else float(share),
+        BLIND: float((~seen.any(-1)).float().mean()),
+        ADDS_FLAGS: float(flags),
+    }
+
+
+_MASK_ROWS = 32
 
 
 def _not_finite(tensors: Figures, rows: Tensor, group: int) -> Tensor:

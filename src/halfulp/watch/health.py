@@ -1,93 +1,136 @@
-"""What a watched training shows beside its attention: the loss where it can be seen, gradients that
-are not finite, steps that a GradScaler left out.
+"""What a watched training shows beside its attention, step by step: loss, gradient norm, learning
+rate, a GradScaler's scale, and whether its batches repeat.
 
-Everything is kept on the device it is on, so that a step waits for nothing: it is read when a
-report is asked for. An alarm of attention is worth nothing in a run that has broken elsewhere, and
-a report without one must not look calm over it.
+What is on a device stays there, one number each, and is read a few steps at a time, so that a step
+waits for nothing. An alarm of attention is worth nothing in a run that has broken elsewhere, and a
+report without one must not look calm over it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-NEVER = -1
+HISTORY = 512
+"""Steps that are remembered."""
+_FIRST = 8  # losses that a run began at
+_SAMPLE = 4096  # numbers of a batch's tensor that tell it from others
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step; NaN is what nobody showed."""
+
+    number: int
+    loss: float  # the mean over its passes
+    grad_norm: float  # before clipping, where clipping computes it
+    learning_rate: float  # the largest of all groups
+    scale: float  # of a GradScaler
+    batch: float  # a number that batches share which are alike, bit by bit
+    skipped: bool = False  # by a GradScaler
 
 
 class Health:
-    """Numbers of the steps so far, one in a few scalar tensors a device."""
+    """The steps so far: the last `HISTORY`, and what was ever wrong."""
 
     def __init__(self) -> None:
+        self.steps: deque[Step] = deque(maxlen=HISTORY)
         self.skipped = 0  # by a GradScaler
-        self._bad: dict[tuple[str, torch.device], Tensor] = {}  # first step that was not finite
-        self._loss: tuple[Tensor, Tensor] | None = None  # the last one and the lowest, fp32
-        self._smallest: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        self.lowest = math.inf  # of the losses
+        self._early: list[float] = []  # the first losses
+        self._first: dict[str, int] = {}  # step in which "loss" or "gradient" was first not finite
+        self._pending: list[tuple[Step, Tensor | None, Tensor | None, Tensor | None]] = []
+        # of the step that is being made
+        self._losses: list[Tensor] = []
+        self.norm: Tensor | None = None
+        self._clipped = False
+        self._batches: list[Tensor] = []
 
-    def saw_output(self, output: Any, step: int) -> None:
+    def saw_output(self, output: Any) -> bool:
         """Keep the loss of a forward pass that gives one: a number, `.loss`, ["loss"], or first."""
         loss = loss_of(output)
         if loss is not None:
-            self.saw_loss(loss, step)
+            self.saw_loss(loss)
+        return loss is not None
 
-    def saw_loss(self, loss: Tensor | float, step: int) -> None:
+    def saw_loss(self, loss: Tensor | float) -> None:
         """Keep a loss, a tensor of one number or a float."""
-        value = torch.as_tensor(loss).detach().float().reshape(())
-        self._first_bad("loss", value, step)
-        if self._loss is None or self._loss[1].device != value.device:
-            self._loss = (value, value)
-        else:  # fmin: what is not a number is not the lowest
-            self._loss = (value, torch.fmin(self._loss[1], value))
+        self._losses.append(torch.as_tensor(loss).detach().float().reshape(()))
 
-    def saw_gradients(self, optimizer: Optimizer, step: int) -> None:
-        """Look at one gradient of an optimizer that has just stepped, the smallest tensor: a loss
-        or a backward pass that is not finite reaches all of them.
-        """
-        chosen = self._smallest.get(optimizer)
-        if chosen is None or chosen.grad is None:
-            having = [p for group in optimizer.param_groups for p in group["params"] if _dense(p)]
-            if not having:
-                return
-            chosen = self._smallest[optimizer] = min(having, key=Tensor.numel)
-        grad = chosen.grad
-        assert grad is not None
-        local = getattr(grad, "to_local", None)  # of a DTensor
-        self._first_bad("gradient", grad if local is None else local(), step)
+    def saw_step_loss(self, loss: Tensor | float) -> None:
+        """Keep the loss of a whole step, in place of what its passes showed."""
+        self._losses = []
+        self.saw_loss(loss)
 
-    def _first_bad(self, what: str, x: Tensor, step: int) -> None:
-        with torch.no_grad():
-            fine = x.detach().isfinite().all()
-            before = self._bad.get((what, x.device))
-            if before is None:
-                before = torch.full((), NEVER, dtype=torch.int64, device=x.device)
-            known = fine | (before != NEVER)
-            self._bad[what, x.device] = torch.where(known, before, step)
+    def saw_batch(self, values: Iterable[Any]) -> None:
+        """Keep a number that tells what a pass was given from anything else."""
+        parts = [_mark(x) for x in _tensors(values)]
+        if parts:
+            self._batches.append(torch.stack([x.to(parts[0].device) for x in parts]).sum())
 
-    def first_bad(self, what: str) -> int | None:
-        """The first step whose "loss" or "gradient" was not finite; None if all were."""
-        steps = [int(x) for (kind, _), x in self._bad.items() if kind == what]
-        return min((step for step in steps if step != NEVER), default=None)
+    def saw_norm(self, norm: Tensor, *, clipped: bool) -> None:
+        """Keep a gradient norm; one that was computed to clip by stands before it is clipped."""
+        if not self._clipped:
+            self.norm, self._clipped = norm.detach().float().reshape(()), clipped
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether this step's gradient norm is known."""
+        return self.norm is not None
+
+    def end(self, number: int, learning_rate: float, scale: float, *, skipped: bool) -> None:
+        """A step has ended."""
+        self.skipped += skipped
+        step = Step(number, math.nan, math.nan, learning_rate, scale, math.nan, skipped)
+        loss = torch.stack(self._losses).mean() if _alike(self._losses) else None
+        batch = torch.stack(self._batches).sum() if _alike(self._batches) else None
+        self._pending.append((step, loss, self.norm, batch))
+        self._losses, self._batches = [], []
+        self.norm, self._clipped = None, False
+
+    def read(self) -> list[Step]:
+        """Bring the steps that have ended to the host, and return those that are new."""
+        waiting, self._pending = self._pending, []
+        read = []
+        for step, loss, norm, batch in waiting:
+            numbers = [math.nan if x is None else float(x) for x in (loss, norm, batch)]
+            found = replace(step, loss=numbers[0], grad_norm=numbers[1], batch=numbers[2])
+            if loss is not None and not math.isfinite(found.loss):
+                self._first.setdefault("loss", step.number)
+            if norm is not None and not math.isfinite(found.grad_norm) and not step.skipped:
+                self._first.setdefault("gradient", step.number)
+            if len(self._early) < _FIRST and math.isfinite(found.loss):
+                self._early.append(found.loss)
+            self.lowest = min(self.lowest, found.loss if math.isfinite(found.loss) else math.inf)
+            read.append(found)
+        self.steps.extend(read)
+        return read
+
+    @property
+    def first_loss(self) -> float:
+        """The median of the first losses; NaN before there was one."""
+        return statistics.median(self._early) if self._early else math.nan
 
     def numbers(self) -> dict[str, int]:
         """What is wrong, as a line of metrics has it; empty where nothing is."""
-        found = {f"bad_{what}_step": self.first_bad(what) for what in ("loss", "gradient")}
+        found = {f"bad_{what}_step": self._first.get(what) for what in ("loss", "gradient")}
         known = {name: step for name, step in found.items() if step is not None}
         return known | ({"skipped_steps": self.skipped} if self.skipped else {})
 
     def loss_text(self) -> str:
-        """The loss in words; "" where nobody showed it: the model returns none, and steps gave
-        none.
-        """
-        if self._loss is None:
+        """The loss in words; "" where nobody showed it."""
+        last = next((step.loss for step in reversed(self.steps)), math.nan)
+        if not self.steps or (math.isnan(last) and "loss" not in self._first):
             return ""
-        last, lowest = (float(x) for x in self._loss)
-        at_best = f", lowest {lowest:.4g}" if math.isfinite(lowest) and lowest < last else ""
-        return f"loss {last:.4g}{at_best}"
+        at_best = f", lowest {self.lowest:.4g}" if self.lowest < last else ""
+        return f"loss {last:.4g}{at_best if math.isfinite(self.lowest) else ''}"
 
 
 def sentences_of(numbers: Mapping[str, Any]) -> list[str]:
@@ -113,6 +156,58 @@ def loss_of(output: Any) -> Tensor | None:
     return output if is_loss else None
 
 
-def _dense(parameter: Any) -> bool:
-    grad = getattr(parameter, "grad", None)
-    return grad is not None and grad.layout == torch.strided and grad.numel() > 0
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor | None:
+    """The norm of all dense gradients, fp32, on the first one's device; None where there are none.
+    Of a sharded model it is that of this process's part.
+    """
+    local = [_local(p.grad) for p in parameters if p.grad is not None]
+    grads = [grad for grad in local if grad.layout == torch.strided and grad.numel()]
+    if not grads:
+        return None
+    norms = [
+        norm
+        for group in _by_device(grads)
+        for norm in torch._foreach_norm(group, 2, dtype=torch.float32)
+    ]
+    whole: Tensor = torch.stack([norm.to(grads[0].device) for norm in norms]).norm()
+    return whole
+
+
+def _by_device(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    for kind in dict.fromkeys((x.device, x.dtype) for x in tensors):
+        yield [x for x in tensors if (x.device, x.dtype) == kind]
+
+
+def _local(x: Tensor) -> Tensor:
+    found = getattr(x, "to_local", None)  # of a DTensor
+    return (x if found is None else found()).detach()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every plain tensor in a batch that differs from number to number."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif isinstance(value, Tensor):
+        if type(value) is Tensor and value.layout == torch.strided and value.numel() > 1:
+            yield value
+        return
+    elif not isinstance(value, (list, tuple)):
+        return
+    for item in value:
+        yield from _tensors(item)
+
+
+def _mark(x: Tensor) -> Tensor:
+    """A number in fp64 that two tensors share only where their numbers are the same, as good as
+    surely.
+    """
+    with torch.no_grad():
+        flat = x.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // _SAMPLE)].double()
+        places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
+        return (flat * (places * 0.6180339887498949).frac()).sum()
+
+
+def _alike(numbers: list[Tensor]) -> bool:
+    """Whether there are numbers, on one device."""
+    return bool(numbers) and len({x.device for x in numbers}) == 1

@@ -6,6 +6,7 @@ A disk that is full or a folder that is gone ends in one warning; it must not en
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from halfulp.runs.folder import check_folder, line_text, write_json
 from halfulp.runs.record import closed, new_record
 from halfulp.watch.alarms import rule
+from halfulp.watch.health import Step
 from halfulp.watch.watching import LEVEL
 
 LOG = logging.getLogger("halfulp.watch")
@@ -25,23 +27,45 @@ class Notebook:
 
     def __init__(self, folder: str | Path | None, config: Mapping[str, Any]) -> None:
         self.folder = None if folder is None else _new_folder(Path(folder))
+        self.matrices: list[str] = []
         self._begun = {} if folder is None else new_record("watch", config, "", rule=rule(LEVEL))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write a measurement."""
+        """Write a measurement; of its "weights" {matrix: {figure: number}} each figure as a list,
+        in the order in which run.json names the matrices.
+        """
         if self.folder is None:
             return
+        weights = row.get("weights", {})
+        if weights:
+            self.matrices = list(weights)
+            figures = {
+                f"weight_{name}": [[known[name] for known in weights.values()]]
+                for name in next(iter(weights.values()))
+            }
+            row = {**row, "measure": {**row["measure"], **figures}}
+        row = {name: value for name, value in row.items() if name != "weights"}
         try:
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(line_text(dict(row)) + "\n")
         except OSError as error:
             self._lost(error)
 
+    def add_step(self, step: Step) -> None:
+        """Write what a step showed beside its measurements."""
+        known = {
+            name: value
+            for name, value in vars(step).items()
+            if name in ("loss", "grad_norm", "learning_rate", "scale") and not math.isnan(value)
+        }
+        if known:
+            self.add({"step": step.number, **known})
+
     def record(self, status: str, known: Mapping[str, Any]) -> None:
         """Write run.json: what is known of the run, and when and where it was made."""
         if self.folder is None:
             return
-        now = {**self._begun, **known}
+        now = {**self._begun, "matrices": self.matrices, **known}
         try:
             write_json(self.folder / "run.json", closed(now, status) if status == "done" else now)
         except OSError as error:

@@ -1,9 +1,9 @@
 """`halfulp.watch`: steps counted, one in a while measured, alarms raised, and everything written
 down.
 
-Between two measured steps there is one hook on the model and one on optimizers, which count. In a
-measured step `foreign` taps the first pass, and each call's figures are computed while the backward
-pass goes by.
+Between two measured steps there are hooks on the model and on optimizers, which count and keep a
+few numbers: loss, gradient norm, a mark of the batch. In a measured step `foreign` taps the first
+pass, and each call's figures are computed while the backward pass goes by.
 """
 
 from __future__ import annotations
@@ -19,23 +19,33 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from halfulp.watch.calls import Figures, call_figures, entries_of
-from halfulp.watch.foreign import UNANSWERED, Foreign, Hook, Taps
+from halfulp.watch.course import Course
+from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED, functions_named
-from halfulp.watch.health import Health, sentences_of
+from halfulp.watch.hearing import hear, stop_hearing
+from halfulp.watch.hooks import Begins, Ends, Optimizers
 from halfulp.watch.notebook import Notebook
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
-from halfulp.watch.scaler import hear_skips, stop_hearing
+from halfulp.watch.snapshots import MOST_HEADS, Snapshots
+from halfulp.watch.troubles import Finding
+from halfulp.watch.watchable import captured, check_model, give_back, take_model
 from halfulp.watch.watching import (
     MOST_ALARMS,
+    MOST_LINES,
     HeadAlarm,
     WatchReport,
     alarmed_heads,
     report_of,
 )
+from halfulp.watch.weights import sigmas
 
 LOG = logging.getLogger("halfulp.watch")
 EVERY = 200
@@ -43,7 +53,6 @@ EARLY = 10
 """Steps between two measurements where nobody says: `EARLY` for the first ten, so that a run of a
 hundred steps can be spoken of, `EVERY` from there on.
 """
-_WATCHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Watcher]] = weakref.WeakKeyDictionary()
 _PASSES_WITHOUT_STEP = 1000
 # measurements that may come to nothing, where a pass is made without a backward pass, before it is
 # said
@@ -61,28 +70,34 @@ class Watcher:
         every: int | None = None,
         *,
         folder: str | Path | None = None,
-        on_alarm: Callable[[HeadAlarm], None] | None = None,
+        on_alarm: Callable[[HeadAlarm | Finding], None] | None = None,
         functions: Sequence[Callable[..., Any] | str] = (),
         eager: bool = False,
         start: int = 0,
+        snapshots: int = 0,
     ) -> None:
-        for name, number, least in (("every", every, 1), ("start", start, 0)):
+        for name, number, least in (
+            ("every", every, 1),
+            ("start", start, 0),
+            ("snapshots", snapshots, 0),
+        ):
             if number is not None and number < least:
                 raise ValueError(f"{name}={number}: accepted is an integer of at least {least}")
-        _check_model(model, eager)
+        if snapshots and folder is None:
+            raise ValueError(f"snapshots={snapshots}: accepted with a folder to write them to")
+        check_model(model, eager)
         self.model, self.on_alarm, self.eager = model, on_alarm, eager
         self.every, self._early = every or EVERY, every is None
         self.functions = functions_named(functions)
         self.steps = self._start = start  # that have ended
         self.measurements = 0
-        self.alarms: list[HeadAlarm] = []  # every one that was new
+        self.alarms: list[HeadAlarm | Finding] = []  # every one that was new
         self._now: tuple[HeadAlarm, ...] = ()  # of the last measurement
         self._layers: list[str] = []
         self._running: dict[str, Running] = {}  # "layer/part"
         self._rows: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._unseen: dict[str, str] = {}  # why, by layer
         self._suspects: dict[str, str] = {}  # modules that look like attention, and why
-        self.health = Health()
         self._thread = 0  # the one that trains
         self._found: dict[str, Figures] = {}  # of the measurement that is being made
         self._taps: Taps | None = None
@@ -95,16 +110,20 @@ class Watcher:
         self._said: set[str] = set()
         config = {"model": type(model).__name__, "every": self.every, "eager": eager}
         self._notebook = Notebook(folder, config)
-        _open_on(model, self)
-        ended = _StepEnds(weakref.ref(self))
+        self._snapshots = Snapshots(model, self._notebook.folder, snapshots)
+        self._course = Course(model, self._snapshots)
+        take_model(model, self)
+        me = weakref.ref(self)
         self._handles = [
-            model.register_forward_pre_hook(_Begins(self)),
-            model.register_forward_hook(_Ends(self)),
-            register_optimizer_step_post_hook(ended),
+            model.register_forward_pre_hook(Begins(self), with_kwargs=True),
+            model.register_forward_hook(Ends(self)),
+            register_optimizer_step_pre_hook(Optimizers(me, Watcher._optimizer_steps)),
+            register_optimizer_step_post_hook(Optimizers(me, Watcher._optimizer_stepped)),
         ]
         # A hook on all optimizers outlives the watcher unless somebody takes it away.
-        weakref.finalize(self, self._handles[-1].remove)
-        hear_skips(self, Watcher._step_skipped)
+        for handle in self._handles[2:]:
+            weakref.finalize(self, handle.remove)
+        hear(self)
         self._record("running")
 
     def __enter__(self) -> Watcher:
@@ -124,10 +143,31 @@ class Watcher:
         counted = not self._by_hand and self.steps > self._start and not self._passes
         self._by_hand = True
         if not counted:
+            self._update_begins(None)
             self._step_ended(loss)
+
+    def snapshot(self, path: str | Path | None = None) -> None:
+        """Have the next step that begins written down whole: see `halfulp.runs.snapshot`.
+
+        Args:
+            path: of the folder to make; if None, one below `folder`/snapshots, counted among
+                `snapshots`.
+
+        Raises:
+            ValueError: there is no path and none can be made, or it is there already.
+        """
+        if path is None and self._snapshots.left <= 0:
+            raise ValueError(
+                "path=None: accepted is a folder to make, or a watcher with folder= and"
+                " snapshots=N of which some are left"
+            )
+        if path is not None and Path(path).exists():
+            raise ValueError(f"path={str(path)!r} is there already; accepted is a new folder")
+        self._snapshots.ask("asked for", None if path is None else Path(path))
 
     def report(self) -> WatchReport:
         """What is known after the last measurement; print it."""
+        self._look()
         return report_of(
             list(self._rows),
             self._layers,
@@ -135,8 +175,10 @@ class Watcher:
             steps=self.steps,
             measurements=self.measurements,
             unseen=self._unseen | self._suspects,
-            warnings=sentences_of(self.health.numbers()),
-            loss=self.health.loss_text(),
+            warnings=self._course.warnings(),
+            loss=self._course.health.loss_text(),
+            findings=[one.as_dict() for one in self._course.causes.found],
+            looked=len(self._course.health.steps),
         )
 
     def close(self) -> None:
@@ -146,14 +188,16 @@ class Watcher:
         if not self._handles:
             return
         self._finish(None)
+        self._look()
+        self._snapshots.wait()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         stop_hearing(self)
-        _WATCHED.pop(self.model, None)
+        give_back(self.model)
         self._record("done")
 
-    def _pass_begins(self, _model: nn.Module, _args: Any) -> None:
+    def pass_begins(self, args: Any, kwargs: Any) -> None:
         """A forward pass of the model begins."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -163,6 +207,7 @@ class Watcher:
             self._say("passes of another thread than the first are not looked at")
             return
         self._passes += 1
+        self._course.pass_begins(args, kwargs)
         if self._passes == _PASSES_WITHOUT_STEP:
             self._say(
                 f"{self._passes} passes and no optimizer step: accepted is one of PyTorch's, or"
@@ -173,19 +218,53 @@ class Watcher:
                 self._finish(None)
             else:
                 self._taps.rest()
-        elif self._due and self._passes == 1 + self._failures % self._usual and not _captured():
+        elif (
+            (self._due and self._passes == 1 + self._failures % self._usual)
+            or (self._snapshots.heads and self._snapshots.wanted and self._passes == 1)
+        ) and not captured():
             if self.eager:
                 self._stance = torch.compiler.set_stance("force_eager")
             self._found = {}
             self._taps = Taps(self.model, self.functions, entries_of, self._take)
             self._taps.open()
 
-    def _pass_ends(self, output: Any) -> None:
+    def pass_ends(self, output: Any) -> None:
         """A forward pass of the model ends; what it returns may be its loss."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if self._thread == threading.get_ident():
-            self.health.saw_output(output, self.steps + 1)
+            self._course.pass_ends(output)
+
+    def _here(self) -> bool:
+        """Whether the thread that trains tells something of a step that has begun."""
+        return self._thread == threading.get_ident() and self._passes > 0
+
+    def heard_backward(self, begun_at: Tensor) -> None:
+        """A backward pass begins."""
+        if self._here():
+            self._course.backward_begins(begun_at)
+
+    def heard_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+        """A GradScaler has scaled a loss."""
+        if self._here():
+            self._course.scaled(loss, scaled)
+
+    def heard_norm(self, grads: list[Tensor], norm: Tensor) -> None:
+        """A gradient norm was computed to clip by it."""
+        if self._here():
+            self._course.clips(grads, norm)
+
+    def heard_scaler(self, scaler: GradScaler, optimizer: Optimizer, skipped: bool) -> None:
+        """A GradScaler has decided; if it met gradients that are not finite, this is a step of the
+        training all the same.
+        """
+        if self._thread not in (0, threading.get_ident()) or not self._is_ours(optimizer):
+            return
+        if not skipped:
+            self._course.scaler_steps(float(scaler.get_scale()))
+        elif not self._by_hand and self._passes:
+            self._course.scaler_skips(float(scaler.get_scale()))
+            self._step_ended(None, skipped=True)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Whether it trains the model."""
@@ -196,17 +275,23 @@ class Watcher:
             )
         return self._ours[optimizer]
 
-    def _step_skipped(self, optimizer: Optimizer) -> None:
-        """A GradScaler met gradients that are not finite: a step of the training all the same."""
-        if self._is_ours(optimizer) and not self._by_hand and self._passes:
-            self.health.skipped += 1
-            self._step_ended(None)
+    def _optimizer_steps(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        if torch.compiler.is_compiling() or self._thread not in (0, threading.get_ident()):
+            return
+        if self._is_ours(optimizer) and not self._by_hand:
+            self._update_begins(optimizer)
+
+    def _update_begins(self, optimizer: Optimizer | None) -> None:
+        measured = self._taps is not None and self._due and optimizer is not None
+        last = self.alarms[-MOST_ALARMS:]
+        self._course.update_begins(self.steps + 1, optimizer, last, measured=measured)
 
     def _optimizer_stepped(self, optimizer: Optimizer) -> None:
         if torch.compiler.is_compiling() or self._thread not in (0, threading.get_ident()):
             return
         if self._is_ours(optimizer):
-            self.health.saw_gradients(optimizer, self.steps + (0 if self._by_hand else 1))
+            self._course.update_ends(optimizer)
         if self._by_hand or (not self._ours[optimizer] and any(self._ours.values())):
             return
         if self._passes:
@@ -218,22 +303,52 @@ class Watcher:
                 " and not before"
             )
 
-    def _step_ended(self, loss: Tensor | float | None) -> None:
-        if loss is not None:
-            self.health.saw_loss(loss, self.steps + 1)
+    def _step_ended(self, loss: Tensor | float | None, *, skipped: bool = False) -> None:
+        self._course.step_ends(self.steps + 1, loss, skipped=skipped)
         self._finish(loss)
         self.steps += 1
         self._usual, self._passes = max(self._passes, 1), 0
+        self._snapshots.ends()
         early = self._early and self.steps - self._start < EARLY * (WINDOW // 2)
         self._due = self._due or (self.steps + 1) % (EARLY if early else self.every) == 0
+        if self._course.due(self.steps):
+            self._look()
+
+    def _look(self) -> None:
+        """Ask what else is wrong, by the steps since the last look."""
+        leaning = [alarm.layer for alarm in self._now]
+        last, found = self._course.look(self._layers, leaning, self._unseen, self.measurements)
+        if last is not None:
+            self._notebook.add_step(last)
+        self._raise(found)
+        if found:
+            self._record("running")
 
     def _take(self, call: Foreign) -> None:
         """The figures of a call whose gradients are there, in the backward pass."""
+        if self._snapshots.wanted and call.layer in self._snapshots.heads:
+            self._keep(call)
+        if not self._due:
+            return
         with torch.no_grad(), torch.autocast(call.tensors["query"].device.type, enabled=False):
             figures, parts = call_figures(call)
             if not figures:
                 return
             self._found[call.layer] = figures | errors_of_delta(self._running, call.layer, parts)
+
+    def _keep(self, call: Foreign) -> None:
+        """Keep what the guilty heads of a call were fed, gave and got back, for a snapshot."""
+        heads = self._snapshots.heads[call.layer]
+        group = call.tensors["query"].shape[1] // call.tensors["key"].shape[1]
+        self._snapshots.calls[call.layer] = {
+            name: call.tensors[name][
+                :1, [h // group if name in ("key", "value") else h for h in heads]
+            ]
+            .cpu()
+            .clone()
+            for name in ("query", "key", "value", "out", "grad_out")
+            if name in call.tensors
+        }
 
     def _finish(self, loss: Tensor | float | None) -> None:
         """End a measurement, if one is being made: its row, its alarms."""
@@ -244,10 +359,13 @@ class Watcher:
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None
+        if not self._due:  # it was for a snapshot
+            return
         calls = list(taps.calls.values())
         self._unseen = {call.layer: call.unseen for call in calls if call.unseen}
         self._suspects |= taps.suspects
         if not self._found:
+            self._notebook.add(self._course.add({"step": self.steps + 1, "measure": {}}))
             self._failed(calls)
             return
         self._layers += [
@@ -255,6 +373,12 @@ class Watcher:
             for call in calls
             if call.layer in self._found and call.layer not in self._layers
         ]
+        heads = {layer: len(figures["max_score"]) for layer, figures in self._found.items()}
+        for layer, values in sigmas(
+            self.model,
+            {c.layer: (heads[c.layer], c.key_heads) for c in calls if c.layer in heads},
+        ).items():
+            self._found[layer] |= values
         self._name_missed()
         self._due, self._failures = False, 0
         self.measurements += 1
@@ -268,9 +392,9 @@ class Watcher:
         row: dict[str, Any] = {"step": self.steps + 1, "measure": measure}
         if loss is not None:
             row["loss"] = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        row |= self.health.numbers()
+        row |= self._course.health.numbers()
         self._rows.append(row)
-        self._notebook.add(row)
+        self._notebook.add(self._course.add(row))
         if self.measurements == 1:
             self._record("running")  # with the layers
         self._alarm()
@@ -304,15 +428,26 @@ class Watcher:
         before = {(alarm.kind, alarm.layer, alarm.head) for alarm in self._now}
         self._now = found
         new = [alarm for alarm in found if (alarm.kind, alarm.layer, alarm.head) not in before]
+        self._raise(new)
+        if new:
+            heads: dict[str, list[int]] = {}
+            for alarm in sorted(new, key=lambda one: -abs(one.t))[:MOST_HEADS]:
+                heads.setdefault(alarm.layer, []).append(alarm.head)
+            self._snapshots.heads = {layer: sorted(found) for layer, found in heads.items()}
+
+    def _raise(self, new: Sequence[HeadAlarm | Finding]) -> None:
+        """Have new alarms known, and a snapshot of the next step made."""
         self.alarms += new
         for alarm in new[:MOST_ALARMS]:
             LOG.warning("%s", alarm)
         if len(new) > MOST_ALARMS:
             LOG.warning(
-                "step %d: %d more heads alarm; see Watcher.report()",
+                "step %d: %d more alarm; see Watcher.report()",
                 new[0].step,
                 len(new) - MOST_ALARMS,
             )
+        if new and new[0].kind != "not_finite":  # of which one was made before its update
+            self._snapshots.ask(f"{new[0].kind} {new[0].layer}")
         if self.on_alarm is not None:
             for alarm in new:
                 self.on_alarm(alarm)
@@ -326,81 +461,8 @@ class Watcher:
     def _record(self, status: str) -> None:
         """Write down what the run is."""
         known: dict[str, Any] = {"layers": self._layers, "steps": self.steps}
-        known |= {"health": self.health.numbers(), "loss": self.health.loss_text()}
+        health, causes = self._course.health, self._course.causes
+        known |= {"health": health.numbers(), "loss": health.loss_text()}
+        known |= {"warnings": self._course.warnings(), "looked": len(health.steps)}
+        known |= {"causes": [one.as_dict() for one in causes.found[-MOST_LINES:]]}
         self._notebook.record(status, known | {"not measured": self._unseen | self._suspects})
-
-
-class _StepEnds:
-    """The hook on every optimizer: it must not keep the watcher, and with it the model, alive."""
-
-    def __init__(self, watcher: weakref.ref[Watcher]) -> None:
-        self.watcher = watcher
-
-    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        watcher = self.watcher()
-        if watcher is not None:
-            watcher._optimizer_stepped(optimizer)
-
-
-class _Begins(Hook):
-    """The model's hook before its forward pass."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher = watcher
-
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        self.watcher._pass_begins(model, args)
-
-
-class _Ends(Hook):
-    """The model's hook after its forward pass."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher = watcher
-
-    def __call__(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        self.watcher._pass_ends(output)
-
-
-def _open_on(model: nn.Module, watcher: Watcher) -> None:
-    """Take a model for a watcher; raises ValueError if one is watching it, or a part of it, or
-    what it is part of: calls are shown to one alone.
-    """
-    mine = set(model.modules())
-    for other, found in list(_WATCHED.items()):
-        before = found()
-        if before is not None and before._handles and not mine.isdisjoint(other.modules()):
-            raise ValueError(
-                f"model={type(model).__name__} is being watched already: accepted is one watcher a"
-                " model; close the other with watcher.close()"
-            )
-    _WATCHED[model] = weakref.ref(watcher)
-
-
-def _check_model(model: nn.Module, eager: bool) -> None:
-    """Raise ValueError for a model whose attention cannot be tapped."""
-    name = f"model={type(model).__name__}"
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{name}: accepted is an nn.Module")
-    if isinstance(model, torch.jit.ScriptModule | nn.DataParallel):
-        raise ValueError(
-            f"{name}: accepted is a model that runs in Python, by itself or in"
-            " DistributedDataParallel"
-        )
-    if model._compiled_call_impl is not None:
-        raise ValueError(
-            f"{name} is compiled in place: accepted is torch.compile(model), with eager=True"
-        )
-    if eager:
-        return
-    for module in model.modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise ValueError(
-                f"{name} is compiled, and its graph cannot be tapped: accepted is eager=True, which"
-                " runs the measured steps without the compiler, or a model that is not compiled"
-            )
-
-
-def _captured() -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -13,6 +13,7 @@ from typing import Any
 from halfulp.watch.alarms import Alarm, alarms, threshold
 from halfulp.watch.calls import IN_GRADIENT, NOT_FINITE
 from halfulp.watch.running import SIZE, TOTAL, WINDOW
+from halfulp.watch.troubles import CAUSES
 
 OPERATIONS = {
     "delta": "δ = rowsum(dO ∘ O) leans: the rounding error of O goes along with dO",
@@ -127,6 +128,9 @@ class WatchReport:
     warnings: tuple[str, ...] = ()  # what is wrong beside attention's leaning, a sentence each
     loss: str = ""  # in words
     measured_from: int | None = None  # the first of the measurements that alarms rest on
+    # other causes that were ever found, as `Finding.as_dict` gives them
+    findings: tuple[dict[str, Any], ...] = ()
+    looked: int = 0  # steps that they rest on
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -141,6 +145,10 @@ class WatchReport:
         """
         said = _wrapped(self._head(), width)
         said += [x for sentence in self.warnings for x in _wrapped(f"WARNING {sentence}", width)]
+        for found in self.findings[:MOST_ALARMS]:
+            said += _wrapped(f"ALARM {found['text']}", width)
+        if len(self.findings) > MOST_ALARMS:
+            said.append(f"and {len(self.findings) - MOST_ALARMS} more")
         if self.rows:
             shown = self.rows if len(self.rows) <= lines else self._worst()
             said += ["", *_table(shown, {(a.layer, a.head) for a in self.alarms}, width)]
@@ -166,16 +174,19 @@ class WatchReport:
             said += ["", *self._alarms(width)]
         if not self.alarms and self.rows:
             said += ["", *_wrapped(self._no_alarm(), width)]
+        if not self.findings and self.looked:
+            said += _wrapped(self._no_cause(), width)
         return "\n".join(said)
 
     def _head(self) -> str:
         last = "" if self.measured_step is None else f", the last at step {self.measured_step}"
         steps, measurements = _count(self.steps, "step"), _count(self.measurements, "measurement")
         wrong = ""
-        if self.warnings or self.unseen:
+        if self.warnings or self.unseen or self.findings:
+            kinds = dict.fromkeys(_name(found) for found in self.findings)
             found = _count(len(self.warnings), "warning") if self.warnings else ""
             missed = "not all attention measured" if self.unseen else ""
-            wrong = f"; {', '.join(filter(None, (found, missed)))}"
+            wrong = f"; {', '.join(filter(None, (*kinds, found, missed)))}"
         loss = f", {self.loss}" if self.loss else ""
         return (
             f"halfulp.watch: {steps}, {measurements}{last},"
@@ -212,6 +223,13 @@ class WatchReport:
         ]
         return f"{said}; not covered: {', '.join(unknown)}." if unknown else f"{said}."
 
+    def _no_cause(self) -> str:
+        names = ", ".join(cause.name for kind, cause in CAUSES.items() if kind != "unexplained")
+        return (
+            f"No other cause was found in the last {_count(self.looked, 'step')}, of those that are"
+            f" looked for: {names}."
+        )
+
     def _worst(self) -> tuple[dict[str, Any], ...]:
         alarmed = {(alarm.layer, alarm.head) for alarm in self.alarms}
         best: dict[str, dict[str, Any]] = {}
@@ -240,6 +258,8 @@ def report_of(
     unseen: Mapping[str, str],
     warnings: Sequence[str] = (),
     loss: str = "",
+    findings: Sequence[dict[str, Any]] = (),
+    looked: int = 0,
 ) -> WatchReport:
     """The report after the last of some measurements.
 
@@ -252,6 +272,8 @@ def report_of(
         unseen: why a layer was not measured.
         warnings: what is wrong elsewhere, a sentence each.
         loss: the loss in words.
+        findings: other causes that were ever found, as `Finding.as_dict` gives them.
+        looked: steps that these rest on.
     """
     heads: list[dict[str, Any]] = []
     measure = rows[-1]["measure"] if rows else {}
@@ -283,6 +305,8 @@ def report_of(
         found,
         loss,
         rows[0]["step"] if rows else None,
+        tuple(findings),
+        looked,
     )
 
 
@@ -321,6 +345,11 @@ def alarmed_heads(
 ) -> tuple[HeadAlarm, ...]:
     """What the last of some measurements alarms about."""
     return tuple(explained(alarm, rows, layers) for alarm in alarms(rows, LEVEL))
+
+
+def _name(found: Mapping[str, Any]) -> str:
+    """Of a cause; another halfulp may know others."""
+    return CAUSES[found["kind"]].name if found["kind"] in CAUSES else str(found["kind"])
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,5 +1,5 @@
-"""What shows from outside before a run fails: σ(W_Q) and activations that grow (A19), and sinks
-with P̄ = 1 (A20).
+"""What shows from outside before a run fails: σ(W_Q) and activations that grow (A19), in which
+layer of twelve (A26), and sinks with P̄ = 1 (A20).
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ from collections.abc import Sequence
 
 import torch
 
-from halfulp.experiments.compare_summary import interval_of
+from halfulp.experiments.compare_summary import geometric_interval, interval_of
 from halfulp.experiments.failure import FailureRun
 from halfulp.papers import figures_a as pictures
 from halfulp.papers.claim import Claim, Lab, Measured, Rule
-from halfulp.papers.claims.a_cause import INTERVAL, language, repeat, scale_of
-from halfulp.papers.runs_a import Snapshot, Traced
+from halfulp.papers.claims.a_cause import (
+    INTERVAL,
+    STANDARD,
+    language,
+    repeat,
+    scale_of,
+    traced,
+)
+from halfulp.papers.runs_a import Plan, Snapshot, Traced, language_attention
 from halfulp.watch.measures import UNIT_SCORE
+
+_DEEP = 12  # layers, as the paper's model has
 
 
 def _growth(lab: Lab) -> Measured:
@@ -72,6 +81,48 @@ def _growth(lab: Lab) -> Measured:
 def _lead(first: float, then: float) -> float:
     """Steps from one to the other; negative infinity where the first never came."""
     return -math.inf if math.isinf(first) else then - first
+
+
+def _one_of_twelve(lab: Lab) -> Measured:
+    """A26: σ(W_Q) of every one of twelve layers over the twin's, low precision in all of them."""
+    bits, steps = (2, 1000) if lab.full else (1, 200)
+    plans = {
+        (name, seed): Plan((attention,), seed, steps, _DEEP, 2, INTERVAL)
+        for name, attention in (("low", language_attention(bits)), ("twin", STANDARD))
+        for seed in (0, 1, 2)
+    }
+    found = traced(lab, list(plans.values()))
+    pairs = [(found[plans["low", seed]], found[plans["twin", seed]]) for seed in (0, 1, 2)]
+    grown = [
+        [max(a.measured("sigma_query", n)[-1]) / max(b.measured("sigma_query", n)[-1])
+         for n in range(_DEEP)]
+        for a, b in pairs
+    ]  # fmt: skip
+    largest = [max(range(_DEEP), key=ratios.__getitem__) for ratios in grown]
+    out = [max(ratios) / statistics.median(ratios) for ratios in grown]
+    figures = {
+        "seeds": float(len(pairs)),
+        "layers": float(len(set(largest))),
+        "stands out": min(out),
+        "grown": min(map(max, grown)),
+    }
+    said = "; ".join(
+        f"layer {n} × {max(ratios):.1f}, the median layer × {statistics.median(ratios):.1f}"
+        for n, ratios in zip(largest, grown, strict=True)
+    )
+    text = (
+        f"byte GPT of {_DEEP} layers, numbered from 0 (accelerated: O with {bits} mantissa"
+        f" bit{'s' * (bits > 1)}; {steps} steps, {len(pairs)} seeds), largest σ(W_Q) of a layer's"
+        f" heads over the twin's at the end, by seed: {said}"
+    )
+    intervals = {
+        "largest over the median layer": geometric_interval(out),
+        "largest over its twin": geometric_interval([max(ratios) for ratios in grown]),
+    }
+    drawn = pictures.layer_sigmas(
+        {"everywhere": pairs[0][0], "nowhere": pairs[0][1]}, repeat(lab, "A26")
+    )
+    return Measured(figures, text, (drawn,), intervals)
 
 
 def _steps(steps: Sequence[float]) -> str:
@@ -185,6 +236,23 @@ CLAIMS = (
         ),
         setup="altered",
         seconds=10.0,
+    ),
+    Claim(
+        "A26",
+        "A",
+        "with low precision everywhere σ(W_Q) of a single layer of twelve runs away",
+        "fig. 9: layer 2",
+        _one_of_twelve,
+        Rule(
+            "at least 3 seeds: on each the same layer's σ(W_Q) has grown most against the twin's,"
+            " to over 2 times it, and over 2 times as far as in the median layer",
+            lambda f: (
+                f["seeds"] >= 3 and f["layers"] == 1 and f["grown"] > 2 and f["stands out"] > 2
+            ),
+        ),
+        setup="altered",
+        history="2026-11-22: new, its rule set before running",
+        seconds=60.0,
     ),
     Claim(
         "A20",

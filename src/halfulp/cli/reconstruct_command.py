@@ -1,0 +1,57 @@
+"""The command that says what a kernel does: `halfulp reconstruct`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+from halfulp.cli.shell import check_json, tell
+
+
+def reconstruct(
+    target: str,
+    /,
+    *,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    device: str = "cpu",
+    effort: int = 3000,
+    seed: int = 0,
+    in_process: bool = False,
+    call_seconds: float = 120.0,
+    call_gigabytes: float = 8.0,
+    json: Path | None = None,
+) -> int:
+    """Find which arithmetic an attention kernel's errors come from: halfulp reconstruct
+    mykernel.py:attention
+
+    The kernel is called on a dozen small inputs. Recipes, and faults of structure, are emulated on
+    the same inputs until one errs as the kernel does; what none explains is said, with where it
+    sits. Exit code 0: every result's error is explained. 1: some is not.
+
+    Args:
+        target: A built-in name (`halfulp ls targets`), package.module:function or
+            path/file.py:function, as of `halfulp audit`.
+        dtype: Of query, key, value and their gradients.
+        device: Where the target runs, such as cpu or cuda; candidates are emulated on the CPU.
+        effort: Emulations after which the most expensive parts of the search are left out; a
+            thousand take about a second.
+        seed: Of the inputs.
+        in_process: Call the target in this process, not in one of its own.
+        call_seconds: After how long a call is given up.
+        call_gigabytes: Of memory that the target's process may take beyond what it starts with.
+        json: File to write everything to; - prints it instead of the tables.
+    """
+    from halfulp.reconstruct import reconstruct as search
+    from halfulp.report.reconstruct_table import print_reconstruction
+    from halfulp.report.terminal import console
+    from halfulp.targets import CallLimits, isolated, resolve
+
+    check_json(json)
+    limits = CallLimits(call_seconds, call_gigabytes)
+    opened = nullcontext(resolve(target)) if in_process else isolated(target, device, limits)
+    with opened as chosen:
+        found = search(chosen, dtype=dtype, device=device, effort=effort, seed=seed)
+    plain = found.as_dict()
+    tell(plain, json, lambda: print_reconstruction(plain, console()))
+    return 0 if found.understood else 1

@@ -1,0 +1,159 @@
+"""Where rounding may come from in a user's model: every kind of operation in every module, and
+every head of its attention; and what puts all but some of them into fp32.
+
+What a model computes is found by running one batch of it with `halfulp.interpose` looking on. An
+operation that fp32 could not change (its operands and results are fp32 or more, outside of
+autocast) is no suspect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from halfulp.interpose import ITSELF, KINDS, Operation, interpose, leaves
+from halfulp.isolate.substitutions import Cells, Place
+from halfulp.training.config import RunConfig
+from halfulp.training.determinism import own_generators, seed_generators
+from halfulp.training.operations import OUTSIDE, OWN, SDPA, Assigned, OperationPlan
+from halfulp.training.session import AUTOCAST
+from halfulp.training.workload import build_workload
+
+Site: TypeAlias = tuple[str, str]
+"""Path of a module and a kind of operation in it."""
+FP32 = "fp32"
+_BY_MODULE = {"linear": "linear", "conv1d": "linear", "norm": "norm", "embed": "embedding"}
+_ASIDE = ("cast", "elementwise", "reduction", "selection", "custom", "layout")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a model computes."""
+
+    sites: tuple[Site, ...]  # suspects, in the order of their first call
+    attention: tuple[tuple[str, int], ...]  # path and query heads of every call, in that order
+    classes: Mapping[str, str]  # of modules, by path
+    unseen: Mapping[str, str]  # modules whose operations cannot be seen: why
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Modules with a suspect, in the order of their first call."""
+        return tuple(dict.fromkeys(path for path, _ in self.sites))
+
+    def kinds(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """The kinds of suspects in these modules."""
+        chosen = set(paths)
+        return tuple(dict.fromkeys(kind for path, kind in self.sites if path in chosen))
+
+    def cells(self, config: RunConfig) -> dict[Place, str]:
+        """The attention of every head, as the plan of a run has it."""
+        return {
+            (i, j): config.attention.choice(i, j)
+            for i, (_, heads) in enumerate(self.attention)
+            for j in range(heads)
+        }
+
+    def named(self, sites: Iterable[Site]) -> str:
+        """Sites in words: "linear in layers.1.mlp.up (QuantLinear)"."""
+        by_path: dict[str, list[str]] = {}
+        for path, kind in sites:
+            by_path.setdefault(path, []).append(kind)
+        return "; ".join(self._one(path, kinds) for path, kinds in by_path.items())
+
+    def _one(self, path: str, kinds: list[str]) -> str:
+        name = self.classes.get(path, "")
+        # what a module writes out by hand is part of what it is there for
+        whole = next((kind for part, kind in _BY_MODULE.items() if part in name.lower()), "")
+        shown = list(dict.fromkeys(whole if whole and kind in _ASIDE else kind for kind in kinds))
+        return f"{' and '.join(shown)} in {path or OUTSIDE}" + (f" ({name})" if name else "")
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """Return what one batch of a user's model computes; imports and runs its code.
+
+    Raises:
+        ValueError: the model computes nothing that fp32 could change.
+    """
+    device = torch.device(config.device)
+    sites: dict[Site, None] = {}
+    attention: dict[tuple[str, int], int] = {}
+
+    def see(operation: Operation, found: Any) -> None:
+        path, kind = operation.path, operation.kind
+        if operation.name == SDPA:
+            query = operation.args[0] if operation.args else operation.kwargs["query"]
+            attention[path, operation.order] = query.shape[-3]
+        if kind in KINDS and kind != "other" and _matters(operation, found, config):
+            sites.setdefault((path, kind))
+
+    with own_generators(device):
+        workload = build_workload(
+            config.workload,
+            config.attention,
+            seed=config.seed,
+            data_seed=config.seed,
+            device=device,
+            operations=config.operations,
+        )
+        seed_generators(device, config.seed, 1, 0)
+        batch = workload.batch(np.arange(config.batch), 1)
+        dtype = AUTOCAST.get(config.autocast)
+        cast = nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+        with interpose(workload.model, see) as seen, cast:
+            workload.loss(workload.model, batch)
+    if not sites:
+        raise ValueError(
+            "workload: every operation that is seen in it has operands of fp32 or more, outside of"
+            " autocast; accepted is a run in which something is rounded more"
+        )
+    unseen = {path: why for path, why in seen.unseen.items() if path != ITSELF or why}
+    layers = tuple((path, heads) for (path, _), heads in attention.items())
+    return Layout(tuple(sites), layers, dict(seen.classes), unseen)
+
+
+def _matters(operation: Operation, found: Any, config: RunConfig) -> bool:
+    """Whether the operation in fp32 could be another than it is."""
+    if operation.kind in ("attention", "custom"):
+        return True
+    if config.operations.choice(operation.path, operation.kind) != OWN:
+        return True
+    floats = [x for x in (*operation.tensors(), *leaves(found)) if x.is_floating_point()]
+    narrow = any(x.dtype.itemsize < torch.float32.itemsize for x in floats)
+    device = floats[0].device.type if floats else "cpu"
+    return narrow or (bool(floats) and torch.is_autocast_enabled(device))
+
+
+def only_sites(config: RunConfig, kept: Iterable[Site]) -> OperationPlan:
+    """Return a plan with fp32 everywhere but in some sites, which stay as the run has them."""
+    by_choice: dict[tuple[str, str], list[str]] = {}
+    for path, kind in kept:
+        choice = config.operations.choice(path, kind)
+        by_choice.setdefault((choice, kind), []).append(f"={path or OUTSIDE}")
+    by_paths: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (choice, kind), paths in by_choice.items():
+        by_paths.setdefault((choice, tuple(paths)), []).append(kind)
+    left = (Assigned(into, tuple(kinds), paths) for (into, paths), kinds in by_paths.items())
+    return OperationPlan((Assigned(FP32), *left))
+
+
+def without_sites(config: RunConfig, chosen: Iterable[Site]) -> OperationPlan:
+    """Return the run's plan with fp32 in some sites."""
+    by_kind: dict[str, list[str]] = {}
+    for path, kind in chosen:
+        by_kind.setdefault(kind, []).append(f"={path or OUTSIDE}")
+    return config.operations.with_(
+        *(Assigned(FP32, (kind,), tuple(paths)) for kind, paths in by_kind.items())
+    )
+
+
+def attention_of(cells: Cells, layout: Layout, kept: Iterable[str]) -> dict[Place, str]:
+    """Return the attention of every head, the model's own (which a plan of operations then puts
+    into fp32) but in the layers of some paths.
+    """
+    left = {i for i, (path, _) in enumerate(layout.attention) if path in set(kept)}
+    return {place: choice if place[0] in left else OWN for place, choice in cells.items()}

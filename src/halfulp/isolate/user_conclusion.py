@@ -1,0 +1,65 @@
+"""From the rungs of a user's model to a sentence: which module and operation carry the failure, on
+how many seeds, and the line that puts them into fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from halfulp.isolate.climb import ORIGINAL, TWIN
+from halfulp.isolate.conclusion import alone_text, conclude
+from halfulp.isolate.result import Isolation
+from halfulp.isolate.user_questions import UserInvestigation
+
+
+def conclude_user(found: UserInvestigation, status: str, command: str) -> Isolation:
+    """Return what an investigation of a user's model found so far."""
+    plain = conclude(found, status, command)
+    known = bool(found.failing) and (found.told_apart or bool(found.place_sets))
+    return replace(
+        plain,
+        found=known and plain.confidence.held > 0,
+        verdict=_verdict(found, plain, known),
+        fix=_fix(found, known),
+        sites=tuple(f"{kind} in {path or '(outside)'}" for path, kind in found.sites)
+        if known
+        else (),
+    )
+
+
+def _verdict(found: UserInvestigation, plain: Isolation, known: bool) -> str:
+    rungs, seeds = found.ladder.rungs, found.ladder.settings.seeds
+    original, twin = (rungs[name].runs if name in rungs else {} for name in (ORIGINAL, TWIN))
+    if not found.failing:
+        bad = [seed for seed in seeds if seed in original and not original[seed].survived]
+        if len(original) < len(seeds) or len(twin) < len(seeds):
+            return "Not known: the budget was spent before the run and its fp32 twin were made."
+        if not bad:
+            return (
+                f"The run does not fail: it survives on {len(original)} of {len(original)} seeds."
+            )
+        unseen = " (see the notes)" if found.layout.unseen else ""
+        return (
+            "Rounding in the operations that are seen"
+            f"{unseen} is not the cause: with everything in fp32 the run fails too"
+            f" ({len(bad)} of {len(seeds)} seeds)."
+        )
+    if not known:
+        return (
+            "Rounding is the cause, since the run survives with everything in fp32; where is not"
+            f" told apart; {plain.confidence.text()}."
+        )
+    where = found.where()
+    said = f"{where[0].upper()}{where[1:]}; {plain.confidence.text()}."
+    return f"{said} {alone_text(found, plain.rescues)}" if plain.rescues else said
+
+
+def _fix(found: UserInvestigation, known: bool) -> str:
+    if not known or not found.cleared:
+        return ""
+    rung = found.ladder.rungs[found.cleared[-1]]
+    held, tried = rung.held(found.failing)
+    return (
+        f"{rung.change}: the run survives on {held} of {tried} seeds;"
+        f" halfulp train … {found.line()}"
+    )

@@ -1,0 +1,224 @@
+"""What a candidate would have given: attention emulated on the trials, forward and backward in ways
+of their own, each gradient in its own.
+
+A `Way` is a recipe and what is done otherwise than attention's definition; a `Model` says which way
+each result is computed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.algorithms import Kept, Problem, attend, attend_backward, golden
+from halfulp.calls import Result
+from halfulp.recipes import Recipe, Step
+from halfulp.reconstruct.evidence import Fit, Observed
+from halfulp.reconstruct.panel import Trial
+
+FORWARD = ("out", "lse")
+GRADIENTS = ("grad_query", "grad_key", "grad_value")
+TENSORS = FORWARD + GRADIENTS
+Tensors = Mapping[str, Tensor]
+
+# what the backward pass decides and the forward pass already needs to keep
+_KEPT_FOR = ("delta_from", "residual_bits", "residual")
+
+
+def _as_it_is(_: Trial, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Twist:
+    """Something done otherwise than attention's definition: the call is turned into the one that is
+    computed, and its results turned back.
+    """
+
+    key: str
+    text: str
+    cause: str  # a key of CAUSES; empty where it is no fault
+    # the call that is computed; None: on this trial nothing is otherwise
+    turn: Callable[[Trial], Trial | None] = field(compare=False, repr=False)
+    back: Callable[[Trial, dict[str, Tensor]], dict[str, Tensor]] = field(
+        compare=False, repr=False, default=_as_it_is
+    )
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one pass is computed."""
+
+    recipe: Recipe
+    twists: tuple[Twist, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A candidate: how every result is computed."""
+
+    forward: Way
+    gradients: tuple[Way, Way, Way]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Model:
+        """One recipe throughout."""
+        return cls(Way(recipe), (Way(recipe),) * 3)
+
+    def way(self, tensor: str) -> Way:
+        """The way of one result."""
+        return self.gradients[GRADIENTS.index(tensor)] if tensor in GRADIENTS else self.forward
+
+    def with_ways(self, tensors: frozenset[str], change: Callable[[Way], Way | None]) -> Model:
+        """The same with the ways of these results changed; `change` may refuse with None, and such
+        a way stays.
+        """
+        touches = bool(tensors & set(FORWARD))
+        forward = (change(self.forward) or self.forward) if touches else self.forward
+        gradients = tuple(
+            (change(way) or way) if name in tensors else way
+            for name, way in zip(GRADIENTS, self.gradients, strict=True)
+        )
+        return Model(forward, gradients)  # type: ignore[arg-type]
+
+
+class Emulator:
+    """Kernel and candidates on the same trials; what was computed once is kept."""
+
+    def __init__(self, observed: Mapping[Trial, Result]) -> None:
+        self.trials = {trial.name: trial for trial in observed}
+        self.observed: dict[tuple[str, str], Observed] = {}
+        self.nonfinite: dict[tuple[str, str], int] = {}
+        for trial, result in observed.items():
+            truth = golden(trial.call, trial.grad_out)
+            for name in TENSORS:
+                got, exact = getattr(result, name), getattr(truth, name)
+                if got is None:
+                    continue
+                broken = int((~got.isfinite() & exact.isfinite()).sum())
+                if broken:
+                    self.nonfinite[trial.name, name] = broken
+                self.observed[trial.name, name] = Observed.of(got, exact)
+        self._forward: OrderedDict[Any, tuple[Problem, Kept, dict[str, Tensor]] | None]
+        self._forward = OrderedDict()
+        self._fits: dict[Any, Fit] = {}
+        self.emulations = 0
+
+    def offered(self, names: tuple[str, ...] = TENSORS) -> frozenset[str]:
+        """Which of these results the kernel gives."""
+        return frozenset(tensor for _, tensor in self.observed if tensor in names)
+
+    def fits(
+        self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None = None
+    ) -> dict[tuple[str, str], Fit]:
+        """How a candidate fits, result by result."""
+        found = {}
+        for trial, tensor in self.observed:
+            if tensor in tensors and (trials is None or trial in trials):
+                found[trial, tensor] = self._fit(self.trials[trial], tensor, model)
+        return found
+
+    def _fit(self, trial: Trial, tensor: str, model: Model) -> Fit:
+        backward = model.way(tensor) if tensor in GRADIENTS else None
+        key = (trial.name, tensor, model.forward, backward)
+        if key not in self._fits:
+            computed = self.tensors(trial, model.forward, backward)
+            for name, x in computed.items():
+                if (trial.name, name) in self.observed:
+                    way = backward if name in GRADIENTS else None
+                    observed = self.observed[trial.name, name]
+                    self._fits[trial.name, name, model.forward, way] = observed.against(x)
+            if key not in self._fits:  # the combination cannot be computed
+                nothing = torch.empty(0)
+                self._fits[key] = self.observed[trial.name, tensor].against(nothing[None, None])
+        return self._fits[key]
+
+    def tensors(self, trial: Trial, forward: Way, backward: Way | None) -> Tensors:
+        """Out and lse, or with `backward` the three gradients, float32 or float64; empty where the
+        two passes do not fit together.
+        """
+        passed = self._passed(trial, _for(forward, backward))
+        if passed is None:
+            return {}
+        if backward is None:
+            return passed[2]
+        turned = _turned(trial, backward)
+        kept = passed[1]
+        if turned.call.query.shape[:3] != kept.lse.shape[:3]:
+            return {}
+        if backward.recipe.base != forward.recipe.base:
+            return {}
+        self.emulations += 1
+        try:
+            problem = Problem.read(turned.call, Step(backward.recipe))
+            d_lse = None
+            if turned.delta_left_out:
+                do = turned.grad_out.to(kept.out.dtype)
+                d_lse = turned.delta_left_out * (do * kept.out).sum(-1, keepdim=True)
+            gradients = attend_backward(problem, kept, turned.grad_out, d_lse)
+        except (ValueError, AssertionError):
+            return {}
+        return _turned_back(trial, backward, dict(zip(GRADIENTS, gradients, strict=True)))
+
+    def _passed(self, trial: Trial, way: Way) -> tuple[Problem, Kept, dict[str, Tensor]] | None:
+        key = (trial.name, way)
+        if key not in self._forward:
+            self.emulations += 1
+            turned = _turned(trial, way)
+            try:
+                problem = Problem.read(turned.call, Step(way.recipe))
+                kept = attend(problem)
+            except (ValueError, AssertionError):
+                self._forward[key] = None
+            else:
+                lse = (kept.lse / problem.unit).squeeze(-1)
+                found = _turned_back(trial, way, {"out": kept.out, "lse": lse})
+                kept = _as_found(kept, found, problem.unit) if way.twists else kept
+                self._forward[key] = (problem, kept, found)
+            if len(self._forward) > 256:
+                self._forward.popitem(last=False)
+        return self._forward[key]
+
+
+def _as_found(kept: Kept, found: Tensors, unit: float) -> Kept:
+    """What the backward pass reads where results were changed after the forward pass."""
+    out, lse = found["out"].to(kept.out.dtype), found["lse"].to(kept.out.dtype).unsqueeze(-1) * unit
+    if out.shape != kept.out.shape or torch.equal(out, kept.out):
+        for_delta = kept.out_for_delta
+        out = kept.out
+    else:
+        for_delta = out
+    lse = lse if lse.shape == kept.lse.shape else kept.lse
+    return replace(kept, out=out, out_for_delta=for_delta, lse=lse)
+
+
+def _for(forward: Way, backward: Way | None) -> Way:
+    """The forward pass that keeps what this backward pass needs."""
+    if backward is None:
+        return forward
+    changes = {name: getattr(backward.recipe, name) for name in _KEPT_FOR}
+    if all(getattr(forward.recipe, name) == x for name, x in changes.items()):
+        return forward
+    return replace(forward, recipe=forward.recipe.with_(**changes))
+
+
+def _turned(trial: Trial, way: Way) -> Trial:
+    for twist in way.twists:
+        trial = twist.turn(trial) or trial
+    return trial
+
+
+def _turned_back(trial: Trial, way: Way, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Results of the turned call as those of the asked one."""
+    stages = [trial]
+    for twist in way.twists:
+        stages.append(twist.turn(stages[-1]) or stages[-1])
+    for twist, before, after in reversed(list(zip(way.twists, stages, stages[1:], strict=False))):
+        if after is not before:
+            tensors = twist.back(before, tensors)
+    return tensors

@@ -1,0 +1,167 @@
+"""How well one error explains another: shares, cosines and how sure they are, from sums over groups
+of rows.
+
+Nothing here knows attention: observed, exact and candidate results are tensors by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = 16  # of one head, summed into one group: the unit that a spread is estimated from
+NOISE = 3e-3
+"""Share of an error that two orders of summing in fp32 leave between kernels of one recipe; below
+it no candidate is better than another."""
+FLOOR = 2.0**-21  # of a result: an error below that is the order of sums, and explains itself
+WORST = 30.0  # a candidate's residual counts at most so many times the kernel's own error
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One result of a kernel on one trial beside the exact value, both float64 of one shape."""
+
+    value: Tensor
+    exact: Tensor
+    usable: Tensor  # elements where both are finite
+    energy: Tensor  # of value − exact, by group
+
+    @classmethod
+    def of(cls, value: Tensor, exact: Tensor) -> Observed:
+        """Compare two tensors `[..., N, D]`, or `[..., N]` of one number a row."""
+        value, exact = value.double(), exact.double()
+        if value.ndim == 3:
+            value, exact = value.unsqueeze(-1), exact.unsqueeze(-1)
+        usable = value.isfinite() & exact.isfinite()
+        value, exact = (torch.where(usable, x, 0.0) for x in (value, exact))
+        return cls(value, exact, usable, grouped((value - exact).square()))
+
+    @property
+    def total(self) -> float:
+        """The kernel's squared error."""
+        return float(self.energy.sum())
+
+    @property
+    def floor(self) -> float:
+        """The squared error that is none."""
+        return FLOOR**2 * float(self.exact.square().sum())
+
+    @property
+    def relative(self) -> float:
+        """The kernel's error, of the exact value's norm."""
+        size = float(self.exact.square().sum())
+        return math.sqrt(self.total / size) if size else math.inf if self.total else 0.0
+
+    def against(self, candidate: Tensor) -> Fit:
+        """How a candidate's result fits."""
+        found = candidate.double()
+        found = found.unsqueeze(-1) if found.ndim == 3 else found
+        if found.shape != self.value.shape:
+            return Fit(self.energy * WORST, self.energy * 0, self.energy, self.energy, self.floor)
+        broken = ~found.isfinite() & self.usable
+        found = torch.where(self.usable & ~broken, found, 0.0)
+        own, other = self.value - self.exact, found - self.exact
+        residual = torch.where(broken, own.square() * WORST + 1e-30, (own - other).square())
+        parts = (grouped(residual), grouped(own * other), self.energy, grouped(other.square()))
+        return Fit(*parts, self.floor)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a candidate leaves of an error, by group of rows."""
+
+    residual: Tensor
+    inner: Tensor
+    energy: Tensor  # the kernel's
+    other: Tensor  # the candidate's
+    floor: float
+
+    @property
+    def left(self) -> float:
+        """Share of the squared error that is not explained; 0 where there is no error on either
+        side.
+        """
+        total, residual = float(self.energy.sum()) + self.floor, float(self.residual.sum())
+        if total == 0:
+            return 0.0 if residual == 0 else WORST
+        return min(WORST, residual / total)
+
+    @property
+    def loss(self) -> float:
+        """What a search lowers: halving what is left counts the same at every size."""
+        return math.log(self.left + NOISE)
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between the two errors; 1 where neither errs."""
+        size = math.sqrt(float(self.energy.sum()) * float(self.other.sum()))
+        if size == 0:
+            return 1.0 if float(self.residual.sum()) == 0 else 0.0
+        return float(self.inner.sum()) / size
+
+
+def grouped(x: Tensor) -> Tensor:
+    """Sums of `[..., N, D]` over the last dimension and `ROWS` rows, flat."""
+    rows = x.sum(-1)
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % ROWS))
+    return rows.reshape(*rows.shape[:-1], -1, ROWS).sum(-1).flatten()
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """A cosine with its standard error, from leaving out one group of rows after the other."""
+
+    value: float
+    error: float
+    left: float  # share of the squared error that is not explained
+    groups: int
+
+    @classmethod
+    def of(cls, fits: list[Fit]) -> Cosine:
+        """Over all of one tensor's trials together, each trial's error at norm 1."""
+        inner, energy, other, residual = [], [], [], []
+        for fit in fits:
+            unit = float(fit.energy.sum()) or 1.0
+            inner.append(fit.inner / unit)
+            energy.append(fit.energy / unit)
+            other.append(fit.other / unit)
+            residual.append(fit.residual / unit)
+        if not fits:
+            return cls(math.nan, math.nan, math.nan, 0)
+        i, e, o, r = (torch.cat(x) for x in (inner, energy, other, residual))
+        total = float(e.sum())
+        if total == 0 or float(o.sum()) == 0:
+            same = float(r.sum()) == 0
+            return cls(float(same), 0.0, float(not same), len(i))
+        without = (i.sum() - i) / ((e.sum() - e) * (o.sum() - o)).clamp_min(1e-300).sqrt()
+        n = len(i)
+        spread = math.sqrt((n - 1) / n * float((without - without.mean()).square().sum()))
+        value = float(i.sum()) / math.sqrt(total * float(o.sum()))
+        return cls(value, spread, float(r.sum()) / total, n)
+
+
+Fits = Mapping[tuple[str, str], Fit]  # (trial, tensor)
+
+
+def loss_of(fits: Fits) -> float:
+    """Summed over trials and tensors."""
+    return sum(fit.loss for fit in fits.values())
+
+
+def surer(better: Fits, worse: Fits) -> float:
+    """By how many standard errors the first fits better, over the groups of rows in which the two
+    differ: each counts by (its residual there − here) / their sum, so that no large group decides.
+    One group more, in which they are alike, keeps a handful of groups from being sure.
+    """
+    total, squares = 0.0, 1.0
+    for key in better.keys() & worse.keys():
+        a, b = better[key].residual, worse[key].residual
+        noise = NOISE * better[key].energy  # what fp32 sums leave is no difference
+        d = (b - a) / (a + b + 2 * noise).clamp_min(1e-300)
+        total += float(d.sum())
+        squares += float(d.square().sum())
+    return total / math.sqrt(squares)

@@ -1,0 +1,147 @@
+"""What a reconstruction found, as data and as sentences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from halfulp.recipes import Recipe, recipe_text
+from halfulp.reconstruct.descent import Taken
+from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Model, Way
+from halfulp.reconstruct.evidence import Cosine
+from halfulp.reconstruct.naming import Difference, Named
+from halfulp.reconstruct.places import Place
+
+SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+WELL = 0.9  # share of an error from which on it is called explained
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One result: how like the kernel's error the model's is, and the stock recipe's beside it."""
+
+    tensor: str
+    model: Cosine
+    stock: Cosine
+
+    @property
+    def share(self) -> float:
+        """Of the kernel's squared error, what the model explains."""
+        return max(0.0, 1 - self.model.left)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "tensor": SHORT[self.tensor],
+            "explained": self.share,
+            "cosine": self.model.value,
+            "standard_error": self.model.error,
+            "groups": self.model.groups,
+            "stock_cosine": self.stock.value,
+            "stock_explained": max(0.0, 1 - self.stock.left),
+        }
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What a kernel does, and how sure that is."""
+
+    target: str
+    dtype: str
+    model: Model
+    stock: Recipe
+    recipe: Recipe | None  # the one recipe that says it all; None where passes differ
+    explained: tuple[Explained, ...]
+    causes: tuple[Named, ...]  # what makes it worse than the stock recipe, the worst first
+    ingredients: tuple[Named, ...]  # of the stock recipe's own errors: what rounds more than needed
+    harmless: tuple[Difference, ...]
+    places: tuple[Place, ...]  # of what is not explained
+    steps: tuple[Taken, ...]
+    nonfinite: dict[str, int]  # "trial tensor" → elements
+    refused: tuple[str, ...]  # trials that the kernel does not take
+    unsteady: bool  # gave other bits when called again
+    tried: int
+    seconds: float
+    complete: bool  # the search was not cut off by its time
+
+    @property
+    def text(self) -> str:
+        """The recipe, or the ways of both passes."""
+        if self.recipe is not None:
+            return recipe_text(self.recipe)
+        told = [_way(self.model.forward)]
+        ways = dict.fromkeys(self.model.gradients)
+        for way in ways:
+            names = [SHORT[g] for g in GRADIENTS if self.model.way(g) == way]
+            if way == self.model.forward:
+                continue
+            whose = "backward" if len(ways) == 1 else f"for {', '.join(names)}"
+            told.append(f"{whose} {_way(way)}")
+        return "; ".join(told)
+
+    @property
+    def understood(self) -> bool:
+        """Whether every result is explained."""
+        return bool(self.explained) and all(e.share >= WELL for e in self.explained)
+
+    @property
+    def sentence(self) -> str:
+        """One line: what it is, how much of each error that explains, what stays unexplained."""
+        shares = [f"{_percent(e.share)} of {SHORT[e.tensor]}'s error" for e in self.explained]
+        told = f"is {self.text}: explains {', '.join(shares)}"
+        if not self.understood and not any(e.share >= 0.5 for e in self.explained):
+            told = f"is no recipe that was tried; the nearest, {self.text}, explains"
+            told += f" {', '.join(shares)}"
+        if self.places:
+            unsure = "; ".join(f"{SHORT[p.tensor]} ({p.text})" for p in self.places)
+            told += f"; unexplained: {unsure}"
+        return told
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "target": self.target,
+            "dtype": self.dtype,
+            "recipe": self.text,
+            "one_recipe": self.recipe is not None,
+            "text": self.sentence,
+            "understood": self.understood,
+            "explained": [e.as_dict() for e in self.explained],
+            "causes": [n.as_dict() for n in self.causes],
+            "ingredients": [n.as_dict() for n in self.ingredients],
+            "harmless": [d.text for d in self.harmless],
+            "unexplained": [p.as_dict() for p in self.places],
+            "steps": [
+                {
+                    "stage": s.stage,
+                    "change": s.text,
+                    "left_before": s.left_before,
+                    "left_after": s.left_after,
+                    "standard_errors": s.sigma if math.isfinite(s.sigma) else None,
+                    "as_likely": list(s.rivals),
+                }
+                for s in self.steps
+            ],
+            "nonfinite": self.nonfinite,
+            "refused": list(self.refused),
+            "unsteady": self.unsteady,
+            "tried": self.tried,
+            "seconds": self.seconds,
+            "complete": self.complete,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.target} {self.sentence}"
+
+
+def _way(way: Way) -> str:
+    told = recipe_text(way.recipe)
+    return told if not way.twists else f"{told} where {', and '.join(t.text for t in way.twists)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share < 0.995 or share == 1 else f"{100 * share:.3g} %"
+
+
+__all__ = ["SHORT", "TENSORS", "WELL", "Explained", "Reconstruction"]

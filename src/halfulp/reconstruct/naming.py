@@ -1,0 +1,233 @@
+"""From a model to causes: what differs from the stock recipe, grouped by what it means, with how
+much worse it makes the results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from halfulp.recipes import Recipe
+from halfulp.reconstruct.causes import CAUSES, Cause
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Way
+from halfulp.reconstruct.space import field_text
+
+HARMFUL = 1.25  # times the error that the kernel would make without it: what is below is no cause
+
+_FORWARD_CAUSES = {
+    "operand": ("query", "key", "value"),
+    "scores": ("product", "scores"),
+    "prescaled": ("scale_into", "scaled_operand"),
+    "row-max": ("row_max", "tie_threshold", "shifted_scores"),
+    "weights": ("weights", "weights_operand", "weights_scale"),
+    "row-sum": ("block_sum", "row_sum", "row_sum_floor"),
+    "accumulator": ("max_change", "rescale", "rescaled", "block_out", "accumulator",
+                    "renormalized"),
+    "reciprocal": ("division", "reciprocal"),
+    "out": ("out",),
+    "lse": ("log_row_sum", "lse", "lse_from"),
+    "exponential": ("exp_degree",),
+    "products": ("matmul",),
+    "weights-disagree": ("shift", "base", "exponential", "row_sum_from"),
+}  # fmt: skip
+_BACKWARD_CAUSES = {
+    "backward-scores": ("query", "key", "value", "product", "scores", "scale_into",
+                        "scaled_operand", "shifted_scores", "exp_degree"),
+    "operand": ("grad_out",),
+    "delta": ("delta_products", "delta", "delta_from", "residual", "residual_bits",
+              "grad_probabilities", "grad_centered"),
+    "probabilities": ("probabilities", "probabilities_operand", "weights", "weights_operand"),
+    "grad-scores": ("grad_scores", "scaled_probabilities", "scaled_grad_scores",
+                    "gradient_scale_at"),
+    "grad-accumulator": ("grad_block", "grad_accumulator"),
+    "grad-stored": ("grad_query", "grad_key", "grad_value"),
+    "backward-weights": ("backward_weights", "divisor_from", "grad_value_from"),
+    "products": ("matmul",),
+}  # fmt: skip
+_LABEL = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+# how a twist of the backward pass alone is called
+_BACKWARD_TWISTS = {
+    "causal-mask": "backward-mask",
+    "mask": "backward-mask",
+    "mask-finite": "backward-mask",
+    "key-tail": "grad-tail",
+    "query-tail": "grad-tail",
+    "key-heads": "group-sum",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that a way does otherwise than the stock recipe."""
+
+    cause: str  # a key of CAUSES; empty: no fault, as a width of blocks
+    text: str
+    tensors: frozenset[str]
+    field: str | None = None
+    twist: str | None = None
+
+
+@dataclass(frozen=True)
+class Named:
+    """A cause with its evidence."""
+
+    cause: Cause
+    text: str  # what exactly: "accumulator=bf16"
+    harm: float  # times the error without it, on the result that shows it most
+    tensor: str
+    trial: str
+    explained: float  # share of that result's squared error that the model explains
+    located: bool = False  # only where it sits is known, not what it is
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return {
+            "key": self.cause.key,
+            "name": self.cause.name,
+            "text": self.text,
+            "harm": self.harm,
+            "tensor": _LABEL[self.tensor],
+            "trial": self.trial,
+            "explained": self.explained,
+            "located": self.located,
+        }
+
+
+def differences(model: Model, stock: Recipe) -> list[Difference]:
+    """All of them, each once, with the results that it concerns."""
+    found: list[Difference] = []
+    forward = dict(_own(model.forward, stock))
+    gradients = [dict(_own(way, stock)) for way in model.gradients]
+    for key, text in forward.items():
+        shared = [g for g, own in zip(GRADIENTS, gradients, strict=True) if key in own]
+        cause = _forward_cause(model.forward, key)
+        found.append(_difference(cause, text, frozenset((*FORWARD, *shared)), key))
+    for key in dict.fromkeys(key for own in gradients for key in own if key not in forward):
+        mine = frozenset(g for g, own in zip(GRADIENTS, gradients, strict=True) if key in own)
+        way = next(model.way(g) for g in GRADIENTS if g in mine)
+        text = next(own[key] for own in gradients if key in own)
+        found.append(_difference(_backward_cause(way, key), text, mine, key))
+    # what the forward pass does and the backward pass does not is the forward pass's alone
+    return found
+
+
+def _difference(cause: str, text: str, tensors: frozenset[str], key: tuple[str, str]) -> Difference:
+    kind, name = key
+    return Difference(cause, text, tensors, **{kind: name})
+
+
+def _own(way: Way, stock: Recipe) -> Iterator[tuple[tuple[str, str], str]]:
+    for f in fields(stock):
+        value = getattr(way.recipe, f.name)
+        if f.name != "name" and value != getattr(stock, f.name):
+            yield ("field", f.name), field_text(f.name, value)
+    for twist in way.twists:
+        yield ("twist", twist.key), twist.text
+
+
+def _twist_cause(way: Way, key: str) -> str:
+    return next(twist.cause for twist in way.twists if twist.key == key)
+
+
+def _forward_cause(way: Way, key: tuple[str, str]) -> str:
+    kind, name = key
+    if kind == "twist":
+        return _twist_cause(way, name)
+    every = {n: cause for cause, names in _FORWARD_CAUSES.items() for n in names}
+    return every.get(name) or _backward_field(name)
+
+
+def _backward_cause(way: Way, key: tuple[str, str]) -> str:
+    kind, name = key
+    if kind == "twist":
+        cause = _twist_cause(way, name)
+        return _BACKWARD_TWISTS.get(cause, cause)
+    return _backward_field(name)
+
+
+def _backward_field(name: str) -> str:
+    every = {n: cause for cause, names in _BACKWARD_CAUSES.items() for n in names}
+    return every.get(name, "")
+
+
+def reverted(model: Model, stock: Recipe, group: list[Difference]) -> Model:
+    """The model without some of its differences."""
+    names = {d.field for d in group if d.field is not None}
+    if "scaled_operand" in names:
+        names.add("scale_into")
+    twists = {d.twist for d in group if d.twist is not None}
+
+    def put_back(way: Way) -> Way | None:
+        changes = {name: getattr(stock, name) for name in names}
+        try:
+            recipe = way.recipe.with_(**changes)
+        except ValueError:
+            return None
+        return Way(recipe, tuple(t for t in way.twists if t.key not in twists))
+
+    every = frozenset((*FORWARD, *GRADIENTS))
+    return model.with_ways(every, put_back)
+
+
+def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named], list[Difference]]:
+    """The causes, the most harmful first, and the differences that harm nothing."""
+    groups: dict[str, list[Difference]] = {}
+    harmless = []
+    for difference in differences(model, stock):
+        if difference.cause:
+            groups.setdefault(difference.cause, []).append(difference)
+        else:
+            harmless.append(difference)
+    found = []
+    every = frozenset((*FORWARD, *GRADIENTS))
+    with_it = emulator.fits(model, every)
+    for key, group in groups.items():
+        without = emulator.fits(reverted(model, stock, group), every)
+        most, place = 0.0, None
+        for where, fit in with_it.items():
+            before = float(without[where].other.sum()) + fit.floor
+            own = float(fit.other.sum()) + fit.floor
+            explains = min(1.0, without[where].left) - min(1.0, fit.left)
+            harm = math.sqrt(own / before) if before else 1.0
+            if harm > most and explains > 0.05:
+                most, place = harm, where
+        if place is None or most < HARMFUL:
+            harmless += group
+            continue
+        text = "; ".join(dict.fromkeys(_told(d) for d in group))
+        share = 1 - min(1.0, with_it[place].left)
+        found.append(Named(CAUSES[key], text, most, place[1], place[0], share))
+    found.sort(key=lambda n: -n.harm)
+    return found, harmless
+
+
+def _told(difference: Difference) -> str:
+    missing = [g for g in GRADIENTS if g not in difference.tensors]
+    if set(difference.tensors) >= set(FORWARD) or not missing:
+        return difference.text
+    names = ", ".join(_LABEL[t] for t in GRADIENTS if t in difference.tensors)
+    return f"{difference.text} ({names})"
+
+
+def combined(model: Model, stock: Recipe) -> Recipe | None:
+    """The one recipe that does all of it; None where the passes, or the gradients, differ."""
+    if model.forward.twists or any(way.twists for way in model.gradients):
+        return None
+    merged = model.forward.recipe
+    for way in model.gradients:
+        for f in fields(stock):
+            own, base = getattr(way.recipe, f.name), getattr(stock, f.name)
+            held = getattr(merged, f.name)
+            if f.name == "name" or own == held:
+                continue
+            shared = f.name in _reads_forward()
+            if shared or held != base:
+                return None
+            merged = replace(merged, **{f.name: own})
+    return merged
+
+
+def _reads_forward() -> set[str]:
+    """Fields that the forward pass reads as well."""
+    return {n for names in _FORWARD_CAUSES.values() for n in names} | {"block_key", "algorithm"}

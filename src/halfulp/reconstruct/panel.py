@@ -1,0 +1,184 @@
+"""The inputs that a kernel is asked on to find out what it does: small, and each telling apart what
+another leaves together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import Call, Sees
+
+Draw = Callable[[torch.Generator], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One call with the gradient that reaches its out; `name` stands for it in caches and
+    reports.
+    """
+
+    name: str
+    call: Call
+    grad_out: Tensor
+    about: str = ""  # what is telling in it
+    delta_left_out: float = (
+        0.0  # share of δ that a candidate leaves out of dS; no kernel is asked so
+    )
+
+
+def _operands(
+    g: torch.Generator,
+    heads: tuple[int, int, int],
+    lengths: tuple[int, int],
+    widths: tuple[int, int],
+) -> dict[str, Any]:
+    """Standard normal operands: (batch, query heads, key heads), (queries, keys), (D, D_v)."""
+    (b, h, hk), (n, nk), (d, dv) = heads, lengths, widths
+    return {
+        "query": torch.randn(b, h, n, d, generator=g),
+        "key": torch.randn(b, hk, nk, d, generator=g),
+        "value": torch.randn(b, hk, nk, dv, generator=g),
+        "grad_out": torch.randn(b, h, n, dv, generator=g),
+    }
+
+
+def _plain(g: torch.Generator) -> dict[str, Any]:
+    return _operands(g, (1, 2, 2), (192, 192), (64, 64))
+
+
+def _sharp(g: torch.Generator) -> dict[str, Any]:
+    """Few keys carry a row, scores lie around −40, values have one sign, all keys share a
+    feature.
+    """
+    x = _plain(g)
+    x["query"] *= 2.5
+    x["query"][..., 0], x["key"][..., 0] = 18.0, -18.0
+    x["value"] = x["value"].abs() + 0.5
+    return x
+
+
+def _rising(g: torch.Generator) -> dict[str, Any]:
+    """Scores rise with the key's position, so that the running maximum changes in every block."""
+    x = _plain(g)
+    x["query"][..., 0] = 4.0
+    x["key"][..., 0] = torch.linspace(-10, 10, 192) * math.sqrt(64) / 4.0
+    return x
+
+
+def _small(g: torch.Generator) -> dict[str, Any]:
+    """Values and gradients so small that fp16 loses them, rows that average over all keys."""
+    x = _plain(g)
+    x["query"] *= 0.25
+    x["value"] *= 2.0**-14
+    x["grad_out"] *= 2.0**-9
+    return x
+
+
+def _causal(g: torch.Generator) -> dict[str, Any]:
+    return _plain(g) | {"sees": Sees(causal=True)}
+
+
+def _ragged(g: torch.Generator) -> dict[str, Any]:
+    """Lengths and widths that are no multiples of a block."""
+    return _operands(g, (1, 2, 2), (157, 157), (40, 40))
+
+
+def _ragged_causal(g: torch.Generator) -> dict[str, Any]:
+    return _operands(g, (1, 2, 2), (93, 93), (40, 40)) | {"sees": Sees(causal=True)}
+
+
+def _cross(g: torch.Generator) -> dict[str, Any]:
+    """Fewer queries than keys, causal, aligned at the top left; values wider than keys."""
+    return _operands(g, (1, 2, 2), (80, 176), (32, 48)) | {"sees": Sees(causal=True)}
+
+
+def _grouped(g: torch.Generator) -> dict[str, Any]:
+    return _operands(g, (3, 6, 2), (64, 80), (32, 32))
+
+
+def _masked(g: torch.Generator) -> dict[str, Any]:
+    """A boolean mask of each head and sequence, with rows that may attend to nothing."""
+    x = _operands(g, (2, 3, 3), (80, 80), (32, 32))
+    mask = torch.rand(2, 3, 80, 80, generator=g) > 0.3
+    mask[:, :, ::27] = False
+    return x | {"sees": Sees(mask=mask)}
+
+
+def _biased(g: torch.Generator) -> dict[str, Any]:
+    """An additive mask of another slope in each head (ALiBi)."""
+    x = _operands(g, (2, 3, 3), (80, 80), (32, 32))
+    i = torch.arange(80.0)
+    slopes = 2.0 ** -(1 + torch.arange(3.0))[:, None, None]
+    return x | {"sees": Sees(mask=(-(i[:, None] - i).abs() * slopes)[None])}
+
+
+def _scaled(g: torch.Generator) -> dict[str, Any]:
+    """A scale that is not 1/√D and no power of two."""
+    return _operands(g, (1, 2, 2), (96, 96), (64, 64)) | {"scale": 0.3}
+
+
+def _long(g: torch.Generator) -> dict[str, Any]:
+    return _operands(g, (1, 1, 1), (640, 640), (64, 64))
+
+
+_DRAWS: dict[str, tuple[str, Draw]] = {
+    "plain": ("standard normal numbers, blocks whole", _plain),
+    "sharp": ("few keys a row, scores around −40, values of one sign", _sharp),
+    "rising": ("the maximum grows in every block", _rising),
+    "small": ("values and gradients below fp16's normal numbers, diffuse rows", _small),
+    "causal": ("causal", _causal),
+    "ragged": ("157 tokens, D = 40", _ragged),
+    "ragged_causal": ("93 tokens, D = 40, causal", _ragged_causal),
+    "cross": ("80 queries, 176 keys, causal", _cross),
+    "grouped": ("3 sequences, 6 heads on 2 key heads", _grouped),
+    "masked": ("a boolean mask for each head, empty rows", _masked),
+    "biased": ("an additive mask for each head", _biased),
+    "scaled": ("scale 0.3", _scaled),
+    "long": ("640 tokens", _long),
+}
+
+
+@lru_cache(maxsize=4)
+def panel(dtype: torch.dtype, seed: int = 0) -> tuple[Trial, ...]:
+    """The trials in `dtype`, the same bits on every machine."""
+    return tuple(_trial(name, about, draw, dtype, seed) for name, (about, draw) in _DRAWS.items())
+
+
+def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> Trial:
+    number = sum(ord(c) * 257**i for i, c in enumerate(name)) * 1000003 + seed
+    x = draw(torch.Generator().manual_seed(number % 2**63))
+    operands = {part: x[part].to(dtype) for part in ("query", "key", "value")}
+    call = Call(
+        **operands,
+        sees=x.get("sees", Sees()),
+        scale=x.get("scale", 1 / math.sqrt(x["query"].shape[-1])),
+    )
+    return Trial(name, call, x["grad_out"].to(dtype), about)
+
+
+def some_heads(trial: Trial, most: int) -> Trial:
+    """The first heads of the first sequence, at most so many, whole groups; masks go along."""
+    call, groups = trial.call, trial.call.groups
+    keys = max(1, min(most // groups, call.key.shape[1]))
+    heads = keys * groups
+    mask = call.sees.mask
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        mask = mask[:1, :heads] if mask.shape[1] > 1 else mask[:1]
+    cut = replace(
+        call,
+        query=call.query[:1, :heads],
+        key=call.key[:1, :keys],
+        value=call.value[:1, :keys],
+        sees=replace(call.sees, mask=mask),
+        sinks=None if call.sinks is None else call.sinks[:heads],
+        shape=None,
+    )
+    return Trial(trial.name, cut, trial.grad_out[:1, :heads], trial.about)

@@ -1,0 +1,281 @@
+"""Where an error sits that no candidate explains: heads, rows, features, the factor of a row; and
+on which trials.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
+from halfulp.reconstruct.evidence import Observed
+
+CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
+LINEAR = 0.8  # share of it that one free number a row must explain
+_SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+_ONLY: tuple[tuple[frozenset[str], str, str], ...] = (
+    (frozenset({"masked", "biased"}), "calls with a mask alone", "mask"),
+    (frozenset({"grouped"}), "grouped heads or several sequences alone", "key-heads"),
+    (frozenset({"cross"}), "calls with other lengths of queries and keys alone", "ragged"),
+    (frozenset({"causal", "ragged_causal", "cross"}), "causal calls alone", "causal-mask"),
+    (frozenset({"ragged", "ragged_causal", "cross", "grouped", "masked", "biased", "scaled"}),
+     "sizes off the block alone", "ragged"),
+    (frozenset({"scaled"}), "a scale of the caller's alone", "scale"),
+    (frozenset({"rising", "sharp"}), "rows whose maximum grows, or lies far from 0", "rescale"),
+    (frozenset({"small"}), "small values alone", "operand"),
+    (frozenset({"long"}), "long calls alone", "accumulator"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the unexplained error of one result sits."""
+
+    tensor: str
+    trial: str  # the one it was looked at on
+    text: str
+    cause: str  # a key of CAUSES
+    left: float  # share of the squared error that is not explained there
+    times: float  # the kernel's error, in units of the model's
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return {
+            "tensor": _SHORT[self.tensor],
+            "trial": self.trial,
+            "text": self.text,
+            "key": self.cause,
+            "left": self.left,
+            "times": self.times,
+        }
+
+
+def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
+    """One place for each result that keeps more than `share` of its error on some trial."""
+    found = []
+    every = emulator.fits(model, frozenset(_SHORT))
+    for tensor in _SHORT:
+        bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
+        if not bad:
+            continue
+        worst = max(bad, key=lambda t: _times(bad[t]) * (1.0 if t != "long" else 0.5))
+        left, times = bad[worst].left, _times(bad[worst])
+        text, cause = _told(emulator, model, tensor, worst, frozenset(bad))
+        found.append(Place(tensor, worst, text, cause, left, times))
+    return _by_what_is_explained(found, {name for _, name in every})
+
+
+def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]:
+    """What results that are explained say about those that are not, where nothing else does."""
+    bad = {p.tensor for p in places}
+    if "out" in bad or not bad & set(GRADIENTS) or not set(GRADIENTS) <= offered:
+        return places
+    gradients = bad & set(GRADIENTS)
+    if gradients == {"grad_value"}:
+        told = "O, dQ and dK are explained: P as it enters dV", "probabilities"
+    elif gradients == {"grad_query", "grad_key"}:
+        told = "O and dV are explained, so is P: dS or δ", "grad-scores"
+    elif len(gradients) == 3:
+        told = "O is explained: P is recomputed otherwise in the backward pass", "backward-scores"
+    else:
+        names = " and ".join(_SHORT[g] for g in GRADIENTS if g in gradients)
+        told = f"the others are explained: the sum that {names} alone is", "grad-accumulator"
+    return [
+        replace(p, text=f"{told[0]}; {p.text}", cause=told[1])
+        if p.tensor in gradients and p.cause == "gradient-unexplained"
+        else p
+        for p in places
+    ]
+
+
+def _times(fit: object) -> float:
+    energy, other = float(fit.energy.sum()), float(fit.other.sum())  # type: ignore[attr-defined]
+    return math.sqrt(energy / other) if other else math.inf
+
+
+def _told(
+    emulator: Emulator, model: Model, tensor: str, worst: str, bad: frozenset[str]
+) -> tuple[str, str]:
+    trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
+    backward = model.way(tensor) if tensor in GRADIENTS else None
+    candidate = emulator.tensors(trial, model.forward, backward).get(tensor)
+    parts: list[str] = []
+    cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
+    seen = {t for t, name in emulator.observed if name == tensor}
+    only = next(((text, key) for trials, text, key in _ONLY
+                 if bad <= trials and not seen <= trials), None)  # fmt: skip
+    if only is not None:
+        parts.append(only[0])
+        cause = only[1]
+    if candidate is None or candidate.shape[:3] != observed.value.shape[:3]:
+        return "; ".join(parts) or "everywhere", cause
+    rest = observed.value - _like(candidate)
+    rest = torch.where(observed.usable, rest, 0.0)
+    for text, key in (_silent(observed), _head(rest), _rows(rest, tensor), _factor(
+            emulator, tensor, worst, rest)):  # fmt: skip
+        if text:
+            parts.append(text)
+            cause = key or cause
+    return "; ".join(parts) or "spread over all rows and heads", cause
+
+
+def _like(candidate: Tensor) -> Tensor:
+    found = candidate.double()
+    found = found.unsqueeze(-1) if found.ndim == 3 else found
+    return torch.where(found.isfinite(), found, 0.0)
+
+
+def _silent(observed: Observed) -> tuple[str, str]:
+    """Rows that are 0 where exact ones are not."""
+    zero = (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
+    count = int(zero.sum())
+    if count == 0:
+        return "", ""
+    heads = zero.all(-1)
+    if bool(heads.any()) and int(heads.sum()) * zero.shape[-1] == count:
+        return f"{int(heads.sum())} of {heads.numel()} heads are 0", "unwritten"
+    return f"{count} of {zero.numel()} rows are 0", "unwritten"
+
+
+def _head(rest: Tensor) -> tuple[str, str]:
+    """Few heads that hold it."""
+    energy = rest.square().sum((-1, -2))
+    total, count = float(energy.sum()), energy.numel()
+    if count < 2 or total == 0:
+        return "", ""
+    order = energy.flatten().argsort(descending=True)
+    for n in range(1, count // 2 + 1):
+        if float(energy.flatten()[order[:n]].sum()) >= CONCENTRATED * total:
+            places = (
+                ", ".join(
+                    f"({int(i) // energy.shape[1]}, {int(i) % energy.shape[1]})" for i in order[:3]
+                )
+                if n >= 3
+                else ", ".join(
+                    f"({int(i) // energy.shape[1]}, {int(i) % energy.shape[1]})" for i in order[:n]
+                )
+            )
+            return f"head{'s' * (n > 1)} (sequence, head) {places}" + " and others" * (
+                n > 3), "other-data"  # fmt: skip
+    return "", ""
+
+
+def _rows(rest: Tensor, tensor: str) -> tuple[str, str]:
+    """A stretch of rows, the edges of blocks, or a few elements that hold it."""
+    energy = rest.square().sum(-1).sum((0, 1))
+    total, n = float(energy.sum()), len(energy)
+    if total == 0:
+        return "", ""
+    elements = rest.square().flatten()
+    top = elements.topk(min(8, len(elements)))
+    if float(top.values.sum()) >= CONCENTRATED * total and len(elements) > 100:
+        return "a few elements", "elements"
+    whose = "keys" if tensor in ("grad_key", "grad_value") else "queries"
+    tail_cause = "key-tail" if whose == "keys" else "query-tail"
+    if tensor in GRADIENTS:
+        tail_cause = "grad-tail"
+    running = energy.cumsum(0)
+    for width in (16, 32, 64, 128):
+        start = (n - 1) // width * width
+        short = start > 0 and (n - start) * 2 <= n
+        if short and total - float(running[start - 1]) >= CONCENTRATED * total:
+            return f"the {whose} from {start} on, of {n}", tail_cause
+    for count in (1, 8, 16, 32, 64):
+        if count * 2 <= n and float(running[count - 1]) >= CONCENTRATED * total:
+            return f"the first {count} {whose}", tail_cause
+    position = torch.arange(n)
+    for width in (16, 32, 64, 128):
+        for edge, text in ((width - 1, "last"), (0, "first")):
+            here = position % width == edge
+            if n > width and float(energy[here].sum()) >= CONCENTRATED * total:
+                return f"the {text} of every {width} {whose}", "causal-mask"
+    columns = rest.square().sum((0, 1, 2))
+    d = len(columns)
+    for width in (8, 16, 32):
+        if d > width and float(columns[-width:].sum()) >= CONCENTRATED * total:
+            return f"the last {width} of {d} features", "ragged"
+        if d > width and float(columns[:width].sum()) >= CONCENTRATED * total:
+            return f"the first {width} of {d} features", "ragged"
+    return "", ""
+
+
+def _factor(emulator: Emulator, tensor: str, name: str, rest: Tensor) -> tuple[str, str]:
+    """One free number for every query row: what of the rest is a wrong row sum, P or δ.
+
+    O errs along itself where l is off; dV = Pᵀ dO, dQ = dS K and dK = dSᵀ Q are linear in a factor
+    on each row of P, and in an error of each row's δ.
+    """
+    total = float(rest.square().sum())
+    if total == 0:
+        return "", ""
+    observed = emulator.observed[name, "out"]
+    if tensor == "out":
+        exact = observed.exact
+        along = (rest * exact).sum(-1).square() / exact.square().sum(-1).clamp_min(1e-300)
+        if float(along.sum()) >= LINEAR * total:
+            return "every row of O is off by a factor: its row sum", "row-sum"
+        return "", ""
+    if tensor not in GRADIENTS:
+        return "", ""
+    call, do = emulator.trials[name].call, emulator.trials[name].grad_out.double()
+    if call.groups != 1:
+        return "", ""
+    p, ds = _exact_scores(emulator, name)
+    shares: dict[str, float] = {}
+    for b in range(p.shape[0]):
+        for h in range(p.shape[1]):
+            for kind, share in _explained(
+                tensor,
+                p[b, h],
+                ds[b, h],
+                call.query[b, h].double(),
+                call.key[b, h].double(),
+                do[b, h],
+                rest[b, h],
+            ):
+                shares[kind] = shares.get(kind, 0.0) + share  # fmt: skip
+    for kind in ("delta", "weights"):
+        if shares.get(kind, 0.0) >= LINEAR * total:
+            return {
+                "delta": ("an error of each row's δ makes it", "delta"),
+                "weights": ("a factor on each row of P makes it: lse, or a row sum", "lse"),
+            }[kind]
+    return "", ""
+
+
+def _exact_scores(emulator: Emulator, name: str) -> tuple[Tensor, Tensor]:
+    """P and dS, float64 `[B, H, N, N_k]`."""
+    trial = emulator.trials[name]
+    call = trial.call
+    scores = call.query.double() @ call.key.double().mT * call.scale
+    scores = call.sees.apply(scores, slice(0, scores.shape[2]), slice(0, scores.shape[3]), 1.0)
+    p = scores.softmax(-1).nan_to_num(0.0)
+    dp = trial.grad_out.double() @ call.value.double().mT
+    return p, p * (dp - (dp * p).sum(-1, keepdim=True))
+
+
+def _explained(
+    tensor: str, p: Tensor, ds: Tensor, q: Tensor, k: Tensor, do: Tensor, rest: Tensor
+) -> list[tuple[str, float]]:
+    """How much of the rest of one head each kind of factor explains, squared."""
+    if tensor == "grad_query":  # every row by itself
+        along = {"delta": p @ k, "weights": ds @ k}
+        return [
+            (
+                kind,
+                float(((rest * u).sum(-1).square() / u.square().sum(-1).clamp_min(1e-300)).sum()),
+            )
+            for kind, u in along.items()
+        ]
+    pairs = {"delta": (p, q), "weights": (ds, q)} if tensor == "grad_key" else {"weights": (p, do)}
+    found = []
+    for kind, (left, right) in pairs.items():
+        # rest [N_k, D] = Σ_i x_i left[i] ⊗ right[i]: normal equations in x
+        gram = (left @ left.mT) * (right @ right.mT)
+        b = ((left @ rest) * right).sum(-1)
+        x = torch.linalg.lstsq(gram, b[:, None]).solution[:, 0]
+        found.append((kind, float(b @ x)))
+    return found

@@ -1,0 +1,217 @@
+"""`reconstruct`: ask a kernel for a few small results, and find the arithmetic that errs as it
+does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from halfulp.calls import Result
+from halfulp.reconstruct import space
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.emulating import TENSORS, Emulator, Model
+from halfulp.reconstruct.evidence import Cosine
+from halfulp.reconstruct.found import Explained, Reconstruction
+from halfulp.reconstruct.naming import Named, combined, named
+from halfulp.reconstruct.panel import Trial, panel, some_heads
+from halfulp.reconstruct.places import unexplained
+from halfulp.reconstruct.stages import UNEXPLAINED, Stages
+from halfulp.targets import Target, check_device, resolve, run_target
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+EFFORT = 3000  # emulations
+HEADS = 2  # of a trial that is handed in
+Run = Callable[[Trial], Result | None]
+
+
+def reconstruct(
+    target: str | Target | Callable[..., Any],
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    effort: int = EFFORT,
+    seed: int = 0,
+) -> Reconstruction:
+    """Find which arithmetic explains an attention kernel's errors: its recipe, or what it does
+    otherwise than attention's definition.
+
+    error = kernel − exact result, on about a dozen small inputs; candidates are emulated on the
+    same inputs, and the one whose error points where the kernel's does (a cosine of 1) is what the
+    kernel does. What none explains is said to be unexplained, with where it sits.
+
+    Args:
+        target: a name (`halfulp ls targets`), "file.py:function", or a function as
+            `halfulp.audit` takes it.
+        dtype: "bfloat16", "float16" or "float32".
+        device: where the target runs; candidates are emulated on the CPU.
+        effort: emulations after which the most expensive parts of the search are left out; a
+            thousand take about a second.
+        seed: of the inputs.
+
+    Raises:
+        ValueError: for an unknown target, dtype or device, an effort below 1, or a kernel that
+            gives no result on any of the inputs.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    if effort < 1:
+        raise ValueError(f"effort={effort}: accepted is an integer of at least 1")
+    check_device(device)
+    if isinstance(target, Target):
+        chosen = target
+    else:
+        chosen = resolve(target) if isinstance(target, str) else Target.of(target)
+    if chosen.missing is not None:
+        raise ValueError(f"target={chosen.name!r}: {chosen.missing}")
+    found = of_kernel(runner(chosen, device), chosen.name, dtype, effort=effort, seed=seed)
+    if found is None:
+        raise ValueError(
+            f"target={chosen.name!r}: gives no result on any of the inputs"
+            f" ({_why(chosen, device, DTYPES[dtype])}); accepted is an attention function"
+        )
+    return found
+
+
+def _why(target: Target, device: str, dtype: torch.dtype) -> str:
+    outcome = _called(target, panel(dtype)[0], device)
+    return outcome.refusal or "no reason given"
+
+
+def runner(target: Target, device: str = "cpu") -> Run:
+    """A function that calls the target on a trial; None where it refuses or fails."""
+    return lambda trial: _called(target, trial, device).result
+
+
+def _called(target: Target, trial: Trial, device: str) -> Any:
+    call = trial.call
+    query, key, value, do = (
+        x.to(device) for x in (call.query, call.key, call.value, trial.grad_out)
+    )
+    options: dict[str, Any] = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x
+        for name, x in call.options().items()
+    }
+    outcome = run_target(target, query, key, value, do, **options)
+    if outcome.result is None or device == "cpu":
+        return outcome
+    back = {name: x.cpu() for name, x in outcome.result.given().items()}
+    return replace(outcome, result=replace(outcome.result, **back))
+
+
+def of_kernel(
+    run: Run,
+    name: str,
+    dtype: str = "bfloat16",
+    *,
+    extra: Sequence[Trial] = (),
+    effort: int = EFFORT,
+    seed: int = 0,
+) -> Reconstruction | None:
+    """The same of a kernel that `run` calls, with trials of the caller's own beside the panel;
+    None where it gives nothing.
+    """
+    began = time.perf_counter()
+    observed: dict[Trial, Result] = {}
+    refused = []
+    for trial in (*panel(DTYPES[dtype], seed), *(some_heads(t, HEADS) for t in extra)):
+        result = run(trial)
+        if result is None:
+            refused.append(trial.name)
+        else:
+            observed[trial] = result
+    if not observed:
+        return None
+    unsteady = _unsteady(run, observed)
+    emulator = Emulator(observed)
+    stages = Stages(emulator, DTYPES[dtype], effort)
+    model = stages.run()
+    return _found(name, dtype, emulator, stages, model, tuple(refused), unsteady, began)
+
+
+def _found(
+    name: str,
+    dtype: str,
+    emulator: Emulator,
+    stages: Stages,
+    model: Model,
+    refused: tuple[str, ...],
+    unsteady: bool,
+    began: float,
+) -> Reconstruction:
+    stock = space.STOCK[DTYPES[dtype]]
+    causes, harmless = named(emulator, model, stock)
+    return Reconstruction(
+        target=name,
+        dtype=dtype,
+        model=model,
+        stock=stock,
+        recipe=combined(model, stock),
+        explained=_explained(emulator, model, Model.of(stock)),
+        causes=tuple(causes),
+        ingredients=ingredients(model),
+        harmless=tuple(harmless),
+        places=tuple(unexplained(emulator, model, UNEXPLAINED)),
+        steps=tuple(stages.search.steps),
+        nonfinite={f"{trial} {t}": n for (trial, t), n in emulator.nonfinite.items()},
+        refused=refused,
+        unsteady=unsteady,
+        tried=stages.search.tried,
+        seconds=time.perf_counter() - began,
+        complete=not stages.late,
+    )
+
+
+def _explained(emulator: Emulator, model: Model, stock: Model) -> tuple[Explained, ...]:
+    found = []
+    for tensor in TENSORS:
+        own = list(emulator.fits(model, frozenset({tensor})).values())
+        theirs = list(emulator.fits(stock, frozenset({tensor})).values())
+        # lse in fp32 errs by the order of sums alone, which is nothing to explain
+        counted = [i for i, fit in enumerate(own) if float(fit.energy.sum()) > 4 * fit.floor]
+        if counted:
+            found.append(
+                Explained(
+                    tensor,
+                    Cosine.of([own[i] for i in counted]),
+                    Cosine.of([theirs[i] for i in counted]),
+                )
+            )
+    return tuple(found)
+
+
+def _unsteady(run: Run, observed: Mapping[Trial, Result]) -> bool:
+    """Whether the same calls give other bits."""
+    for trial in list(observed)[:2]:
+        again = run(trial)
+        if again is None:
+            return True
+        for name, x in observed[trial].given().items():
+            other = getattr(again, name)
+            if other is None or not torch.equal(x.nan_to_num(), other.nan_to_num()):
+                return True
+    return False
+
+
+def ingredients(model: Model) -> tuple[Named, ...]:
+    """What of the model rounds more than operands and results demand, as FlashAttention-2 does, the
+    worst for training first.
+    """
+    keys = []
+    forward, query = model.forward.recipe, model.gradients[0].recipe
+    if query.delta_from == "out" and query.algorithm != "standard":
+        keys.append(("delta-from-out", "delta_from=out"))
+    rounds = "weights_operand" in forward.rounded_steps
+    if rounds and forward.row_sum_from == "exact" and forward.algorithm != "standard":
+        keys.append(("weights-row-sum", "row_sum_from=exact"))
+    disagree = query.backward_weights != "rounded" or query.shift.kind != "integer"
+    if rounds and disagree:
+        keys.append(("backward-weights", f"backward_weights={query.backward_weights}"))
+    return tuple(Named(CAUSES[key], text, 1.0, "grad_query", "", 0.0) for key, text in keys)
+
+
+__all__ = ["DTYPES", "of_kernel", "reconstruct", "runner"]

@@ -1,0 +1,234 @@
+"""What a kernel of attention may do otherwise: every rounding of a recipe in every likely format,
+every structural choice, and the twists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from halfulp import recipes
+from halfulp.formats import BF16, FP16, FP32, FP64, OCP_E4M3, OCP_E5M2, TF32, Format, custom
+from halfulp.recipes import RECIPES, Matmul, Recipe, Shift
+from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Model, Twist, Way
+from halfulp.reconstruct.twists import orders
+
+STOCK: dict[torch.dtype, Recipe] = {
+    torch.bfloat16: recipes.BF16_FLASH2,
+    torch.float16: recipes.FP16_FLASH2,
+    torch.float32: recipes.FP32,
+}
+STARTS: dict[torch.dtype, tuple[str, ...]] = {
+    torch.bfloat16: (
+        "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_STANDARD_CPU", "BF16_AUTHORS",
+        "BF16_FLASH1", "BF16_FLOOR", "TORCH_CPU_FLASH", "FP32",
+    ),
+    torch.float16: ("FP16_FLASH2", "FP16_FLOOR"),
+    torch.float32: ("FP32", "FP64"),
+}  # fmt: skip
+
+Change = Callable[[Model], Model | None]
+
+_SHARED = ("query", "key", "value", "product", "scores", "shifted_scores", "weights")
+_FORWARD = (
+    *_SHARED, "row_max", "weights_operand", "block_sum", "max_change", "rescale", "rescaled",
+    "row_sum", "block_out", "accumulator", "out", "log_row_sum", "lse",
+)  # fmt: skip
+_BACKWARD = (
+    *_SHARED, "grad_out", "delta_products", "delta", "probabilities", "probabilities_operand",
+    "grad_probabilities", "grad_centered", "grad_scores", "grad_block", "grad_accumulator",
+    "grad_query", "grad_key", "grad_value",
+)  # fmt: skip
+_LSE = ("lse", "log_row_sum", "row_sum", "row_max")
+_WIDTHS: tuple[int | None, ...] = (None, 16, 32, 48, 64, 80, 96, 256, 512)
+
+_STORED = ("out", "grad_query", "grad_key", "grad_value")  # in the kernel's dtype, as seen
+DIVIDES = ("block_key", "block_query", "exp_degree", "division", "reciprocal", "algorithm",
+           "weights_operand", "row_sum_from", "lse_from", "base", "shift", "weights", "row_sum",
+           "accumulator", "out", "lse")  # fmt: skip
+"""Fields that the backward pass often does not read, and then has as the forward pass has them."""
+
+EVERY = frozenset(TENSORS)
+BACKWARD = frozenset(GRADIENTS)
+
+
+def field_text(name: str, value: Any) -> str:
+    """A change of one field as a recipe's text has it."""
+    if isinstance(value, Format):
+        mode = "" if value.rounding == "nearest_even" else f"/{value.rounding}"
+        return f"{name}={'exact' if value == FP64 else value.name + mode}"
+    if isinstance(value, Shift):
+        return f"{name}={value.kind}"
+    if isinstance(value, Matmul):
+        return f"products summed in {value.accumulate.name}"
+    return f"{name}={'none' if value is None else value}"
+
+
+def _formats(dtype: torch.dtype) -> tuple[Format, ...]:
+    low = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: TF32}[dtype]
+    other = {torch.bfloat16: FP16, torch.float16: BF16, torch.float32: BF16}[dtype]
+    return (low, FP64, low.with_(rounding="toward_zero"), other, OCP_E4M3, custom(8, 4))
+
+
+def finer_formats(dtype: torch.dtype) -> tuple[Format, ...]:
+    """Formats that are only tried where a step is known to round."""
+    zero = FP16.with_(rounding="toward_zero")
+    wide = tuple(custom(8, bits) for bits in (2, 3, 5, 6, 8, 9, 10, 11, 12))
+    modes = tuple(
+        {torch.float16: FP16}.get(dtype, BF16).with_(rounding=mode)
+        for mode in ("nearest_away", "up", "down")
+    )
+    return (OCP_E5M2, TF32, zero, *wide, *modes)
+
+
+def setting(tensors: frozenset[str], **fields: Any) -> Change:
+    """The change that sets fields of the recipes of these results."""
+
+    def way(old: Way) -> Way | None:
+        try:
+            return Way(old.recipe.with_(**fields), old.twists)
+        except ValueError:
+            return None
+
+    return lambda model: model.with_ways(tensors, way)
+
+
+def _steps(names: tuple[str, ...], tensors: frozenset[str], dtype: torch.dtype) -> Iterator[
+    tuple[str, Change]]:  # fmt: skip
+    for name in names:
+        for fmt in _formats(dtype):
+            if fmt != FP64 or name not in _STORED:
+                yield field_text(name, fmt), setting(tensors, **{name: fmt})
+
+
+def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
+    """What the forward pass may do otherwise; the backward pass follows where it shares it."""
+    low = _formats(dtype)[0]
+    yield from _steps(_FORWARD, EVERY, dtype)
+    yield from _whole(
+        EVERY,
+        *({"algorithm": name} for name in ("flash2", "standard", "flash1")),
+        *({"block_key": width} for width in (128, *_WIDTHS)),
+        {"row_sum_from": "rounded"},
+        {"row_sum_from": "exact"},
+        {"base": "2"},
+        {"base": "e", "shift": Shift()},
+        {"base": "2", "shift": Shift("integer")},
+        {"lse_from": "exact"},
+        {"division": "multiply", "reciprocal": low},
+        {"division": "multiply", "reciprocal": FP16},
+        *({"exp_degree": degree} for degree in (1, 2, 3)),
+        {"scale_into": "query", "scaled_operand": low},
+        {"scale_into": "key", "scaled_operand": low},
+        {"weights_operand": OCP_E4M3, "weights_scale": 256.0},
+    )
+
+
+def _reversed(width: int) -> Change:
+    (twist,) = orders()
+
+    def way(old: Way) -> Way | None:
+        if twist in old.twists:
+            return None
+        return Way(old.recipe.with_(block_key=width), (*old.twists, twist))
+
+    return lambda model: model.with_ways(EVERY, way)
+
+
+def reversed_changes() -> Iterator[tuple[str, Change]]:
+    """Keys from the last to the first, in likely blocks."""
+    for width in (32, 64, 128):
+        text = f"keys are visited from the last to the first, block_key={width}"
+        yield text, _reversed(width)
+
+
+def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tuple[str, Change]]:
+    """What the backward pass may do otherwise, for some of the gradients or all."""
+    low = _formats(dtype)[0]
+    yield from _steps(_BACKWARD, tensors, dtype)
+    yield from _whole(
+        tensors,
+        *({"delta_from": way} for way in ("out", "exact_out", "probabilities", "recomputed")),
+        {"delta_from": "residual", "residual_bits": 8},
+        {"delta_from": "residual", "residual": low, "residual_bits": None},
+        *({"backward_weights": way} for way in ("lse", "maximum", "rounded")),
+        *({"divisor_from": way} for way in ("row_sum", "lse", "balanced")),
+        {"grad_value_from": "lse"},
+        {"gradient_scale_at": "scores"},
+        {"gradient_scale_at": "scores", "scaled_grad_scores": low},
+        {"gradient_scale_at": "probabilities"},
+        {"gradient_scale_at": "probabilities", "scaled_probabilities": low},
+        {"probabilities_operand": low, "delta_products": low},
+        *({"block_query": width} for width in (128, *_WIDTHS)),
+        *({"block_key": width} for width in (128, *_WIDTHS)),
+        *({"grad_accumulator": low, "block_query": b, "block_key": b} for b in (32, 64, 128)),
+        {"exp_degree": None},
+        *({"exp_degree": degree} for degree in (1, 2, 3)),
+        {"scale_into": "product"},
+        {"scale_into": "query", "scaled_operand": low},
+        {"scale_into": "key", "scaled_operand": low},
+        {"scale_into": "query", "scaled_operand": FP16},
+        {"delta": low, "delta_products": low},
+    )
+
+
+def hidden_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
+    """What the forward pass hands on and only gradients show, where no lse is returned."""
+    forward = frozenset({"out"})
+    for name in _LSE:
+        for fmt in _formats(dtype):
+            yield f"forward {field_text(name, fmt)}", setting(forward, **{name: fmt})
+    yield "forward lse_from=exact", setting(forward, lse_from="exact")
+    yield "forward lse_from=row_sum", setting(forward, lse_from="row_sum")
+
+
+def product_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tuple[str, Change]]:
+    """Products that are not summed in fp32: slow to emulate, so tried last."""
+    for fmt in {torch.bfloat16: (BF16, FP16), torch.float16: (FP16,)}.get(dtype, (TF32,)):
+        for order in ("sequential", "blocked"):
+            matmul = Matmul(fmt, order)
+            yield field_text("matmul", matmul), setting(tensors, matmul=matmul)
+
+
+def _whole(tensors: frozenset[str], *every: dict[str, Any]) -> Iterator[tuple[str, Change]]:
+    for fields in every:
+        text = ", ".join(field_text(name, value) for name, value in fields.items())
+        yield text, setting(tensors, **fields)
+
+
+def twist_changes(twists: tuple[Twist, ...], tensors: frozenset[str]) -> Iterator[
+    tuple[str, Change]]:  # fmt: skip
+    """Twists put in, for some results or all."""
+
+    def adding(twist: Twist) -> Change:
+        def way(old: Way) -> Way | None:
+            if twist in old.twists or len(old.twists) >= 4:
+                return None
+            return Way(old.recipe, (*old.twists, twist))
+
+        return lambda model: model.with_ways(tensors, way)
+
+    for twist in twists:
+        yield twist.text, adding(twist)
+
+
+def refined(model: Model, stock: Recipe, dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[
+    tuple[str, Change]]:  # fmt: skip
+    """Other formats for the steps that were found to round otherwise than the stock recipe's."""
+    found = {
+        name
+        for tensor in tensors
+        for name in recipes.STEPS
+        if getattr(model.way(tensor).recipe, name) not in (getattr(stock, name), FP64, FP32)
+    }
+    for name in sorted(found):
+        for fmt in finer_formats(dtype):
+            scope = EVERY if tensors & {"out", "lse"} else tensors
+            yield field_text(name, fmt), setting(scope, **{name: fmt})
+
+
+def starts(dtype: torch.dtype) -> list[tuple[str, Model]]:
+    """Recipes to start from, the stock one first."""
+    return [(name, Model.of(RECIPES[name])) for name in STARTS[dtype]]

@@ -1,0 +1,312 @@
+"""The order of the search for attention: where to start, the forward pass, the gradients together,
+each gradient alone, pairs, and what can be put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from halfulp.recipes import STEPS, Recipe
+from halfulp.reconstruct import heads, space
+from halfulp.reconstruct import twists as structure
+from halfulp.reconstruct.descent import Search
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
+from halfulp.reconstruct.evidence import Fits
+from halfulp.reconstruct.space import BACKWARD, EVERY, Change
+
+SHARED = {
+    "query", "key", "value", "product", "scores", "shifted_scores", "exp_degree", "scale_into",
+    "scaled_operand", "base", "shift", "block_key", "algorithm",
+}  # fmt: skip
+"""Fields that both passes read."""
+GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
+CLEARLY = 0.35  # of the loss of each result: a named recipe to start from instead of stock
+ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where it costs no more
+UNEXPLAINED = 0.3  # share of an error left from which functions and pairs are tried as well
+
+Neighbors = Callable[[Model], Iterable[tuple[str, Model]]]
+
+
+class Stages:
+    """One search over the models of a kernel."""
+
+    def __init__(self, emulator: Emulator, dtype: torch.dtype, effort: int) -> None:
+        self.emulator, self.dtype = emulator, dtype
+        self.stock = Model.of(space.STOCK[dtype])
+        self.effort = effort
+        self.search: Search[Model] = Search(self._fits, frozenset({"long"}))
+        self.forward = emulator.offered(FORWARD)
+        self.gradients = emulator.offered(GRADIENTS)
+        self.search.also = self.forward | self.gradients
+        self.twists = _twists(emulator)
+
+    def _fits(self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None) -> Fits:
+        return self.emulator.fits(model, tensors, trials)
+
+    @property
+    def late(self) -> bool:
+        """Whether the effort is spent: what would cost most is then left out."""
+        return self.emulator.emulations > self.effort
+
+    def run(self) -> Model:
+        """The model that explains most."""
+        model = self._forward(self._start())
+        if self.gradients:
+            model = self._backward(model)
+            for name in sorted(self.gradients):
+                model = self._alone(model, name)
+        whole = self._whole(model, [m for _, m in space.starts(self.dtype)])
+        if whole is not None:
+            return whole
+        model = self._unified(self._prune(model))
+        return self._whole(model, [merged(model)]) or model
+
+    def _whole(self, model: Model, recipes: list[Model]) -> Model | None:
+        """The first that is one recipe throughout and fits no worse than the model."""
+        offered = self.forward | self.gradients
+        least = self.search.loss(model, offered)
+        trials = self.search.screen(model, offered, 2)
+        part = self.search.loss(model, offered, frozenset(trials))
+        allowed = ALIKE * len(self.emulator.fits(model, offered))
+        for candidate in recipes:
+            self.search.tried += 1
+            if self.search.loss(candidate, offered, frozenset(trials)) < part + 2.0 and (
+                self.search.loss(candidate, offered) < least + allowed
+            ):
+                return candidate
+        return None
+
+    def _start(self) -> Model:
+        """The named recipe that fits best; the stock one unless another is clearly nearer."""
+        offered = self.forward | self.gradients
+        trials = frozenset({"plain", "sharp"} & self.emulator.trials.keys()) or None
+        best, least = self.stock, self.search.loss(self.stock, offered, trials)
+        clearly = CLEARLY * len(self.emulator.fits(self.stock, offered, trials))
+        for _, model in space.starts(self.dtype)[1:]:
+            loss = self.search.loss(model, offered, trials)
+            self.search.tried += 1
+            if loss < least - clearly:
+                best, least = model, loss
+        if best != self.stock:
+            self.search.note("start", f"starts from {best.forward.recipe.name}", self.stock, best,
+                              offered, float("nan"))  # fmt: skip
+        return best
+
+    def _forward(self, model: Model) -> Model:
+        arithmetic = _neighbors(
+            lambda: (*space.forward_changes(self.dtype), *space.reversed_changes())
+        )
+        twisted = _neighbors(lambda: space.twist_changes(self.twists, EVERY))
+        search, tensors = self.search, self.forward
+        if self._gross(tensors):
+            model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
+        else:
+            model = search.descend("forward", model, arithmetic, tensors)
+        model = self._refined("forward", model, tensors)
+        if self._unexplained(model, tensors) and not self.late:
+            singles = list(space.forward_changes(self.dtype))
+            model = search.pairs("forward, two at once", model, singles, tensors)
+        if self._unexplained(model, tensors) and not self.late:
+            slow = _neighbors(lambda: space.product_changes(self.dtype, EVERY))
+            slow = _both(slow, twisted)
+            model = search.descend("forward", model, slow, tensors, screened=2, most=2)
+            model = search.descend("forward", model, arithmetic, tensors, most=3)
+        return model
+
+    def _backward(self, model: Model) -> Model:
+        """From the forward pass's way or the stock one, whichever fits the gradients better."""
+        search, tensors = self.search, self.gradients
+        way = Way(_based(self.stock.forward.recipe, model.forward.recipe))
+        plain = Model(model.forward, (way, way, way))
+        carried = search.loss(model, tensors)
+        if plain != model and search.loss(plain, tensors) < carried - 0.5:
+            search.note("backward", "the backward pass does not share it", model, plain, tensors,
+                         float("nan"))  # fmt: skip
+            model = plain
+        arithmetic = _neighbors(lambda: self._backward_changes(BACKWARD))
+        twisted = _neighbors(lambda: space.twist_changes(self.twists, BACKWARD))
+        both = _both(twisted, arithmetic)
+        gross = self._gross(tensors)
+        model = search.descend("backward", model, both if gross else arithmetic, tensors)
+        model = self._refined("backward", model, tensors)
+        if self._unexplained(model, tensors) and not self.late:
+            singles = list(self._backward_changes(BACKWARD))
+            model = search.pairs("backward, two at once", model, singles, tensors)
+        return model
+
+    def _alone(self, model: Model, name: str) -> Model:
+        """One gradient in a way of its own."""
+        own = frozenset({name})
+        arithmetic = _neighbors(lambda: space.backward_changes(self.dtype, own))
+        twisted = _neighbors(lambda: space.twist_changes(self.twists, own))
+        if not self._unexplained(model, own, 0.1):
+            return model
+        both = _both(twisted, arithmetic) if self._unexplained(model, own) else arithmetic
+        model = self.search.descend(name, model, both, own)
+        model = self._refined(name, model, own)
+        if self._unexplained(model, own) and not self.late:
+            singles = list(space.backward_changes(self.dtype, own))
+            model = self.search.pairs(f"{name}, two at once", model, singles, own)
+            slow = _neighbors(lambda: space.product_changes(self.dtype, own))
+            model = self.search.descend(name, model, slow, own, screened=2, most=1)
+        return model
+
+    def _backward_changes(self, tensors: frozenset[str]) -> Iterator[tuple[str, Change]]:
+        yield from space.backward_changes(self.dtype, tensors)
+        if "lse" not in self.forward:
+            yield from space.hidden_changes(self.dtype)
+
+    def _refined(self, stage: str, model: Model, tensors: frozenset[str]) -> Model:
+        """Nearer formats where a step rounds otherwise than stock."""
+        stock = self.stock.forward.recipe
+
+        def finer(m: Model) -> Iterator[tuple[str, Model]]:
+            for text, change in space.refined(m, stock, self.dtype, tensors):
+                changed = change(m)
+                if changed is not None:
+                    yield text, changed
+
+        return self.search.descend(f"{stage}, finer", model, finer, tensors, most=3)
+
+    def _gross(self, tensors: frozenset[str]) -> bool:
+        """Whether any error is beyond what the stock recipe makes."""
+        fits = self.emulator.fits(self.stock, tensors)
+        return any(
+            float(f.energy.sum()) > GROSS**2 * float(f.other.sum()) > 0 for f in fits.values()
+        )
+
+    def _unexplained(
+        self, model: Model, tensors: frozenset[str], share: float = UNEXPLAINED
+    ) -> bool:
+        return any(f.left > share for f in self.emulator.fits(model, tensors).values())
+
+    def _prune(self, model: Model) -> Model:
+        offered = self.forward | self.gradients
+
+        def without(m: Model) -> Iterator[tuple[str, Model]]:
+            yield from simpler(m, self.stock)
+
+        return self.search.pruned(model, without, offered)
+
+    def _unified(self, model: Model) -> Model:
+        """The gradients in the forward pass's way wherever that fits no worse."""
+        offered = self.forward | self.gradients
+
+        def nearer(m: Model) -> Iterator[tuple[str, Model]]:
+            own = m.forward.recipe
+            for scope in (BACKWARD, *(frozenset({name}) for name in GRADIENTS)):
+                for name in {n for g in scope for n in differs(m.way(g).recipe, own)}:
+                    if name in space.DIVIDES:
+                        changed = space.setting(scope, **{name: getattr(own, name)})(m)
+                        if changed is not None and changed != m:
+                            yield name, changed
+
+        return self.search.pruned(model, nearer, offered)
+
+
+def _neighbors(changes: Callable[[], Iterable[tuple[str, Change]]]) -> Neighbors:
+    def neighbors(model: Model) -> Iterator[tuple[str, Model]]:
+        seen = {model}
+        for text, change in changes():
+            changed = change(model)
+            if changed is not None and changed not in seen:
+                seen.add(changed)
+                yield text, changed
+
+    return neighbors
+
+
+def _both(first: Neighbors, second: Neighbors) -> Neighbors:
+    def neighbors(model: Model) -> Iterator[tuple[str, Model]]:
+        yield from first(model)
+        yield from second(model)
+
+    return neighbors
+
+
+def _based(recipe: Recipe, like: Recipe) -> Recipe:
+    """`recipe` in the base and with the shift that the other keeps its rows in."""
+    if recipe.base == like.base and recipe.shift == like.shift:
+        return recipe
+    return recipe.with_(base=like.base, shift=like.shift)
+
+
+def simpler(model: Model, stock: Model) -> Iterator[tuple[str, Model]]:
+    """The model with one thing put back: a field in every way, in one pass or in one gradient; a
+    twist.
+    """
+    own = stock.forward.recipe
+    scopes = (EVERY, frozenset(FORWARD), BACKWARD, *(frozenset({name}) for name in GRADIENTS))
+    for scope in scopes:
+        ways = {model.way(name) for name in scope}
+        names = [f.name for f in fields(own) if f.name != "name"]
+        for name in names:
+            if any(getattr(way.recipe, name) != getattr(own, name) for way in ways):
+                changed = space.setting(scope, **{name: getattr(own, name)})(model)
+                if changed is not None and changed != model:
+                    yield name, changed
+        if any(way.recipe.division != own.division for way in ways):
+            changed = space.setting(scope, division=own.division, reciprocal=own.reciprocal)(model)
+            if changed is not None:
+                yield "division", changed
+        for twist in {twist for way in ways for twist in way.twists}:
+
+            def drop(way: Way, twist: Twist = twist) -> Way:
+                return Way(way.recipe, tuple(t for t in way.twists if t != twist))
+
+            yield twist.text, model.with_ways(scope, drop)
+
+
+def _twists(emulator: Emulator) -> tuple[Twist, ...]:
+    """Those that change something on some trial, with those that the kernel's own results
+    suggest.
+    """
+    every = [
+        *structure.orders(), *structure.masks(), *structure.scales(), *structure.ends(),
+        *structure.results(),
+        *heads.pairings(), *heads.layouts(), *heads.merges(),
+    ]  # fmt: skip
+    trials = list(emulator.trials.values())
+    found = [twist for twist in every if any(twist.turn(trial) is not None for trial in trials)]
+    for trial in trials:
+        observed = emulator.observed.get((trial.name, "out"))
+        suggested = None if observed is None else heads.sources(trial, observed)
+        if suggested is not None:
+            found.append(suggested)
+    return tuple(found)
+
+
+def merged(model: Model) -> Model:
+    """One recipe throughout that has what any way has, the forward pass's word first, and all
+    twists of the forward pass.
+    """
+    own, changes = model.forward.recipe, dict[str, Any]()
+    for way in model.gradients:
+        for name, value in differs(way.recipe, own).items():
+            if name not in SHARED:
+                changes.setdefault(name, value)
+    for way in model.gradients:  # what only one gradient does otherwise than the others
+        for name, value in differs(way.recipe, own.with_(**changes)).items():
+            if name not in SHARED and getattr(own, name) == changes.get(name):
+                changes[name] = value
+    try:
+        whole = Way(own.with_(**changes), model.forward.twists)
+    except ValueError:
+        return model
+    return Model(whole, (whole, whole, whole))
+
+
+def differs(recipe: Recipe, from_: Recipe) -> dict[str, object]:
+    """Fields of one recipe that another has otherwise."""
+    return {
+        f.name: getattr(recipe, f.name)
+        for f in fields(recipe)
+        if f.name != "name" and getattr(recipe, f.name) != getattr(from_, f.name)
+    }
+
+
+__all__ = ["STEPS", "Stages", "differs", "simpler"]

@@ -1,0 +1,98 @@
+"""What `halfulp reconstruct` prints: the sentence, how much is explained, how it was found, and
+what is not explained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+BAR = 20
+
+
+def print_reconstruction(found: Mapping[str, Any], to: Console) -> None:
+    """Print a reconstruction's plain data."""
+    to.print(f"[bold]{escape(found['target'])}[/bold] {escape(found['text'])}")
+    to.print()
+    to.print(_explained(found))
+    if found["steps"]:
+        to.print()
+        to.print(_steps(found))
+    to.print()
+    for line in _lines(found):
+        to.print(escape(line))
+    to.print(
+        f"{found['tried']} candidates, {found['seconds']:.1f} s, {escape(found['dtype'])}"
+        + ("" if found["complete"] else "; the effort was spent before all was tried"),
+        style="dim",
+    )
+
+
+def _explained(found: Mapping[str, Any]) -> Table:
+    table = Table("result", "explained", "", "cosine", "as stock", box=None, pad_edge=False)
+    for row in found["explained"]:
+        share = row["explained"]
+        bar = "█" * round(BAR * share) + "░" * (BAR - round(BAR * share))
+        table.add_row(
+            row["tensor"],
+            f"{100 * share:.1f} %",
+            bar,
+            f"{row['cosine']:.3f} ± {row['standard_error']:.3f}",
+            f"{row['stock_cosine']:.3f}",
+        )
+    return table
+
+
+def _steps(found: Mapping[str, Any]) -> Table:
+    table = Table(
+        "search",
+        "change",
+        "unexplained",
+        "",
+        "sure",
+        box=None,
+        pad_edge=False,
+        title_justify="left",
+    )
+    for step in found["steps"]:
+        sigma = step["standard_errors"]
+        table.add_row(
+            escape(step["stage"]),
+            escape(step["change"]),
+            f"{100 * step['left_before']:.0f} %",
+            f"→ {100 * step['left_after']:.0f} %",
+            "" if sigma is None else f"{sigma:.0f} σ",
+        )
+        if step["as_likely"]:
+            table.add_row("", escape(f"as likely: {'; '.join(step['as_likely'])}"), "", "", "")
+    return table
+
+
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for cause in found["causes"]:
+        lines.append(
+            f"worse than stock: {cause['name']} ({cause['text']}): {cause['harm']:.2f} × the error"
+            f" without it, of {cause['tensor']} on {cause['trial']}; the recipe explains"
+            f" {100 * cause['explained']:.0f} % there"
+        )
+    if found["harmless"]:
+        lines.append("otherwise than stock, no worse: " + "; ".join(found["harmless"]))
+    for place in found["unexplained"]:
+        lines.append(
+            f"unexplained: {place['tensor']}, {place['text']} (worst on {place['trial']}:"
+            f" {100 * min(1.0, place['left']):.0f} % of an error {place['times']:.1f} × the"
+            " recipe's)"
+        )
+    if found["nonfinite"]:
+        told = ", ".join(f"{n} of {place}" for place, n in found["nonfinite"].items())
+        lines.append(f"not finite where exact results are: {told} (left out of the search)")
+    if found["unsteady"]:
+        lines.append("the same call gives other bits when it is made again")
+    if found["refused"]:
+        lines.append("not taken by the kernel: " + ", ".join(found["refused"]))
+    return lines

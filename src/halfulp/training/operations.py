@@ -1,0 +1,281 @@
+"""Which arithmetic computes which operations of a user's model: plans as data and as text, and what
+`halfulp.interpose` is told of them.
+
+An operation is named by its kind and by the path of the module that calls it. Attention has a plan
+of its own, by layer and head (`halfulp.training.attention`); here that plan meets the calls of a
+model that this package did not write.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.attention import attention, emulate
+from halfulp.interpose import KINDS, Operation, Swap, arithmetic
+from halfulp.targets import canonical, recipe_in
+from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
+
+OWN = "own"
+"""The choice that leaves a model its own arithmetic, of attention or of anything else."""
+OUTSIDE = "(outside)"
+"""The path of what no module calls, such as a loss function."""
+SDPA = "scaled_dot_product_attention"
+_FP32 = ("sdpa:fp32", "recipe:FP32", "recipe:FP64")
+_CHANGED = tuple(kind for kind in KINDS if kind != "other")
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """One arithmetic for all operations, or for those of some kinds or below some paths."""
+
+    into: str  # "own", or as `halfulp.interpose.arithmetic`: "fp32", "fp64", a format, a kernel
+    kinds: tuple[str, ...] = ()  # none: every kind
+    paths: tuple[
+        str, ...
+    ] = ()  # globs; a path covers all below it, "=path" itself alone; none: all
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            if kind not in _CHANGED:
+                raise ValueError(f"operations={kind!r}: accepted are all, {', '.join(_CHANGED)}")
+        if self.into != OWN:
+            try:
+                arithmetic(self.into)
+            except ValueError as error:
+                raise ValueError(str(error).replace("into=", "operations=", 1)) from None
+
+    def covers(self, path: str, kind: str) -> bool:
+        """Whether it speaks of operations of that kind in that module."""
+        return (not self.kinds or kind in self.kinds) and (
+            not self.paths or any(_covers(one, path) for one in self.paths)
+        )
+
+    def __str__(self) -> str:
+        where = f" in {','.join(self.paths)}" if self.paths else ""
+        return f"{','.join(self.kinds) or 'all'}{where}: {self.into}"
+
+
+@dataclass(frozen=True)
+class OperationPlan:
+    """Who computes the operations of a model; of several assignments that cover one the last
+    counts, and what none covers is the model's own.
+    """
+
+    assignments: tuple[Assigned, ...] = ()
+
+    @classmethod
+    def of(cls, *texts: str) -> OperationPlan:
+        """Read "all: fp32", "linear,norm: fp32", "all in layers.1: fp32" or
+        "linear in layers.1.mlp,=layers.2: e8m4".
+
+        Raises:
+            ValueError: a text is none of these; one line says what is accepted.
+        """
+        return cls(tuple(_assigned(text) for text in texts))
+
+    def with_(self, *more: Assigned) -> OperationPlan:
+        """The same plan with more assignments, which count over the ones before."""
+        return OperationPlan((*self.assignments, *more))
+
+    def choice(self, path: str, kind: str) -> str:
+        """The arithmetic of one kind of operation in one module."""
+        covering = (a.into for a in reversed(self.assignments) if a.covers(path, kind))
+        return next(covering, OWN)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.assignments))
+
+
+_TEXT = re.compile(r"\s*(?P<kinds>[\w, ]*?\w)(?:\s+in\s+(?P<paths>\S[^:]*?))?\s*:\s*(?P<into>\S.*)")
+
+
+def _assigned(text: str) -> Assigned:
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"operations={text!r}: accepted is 'KIND,KIND in MODULE,MODULE: ARITHMETIC', such as"
+            " 'linear,norm in layers.1: fp32' or 'all: fp32'"
+        )
+    kinds, paths = (
+        tuple(part.strip() for part in (match[name] or "").split(",") if part.strip())
+        for name in ("kinds", "paths")
+    )
+    return Assigned(match["into"].strip(), () if kinds == ("all",) else kinds, paths)
+
+
+def _covers(pattern: str, path: str) -> bool:
+    path = path or OUTSIDE
+    if pattern.startswith("="):
+        return pattern[1:] == path
+    parts = path.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
+
+
+@dataclass(frozen=True)
+class _Planned(Swap):
+    """All operations to which a plan gives one arithmetic."""
+
+    plan: OperationPlan = OperationPlan()
+    _known: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False)
+
+    def chooses(self, operation: Operation) -> bool:
+        """Whether the plan puts this operation into that arithmetic."""
+        key = (operation.path, operation.kind)
+        if key not in self._known:
+            self._known[key] = operation.kind in _CHANGED and self.plan.choice(*key) == self.into
+        return self._known[key]
+
+
+def check_seen(plan: OperationPlan, seen: Iterable[tuple[str, str]]) -> None:
+    """Raise ValueError for an assignment that covers none of the operations that a model made, by
+    path and kind.
+    """
+    known = list(seen)
+    for one in plan.assignments:
+        if not any(one.covers(*site) for site in known):
+            paths = list(dict.fromkeys(path or OUTSIDE for path, _ in known))
+            asked = one.paths[0].lstrip("=") if one.paths else ""
+            near = difflib.get_close_matches(asked, paths, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near and near[0] != asked else ""
+            raise ValueError(
+                f"operations={str(one)!r}: the model makes no such operation; accepted are its"
+                f" modules, such as {', '.join(paths[:4])}, and kinds, such as"
+                f" {', '.join(dict.fromkeys(kind for _, kind in known[:8]))}{hint}"
+            )
+
+
+class Heads:
+    """Attention of a model by layer and head; a layer is a call, in the order of a pass.
+
+    Args:
+        plan: what runs where; "own" is the model's own.
+        otherwise: what is put in the place of attention where the plan leaves a layer its own.
+        own: functions of the caller's that the plan may name.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        otherwise: tuple[Swap, ...],
+        own: Mapping[str, AttentionFunction] | None = None,
+    ) -> None:
+        self.plan, self.otherwise, self.own = plan, otherwise, own
+        self.layers: dict[tuple[str, int], int] = {}
+        self.most_heads = 1
+
+    def __call__(self, operation: Operation) -> Any:
+        """Run one call of attention."""
+        if operation.name != SDPA:
+            raise ValueError(
+                f"attention={str(self.plan)!r}: {operation.place} is not PyTorch's"
+                f" {SDPA}, whose heads alone can be told apart; accepted is {OWN!r} there"
+            )
+        given = _given(operation)
+        heads = given["query"].shape[-3]
+        call = (operation.path, operation.order)
+        layer = self.layers.setdefault(call, len(self.layers))
+        self.most_heads = max(self.most_heads, heads)
+        groups = self.plan.groups(layer, heads)
+        if list(groups) == [OWN]:
+            swap = next((one for one in self.otherwise if one.chooses(operation)), None)
+            return _stock(operation) if swap is None else swap.run(operation)
+        parts: list[Tensor | None] = [None] * heads
+        for choice, members in groups.items():
+            out = _of_heads(choice, members, given, operation, self.own)
+            for place, head in enumerate(members):
+                parts[head] = out[..., place, :, :]
+        return torch.stack([part for part in parts if part is not None], -3)
+
+    def check(self) -> None:
+        """Raise ValueError for a layer or head that no call has been of."""
+        self.plan.check(len(self.layers), self.most_heads)
+
+
+def swaps_of(
+    plan: AttentionPlan,
+    operations: OperationPlan,
+    own: Mapping[str, AttentionFunction] | None = None,
+) -> tuple[tuple[Swap, ...], Heads | None]:
+    """Return what `halfulp.interpose.interpose` is to swap for two plans, and the attention among
+    it, if any is not the model's own.
+    """
+    arithmetics = dict.fromkeys(a.into for a in operations.assignments if a.into != OWN)
+    planned = tuple(_Planned(into, plan=operations) for into in arithmetics)
+    if all(a.attention == OWN for a in plan.assignments):
+        return planned, None
+    heads = Heads(plan, planned, own)
+    return (Swap(heads, kinds=("attention",)), *planned), heads
+
+
+def _given(operation: Operation) -> dict[str, Any]:
+    """The arguments of PyTorch's attention by name, key and value with as many heads as query."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given: dict[str, Any] = dict.fromkeys(names) | {
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "enable_gqa": False,
+    }
+    given |= dict(zip(names, operation.args, strict=False)) | dict(operation.kwargs)
+    query = given["query"]
+    for name in ("key", "value"):
+        if given[name].shape[-3] != query.shape[-3]:
+            given[name] = given[name].repeat_interleave(
+                query.shape[-3] // given[name].shape[-3], -3
+            )
+    return given
+
+
+def _of_heads(
+    choice: str,
+    members: list[int],
+    given: dict[str, Any],
+    operation: Operation,
+    own: Mapping[str, AttentionFunction] | None,
+) -> Tensor:
+    """Out `[..., h, N, D]` of some heads, in query's dtype."""
+    mask = given["attn_mask"]
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask[..., members, :, :]
+    q, k, v = (given[name][..., members, :, :] for name in ("query", "key", "value"))
+    causal, scale, dropout = given["is_causal"], given["scale"], given["dropout_p"]
+    if own is None or choice not in own:
+        if choice == OWN:
+            stock: Tensor = operation.function(q, k, v, mask, dropout, causal, scale=scale)
+            return stock
+        if canonical(choice) in _FP32:
+            wide = None if mask is None or mask.dtype == torch.bool else mask.float()
+            with torch.autocast(q.device.type, enabled=False):
+                out: Tensor = operation.function(
+                    *(x.float() for x in (q, k, v)),
+                    mask if wide is None else wide,
+                    dropout,
+                    causal,
+                    scale=scale,
+                )
+            return out.to(q.dtype)
+        if (recipe := recipe_in(choice)) is not None:
+            return emulate(
+                q, k, v, mask, dropout_p=dropout, is_causal=causal, scale=scale, recipe=recipe
+            )
+        if choice == "halfulp":
+            return attention(q, k, v, mask, dropout, causal, scale)
+    if mask is not None or dropout:
+        raise ValueError(
+            f"attention={choice!r}: {operation.place} has a mask or dropout; accepted there are"
+            f" {OWN}, torch:fp32, halfulp and recipes"
+        )
+    return attention_function(choice, own)(
+        q, k, v, is_causal=causal, scale=q.shape[-1] ** -0.5 if scale is None else scale
+    )
+
+
+def _stock(operation: Operation) -> Any:
+    return operation.function(*operation.args, **operation.kwargs)

@@ -1,0 +1,183 @@
+"""Isolation in a model of the user's own: what is planted in one module, head or operation is
+named, and what rounding did not cause is not blamed on it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from halfulp import cli
+from halfulp.isolate.isolation import isolate
+from halfulp.isolate.rule import Rule, judge_rows, read_curves, rule_for
+from halfulp.isolate.sites import layout_of, only_sites, without_sites
+from halfulp.training.loop import train
+from halfulp.training.operations import OperationPlan
+from halfulp.training.user_model import user_run
+
+MODEL = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def narrow(y):
+    """What overflows fp16 does so here."""
+    return (y * 2e5).half().to(y.dtype) / 2e5
+
+class NarrowLinear(nn.Linear):
+    def forward(self, x):
+        return narrow(super().forward(x))
+
+class Norm(nn.LayerNorm):
+    def forward(self, x):
+        return narrow(super().forward(x))
+
+class Block(nn.Module):
+    def __init__(self, kinds):
+        super().__init__()
+        self.norm, self.norm2 = kinds["norm"](16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), kinds["down"](32, 16)
+
+    def forward(self, x):
+        q, k, v = (
+            y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+class Gpt(nn.Module):
+    def __init__(self, planted):
+        super().__init__()
+        stock = {"norm": nn.LayerNorm, "down": nn.Linear}
+        self.embed = nn.Embedding(13, 16)
+        self.blocks = nn.ModuleList(Block(stock | planted.get(i, {})) for i in range(2))
+        self.head = nn.Linear(16, 13)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+def make(seed, device, planted={}, rate=3e-3):
+    model = Gpt(planted).to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=rate), lambda step: torch.arange(
+        step, step + 40
+    ).view(4, 10) % 13
+
+def linear(seed, device):
+    return make(seed, device, {1: {"down": NarrowLinear}})
+
+def norm(seed, device):
+    return make(seed, device, {0: {"norm": Norm}})
+
+def broken(query, key, value, *, is_causal, scale):
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+    return narrow(out.float()).to(out.dtype)
+
+def wild(seed, device):
+    return make(seed, device, rate=1e4)
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "mine.py"
+    path.write_text(MODEL)
+    return path
+
+
+def run_of(file, name, **fields):
+    return user_run(f"{file}:{name}", steps=6, metrics_every=1, autocast="bf16", **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds", "site", "says"),
+    [
+        ("linear", (0,), "cast in blocks.1.down", "Linear in blocks.1.down (NarrowLinear); 1 of 1"),
+        ("norm", (0, 1), "norm in blocks.0.norm", "Norm in blocks.0.norm (Norm); 2 of 2 seeds"),
+    ],
+)
+def test_a_planted_operation_is_named(tmp_path, file, name, seeds, site, says):
+    found = isolate(run_of(file, name), out=tmp_path / "out", seeds=seeds, workers=1)
+    assert found.sites == (site,)
+    assert found.verdict.startswith(says)
+    held = (found.found, found.confidence.held, found.confidence.tried)
+    assert held == (True, len(seeds), len(seeds))
+    assert f"the run survives on {len(seeds)} of {len(seeds)} seeds" in found.fix
+    assert found.steps < 200
+    plain = json.loads((tmp_path / "out" / "isolation.json").read_text())
+    assert plain["sites"] == list(found.sites)
+    # what was said to save the run does
+    option = found.fix.partition("operations=")[2].rstrip("'")
+    saved = replace(run_of(file, name), operations=OperationPlan.of(*option.split("; ")))
+    assert train(saved).status == "done"
+    assert train(run_of(file, name)).status == "failed"
+
+
+def test_a_planted_head_is_named_by_command(tmp_path, file, capsys):
+    """In a kernel that the plan puts into one head; the command goes by a run folder."""
+    folder, out = tmp_path / "run", tmp_path / "out"
+    plans = ["--attention", "own", "--attention", f"layer 1 head 2: {file}:broken"]
+    options = ["--steps", "6", "--set", "metrics_every=1", "--set", "autocast=bf16", *plans]
+    assert cli.main(["train", f"{file}:make", "--out", str(folder), *options]) == 1
+    assert cli.main(["isolate", str(folder)]) == 2
+    assert "--workload" in capsys.readouterr().err
+    line = ["isolate", str(folder), "--out", str(out), "--seeds", "1", "--workers", "1"]
+    assert cli.main([*line, "--trust"]) == 0
+    found = json.loads((out / "isolation.json").read_text())
+    assert found["places"] == [[1, 2]]
+    assert found["sites"] == ["attention in blocks.1"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "verdict Head 2 of layer 1, attention in blocks.1 (Block); 1 of 1 seed" in said
+    assert "--attention 'layer 1 head 2: torch:fp32'" in said
+
+
+def test_what_fp32_does_not_save_is_not_blamed_on_rounding(tmp_path, file):
+    found = isolate(run_of(file, "wild"), out=tmp_path / "wild", seeds=(0,), workers=1)
+    assert not found.found
+    assert "is not the cause: with everything in fp32 the run fails too" in found.verdict
+    sound = isolate(run_of(file, "make"), out=tmp_path / "sound", seeds=(0,), workers=1)
+    assert sound.verdict == "The run does not fail: it survives on 1 of 1 seeds."
+
+
+def test_only_what_fp32_could_change_is_suspected(file):
+    """Under autocast everything is; without it what is rounded to less, and attention."""
+    config = run_of(file, "linear")
+    whole = layout_of(config)
+    assert whole.attention == tuple((f"blocks.{i}", 4) for i in range(2))
+    assert {"embedding", "linear", "norm", "activation", "attention"} <= {k for _, k in whole.sites}
+    few = layout_of(replace(config, autocast="none"))
+    cast = ("blocks.1.down", "cast")
+    assert sorted(few.sites) == [("blocks.0", "attention"), ("blocks.1", "attention"), cast]
+    assert few.named([cast]) == "linear in blocks.1.down (NarrowLinear)"
+
+
+def test_plans_of_sites_say_exactly_those(file):
+    config = replace(run_of(file, "make"), operations=OperationPlan.of("linear in blocks.1: e8m9"))
+    kept = [("blocks.1", "elementwise"), ("blocks.1.up", "linear"), ("", "cross_entropy")]
+    only, rest = only_sites(config, kept), without_sites(config, kept)
+    assert [only.choice(*site) for site in kept] == ["own", "e8m9", "own"]
+    assert [rest.choice(*site) for site in kept] == ["fp32"] * 3
+    for site in (("blocks.1.norm", "elementwise"), ("blocks.1", "linear"), ("head", "linear")):
+        assert only.choice(*site) == "fp32"
+        assert rest.choice(*site) == config.operations.choice(*site)
+    assert OperationPlan.of(*str(only).split("; ")) == only
+
+
+def test_a_run_far_behind_its_twin_has_failed(file):
+    rule = rule_for(run_of(file, "make").workload)
+    assert rule.behind is not None
+    lines = [[{"step": n, "loss": x * (1 - n / 200)} for n in range(1, 101)] for x in (1, 1.06)]
+    twin = read_curves(lines[0])
+    assert judge_rows(lines[0], rule, 100, twin).survived
+    late = judge_rows(lines[1], rule, 100, twin)
+    assert (late.outcome, late.failed_at) == ("failed", 10)
+    assert "1.06 times the twin's at step 10" in late.reason
+    assert judge_rows(lines[1], replace(rule, behind=None), 100, twin).survived
+    with pytest.raises(ValueError, match=r"behind=1\.0: accepted is a finite factor above 1"):
+        Rule(behind=1.0)

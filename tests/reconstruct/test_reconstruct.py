@@ -1,0 +1,121 @@
+"""What was planted is found: recipes exactly, faults by their field, function or place; what cannot
+be found is said to be unexplained.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from halfulp import emulate
+from halfulp.recipes import recipe_named, recipe_text
+from halfulp.reconstruct import CAUSES, reconstruct
+from tests.audit import zoo
+
+ZOO = {kernel.name: kernel for kernel in (*zoo.FAULTY, *zoo.SOUND)}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "BF16_FLASH2",
+        "BF16_FLASH2[block_key=64,accumulator=bf16]",
+        "BF16_HALFULP",
+        "BF16_FLASH2[division=multiply,reciprocal=bf16]",
+    ],
+)
+def test_a_recipe_is_recovered_exactly(recipe):
+    found = reconstruct(f"recipe:{recipe}")
+    assert found.text == recipe_text(recipe_named(recipe))
+    assert found.understood
+    assert not found.places
+    assert all(e.model.value > 0.999 for e in found.explained)
+
+
+# fault → cause, what its text says, the results that it is in
+NAMED = {
+    "row_sum_low": ("row-sum", "row_sum=bf16"),
+    "lse_low": ("lse", "lse=bf16"),
+    "dv_weights_fp8": ("probabilities", "probabilities_operand=ocp_e4m3"),
+    "tail_dropped": ("key-tail", "block of 64"),
+    "causal_sees_next": ("causal-mask", "blocks of 64"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_is_named_with_its_field_or_its_function(name):
+    found = reconstruct(ZOO[name].fn)
+    key, text = NAMED[name]
+    assert [named.cause.key for named in found.causes][:1] == [key], found.sentence
+    assert text in found.causes[0].text
+    assert found.causes[0].harm > 1.25
+    assert found.understood
+
+
+def test_what_no_candidate_explains_is_located_and_not_guessed():
+    """δ is dropped where it is small, which no recipe does: every row's δ is told to be off."""
+    found = reconstruct(ZOO["delta_dropped"].fn, effort=400)
+    assert not found.understood
+    assert not found.causes
+    assert {place.tensor for place in found.places} == {"grad_query", "grad_key"}
+    assert {place.cause for place in found.places} == {"delta"}
+    assert "unexplained: dQ" in found.sentence
+    by_name = {e.tensor: e for e in found.explained}
+    assert by_name["grad_value"].share > 0.99
+
+
+def test_noise_is_explained_by_nothing():
+    def noisy(query, key, value, *, is_causal, scale, attn_mask=None, enable_gqa=False):
+        out = emulate(
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(out.numel()))
+        return out + (0.03 * noise).to(out.dtype)
+
+    found = reconstruct(noisy, effort=400)
+    assert not found.understood
+    assert not found.causes
+    assert "is no recipe that was tried" not in found.sentence or found.places
+    assert any(place.cause == "out-unexplained" for place in found.places)
+
+
+def test_a_kernel_without_gradients_is_told_by_its_results():
+    def forward_only(query, key, value, *, is_causal, scale):
+        with torch.no_grad():
+            return emulate(
+                query, key, value, is_causal=is_causal, scale=scale, recipe="BF16_FLASH1"
+            )
+
+    found = reconstruct(forward_only, effort=400)
+    assert [e.tensor for e in found.explained] == ["out"]
+    assert found.text == "BF16_FLASH1"
+    assert "masked" in found.refused
+
+
+def test_the_search_is_plain_data_and_the_same_every_time():
+    first, second = (reconstruct(ZOO["out_cut"].fn).as_dict() for _ in range(2))
+    seconds = first.pop("seconds"), second.pop("seconds")
+    assert all(math.isfinite(s) for s in seconds)
+    assert json.dumps(first, allow_nan=False) == json.dumps(second, allow_nan=False)
+
+
+def test_arguments_are_checked_in_one_line():
+    with pytest.raises(ValueError, match=r"dtype='int8': accepted are bfloat16"):
+        reconstruct("sdpa", dtype="int8")
+    with pytest.raises(ValueError, match=r"effort=0: accepted is an integer of at least 1"):
+        reconstruct("sdpa", effort=0)
+    with pytest.raises(ValueError, match=r"gives no result on any of the inputs.*refuses"):
+        reconstruct(_refusing)
+
+
+def _refusing(query, key, value, *, is_causal, scale):
+    raise ValueError("not today")
+
+
+def test_every_cause_has_a_key_of_its_own_and_words():
+    for key, cause in CAUSES.items():
+        assert cause.key == key
+        assert cause.name
+        assert cause.effect
+        assert cause.resembles
