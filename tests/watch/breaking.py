@@ -358,3 +358,22 @@ def break_mask(model: nn.Module, causal: bool) -> None:
             module.forward = seeing
             return
     raise AssertionError(f"{type(model).__name__}: no layer whose mask could be broken")
+
+
+def leaning_gpt(seed: int, steps: int) -> Outcome:
+    """The hand-written GPT with an error of δ in one head of one layer's backward pass."""
+    from tests.watch.gpt import biased, calls_biased, train
+
+    plan = [None] * LAYERS
+    plan[1] = calls_biased
+    model = GPT(plan)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)), alpha=1e-3)
+    alarms: list[Any] = []
+    logging.getLogger("halfulp.watch").setLevel(logging.CRITICAL)
+    with halfulp.watch(model, 10, functions=(biased,), on_alarm=alarms.append) as watcher:
+        losses = train(model, steps)
+        report = watcher.report()
+    logging.getLogger("halfulp.watch").setLevel(logging.NOTSET)
+    return Outcome(alarms, losses, report)

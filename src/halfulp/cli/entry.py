@@ -27,6 +27,7 @@ from halfulp.cli.figures_command import figures
 from halfulp.cli.lab import compare, isolate, tokens, train
 from halfulp.cli.reconstruct_command import reconstruct
 from halfulp.cli.report_command import report
+from halfulp.cli.serve_command import serve
 from halfulp.cli.shell import PROGRAM, complain, patient_output, say, typed
 from halfulp.cli.usage import unknown, usage_line
 
@@ -45,6 +46,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "isolate": isolate,
     "compare": compare,
     "report": report,
+    "serve": serve,
     "explain": explain,
     "bench": bench,
     "ls": ls,

@@ -49,13 +49,12 @@ def report(
     target = runs[0] / "report.html" if html is None else html
     check_file("html", None if aside else target)
     check_json(json)
-    of_kind = {"demo": _demo, "isolate": _isolation, "watch": _watched}
     with _plain_data(runs):
         trained = [path for path, kind in kinds.items() if kind == "train"]
         seen, curves = _trained(trained, trust)
         sections: list[dict[str, Any]] = []
         for path, kind in kinds.items():
-            sections += of_kind[kind](path) if kind != "train" else []
+            sections += _OF_KIND[kind](path) if kind != "train" else []
         titles = [path.resolve().name for path in kinds]
         meta = f"halfulp {__version__}"
         page = "" if aside else run_page(sections + curves, titles, typed_command(), meta)
@@ -63,6 +62,17 @@ def report(
         write_text(target, page)
     tell(seen, json, lambda: say(f"The page lies in {target}"))
     return 0
+
+
+def sections_of(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    """The kind of a run folder and the sections of its page; nothing that it names is run.
+
+    Raises:
+        ValueError: it is no run folder, or a file in it is not as halfulp writes it.
+    """
+    with _plain_data([path]):
+        kind = _kind(path)
+        return kind, _trained([path], False)[1] if kind == "train" else _OF_KIND[kind](path)
 
 
 @contextmanager
@@ -123,3 +133,6 @@ def _isolation(path: Path) -> list[dict[str, Any]]:
     from halfulp.runs.folder import read_json
 
     return isolation_sections(read_json(path / "isolation.json"))
+
+
+_OF_KIND = {"demo": _demo, "isolate": _isolation, "watch": _watched}

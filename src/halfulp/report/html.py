@@ -10,6 +10,7 @@ Blocks are dictionaries with a "kind":
     {"kind": "text", "text"}                       a paragraph
     {"kind": "heading", "text"}                    a smaller heading
     {"kind": "list", "items"}                      bullet points
+    {"kind": "links", "items"}                     {"text", "to", "note"}: pages of the same server
     {"kind": "facts", "pairs"}                     names and values
     {"kind": "code", "text", "caption"}            text as it stands: a terminal's, a program
     {"kind": "command", "command"}                 what to type to repeat something
@@ -49,6 +50,7 @@ KINDS = (
     "text",
     "heading",
     "list",
+    "links",
     "facts",
     "code",
     "command",
@@ -62,7 +64,13 @@ _LONG = 16  # characters of a word that may need a place to break
 
 
 def page(
-    title: str, lead: str, sections: Sequence[Section], *, meta: str = "", footer: str = ""
+    title: str,
+    lead: str,
+    sections: Sequence[Section],
+    *,
+    meta: str = "",
+    footer: str = "",
+    tag: str = "",
 ) -> str:
     """Return one self-contained HTML document.
 
@@ -72,6 +80,8 @@ def page(
         sections: {"heading", "finding", "blocks"}; "finding" may be missing or empty.
         meta: a small line below the lead: when, where, how long.
         footer: a small line at the end.
+        tag: of a page that a server of its own gives: what changes when the page does. The page
+            then asks its server for itself, and shows what is new.
 
     Raises:
         ValueError: a block's kind is unknown, a picture is not in the page itself, or a figure
@@ -80,7 +90,8 @@ def page(
     for block in _every(block for section in sections for block in section["blocks"]):
         _check(block)
     names = _Names(sections)
-    script = (_TEMPLATES / "page.js").read_text(encoding="utf-8")
+    parts = ("page.js", "live.js") if tag else ("page.js",)
+    script = "\n".join((_TEMPLATES / part).read_text(encoding="utf-8") for part in parts)
     return (
         _environment()
         .get_template("page.html.j2")
@@ -91,6 +102,7 @@ def page(
             names=names,
             meta=meta,
             footer=footer,
+            tag=tag,
             script=script,
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             picture=_Pictures(),
@@ -166,6 +178,10 @@ def _every(blocks: Iterable[Block]) -> Iterator[Block]:
 def _check(block: Block) -> None:
     if block["kind"] not in KINDS:
         raise ValueError(f"kind={block['kind']!r}: accepted are {', '.join(KINDS)}")
+    if block["kind"] == "links":
+        for item in block["items"]:
+            if not re.fullmatch(r"/[a-z0-9/-]*", item["to"]):
+                raise ValueError(f"to={item['to']!r}: accepted is a path of the same server")
     if block["kind"] == "picture" and not str(block["source"]).startswith("data:image/png;base64,"):
         raise ValueError(
             f"source={str(block['source'])[:40]!r}: accepted is data:image/png;base64,… in the page"

@@ -13,10 +13,13 @@ from halfulp.report.pages import uncrowded
 Section = dict[str, Any]
 
 
-def run_page(sections: Sequence[Section], names: Sequence[str], command: str, version: str) -> str:
-    """Return one page of sections; `names` are the run folders'."""
+def run_page(
+    sections: Sequence[Section], names: Sequence[str], command: str, version: str, tag: str = ""
+) -> str:
+    """Return one page of sections; `names` are the run folders', `tag` as `page` takes it."""
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    return page(title, "", sections, meta=version, footer=f"Make this page again: {command}")
+    footer = f"Make this page again: {command}"
+    return page(title, "", sections, meta=version, footer=footer, tag=tag)
 
 
 def training_section(
