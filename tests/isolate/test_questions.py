@@ -16,7 +16,8 @@ import pytest
 from halfulp.isolate import climb
 from halfulp.isolate.isolation import isolate
 from halfulp.isolate.questions import Investigation
-from halfulp.isolate.result import Isolation
+from halfulp.isolate.result import Isolation, worst
+from halfulp.isolate.rule import Outcome
 from halfulp.isolate.rung import Job, RungRun
 from halfulp.isolate.substitutions import EXACT, Place, cells_of, is_recipe
 from halfulp.recipes import Recipe, recipe_named
@@ -358,3 +359,19 @@ def test_what_a_budget_cut_off_is_not_called_a_finding(seconds, steps, passed, s
     found.operations()
     found.bits()
     assert found.not_tested[1:] == [(x, says) for x in ("(b) tiling", "(d) operations", "(f) bits")]
+
+
+def test_a_rung_is_shown_by_the_seed_that_got_least_far() -> None:
+    def run(seed: int, outcome: Outcome, failed_at: int | None, reason: str) -> RungRun:
+        return RungRun("r", seed, outcome, reason, failed_at, 9, 9, 1.0, 0.0, {}, 0.0, "")
+
+    runs = {
+        0: run(0, "survived", None, "calm"),
+        1: run(1, "failed", 300, "late"),
+        2: run(2, "failed", 100, "early"),
+        3: run(3, "drifting", None, "wanders"),
+    }
+    rung = climb.Rung("r", "which", "what", "BF16_FLASH2", runs)
+    assert worst(rung).reason == "early"
+    del runs[1], runs[2]
+    assert worst(rung).reason == "wanders"

@@ -63,6 +63,7 @@ def test_every_pair_differs_in_the_thing_it_names() -> None:
         }.get(pair.name, {"attention"})
         assert fields == expected, pair.name
         assert one.data_seed == other.data_seed == 3
+        assert pair.baseline != pair.run, "a run is not compared with itself"
     assert KINDS["weights"](dataclasses.replace(SMALL, seed=3)).seed == 3 + OTHER_WEIGHTS
 
 
