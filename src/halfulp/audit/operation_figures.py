@@ -99,7 +99,7 @@ def _natural_noise(calls: OperationCalls, truth: Tensors) -> Tensors:
 
 
 def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Tensors) -> Measured:
-    dtypes = {name: dtype for name, (_, dtype) in calls.expected().items()}
+    dtypes = {name: kinds[0] for name, (_, kinds) in calls.expected().items()}
     figures: list[Figure] = []
     leans: list[Lean] = []
     nonfinite: dict[str, int] = {}

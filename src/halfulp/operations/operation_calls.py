@@ -46,15 +46,17 @@ class OperationCalls:
         moved = {n: x.to(device) for n, x in self.operands.items()}
         return replace(self, operands=moved, grads={n: x.to(device) for n, x in self.grads.items()})
 
-    def expected(self) -> dict[str, tuple[int, torch.dtype]]:
-        """The dimensions of a call and the dtype of every tensor that a target can give."""
-        kinds = DTYPES | {"audited": DTYPES[self.dtype], "int64": torch.int64}
-        like: dict[str, tuple[int, torch.dtype]] = {
-            r.name: (len(r.shape.split()), kinds[r.dtype]) for r in self.operation.results
-        }
+    def expected(self) -> dict[str, tuple[int, tuple[torch.dtype, ...]]]:
+        """The dimensions of a call and the dtypes of every tensor that a target can give; the first
+        dtype is what it is held against.
+        """
+        audited = DTYPES[self.dtype]
+        kinds = {"audited": (audited,), "float": (audited, torch.float32)}
+        kinds |= {"float32": (torch.float32,), "int64": (torch.int64,)}
+        like = {r.name: (len(r.shape.split()), kinds[r.dtype]) for r in self.operation.results}
         for operand in self.operation.differentiable:
             x = self.operands[operand.name]
-            like[f"grad_{operand.name}"] = (x.ndim - 1, x.dtype)
+            like[f"grad_{operand.name}"] = (x.ndim - 1, (x.dtype,))
         return like
 
 
@@ -92,7 +94,7 @@ def defined(calls: OperationCalls, change: Change = exactly) -> Tensors:
 def emulated(calls: OperationCalls, recipe: Rounding, seed: int = 0) -> Tensors:
     """The same in fp32 and a recipe's roundings, results and gradients rounded to their dtypes."""
     found = _evaluated(calls, recipe.change(calls.dtype, seed), torch.float32)
-    dtypes = {name: dtype for name, (_, dtype) in calls.expected().items()}
+    dtypes = {name: kinds[0] for name, (_, kinds) in calls.expected().items()}
     return {name: x.to(dtypes.get(name, x.dtype)) for name, x in found.items()}
 
 

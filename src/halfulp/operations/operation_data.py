@@ -18,7 +18,8 @@ Tensors = dict[str, Tensor]
 """Operands, results or gradients by name; a gradient is "grad_" and the operand's name."""
 
 Options = Mapping[str, Any]
-Kind = Literal["audited", "float32", "int64"]
+Kind = Literal["audited", "float32", "int64", "float"]
+"""A dtype: "audited" is the audit's own, "float" that or float32."""
 
 
 class Seam(Protocol):

@@ -82,8 +82,8 @@ def outcome_of_operation(
         return told
     like = calls.expected()
     for name, x in tensors.items():
-        dimensions, dtype = like.get(name, (None, None))
-        if x.ndim - 1 != dimensions or x.dtype != dtype or len(x) != calls.count:
+        dimensions, dtypes = like.get(name, (-1, ()))
+        if x.ndim - 1 != dimensions or x.dtype not in dtypes or len(x) != calls.count:
             raise ValueError(f"{name} of shape {tuple(x.shape)} and dtype {x.dtype}")
     return replace(told, result=OperationResult(dict(tensors)))
 

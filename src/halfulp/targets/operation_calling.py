@@ -180,7 +180,7 @@ def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> O
 def _wrong(results: Tensors, calls: OperationCalls) -> str | None:
     """What is wrong with results, in words that follow "returns"."""
     device = next(iter(calls.operands.values())).device
-    for name, (dimensions, dtype) in calls.expected().items():
+    for name, (dimensions, dtypes) in calls.expected().items():
         x = results.get(name)
         if x is None:
             continue
@@ -188,9 +188,9 @@ def _wrong(results: Tensors, calls: OperationCalls) -> str | None:
             return f"{name} that is no dense tensor"
         if x.ndim != dimensions:
             return f"{name} of shape {tuple(x.shape)}: expected {dimensions} dimensions"
-        if dtype is not None and x.dtype != dtype:
-            short = [str(d).removeprefix("torch.") for d in (x.dtype, dtype)]
-            return f"{name} of dtype {short[0]}: expected {short[1]}"
+        if x.dtype not in dtypes:
+            found, *known = (str(d).removeprefix("torch.") for d in (x.dtype, *dtypes))
+            return f"{name} of dtype {found}: expected {' or '.join(known)}"
         if x.device != device:
             return f"{name} on {x.device}: expected {device}"
     return None

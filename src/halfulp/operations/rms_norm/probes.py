@@ -48,7 +48,7 @@ PROBES = (
     Probe(
         "small_rows",
         "eps left out, misplaced or of another size",
-        "Liger-Kernel PR 950",
+        "transformers, rms_norm_eps of 1e-5 and 1e-6",
         with_(_plain, input=lambda x: x * 1e-3),
     ),
     Probe(
@@ -97,7 +97,7 @@ PROBES = (
     Probe(
         "odd_width",
         "features past the last whole vector",
-        "Liger-Kernel PR 1432",
+        "masked loads of Triton kernels, ragged tiles",
         _plain,
         sizes={"D": 77},
     ),

@@ -1,0 +1,74 @@
+"""Cross-entropy of logits, a loss a token, as torch.nn.functional.cross_entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfulp.operations.operation_data import (
+    Operand,
+    Options,
+    Output,
+    Seam,
+    Sizes,
+    Tensors,
+    whole,
+)
+
+SIGNATURE = (
+    "cross_entropy(input, target, *, ignore_index, reduction, label_smoothing, lse_square_scale)"
+)
+OPERANDS = (
+    Operand("input", "T V"),
+    Operand("target", "T", dtype="int64", differentiable=False),
+)
+RESULTS = (Output("loss", "T", dtype="float", rows=1),)
+SIZES = (Sizes.given(T=32, V=256), Sizes.given(T=12, V=8192), Sizes.given(T=33, V=250))
+OPTIONS: dict[str, Any] = {
+    "ignore_index": -100,
+    "reduction": "none",
+    "label_smoothing": 0.0,
+    "lse_square_scale": 0.0,  # of z-loss: its square times this is added (PaLM, arXiv 2204.02311)
+}
+
+
+def define(step: Seam, x: Tensors, options: Options) -> Tensors:
+    """T rows of V logits; the gradient of a loss is kept as `unit_gradient` until the loss's own
+    gradient multiplies it, as fused kernels do.
+    """
+    rows, target = x["input"].detach(), x["target"]
+    smoothing, z_scale = options["label_smoothing"], options["lse_square_scale"]
+    seen = target != options["ignore_index"]
+    right = torch.where(seen, target, 0)[:, None]
+    largest = rows.amax(-1, keepdim=True)
+    weights = step("weights", (rows - largest).exp())
+    row_sum = step("row_sum", weights.sum(-1, keepdim=True))
+    lse = step("lse", largest + row_sum.log())
+    loss = (1 - smoothing) * step("own", lse - rows.gather(1, right))
+    if smoothing:
+        loss = loss + smoothing * step("others", lse - rows).mean(-1, keepdim=True)
+    loss = (loss + z_scale * lse * lse)[:, 0]
+    p = weights / row_sum
+    wanted = torch.zeros_like(rows).scatter(1, right, 1 - smoothing) + smoothing / rows.shape[1]
+    unit = p - wanted + 2 * z_scale * lse * p
+    count = seen.sum().clamp_min(1) if options["reduction"] == "mean" else 1
+    unit = step("unit_gradient", torch.where(seen[:, None], unit, 0.0) / count)
+    zero = x["input"] - rows  # 0, whose gradient is that of the logits
+    losses = torch.where(seen, loss, 0.0) / count + (unit * zero).sum(-1)
+    if options["reduction"] != "none":
+        losses = losses.sum().expand_as(losses)
+    return {"loss": losses}
+
+
+def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As torch.nn.functional.cross_entropy is called, and with lse_square_scale."""
+    return (x["input"], x["target"]), dict(options)
+
+
+def read(returned: Any, x: Tensors, options: Options) -> Tensors:
+    """A loss a token; the mean and the sum stand for every token."""
+    found = whole(returned, RESULTS)
+    if options["reduction"] != "none" and found["loss"].ndim == 0:
+        found["loss"] = found["loss"].expand(x["target"].shape)
+    return found

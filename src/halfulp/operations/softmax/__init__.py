@@ -1,0 +1,1 @@
+"""Softmax, as data."""

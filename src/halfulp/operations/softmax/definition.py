@@ -1,0 +1,28 @@
+"""Softmax of rows, as torch.nn.functional.softmax over the last dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
+
+SIGNATURE = "softmax(input, dim)"
+OPERANDS = (Operand("input", "T V"),)
+RESULTS = (Output("output", "T V"),)
+SIZES = (Sizes.given(T=24, V=256), Sizes.given(T=8, V=4096), Sizes.given(T=33, V=250))
+OPTIONS: dict[str, Any] = {}
+
+
+def define(step: Seam, x: Tensors, _: Options) -> Tensors:
+    """T rows of V scores; the gradient y ∘ (dy − Σ dy ∘ y) is taken from `kept`, as kernels do."""
+    rows = x["input"].detach()
+    weights = step("weights", (rows - rows.amax(-1, keepdim=True)).exp())
+    kept = step("kept", weights / step("row_sum", weights.sum(-1, keepdim=True)))
+    zero = (x["input"] - rows).nan_to_num()  # 0, whose gradient is that of the scores
+    terms = step("terms", kept * zero)
+    return {"output": kept + terms - kept * terms.sum(-1, keepdim=True)}
+
+
+def arguments(x: Tensors, _: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As torch.nn.functional.softmax is called."""
+    return (x["input"], -1), {}
