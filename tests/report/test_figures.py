@@ -2,14 +2,16 @@
 network.
 """
 
+import io
 import itertools
 import re
 import xml.etree.ElementTree as ET
 
 import pytest
+from PIL import Image
 
-from halfulp.report.panels import draw, draw_panels
-from halfulp.report.svg import COLORS
+from halfulp.report.panels import draw, draw_panels, draw_png
+from halfulp.report.svg import COLORS, WIDTH
 
 EVIL = "<script>alert('x')</script> & \"$x^2$\""
 
@@ -278,6 +280,22 @@ def test_ids_of_two_pictures_do_not_meet():
 def test_powers_of_two_are_named_as_people_write_them():
     svg = draw(figure(series("a", [1.0, 2.0, 3.0], x=[512, 1024, 2048]), x_log=True))
     assert {"512", "1k", "2k"} <= set(texts(svg))
+
+
+def test_a_logarithmic_axis_of_other_numbers_names_few_of_them_in_full():
+    areas = [2025, 4096, 8281, 16384, 65536]
+    shown = texts(draw(figure(series("bf16", [1.0, 2.0, 3.0, 4.0, 5.0], x=areas), x_log=True)))
+    assert {"2000", "5000", "10000", "20000", "50000"} <= set(shown)
+
+
+def test_a_picture_file_is_a_png_too():
+    one = figure(series("bf16", [1.0, 2.0]), series("fp32", [2.0, 1.0]))
+    png = draw_png(one)
+    assert png == draw_png(one)
+    with Image.open(io.BytesIO(png)) as picture:
+        assert picture.format == "PNG"
+        assert picture.width == round(WIDTH * 160)
+        assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize("heights", [[3.1e-7, 3.4e-7, 3.9e-7], [1.2e-3, 4e-3, 9e-3]])

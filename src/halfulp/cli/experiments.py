@@ -183,8 +183,8 @@ def claims(
     Args:
         ids: Which (`halfulp ls claims`); every one by default, in about 8 minutes on four idle
             cores.
-        all: Measure at a larger scale: more seeds, steps and sizes, in about an hour on four idle
-            cores.
+        all: Measure at a larger scale: more seeds, steps and sizes, in an hour or so on four cores
+            (an estimate).
         workers: Processes of one thread each; one for each core, at most four, by default.
         html: File to write a page to.
         json: File to write the verdicts to; - prints them as JSON instead of text.

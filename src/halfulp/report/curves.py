@@ -36,7 +36,12 @@ def set_scales(axes: Any, figure: FigureData) -> None:
         axes.xaxis.set_major_formatter(_plain_ticks())
         axes.xaxis.set_minor_locator(_no_ticks())
     else:
+        from matplotlib.ticker import LogLocator
+
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(_plain_ticks())
+        axes.xaxis.set_minor_locator(_no_ticks())
     if figure["y_log"]:
         axes.set_yscale("log", nonpositive="mask")
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfulp.report.html import BADGES, page
+from halfulp.report.pages import uncrowded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,5 +111,10 @@ def _claim(verdict: Verdict) -> list[dict[str, Any]]:
     ]
     pictures = verdict.get("pictures") or ()
     sheets = [picture for picture in pictures if picture.get("kind") == "picture"]
-    figures = [picture for picture in pictures if picture not in sheets]
+    figures = [
+        part
+        for picture in pictures
+        if picture not in sheets
+        for part in ([picture] if "kind" in picture else uncrowded(picture))
+    ]
     return blocks + ([{"kind": "figures", "figures": figures}] if figures else []) + sheets

@@ -10,6 +10,7 @@ from typing import Any
 
 from halfulp.report.heatmap import picture_files
 from halfulp.report.html import page
+from halfulp.report.pages import uncrowded
 
 Drawn = Mapping[str, Any]
 """{"name", "number", "paper", "differs", "claim", "verdict", "measured", "estimates", "command",
@@ -26,7 +27,7 @@ def figure_files(figures: Sequence[Drawn]) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     for figure in figures:
-        for picture in figure["pictures"]:
+        for picture in _legible(figure["pictures"]):
             title = re.sub(r"\(.*?\)", "", str(picture["title"])).lower()
             words = re.findall(r"[^\W_]+", title)
             stem = "-".join([str(figure["name"]), *words])
@@ -39,6 +40,15 @@ def figure_files(figures: Sequence[Drawn]) -> dict[str, bytes]:
                 f"{stem}.csv": csv_text(picture).encode(),
             }
     return files
+
+
+def _legible(pictures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The pictures, and several for one that has more curves than there are colors."""
+    return [part for picture in pictures for part in _parts(picture)]
+
+
+def _parts(picture: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [picture] if picture.get("kind") == "heat map" else uncrowded(picture)
 
 
 def csv_text(picture: Mapping[str, Any]) -> str:
@@ -90,7 +100,7 @@ def paper_page(
             ("verdict", f"{figure['claim']}: {figure['verdict']}"),
             ("repeat", figure["command"]),
         ]
-        shown = [{"kind": "figures", "figures": list(figure["pictures"])}]
+        shown = [{"kind": "figures", "figures": _legible(figure["pictures"])}]
         sections.append(
             {
                 "heading": f"Figure {figure['number']}",
