@@ -25,6 +25,7 @@ from halfulp.operations import (
     drawn_calls,
     operation_named,
 )
+from halfulp.targets.manner import PLAIN
 
 CAPTURED = "captured"
 
@@ -37,6 +38,7 @@ class Inputs(Call):
 
     grad_out: Tensor
     generator_seed: int = 0
+    manner: str = PLAIN  # how the kernel is called: `targets.manner`
 
     def to(self, device: str | torch.device) -> Inputs:
         """The same on another device."""
@@ -113,6 +115,7 @@ class Case:
             sinks=drawn.get("sinks"),
             dropout=Dropout(p, drawn_seed) if p else None,
             generator_seed=self.seed,
+            manner=probe.manner,
         ).to(device)
 
 

@@ -111,6 +111,13 @@ def _encoded(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
+@lru_cache(maxsize=64)
+def _fields(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+
+
 def _decoded(kind: Any, plain: Any, tensors: dict[str, Tensor]) -> Any:
     """What `_encoded` was given, by its type; raises KeyError, TypeError or ValueError for what is
     no such value.
@@ -118,13 +125,12 @@ def _decoded(kind: Any, plain: Any, tensors: dict[str, Tensor]) -> Any:
     if kind is Tensor:
         return tensors[plain]
     if dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        fields = {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+        known: Any = kind
+        fields = _fields(known)
         if plain.keys() != fields.keys():
             raise ValueError(f"fields {sorted(plain)}: expected {sorted(fields)}")
         given = {name: _decoded(hint, plain[name], tensors) for name, hint in fields.items()}
-        made: Any = kind
-        return made(**given)
+        return known(**given)
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         (other,) = (option for option in inside if option is not type(None))

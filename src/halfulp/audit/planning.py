@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from halfulp.audit import invariants
@@ -11,6 +11,7 @@ from halfulp.audit.inputs import CAPTURED, Case, case_of, read_captured, shape_o
 from halfulp.audit.invariants import Relation
 from halfulp.audit.operation_plan import operation_cases, operation_relations
 from halfulp.audit.probes import PROBES, Shape
+from halfulp.audit.size_array import size_cases, without
 from halfulp.operations import ATTENTION, DTYPES, operation_named
 
 Depth = Literal["quick", "full"]
@@ -24,11 +25,21 @@ class Plan:
     cases: tuple[Case, ...]
     lengths: tuple[Case, ...]
     relations: tuple[Case, ...]  # of attention plain, causal
+    sizes: tuple[Case, ...] = ()  # the covering array
 
     @property
     def all_cases(self) -> tuple[Case, ...]:
         """Every case that is measured against golden."""
-        return self.cases + self.lengths
+        return self.cases + self.sizes + self.lengths
+
+    def fitted(self, accepts: frozenset[str]) -> Plan:
+        """The plan for a target that takes these options: the array's cases without the others."""
+        fitted = (
+            replace(case, probe=name, shape=shape)
+            for case in self.sizes
+            for name, shape in (without(case.probe, case.shape, accepts),)
+        )
+        return replace(self, sizes=tuple(dict.fromkeys(fitted)))
 
 
 def plan(
@@ -74,7 +85,8 @@ def plan(
         Case("free_feature", small, seed, dtype),
         Case("free_feature_causal", small, seed, dtype),
     )
-    return Plan(tuple(cases), tuple(lengths), relations)
+    array = [Case(name, shape, s, dtype) for s in seeds for name, shape in size_cases(s)]
+    return Plan(tuple(cases), tuple(lengths), relations, () if shapes else tuple(array))
 
 
 def plan_of(

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from halfulp.audit import draws
 from halfulp.audit.draws import Draw, Shape
+from halfulp.audit.size_array import PREFIX, draw_of, levels_of, options_of
+from halfulp.targets.manner import PLAIN
 
 __all__ = ["PROBES", "Draw", "Probe", "Shape", "Trait", "probe_named", "probes_with"]
 
@@ -46,6 +49,8 @@ class Probe:
     shared_feature: float = 0.0
     change_shape: Callable[[Shape], Shape] | None = None
     judged_by: str | None = None  # the one figure that counts; None: all
+    elements_only: bool = False  # too few heads for a test of means
+    manner: str = PLAIN  # how the kernel is called: `targets.manner`
     # times the usual slack of that figure, where the floor is free of error by cancellation
     slack: float = 1.0
     # what its inputs are like, where a rule that names causes asks
@@ -346,8 +351,27 @@ def probes_with(trait: Trait) -> set[str]:
 
 
 def probe_named(name: str) -> Probe:
-    """The built-in probe of that name; raises ValueError with the accepted names."""
+    """The built-in probe of that name, or the one that a case of the array of sizes is named by;
+    raises ValueError with the accepted names.
+    """
+    if name.startswith(f"{PREFIX}/"):
+        return _of_sizes(name)
     for probe in PROBES:
         if probe.name == name:
             return probe
     raise ValueError(f"probe={name!r}: accepted are {', '.join(p.name for p in PROBES)}")
+
+
+@lru_cache(maxsize=1024)
+def _of_sizes(name: str) -> Probe:
+    levels = levels_of(name)
+    return Probe(
+        name,
+        "sizes, strides and ways to be called that a kernel branches on",
+        "a covering array (halfulp.audit.size_array)",
+        draw_of(levels),
+        is_causal=levels["sees"] != "full",
+        elements_only=True,
+        manner="/".join(levels[part] for part in ("memory", "grad_memory", "calls")),
+        options=partial(options_of, levels),
+    )

@@ -5,7 +5,7 @@ floor of the format, each measured once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Exact:
     inputs: Inputs
     truth: Result
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Of memory."""
         held = (*vars(self.inputs).values(), *vars(self.truth).values(), self.inputs.sees.mask)
@@ -98,7 +98,9 @@ class References:
 
     def measure(self, result: Result) -> Measured:
         """What is measured of a target's result on this case."""
-        return measure(result, self.truth, self.noise, self.inputs, self.probe)
+        probe = self.probe
+        in_ulps = probe is None or not probe.elements_only
+        return measure(result, self.truth, self.noise, self.inputs, probe, in_ulps=in_ulps)
 
 
 MOST_HELD = 2**29
@@ -154,5 +156,5 @@ def _standard(case: Case) -> Standard:
         return measure(emulated(x, recipe), truth, noise, x, probe, in_ulps=False)
 
     stock = measured(STOCK[case.dtype])
-    alike = FLOOR[case.dtype] is STOCK[case.dtype]
+    alike = FLOOR[case.dtype] is STOCK[case.dtype] or (probe is not None and probe.elements_only)
     return Standard(noise, stock, stock if alike else measured(FLOOR[case.dtype]))

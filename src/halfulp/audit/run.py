@@ -71,9 +71,9 @@ def _call(target: Target, x: Inputs | OperationCalls, device: str, forward: bool
     x = x.to(device)
     with torch.random.fork_rng([]):
         torch.manual_seed(x.generator_seed)  # a kernel with dropout draws its seed
-        outcome = run_target(
-            target, x.query, x.key, x.value, None if forward else x.grad_out, **x.options()
-        )
+        asked = x.options() | {"manner": x.manner}
+        grad_out = None if forward else x.grad_out
+        outcome = run_target(target, x.query, x.key, x.value, grad_out, **asked)
     return _on_cpu(outcome, device)
 
 
@@ -100,7 +100,9 @@ class _Gathered:
 
     def calls(self) -> list[tuple[str, Outcome]]:
         """Every call, by the name of its probe or relation."""
-        return [(case.probe, found) for case, found in self.outcomes.items()] + self.related
+        # "sizes" of all cases of the covering array
+        named = [(c.probe.partition("/")[0], found) for c, found in self.outcomes.items()]
+        return named + self.related
 
 
 def audit(
@@ -193,6 +195,7 @@ class _Asked:
 
 def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     start = time.perf_counter()
+    todo = todo.fitted(asked.target.accepts)
     gathered = _gather(asked, todo)
     seen = coverage(gathered.calls(), asked.forward, asked.gradients)
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from halfulp.audit.figures import Figure, Lean, Measured, excess, short
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation
+from halfulp.audit.probes import Probe
 from halfulp.audit.references import References
 from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean, log_ratios
 
@@ -115,10 +116,17 @@ def tests_in(measured: Measured, reference: References) -> int:
     """How many tests one case makes: every figure against the stock recipe and the floor, every
     lean against 0 and the stock recipe.
     """
+    if _elements_only(reference):
+        return 0
     return 2 * (
         len(pairs(measured.figures, reference.stock.figures))
         + len(lean_pairs(measured.leans, reference.stock.leans))
     )
+
+
+def _elements_only(reference: References) -> bool:
+    """Whether a case is judged by its elements alone; no other operation's is."""
+    return isinstance(reference.probe, Probe) and reference.probe.elements_only
 
 
 def pairs(target: tuple[Figure, ...], reference: tuple[Figure, ...]) -> list[tuple[Figure, Figure]]:
@@ -138,6 +146,8 @@ def judge_case(
 ) -> tuple[list[Row], list[Finding]]:
     """All rows and findings of one case, each test at `level`."""
     findings = [_nonfinite(case, tensor, count) for tensor, count in measured.nonfinite.items()]
+    if _elements_only(reference):
+        return [], findings + _elements(case, measured, reference)
     rows, limits = [], LIMITS[case.dtype]
     floor = {f.name: f for f in reference.floor.figures}
     for got, stock in pairs(measured.figures, reference.stock.figures):

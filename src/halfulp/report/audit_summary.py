@@ -8,7 +8,7 @@ Terminal and page show the same rows, so they are chosen here once. An audit's p
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from halfulp.report.text import duration_text, percent_text
@@ -90,15 +90,41 @@ def meaning(report: Report) -> str:
 
 
 def probe_rows(report: Report) -> list[ProbeRow]:
-    """Return one row for every case that was measured: the failing ones first, the worst of them
-    first.
+    """Return one row for every case that was measured, of the covering array's for the worst that
+    fails alone: the failing ones first, the worst of them first.
     """
     rows = [
         _probe_row(case, _findings_of(report, case))
         for case in report["cases"]
         if case["status"] == "ok"
     ]
-    return sorted(rows, key=_severity)
+    rows.sort(key=_severity)
+    of_sizes = [row for row in rows if _of_sizes(row.probe)]
+    shown = [_shown(row) for row in of_sizes[:1] if row.grade != "sound"]
+    return shown + [row for row in rows if not _of_sizes(row.probe)]
+
+
+def _shown(row: ProbeRow) -> ProbeRow:
+    """A case of the covering array as a row, its levels beside its figure."""
+    probe, *levels = row.probe.split("/")
+    return replace(row, probe=probe, figure=f"{row.figure} ({', '.join(levels)})")
+
+
+def _of_sizes(probe: str) -> bool:
+    """Whether a case is one of the covering array's, too many to show those that are well."""
+    return probe.startswith("sizes/")
+
+
+def _sizes_text(report: Report) -> str | None:
+    """What became of the covering array, in one line; None where there was none."""
+    cases = [case for case in report["cases"] if _of_sizes(case["probe"])]
+    judged = [case for case in cases if case["status"] == "ok"]
+    bad = sum(bool(_findings_of(report, case)) for case in judged)
+    if not cases:
+        return None
+    lost = f", {len(cases) - len(judged)} not run" if len(judged) < len(cases) else ""
+    found = f"{bad} with an element beyond rounding" if bad else "no element beyond rounding"
+    return f"{len(judged)} cases over sizes, strides and ways to be called{lost}: {found}"
 
 
 def _severity(row: ProbeRow) -> tuple[int, float]:
@@ -187,7 +213,8 @@ def not_run(report: Report) -> list[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     for case in report["cases"]:
         if case["status"] != "ok":
-            reasons.setdefault(case["reason"] or case["status"], []).append(case["probe"])
+            name = case["probe"].partition("/")[0]  # of the covering array's cases
+            reasons.setdefault(case["reason"] or case["status"], []).append(name)
     return [(reason, ", ".join(dict.fromkeys(probes))) for reason, probes in reasons.items()]
 
 
@@ -218,6 +245,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
                 f"summed error of O grows as n^{report['drift']:.2f} (0.5 random walk, 1 drift)",
             )
         )
+    if (sizes := _sizes_text(report)) is not None:
+        found.append(("sizes", sizes))
     if report["notes"]:
         found.append(("notes", "; ".join(report["notes"])))
     if report["smallest"]:

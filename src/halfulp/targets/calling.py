@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Result
+from halfulp.targets.manner import PLAIN, laid_out, parted
 from halfulp.targets.signature import OPTIONAL
 from halfulp.targets.state import as_before
 from halfulp.targets.target import Outcome, Target, UnsupportedError
@@ -33,10 +34,12 @@ def run_target(
     *,
     is_causal: bool,
     scale: float | None,
+    manner: str = PLAIN,
     **options: Any,
 ) -> Outcome:
     """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its
-    gradients by autograd. `options` are those of `signature.OPTIONAL` that are asked for.
+    gradients by autograd. `options` are those of `signature.OPTIONAL` that are asked for; `manner`
+    says what memory the tensors lie in and how often it is called (`targets.manner`).
 
     NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the
     forward pass are the target's way to refuse arguments (kind "refused"); what it declares not to
@@ -53,11 +56,11 @@ def run_target(
             return Outcome(None, f"does not take {name}", "unsupported")
     if target.layout == "BNHD":
         turned = (None if x is None else x.transpose(1, 2) for x in (query, key, value, grad_out))
-        asked = {"is_causal": is_causal, "scale": scale} | options
+        asked = {"is_causal": is_causal, "scale": scale, "manner": manner} | options
         outcome = run_target(replace(target, layout="BHND"), *turned, **asked)  # type: ignore[arg-type]
         return replace(outcome, result=_turned(outcome.result))
     if target.elsewhere is not None:
-        asked = {"is_causal": is_causal, "scale": scale} | options
+        asked = {"is_causal": is_causal, "scale": scale, "manner": manner} | options
         return target.elsewhere(query, key, value, grad_out, asked)
     given = {"query": query, "key": key, "value": value}
     given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
@@ -70,7 +73,8 @@ def run_target(
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")
-        outcome = _call(target, lent, {"is_causal": is_causal, "scale": scale} | options)
+        asked = {"is_causal": is_causal, "scale": scale} | options
+        outcome = _call(target, lent, asked, parted(manner))
     notes = outcome.notes + warned_lines(warned)
     touched = [
         name for name, x in given.items() if not same_bits(lent.get(f"{name}/read", lent[name]), x)
@@ -90,16 +94,21 @@ def _turned(result: Result | None) -> Result | None:
     return replace(result, **{n: x.transpose(1, 2) for n, x in given.items()}) if result else None
 
 
-def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> Outcome:
+def _call(
+    target: Target, lent: dict[str, Tensor], options: dict[str, Any], manner: tuple[str, str, str]
+) -> Outcome:
     """Forward and backward; adds to `lent` what the kernel reads: a copy, so that autograd lets it
     be written to.
     """
     differentiate = "grad_out" in lent
     leaves = [lent[name] for name in ("query", "key", "value")]
-    read = [x.clone() for x in leaves]
+    memory, grad_memory, calls = manner
+    read = [laid_out(x, memory) for x in leaves]
     lent |= {f"{name}/read": x for name, x in zip(("query", "key", "value"), read, strict=True)}
     options = options | {name: lent[name] for name in options if name in lent}
     try:
+        if calls == "twice":
+            target.call(*read, **options)
         returned = target.call(*read, **options)
     except UnsupportedError as error:
         return Outcome(None, str(error), "unsupported")
@@ -121,7 +130,8 @@ def _call(target: Target, lent: dict[str, Tensor], options: dict[str, Any]) -> O
         return Outcome(kept, None, "ok", notes)
     if not out.requires_grad:
         return Outcome(kept, None, "ok", (FORWARD_ONLY, *notes))
-    return _differentiated(kept, out, leaves, lent["grad_out"], notes)
+    grad_out = laid_out(lent["grad_out"], grad_memory)
+    return _differentiated(kept, out, leaves, grad_out, notes, 1 + (calls == "backward-twice"))
 
 
 def _differentiated(
@@ -130,9 +140,13 @@ def _differentiated(
     leaves: list[Tensor],
     grad_out: Tensor,
     notes: tuple[str, ...],
+    passes: int,
 ) -> Outcome:
     try:
-        grads = torch.autograd.grad(out, leaves, grad_out, allow_unused=True)
+        for left in reversed(range(passes)):
+            grads = torch.autograd.grad(
+                out, leaves, grad_out, allow_unused=True, retain_graph=left > 0
+            )
     except NotImplementedError as error:
         refused = f"backward pass refuses: {one_line(error)}"
         return Outcome(kept, None, "ok", (FORWARD_ONLY, refused, *notes))

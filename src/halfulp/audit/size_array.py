@@ -1,0 +1,162 @@
+"""The cases beside the probes: a covering array over what kernels branch on, at small sizes.
+
+Every pair of levels occurs in some case: sizes and their tails, head dimensions, groups, batches,
+what rows see, how scores lie, strides and storage offsets, the strides of dO, how often the kernel
+is called. Too few heads for a test of means: a case is judged by its elements alone, none of which
+may be farther off than rounding can make it. A case is named by all of its levels but the sizes,
+"sizes/causal/rising/packed/expanded/twice", so that its name draws it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.audit import draws
+from halfulp.audit.covering import covering_array
+from halfulp.audit.draws import Draw, Shape
+from halfulp.targets.manner import CALLS, GRAD_MEMORY, MEMORY
+
+PREFIX = "sizes"
+SEES = ("full", "causal", "causal-end")
+"""What rows see: all keys, those up to their own, the same counted from the end."""
+
+SCORES = ("plain", "sharp", "rising", "late", "negative")
+"""How scores lie; late: those of the first tile lie 88 and more below the rest."""
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "n_key": (1, 3, 17, 31, 64, 65, 77, 128, 140, 200, 257, 300, 385, 4200),
+    # as many as keys, decode, a short chunk, fewer, more, a long one
+    "n_query": ("same", 1, 7, "fewer", "more", 4200),
+    "head_dim": (8, 16, 40, 64, 80, 96, 128, 256),
+    "value_dim": ("same", "half", "wider"),
+    "heads": ((1, 1), (2, 2), (3, 3), (5, 1), (6, 2), (8, 2)),
+    # 34 sequences of 4 heads and more are over 130 tiles, of which a persistent kernel has fewer
+    "batch": (1, 2, 3, 34),
+    "sees": SEES,
+    "scores": SCORES,
+    "memory": MEMORY,
+    "grad_memory": GRAD_MEMORY,
+    "calls": CALLS,
+}
+
+_MOST_SCORES, _MOST_OPERANDS = 260_000, 700_000
+
+
+def size_cases(seed: int = 0) -> tuple[tuple[str, Shape], ...]:
+    """Name and size of every case of the array, about 150."""
+    return tuple((_name(row), _shape(row)) for row in _rows(seed))
+
+
+def without(name: str, shape: Shape, accepts: frozenset[str]) -> tuple[str, Shape]:
+    """The case for a target that takes no groups of heads, or no offset of the diagonal: with
+    neither, so that it still covers its other pairs.
+    """
+    if "enable_gqa" not in accepts and shape.kv_heads is not None:
+        shape = Shape(**(vars(shape) | {"kv_heads": None}))
+    if "causal_offset" not in accepts:
+        name = name.replace("/causal-end/", "/causal/")
+    return name, shape
+
+
+def levels_of(name: str) -> dict[str, str]:
+    """The levels that a case's name holds; ValueError where it is no such name."""
+    known = {"sees": SEES, "scores": SCORES, "memory": MEMORY, "grad_memory": GRAD_MEMORY}
+    known |= {"calls": CALLS}
+    prefix, *levels = name.split("/")
+    if prefix != PREFIX or len(levels) != len(known):
+        raise ValueError(f"probe={name!r}: accepted is {PREFIX}/{'/'.join(known).upper()}")
+    for (factor, accepted), level in zip(known.items(), levels, strict=True):
+        if level not in accepted:
+            raise ValueError(
+                f"probe={name!r}: {factor} {level!r}; accepted are {', '.join(accepted)}"
+            )
+    return dict(zip(known, levels, strict=True))
+
+
+def options_of(levels: Mapping[str, str], shape: Shape) -> dict[str, Any]:
+    """What the call asks for beside causality."""
+    if levels["sees"] != "causal-end":
+        return {}
+    return {"causal_offset": max(0, shape.n_key - shape.n_query)}
+
+
+def draw_of(levels: Mapping[str, str]) -> Draw:
+    """What draws the case's tensors."""
+
+    def draw(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
+        x = _SCORES[levels["scores"]](shape, g)
+        if levels["grad_memory"] == "expanded":
+            x["grad_out"] = x["grad_out"][:, :, :1].expand_as(x["grad_out"]).contiguous()
+        return x
+
+    return draw
+
+
+def _late(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
+    """The keys of the first tile, as wide as there is room for, score 100 below the others."""
+    x = draws.gaussian(shape, g)
+    tile = min(64, shape.n_key // 2)
+    x["query"][..., 0] = 4.0
+    x["key"][..., 0] = 0.0
+    x["key"][:, :, :tile, 0] = -100.0 * math.sqrt(shape.head_dim) / 4.0
+    return x
+
+
+_SCORES: dict[str, Draw] = {
+    "plain": draws.gaussian,
+    "sharp": draws.scaled(q=3.0, k=2.0),
+    "rising": draws.rising,
+    "late": _late,
+    "negative": draws.level(-30.0),
+}
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    levels = (row[factor] for factor in ("sees", "scores", "memory", "grad_memory", "calls"))
+    return "/".join((PREFIX, *levels))
+
+
+def _shape(row: Mapping[str, Any]) -> Shape:
+    heads, kv_heads = row["heads"]
+    width = row["head_dim"]
+    value_dim = {"same": None, "half": width // 2, "wider": width * 3 // 2}[row["value_dim"]]
+    return Shape(
+        row["batch"],
+        heads,
+        _queries(row),
+        row["n_key"],
+        width,
+        None if kv_heads == heads else kv_heads,
+        value_dim,
+    )
+
+
+def _queries(row: Mapping[str, Any]) -> int:
+    keys, asked = row["n_key"], row["n_query"]
+    named = {"same": keys, "fewer": max(1, keys - keys // 3 - 2), "more": keys + 37}
+    return int(named.get(asked, asked))
+
+
+@lru_cache(maxsize=4)
+def _rows(seed: int) -> tuple[dict[str, Any], ...]:
+    return tuple(covering_array(FACTORS, _allowed, seed))
+
+
+_CHEAPEST = {"n_key": 1, "n_query": 1, "head_dim": 8, "value_dim": "same", "heads": (1, 1)}
+
+
+def _allowed(row: dict[str, Any]) -> bool:
+    """Whether it is cheap enough, what is not chosen yet taken at its cheapest."""
+    whole = {"batch": 1, "sees": "full", **_CHEAPEST, **row}
+    queries, keys, wide = _queries(whole), whole["n_key"], whole["head_dim"]
+    if whole["sees"] == "causal-end" and queries > keys:
+        return "n_query" not in row or "n_key" not in row  # rows that see nothing are a probe's
+    calls = whole["batch"] * whole["heads"][0]
+    operands = calls * max(queries, keys) * max(wide, 16)
+    return bool(calls * queries * keys <= _MOST_SCORES and operands <= _MOST_OPERANDS)

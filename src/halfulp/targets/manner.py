@@ -1,0 +1,44 @@
+"""How a kernel is called beside its arguments: what memory its tensors lie in, and how often it and
+its backward pass are run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MEMORY = ("contiguous", "transposed", "packed")
+"""Of query, key and value `[B, H, N, D]`: dense; a view of `[B, N, H, D]`; a view into wider rows,
+with an offset of storage.
+"""
+
+GRAD_MEMORY = ("contiguous", "transposed", "expanded")
+"""Of dO; expanded: one row for all queries, whose stride is 0, as a sum's gradient has."""
+
+CALLS = ("once", "twice", "backward-twice")
+"""Twice: the second call's results count, as of a kernel that keeps buffers or tunes itself in its
+first. Backward-twice: those of a second pass through the same graph.
+"""
+
+PLAIN = "contiguous/contiguous/once"
+
+
+def parted(manner: str) -> tuple[str, str, str]:
+    """Memory, memory of dO, and calls; ValueError for anything else."""
+    parts = manner.split("/")
+    known = (MEMORY, GRAD_MEMORY, CALLS)
+    if len(parts) != 3 or any(part not in names for part, names in zip(parts, known, strict=True)):
+        raise ValueError(f"manner={manner!r}: accepted is MEMORY/MEMORY OF dO/CALLS")
+    return parts[0], parts[1], parts[2]
+
+
+def laid_out(x: Tensor, memory: str) -> Tensor:
+    """The same elements `[B, H, N, D]` in memory of their own, differentiable."""
+    if memory == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if memory == "packed":
+        beside = torch.full_like(x[..., :8], 3.0)  # what no kernel may read
+        return torch.cat([beside, x, beside], -1)[..., beside.shape[-1] : -beside.shape[-1]]
+    if memory == "expanded":
+        return x[:, :, :1].contiguous().expand_as(x)
+    return x.clone()
