@@ -1,0 +1,77 @@
+"""Inputs that expose what goes wrong in the gradient of an embedding."""
+
+from __future__ import annotations
+
+import torch
+
+from halfulp.operations.operation_data import Draw, Sizes, Tensors
+from halfulp.operations.operation_data import OperationProbe as Probe
+from halfulp.operations.random_tensors import normal
+
+INDEPENDENT = ("T",)
+
+
+def _drawn(most: int | None = None, one_sign: bool = False) -> Draw:
+    """Tokens of the first `most` of the vocabulary (None: of all of it)."""
+
+    def draw(sizes: Sizes, g: torch.Generator) -> Tensors:
+        t, v = sizes["T"], sizes["V"]
+        tokens = torch.randint(v if most is None else most, (t,), generator=g)
+        x = {"input": tokens, "weight": normal(g, v, sizes["D"])}
+        if one_sign:
+            x["grad_output"] = normal(g, t, sizes["D"]).abs() + 0.5
+        return x
+
+    return draw
+
+
+def _neighbors(sizes: Sizes, g: torch.Generator) -> Tensors:
+    """Runs of equal tokens, which kernels sum before they write."""
+    x = _drawn(one_sign=True)(sizes, g)
+    x["input"] = x["input"].sort().values
+    return x
+
+
+def _mixed(sizes: Sizes, g: torch.Generator) -> Tensors:
+    """A large gradient first, small ones after it."""
+    x = _drawn(4, one_sign=True)(sizes, g)
+    x["grad_output"][:8] *= 300.0
+    return x
+
+
+_REPEATED = "torch-xpu-ops 4498; PyTorch's index_add of bf16"
+
+PROBES = (
+    Probe("gaussian", "errors that any input shows", "torch.nn.functional.embedding", _drawn()),
+    Probe(
+        "all_tokens_one",
+        "equal indices summed in low precision",
+        _REPEATED,
+        _drawn(1, one_sign=True),
+    ),
+    Probe(
+        "many_equal",
+        "a running sum that stops growing",
+        _REPEATED,
+        _drawn(4, one_sign=True),
+        sizes={"T": 2048, "V": 8, "D": 8},
+    ),
+    Probe("runs", "equal neighbors", _REPEATED, _neighbors),
+    Probe("large_first", "small addends after a large one", _REPEATED, _mixed),
+    Probe("distinct", "rows that no token names", "zeros that are not written", _drawn(3)),
+    Probe(
+        "padding",
+        "the padded row's gradient",
+        "torch.nn.functional, padding_idx",
+        _drawn(),
+        options={"padding_idx": 1},
+    ),
+    Probe("one_token", "sizes of one", "decode", _drawn(), sizes={"T": 1}),
+    Probe(
+        "odd_width",
+        "features past the last whole vector",
+        "ragged tiles",
+        _drawn(),
+        sizes={"D": 77},
+    ),
+)

@@ -1,0 +1,1 @@
+"""GeGLU, as data."""

@@ -1,0 +1,28 @@
+"""A linear layer, y = x Wᵀ, as torch.nn.functional.linear: the three products of a training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
+
+SIGNATURE = "linear(input, weight)"
+OPERANDS = (Operand("input", "T K"), Operand("weight", "N K"))
+RESULTS = (Output("output", "T N"),)
+SIZES = (
+    Sizes.given(T=16, K=128, N=32),
+    Sizes.given(T=32, K=512, N=64),
+    Sizes.given(T=17, K=130, N=33),
+)
+OPTIONS: dict[str, Any] = {}
+
+
+def define(step: Seam, x: Tensors, _: Options) -> Tensors:
+    """T rows of K features to N."""
+    products = step("products", x["input"][:, None, :] * x["weight"][None])
+    return {"output": products.sum(-1)}
+
+
+def arguments(x: Tensors, _: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As torch.nn.functional.linear is called."""
+    return (x["input"], x["weight"]), {}

@@ -1,0 +1,27 @@
+"""SwiGLU of two projections, y = silu(gate) · up (arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
+
+SIGNATURE = "swiglu(gate, up)"
+OPERANDS = (Operand("gate", "T D"), Operand("up", "T D"))
+RESULTS = (Output("output", "T D"),)
+SIZES = (Sizes.given(T=24, D=256), Sizes.given(T=16, D=1024), Sizes.given(T=33, D=250))
+OPTIONS: dict[str, Any] = {}
+
+
+def define(step: Seam, x: Tensors, _: Options) -> Tensors:
+    """T rows of D features."""
+    gate = x["gate"]
+    activated = step("activated", torch.nn.functional.silu(gate))
+    return {"output": activated * x["up"]}
+
+
+def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As halfulp's signature says; torch has no such function."""
+    return (x["gate"], x["up"]), dict(options)
