@@ -1,4 +1,4 @@
-"""A linear layer, y = x Wᵀ, as torch.nn.functional.linear: the three products of a training step."""
+"""A linear layer, y = x Wᵀ, as torch.nn.functional.linear, and the products of its gradients."""
 
 from __future__ import annotations
 

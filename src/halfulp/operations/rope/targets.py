@@ -27,8 +27,9 @@ def complex_numbers(input: Tensor, positions: Tensor, *, base: float, interleave
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
     pairs = input.float()
     if not interleaved:
-        pairs = pairs.unflatten(-1, (2, width // 2)).mT.flatten(-2)
-    found = torch.view_as_real(torch.view_as_complex(pairs.unflatten(-1, (-1, 2))) * turn)
+        pairs = torch.stack(pairs.split(width // 2, -1), -1).flatten(-2)
+    pairs = pairs.reshape(*input.shape[:-1], width // 2, 2)
+    found = torch.view_as_real(torch.view_as_complex(pairs) * turn)
     if not interleaved:
         found = found.mT
     return found.flatten(-2).to(input.dtype)
