@@ -74,7 +74,7 @@ def _finding(report: WatchReport) -> str:
         " layer"
     )
     said += "s" * (layers != 1)
-    causes = "".join(f" ALARM: {one['text']}" for one in report.findings)
+    causes = "".join(f" ALARM: {one['where']}." for one in report.findings)
     if not report.rows:
         return f"{said}.{causes}"
     alarms = len(report.alarms)

@@ -97,7 +97,7 @@ def _mask_figures(call: Foreign, n: int, n_k: int, device: torch.device) -> dict
     """What the mask lets a layer see, of a few dozen of its rows."""
     rows = torch.arange(0, n, max(1, n // _MASK_ROWS), device=device)
     seen = _visible(call, rows, n_k)
-    seen = seen if seen.dtype == torch.bool else seen > -math.inf
+    seen = seen if seen.dtype == torch.bool else seen > _HIDES
     later = torch.arange(n_k, device=device) > rows.unsqueeze(-1)
     given = call.asked.attn_mask
     flags = False
@@ -113,6 +113,7 @@ def _mask_figures(call: Foreign, n: int, n_k: int, device: torch.device) -> dict
 
 
 _MASK_ROWS = 32
+_HIDES = -9e3  # added to a score it hides a key, whatever else is added: models use −1e4 to −∞
 
 
 def _not_finite(tensors: Figures, rows: Tensor, group: int) -> Tensor:

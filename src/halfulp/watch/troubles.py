@@ -80,7 +80,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, with its text."""
-        return {**vars(self), "text": str(self)}
+        return {**vars(self), "where": self.where, "text": str(self)}
 
     def __str__(self) -> str:
         cause = CAUSES[self.kind]
@@ -190,7 +190,7 @@ def _fp16_overflow(seen: Seen) -> list[Finding]:
 def _bad_batch(seen: Seen) -> list[Finding]:
     losses, norms = seen.losses, [step.grad_norm for step in seen.steps]
     found: list[Finding] = []
-    if "rate_too_high" in seen.known:
+    if {"rate_too_high", "broken_mask"} & {*seen.known}:
         return found
     for at in range(max(LEAST, len(losses) - seen.new), len(losses)):
         step = seen.steps[at]
@@ -205,7 +205,8 @@ def _bad_batch(seen: Seen) -> list[Finding]:
         earlier = [x for x in (jumps(losses, i) for i in range(at - 3, at)) if math.isfinite(x)]
         rates = [x.learning_rate for x in list(seen.steps)[max(0, at - BEFORE) : at]]
         usual = statistics.median(rates[:-3] or rates)
-        if any(x > CALM for x in (*before, *earlier)) or max(rates) > 1.5 * usual > 0:
+        restless = any(x > CALM for x in before) or any(x > max(CALM, loss / 3) for x in earlier)
+        if restless or max(rates) > 1.5 * usual > 0:
             continue
         evidence = {"loss": step.loss, "median before": middle, "loss's jump": loss}
         evidence["gradient norm's jump"] = norm
@@ -307,7 +308,7 @@ def _exploding(seen: Seen) -> list[Finding]:
     slopes = [math.log(b / a) / span for a, b, span in zip(sizes, sizes[1:], spans, strict=False)]
     # what grows from a small start slows down; what explodes does not
     goes_on = min(slopes[-2:]) > max(0.8 * statistics.mean(slopes), 0.1 / max(spans)) > 0
-    if total[worst] < GROWN or total[worst] < GROWN * usual or not goes_on or sizes[-1] < 2 * level:
+    if total[worst] < GROWN or total[worst] < GROWN * usual or not goes_on or sizes[-1] < 3 * level:
         return []
     evidence = {"rms": sizes[-1], "grown by": total[worst], "others by": usual}
     return [Finding("exploding_layer", rows[-1]["step"], rows[0]["step"], worst, evidence)]
@@ -407,23 +408,6 @@ CAUSES: dict[str, Cause] = {
         "train in bf16, or keep that module in fp32",
         _fp16_overflow,
     ),
-    "bad_batch": Cause(
-        "bad batch",
-        "The loss jumps in a step whose weights came from ordinary updates: it is what was fed",
-        f"a loss more than {JUMP:g} robust standard deviations and {2 * SHARE:.0%} above the"
-        f" {BEFORE} before it (a gradient norm {2 * JUMP:g} above, where no loss is shown), while"
-        f" neither of the 3 steps before is beyond {CALM:g} and the learning rate has not risen",
-        "look at the data of that step; clip gradients, or leave out steps like it",
-        _bad_batch,
-    ),
-    "data_repeat": Cause(
-        "data repeat",
-        "The training is fed what it was fed before, bit by bit",
-        f"{REPEATED} batches after each other came before, after {DISTINCT} that did not",
-        "look at the sampler's seed and place after a restart; an epoch in the same order looks"
-        " the same and may be meant",
-        _data_repeat,
-    ),
     "broken_mask": Cause(
         "broken mask",
         "Attention sees what its mask should hide, or nothing at all",
@@ -435,11 +419,29 @@ CAUSES: dict[str, Cause] = {
         _broken_mask,
         explains_loss=False,
     ),
+    "bad_batch": Cause(
+        "bad batch",
+        "The loss jumps in a step whose weights came from ordinary updates: it is what was fed",
+        f"a loss more than {JUMP:g} robust standard deviations and {2 * SHARE:.0%} above the"
+        f" {BEFORE} before it (a gradient norm {2 * JUMP:g} above, where no loss is shown), while"
+        f" no gradient norm of the 3 steps before is beyond {CALM:g}, nor a loss beyond a third of"
+        " that jump, and the learning rate has not risen",
+        "look at the data of that step; clip gradients, or leave out steps like it",
+        _bad_batch,
+    ),
+    "data_repeat": Cause(
+        "data repeat",
+        "The training is fed what it was fed before, bit by bit",
+        f"{REPEATED} batches after each other came before, after {DISTINCT} that did not",
+        "look at the sampler's seed and place after a restart; an epoch in the same order looks"
+        " the same and may be meant",
+        _data_repeat,
+    ),
     "exploding_layer": Cause(
         "exploding layer",
         "One matrix grows without the others, and does not slow down",
         f"over at most 10 measurements a matrix has grown to {GROWN:g} times its size and that of"
-        " the median matrix's growth, is twice as large as the median matrix, and grows on",
+        " the median matrix's growth, is three times as large as the median matrix, and grows on",
         "look at its initialization, its learning rate and its weight decay; normalize its output",
         _exploding,
     ),
