@@ -134,7 +134,7 @@ def same(one, two):
 )
 def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("halfulp.training.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("halfulp.runs.writers.find_spec", lambda name: None)
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("halfulp: ")

@@ -11,11 +11,12 @@ import warnings
 import pytest
 from rich.console import Console
 
-from halfulp.training import sinks
+from halfulp.runs import writers
+from halfulp.runs.writers import TensorBoardSink, WandbSink, scalars
 from halfulp.training.loop import train
 from halfulp.training.presets import seconds
 from halfulp.training.run_json import config_as_dict
-from halfulp.training.sinks import ConsoleSink, TensorBoardSink, WandbSink, scalars
+from halfulp.training.sinks import ConsoleSink, _rate
 
 METRICS = {
     "step": 20,
@@ -47,7 +48,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     config = seconds(steps=60)
     folder = tmp_path / "tensorboard"
-    sink = TensorBoardSink(folder, config)
+    sink = TensorBoardSink(folder, config_as_dict(config))
     assert not folder.exists(), "a run that is refused leaves nothing"
     run = train(config, sinks=[sink])
     with warnings.catch_warnings():
@@ -79,9 +80,9 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
     fake = types.ModuleType("wandb")
     fake.init = lambda **options: started.append(FakeRun(options)) or started[-1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(sinks, "find_spec", lambda name: True)
+    monkeypatch.setattr(writers, "find_spec", lambda name: True)
     config = seconds(steps=60)
-    sink = WandbSink("project", config, tmp_path / "run")
+    sink = WandbSink("project", config_as_dict(config), tmp_path / "run")
     assert started == []
     run = train(config, sinks=[sink])
     (theirs,) = started
@@ -99,18 +100,18 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("make", [lambda c: TensorBoardSink("x", c), lambda c: WandbSink("p", c)])
 def test_a_library_that_is_missing_is_said_before_the_run(monkeypatch, make):
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(writers, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"accepted where it is installed; pip install 'halfulp\[\w+\]'"
     ):
-        make(seconds())
+        make({})
 
 
 def test_a_run_that_never_began_ends_quietly(tmp_path, monkeypatch):
-    monkeypatch.setattr(sinks, "find_spec", lambda name: True)
+    monkeypatch.setattr(writers, "find_spec", lambda name: True)
     for sink in (
-        TensorBoardSink(tmp_path / "t", seconds()),
-        WandbSink("p", seconds()),
+        TensorBoardSink(tmp_path / "t"),
+        WandbSink("p"),
         ConsoleSink(5, "x"),
     ):
         sink.close()
@@ -149,4 +150,4 @@ def test_no_terminal_no_line():
     [(0.5, "0.5"), (999, "999"), (1234, "1.23k"), (87_654, "87.7k"), (2e6, "2M")],
 )
 def test_rates_have_three_digits(number, text):
-    assert sinks._rate(number) == text
+    assert _rate(number) == text

@@ -381,13 +381,15 @@ def _go_on(config: RunConfig, folder: Path) -> str:
 
 def _sinks(config: RunConfig, folder: Path, tensorboard: bool, project: str | None) -> list[Sink]:
     from halfulp.report.terminal import console
-    from halfulp.training.sinks import ConsoleSink, TensorBoardSink, WandbSink
+    from halfulp.runs.writers import TensorBoardSink, WandbSink
+    from halfulp.training.run_json import config_as_dict
+    from halfulp.training.sinks import ConsoleSink
 
     sinks: list[Sink] = [ConsoleSink(config.steps, config.preset or "train", console(stderr=True))]
     if tensorboard:
-        sinks.append(TensorBoardSink(folder / "tensorboard", config))
+        sinks.append(TensorBoardSink(folder / "tensorboard", config_as_dict(config)))
     if project is not None:
-        sinks.append(WandbSink(project, config, folder))
+        sinks.append(WandbSink(project, config_as_dict(config), folder))
     return sinks
 
 

@@ -1,22 +1,11 @@
-"""Where a run can be watched while it trains, besides its folder: the terminal, TensorBoard,
-Weights & Biases.
-
-Each is a `halfulp.training.loop.Sink`. The libraries belong to the extras `tensorboard` and
-`wandb`; nothing is imported or written before the first line of metrics. Figures reach them under
-the names that metrics.jsonl uses.
-"""
+"""The line of a run on the terminal; TensorBoard and Weights & Biases are `runs.writers`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from halfulp.runs.progress import progress_line
-from halfulp.training.config import RunConfig
-from halfulp.training.run_json import config_as_dict
 
 
 class ConsoleSink:
@@ -40,92 +29,6 @@ class ConsoleSink:
     def close(self) -> None:
         """Take the line away."""
         self._bar.stop()
-
-
-class TensorBoardSink:
-    """Scalars in an event file, which `tensorboard --logdir` shows while the run lives."""
-
-    def __init__(self, folder: Path, config: RunConfig) -> None:
-        """Raise ValueError where TensorBoard is not installed."""
-        _need("tensorboard")
-        self._folder, self._config = folder, config
-        self._writer: Any = None
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Add a line of metrics or a measurement."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder), flush_secs=10)
-            lines = [f"    {name}: {value}" for name, value in config_as_dict(self._config).items()]
-            # indented, which is code in its Markdown
-            self._writer.add_text("config", "\n".join(lines))
-        for name, value in scalars(row):
-            self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        """Write what is left and end."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-class WandbSink:
-    """A run at Weights & Biases; its login, and whether it works offline, are settings of that
-    library.
-    """
-
-    def __init__(self, project: str, config: RunConfig, folder: Path | None = None) -> None:
-        """Raise ValueError where wandb is not installed; `folder` gives the run its name and holds
-        what it writes.
-        """
-        _need("wandb")
-        self._options: dict[str, Any] = {"project": project, "config": config_as_dict(config)}
-        if folder is not None:
-            self._options |= {"name": folder.resolve().name, "dir": str(folder)}
-        self._run: Any = None
-
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Log a line of metrics or a measurement."""
-        if self._run is None:
-            import wandb
-
-            self._run = wandb.init(**self._options)
-        self._run.log(dict(scalars(row)), step=row["step"])
-
-    def close(self) -> None:
-        """End the run."""
-        if self._run is not None:
-            self._run.finish()
-
-
-def _need(package: str) -> None:
-    if find_spec(package) is None:
-        raise ValueError(
-            f"{package}: accepted where it is installed; pip install 'halfulp[{package}]'"
-        )
-
-
-def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line by name: metrics as they are, measurements as measure/layer
-    0/head 1.
-    """
-    for name, value in row.items():
-        if name == "measure":
-            for measure, nested in value.items():
-                yield from _leaves(measure, nested, ("layer", "head"))
-        elif name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, float(value)
-
-
-def _leaves(name: str, value: Any, levels: tuple[str, ...]) -> Iterator[tuple[str, float]]:
-    if isinstance(value, (list, tuple)):
-        level, *rest = levels or ("index",)
-        for i, item in enumerate(value):
-            yield from _leaves(f"{name}/{level} {i}", item, tuple(rest))
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield name, float(value)
-    elif value is None:
-        yield name, math.nan  # what was not finite
 
 
 def _rate(number: float) -> str:

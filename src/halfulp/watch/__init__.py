@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfulp.runs.writers import Writer
     from halfulp.watch.troubles import Finding
     from halfulp.watch.watcher import Watcher
     from halfulp.watch.watching import HeadAlarm
@@ -26,6 +27,7 @@ def watch(
     eager: bool = False,
     start: int = 0,
     snapshots: int = 0,
+    writers: Sequence[Writer] = (),
 ) -> Watcher:
     """Watch the attention of any model while it trains: which layer and head leans, in which
     operation, and the fix.
@@ -59,6 +61,9 @@ def watch(
             and of the step after an alarm. Each holds the weights and the optimizer's moments. With
             more than 0 each step waits for its gradient norm. `Watcher.snapshot` asks for one.
 
+        writers: where measurements go besides the folder: `halfulp.runs.writers.TensorBoardSink`
+            and `WandbSink`, or anything with `row` and `close`.
+
     Raises:
         ValueError: the model is being watched already; it is compiled and `eager` is not set, or is
             DataParallel or TorchScript; the folder holds files; a number is out of range.
@@ -74,6 +79,7 @@ def watch(
         eager=eager,
         start=start,
         snapshots=snapshots,
+        writers=writers,
     )
 
 

@@ -85,8 +85,10 @@ class Taps:
         waiting = [call for call in self.calls.values() if not call.unseen]
         return bool(waiting) and all(call.taken for call in waiting)
 
-    def open(self) -> None:
-        """Listen to every module of the model; called when its forward pass begins."""
+    def open(self, *, leaves: bool = True) -> None:
+        """Listen to every module of the model; called when its forward pass begins, at whose end
+        it `leaves` by itself.
+        """
         open_taps(self, self.functions)
         for name, module in module_names(self.model):
             if module is not self.model:
@@ -94,7 +96,8 @@ class Taps:
                     module, _Ear(self, name, "attention" in type(module).__name__.lower())
                 )
         self._before, self._listening = listen(_Ear(self, ITSELF, False)), True
-        self._handles.append(self.model.register_forward_hook(_Leaves(self), always_call=True))
+        if leaves:
+            self._handles.append(self.model.register_forward_hook(_Leaves(self), always_call=True))
 
     def leave(self) -> None:
         """Stop listening outside the model's modules: its forward pass is over."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from halfulp.runs.folder import check_folder, line_text, write_json
 from halfulp.runs.record import closed, new_record
+from halfulp.runs.writers import Writer
 from halfulp.watch.alarms import rule
 from halfulp.watch.health import Step
 from halfulp.watch.watching import LEVEL
@@ -25,17 +26,18 @@ LOG = logging.getLogger("halfulp.watch")
 class Notebook:
     """A watcher's folder; without one, nothing is written."""
 
-    def __init__(self, folder: str | Path | None, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str | Path | None, config: Mapping[str, Any], writers: Sequence[Writer] = ()
+    ) -> None:
         self.folder = None if folder is None else _new_folder(Path(folder))
         self.matrices: list[str] = []
+        self._writers = list(writers)
         self._begun = {} if folder is None else new_record("watch", config, "", rule=rule(LEVEL))
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Write a measurement; of its "weights" {matrix: {figure: number}} each figure as a list,
         in the order in which run.json names the matrices.
         """
-        if self.folder is None:
-            return
         weights = row.get("weights", {})
         if weights:
             self.matrices = list(weights)
@@ -45,6 +47,9 @@ class Notebook:
             }
             row = {**row, "measure": {**row["measure"], **figures}}
         row = {name: value for name, value in row.items() if name != "weights"}
+        self._pass_on(row)
+        if self.folder is None:
+            return
         try:
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(line_text(dict(row)) + "\n")
@@ -70,6 +75,23 @@ class Notebook:
             write_json(self.folder / "run.json", closed(now, status) if status == "done" else now)
         except OSError as error:
             self._lost(error)
+
+    def close(self) -> None:
+        """End the writers."""
+        for writer in self._writers:
+            try:
+                writer.close()
+            except Exception as error:  # another's, at the end of somebody's training
+                LOG.warning("%s could not be closed: %s", type(writer).__name__, error)
+        self._writers = []
+
+    def _pass_on(self, row: Mapping[str, Any]) -> None:
+        for writer in list(self._writers):
+            try:
+                writer.row(row)
+            except Exception as error:  # a server that is gone must not end a training
+                LOG.warning("%s gets no more: %s", type(writer).__name__, error)
+                self._writers.remove(writer)
 
     def _lost(self, error: OSError) -> None:
         LOG.warning(

@@ -25,6 +25,7 @@ from halfulp.runs.generators import generator_states
 from halfulp.runs.machine import describe_versions
 from halfulp.runs.record import now
 from halfulp.runs.snapshot import Parts, write_snapshot
+from halfulp.watch.foreign import Foreign
 
 LOG = logging.getLogger("halfulp.watch")
 FOLDER = "snapshots"
@@ -63,11 +64,6 @@ class Snapshots:
         self.written: list[Path] = []
 
     @property
-    def left(self) -> int:
-        """How many more are written without a path of their own."""
-        return self._left
-
-    @property
     def holding(self) -> bool:
         """Whether a step's batches are held until it ends."""
         return self.careful or self.wanted is not None
@@ -102,6 +98,30 @@ class Snapshots:
         """Have a snapshot made of the next step that begins; one that is wanted already stays."""
         if self.wanted is None and (path is not None or self._left > 0):
             self.wanted = (reason, path)
+
+    def ask_for(self, path: Path | None) -> None:
+        """Have one made because somebody asked; raises ValueError where it could not be."""
+        if path is None and self._left <= 0:
+            raise ValueError(
+                "path=None: accepted is a folder to make, or a watcher with folder= and"
+                " snapshots=N of which some are left"
+            )
+        if path is not None and path.exists():
+            raise ValueError(f"path={str(path)!r} is there already; accepted is a new folder")
+        self.ask("asked for", path)
+
+    def keep(self, call: Foreign) -> None:
+        """Keep what the guilty heads of a call were fed, gave and got back."""
+        heads = self.heads[call.layer]
+        group = call.tensors["query"].shape[1] // call.tensors["key"].shape[1]
+        of_key = [head // group for head in heads]
+        self.calls[call.layer] = {
+            name: call.tensors[name][:1, of_key if name in ("key", "value") else heads]
+            .cpu()
+            .clone()
+            for name in ("query", "key", "value", "out", "grad_out")
+            if name in call.tensors
+        }
 
     def take(self, step: int, optimizer: Optimizer | None, about: Mapping[str, Any]) -> Path | None:
         """Copy the snapshot that is wanted, and begin to write it; None where none is, or where the

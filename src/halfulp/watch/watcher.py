@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from halfulp.runs.writers import Writer
 from halfulp.watch.calls import Figures, call_figures, entries_of
 from halfulp.watch.course import Course
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
@@ -75,6 +76,7 @@ class Watcher:
         eager: bool = False,
         start: int = 0,
         snapshots: int = 0,
+        writers: Sequence[Writer] = (),
     ) -> None:
         for name, number, least in (
             ("every", every, 1),
@@ -105,11 +107,11 @@ class Watcher:
         self._due, self._passes = True, 0
         # passes of a step; measurements that came to nothing in a row
         self._usual, self._failures = 1, 0
-        self._by_hand = False
+        self._by_hand = self._told = False
         self._ours: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._said: set[str] = set()
         config = {"model": type(model).__name__, "every": self.every, "eager": eager}
-        self._notebook = Notebook(folder, config)
+        self._notebook = Notebook(folder, config, writers)
         self._snapshots = Snapshots(model, self._notebook.folder, snapshots)
         self._course = Course(model, self._snapshots)
         take_model(model, self)
@@ -143,7 +145,7 @@ class Watcher:
         counted = not self._by_hand and self.steps > self._start and not self._passes
         self._by_hand = True
         if not counted:
-            self._update_begins(None)
+            self.update_begins(None)
             self._step_ended(loss)
 
     def snapshot(self, path: str | Path | None = None) -> None:
@@ -156,14 +158,7 @@ class Watcher:
         Raises:
             ValueError: there is no path and none can be made, or it is there already.
         """
-        if path is None and self._snapshots.left <= 0:
-            raise ValueError(
-                "path=None: accepted is a folder to make, or a watcher with folder= and"
-                " snapshots=N of which some are left"
-            )
-        if path is not None and Path(path).exists():
-            raise ValueError(f"path={str(path)!r} is there already; accepted is a new folder")
-        self._snapshots.ask("asked for", None if path is None else Path(path))
+        self._snapshots.ask_for(None if path is None else Path(path))
 
     def report(self) -> WatchReport:
         """What is known after the last measurement; print it."""
@@ -196,9 +191,31 @@ class Watcher:
         stop_hearing(self)
         give_back(self.model)
         self._record("done")
+        self._notebook.close()
 
-    def pass_begins(self, args: Any, kwargs: Any) -> None:
+    def begin_pass(self, *args: Any, **kwargs: Any) -> None:
+        """Say that a pass begins of a training that calls parts of the model and not the model
+        itself; `end_pass` ends it.
+
+        Args:
+            args: what the pass is given, such as its batch.
+            kwargs: more of it.
+        """
+        self._told = False
+        self.pass_begins(args, kwargs, leaves=False)
+        self._told = True
+
+    def end_pass(self, output: Any = None) -> None:
+        """Say that it ends; a loss may be given."""
+        self._told = False
+        if self._taps is not None:
+            self._taps.leave()
+        self.pass_ends(output)
+
+    def pass_begins(self, args: Any, kwargs: Any, *, leaves: bool = True) -> None:
         """A forward pass of the model begins."""
+        if self._told:
+            return
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if not self._thread:
@@ -226,10 +243,12 @@ class Watcher:
                 self._stance = torch.compiler.set_stance("force_eager")
             self._found = {}
             self._taps = Taps(self.model, self.functions, entries_of, self._take)
-            self._taps.open()
+            self._taps.open(leaves=leaves)
 
     def pass_ends(self, output: Any) -> None:
         """A forward pass of the model ends; what it returns may be its loss."""
+        if self._told:
+            return
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         if self._thread == threading.get_ident():
@@ -279,10 +298,14 @@ class Watcher:
         """An optimizer is about to step."""
         if torch.compiler.is_compiling() or self._thread not in (0, threading.get_ident()):
             return
-        if self._is_ours(optimizer) and not self._by_hand:
-            self._update_begins(optimizer)
+        # without a pass it has a closure that makes one
+        if self._is_ours(optimizer) and not self._by_hand and self._passes:
+            self.update_begins(optimizer)
 
-    def _update_begins(self, optimizer: Optimizer | None) -> None:
+    def update_begins(self, optimizer: Optimizer | None) -> None:
+        """Gradients are there and the update is not made yet: said by optimizers, but by those
+        that make their passes themselves.
+        """
         measured = self._taps is not None and self._due and optimizer is not None
         last = self.alarms[-MOST_ALARMS:]
         self._course.update_begins(self.steps + 1, optimizer, last, measured=measured)
@@ -291,6 +314,8 @@ class Watcher:
         if torch.compiler.is_compiling() or self._thread not in (0, threading.get_ident()):
             return
         if self._is_ours(optimizer):
+            if self._passes and not self._course.health.has_norm:
+                self.update_begins(None)
             self._course.update_ends(optimizer)
         if self._by_hand or (not self._ours[optimizer] and any(self._ours.values())):
             return
@@ -327,7 +352,7 @@ class Watcher:
     def _take(self, call: Foreign) -> None:
         """The figures of a call whose gradients are there, in the backward pass."""
         if self._snapshots.wanted and call.layer in self._snapshots.heads:
-            self._keep(call)
+            self._snapshots.keep(call)
         if not self._due:
             return
         with torch.no_grad(), torch.autocast(call.tensors["query"].device.type, enabled=False):
@@ -335,20 +360,6 @@ class Watcher:
             if not figures:
                 return
             self._found[call.layer] = figures | errors_of_delta(self._running, call.layer, parts)
-
-    def _keep(self, call: Foreign) -> None:
-        """Keep what the guilty heads of a call were fed, gave and got back, for a snapshot."""
-        heads = self._snapshots.heads[call.layer]
-        group = call.tensors["query"].shape[1] // call.tensors["key"].shape[1]
-        self._snapshots.calls[call.layer] = {
-            name: call.tensors[name][
-                :1, [h // group if name in ("key", "value") else h for h in heads]
-            ]
-            .cpu()
-            .clone()
-            for name in ("query", "key", "value", "out", "grad_out")
-            if name in call.tensors
-        }
 
     def _finish(self, loss: Tensor | float | None) -> None:
         """End a measurement, if one is being made: its row, its alarms."""
