@@ -3,6 +3,7 @@ means, and faults that need one of them.
 """
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ def test_every_pair_that_may_be_is_there():
     assert len(lost) <= 12, lost
     assert size_array.size_cases(0) == size_array.size_cases(0)
     assert len({name for name, _ in size_array.size_cases(1)} - {"": 0}.keys()) > 50
+
+
+def test_the_readme_counts_the_cases():
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"the {len(size_array.size_cases())} small calls" in text
 
 
 def test_an_array_of_its_own():

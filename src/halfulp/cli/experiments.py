@@ -251,18 +251,26 @@ def explain(
 
 def ls(
     what: Literal[
-        "all", "formats", "recipes", "targets", "probes", "operations", "claims", "presets"
+        "all",
+        "formats",
+        "recipes",
+        "targets",
+        "probes",
+        "operations",
+        "causes",
+        "claims",
+        "presets",
     ] = "all",
     /,
     *,
     json: Path | None = None,
 ) -> int:
     """List what there is: number formats, recipes, attention kernels to audit, probe inputs,
-    operations, claims, training presets.
+    operations, causes, claims, training presets.
 
     Args:
-        what: Which list: formats, recipes, targets, probes, operations, claims, presets,
-            or all.
+        what: Which list: formats, recipes, targets, probes, operations, causes, claims,
+            presets, or all.
         json: File to write the lists to; - prints them as JSON instead of tables.
     """
     from halfulp.cli.listing import LISTS

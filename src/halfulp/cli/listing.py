@@ -83,6 +83,16 @@ def probes() -> Table:
     return _table("Probe inputs", ("probe", "built to expose", "source"), rows, "probes")
 
 
+def causes() -> Table:
+    """Return what an audit can find, by its code; docs/causes has a page of each."""
+    from halfulp.reconstruct import CAUSES
+    from halfulp.reconstruct.codes import CODES
+
+    found = sorted((code, CAUSES[key]) for key, code in CODES.items())
+    rows: list[tuple[Cell, ...]] = [(code, c.name, c.resembles) for code, c in found]
+    return _table("Causes", ("code", "what the kernel does", "resembles"), rows, "causes")
+
+
 def operations() -> Table:
     """Return the operations that can be audited."""
     from halfulp.operations import ATTENTION, operation_named, operation_names
@@ -141,6 +151,7 @@ LISTS: dict[str, Callable[[], Table]] = {
     "targets": targets,
     "probes": probes,
     "operations": operations,
+    "causes": causes,
     "claims": claims,
     "presets": presets,
 }

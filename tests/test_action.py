@@ -1,0 +1,112 @@
+"""The composite Action's steps, run here as the runner would, and the pages that go with it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from halfulp.cli.entry import COMMANDS
+from halfulp.cli.usage import options_of
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.codes import CODES, RETIRED
+
+ROOT = Path(__file__).parents[1]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+KERNEL = """
+def attention(query, key, value, *, is_causal=False, scale=None):
+    s = (query.float() @ key.float().mT) * scale
+    if is_causal:
+        s = s.masked_fill(s.new_ones(s.shape[-2:]).tril() == 0, float("-inf"))
+    return (s.softmax(-1) @ value.float() * FACTOR).to(query.dtype)
+"""
+
+
+def run_step(step, folder, **inputs):
+    """One step with the inputs and files that a runner gives it; halfulp is there already."""
+    defaults = {name: str(one.get("default", "")) for name, one in ACTION["inputs"].items()}
+    given = defaults | {name: str(value) for name, value in inputs.items()}
+    environment = {
+        name: re.sub(r"\${{ inputs\.([\w-]+) }}", lambda found: given[found[1]], text)
+        for name, text in step["env"].items()
+    }
+    binaries = folder / "bin"
+    binaries.mkdir(exist_ok=True)
+    (binaries / "halfulp").write_text(f'#!/bin/sh\nexec {sys.executable} -m halfulp "$@"\n')
+    (binaries / "halfulp").chmod(0o755)
+    environment |= {
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+        "GITHUB_OUTPUT": str(folder / "output"),
+    }
+    return subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_action_audits_compares_and_shows(tmp_path):
+    (step,) = [step for step in ACTION["runs"]["steps"] if step["name"] == "Audit"]
+    for name, factor in (("good", 1), ("bad", 1.02)):
+        (tmp_path / f"{name}.py").write_text(f"FACTOR = {factor}\n{KERNEL}")
+    options = "--shapes 1,4,16,8 --forward --in-process"
+    done = run_step(
+        step, tmp_path, targets="bad.py:attention", options=options, against="good.py:attention"
+    )
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert (tmp_path / "output").read_text() == "exit-code=5\n"
+    assert "✗ DEFECT" in (tmp_path / "summary").read_text(encoding="utf-8")
+    for name in ("html", "json", "md", "xml"):
+        assert (tmp_path / f"halfulp-audit.{name}").is_file()
+    ElementTree.parse(tmp_path / "halfulp-audit.xml")
+    missing = run_step(step, tmp_path, targets="nosuch.py:attention")
+    assert missing.returncode == 2
+    assert "there is no file nosuch.py" in missing.stderr
+
+
+def test_the_action_passes_options_that_there_are():
+    (step,) = [step for step in ACTION["runs"]["steps"] if step["name"] == "Audit"]
+    named = set(re.findall(r"(--[a-z-]+)", step["run"]))
+    assert named == {"--against", "--html", "--json", "--junit", "--markdown"}
+    assert named <= set(options_of(COMMANDS["audit"]))
+
+
+@pytest.mark.parametrize("page", ["docs/ci.md", "skills/halfulp/SKILL.md"])
+def test_pages_name_options_codes_and_inputs_that_there_are(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    options = {*options_of(COMMANDS["audit"]), "--halfulp-depth"}
+    assert set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text)) <= options
+    assert set(re.findall(r"HU\d{3}", text)) <= set(CODES.values())
+    used = re.findall(r"uses: OWNER/halfulp@main.*?\n\s+with:\n((?: {10}\w.*\n)*)", text)
+    for block in used:
+        assert {line.split(":")[0].strip() for line in block.splitlines()} <= set(ACTION["inputs"])
+    if page.endswith("SKILL.md"):
+        header = yaml.safe_load(text.split("---")[1])
+        assert header["name"] == "halfulp"
+        assert len(header["description"]) < 1024
+
+
+def test_every_cause_has_a_code_and_a_page_of_its_own():
+    assert set(CODES) == set(CAUSES)
+    given = list(CODES.values())
+    assert len(set(given)) == len(given)
+    assert not RETIRED & set(given)
+    assert all(re.fullmatch(r"HU[1-9]\d\d", code) for code in (*given, *RETIRED))
+    pages = {p.stem for p in (ROOT / "docs/causes").glob("HU*.md")}
+    assert pages == {*given, *RETIRED}
+    listed = (ROOT / "docs/causes/README.md").read_text(encoding="utf-8")
+    for key, code in CODES.items():
+        text = (ROOT / f"docs/causes/{code}.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {code}: {CAUSES[key].name}\n")
+        # what the code was given for: another cause under an old code is seen here
+        assert f"Reports know it as `{key}`." in " ".join(text.split())
+        for part in ("## Seen in public", "## How to mend it", "```diff\n-", "\n+"):
+            assert part in text
+        assert f"| [{code}]({code}.md) | {CAUSES[key].name} |" in listed
