@@ -17,6 +17,7 @@ DOCUMENTS = ("README.md", "docs/attention.md")
 WITH_LINKS = (
     *DOCUMENTS,
     "docs/transformers.md",
+    "docs/operations.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
     "docs/log.md",

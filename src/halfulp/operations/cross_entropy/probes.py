@@ -48,7 +48,7 @@ def _edges(sizes: Sizes, g: torch.Generator) -> Tensors:
 
 
 PROBES = (
-    Probe("gaussian", "errors that any input shows", "marin PR 8217", _plain),
+    Probe("gaussian", "errors that any input shows", "torch.nn.functional.cross_entropy", _plain),
     Probe(
         "large_logits",
         "log-probabilities in low precision",
@@ -75,7 +75,7 @@ PROBES = (
         sizes={"T": 4, "V": 8192},
     ),
     Probe("sure", "p − 1 where p is near 1", "jax PR 40128 (rounded before it cancels)", _sure),
-    Probe("wrong", "a large loss", "marin PR 8217", _wrong),
+    Probe("wrong", "a large loss", "label noise", _wrong),
     Probe("ignored", "tokens that do not count", "torch.nn.functional, ignore_index", _ignored),
     Probe(
         "ignored_mean",

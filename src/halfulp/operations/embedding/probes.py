@@ -39,7 +39,7 @@ def _mixed(sizes: Sizes, g: torch.Generator) -> Tensors:
     return x
 
 
-_REPEATED = "torch-xpu-ops 4498; PyTorch's index_add of bf16"
+_REPEATED = "PyTorch's own gradient on a CPU (docs/operations.md)"
 
 PROBES = (
     Probe("gaussian", "errors that any input shows", "torch.nn.functional.embedding", _drawn()),

@@ -27,7 +27,7 @@ def complex_numbers(input: Tensor, positions: Tensor, *, base: float, interleave
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
     pairs = input.float()
     if not interleaved:
-        pairs = torch.stack(pairs.split(width // 2, -1), -1).flatten(-2)
+        pairs = torch.stack([pairs[..., : width // 2], pairs[..., width // 2 :]], -1).flatten(-2)
     pairs = pairs.reshape(*input.shape[:-1], width // 2, 2)
     found = torch.view_as_real(torch.view_as_complex(pairs) * turn)
     if not interleaved:

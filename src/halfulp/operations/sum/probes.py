@@ -49,7 +49,7 @@ PROBES = (
     Probe(
         "micro_batches",
         "gradients accumulated in the parameter's dtype",
-        "Megatron-LM 6199, accumulate_allreduce_grads_in_fp32",
+        "Megatron-LM, accumulate_allreduce_grads_in_fp32",
         _ONE_SIGN,
         sizes={"T": 16, "D": 256},
     ),

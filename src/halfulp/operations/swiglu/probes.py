@@ -35,8 +35,8 @@ PROBES = (
     Probe("gaussian", "errors that any input shows", "Shazeer, arXiv 2002.05202", _plain),
     Probe(
         "negative_gates",
-        "exp(−x) that overflows, a sigmoid that loses its tail",
-        "flashinfer 4267 (finite −inf)",
+        "a sigmoid that loses its tail",
+        "1 + tanh, which cancels",
         with_(_plain, gate=lambda x: -x.abs() * 4 - 4),
     ),
     Probe(
