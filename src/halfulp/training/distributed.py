@@ -59,11 +59,18 @@ class World:
         distributed.all_reduce(raised)
         return bool(raised.item() > 0)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model to call: itself, or DDP around it, or itself sharded by FSDP2."""
+    def wrap(self, model: nn.Module, *, unknown: bool = False) -> nn.Module:
+        """Return the model to call: itself, or DDP around it, or itself sharded by FSDP2.
+
+        Args:
+            model: of any kind.
+            unknown: whether a step may leave parameters out, as experts do.
+        """
         if self.parallel == "ddp":
             devices = [self.device.index] if self.device.type == "cuda" else None
-            return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+            return nn.parallel.DistributedDataParallel(
+                model, device_ids=devices, find_unused_parameters=unknown
+            )
         if self.parallel == "fsdp":
             return _sharded(model, self.device)
         return model
@@ -84,11 +91,21 @@ def _sharded(model: nn.Module, device: torch.device) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    blocks = getattr(model, "blocks", ())
-    for block in blocks:
+    for block in _blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)  # in place
     return model
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of modules: layers, but not the experts in them, of which
+    a step may call none.
+    """
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (one for one in child if any(True for _ in one.parameters()))
+        else:
+            yield from _blocks(child)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Session:
     ) -> None:
         self.config, self.workload, self.group, self.order = config, workload, group, order
         before = {id(p): name for name, p in workload.model.named_parameters()}
-        self.model = group.wrap(workload.model)
+        self.model = group.wrap(workload.model, unknown=workload.parts is not None)
         self.parameters = [p for p in workload.model.parameters() if p.requires_grad]
         named = dict(workload.model.named_parameters())
         self.updates = Updates(config, named, workload.parts, before)

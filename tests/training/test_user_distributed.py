@@ -1,0 +1,120 @@
+"""A model of the user's own in two processes under torchrun: the losses of one, by DDP and FSDP2;
+and what was interrupted or killed goes on, in as many processes or in one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from halfulp.runs.threads import one_thread
+from halfulp.training.checkpoint import load_checkpoint
+from halfulp.training.loop import train
+from halfulp.training.run_json import read_config, read_record
+from halfulp.training.user_model import user_run
+
+MODEL = """
+import os, signal
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + functional.gelu(layer(x))
+        return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+def make(seed, device):
+    model, armed = Net(), Path(__file__).with_name("armed")
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    halving = torch.optim.lr_scheduler.StepLR(adam, 3, 0.5)
+
+    def batch(step):
+        if step == 5 and armed.exists() and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.randint(11, (4, 6)).cumsum(1) % 11
+
+    return model, (adam, halving), batch
+"""
+PROCESS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from halfulp.training.distributed import world
+from halfulp.training.loop import train
+from halfulp.training.operations import OperationPlan
+from halfulp.training.user_model import user_run
+torch.set_num_threads(1)
+out = Path(sys.argv[1])
+config = user_run(f"{out}/mine.py:make", steps=8, metrics_every=1, checkpoint_every=2, keep=None)
+config = replace(config, operations=OperationPlan.of("linear in layers.1: e8m5"))
+with world("ddp", "cpu") as group:
+    for parallel in ("ddp", "fsdp"):
+        train(config, out / parallel, parallel=parallel)
+        train(config, out / f"{parallel}-cut", parallel=parallel, deadline=0.0)
+        torch.distributed.barrier()  # until the one that leads has written
+        train(config, out / f"{parallel}-cut", parallel=parallel, resume=True)
+    if group.leads:
+        (out / "armed").touch()
+    torch.distributed.barrier()
+    train(config, out / "killed", parallel="fsdp")
+"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    out = tmp_path_factory.mktemp("user-distributed")
+    (out / "mine.py").write_text(MODEL)
+    (out / "process.py").write_text(PROCESS)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    line = [sys.executable, *launch, str(out / "process.py"), str(out)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode != 0
+    assert "Signal 9 (SIGKILL)" in done.stderr
+    (out / "armed").unlink()
+    return out
+
+
+def losses(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_give_the_losses_of_one_and_resume_exactly(out, parallel):
+    with one_thread():
+        alone = train(read_config(out / parallel))
+    assert losses(out / parallel) == pytest.approx(alone.curve("loss"), rel=2e-5)
+    assert read_record(out / f"{parallel}-cut")["resumed"][0]["step"] == 1
+    assert losses(out / f"{parallel}-cut") == losses(out / parallel)
+    ends = [
+        load_checkpoint(out / n / "checkpoints" / "step-8") for n in (parallel, f"{parallel}-cut")
+    ]
+    for kind in ("model", "optimizer"):
+        one, other = (getattr(end, kind) for end in ends)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), kind
+    plain = train(user_run(f"{out}/mine.py:make", steps=8, metrics_every=1)).curve("loss")
+    assert losses(out / parallel) != pytest.approx(plain, rel=2e-5), "the plan of operations ran"
+
+
+def test_a_run_that_was_killed_in_two_processes_goes_on_in_one(out):
+    folder = out / "killed"
+    with one_thread():
+        run = train(read_config(folder), folder, resume=True)
+    assert (run.status, read_record(folder)["resumed"][0]["step"]) == ("done", 4)
+    assert losses(folder) == pytest.approx(losses(out / "fsdp"), rel=2e-5)
