@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread
 
+_KILLED = ("TerminatedWorkerError", "KilledWorker", "ActorDiedError", "WorkerCrashedError")
+"""What loky, Dask (after it has tried on several workers) and Ray raise for a worker that died."""
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -72,25 +74,26 @@ def _spread(
 ) -> Iterator[tuple[int, Result]]:
     """Yield numbers and results as they come."""
     from joblib import Parallel, delayed
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     done = 0
     with _configured(backend):
-        parallel = Parallel(
-            n_jobs=min(workers, len(jobs)), return_as="generator_unordered", batch_size=1
-        )
+        options: dict[str, Any] = {"n_jobs": min(workers, len(jobs)), "batch_size": 1}
+        try:
+            parallel = Parallel(return_as="generator_unordered", **options)
+            counted = f", with {{}} of {len(jobs)} runs done"
+        except ValueError:  # of a backend that gives all results at once, as Ray's
+            parallel, counted = Parallel(**options), ""
         try:
             for found in parallel(
                 delayed(_numbered)(function, number, job) for number, job in enumerate(jobs)
             ):
                 done += 1
                 yield found
-        except TerminatedWorkerError as error:
-            said = (
-                f"a worker process was killed, perhaps for want of memory, with {done} of"
-                f" {len(jobs)} runs done"
-            )
-            raise WorkerKilledError(said) from error
+        except Exception as error:
+            if type(error).__name__ not in _KILLED:
+                raise
+            said = "a worker process was killed, perhaps for want of memory"
+            raise WorkerKilledError(said + counted.format(done)) from error
 
 
 def _numbered(function: Callable[[Job], Result], number: int, job: Job) -> tuple[int, Result]:
