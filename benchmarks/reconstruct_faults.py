@@ -9,6 +9,8 @@ counts as right where what is named first is its cause or its place, as vague wh
 or the right one stands behind another, as wrong where something else is named.
 """
 
+# ruff: noqa: ARG001, ARG005 - steps have the signatures of the kernel that they are put into
+
 from __future__ import annotations
 
 import argparse
@@ -25,8 +27,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from halfulp.reconstruct import reconstruct
 from tests.audit.zoo_kernel import TEXTBOOK, TEXTBOOK_PLAN, Attention, finite, keep_bits, kernel
+
+from halfulp.reconstruct import reconstruct
 
 LOG2_E = math.log2(math.e)
 
@@ -336,8 +339,10 @@ def main() -> None:
             for n in found.causes:
                 print(f"       {n.cause.key}: {n.text} × {n.harm:.2f}", flush=True)
     count = {how: sum(row["verdict"] == how for row in rows) for how in ("right", "vague", "wrong")}
-    print(f"{count['right']} right, {count['vague']} vague, {count['wrong']} wrong of {len(rows)};"
-          f" {sum(r['seconds'] for r in rows) / len(rows):.1f} s of processor time each")
+    print(
+        f"{count['right']} right, {count['vague']} vague, {count['wrong']} wrong of {len(rows)};"
+        f" {sum(r['seconds'] for r in rows) / len(rows):.1f} s of processor time each"
+    )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
 

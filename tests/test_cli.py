@@ -67,7 +67,7 @@ def small_plan(monkeypatch):
     """Audits of two probes, so that the commands are tested and not the audit."""
     monkeypatch.setattr(audit_run, "plan", two_probes)
     # the slowest part, and not what is tested here
-    monkeypatch.setattr(audit_run, "fingerprint", lambda *_: None)
+    monkeypatch.setattr(audit_run, "reconstructed", lambda *_: None)
 
 
 def run(capsys, *arguments):
@@ -498,7 +498,7 @@ from halfulp import cli
 from halfulp.audit import run
 from tests.test_cli import two_probes
 run.plan = two_probes
-run.fingerprint = lambda *_: None
+run.reconstructed = lambda *_: None
 sys.exit(cli.main())
 """
 

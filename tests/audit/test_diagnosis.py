@@ -1,69 +1,112 @@
-"""The likeliest cause names the ingredient that is coarse, and no other: recipes with one
-ingredient planted.
+"""A cause is named on evidence: what the reconstruction found, or what the findings prove; else it
+is called unexplained.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from halfulp.attention import emulate
 from halfulp.audit import Shape, audit
-from halfulp.audit.diagnosis import diagnose
+from halfulp.audit.diagnosis import GROSS, diagnose
+from halfulp.audit.inputs import Case
+from halfulp.audit.verdict import Finding
 from halfulp.recipes import recipe_named
+from halfulp.reconstruct import CAUSES, Named, reconstruct
+from halfulp.reconstruct.emulating import Model
+from halfulp.reconstruct.reconstruction import ingredients
 
 SMALL = Shape(batch=1, heads=16, n_query=160, n_key=160, head_dim=32)  # two tiles
 
-DELTA = "δ = rowsum(dO ∘ O) from the rounded O"
-ROW_SUM = "l is summed from the weights before rounding"
-WEIGHTS = "other weights than the forward pass"
-PLANTED = {
-    "BF16_FLASH2": ("stock", DELTA),
-    "BF16_FLASH2[row_sum_from=rounded]": ("stock", DELTA),
-    "BF16_FLASH2[delta_from=residual]": ("stock", ROW_SUM),
-    "BF16_FLASH2[delta_from=residual,row_sum_from=rounded]": ("stock", WEIGHTS),
-    "BF16_HALFULP[delta_from=out,residual_bits=none]": ("stock", DELTA),
-    "BF16_HALFULP[row_sum_from=exact]": ("defect", "weights and row sum disagree"),
-    "BF16_HALFULP[backward_weights=lse]": ("stock", WEIGHTS),
-    "BF16_HALFULP[backward_weights=maximum]": ("stock", WEIGHTS),
-    "BF16_HALFULP[backward_weights=maximum,divisor_from=row_sum]": ("defect", WEIGHTS),
-    "BF16_HALFULP[shift=maximum]": ("stock", WEIGHTS),
-    # Between the others: told to be coarse, and no ingredient named alone.
-    "BF16_HALFULP[residual_bits=3]": ("stock", "δ, l or the backward pass's weights"),
+
+def finding(tensor="out", *, grade="defect", kind="error", probe="gaussian", ratio=2.0):
+    return Finding(grade, kind, f"{tensor} error", tensor, Case(probe), "figure", ratio)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reconstruct("recipe:BF16_FLASH2")
+
+
+INGREDIENTS = {
+    "BF16_FLASH2": "delta-from-out",
+    "BF16_FLASH2[row_sum_from=rounded]": "delta-from-out",
+    "BF16_FLASH2[delta_from=residual]": "weights-row-sum",
+    "BF16_FLASH2[delta_from=residual,row_sum_from=rounded]": "backward-weights",
+    "BF16_HALFULP[delta_from=out,residual_bits=none]": "delta-from-out",
+    "BF16_HALFULP[row_sum_from=exact]": "weights-row-sum",
+    "BF16_HALFULP[backward_weights=lse]": "backward-weights",
+    "BF16_HALFULP[backward_weights=maximum]": "backward-weights",
+    "BF16_HALFULP[shift=maximum]": "backward-weights",
+    "BF16_HALFULP": None,
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_the_planted_ingredient_is_named(name):
-    recipe = recipe_named(name)
-
-    def attention(query, key, value, *, is_causal, scale, attn_mask=None, enable_gqa=False):
-        options = {
-            "is_causal": is_causal,
-            "scale": scale,
-            "enable_gqa": enable_gqa,
-            "recipe": recipe,
-        }
-        return emulate(query, key, value, attn_mask, return_lse=True, **options)
-
-    report = audit(attention, shapes=(SMALL,), explain=False)
-    verdict, cause = PLANTED[name]
-    assert report.verdict == verdict
-    assert len(report.causes) == 1
-    assert cause in report.causes[0].name
+@pytest.mark.parametrize("name", INGREDIENTS)
+def test_the_ingredient_that_rounds_more_than_it_must_is_named(name):
+    found = ingredients(Model.of(recipe_named(name)))
+    assert (found[0].cause.key if found else None) == INGREDIENTS[name]
 
 
-def test_nothing_found_has_no_cause():
-    assert diagnose([], {}, accumulates=False) == ()
+def test_nothing_found_has_no_cause(stock):
+    assert diagnose([], None) == ()
+    assert diagnose([], stock) == ()
 
 
-def test_a_causal_mask_that_is_off_by_one_is_called_that():
-    """Whichever causal probes there are: which they are is a field of the probe."""
+def test_stock_findings_name_the_recipe_they_come_from(stock):
+    (named,) = diagnose([finding("grad_query", grade="stock")], stock)
+    assert named.cause.key == "delta-from-out"
+    assert "BF16_FLASH2: explains 100 %" in named.evidence
+    assert diagnose([finding("grad_query", grade="stock")], None) == ()
 
+
+def test_above_twenty_times_no_rounding_is_a_cause_that_does_not_explain_the_error(stock):
+    little = Named(CAUSES["accumulator"], "accumulator=bf16", 3.0, "out", "plain", 0.5)
+    found = replace(stock, causes=(little,))
+    assert [d.cause.key for d in diagnose([finding(ratio=2.0)], found)] == ["accumulator"]
+    (gross,) = diagnose([finding(ratio=2 * GROSS)], found)
+    assert gross.cause.kind == "unexplained"
+    found = replace(stock, causes=(replace(little, explained=0.99),))
+    assert [d.cause.key for d in diagnose([finding(ratio=2 * GROSS)], found)] == ["accumulator"]
+
+
+def test_a_cause_in_dv_alone_is_not_why_dq_fails(stock):
+    of_value = Named(CAUSES["probabilities"], "e4m3", 9.0, "grad_value", "plain", 1.0)
+    found = replace(stock, causes=(of_value,), ingredients=())
+    (named,) = diagnose([finding("grad_query")], found)
+    assert named.cause.key == "gradient-unexplained"
+
+
+NOT_FINITE = {
+    ("ties_many", "out"): "underflow",
+    ("lse_below_88", "grad_query"): "exp-of-lse",
+    ("masked_rows", "out"): "masked-row",
+    ("very_large", "out"): "maximum",
+    ("gaussian", "out"): "non-finite",
+}
+
+
+@pytest.mark.parametrize(("probe", "tensor"), NOT_FINITE)
+def test_what_is_not_finite_is_told_by_its_probes(probe, tensor):
+    (named,) = diagnose([finding(tensor, kind="non-finite", probe=probe)], None)
+    assert named.cause.key == NOT_FINITE[probe, tensor]
+
+
+def test_a_causal_mask_that_is_off_by_one_is_called_that_with_its_evidence():
     def attention(query, key, value, *, is_causal, scale):
         mask = None
         if is_causal:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
         return emulate(query, key, value, mask, scale=scale, recipe="BF16_FLASH2")
 
-    report = audit(attention, shapes=(SMALL,), explain=False)
+    report = audit(attention, shapes=(SMALL,))
     assert report.verdict == "defect"
-    assert report.causes[0].name == "the causal mask is wrong"
+    assert report.causes[0].key == "causal-mask"
+    assert "one key too many" in report.evidence[0]
+    assert report.evidence[0] in report.reason
+    assert report.fingerprint is not None
+    assert report.fingerprint.understood
+    plain = report.as_dict()
+    assert plain["causes"][0]["evidence"] == report.evidence[0]
+    assert plain["fingerprint"]["text"] == report.fingerprint.sentence

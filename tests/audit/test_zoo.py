@@ -8,23 +8,11 @@ from halfulp.audit import audit, planning
 from tests.audit.zoo import FAULTY, SOUND
 
 CAUSES = {
-    "out_cut": "O is truncated",
-    "published_fix": "underflows",
-    "masked_row_nan": "nothing become NaN",
-    "gqa_wrong_head": "wrong key heads",
-    "tail_dropped": "sizes off the block",
-    "causal_sees_next": "causal mask",
-    "mask_first_head": "masks are applied",
-    "backward_scores_fp16": "recomputed more coarsely",
-    "backward_key_prescaled": "recomputed more coarsely",
-    "exp_minus_lse": "exp(−lse)",
-    "delta_sum_low": "δ, or the difference",
-    "dk_dv_sums_low": "accumulated in low precision",
-    "dq_sums_low": "accumulated in low precision",
-    "scores_low": "scores are rounded",
-    "max_from_zero": "maximum is not tracked",
+    "published_fix": "underflow",
+    "masked_row_nan": "masked-row",
+    "exp_minus_lse": "exp-of-lse",
 }
-"""What the likeliest cause must say, where a fault has a telling signature."""
+"""The key of the cause, where a fault makes NaN; of others the reconstruction names it."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +26,7 @@ def test_a_planted_fault_is_caught(kernel):
     report = audit(kernel.fn, explain=False)
     assert report.verdict == "defect", f"{kernel.fault}: {report.reason}"
     if kernel.name in CAUSES:
-        assert any(CAUSES[kernel.name] in cause.name for cause in report.causes), [
-            c.name for c in report.causes
-        ]
+        assert CAUSES[kernel.name] in [cause.key for cause in report.causes]
 
 
 @pytest.mark.parametrize("kernel", SOUND, ids=lambda k: k.name)

@@ -149,7 +149,7 @@ def tiny(monkeypatch):
 
     monkeypatch.setattr(audit_run, "plan", plan)
     # the slowest part, and not what is tested here
-    monkeypatch.setattr(audit_run, "fingerprint", lambda *_: None)
+    monkeypatch.setattr(audit_run, "reconstructed", lambda *_: None)
     config = functools.partial(
         demo.DemoConfig,
         steps=60,

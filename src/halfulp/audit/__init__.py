@@ -5,7 +5,7 @@ the smallest input that shows a defect.
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import PROBES, Probe, Shape
 from halfulp.audit.report import AuditReport
-from halfulp.audit.run import audit, fingerprint_of
+from halfulp.audit.run import audit
 from halfulp.audit.shrink import reproduce
 from halfulp.operations import Sizes
 
@@ -18,6 +18,5 @@ __all__ = [
     "Shape",
     "Sizes",
     "audit",
-    "fingerprint_of",
     "reproduce",
 ]

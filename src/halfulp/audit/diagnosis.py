@@ -1,300 +1,154 @@
-"""What findings most likely mean: the public bug they resemble, and what they do to training, in
-one sentence each.
+"""Causes of findings: what the reconstruction says the kernel does; and of what is not finite, or
+not the same twice, which no error vector can tell, the probes that show it.
 
-The rules read findings only, never the target. They are tried in order, from the telling to the
-general, and the first that fits names the cause; the last ones fit anything.
+A cause is named on evidence or not at all: what the reconstruction leaves unexplained is called so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from halfulp.audit.probes import PROBES, probes_with
+from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.probes import probes_with
 from halfulp.audit.verdict import Finding
-from halfulp.reconstruct import CAUSES, Cause
+from halfulp.calls import Call, Result
+from halfulp.reconstruct import CAUSES, Cause, Named, Reconstruction, Trial, of_kernel
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
-LEVELS, RAGGED = probes_with("level"), probes_with("ragged")
-PLAIN, FEW_KEYS = probes_with("plain"), probes_with("few keys")
-CAUSAL = {probe.name for probe in PROBES if probe.is_causal}
-_AS_STOCK = 0.5  # times the stock recipe's error: as large as that
-OUTGROWS = 0.15  # exponent of N by which an error outgrows the stock recipe's
+LEVELS = probes_with("level")
+GROSS = 20.0  # times stock: from there on rounding is a cause only where it explains the error
+PROVEN = 0.9  # share of an error that is "explains it"
+EFFORT = 1500  # emulations of the reconstruction
+PROBES = 2  # failing probes that the reconstruction looks at beside its own inputs
+LONGEST = 512  # keys of a probe that is emulated hundreds of times
+
+_TENSORS = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Defect findings, arranged for the rules."""
+class Diagnosis:
+    """A cause and what it is told from."""
 
-    findings: tuple[Finding, ...]
-    growth: dict[str, float]  # tensor → exponent by which its error outgrows the stock recipe's
-    accumulates: bool  # the fingerprint found rounded gradient accumulators
-    # probes whose rows of dS do not sum to 0, findings of any grade
-    uneven: frozenset[str] = frozenset()
-
-    def probes(self, kind: str | None = None, tensor: str | None = None) -> set[str]:
-        """Probes with a finding of that kind and tensor; relations between calls have none."""
-        return {
-            f.case.probe
-            for f in self.findings
-            if f.case is not None
-            and f.kind != "relation"
-            and kind in (None, f.kind)
-            and tensor in (None, f.tensor)
-        }
-
-    def worst(self, tensor: str, probes: set[str]) -> float:
-        """The largest error on those probes, in units of its limit's reference; 0 where none
-        fails.
-        """
-        found = (f for f in self.findings if f.tensor == tensor and f.kind == "error")
-        return max(
-            (f.ratio for f in found if f.case is not None and f.case.probe in probes), default=0.0
-        )
-
-    @property
-    def tensors(self) -> set[str]:
-        """Tensors with a finding."""
-        return {f.tensor for f in self.findings}
-
-    @property
-    def forward_clean(self) -> bool:
-        """Only gradients fail."""
-        return bool(self.tensors & BACKWARD) and not self.tensors & {"out", "lse"}
-
-    def only(self, allowed: set[str]) -> bool:
-        """Some probe fails, and none outside `allowed`."""
-        return bool(self.probes()) and self.probes() <= allowed
-
-    def property_starts(self, text: str) -> bool:
-        """Whether a failing property's name starts so."""
-        return any(f.property.startswith(text) for f in self.findings)
+    cause: Cause
+    evidence: str
 
 
-def _underflows(e: Evidence) -> bool:
-    broken = e.probes("non-finite", "out")
-    return "ties_many" in broken or ("ties_negative" in broken and "deep_negative" not in broken)
-
-
-def _exp_of_lse(e: Evidence) -> bool:
-    return bool(e.probes("non-finite") & {"lse_below_88", "deep_negative"}) and not e.probes(
-        "non-finite", "out"
-    )
-
-
-def _maximum_untracked(e: Evidence) -> bool:
-    failing, broken = e.probes(tensor="out"), e.probes("non-finite")
-    below_zero = LEVELS - {"very_large"}
-    return bool(broken & LEVELS and failing & LEVELS) or (bool(failing) and failing <= below_zero)
-
-
-def _accumulates(e: Evidence) -> bool:
-    outgrows = max((e.growth.get(tensor, 0.0) for tensor in BACKWARD), default=0.0) > OUTGROWS
-    return e.forward_clean and (e.accumulates or outgrows)
-
-
-def _truncates(e: Evidence) -> bool:
-    return len(e.probes("lean", "out") & PLAIN) >= 2 or len(e.probes("lean") & PLAIN) >= 3
-
-
-def _loses_small_weights(e: Evidence) -> bool:
-    return "diffuse" in e.probes("lean", "out") and "hot_token" not in e.probes(tensor="out")
-
-
-def _coarse_scores_backward(e: Evidence) -> bool:
-    # dV depends on P alone, so it tells a wrong P from a wrong δ; coarse scores hurt far more where
-    # they are large.
-    large = e.worst("grad_value", {"deep_negative", "very_large", "odd_scale"})
-    return e.forward_clean and large > 2 * e.worst("grad_value", {"gaussian", "diffuse"})
-
-
-def _causal(e: Evidence) -> bool:
-    return e.only({"odd_lengths_causal"}) or (e.only(CAUSAL) and "gaussian_causal" in e.probes())
-
-
-def _coarse_scores(e: Evidence) -> bool:
-    failing = e.probes(tensor="out")
-    return bool(failing & {"deep_negative", "very_large"}) and "diffuse" not in failing
-
-
-def _weights_miscounted(e: Evidence) -> bool:
-    # Where few keys carry a row, their rounding does not average out between the row sum and P̄ V.
-    leaning = e.probes("lean", "out")
-    few = bool(leaning & FEW_KEYS) and not e.probes(tensor="out") & PLAIN
-    return few or bool(e.probes(tensor="out") & {"value_constant", "value_offset"})
-
-
-def _delta_as_stock(e: Evidence) -> bool:
-    # Rows of one sign read δ from the rounded O as large as the stock recipe's, l before rounding a
-    # tenth of it. Who rounds O for δ hides what l is summed from.
-    found = [f for f in e.findings if f.case is not None and f.case.probe == "value_one_sign"]
-    return any(
-        (f.times_stock or 0.0) > _AS_STOCK for f in found if f.property.startswith("row sums")
-    )
-
-
-def _other_weights_backward(e: Evidence) -> bool:
-    # Where two keys carry a row, dS is what forward and backward pass disagree on; δ's rounding
-    # shows on more probes.
-    return (
-        e.forward_clean
-        and e.tensors <= {"grad_query", "grad_key"}
-        and e.uneven == {"two_live_keys"}
-    )
-
-
-def _delta(e: Evidence) -> bool:
-    sums = e.property_starts("row sums") or e.property_starts("Σ dK")
-    return e.forward_clean and "grad_value" not in e.tensors and sums
-
-
-def _only_dq_and_dk(e: Evidence) -> bool:
-    return e.forward_clean and e.tensors <= {"grad_query", "grad_key"}
-
-
-def _rows_do_not_sum(e: Evidence) -> bool:
-    return e.forward_clean and e.property_starts("Σ dV")
-
-
-OTHER_WEIGHTS = CAUSES["backward-weights"]
-
-Rule = tuple[Callable[[Evidence], bool], Cause]
-
-RULES: tuple[Rule, ...] = (
-    (
-        _underflows,
-        CAUSES["underflow"],
-    ),
-    (
-        _exp_of_lse,
-        CAUSES["exp-of-lse"],
-    ),
-    (
-        lambda e: e.probes("non-finite") == {"masked_rows"},
-        CAUSES["masked-row"],
-    ),
-    (
-        _maximum_untracked,
-        CAUSES["maximum"],
-    ),
-    (
-        lambda e: e.property_starts("NaN confined"),
-        CAUSES["nan-escapes"],
-    ),
-    (
-        lambda e: e.property_starts("same call twice"),
-        CAUSES["unstable"],
-    ),
-    (
-        _coarse_scores_backward,
-        CAUSES["backward-scores"],
-    ),
-    (_other_weights_backward, OTHER_WEIGHTS),
-    (
-        _delta,
-        CAUSES["delta"],
-    ),
-    (
-        lambda e: e.tensors == {"grad_value"},
-        CAUSES["probabilities"],
-    ),
-    (
-        _accumulates,
-        CAUSES["grad-accumulator"],
-    ),
-    (
-        lambda e: e.only({"gqa"}),
-        CAUSES["key-heads"],
-    ),
-    (
-        _causal,
-        CAUSES["causal-mask"],
-    ),
-    (
-        lambda e: e.only(RAGGED),
-        CAUSES["ragged"],
-    ),
-    (
-        lambda e: e.only({"masked_rows", "additive_mask"}),
-        CAUSES["mask"],
-    ),
-    (
-        _truncates,
-        CAUSES["out"],
-    ),
-    (
-        _loses_small_weights,
-        CAUSES["weights"],
-    ),
-    (
-        _coarse_scores,
-        CAUSES["scores"],
-    ),
-    (
-        _weights_miscounted,
-        CAUSES["weights-disagree"],
-    ),
-    (
-        _rows_do_not_sum,
-        CAUSES["probabilities"],
-    ),
-    (
-        _only_dq_and_dk,
-        CAUSES["grad-scores"],
-    ),
-    (
-        lambda e: e.forward_clean,
-        CAUSES["gradient-unexplained"],
-    ),
-    (
-        lambda e: bool(e.findings),
-        CAUSES["out-unexplained"],
-    ),
-)
-
-STOCK_RULES: tuple[Rule, ...] = (
-    (_delta_as_stock, CAUSES["delta-from-out"]),
-    (
-        lambda e: "value_constant" in e.probes("error"),
-        CAUSES["weights-row-sum"],
-    ),
-    (lambda e: e.probes() == {"two_live_keys"}, OTHER_WEIGHTS),
-    (
-        lambda e: bool(e.findings),
-        CAUSES["stock"],
-    ),
-)
-
-
-WRONG_ELEMENTS = CAUSES["elements"]
-
-
-def diagnose(
-    findings: Sequence[Finding], growth: dict[str, float], accumulates: bool
-) -> tuple[Cause, ...]:
-    """The likeliest causes: of what is not finite, then of the other defects; of stock findings
-    where nothing is worse.
-
-    `growth` and `accumulates` are the audit's exponents and its fingerprint's word on the gradient
-    accumulators.
+def reconstructed(
+    run: Callable[[Inputs], Result | None], name: str, dtype: str, findings: Sequence[Finding]
+) -> Reconstruction | None:
+    """What the kernel does, asked on the reconstruction's own inputs and on the worst failing
+    probes; None where it gives nothing.
     """
-    defects = tuple(f for f in findings if f.grade == "defect" and f.kind != "element")
-    if not defects and any(f.kind == "element" for f in findings):
-        return (WRONG_ELEMENTS,)
+    cases: dict[str, Case] = {}
+    for finding in findings:
+        case = finding.case
+        plain = case is not None and case.file is None and finding.kind in ("error", "element")
+        if plain and case is not None and case.shape.n_key <= LONGEST:
+            cases.setdefault(case.probe, case)
+    extra = []
+    for probe, case in list(cases.items())[:PROBES]:
+        x = case.inputs()
+        if x.dropout is None:
+            extra.append(Trial(f"probe {probe}", x, x.grad_out))
+    return of_kernel(lambda t: run(_inputs(t)), name, dtype, extra=extra, effort=EFFORT)
+
+
+def _inputs(trial: Trial) -> Inputs:
+    call = {f.name: getattr(trial.call, f.name) for f in fields(Call)}
+    return Inputs(**call, grad_out=trial.grad_out)
+
+
+def diagnose(findings: Sequence[Finding], found: Reconstruction | None) -> tuple[Diagnosis, ...]:
+    """The causes: of what is not finite, then of the other defects; of stock findings where nothing
+    is worse. Without a reconstruction only what findings themselves prove.
+    """
+    defects = tuple(f for f in findings if f.grade == "defect")
     if not defects:
-        evidence = Evidence(tuple(findings), growth, accumulates)
-        return tuple(cause for fits, cause in STOCK_RULES if fits(evidence))[:1]
+        return _stock(findings, found)
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
     rest = tuple(f for f in defects if f not in broken and not _same_place(f, broken))
-    uneven = frozenset(
-        f.case.probe for f in findings if f.case is not None and f.property.startswith("row sums")
+    causes = [_of_broken(broken)] if broken else []
+    unsteady = [f for f in rest if f.property.startswith("same call twice")]
+    if unsteady:
+        causes.append(Diagnosis(CAUSES["unstable"], unsteady[0].figure))
+        rest = tuple(f for f in rest if f not in unsteady)
+    if any(f.property.startswith("NaN confined") for f in rest):
+        causes.append(Diagnosis(CAUSES["nan-escapes"], "a planted NaN is found elsewhere"))
+        rest = tuple(f for f in rest if not f.property.startswith("NaN confined"))
+    if rest:
+        causes += _explained(rest, found)
+    return tuple({d.cause.key: d for d in reversed(causes)}.values())[::-1]
+
+
+def _explained(rest: tuple[Finding, ...], found: Reconstruction | None) -> list[Diagnosis]:
+    """What the reconstruction says of these defects."""
+    tensors = {f.tensor for f in rest if f.tensor}
+    elements = all(f.kind == "element" for f in rest)
+    if found is None:
+        return [Diagnosis(CAUSES["elements"], rest[0].figure)] if elements else []
+    gross = max(f.ratio for f in rest) >= GROSS
+    named = [_of_named(n) for n in found.causes if _concerns(n.tensor, tensors) and (
+        n.cause.kind != "rounding" or not gross or n.explained >= PROVEN)]  # fmt: skip
+    places = [
+        Diagnosis(CAUSES[p.cause], f"told by its place: {_TENSORS[p.tensor]}, {p.text}")
+        for p in found.places
+        if _concerns(p.tensor, tensors)
+        and not (gross and CAUSES[p.cause].kind == "rounding" and p.left > 1 - PROVEN)
+    ]
+    if named or places:
+        return named + [p for p in places if not named or p.cause.kind != "unexplained"]
+    if elements:
+        return [Diagnosis(CAUSES["elements"], rest[0].figure)]
+    if not gross and found.ingredients and found.understood:
+        return [_of_ingredient(found.ingredients[0], found)]
+    key = "gradient-unexplained" if tensors <= BACKWARD else "out-unexplained"
+    return [Diagnosis(CAUSES[key], f"on other inputs it {found.sentence}")]
+
+
+def _concerns(tensor: str, failing: set[str]) -> bool:
+    """Whether what shows on one result may be why others fail: gradients inherit the forward
+    pass's errors.
+    """
+    return not failing or tensor in failing or (tensor in ("out", "lse") and bool(failing))
+
+
+def _of_named(named: Named) -> Diagnosis:
+    share = f"{100 * named.explained:.0f} %"
+    return Diagnosis(
+        named.cause,
+        f"{named.text}: {named.harm:.3g} × the error without it, explains {share} of"
+        f" {_TENSORS[named.tensor]}'s error on {named.trial}",
     )
-    causes = []
-    for group in (broken, rest):
-        if group:
-            evidence = Evidence(group, growth, accumulates, uneven)
-            causes.append(next(cause for fits, cause in RULES if fits(evidence)))
-    return tuple(dict.fromkeys(causes))
+
+
+def _of_ingredient(named: Named, found: Reconstruction) -> Diagnosis:
+    return Diagnosis(named.cause, f"{named.text}: it {found.sentence}")
+
+
+def _stock(findings: Sequence[Finding], found: Reconstruction | None) -> tuple[Diagnosis, ...]:
+    """What of the recipe rounds more than operands and results demand."""
+    if not findings or found is None:
+        return ()
+    if found.ingredients:
+        return (_of_ingredient(found.ingredients[0], found),)
+    return (Diagnosis(CAUSES["stock"], f"it {found.sentence}"),)
+
+
+def _of_broken(broken: tuple[Finding, ...]) -> Diagnosis:
+    """Why results are not finite, from the probes that show it."""
+    outs = {f.case.probe for f in broken if f.case is not None and f.tensor == "out"}
+    every = {f.case.probe for f in broken if f.case is not None}
+    underflows = "ties_many" in outs or ("ties_negative" in outs and "deep_negative" not in outs)
+    rules: tuple[tuple[bool, str], ...] = (
+        (underflows, "underflow"),
+        (bool(every & {"lse_below_88", "deep_negative"}) and not outs, "exp-of-lse"),
+        (every == {"masked_rows"}, "masked-row"),
+        (bool(every & LEVELS), "maximum"),
+        (True, "non-finite"),
+    )
+    key = next(key for holds, key in rules if holds)
+    return Diagnosis(CAUSES[key], f"not finite on {', '.join(sorted(every))}")
 
 
 def _same_place(finding: Finding, broken: tuple[Finding, ...]) -> bool:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from halfulp.audit.figures import short
-from halfulp.audit.fingerprint import Fingerprint
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation
 from halfulp.audit.verdict import LIMITS, Finding, Row
 from halfulp.operations import ATTENTION
-from halfulp.reconstruct import Cause
+from halfulp.reconstruct import Cause, Reconstruction
 from halfulp.reconstruct.codes import CODES
 
 Verdict = Literal[
@@ -68,10 +67,11 @@ class AuditReport:
     missing: tuple[str, ...]  # planned and not seen, a line a reason
     limits: tuple[str, ...]  # left out, since the target declares that it does not take it
     findings: tuple[Finding, ...]  # worst first
-    causes: tuple[Cause, ...]  # the likeliest, first the worst finding's
+    causes: tuple[Cause, ...]  # first the worst
+    evidence: tuple[str, ...]  # of each cause
     cases: tuple[CaseReport, ...]
     relations: tuple[Relation, ...]
-    fingerprint: Fingerprint | None
+    fingerprint: Reconstruction | None  # what the kernel does; of attention alone
     # tensor → exponent by which its error outgrows the stock recipe's with N
     growth: dict[str, float]
     drift: float | None  # exponent of the summed error of O over tokens: 0.5 random walk, 1 drift
@@ -116,8 +116,9 @@ class AuditReport:
                 "name": c.name,
                 "resembles": c.resembles,
                 "effect": c.effect,
+                "evidence": evidence,
             }
-            for c in self.causes
+            for c, evidence in zip(self.causes, self.evidence, strict=True)
         ]
         smallest = (
             None
@@ -155,7 +156,7 @@ class AuditReport:
             "cause": causes[0] if causes else None,
             "cases": [c.as_dict() for c in self.cases],
             "relations": relations,
-            "fingerprint": None if self.fingerprint is None else self.fingerprint.as_dict(),
+            "fingerprint": self._fingerprint(),
             "growth": {short(k): v for k, v in self.growth.items()},
             "drift": self.drift,
             "tests": self.tests,
@@ -170,6 +171,12 @@ class AuditReport:
         }
         finite: dict[str, Any] = _plain(plain)
         return finite
+
+    def _fingerprint(self) -> dict[str, Any] | None:
+        """The reconstruction without its time, which is in the report's."""
+        if self.fingerprint is None:
+            return None
+        return {k: v for k, v in self.fingerprint.as_dict().items() if k != "seconds"}
 
     def __repr__(self) -> str:
         """Return one line: pytest shows it of `assert report.verdict != "defect", report`."""

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from halfulp.audit.coverage import Coverage, coverage
-from halfulp.audit.diagnosis import diagnose
+from halfulp.audit.diagnosis import Diagnosis, diagnose, reconstructed
 from halfulp.audit.figures import GRADIENTS, Measured
-from halfulp.audit.fingerprint import Fingerprint, fingerprint
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.invariants import Relation
 from halfulp.audit.operation_plan import name_of as relation_name
@@ -36,7 +35,7 @@ from halfulp.audit.verdict import (
 )
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION, OperationCalls, OperationResult, operation_named
-from halfulp.reconstruct import Cause
+from halfulp.reconstruct import Reconstruction
 from halfulp.targets import (
     CallLimits,
     Outcome,
@@ -141,7 +140,8 @@ def audit(
         isolate: make the calls in a process of their own, as `halfulp audit` does: an exit, a
             crash, a hang or endless memory is then a line of the report. The target must be named;
             a function runs in this process, whose state each call leaves as it was.
-        explain: also take the fingerprint and shrink the smallest failing input.
+        explain: also reconstruct what the kernel does, which names causes, and shrink the smallest
+            failing input.
         progress: called with (fraction done, what is being done).
 
     Returns:
@@ -201,9 +201,9 @@ def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))
     findings, rows = _judge(gathered, level)
     growth = _growth(todo, gathered)
-    asked.tell(0.9, "fingerprint")
+    asked.tell(0.9, "reconstruction")
     run = runner(gathered.target or asked.target, asked.device, asked.forward)
-    print_of, causes = _explained(asked, gathered, run, findings, growth)
+    found, causes = _explained(asked, gathered, run, findings)
     smallest, shown = _shrink(run, findings, asked.explain, asked.tell)
     verdict, reason = _verdict(gathered, seen, findings, tests, causes)
     name = asked.target.name
@@ -229,10 +229,11 @@ def _audit(asked: _Asked, todo: Plan) -> AuditReport:
         verdict=verdict,
         reason=reason,
         findings=tuple(findings),
-        causes=causes,
+        causes=tuple(d.cause for d in causes),
+        evidence=tuple(d.evidence for d in causes),
         cases=reports,
         relations=tuple(r for r, _ in gathered.relations),
-        fingerprint=print_of,
+        fingerprint=found,
         growth=growth,
         drift=gathered.drift,
         tests=tests,
@@ -251,13 +252,14 @@ def _explained(
     gathered: _Gathered,
     run: Callable[[Inputs], Result | None],
     findings: list[Finding],
-    growth: dict[str, float],
-) -> tuple[Fingerprint | None, tuple[Cause, ...]]:
+) -> tuple[Reconstruction | None, tuple[Diagnosis, ...]]:
     """What is known of attention's recipes; of other operations the probes speak for themselves."""
     if asked.target.operation != ATTENTION:
         return None, ()
-    print_of = fingerprint(run, asked.dtype) if asked.explain and gathered.measured else None
-    return print_of, diagnose(findings, growth, print_of is not None and print_of.accumulates)
+    found = None
+    if asked.explain and gathered.measured:
+        found = reconstructed(run, asked.target.name, asked.dtype, findings)
+    return found, diagnose(findings, found)
 
 
 def _silent(_: float, __: str) -> None:
@@ -421,7 +423,7 @@ def _verdict(
     seen: Coverage,
     findings: list[Finding],
     tests: int,
-    causes: tuple[Cause, ...],
+    causes: tuple[Diagnosis, ...],
 ) -> tuple[Verdict, str]:
     first = next(iter(gathered.outcomes.values()))
     if not gathered.measured or first.kind == "error":
@@ -433,7 +435,7 @@ def _verdict(
         where = "" if worst.case is None else f" on {worst.case.probe} {worst.case.shape}"
         reason = f"{worst.property}{where}: {worst.figure}"
         if causes:
-            reason = f"{causes[0].name}; {reason}"
+            reason = f"{causes[0].cause.name} ({causes[0].evidence}); {reason}"
     if grade == "defect":
         return grade, reason
     if seen.missing:
@@ -454,10 +456,3 @@ def _case_report(case: Case, gathered: _Gathered, rows: dict[Case, list[Row]]) -
     return CaseReport(
         case, "ok", outcome.refusal, tuple(rows[case]), leans, measured.ulps, measured.nonfinite
     )
-
-
-def fingerprint_of(
-    target: str | Target | Callable[..., Any], dtype: str = "bfloat16", device: str = "cpu"
-) -> Fingerprint | None:
-    """Which recipe explains the target's bits best; None where it fails on the inputs used."""
-    return fingerprint(runner(_target(target), device), dtype)

@@ -105,8 +105,9 @@ def _told(
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     seen = {t for t, name in emulator.observed if name == tensor}
+    bad = frozenset(trial for trial in bad if not trial.startswith("probe "))
     only = next(((text, key) for trials, text, key in _ONLY
-                 if bad <= trials and not seen <= trials), None)  # fmt: skip
+                 if bad and bad <= trials and not seen <= trials), None)  # fmt: skip
     if only is not None:
         parts.append(only[0])
         cause = only[1]

@@ -234,7 +234,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         if code := report["causes"][0].get("code"):
             found.append(("how to mend it", f"docs/causes/{code}.md"))
     if print_of:
-        found.append(("fingerprint", print_of["text"]))
+        found.append(("the kernel", print_of["text"]))
     if grown := {name: p for name, p in report["growth"].items() if abs(p) >= 0.1}:
         text = ", ".join(f"{name} as N^{p:.2f}" for name, p in grown.items())
         found.append(("growth", f"error relative to the stock recipe's over N: {text}"))
