@@ -5,8 +5,9 @@
 The kernels are the textbook's tiled attention of the tests with one step replaced, or a wrapper
 around it. They were written after the search was frozen (commit 5c8d2e0), and none was looked at
 before the first figures were taken (docs/reconstruct.md has those and the later ones). A fault
-counts as right where what is named first is its cause or its place, as vague where nothing is named
-or the right one stands behind another, as wrong where something else is named.
+counts as right where what is named first is its cause or its place (of a fault that does no harm,
+its field), as vague where nothing is named or the right one stands behind another, as wrong where
+something else is named.
 """
 
 # ruff: noqa: ARG001, ARG005 - steps have the signatures of the kernel that they are put into
@@ -307,6 +308,8 @@ def _(ask, q, k, v, causal, mask):
 def verdict(found: Any, fault: Fault) -> tuple[str, list[str]]:
     """right, vague or wrong, and the keys that are named, the first first."""
     named = [n.cause.key for n in found.causes] + [p.cause for p in found.places]
+    if not named:  # a field that rounds otherwise than stock and does no harm
+        named = [d.cause for d in found.harmless if d.cause]
     named = list(dict.fromkeys(named))
     if named and named[0] in fault.right:
         return "right", named

@@ -61,7 +61,8 @@ class Observed:
         found = candidate.double()
         found = found.unsqueeze(-1) if found.ndim == 3 else found
         if found.shape != self.value.shape:
-            return Fit(self.energy * WORST, self.energy * 0, self.energy, self.energy, self.floor)
+            # what cannot be computed explains nothing
+            return Fit(self.energy, self.energy * 0, self.energy, self.energy, self.floor)
         broken = ~found.isfinite() & self.usable
         found = torch.where(self.usable & ~broken, found, 0.0)
         own, other = self.value - self.exact, found - self.exact
@@ -117,31 +118,29 @@ class Cosine:
 
     value: float
     error: float
-    left: float  # share of the squared error that is not explained
+    left: float  # share of the squared error that is not explained, every trial counting once
     groups: int
 
     @classmethod
     def of(cls, fits: list[Fit]) -> Cosine:
         """Over all of one tensor's trials together, each trial's error at norm 1."""
-        inner, energy, other, residual = [], [], [], []
+        inner, energy, other = [], [], []
         for fit in fits:
             unit = float(fit.energy.sum()) or 1.0
             inner.append(fit.inner / unit)
             energy.append(fit.energy / unit)
             other.append(fit.other / unit)
-            residual.append(fit.residual / unit)
         if not fits:
             return cls(math.nan, math.nan, math.nan, 0)
-        i, e, o, r = (torch.cat(x) for x in (inner, energy, other, residual))
-        total = float(e.sum())
+        i, e, o = (torch.cat(x) for x in (inner, energy, other))
+        left = sum(min(1.0, fit.left) for fit in fits) / len(fits)
+        total, n = float(e.sum()), len(i)
         if total == 0 or float(o.sum()) == 0:
-            same = float(r.sum()) == 0
-            return cls(float(same), 0.0, float(not same), len(i))
+            return cls(float(left == 0), 0.0, left, n)
         without = (i.sum() - i) / ((e.sum() - e) * (o.sum() - o)).clamp_min(1e-300).sqrt()
-        n = len(i)
         spread = math.sqrt((n - 1) / n * float((without - without.mean()).square().sum()))
         value = float(i.sum()) / math.sqrt(total * float(o.sum()))
-        return cls(value, spread, float(r.sum()) / total, n)
+        return cls(value, spread, left, n)
 
 
 Fits = Mapping[tuple[str, str], Fit]  # (trial, tensor)

@@ -406,3 +406,34 @@ def _from_elsewhere(
 
     return Twist(f"elsewhere-{name}-{which}-{sorted(found.items())}", text, "other-data", turn,
                  back)  # fmt: skip
+
+
+def fitted_scales(trial: Trial, out: Observed) -> Twist | None:
+    """The factor on the scale that explains most of O's error, where one explains more than
+    half.
+    """
+    factor = 1.0
+    for _ in range(4):
+        here, moved = (_exact_out(trial, factor * (1 + step)) for step in (0.0, 1e-4))
+        slope = (moved - here) / 1e-4
+        size = float(slope.square().sum())
+        if size == 0:
+            return None
+        factor *= 1 + max(-0.5, min(0.5, float(((out.value - here) * slope).sum()) / size))
+    left = float((out.value - _exact_out(trial, factor)).square().sum())
+    if left > 0.5 * out.total or abs(factor - 1) < 1e-4:
+        return None
+
+    def turn(asked: Trial) -> Trial:
+        return replace(asked, call=replace(asked.call, scale=asked.call.scale * factor))
+
+    text = f"the scale is {factor:.4g} × what was asked for"
+    return Twist(f"scale-{factor:.4g}", text, "scale", turn)
+
+
+def _exact_out(trial: Trial, factor: float) -> Tensor:
+    call = trial.call
+    key, value = (x.double().repeat_interleave(call.groups, 1) for x in (call.key, call.value))
+    scores = call.query.double() @ key.mT * (call.scale * factor)
+    scores = call.sees.apply(scores, slice(0, scores.shape[2]), slice(0, scores.shape[3]), 1.0)
+    return scores.softmax(-1).nan_to_num(0.0) @ value

@@ -95,8 +95,8 @@ def _ragged_causal(g: torch.Generator) -> dict[str, Any]:
 
 
 def _cross(g: torch.Generator) -> dict[str, Any]:
-    """Fewer queries than keys, causal, aligned at the top left; values wider than keys."""
-    return _operands(g, (1, 2, 2), (80, 176), (32, 48)) | {"sees": Sees(causal=True)}
+    """Fewer queries than keys, causal, aligned at the top left."""
+    return _operands(g, (1, 2, 2), (80, 176), (32, 32)) | {"sees": Sees(causal=True)}
 
 
 def _grouped(g: torch.Generator) -> dict[str, Any]:

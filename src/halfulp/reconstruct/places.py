@@ -14,6 +14,7 @@ from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
+USUAL = 0.5  # share of the model's own error that it may hold
 LINEAR = 0.8  # share of it that one free number a row must explain
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _ONLY: tuple[tuple[frozenset[str], str, str], ...] = (
@@ -115,11 +116,18 @@ def _told(
         return "; ".join(parts) or "everywhere", cause
     rest = observed.value - _like(candidate)
     rest = torch.where(observed.usable, rest, 0.0)
-    for text, key in (_silent(observed), _head(rest), _rows(rest, tensor), _factor(
-            emulator, tensor, worst, rest)):  # fmt: skip
+    expected = torch.where(observed.usable, _like(candidate) - observed.exact, 0.0)
+    for text, key in (
+        _silent(observed),
+        _head(rest, expected),
+        _rows(rest, expected, tensor),
+        _factor(emulator, tensor, worst, rest),
+    ):
         if text:
             parts.append(text)
-            cause = key or cause
+            # what masks and heads alone show is not a matter of rows
+            if only is None or only[1] == "ragged" or key in ("unwritten", "elements"):
+                cause = key or cause
     return "; ".join(parts) or "spread over all rows and heads", cause
 
 
@@ -141,15 +149,18 @@ def _silent(observed: Observed) -> tuple[str, str]:
     return f"{count} of {zero.numel()} rows are 0", "unwritten"
 
 
-def _head(rest: Tensor) -> tuple[str, str]:
-    """Few heads that hold it."""
+def _head(rest: Tensor, expected: Tensor) -> tuple[str, str]:
+    """Few heads that hold it, and no more than half of what the model errs."""
     energy = rest.square().sum((-1, -2))
     total, count = float(energy.sum()), energy.numel()
     if count < 2 or total == 0:
         return "", ""
     order = energy.flatten().argsort(descending=True)
+    usual = expected.square().sum((-1, -2)).flatten()
     for n in range(1, count // 2 + 1):
         if float(energy.flatten()[order[:n]].sum()) >= CONCENTRATED * total:
+            if float(usual[order[:n]].sum()) > USUAL * float(usual.sum()):
+                break
             places = (
                 ", ".join(
                     f"({int(i) // energy.shape[1]}, {int(i) % energy.shape[1]})" for i in order[:3]
@@ -164,8 +175,10 @@ def _head(rest: Tensor) -> tuple[str, str]:
     return "", ""
 
 
-def _rows(rest: Tensor, tensor: str) -> tuple[str, str]:
-    """A stretch of rows, the edges of blocks, or a few elements that hold it."""
+def _rows(rest: Tensor, expected: Tensor, tensor: str) -> tuple[str, str]:
+    """A stretch of rows, the edges of blocks, or a few elements that hold it, and no more than half
+    of what the model errs.
+    """
     energy = rest.square().sum(-1).sum((0, 1))
     total, n = float(energy.sum()), len(energy)
     if total == 0:
@@ -178,29 +191,39 @@ def _rows(rest: Tensor, tensor: str) -> tuple[str, str]:
     tail_cause = "key-tail" if whose == "keys" else "query-tail"
     if tensor in GRADIENTS:
         tail_cause = "grad-tail"
-    running = energy.cumsum(0)
+    position = torch.arange(n)
+    candidates: list[tuple[Tensor, str, str]] = []
     for width in (16, 32, 64, 128):
         start = (n - 1) // width * width
-        short = start > 0 and (n - start) * 2 <= n
-        if short and total - float(running[start - 1]) >= CONCENTRATED * total:
-            return f"the {whose} from {start} on, of {n}", tail_cause
+        if start > 0 and (n - start) * 2 <= n:
+            candidates.append((position >= start, f"the {whose} from {start} on, of {n}",
+                               tail_cause))  # fmt: skip
     for count in (1, 8, 16, 32, 64):
-        if count * 2 <= n and float(running[count - 1]) >= CONCENTRATED * total:
-            return f"the first {count} {whose}", tail_cause
-    position = torch.arange(n)
+        if count * 2 <= n:
+            candidates.append((position < count, f"the first {count} {whose}", tail_cause))
     for width in (16, 32, 64, 128):
         for edge, text in ((width - 1, "last"), (0, "first")):
-            here = position % width == edge
-            if n > width and float(energy[here].sum()) >= CONCENTRATED * total:
-                return f"the {text} of every {width} {whose}", "causal-mask"
-    columns = rest.square().sum((0, 1, 2))
+            if n > width:
+                candidates.append((position % width == edge, f"the {text} of every {width} {whose}",
+                                   "causal-mask"))  # fmt: skip
+    usual = expected.square().sum(-1).sum((0, 1))
+    for here, text, cause in candidates:
+        if _holds(energy, usual, here):
+            return text, cause
+    columns, usual = (x.square().sum((0, 1, 2)) for x in (rest, expected))
     d = len(columns)
+    feature = torch.arange(d)
     for width in (8, 16, 32):
-        if d > width and float(columns[-width:].sum()) >= CONCENTRATED * total:
-            return f"the last {width} of {d} features", "ragged"
-        if d > width and float(columns[:width].sum()) >= CONCENTRATED * total:
-            return f"the first {width} of {d} features", "ragged"
+        for here, text in ((feature >= d - width, "last"), (feature < width, "first")):
+            if d > width and _holds(columns, usual, here):
+                return f"the {text} {width} of {d} features", "ragged"
     return "", ""
+
+
+def _holds(energy: Tensor, usual: Tensor, here: Tensor) -> bool:
+    """Whether a place holds nearly all of an error, and not of what is usual as well."""
+    most = float(energy[here].sum()) >= CONCENTRATED * float(energy.sum())
+    return most and float(usual[here].sum()) <= USUAL * float(usual.sum())
 
 
 def _factor(emulator: Emulator, tensor: str, name: str, rest: Tensor) -> tuple[str, str]:

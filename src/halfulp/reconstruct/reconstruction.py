@@ -24,7 +24,7 @@ from halfulp.reconstruct.stages import UNEXPLAINED, Stages
 from halfulp.targets import Target, check_device, resolve, run_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-EFFORT = 3000  # emulations
+EFFORT = 2500  # emulations
 HEADS = 2  # of a trial that is handed in
 Run = Callable[[Trial], Result | None]
 

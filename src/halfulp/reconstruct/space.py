@@ -69,18 +69,19 @@ def field_text(name: str, value: Any) -> str:
 def _formats(dtype: torch.dtype) -> tuple[Format, ...]:
     low = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: TF32}[dtype]
     other = {torch.bfloat16: FP16, torch.float16: BF16, torch.float32: BF16}[dtype]
-    return (low, FP64, low.with_(rounding="toward_zero"), other, OCP_E4M3, custom(8, 4))
+    coarse = tuple(custom(8, bits) for bits in (2, 3, 4, 5, 6, 8, 9, 10))
+    return (low, FP64, low.with_(rounding="toward_zero"), other, OCP_E4M3, OCP_E5M2, *coarse)
 
 
 def finer_formats(dtype: torch.dtype) -> tuple[Format, ...]:
     """Formats that are only tried where a step is known to round."""
     zero = FP16.with_(rounding="toward_zero")
-    wide = tuple(custom(8, bits) for bits in (2, 3, 5, 6, 8, 9, 10, 11, 12))
+    wide = tuple(custom(8, bits) for bits in (11, 12))
     modes = tuple(
         {torch.float16: FP16}.get(dtype, BF16).with_(rounding=mode)
         for mode in ("nearest_away", "up", "down")
     )
-    return (OCP_E5M2, TF32, zero, *wide, *modes)
+    return (TF32, zero, *wide, *modes)
 
 
 def setting(tensors: frozenset[str], **fields: Any) -> Change:
@@ -119,6 +120,7 @@ def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
         {"lse_from": "exact"},
         {"division": "multiply", "reciprocal": low},
         {"division": "multiply", "reciprocal": FP16},
+        *({"division": "multiply", "reciprocal": custom(8, bits)} for bits in (4, 5, 6, 8, 9, 10)),
         *({"exp_degree": degree} for degree in (1, 2, 3)),
         {"scale_into": "query", "scaled_operand": low},
         {"scale_into": "key", "scaled_operand": low},
@@ -164,6 +166,15 @@ def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tu
         *({"block_query": width} for width in (128, *_WIDTHS)),
         *({"block_key": width} for width in (128, *_WIDTHS)),
         *({"grad_accumulator": low, "block_query": b, "block_key": b} for b in (32, 64, 128)),
+        *(
+            {
+                "grad_accumulator": low,
+                "block_query": b,
+                "block_key": b,
+                "gradient_scale_at": "scores",
+            }
+            for b in (32, 64, 128)
+        ),
         {"exp_degree": None},
         *({"exp_degree": degree} for degree in (1, 2, 3)),
         {"scale_into": "product"},

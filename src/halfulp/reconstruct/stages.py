@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class Stages:
             model = self._backward(model)
             for name in sorted(self.gradients):
                 model = self._alone(model, name)
+            model = self._together(model)
         whole = self._whole(model, [m for _, m in space.starts(self.dtype)])
         if whole is not None:
             return whole
@@ -132,11 +134,7 @@ class Stages:
         both = _both(twisted, arithmetic)
         gross = self._gross(tensors)
         model = search.descend("backward", model, both if gross else arithmetic, tensors)
-        model = self._refined("backward", model, tensors)
-        if self._unexplained(model, tensors) and not self.late:
-            singles = list(self._backward_changes(BACKWARD))
-            model = search.pairs("backward, two at once", model, singles, tensors)
-        return model
+        return self._refined("backward", model, tensors)
 
     def _alone(self, model: Model, name: str) -> Model:
         """One gradient in a way of its own."""
@@ -145,14 +143,24 @@ class Stages:
         twisted = _neighbors(lambda: space.twist_changes(self.twists, own))
         if not self._unexplained(model, own, 0.1):
             return model
-        both = _both(twisted, arithmetic) if self._unexplained(model, own) else arithmetic
+        far = self._unexplained(model, own) and not self.late
+        both = _both(twisted, arithmetic) if far else arithmetic
         model = self.search.descend(name, model, both, own)
-        model = self._refined(name, model, own)
-        if self._unexplained(model, own) and not self.late:
-            singles = list(space.backward_changes(self.dtype, own))
-            model = self.search.pairs(f"{name}, two at once", model, singles, own)
-            slow = _neighbors(lambda: space.product_changes(self.dtype, own))
-            model = self.search.descend(name, model, slow, own, screened=2, most=1)
+        return self._refined(name, model, own)
+
+    def _together(self, model: Model) -> Model:
+        """Two changes at once, of all gradients and of each, and products of low precision."""
+        search, tensors = self.search, self.gradients
+        if self._unexplained(model, tensors) and not self.late:
+            singles = list(self._backward_changes(BACKWARD))
+            model = search.pairs("backward, two at once", model, singles, tensors)
+        for name in sorted(tensors):
+            own = frozenset({name})
+            if self._unexplained(model, own) and not self.late:
+                singles = list(space.backward_changes(self.dtype, own))
+                model = search.pairs(f"{name}, two at once", model, singles, own)
+                slow = _neighbors(partial(space.product_changes, self.dtype, own))
+                model = search.descend(name, model, slow, own, screened=2, most=1)
         return model
 
     def _backward_changes(self, tensors: frozenset[str]) -> Iterator[tuple[str, Change]]:
@@ -277,6 +285,9 @@ def _twists(emulator: Emulator) -> tuple[Twist, ...]:
         suggested = None if observed is None else heads.sources(trial, observed)
         if suggested is not None:
             found.append(suggested)
+        if observed is not None and trial.name in ("plain", "ragged"):
+            fitted = heads.fitted_scales(trial, observed)
+            found += [] if fitted is None else [fitted]
     return tuple(found)
 
 
