@@ -198,7 +198,9 @@ def every(mutants: Sequence[Mutant], made: Sequence[Copy]) -> list[Outcome]:
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     claims = sorted({mutant.claim for mutant in mutants if mutant.claim})
     with ThreadPoolExecutor(len(made)) as pool:
-        passed = pool.map(lambda test: (test, *alone(lambda copy: copy.tests([test]))), tests)
+        passed = pool.map(
+            lambda test: (test, *alone(lambda copy: copy.tests([test], 4 * SECONDS))), tests
+        )
         for test, code, said in passed:
             if code:
                 sys.exit(f"{test} fails without a fault:\n{said[-3000:]}")

@@ -71,6 +71,7 @@ class Trial:
     channels: int = 0  # the offset lies in so many coordinates; 0: in all, drawn at random
     plain: bool = False  # the teacher has no offset
     sink: float = 0.0  # natural units that a teacher's scores of the first token are raised by
+    gain: float = 1.0  # of what a teacher's attention adds to its stream
     rate: float = 1e-3
     second: float = 0.95  # β₂
     autocast: bool = False  # bf16, besides attention
@@ -118,6 +119,11 @@ LISTED: tuple[Trial, ...] = (
     Trial(sink=6.0, rate=3e-3),
     Trial(sink=6.0, autocast=True),
     Trial(sink=6.0, layers=2),
+    Trial(sink=6.0, gain=8.0),
+    Trial(sink=6.0, gain=8.0, offset=3.0),
+    Trial(sink=3.0, gain=8.0, width=32, context=32),
+    Trial(sink=6.0, gain=8.0, rate=3e-3),
+    Trial(sink=6.0, gain=8.0, fresh=True, sequences=64, steps=2000),
     Trial(offset=3.0, channels=8, sink=6.0),
     Trial(rate=3e-3),
     Trial(autocast=True),
@@ -149,6 +155,7 @@ def drawn() -> Iterator[Trial]:
             channels=draw.choice((0, 2, 8, 16)),
             plain=draw.choice((False, True)),
             sink=draw.choice((0.0, 3.0, 6.0, 12.0)),
+            gain=draw.choice((1.0, 3.0, 8.0)),
             rate=draw.choice((3e-4, 1e-3, 3e-3, 1e-2)),
             second=draw.choice((0.95, 0.999)),
             autocast=draw.choice((False, False, True)),
@@ -182,6 +189,8 @@ class Taught(Configured):
                 assert model.positions is not None
                 if model is self.model or not trial.plain:
                     model.positions.weight += trial.offset * model.tokens.weight.std() * shared
+            for block in self.teacher.blocks:
+                block.attention.project.weight.mul_(trial.gain)
             if trial.sink:
                 _raise_first(self.teacher, trial)
 

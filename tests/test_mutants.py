@@ -8,15 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from benchmarks import mutants
 from benchmarks.mutant_list import MUTANTS, Mutant
+from scipy.stats import t as student
 
-from halfulp.audit.figures import Figure
+from halfulp.audit.figures import Figure, Lean
+from halfulp.audit.invariants import Relation
 from halfulp.isolate.rule import Rule
 from halfulp.watch.taps import Call
 
@@ -33,7 +35,8 @@ def planted() -> Iterator[Callable[[str, str], ModuleType]]:
         source = (PACKAGE / file).read_text(encoding="utf-8")
         if what:
             (mutant,) = (m for m in MUTANTS if (m.file, m.what) == (file, what))
-            assert source.count(mutant.old) == 1, "the list is out of date"
+            if source.count(mutant.old) != 1:
+                raise LookupError(f"{file}: {what}: benchmarks/mutant_list.py is out of date")
             source = source.replace(mutant.old, mutant.new)
         name = f"planted_{len(sys.modules)}"
         sys.modules[name] = module = ModuleType(name)
@@ -168,6 +171,49 @@ def guard_substitutions(module: Any) -> None:
     assert module.only(cells, [(0, 1)]) == {(0, 0): module.EXACT, (0, 1): "torch:flash"}
 
 
+def guard_verdict(module: Any) -> None:
+    """Leans of either sign count, NaN outside its row always does, and the worst grade stands."""
+    spread = 0.01 * torch.arange(8).double()
+    case = SimpleNamespace(dtype="bfloat16", shape=SimpleNamespace(unit="heads"))
+    stock = SimpleNamespace(stock=SimpleNamespace(leans=(Lean("out", spread),)))
+    for lean, count in ((-1.0, 1), (1.0, 1), (0.05, 0)):
+        measured = SimpleNamespace(leans=(Lean("out", spread + lean),))
+        assert len(module._leans(case, measured, stock, 0.01)) == count, lean
+    escaped = Relation("NaN confinement", "out", torch.zeros(2), 1.0, confined=False)
+    assert module.judge_relation(escaped, None, 0.01, module.LIMITS["bfloat16"]) is not None
+    grades = [SimpleNamespace(grade=grade) for grade in ("stock", "defect", "stock")]
+    assert module.verdict_of(grades) == "defect"
+
+
+def guard_evidence(module: Any) -> None:
+    """Errors that are alike, opposite, and half as large."""
+    exact = torch.randn(1, 2, 32, 4, generator=torch.Generator().manual_seed(0)).double()
+    error = 1e-3 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).double()
+    seen = module.Observed.of(exact + error, exact)
+    same, opposite, half = (seen.against(exact + f * error) for f in (1.0, -1.0, 0.5))
+    assert (same.left, same.cosine) == (pytest.approx(0), pytest.approx(1))
+    assert (opposite.left, opposite.cosine) == (pytest.approx(4, rel=1e-3), pytest.approx(-1))
+    assert (half.left, half.cosine) == (pytest.approx(0.25, rel=1e-3), pytest.approx(1))
+
+
+def guard_noise(module: Any) -> None:
+    """Gaps below the margin, far above it, and of one sign."""
+    g = torch.Generator().manual_seed(0)
+    noise = [[torch.randn(12, 64, generator=g).double() for _ in range(3)]]
+    drawn = {f: f * torch.randn(12, 64, generator=g).double() for f in (1, 1.8, 9)}
+    found = {f: module.chance([gap], noise) for f, gap in drawn.items()}
+    assert found[1].p > 0.9
+    assert found[1].ratio == pytest.approx(1, rel=0.2)
+    assert found[9].p < 1e-6
+    assert found[9].ratio == pytest.approx(9, rel=0.2)
+    assert module.speaks_for_rounding(found[1.8])
+    means = torch.linspace(-1, 2, 8).double()
+    leaning = module.chance([means[:, None].expand(8, 2)], [])
+    t = float(means.mean() / means.std() * 8**0.5)
+    assert leaning.lean_t == pytest.approx(t)
+    assert leaning.lean_p == pytest.approx(2 * float(student.sf(t, 7)))
+
+
 GUARDS: dict[str, Guard] = {
     "watch/measures.py": guard_measures,
     "watch/running.py": guard_running,
@@ -177,6 +223,9 @@ GUARDS: dict[str, Guard] = {
     "report/text.py": guard_text,
     "experiments/failure_recipes.py": guard_rungs,
     "isolate/substitutions.py": guard_substitutions,
+    "audit/verdict.py": guard_verdict,
+    "reconstruct/evidence.py": guard_evidence,
+    "diff/noise.py": guard_noise,
 }
 KEPT = [
     ("watch/measures.py", "e = δ_lp − δ_hp without its sign, so A10 is always positive"),
@@ -207,6 +256,18 @@ KEPT = [
         "isolate/substitutions.py",
         "isolation: fp32 in the places that were asked to keep low precision",
     ),
+    ("audit/verdict.py", "a lean counts along one sign alone"),
+    ("audit/verdict.py", "what is as good as stock hides a defect"),
+    (
+        "audit/verdict.py",
+        "NaN that leaves its row is no defect where a kernel repeats its bits",
+    ),
+    ("reconstruct/evidence.py", "reconstruct: errors that point the other way are alike"),
+    ("reconstruct/evidence.py", "reconstruct: what is left of an error is held against itself"),
+    ("reconstruct/evidence.py", "reconstruct: a candidate's result is its error"),
+    ("diff/noise.py", "diff: rounding alone is given no margin"),
+    ("diff/noise.py", "diff: a lean is tested on one side"),
+    ("diff/noise.py", "diff: the gap over its margin is called the gap over rounding"),
 ]
 
 
