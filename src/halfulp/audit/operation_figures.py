@@ -35,6 +35,7 @@ from halfulp.operations import (
 
 _DISTURBED_BY = 2.0**-20
 _TIMES = 2  # how often the definition is disturbed
+_WIDER = 2.0**-5  # of that, where the result is kept in fp32 beside 16-bit operands
 _DUST = 2.0**-7  # of a unit roundoff: what fp32 in any order may make
 
 
@@ -118,18 +119,24 @@ def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Te
         difference = torch.where(representable, got - exact, 0.0)
         exact = torch.where(exact.isfinite(), exact, 0.0)
         off, size = (_by_row(name, calls, t).unsqueeze(1) for t in (difference, exact))
-        natural = (noise[name].square().sum((1, 2)) * size.shape[-1]).sqrt()
+        dust = noise[name] * _WIDER if is_wider(dtypes[name], calls) else noise[name]
+        natural = (dust.square().sum((1, 2)) * size.shape[-1]).sqrt()
         own = size.flatten(2).square().sum(-1).sqrt().flatten()
         allowed = (own * (fmt.unit_roundoff / _unit(calls)), torch.zeros_like(own))
         figure = plain_figure(
             f"{short(name)} error", name, off, size, natural, allowed, _unit(calls)
         )
-        peak = _peak(off, size, noise[name], fmt.unit_roundoff, _unit(calls), got, exact)
+        peak = _peak(off, size, dust, fmt.unit_roundoff, _unit(calls), got, exact)
         figures.append(replace(figure, peak=peak))
         coarser = max(fmt, FORMAT_OF[DTYPES[calls.dtype]], key=lambda f: f.unit_roundoff)
         leans.append(Lean(name, lean_along(off, size, natural, coarser)))
         ulps[name] = error_in_ulps(difference, exact, fmt)
     return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
+
+
+def is_wider(dtype: torch.dtype, calls: OperationCalls) -> bool:
+    """Whether a result has more digits than the audited dtype."""
+    return FORMAT_OF[dtype].unit_roundoff < _unit(calls)
 
 
 def _unit(calls: OperationCalls) -> float:

@@ -65,7 +65,8 @@ def drawn_calls(
 ) -> OperationCalls:
     """The calls of one probe at these sizes, each drawn after the other from one generator."""
     chosen = operation.probe(probe)
-    kinds = DTYPES | {"audited": DTYPES[dtype]}
+    # what reaches a float32 loss is a number that the audited dtype has too
+    kinds = DTYPES | {"audited": DTYPES[dtype], "float": DTYPES[dtype]}
     stacked: dict[str, list[Tensor]] = {}
     for _ in range(sizes.calls):
         drawn = chosen.draw(sizes, generator)

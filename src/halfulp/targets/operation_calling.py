@@ -164,6 +164,8 @@ def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> O
         results = operation.read(returned, given, calls.options)
     except ValueError as error:
         return Outcome(None, f"returns {error}", "error")
+    except Exception as error:
+        return Outcome(None, f"returns what cannot be read: {one_line(error)}", "error")
     wrong = _wrong(results, calls)
     if wrong is not None:
         return Outcome(None, f"returns {wrong}", "error")

@@ -1,0 +1,1 @@
+"""A step of AdamW, as data."""

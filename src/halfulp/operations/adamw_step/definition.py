@@ -1,0 +1,61 @@
+"""One step of AdamW on float32 master weights (arXiv 1711.05101), as torch.optim.AdamW computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halfulp.operations.operation_data import (
+    Operand,
+    Options,
+    Output,
+    Seam,
+    Sizes,
+    Tensors,
+    whole,
+)
+
+SIGNATURE = (
+    "adamw_step(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps, weight_decay)"
+)
+OPERANDS = (
+    Operand("param", "N", dtype="float32", differentiable=False),
+    Operand("grad", "N", differentiable=False),
+    Operand("exp_avg", "N", dtype="float32", differentiable=False),
+    Operand("exp_avg_sq", "N", dtype="float32", differentiable=False),
+)
+RETURNED = tuple(Output(name, "N", dtype="float32") for name in ("param", "exp_avg", "exp_avg_sq"))
+RESULTS = (Output("update", "N", dtype="float32"), *RETURNED[1:])  # what the parameter changed by
+SIZES = (Sizes.given(N=512), Sizes.given(N=4096), Sizes.given(N=333))
+OPTIONS: dict[str, Any] = {
+    "step": 10,  # of this step, counted from 1
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+
+
+def define(step: Seam, x: Tensors, o: Options) -> Tensors:
+    """N parameters, none of which sees another."""
+    param, grad = x["param"], x["grad"]
+    first = step("first", x["exp_avg"] * o["beta1"]) + step("new", grad * (1 - o["beta1"]))
+    second = step("second", x["exp_avg_sq"] * o["beta2"])
+    second = second + step("square", grad * grad * (1 - o["beta2"]))
+    mean = first / (1 - o["beta1"] ** o["step"])
+    size = (second / (1 - o["beta2"] ** o["step"])).sqrt() + o["eps"]
+    decayed = step("decayed", param * (1 - o["lr"] * o["weight_decay"]))
+    update = (decayed - step("moved", o["lr"] * mean / size)) - param
+    return {"update": update, "exp_avg": first, "exp_avg_sq": second}
+
+
+def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """New tensors are returned, none is changed."""
+    return (x["param"], x["grad"], x["exp_avg"], x["exp_avg_sq"]), dict(options)
+
+
+def read(returned: Any, x: Tensors, _: Options) -> Tensors:
+    """What the parameter changed by, and the two moments."""
+    found = whole(returned, RETURNED)
+    update = (found.pop("param").double() - x["param"].double()).float()
+    return {"update": update, **found}

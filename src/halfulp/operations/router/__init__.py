@@ -1,0 +1,1 @@
+"""A router of experts, as data."""

@@ -1,0 +1,64 @@
+"""A router of experts: softmax of the logits, the k largest, their weights (Mixtral, 2401.04088)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfulp.operations.operation_data import (
+    Operand,
+    Options,
+    Output,
+    Seam,
+    Sizes,
+    Tensors,
+    whole,
+)
+
+SIGNATURE = "router(logits, k, *, renormalize)"
+OPERANDS = (Operand("logits", "T E"),)
+RETURNED = (Output("weights", "T K", dtype="float"), Output("indices", "T K", dtype="int64"))
+RESULTS = (
+    RETURNED[0],  # in the order of the logits that were chosen, the largest first
+    # by how much the logits of the chosen experts fall short of the k largest: 0
+    Output("shortfall", "T", dtype="float32", differentiable=False, rows=1),
+)
+SIZES = (
+    Sizes.given(T=32, E=16, K=2),
+    Sizes.given(T=64, E=64, K=2),
+    Sizes.given(T=33, E=9, K=2),
+)
+OPTIONS: dict[str, Any] = {"k": 2, "renormalize": True}
+
+
+def define(step: Seam, x: Tensors, options: Options) -> Tensors:
+    """T tokens, E experts, the K best of which are chosen."""
+    logits = x["logits"]
+    chosen = logits.detach().topk(options["k"], -1).indices
+    powers = step("powers", (logits - logits.detach().amax(-1, keepdim=True)).exp())
+    weights = step("weights", powers / step("row_sum", powers.sum(-1, keepdim=True)))
+    weights = weights.gather(-1, chosen)
+    if options["renormalize"]:
+        weights = weights / step("chosen_sum", weights.sum(-1, keepdim=True))
+    return {"weights": weights, "shortfall": torch.zeros_like(logits[:, 0].detach())}
+
+
+def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As halfulp's signature says; torch has no such function."""
+    return (x["logits"], options["k"]), {"renormalize": options["renormalize"]}
+
+
+def read(returned: Any, x: Tensors, options: Options) -> Tensors:
+    """The weights in the order of their experts' logits, and what the choice falls short by."""
+    found = whole(returned, RETURNED)
+    logits, indices, experts = x["logits"].double(), found["indices"].long(), x["logits"].shape[-1]
+    if indices.shape != found["weights"].shape or not bool(
+        ((indices >= 0) & (indices < experts)).all()
+    ):
+        raise ValueError(f"indices of shape {tuple(indices.shape)} that name no {experts} experts")
+    picked = logits.gather(-1, indices)
+    order = picked.sort(dim=-1, descending=True, stable=True).indices
+    best = logits.topk(options["k"], -1).values.sum(-1)
+    shortfall = (best - picked.sum(-1)).float()
+    return {"weights": found["weights"].gather(-1, order), "shortfall": shortfall}
