@@ -1,4 +1,4 @@
-"""A router of experts: softmax of the logits, the k largest, their weights (Mixtral, 2401.04088)."""
+"""A router of experts: the k largest of a softmax and their weights (Mixtral, arXiv 2401.04088)."""
 
 from __future__ import annotations
 
