@@ -3,10 +3,11 @@
 from tests.operations.zoo_elementwise import ELEMENTWISE
 from tests.operations.zoo_losses import LOSSES
 from tests.operations.zoo_norms import NORMS
+from tests.operations.zoo_quantizers import QUANTIZERS
 from tests.operations.zoo_steps import STEPS
 from tests.operations.zoo_sums import SUMS
 
-KERNELS = (*NORMS, *LOSSES, *ELEMENTWISE, *SUMS, *STEPS)
+KERNELS = (*NORMS, *LOSSES, *ELEMENTWISE, *SUMS, *STEPS, *QUANTIZERS)
 
 EXPECTED_DEFECTS = frozenset(
     {("layer_norm", "torch"), ("cross_entropy", "torch"), ("embedding", "torch")}

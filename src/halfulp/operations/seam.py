@@ -20,6 +20,9 @@ from halfulp.recipes import hash_seed
 OPERAND = "operand"
 """Stands in a `Rounding` for the format of the audited dtype."""
 
+STOCHASTIC = "operand, stochastic"
+"""The same, rounded stochastically."""
+
 OF_DTYPE: dict[str, Format] = {"bfloat16": BF16, "float16": FP16, "float32": FP32}
 
 Change = Callable[[str, Tensor], Tensor]
@@ -38,7 +41,9 @@ class Rounding:
 
     def change(self, dtype: str, seed: int = 0) -> Change:
         """What happens at each step when operands are of that dtype."""
-        formats = {n: OF_DTYPE[dtype] if f == OPERAND else f for n, f in self.steps.items()}
+        own = OF_DTYPE[dtype]
+        known = {OPERAND: own, STOCHASTIC: own.with_(rounding="stochastic")}
+        formats = {n: known[f] if isinstance(f, str) else f for n, f in self.steps.items()}
         passed: dict[str, int] = {}
 
         def rounded(name: str, exact: Tensor) -> Tensor:

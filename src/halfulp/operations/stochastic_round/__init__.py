@@ -1,0 +1,1 @@
+"""Stochastic rounding, as data."""
