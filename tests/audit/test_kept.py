@@ -96,3 +96,12 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(references, "MOST_HELD", 0)
     assert references._exact(cases[1]).bytes == size
     assert list(references._held) == [cases[1]]
+
+
+@pytest.mark.parametrize("recipe", [references.STOCK["bfloat16"], references.FLOOR["bfloat16"]])
+def test_a_key_head_at_a_time_has_the_same_bits(recipe, monkeypatch):
+    x = CASE.inputs()
+    whole = references.emulated(x, recipe)
+    monkeypatch.setattr(references, "_MOST_SCORES", 0)
+    assert same(references.emulated(x, recipe), whole)
+    assert same(references.emulated(replace(x, sinks=None), recipe), whole)

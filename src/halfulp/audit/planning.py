@@ -26,11 +26,12 @@ class Plan:
     lengths: tuple[Case, ...]
     relations: tuple[Case, ...]  # of attention plain, causal
     sizes: tuple[Case, ...] = ()  # the covering array
+    chosen: tuple[Case, ...] | None = None  # of all these, in the order they run; None: all
 
     @property
     def all_cases(self) -> tuple[Case, ...]:
         """Every case that is measured against golden."""
-        return self.cases + self.sizes + self.lengths
+        return self.cases + self.sizes + self.lengths if self.chosen is None else self.chosen
 
     def fitted(self, accepts: frozenset[str]) -> Plan:
         """The plan for a target that takes these options: the array's cases without the others."""
@@ -111,6 +112,8 @@ def plan_of(
 
 def relations_of(todo: Plan) -> list[tuple[Case, tuple[Callable[..., list[Relation]], ...]]]:
     """Each case that relations are looked at on, with those that hold there."""
+    if not todo.relations:
+        return []
     if todo.relations[0].operation != ATTENTION:
         case = todo.relations[0]
         return [(case, operation_relations(operation_named(case.operation)))]

@@ -4,7 +4,7 @@ floor of the format, each measured once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -124,8 +124,34 @@ def _exact(case: Case) -> Exact:
     return found
 
 
+_MOST_SCORES = 2**24
+"""Of one emulation: recipes without tiles hold several matrices of this many numbers."""
+
+
 def emulated(x: Inputs, recipe: Recipe) -> Result:
-    """The recipe's out, lse and gradients on given inputs, emulated."""
+    """The recipe's out, lse and gradients on given inputs, emulated; long ones a key head at a
+    time, with the same bits.
+    """
+    batch, heads, queries, _ = x.query.shape
+    large = batch * heads * queries * x.key.shape[2] > _MOST_SCORES
+    # what belongs to a head by its number, or by its place in a mask, is not taken apart
+    if not large or x.dropout is not None or x.sees.mask is not None or x.sinks is not None:
+        return _emulated(x, recipe)
+    groups = heads // x.key.shape[1]
+    rows = []
+    for b in range(batch):
+        parts = []
+        for h in range(x.key.shape[1]):
+            own = (slice(b, b + 1), slice(h * groups, (h + 1) * groups))
+            keys = (own[0], slice(h, h + 1))
+            cut = {"query": x.query[own], "grad_out": x.grad_out[own]}
+            cut |= {"key": x.key[keys], "value": x.value[keys]}
+            parts.append(_emulated(replace(x, **cut), recipe).given())
+        rows.append({name: torch.cat([p[name] for p in parts], 1) for name in parts[0]})
+    return Result(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+
+def _emulated(x: Inputs, recipe: Recipe) -> Result:
     q, k, v = (t.detach().requires_grad_() for t in (x.query, x.key, x.value))
     out, lse = emulate(q, k, v, recipe=recipe, return_lse=True, **x.options(seeded=True))
     grads = torch.autograd.grad(out, (q, k, v), x.grad_out)

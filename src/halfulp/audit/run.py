@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from halfulp.audit.choosing import Budget, budget, chosen, left_out
 from halfulp.audit.coverage import Coverage, coverage
 from halfulp.audit.diagnosis import Diagnosis, diagnose, reconstructed
 from halfulp.audit.figures import GRADIENTS, Measured
@@ -119,6 +120,8 @@ def audit(
     forward: bool = False,
     isolate: bool | CallLimits = False,
     explain: bool = True,
+    only: Sequence[str] = (),
+    seconds: float | None = None,
     progress: Progress | None = None,
 ) -> AuditReport:
     """Is this kernel numerically sound? A black box: only calls, outputs and gradients are used.
@@ -144,6 +147,9 @@ def audit(
             a function runs in this process, whose state each call leaves as it was.
         explain: also reconstruct what the kernel does, which names causes, and shrink the smallest
             failing input.
+        only: names of the probes to run, "sizes" or "relations", instead of all.
+        seconds: after how long no further case is begun; the most telling come first. What `only`
+            and `seconds` leave out is missing: "incomplete", or a defect.
         progress: called with (fraction done, what is being done).
 
     Returns:
@@ -171,7 +177,8 @@ def audit(
     limits = isolate if isinstance(isolate, CallLimits) else None
     with isolated(str(target), device, limits, op) if isolate else nullcontext(target) as given:
         tell = progress or _silent
-        asked = _Asked(_target(given, op), dtype, depth, device, forward, explain, tell)
+        wanted = budget(only, seconds)
+        asked = _Asked(_target(given, op), dtype, depth, device, forward, explain, tell, wanted)
         return _audit(asked, todo)
 
 
@@ -186,6 +193,7 @@ class _Asked:
     forward: bool
     explain: bool
     tell: Progress
+    wanted: Budget
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -197,9 +205,12 @@ class _Asked:
 
 def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     start = time.perf_counter()
-    todo = todo.fitted(asked.target.accepts)
+    whole = todo.fitted(asked.target.accepts)
+    todo = chosen(whole, asked.wanted)
     gathered = _gather(asked, todo)
     seen = coverage(gathered.calls(), asked.forward, asked.gradients)
+    unseen = left_out(whole, todo, asked.wanted, list(gathered.outcomes))
+    seen = replace(seen, missing=seen.missing + unseen)
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))
     findings, rows = _judge(gathered, level)
     growth = _growth(todo, gathered)
@@ -290,6 +301,8 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
     work = {c: c.shape.work for c in todo.all_cases}
     total, done = sum(work.values()) * 1.1, 0.0
     for case in todo.all_cases:
+        if gathered.outcomes and asked.wanted.over:
+            return gathered
         asked.tell(0.9 * done / total, f"{case.probe} {case.shape}")
         reference = references(case)
         outcome = gathered.outcomes[case] = _call(
@@ -450,7 +463,8 @@ def _verdict(
 def _case_report(case: Case, gathered: _Gathered, rows: dict[Case, list[Row]]) -> CaseReport:
     outcome = gathered.outcomes.get(case)
     if outcome is None:
-        return CaseReport(case, "not called", "not called, since the first case failed")
+        why = "the time was up" if gathered.measured else "the first case failed"
+        return CaseReport(case, "not called", f"not called, since {why}")
     if outcome.kind != "ok":
         return CaseReport(case, outcome.kind, outcome.refusal)
     measured, _ = gathered.measured[case]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp.cli.audit_files import AuditFiles
+from halfulp.cli.audit_part import AuditPart, list_plan
 from halfulp.cli.ending import WORSE
 from halfulp.cli.shapes import parse_sizes
 from halfulp.cli.shell import STDOUT, complain, progress_bar, tell, write_each
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from halfulp.targets import CallLimits, Target
 
 _NO_FILES = AuditFiles()
+_WHOLE = AuditPart()
 
 
 def audit(
@@ -43,31 +45,29 @@ def audit(
     call_seconds: float = 120.0,
     call_gigabytes: float = 8.0,
     against: str | None = None,
+    part: AuditPart = _WHOLE,
     files: AuditFiles = _NO_FILES,
 ) -> int:
     """Say whether kernels are numerically sound: halfulp audit sdpa:flash mykernel.py:attention, or
     halfulp audit --op rms_norm mykernel.py:norm
 
-    Exit code 0: every one is sound or stock. 1: one has a defect. 2: none has, but one could not be
-    audited, or not wholly: calls, gradients or inputs were lost, or it has no backward pass and
-    was asked for one. 3: something else went wrong. 5: a figure is worse than --against has it,
-    whatever the verdict.
+    Exit code 0: all are sound or stock. 1: one has a defect. 2: one could not be audited, or not
+    wholly: calls, gradients or inputs were lost, or it has no backward pass and was asked for one.
+    3: something else went wrong. 5: a figure is worse than --against has it.
 
     Args:
         targets: Built-in names (`halfulp ls targets`), package.module:function or
             path/file.py:function, called as f(query, key, value, *, is_causal, scale) on [B, H, N,
             D] tensors; of another operation as torch.nn.functional's function of its name. Two
             saved audits, before.json after.json, are compared, and nothing runs.
-        op: The operation: attention, another of `halfulp ls operations`, or a folder that defines
-            one.
+        op: The operation: one of `halfulp ls operations`, or a folder that defines another.
         dtype: Of the operands and their gradients. In float32, where sound kernels differ by
             the order of sums, only errors 32 times the stock recipe's count.
         shapes: Size instead of the built-in ones, B,H,N,D in elements, and again for another; H/K
             is H query heads on K key heads, NxM is N queries on M keys.
-        full: Several sizes and seeds, up to 8192 tokens: under ten minutes a target on two cores
-            instead of one.
-        captured: File of real activations (safetensors with query, key, value, grad_out) to audit
-            on as well, and again for another.
+        full: Several sizes and seeds, up to 8192 tokens: under ten minutes a target on two cores.
+        captured: File of real activations (safetensors: query, key, value, grad_out) to audit on
+            as well, and again for another.
         seed: Of the probe inputs.
         device: Where the targets run, such as cpu or cuda; what they are held against is computed
             on the CPU.
@@ -75,10 +75,10 @@ def audit(
         in_process: Call the targets in this process. Otherwise each runs in one of its own, where
             an exit, a crash, a hang or endless memory ends nothing else.
         call_seconds: After how long a call is given up.
-        call_gigabytes: Of memory that a target's process may take beyond what it starts with, on a
-            CPU under Linux.
+        call_gigabytes: Of memory that a target's process may take on, on a CPU under Linux.
         against: What to compare with, figure by figure: a git revision of this repository, whose
             files are written to a temporary folder; another target; or FILE.json, a saved audit.
+        part: Less than the whole, which then is no pass.
         files: What is written.
     """
     from halfulp.experiments.before import is_saved
@@ -96,13 +96,15 @@ def audit(
         "forward": forward,
         "shapes": [_shape(text) for text in shapes],
         "captured": [str(path) for path in captured],
-    }
+    } | part.options()
+    if part.list:
+        return list_plan(targets, options, files.json)
     limits = None if in_process else CallLimits(call_seconds, call_gigabytes)
-    return _audit_all(list(dict.fromkeys(targets)), options, limits, files, against)
+    return _audit_all(targets, options, limits, files, against)
 
 
 def _audit_all(
-    names: Sequence[str],
+    targets: Sequence[str],
     options: dict[str, Any],
     limits: CallLimits | None,
     files: AuditFiles,
@@ -110,6 +112,7 @@ def _audit_all(
 ) -> int:
     from halfulp.experiments.before import before
 
+    names = list(dict.fromkeys(targets))
     if not names:
         raise ValueError(
             "targets: none given; accepted are names of `halfulp ls targets` or"
@@ -215,17 +218,17 @@ def _audit(
             for name, (report, script) in zip(chosen, audited, strict=True):
                 plain.append(report.as_dict())
                 code = 1 if 1 in (code, report.exit_code) else max(code, report.exit_code)
-                if files.json != STDOUT:
-                    print_audit(plain[-1], to, script=script)
+                found = None
                 if compared is not None and plain[-1]["verdict"] != "error":
                     found = compare(compared(name), plain[-1]).as_dict()
                     comparisons.append(found)
                     plain[-1]["against"] = found
-                    if files.json != STDOUT:
-                        to.print()
-                        print_comparison(found, to)
                 files.write_so_far(plain, comparisons)
                 if files.json != STDOUT:
+                    print_audit(plain[-1], to, script=script)
+                    if found is not None:
+                        to.print()
+                        print_comparison(found, to)
                     to.print()
     except KeyboardInterrupt:  # what is done is written all the same
         complain(f"interrupted after {len(plain)} of {len(chosen)} targets")
