@@ -144,7 +144,7 @@ def emulated(x: Inputs, recipe: Recipe) -> Result:
         for h in range(x.key.shape[1]):
             own = (slice(b, b + 1), slice(h * groups, (h + 1) * groups))
             keys = (own[0], slice(h, h + 1))
-            cut = {"query": x.query[own], "grad_out": x.grad_out[own]}
+            cut: dict[str, Any] = {"query": x.query[own], "grad_out": x.grad_out[own]}
             cut |= {"key": x.key[keys], "value": x.value[keys]}
             parts.append(_emulated(replace(x, **cut), recipe).given())
         rows.append({name: torch.cat([p[name] for p in parts], 1) for name in parts[0]})

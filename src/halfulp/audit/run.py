@@ -147,9 +147,8 @@ def audit(
             a function runs in this process, whose state each call leaves as it was.
         explain: also reconstruct what the kernel does, which names causes, and shrink the smallest
             failing input.
-        only: names of the probes to run, "sizes" or "relations", instead of all.
-        seconds: after how long no further case is begun; the most telling come first. What `only`
-            and `seconds` leave out is missing: "incomplete", or a defect.
+        only: names of the probes to run, "sizes" or "relations"; what is left out is missing.
+        seconds: after how long no further case is begun; the most telling come first.
         progress: called with (fraction done, what is being done).
 
     Returns:
