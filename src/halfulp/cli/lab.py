@@ -205,12 +205,12 @@ def isolate(
     code 0: a cause was found; 1: none was, or the run does not fail.
 
     Args:
-        run: Folder of `halfulp train`, the name of a preset (`halfulp ls presets`), or
-            file.py:function, which makes a model of your own.
+        run: Folder of `halfulp train`, a preset (`halfulp ls presets`), file.py:function, which
+            makes a model of your own, or a snapshot of `halfulp.watch` with --workload.
         out: Folder for the runs it makes, isolation.json and report.html; by default the run's name
             with -isolated.
         seeds: How many seeds, the run's own first; 3, or 1 from a checkpoint.
-        steps: Last step of every run; by default the run's own.
+        steps: Last step of every run, by default the run's own; of a snapshot, steps from there.
         from_step: Start every run from this checkpoint of the run instead of from the beginning.
         budget_seconds: Stop after so many seconds and say what was not tested.
         budget_steps: Train at most so many steps in all.
@@ -231,8 +231,9 @@ def isolate(
 
     check_file("html", html)
     check_json(json)
-    chosen, first, rule = _isolated_run(run, loss_factor, patience)
     folder = Path(f"{run.name}-isolated") if out is None else out
+    run, steps, from_step = _begun(run, folder, workload, steps, from_step)
+    chosen, first, rule = _isolated_run(run, loss_factor, patience)
     chosen_seeds = None if seeds is None else tuple(range(first, first + seeds))
     options: dict[str, Any] = {"seeds": chosen_seeds, "steps": steps, "from_step": from_step}
     options |= {"budget_seconds": budget_seconds, "budget_steps": budget_steps}
@@ -262,6 +263,29 @@ def _show_isolation(plain: dict[str, Any], page: Path, json: Path | None) -> Non
         lambda: write_text(page, isolation_page(plain, meta=f"halfulp {__version__}")),
         lambda: tell(plain, json, show),
     )
+
+
+def _begun(
+    run: Path, folder: Path, workload: str | None, steps: int | None, from_step: int
+) -> tuple[Path, int | None, int]:
+    """A snapshot as a run folder beside the isolation's, and its step; anything else as it is."""
+    from halfulp.runs.snapshot import is_snapshot
+
+    if not is_snapshot(run):
+        return run, steps, from_step
+    from halfulp.training.checkpoint import checkpoint_steps
+    from halfulp.training.from_snapshot import STEPS, run_of_snapshot
+
+    if workload is None:
+        raise ValueError(
+            f"run={str(run)!r} is a snapshot; accepted with --workload file.py:function, which"
+            " makes its model and the batches that follow"
+        )
+    start = folder.with_name(f"{folder.name}-start")
+    if not start.exists():
+        run_of_snapshot(run, workload, STEPS if steps is None else steps, start)
+    (done,) = checkpoint_steps(start / "checkpoints")
+    return start, None, done
 
 
 def _isolated_run(
