@@ -22,7 +22,6 @@ ZOO = {kernel.name: kernel for kernel in (*zoo.FAULTY, *zoo.SOUND)}
         "BF16_FLASH2",
         "BF16_FLASH2[block_key=64,accumulator=bf16]",
         "BF16_HALFULP",
-        "BF16_FLASH2[division=multiply,reciprocal=bf16]",
     ],
 )
 def test_a_recipe_is_recovered_exactly(recipe):
@@ -35,7 +34,6 @@ def test_a_recipe_is_recovered_exactly(recipe):
 
 # fault → cause, what its text says, the results that it is in
 NAMED = {
-    "row_sum_low": ("row-sum", "row_sum=bf16"),
     "lse_low": ("lse", "lse=bf16"),
     "dv_weights_fp8": ("probabilities", "probabilities_operand=ocp_e4m3"),
     "tail_dropped": ("key-tail", "block of 64"),
@@ -55,7 +53,7 @@ def test_a_fault_is_named_with_its_field_or_its_function(name):
 
 def test_what_no_candidate_explains_is_located_and_not_guessed():
     """δ is dropped where it is small, which no recipe does: every row's δ is told to be off."""
-    found = reconstruct(ZOO["delta_dropped"].fn, effort=400)
+    found = reconstruct(ZOO["delta_dropped"].fn, effort=200)
     assert not found.understood
     assert not found.causes
     assert {place.tensor for place in found.places} == {"grad_query", "grad_key"}
@@ -73,7 +71,7 @@ def test_noise_is_explained_by_nothing():
         noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(out.numel()))
         return out + (0.03 * noise).to(out.dtype)
 
-    found = reconstruct(noisy, effort=400)
+    found = reconstruct(noisy, effort=200)
     assert not found.understood
     assert not found.causes
     assert "is no recipe that was tried" not in found.sentence or found.places
@@ -87,7 +85,7 @@ def test_a_kernel_without_gradients_is_told_by_its_results():
                 query, key, value, is_causal=is_causal, scale=scale, recipe="BF16_FLASH1"
             )
 
-    found = reconstruct(forward_only, effort=400)
+    found = reconstruct(forward_only, effort=200)
     assert [e.tensor for e in found.explained] == ["out"]
     assert found.text == "BF16_FLASH1"
     assert "masked" in found.refused

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 BAR = 20
 
 
 def print_reconstruction(found: Mapping[str, Any], to: Console) -> None:
     """Print a reconstruction's plain data."""
-    to.print(f"[bold]{escape(found['target'])}[/bold] {escape(found['text'])}")
+    to.print(Text.assemble((found["target"], "bold"), " ", found["text"]))
     to.print()
     to.print(_explained(found))
     if found["steps"]:
@@ -24,9 +24,9 @@ def print_reconstruction(found: Mapping[str, Any], to: Console) -> None:
         to.print(_steps(found))
     to.print()
     for line in _lines(found):
-        to.print(escape(line))
+        to.print(line)
     to.print(
-        f"{found['tried']} candidates, {found['seconds']:.1f} s, {escape(found['dtype'])}"
+        f"{found['tried']} candidates, {found['seconds']:.1f} s, {found['dtype']}"
         + ("" if found["complete"] else "; the effort was spent before all was tried"),
         style="dim",
     )
@@ -61,14 +61,14 @@ def _steps(found: Mapping[str, Any]) -> Table:
     for step in found["steps"]:
         sigma = step["standard_errors"]
         table.add_row(
-            escape(step["stage"]),
-            escape(step["change"]),
+            step["stage"],
+            step["change"],
             f"{100 * step['left_before']:.0f} %",
             f"→ {100 * step['left_after']:.0f} %",
             "" if sigma is None else f"{sigma:.0f} σ",
         )
         if step["as_likely"]:
-            table.add_row("", escape(f"as likely: {'; '.join(step['as_likely'])}"), "", "", "")
+            table.add_row("", f"as likely: {'; '.join(step['as_likely'])}", "", "", "")
     return table
 
 
