@@ -290,9 +290,15 @@ class Outcome:
 
 
 def broken(
-    name: str, plant: str, seed: int, steps: int = STEPS, every: int = 10, **options: Any
+    name: str,
+    plant: str,
+    seed: int,
+    steps: int = STEPS,
+    every: int = 10,
+    begun: int = PLANTED,
+    **options: Any,
 ) -> Outcome:
-    """Train an architecture with a plant, watched."""
+    """Train an architecture, watched, with a plant that begins at a step."""
     torch.manual_seed(seed)
     training = ARCHITECTURES[name](seed)
     model = training.model.train()
@@ -305,15 +311,15 @@ def broken(
     logging.getLogger("halfulp.watch").setLevel(logging.CRITICAL)
     with halfulp.watch(model, every, on_alarm=alarms.append, **options) as watcher:
         for step in range(1, steps + 1):
-            planted = step >= PLANTED
-            if half and step == PLANTED:
+            planted = step >= begun
+            if half and step == begun:
                 at.register_forward_hook(lambda m, a, out: Multiplied.apply(out))
-            if plant == "mask" and step == PLANTED:
+            if plant == "mask" and step == begun:
                 break_mask(model, training.causal)
             # the sampler begins again at its seed
-            fed = step - PLANTED + 5 if plant == "data repeat" and planted else step
+            fed = step - begun + 5 if plant == "data repeat" and planted else step
             with torch.autocast("cpu", torch.float16, enabled=half):
-                loss = training.loss(fed, plant == "bad batch" and step == PLANTED)
+                loss = training.loss(fed, plant == "bad batch" and step == begun)
             scaler.scale(loss).backward()
             scaler.step(adam)
             scaler.update()
