@@ -4,6 +4,7 @@ at a step that is known.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -365,20 +366,42 @@ def break_mask(model: nn.Module, causal: bool) -> None:
     raise AssertionError(f"{type(model).__name__}: no layer whose mask could be broken")
 
 
-def leaning_gpt(seed: int, steps: int) -> Outcome:
-    """The hand-written GPT with an error of δ in one head of one layer's backward pass."""
-    from tests.watch.gpt import biased, calls_biased, train
+class FailingLayer(nn.Module):
+    """The README's: PyTorch's own bf16 flash attention ruins it within 4000 steps."""
 
-    plan = [None] * LAYERS
-    plan[1] = calls_biased
-    model = GPT(plan)
-    with torch.no_grad():
-        for x in model.parameters():
-            x.add_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)), alpha=1e-3)
+    def __init__(self, seed: int, scale: float) -> None:
+        super().__init__()
+        drawn = torch.Generator().manual_seed(seed)
+        weights = torch.randn(4, 32, 32, generator=drawn) * scale / 32**0.5
+        self.query, self.key, self.value, self.out = map(nn.Parameter, weights)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        operands = [(x @ weight.mT).to(dtype) for weight in (self.query, self.key, self.value)]
+        heads = (y[:, None] for y in operands)
+        out = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return out[:, 0].float() @ self.out.mT
+
+
+def failing_layer(seed: int, steps: int, *, repaired: bool = False) -> Outcome:
+    """Train it, watched, with PyTorch's attention or with halfulp's."""
+    x = torch.randn(16, 32, 32, generator=torch.Generator().manual_seed(0))
+    x[..., :8] = 1
+    target = FailingLayer(1, 1.5)(x, torch.float32).detach()
+    model = FailingLayer(seed + 2, 0.5)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     alarms: list[Any] = []
+    losses = []
     logging.getLogger("halfulp.watch").setLevel(logging.CRITICAL)
-    with halfulp.watch(model, 10, functions=(biased,), on_alarm=alarms.append) as watcher:
-        losses = train(model, steps)
+    with contextlib.ExitStack() as stack:
+        if repaired:
+            stack.enter_context(halfulp.patch())
+        watcher = stack.enter_context(halfulp.watch(model, 25, on_alarm=alarms.append))
+        for _ in range(steps):
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            losses.append(loss.item())
         report = watcher.report()
     logging.getLogger("halfulp.watch").setLevel(logging.NOTSET)
     return Outcome(alarms, losses, report)

@@ -18,8 +18,9 @@ from halfulp.watch.taps import Call
 
 IN_GRADIENT = "delta_error_in_gradient"
 NOT_FINITE = "not_finite"
-MOST_SCORES = 2**22
-"""Scores of a layer that are measured: as many batch entries as fit, at least one."""
+MOST_SCORES = 2**20
+"""Scores of a layer that are measured: as many batch entries as fit, at least one. With 2²² a run
+of ten million parameters took 2.1 % longer (`benchmarks/watch_cost.py`)."""
 CHUNK = 2**21
 """Scores held at once, of one head at least; a head with more is measured in some of its rows,
 evenly spread.

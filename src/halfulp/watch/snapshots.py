@@ -71,7 +71,7 @@ class Snapshots:
     def begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A pass of the model begins."""
         if not self._batches:
-            self._states = generator_states()
+            self._states = generator_states() if self.holding else {}
             self._autocast = {
                 device: str(torch.get_autocast_dtype(device)).removeprefix("torch.")
                 for device in ("cpu", "cuda")
