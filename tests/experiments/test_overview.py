@@ -11,7 +11,7 @@ import pytest
 from tests.report.markup import Page, problems
 
 from halfulp import cli
-from halfulp.experiments.overview import finding, overview, read_runs
+from halfulp.experiments.overview import finding, measured_by_head, overview, read_runs
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, Optimizer, RunConfig
@@ -152,3 +152,26 @@ def test_what_cannot_be_reported_is_said_in_a_line(
     assert cli.main(["report", *(named.get(word, word) for word in arguments)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert said in line
+
+
+def test_of_twelve_layers_the_worst_are_drawn_each_in_a_color_of_its_own():
+    from halfulp.report.svg import COLORS
+
+    guilty = {9: 40.0, 11: -60.0, 2: 7.0}
+    rows = [
+        {
+            "step": step,
+            "measure": {
+                "delta_error_in_gradient_steps_t": [
+                    [0.1 * layer, guilty.get(layer, 0.2)] for layer in range(12)
+                ]
+            },
+        }
+        for step in (10, 20)
+    ]
+    (figure,) = measured_by_head(rows, "", names=[f"blocks.{i}" for i in range(12)])
+    labels = [series.label for series in figure.series]
+    assert len(labels) == len(COLORS)
+    assert {"blocks.2", "blocks.9", "blocks.11"} <= set(labels)
+    assert labels == sorted(labels, key=lambda label: int(label.split(".")[1]))
+    assert "Of 12 layers the 7" in figure.caption

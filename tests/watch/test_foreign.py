@@ -258,7 +258,7 @@ def test_a_step_of_ones_own_beside_an_optimizer_is_one_step():
 
 def test_a_model_without_attention_is_not_tapped_for_ever(monkeypatch):
     opened = []
-    monkeypatch.setattr(watcher_module.Taps, "open", lambda self: opened.append(self))
+    monkeypatch.setattr(watcher_module.Taps, "open", lambda self, **_: opened.append(self))
     model = nn.Linear(2, 2)
     with halfulp.watch(model, every=50):
         for _ in range(120):

@@ -23,6 +23,7 @@ from halfulp.watch.alarms import RULE, Alarm, alarms
 
 _POINTS = 400  # of a curve in a picture
 _CURVES = 8  # in one picture
+_LAYERS = 7  # in one picture: as many as have a color of their own
 
 METRICS: tuple[tuple[str, str, str, bool], ...] = (
     ("loss", "Training loss", "loss", True),
@@ -241,14 +242,27 @@ def measured_by_head(
         else:
             series = [
                 _layer_curve(rows, name, layer, _layer_name(names, layer))
-                for layer, _ in shape[:_CURVES]
+                for layer in _worst([layer for layer, _ in shape], rows[-1]["measure"][name])
             ]
             caption = (
                 "Each line is the median over a layer's heads, the band around it their range."
             )
-            caption += f" The first {_CURVES} layers." if len(shape) > _CURVES else ""
+            if len(shape) > _LAYERS:
+                caption += (
+                    f" Of {len(shape)} layers the {_LAYERS} with the head that is farthest from 0"
+                    " in the last measurement."
+                )
         figures.append(Figure(title, "step", axis, tuple(series), caption, command, y_log=log))
     return figures
+
+
+def _worst(layers: Sequence[int], measured: Sequence[Sequence[float | None]]) -> list[int]:
+    """As many layers as a picture holds, in order: those that are farthest from 0."""
+
+    def size(layer: int) -> float:
+        return max((abs(x) for x in measured[layer] if x is not None), default=0.0)
+
+    return sorted(sorted(layers, key=size, reverse=True)[:_LAYERS])
 
 
 def _measured_by_run(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
