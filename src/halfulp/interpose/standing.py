@@ -24,10 +24,16 @@ def module_names(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         kept, parent = [], model
         for part in path.split(".") if path else []:
-            if not (part in _WRAPPERS and type(parent).__module__.startswith("torch.")):
+            if not (part in _WRAPPERS and _wraps(parent)):
                 kept.append(part)
             parent = getattr(parent, part)
         yield ".".join(kept) or ITSELF, module
+
+
+def _wraps(module: nn.Module) -> bool:
+    """Whether a module is of a class of PyTorch's; FSDP2 makes classes of its own out of them."""
+    bases = (base for base in type(module).__mro__ if base is not nn.Module)
+    return any(base.__module__.startswith("torch.") for base in bases)
 
 
 def hides(module: nn.Module) -> str:
