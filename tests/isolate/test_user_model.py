@@ -92,7 +92,7 @@ def file(tmp_path_factory):
 
 
 def run_of(file, name, **fields):
-    return user_run(f"{file}:{name}", steps=6, metrics_every=1, autocast="bf16", **fields)
+    return user_run(f"{file}:{name}", steps=3, metrics_every=1, autocast="bf16", **fields)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_planted_head_is_named_by_command(tmp_path, file, capsys):
     """In a kernel that the plan puts into one head; the command goes by a run folder."""
     folder, out = tmp_path / "run", tmp_path / "out"
     plans = ["--attention", "own", "--attention", f"layer 1 head 2: {file}:broken"]
-    options = ["--steps", "6", "--set", "metrics_every=1", "--set", "autocast=bf16", *plans]
+    options = ["--steps", "3", "--set", "metrics_every=1", "--set", "autocast=bf16", *plans]
     assert cli.main(["train", f"{file}:make", "--out", str(folder), *options]) == 1
     assert cli.main(["isolate", str(folder)]) == 2
     assert "--workload" in capsys.readouterr().err

@@ -28,7 +28,7 @@ ASSIGNED = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(ASSIGNED, max_size=4))
 def test_texts_are_read_back(assigned):
     plan = OperationPlan(tuple(assigned))
