@@ -646,3 +646,19 @@ def test_the_paper_example_row_is_the_papers() -> None:
     (found,) = run_claims(["A13"])
     assert found.figures["result"] == -4.71875
     assert found.figures["error"] == -0.014759540557861328
+
+
+def test_the_document_of_the_ledger_has_the_codes_claims_rules_and_histories() -> None:
+    """docs/ledger.md, which benchmarks/ledger_table.py writes; its verdicts are a run's."""
+    text = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([A-D]\d+[a-z]?) \| (.*) \|$", text, re.MULTILINE))
+    assert list(rows) == [c.id for c in CLAIMS]
+    for c in CLAIMS:
+        cells = re.split(r"(?<!\\) \| ", rows[c.id])
+        assert cells[:2] == [x.replace("|", "\\|") for x in (c.statement, c.paper)]
+        assert cells[2] in (*HELD.values(), "not reproduced", "needs a GPU", "not yet")
+        assert (c.rule is None) or f"- **{c.id}**: {c.rule.text}. " in text
+        assert c.history[1:] in text
+    papers = sum(c.source == "papers" for c in CLAIMS)
+    assert f"Of the papers' {papers} claims" in text
+    assert f"of halfulp's own {len(CLAIMS) - papers} claims" in text

@@ -182,7 +182,7 @@ def claims(
 
     Args:
         ids: Which (`halfulp ls claims`); every one by default, in about 8 minutes on four idle
-            cores.
+            cores (an estimate).
         all: Measure at a larger scale: more seeds, steps and sizes, in an hour or so on four cores
             (an estimate).
         workers: Processes of one thread each; one for each core, at most four, by default.

@@ -19,7 +19,8 @@ from halfulp.papers.runs_a import Plan, Traced, language_attention, trace_all
 
 WHOLE = "BF16_FLASH2[block_query=none,block_key=none]"
 STANDARD = "BF16_STANDARD"
-INTERVAL = 20  # steps between two measurements of a language run
+INTERVAL = 20  # steps between two measurements of a language run that is followed
+SELDOM = 100  # of one of which the end alone counts; it divides every number of steps
 LAYERS = 4  # of the language model in which A3 looks for one
 RECOMPUTED = "O = PV in the backward pass"
 # The one criterion of A3 to A6, set on 2026-11-22 before any of them was run under it.
@@ -85,6 +86,7 @@ def language(lab: Lab, names: Sequence[str]) -> dict[str, list[Traced]]:
 def _language(lab: Lab, names: Sequence[str], scale: Scale, layers: int) -> dict[str, list[Traced]]:
     known = attentions(scale.bits)
     kept = (scale.steps - 50, scale.steps)  # at which whole calls are kept, for A9 and A20
+    followed = {(2, "everywhere"), (2, "nowhere")}
     plans = {
         (n, s): Plan(
             known[n],
@@ -92,8 +94,8 @@ def _language(lab: Lab, names: Sequence[str], scale: Scale, layers: int) -> dict
             scale.steps,
             layers,
             2,
-            INTERVAL,
-            kept if layers == 2 and n in ("everywhere", "nowhere") else (),
+            INTERVAL if (layers, n) in followed else SELDOM,
+            kept if (layers, n) in followed else (),
         )
         for n in names
         for s in scale.seeds

@@ -87,7 +87,7 @@ def _one_of_twelve(lab: Lab) -> Measured:
     """A26: σ(W_Q) of every one of twelve layers over the twin's, low precision in all of them."""
     bits, steps = (2, 1000) if lab.full else (1, 200)
     plans = {
-        (name, seed): Plan((attention,), seed, steps, _DEEP, 2, INTERVAL)
+        (name, seed): Plan((attention,), seed, steps, _DEEP, 2, 2 * INTERVAL)
         for name, attention in (("low", language_attention(bits)), ("twin", STANDARD))
         for seed in (0, 1, 2)
     }

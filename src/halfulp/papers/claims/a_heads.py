@@ -21,6 +21,7 @@ from halfulp.papers.claims.a_cause import (
     GROWTH,
     INTERVAL,
     ONE_CRITERION,
+    SELDOM,
     STANDARD,
     Scale,
     excess,
@@ -67,11 +68,11 @@ def _heads(lab: Lab) -> Measured:
     scale = Scale(3, 2500, (0, 1, 2)) if lab.full else Scale(2, 800, (0, 1, 2))
     low, high = language_attention(scale.bits), language_attention(None)
 
-    def plan(seed: int, *attention: str) -> Plan:
-        return Plan(attention, seed, scale.steps, 1, HEADS, INTERVAL, width=WIDTH)
+    def plan(seed: int, *attention: str, every: int = INTERVAL) -> Plan:
+        return Plan(attention, seed, scale.steps, 1, HEADS, every, width=WIDTH)
 
     def spare(seed: int, heads: Sequence[int]) -> Plan:
-        return plan(seed, low, f"head {','.join(map(str, heads))}: {high}")
+        return plan(seed, low, f"head {','.join(map(str, heads))}: {high}", every=SELDOM)
 
     found = traced(lab, [plan(s, x) for s in scale.seeds for x in (low, STANDARD)])
     runs, twins = ([found[plan(s, x)] for s in scale.seeds] for x in (low, STANDARD))

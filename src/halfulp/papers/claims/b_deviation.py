@@ -57,7 +57,8 @@ def _real_kernel(lab: Lab) -> Measured:
         "bits expected": float(found.bits_expected),
     }
     intervals = {
-        f"{m.tensor}, identical elements": share_of(m.identical, m.elements) for m in found.tensors
+        f"{m.tensor}, elements that differ": share_of(m.elements - m.identical, m.elements)
+        for m in found.tensors
     }
     return Measured(figures, text, (), intervals)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from halfulp.papers.claim import Claim, Figures, Lab, Measured, Rule, share_of
 from halfulp.papers.claims.a_cause import (
     CRITERION,
-    INTERVAL,
+    SELDOM,
     STANDARD,
     excess,
     excesses,
@@ -68,7 +68,7 @@ def _remedied(lab: Lab, changes: Plan) -> tuple[list[Traced], list[Traced]]:
             seed=seed,
             steps=scale.steps,
             layers=2,
-            measure_every=INTERVAL,
+            measure_every=SELDOM,
         )
         for name, attention in (("low", (language_attention(scale.bits),)), ("twin", (STANDARD,)))
         for seed in scale.seeds
