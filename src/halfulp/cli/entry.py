@@ -20,6 +20,7 @@ from typing import Any
 
 from halfulp.cli.audit_command import audit
 from halfulp.cli.bench_command import bench
+from halfulp.cli.diff_command import diff, record
 from halfulp.cli.doctor import doctor, version_text
 from halfulp.cli.ending import BAD_ARGUMENT, ended, warnings_in_lines
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
@@ -45,6 +46,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "tokens": tokens,
     "isolate": isolate,
     "compare": compare,
+    "diff": diff,
+    "record": record,
     "report": report,
     "serve": serve,
     "explain": explain,

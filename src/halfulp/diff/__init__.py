@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfulp.diff.setting import Setting
+from halfulp.runs.results import Progress, no_progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +27,7 @@ def diff(
     repetitions: int = 2,
     most: int = 12,
     folder: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> Difference:
     """Say where two computations part, how far, by whose fault, and whether rounding explains it.
 
@@ -45,6 +47,7 @@ def diff(
         repetitions: passes of A with random roundings, per batch, for the chance.
         most: groups that are swapped.
         folder: where results lie meanwhile; by default the system's folder for temporary files.
+        progress: called with the fraction done and what is being worked on.
 
     Returns:
         what was found; printed, a table.
@@ -70,6 +73,7 @@ def diff(
         repetitions=repetitions,
         most=most,
         folder=folder,
+        progress=progress or no_progress,
     )
 
 

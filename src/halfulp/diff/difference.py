@@ -7,18 +7,36 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
+from halfulp.diff.alignment import Aligned
 from halfulp.diff.local_gap import LocalGap
 from halfulp.diff.noise import Chance, speaks_for_rounding
-from halfulp.diff.shares import Carried
+from halfulp.diff.shares import Carried, Stand
 from halfulp.diff.tape import asked_otherwise
 from halfulp.runs.folder import json_text, write_json
 
-if TYPE_CHECKING:
-    from halfulp.diff.two_sides import TwoSides
+
+@dataclass
+class Compared:
+    """Two sides after all batches, wherever they were run."""
+
+    names: tuple[str, str]
+    gaps: Mapping[str, LocalGap]  # by B's place
+    aligned: Aligned
+    stands: Sequence[Stand]
+    parameters: Mapping[str, tuple[float, float, float]]  # Σ gap², Σ A², Σ gap · A of gradients
+    unseen: Mapping[str, str]
+    of_tokens: bool
+    weights_differ: bool = False
+
+    @property
+    def identical(self) -> bool:
+        """Whether not a bit differs in what both sides give."""
+        outputs = all(torch.equal(*x.outputs) and x.losses[0] == x.losses[1] for x in self.stands)
+        return outputs and not any(gap for gap, _, _ in self.parameters.values())
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,7 @@ class OperationGap:
     same: bool  # both sides make one and the same operation
     gap: float
     own: float  # B's result against A's operation on B's operands
+    exact: bool  # or, in a part of the batch, against the operation in fp64
     inherited: float
     floor: float  # what rounding operands and result once on each side makes
     over_floor: float | None
@@ -87,10 +106,15 @@ class Difference:
     renamed: Mapping[str, str] = field(default_factory=dict)
     unseen: Mapping[str, str] = field(default_factory=dict)
     left_out: int = 0
+    weights_differ: bool = False
 
     @property
     def exit_code(self) -> int:
-        """0: identical or within rounding; 1: beyond rounding; 2: unknown."""
+        """0: identical or within rounding; 1: beyond it, as a whole or in one operation; 2: not
+        known.
+        """
+        if self.first is not None and self.first.beyond:
+            return 1
         return {"beyond rounding": 1, "unknown": 2}.get(self.verdict, 0)
 
     @property
@@ -118,48 +142,43 @@ class Difference:
 
 
 def summed_up(
-    sides: TwoSides,
-    same: bool,
-    chances: Mapping[str, Chance],
-    carried: Sequence[Carried],
-    left_out: int,
+    compared: Compared, chances: Mapping[str, Chance], carried: Sequence[Carried], left_out: int
 ) -> Difference:
     """The report of a comparison that is done."""
-    rows = tuple(map(_row, sides.gaps.values()))
-    mine = chances.get("A")
-    coarser = chances.get("both")
-    gaps = torch.cat([(x.outputs[1] - x.outputs[0]).flatten() for x in sides.stands])
-    parting = [gap for gap in sides.gaps.values() if gap.parts]
+    same = compared.identical
+    mine, coarser = chances.get("A"), chances.get("both")
+    gaps = torch.cat([(x.outputs[1] - x.outputs[0]).flatten() for x in compared.stands])
+    parting = [gap for gap in compared.gaps.values() if gap.parts]
     first = min(parting, key=lambda gap: gap.entry.number, default=None)
-    aligned = sides.aligned
-    assert aligned is not None
+    aligned = compared.aligned
     return Difference(
-        names=(sides.a.name, sides.b.name),
+        names=compared.names,
         verdict=_verdict(same, mine),
         p=1.0 if same else _known(mine.p if mine else math.nan),
         p_formats=_known(coarser.p) if coarser else None,
         ratio=_known(mine.ratio) if mine else None,
-        what="log-probabilities" if sides.of_tokens else "outputs",
-        batches=len(sides.stands),
-        sequences=sum(len(x.outputs[0]) for x in sides.stands),
+        what="log-probabilities" if compared.of_tokens else "outputs",
+        batches=len(compared.stands),
+        sequences=sum(len(x.outputs[0]) for x in compared.stands),
         gap=float(gaps.square().mean().sqrt()),
         lean=float(gaps.mean()),
         lean_p=_known(mine.lean_p) if mine else None,
-        losses=tuple(x.losses for x in sides.stands),
+        losses=tuple(x.losses for x in compared.stands),
         first=None if first is None else _row(first),
-        operations=rows,
+        operations=tuple(map(_row, compared.gaps.values())),
         groups=tuple(_group(x, _is_layer(x, carried)) for x in carried),
         gradients={
             name: (math.sqrt(gap / size) if size else 0.0, along / size if size else 0.0)
-            for name, (gap, size, along) in sides.parameters.items()
+            for name, (gap, size, along) in compared.parameters.items()
         },
         unpaired={
             "A": tuple(x.place for x in aligned.only_a),
             "B": tuple(x.place for x in aligned.only_b),
         },
         renamed=dict(aligned.renamed),
-        unseen=dict(sides.unseen),
+        unseen=dict(compared.unseen),
         left_out=left_out,
+        weights_differ=compared.weights_differ,
     )
 
 
@@ -199,7 +218,7 @@ def _row(gap: LocalGap) -> OperationGap:
     gradient = math.sqrt(gap.gradient / gap.gradient_size) if gap.gradient_size else None
     return OperationGap(
         entry.place, None if answer is None else answer.place, entry.kind, entry.number, gap.same,
-        gap.relative_gap, gap.relative_own, gap.relative_inherited,
+        gap.relative_gap, gap.relative_own, gap.exact, gap.relative_inherited,
         gap.relative_floor, _known(gap.over_floor), gap.beyond, formats, asks, lean, _known(t),
         gradient,
     )  # fmt: skip

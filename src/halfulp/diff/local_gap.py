@@ -192,9 +192,12 @@ def floor_of(entry: Entry, operation: Operation) -> float:
 
 
 def exactly(operation: Operation, change: Any = None) -> Tensor | None:
-    """The operation in fp64; a cast rounds nothing."""
+    """The operation in fp64, or in fp32 where it has no other kernel; a cast rounds nothing."""
     args, kwargs = operation.args, dict(operation.kwargs)
     if change is not None:
         args, kwargs = mapped((args, kwargs), change)
     moved = replace(operation, args=args, kwargs=kwargs)
-    return result_of(Wide(torch.float64)(moved))
+    try:
+        return result_of(Wide(torch.float64)(moved))
+    except (RuntimeError, TypeError):
+        return result_of(Wide(torch.float32)(operation))

@@ -27,7 +27,7 @@ LEVEL = 0.01
 """Below which a chance speaks against rounding."""
 LEAST = 4
 """Sequences from which on a chance is told."""
-_HARDLY = 1e-2
+_FAR = 1e3
 _EXACT = ("other", "selection", "custom")  # may count, or choose, which no rounding touches
 
 
@@ -109,14 +109,14 @@ def chance(gaps: Sequence[Tensor], noise: Sequence[Sequence[Tensor]]) -> Chance:
     usual = torch.cat([
         torch.stack([one.square().mean(1) for one in batch]).mean(0).sqrt() for batch in noise
     ])  # fmt: skip
-    known = usual > 0
-    if not bool(known.any()):
+    ratios = torch.where(usual > 0, sizes / usual, torch.where(sizes > 0, math.inf, 0.0))
+    if bool((usual == 0).all()):
         none = not bool((sizes > 0).any())
         return Chance(1.0 if none else 0.0, 0.0 if none else math.inf, count, lean, lean_t, lean_p)
-    # a sequence that does not differ at all counts as one that hardly does
-    logs = (sizes[known] / usual[known]).clamp_min(_HARDLY).log()
+    # one that does not differ at all counts as one that hardly does, and the other way round
+    logs = ratios.clamp(1 / _FAR, _FAR).log()
     mean, t = _t(logs - math.log(MARGIN))
-    p = student_tail(t, len(logs) - 1) if len(logs) >= LEAST else math.nan
+    p = student_tail(t, count - 1) if count >= LEAST else math.nan
     return Chance(p, math.exp(mean) * MARGIN, count, lean, lean_t, lean_p)
 
 

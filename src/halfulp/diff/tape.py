@@ -210,6 +210,11 @@ class Tape:
         found: Tensor = self._open[1].get_tensor(name)
         return found
 
+    @property
+    def where(self) -> dict[str, Path]:
+        """The file of each tensor that is written."""
+        return dict(self._where)
+
     def clear(self) -> None:
         """Forget everything, on disk too."""
         self._open = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfulp.diff.again import Rerun, ambient
 from halfulp.diff.alignment import Aligned, align
-from halfulp.diff.difference import Difference, summed_up
+from halfulp.diff.difference import Compared, Difference, summed_up
 from halfulp.diff.local_gap import LocalGap, exactly, floor_of, step_of
 from halfulp.diff.noise import Chance, Moved, chance, noise_step
 from halfulp.diff.setting import Outcome, Piece, Setting, part_of, run, tensors_in
@@ -240,10 +240,18 @@ class TwoSides:
             self._kept, f"{number} b ", names
         )
 
-    def identical(self) -> bool:
-        """Whether not a bit differs in what both sides give."""
-        outputs = all(torch.equal(*x.outputs) and x.losses[0] == x.losses[1] for x in self.stands)
-        return outputs and not any(gap for gap, _, _ in self.parameters.values())
+    def compared(self) -> Compared:
+        """What is known after all batches."""
+        assert self.aligned is not None
+        names = self.a.name, self.b.name
+        weights = zip(self.a.model.parameters(), self.b.model.parameters(), strict=False)
+        differ = self.a.model is not self.b.model and not all(
+            x.shape == y.shape and torch.equal(x, y.to(x.dtype)) for x, y in weights
+        )
+        return Compared(
+            names, self.gaps, self.aligned, self.stands, self.parameters, self.unseen,
+            self.of_tokens, differ,
+        )  # fmt: skip
 
     def chances(self, repetitions: int) -> dict[str, Chance]:
         """Whether rounding explains the gap in the outputs: in A's formats, and where B's are
@@ -334,13 +342,10 @@ def compared(
         for i, batch in enumerate(batches):
             progress(0.4 * i / len(batches), f"batch {i + 1} of {len(batches)}")
             sides.add(batch)
-        same = sides.identical()
-        chances: dict[str, Chance] = {}
-        carried: list[Carried] = []
-        left_out = 0
-        if not same:
-            progress(0.4, "what rounding makes")
-            chances = sides.chances(repetitions)
-            if attribute:
-                carried, left_out = sides.shares(most, progress)
-        return summed_up(sides, same, chances, carried, left_out)
+        found = sides.compared()
+        if found.identical:
+            return summed_up(found, {}, [], 0)
+        progress(0.4, "what rounding makes")
+        chances = sides.chances(repetitions)
+        carried, left_out = sides.shares(most, progress) if attribute else ([], 0)
+        return summed_up(found, chances, carried, left_out)

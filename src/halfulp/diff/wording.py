@@ -23,7 +23,7 @@ def text(found: Difference, width: int) -> str:
         layers = [x for x in found.groups if x.layer]
         if layers:
             said += ["", f"Layers of {groups[0].name}:", _group_table(layers, found, width)]
-    parting = [x for x in found.operations if not x.same and x.own]
+    parting = [x for x in found.operations if not x.same and x.own and (x.beyond or not x.exact)]
     if parting:
         said += ["", _operation_table(parting, width)]
     said += ["", *(_wrapped(line, width) for line in notes(found))]
@@ -38,7 +38,10 @@ def headline(found: Difference) -> str:
         return f"halfulp.diff: {a} and {b} are identical, bit by bit, on {over}."
     chance = "" if found.p is None else f", p = {_p(found.p)}"
     if found.verdict == "within rounding":
-        return f"halfulp.diff: {a} and {b} differ within rounding{chance}, on {over}."
+        said = f"halfulp.diff: {a} and {b} differ within rounding{chance}, on {over}"
+        if found.first is not None and found.first.beyond:
+            said += ", as a whole; one operation differs by more"
+        return f"{said}."
     if found.verdict == "unknown":
         return (
             f"halfulp.diff: whether {a} and {b} differ by more than rounding is unknown: {over}"
@@ -72,16 +75,16 @@ def _sizes(found: Difference, width: int) -> str:
 def _group_table(groups: Sequence[GroupShare], found: Difference, width: int) -> str:
     columns = ["outputs", *(["loss"] if any(x is not None for x, _ in found.losses) else [])]
     columns += ["gradients"] if found.gradients else []
-    lines = [["carries of the gap in", "", *columns, ""]]
+    lines = [["carries of the gap in", "", *columns]]
     for group in groups[:ROWS]:
         for way, shares in (("into A", group.into), ("out of B", group.out)):
             if not shares and (way == "into A" or group.into):
                 continue
             cells = [_share(shares.get(x)) for x in columns]
             first = way == "into A" or not group.into
-            lines.append([group.name if first else "", way, *cells, ""])
+            lines.append([group.name if first else "", way, *cells])
         if group.failed:
-            lines.append([group.name, "-", *("" for _ in columns), f"not swapped: {group.failed}"])
+            lines.append([group.name, "failed", *("-" for _ in columns)])
     table = _table(lines, width)
     why = [_wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
     return "\n".join([table, *([""] if why else []), *why[:4]])
@@ -95,40 +98,43 @@ def _share(found: tuple[float, float | None] | None) -> str:
 
 
 def _operation_table(rows: Sequence[OperationGap], width: int) -> str:
-    lines = [["operation", "gap", "own", "inherited", "floor", "× floor", "leans", "t", ""]]
+    lines = [["operation", "own", "× floor", "leans", "t", "inherited", "gap", "floor"]]
     chosen = sorted(rows, key=lambda row: -row.own)[:ROWS]
     for row in sorted(chosen, key=lambda row: row.number):
         over = "-" if row.over_floor is None else f"{row.over_floor:.2g}"
         t = "-" if row.lean_t is None else f"{row.lean_t:+.1f}"
-        mark = "beyond" if row.beyond else row.formats and "formats"
         lines.append([
-            row.place, f"{row.gap:.1e}", f"{row.own:.1e}", f"{row.inherited:.1e}",
-            f"{row.floor:.1e}", over, f"{row.lean:+.0e}", t, mark or "",
+            row.place, f"{row.own:.1e}", over, f"{row.lean:+.0e}", t, f"{row.inherited:.1e}",
+            f"{row.gap:.1e}", f"{row.floor:.1e}",
         ])  # fmt: skip
     table = _table(lines, width)
     more = len(rows) - len(chosen)
     rest = f"\nand {more} smaller ones; to_json() has all" if more else ""
     legend = (
-        "gap: B − A, relative to A's result; own: B − A's operation on B's operands; inherited: the"
-        " rest; floor: what rounding operands and result once makes; leans: the mean of own along"
-        " A's rows, and its t."
+        "Sizes relative to A's result. own: B − A's operation on B's operands; floor: what rounding"
+        " operands and result once on both sides makes; leans: the mean of own along A's rows, as a"
+        " share of them, and its t; inherited: what came in; gap: B − A."
     )
     return f"{table}{rest}\n\n{_wrapped(legend, width)}"
 
 
 def _table(lines: Sequence[Sequence[str]], width: int) -> str:
+    """Columns; a first one that is too wide loses its beginning, which rows have in common."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths[0] = min(widths[0], max(24, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     said = []
-    for line in lines:
-        cells = [x.ljust(w) if i in (0, len(line) - 1) else x.rjust(w) for i, (x, w) in enumerate(
-            zip(line, widths, strict=True))]  # fmt: skip
-        said.append("  ".join(cells).rstrip())
-    return "\n".join(x if len(x) <= max(width, 60) else f"{x[: max(width, 60) - 1]}…" for x in said)
+    for first, *rest in lines:
+        short = first if len(first) <= widths[0] else f"…{first[1 - widths[0] :]}"
+        cells = [cell.rjust(wide) for cell, wide in zip(rest, widths[1:], strict=True)]
+        said.append("  ".join([short.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(said)
 
 
 def notes(found: Difference) -> list[str]:
     """What was not paired, not seen and not tried."""
     said = []
+    if found.weights_differ:
+        said.append("The two sides' weights are not the same.")
     for side, other in (("A", "B"), ("B", "A")):
         places = found.unpaired.get(side, ())
         if places:
@@ -141,12 +147,17 @@ def notes(found: Difference) -> list[str]:
         )
     for path, why in list(found.unseen.items())[:4]:
         said.append(f"Not seen: {path}: {why}.")
+    for group in found.groups:
+        if group.failed:
+            said.append(f"Not swapped: {group.name}: {group.failed}.")
     if found.left_out:
         said.append(f"{found.left_out} more groups that differ were not swapped (most=).")
     return said
 
 
 def _p(p: float) -> str:
+    if p < 1e-12:
+        return "1e-12 or less"
     return f"{p:.1g}" if p < 0.01 else f"{p:.2f}"
 
 

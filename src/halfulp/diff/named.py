@@ -1,0 +1,103 @@
+"""Sides of a comparison by name: a function in a user's file, and what is to be different."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfulp.diff.setting import Setting
+from halfulp.targets.loading import load_function
+
+OPTIONS = ("dtype", "autocast", "attention", "pieces", "decode", "compiled")
+CONTRACT = (
+    "make(seed, device), or make(), that returns a model or a halfulp.Setting; (one of them, a list"
+    " of batches); or (model, optimizer, batch[, loss]) as of `halfulp train`"
+)
+
+
+def made(name: str, argument: str, count: int, seed: int = 0, device: str = "cpu") -> tuple[
+    Setting, list[Any]
+]:  # fmt: skip
+    """The Setting that "file.py:function" makes, in eval mode, and its batches.
+
+    Args:
+        name: also "module:function".
+        argument: how a complaint names it.
+        count: batches to ask a batch function for.
+        seed: given to the function, and to torch before.
+        device: given to the function.
+
+    Raises:
+        ValueError: the function is not there, fails, or returns something else than `CONTRACT`.
+    """
+    try:
+        function, _ = load_function(name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
+    torch.manual_seed(seed)
+    takes = inspect.signature(function).parameters
+    given = function(seed, torch.device(device)) if len(takes) >= 2 else function()
+    parts = given if isinstance(given, tuple) else (given,)
+    setting = parts[0]
+    if isinstance(setting, nn.Module):
+        forward = _with_loss(parts[3]) if len(parts) > 3 else None
+        setting = Setting(setting.eval(), forward=forward)
+    if not isinstance(setting, Setting):
+        raise ValueError(f"{argument}={name!r} returns {type(setting).__name__}; {CONTRACT}")
+    if len(parts) >= 3 and callable(parts[2]):
+        return setting, [parts[2](step) for step in range(count)]
+    if len(parts) == 2 and isinstance(parts[1], Sequence):
+        return setting, list(parts[1])
+    if len(parts) == 1:
+        return setting, []
+    raise ValueError(f"{argument}={name!r} returns a tuple of {len(parts)}; {CONTRACT}")
+
+
+def _with_loss(loss: Any) -> Any:
+    return lambda model, batch: {"loss": loss(model, batch)}
+
+
+def changed(setting: Setting, text: str, argument: str) -> Setting:
+    """A setting with options changed, spelled "attention=sdpa:math,autocast=bf16".
+
+    Raises:
+        ValueError: an option or its value is not known.
+    """
+    given: dict[str, Any] = {f.name: getattr(setting, f.name) for f in fields(Setting)}
+    given |= {"name": text, "dtype": None}
+    for part in _parts(text):
+        name, equals, value = part.partition("=")
+        if name not in OPTIONS or not (equals or name == "compiled"):
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{argument}={text!r}: {part!r} is not accepted; accepted are"
+                f" {', '.join(f'{x}=' for x in OPTIONS[:-1])} compiled, with commas between{hint}"
+            )
+        if name in ("pieces", "decode"):
+            if not value.isdigit():
+                raise ValueError(
+                    f"{argument}={text!r}: {part!r}: accepted is a whole number from 1"
+                )
+            given[name] = int(value)
+        else:
+            given[name] = True if name == "compiled" else value
+    return Setting(**given)
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas that are outside of brackets, which recipes have."""
+    found, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [part.strip() for part in found if part.strip()]

@@ -1,0 +1,359 @@
+"""One side of a comparison, written down: `halfulp record` in one environment, `halfulp diff` of
+two recordings anywhere.
+
+A recording is a folder of safetensors and JSON that is whole or not there. It holds every
+operation's result and its error against the same operation in fp64 on the same operands, so that
+what is an operation's own needs neither side to be run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from halfulp.diff.alignment import align
+from halfulp.diff.difference import Compared, Difference, summed_up
+from halfulp.diff.local_gap import LocalGap, exactly, floor_of
+from halfulp.diff.noise import Moved, chance, noise_step
+from halfulp.diff.setting import Outcome, Setting, run, tensors_in
+from halfulp.diff.shares import Stand
+from halfulp.diff.tape import (
+    Ambience,
+    Entry,
+    Slot,
+    Tape,
+    asked_otherwise,
+    constants,
+    entry_of,
+    result_of,
+)
+from halfulp.interpose import Operation
+from halfulp.runs.folder import new_folder, read_json, remove, sync_folder, write_json
+from halfulp.runs.machine import describe_machine, describe_versions
+
+FILE, OUTPUTS, KIND = "record.json", "outputs.safetensors", "halfulp recording"
+
+
+class _Text:
+    """An argument of an operation that is known by its text alone."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, Slot):
+        return {"slot": [tree.index, str(tree.dtype), list(tree.shape), tree.constant]}
+    if isinstance(tree, torch.dtype):
+        return {"dtype": str(tree)}
+    if isinstance(tree, Mapping):
+        return {"items": [[str(name), _plain(item)] for name, item in tree.items()]}
+    if isinstance(tree, (list, tuple)):
+        return {"list": [_plain(item) for item in tree]}
+    return {"text": repr(tree) if isinstance(tree, (bool, int, float, str)) else str(type(tree))}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of this torch")
+    return found
+
+
+def _tree(plain: Any) -> Any:
+    ((kind, held),) = plain.items()
+    if kind == "slot":
+        return Slot(held[0], _dtype(held[1]), tuple(held[2]), held[3])
+    if kind == "dtype":
+        return _dtype(held)
+    if kind == "items":
+        return {name: _tree(item) for name, item in held}
+    return tuple(map(_tree, held)) if kind == "list" else _Text(held)
+
+
+def _nothing(*_: Any) -> None:
+    raise AssertionError("a recorded operation is never made again")
+
+
+def _entry(row: Mapping[str, Any]) -> Entry:
+    return Entry(
+        row["place"], row["kind"], row["name"], row["path"], row["order"], 0, row["number"],
+        _nothing, _tree(row["arguments"]),
+        Ambience(_dtype(row["autocast"]) if row["autocast"] else None, (), ""),
+        tuple(row["shape"]), _dtype(row["dtype"]),
+    )  # fmt: skip
+
+
+def record(
+    setting: Setting,
+    batches: Iterable[Any],
+    out: str | Path,
+    *,
+    gradients: bool = False,
+    repetitions: int = 2,
+    about: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write down one side of a comparison.
+
+    Args:
+        setting: the model and how it is run; a whole batch at a time.
+        batches: as `halfulp.diff`; both sides need the same ones.
+        out: new folder, whole or not there; results are written as they come.
+        gradients: the parameters' gradients too.
+        repetitions: passes with every operation moved at random by one rounding, for the chance.
+        about: what else to note, such as the command.
+
+    Raises:
+        ValueError: the folder is there already, or the setting runs in pieces.
+    """
+    place = Path(out)
+    if place.exists():
+        raise ValueError(f"out={str(place)!r} is there already; accepted is a new folder")
+    if not setting.whole:
+        raise ValueError(
+            "a setting with pieces or decode cannot be recorded; accepted is a whole one"
+        )
+    folder = new_folder(place.resolve().parent)
+    try:
+        _write(setting, list(batches), folder, gradients, repetitions, dict(about or {}))
+        sync_folder(folder)
+        folder.rename(place)
+    except BaseException:
+        remove(folder)
+        raise
+    return place
+
+
+def _write(
+    setting: Setting,
+    batches: Sequence[Any],
+    folder: Path,
+    gradients: bool,
+    repetitions: int,
+    about: dict[str, Any],
+) -> None:
+    tape, names = Tape(folder), constants(setting.model)
+    entries: dict[str, tuple[Entry, float]] = {}
+    outputs: dict[str, Tensor] = {}
+    losses: list[float | None] = []
+    unseen: dict[str, str] = {}
+    digests = []
+    of_tokens = False
+    for number, batch in enumerate(batches):
+        digests.append(_digest(tensors_in(batch)))
+        found = _recorded(setting, batch, number, tape, names, entries, gradients)
+        outputs[f"{number}"] = found.outputs
+        losses.append(found.loss)
+        unseen |= found.interposed.unseen
+        of_tokens = found.of_tokens
+        steps = {place: noise_step(entry.coarsest) for place, (entry, _) in entries.items()}
+        for repetition in range(repetitions):
+            swap = Moved(setting, steps, number * 101 + repetition).swap()
+            moved = run(setting, batch, swaps=[swap], seed=number)
+            outputs[f"{number} moved {repetition}"] = moved.outputs - found.outputs
+    tape.flush()
+    save_file({k: x.contiguous() for k, x in outputs.items()}, folder / OUTPUTS)
+    rows = [
+        {
+            "place": x.place, "kind": x.kind, "name": x.name, "path": x.path, "order": x.order,
+            "number": x.number, "arguments": _plain(x.arguments), "shape": list(x.shape),
+            "dtype": str(x.dtype), "floor": floor,
+            "autocast": str(x.ambience.autocast) if x.ambience.autocast else None,
+        }
+        for x, floor in entries.values()
+    ]  # fmt: skip
+    plain: dict[str, Any] = {
+        "kind": KIND,
+        "name": setting.name,
+        "about": about,
+        "machine": describe_machine(),
+    }
+    plain |= {"versions": describe_versions(), "batches": digests, "losses": losses}
+    plain |= {"of_tokens": of_tokens, "repetitions": repetitions, "unseen": unseen}
+    plain |= {"weights": _digest(setting.model.parameters()), "operations": rows}
+    plain |= {"tensors": {name: file.name for name, file in tape.where.items()}}
+    write_json(folder / FILE, plain)
+
+
+def _recorded(
+    setting: Setting,
+    batch: Any,
+    number: int,
+    tape: Tape,
+    names: Mapping[int, str],
+    entries: dict[str, tuple[Entry, float]],
+    gradients: bool,
+) -> Outcome:
+    count = 0
+
+    def observe(operation: Operation, given: Any) -> None:
+        nonlocal count
+        result = result_of(given)
+        if result is None or operation.recomputed:
+            return
+        entry = entry_of(operation, result, names, 0, count)
+        count += 1
+        tape.write(f"{number} {entry.place}", result)
+        if operation.in_place:
+            entries.setdefault(entry.place, (entry, 0.0))
+            return
+        with torch.no_grad():
+            if entry.place not in entries:
+                entries[entry.place] = entry, floor_of(entry, operation)
+            exact = exactly(operation)
+            if exact is not None and exact.shape == result.shape:
+                error = (result.double() - exact).to(torch.float32)
+                tape.write(f"{number} {entry.place} error", error)
+
+    found = run(setting, batch, gradients=gradients, observe=observe, seed=number)
+    if gradients:
+        for name, parameter in setting.model.named_parameters():
+            if parameter.grad is not None:
+                tape.write(f"{number} gradient {name}", parameter.grad)
+    return found
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for x in tensors:
+        flat = x.detach().cpu().contiguous().flatten()
+        digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Recording:
+    """A recording that is read.
+
+    Raises:
+        ValueError: the folder holds none, or a torn one.
+    """
+
+    def __init__(self, folder: str | Path, argument: str) -> None:
+        self.folder = Path(folder)
+        plain = read_json(self.folder / FILE)
+        if not isinstance(plain, dict) or plain.get("kind") != KIND:
+            raise ValueError(
+                f"{argument}={str(folder)!r} holds no recording; accepted is a folder that"
+                " `halfulp record` wrote"
+            )
+        try:
+            self.entries = {row["place"]: _entry(row) for row in plain["operations"]}
+            self.floors = {row["place"]: float(row["floor"]) for row in plain["operations"]}
+            self._files = {str(k): str(v) for k, v in plain["tensors"].items()}
+            self.name = str(plain["name"] or self.folder.name)
+            self.batches, self.losses = list(plain["batches"]), list(plain["losses"])
+            self.repetitions, self.of_tokens = int(plain["repetitions"]), bool(plain["of_tokens"])
+            self.unseen, self.weights = dict(plain["unseen"]), str(plain["weights"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(f"{argument}={str(folder)!r}: {FILE} is torn: {error}") from error
+        if any(Path(name).name != name for name in self._files.values()):
+            raise ValueError(f"{argument}={str(folder)!r}: {FILE} names files outside of it")
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str, file: str | None = None) -> Tensor | None:
+        """A tensor by name; None where there is none."""
+        file = self._files.get(name) if file is None else file
+        if file is None:
+            return None
+        if file not in self._open:
+            self._open = {file: safe_open(self.folder / file, framework="pt")}
+        if name not in self._open[file].keys():  # noqa: SIM118
+            return None
+        found: Tensor = self._open[file].get_tensor(name)
+        return found
+
+    def gradients(self, number: int) -> list[str]:
+        """The parameters whose gradients lie there."""
+        start = f"{number} gradient "
+        return [name.removeprefix(start) for name in self._files if name.startswith(start)]
+
+
+def compare_recordings(a: str | Path, b: str | Path) -> Difference:
+    """`halfulp.diff` of two recordings: sizes, floors, the first operation to part, the chance.
+
+    Nothing is run, so no operations are swapped: what carries the gap is not told.
+
+    Raises:
+        ValueError: a folder is no recording, or they are of other batches.
+    """
+    mine, theirs = Recording(a, "a"), Recording(b, "b")
+    if mine.batches != theirs.batches:
+        raise ValueError(
+            f"a={str(a)!r} and b={str(b)!r} were recorded on other batches; accepted are the same"
+        )
+    aligned = align(list(mine.entries.values()), list(theirs.entries.values()))
+    gaps: dict[str, LocalGap] = {}
+    stands, noise = [], []
+    parameters: dict[str, tuple[float, float, float]] = {}
+    for number in range(len(mine.batches)):
+        for place, entry in theirs.entries.items():
+            answer = mine.entries.get(aligned.pairs.get(place, ""))
+            gap = gaps.setdefault(place, LocalGap(entry, answer))
+            _add(gap, mine, theirs, number)
+        outputs = [side.read(f"{number}", OUTPUTS) for side in (mine, theirs)]
+        assert outputs[0] is not None
+        assert outputs[1] is not None
+        stands.append(
+            Stand(None, (outputs[0], outputs[1]), (mine.losses[number], theirs.losses[number]))
+        )
+        moved = [mine.read(f"{number} moved {i}", OUTPUTS) for i in range(mine.repetitions)]
+        noise.append([x for x in moved if x is not None])
+        _add_parameters(parameters, mine, theirs, number)
+    found = Compared(
+        (mine.name, theirs.name), gaps, aligned, stands, parameters,
+        {f"A: {k}": v for k, v in mine.unseen.items()}
+        | {f"B: {k}": v for k, v in theirs.unseen.items()},
+        mine.of_tokens, weights_differ=mine.weights != theirs.weights,
+    )  # fmt: skip
+    chances = {}
+    if not found.identical:
+        chances["A"] = chance([x.outputs[1] - x.outputs[0] for x in stands], noise)
+    return summed_up(found, chances, [], 0)
+
+
+def _add(gap: LocalGap, a: Recording, b: Recording, number: int) -> None:
+    name = f"{number} {gap.entry.place}"
+    found, error = b.read(name), b.read(f"{name} error")
+    if found is None:
+        return
+    if gap.answer is None:
+        exact = found.double() if error is None else found.double() - error
+        gap.add(found, exact, exact, 0.0)
+        return
+    name = f"{number} {gap.answer.place}"
+    theirs, other = a.read(name), a.read(f"{name} error")
+    if theirs is None or theirs.shape != found.shape:
+        gap.answer = None
+        return
+    again: Tensor | None = None
+    if asked_otherwise(gap.entry, gap.answer):
+        again = theirs.double()  # what another eps does is its own, whatever came in
+    elif error is not None and other is not None and not torch.equal(error, other):
+        again = found.double() - (error.double() - other.double())
+    floor = (a.floors[gap.answer.place] ** 2 + b.floors[gap.entry.place] ** 2) ** 0.5
+    gap.add(found, theirs, again, floor)
+
+
+def _add_parameters(
+    parameters: dict[str, tuple[float, float, float]], a: Recording, b: Recording, number: int
+) -> None:
+    for name in b.gradients(number):
+        mine, found = (x.read(f"{number} gradient {name}") for x in (a, b))
+        if mine is None or found is None or mine.shape != found.shape:
+            continue
+        gap, size = found.double() - mine.double(), mine.double()
+        sums = (gap.square().sum(), size.square().sum(), (gap * size).sum())
+        before = parameters.get(name, (0.0, 0.0, 0.0))
+        total = [x + float(y) for x, y in zip(before, sums, strict=True)]
+        parameters[name] = (total[0], total[1], total[2])

@@ -1,0 +1,70 @@
+"""The page of a comparison of two computations (`halfulp diff`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from halfulp.report.html import page
+
+LEAD = (
+    "Both sides run on the same batches. Each operation of B is held against A's operation on the"
+    " same operands: own is what is left, inherited what came in with them, and the floor is what"
+    " rounding operands and result once on each side makes. Sizes are relative to A's result."
+)
+
+
+def diff_page(plain: Mapping[str, Any], said: str, command: str) -> str:
+    """Return the page of a `halfulp.diff.Difference` in its plain form.
+
+    Args:
+        plain: its `as_dict`.
+        said: its text, whose first paragraph is the verdict.
+        command: that repeats it.
+    """
+    finding = " ".join(said.split("\n\n")[0].split())
+    sections: list[dict[str, Any]] = [
+        {"heading": "Verdict", "finding": finding, "blocks": []},
+        {"heading": "What carries the gap", "finding": "", "blocks": [_groups(plain)]},
+        {"heading": "Operations that differ", "finding": "", "blocks": [_operations(plain)]},
+    ]
+    title = f"{plain['names'][0]} and {plain['names'][1]}"
+    shown = [section for section in sections if section["finding"] or section["blocks"][0]["rows"]]
+    return page(title, LEAD, shown, footer=f"Repeat everything on this page: {command}")
+
+
+def _groups(plain: Mapping[str, Any]) -> dict[str, Any]:
+    rows = []
+    for group in plain["groups"]:
+        for way, label in (("into", "B's in A"), ("out", "A's in B")):
+            for of, (share, error) in group[way].items():
+                said = f"{share:.0%}" + ("" if error is None else f" ± {error:.0%}")
+                rows.append([group["name"], label, of, said, group["why"]])
+    return {
+        "kind": "table",
+        "title": "One group of operations swapped at a time",
+        "columns": ["operations", "swapped", "of the gap in", "carries", "what differs"],
+        "rows": rows,
+        "caption": "1 standard error, over sequences (outputs) or batches.",
+    }
+
+
+def _operations(plain: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("gap", "own", "inherited", "floor", "over_floor", "lean", "lean_t")
+    told = [row for row in plain["operations"] if not row["same"] and row["own"]]
+    rows = [
+        [row["place"], *(None if row[x] is None else f"{row[x]:.2g}" for x in names), _mark(row)]
+        for row in told
+    ]
+    return {
+        "kind": "table",
+        "title": "In the order of B's pass",
+        "columns": ["operation", "gap", "own", "inherited", "floor", "× floor", "leans", "t", ""],
+        "rows": rows,
+        "caption": "leans: the mean of own along A's rows, as a share of them, and its t.",
+    }
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    said = [row["formats"], row["asks"], "beyond its floor" if row["beyond"] else ""]
+    return "; ".join(filter(None, said))
