@@ -89,8 +89,9 @@ def main():
                     TwoSides(a, b, gradients, Path(folder)).add(batch)
                     ratios.append((time.perf_counter() - began) / passes)
                 highest = max(highest, peak.bytes - base)
+            what = "gradients" if gradients else "forward"
             print(
-                f"{name}, {'gradients' if gradients else 'forward'}: {statistics.median(ratios):.2f}"
+                f"{name}, {what}: {statistics.median(ratios):.2f}"
                 f" × the two passes ({passes:.2f} s); memory {highest / size:.2f} × the model's"
                 f" beyond it, where the passes alone take {alone / size:.2f} ×",
                 flush=True,

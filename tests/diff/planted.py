@@ -58,6 +58,25 @@ def reciprocal_norm(model: nn.Module) -> Setting:
     return Setting(model)
 
 
+class NarrowNorm(nn.Module):
+    """RMSNorm that multiplies in the input's dtype, by a reciprocal of it."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = stock.weight, stock.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.float().square().mean(-1, keepdim=True)
+        return self.weight * (x * (1 / torch.sqrt(mean + self.eps)).to(torch.bfloat16))
+
+
+def narrow_norm(model: nn.Module) -> Setting:
+    model = copy.deepcopy(model)
+    layer = model.model.layers[1]
+    layer.input_layernorm = NarrowNorm(layer.input_layernorm)
+    return Setting(model)
+
+
 def epsilon(model: nn.Module) -> Setting:
     model = copy.deepcopy(model)
     model.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-5
@@ -140,6 +159,7 @@ def with_fp8_cache(tile: int) -> Callable[[nn.Module, Any], Any]:
 FAULTS = (
     (reciprocal_norm, "Llama", torch.float32, "model.layers.*.input_layernorm"),
     (reciprocal_norm, "Llama", torch.bfloat16, "model.layers.*.input_layernorm"),
+    (narrow_norm, "Llama", torch.bfloat16, "model.layers.*.input_layernorm"),
     (epsilon, "Llama", torch.float32, "model.layers.*.post_attention_layernorm"),
     (epsilon, "Llama", torch.bfloat16, "model.layers.*.post_attention_layernorm"),
     (epsilon_of_layer_norm, "GPT2", torch.float32, "transformer.h.*.ln_1"),

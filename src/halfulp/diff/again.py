@@ -148,13 +148,7 @@ class InPlaceOf:
         expected = self._dtype(operation)
         found = self._other.on(entry, operation, own_form=self._own_form)
 
-        def noted(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == expected:
-                return x
-            wider = torch.finfo(x.dtype).bits > torch.finfo(expected).bits
-            return tag(x.view_as(x), expected) if wider else x.to(expected)
-
-        return mapped(found, noted)
+        return mapped(found, lambda x: noted(x, expected))
 
     def _dtype(self, operation: Operation) -> torch.dtype:
         """Of what the model expects here."""
@@ -164,6 +158,14 @@ class InPlaceOf:
             assert usual is not None
             self._expected[operation.place] = usual.dtype
         return self._expected[operation.place]
+
+
+def noted(x: Any, expected: torch.dtype) -> Any:
+    """A result in the dtype that the model expects, or wider with a note of it."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == expected:
+        return x
+    wider = torch.finfo(x.dtype).bits > torch.finfo(expected).bits
+    return tag(x.view_as(x), expected) if wider else x.to(expected)
 
 
 def narrowed(operation: Operation) -> Operation:

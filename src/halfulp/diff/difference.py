@@ -55,7 +55,7 @@ class OperationGap:
     floor: float  # what rounding operands and result once on each side makes
     over_floor: float | None
     beyond: bool
-    formats: str  # the coarsest of each side, where they differ
+    formats: str  # the coarsest of each side, where they differ; of the result of B's alone
     asks: str  # what is asked for differently
     lean: float
     lean_t: float | None
@@ -209,7 +209,7 @@ def _format(dtype: torch.dtype) -> str:
 
 def _row(gap: LocalGap) -> OperationGap:
     entry, answer = gap.entry, gap.answer
-    formats = asks = ""
+    formats, asks = _format(entry.dtype) if answer is None else "", ""
     if answer is not None:
         if answer.coarsest != entry.coarsest:
             formats = f"{_format(entry.coarsest)} for {_format(answer.coarsest)}"
@@ -239,7 +239,7 @@ def _group(carried: Carried, layer: bool) -> GroupShare:
 def reason(row: OperationGap) -> str:
     """What is different in an operation, in a few words."""
     if row.answer is None:
-        return f"only B has {row.place}"
+        return f"only B has {row.place}, which gives {row.formats}"
     said = [x for x in (row.formats, row.asks) if x]
     if not said and row.over_floor is not None:
         said = [f"{row.over_floor:.2g} × its floor"]

@@ -5,6 +5,7 @@ rounding alone would make.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,40 +64,42 @@ class LocalGap:
             again: A's operation on B's operands; None: the same as `found`.
             floor: rms of what rounding makes, relative to A's result.
         """
-        b, a = found.double(), theirs.double()
+        self.numbers += found.numel()
+        self.same &= again is None
+        size = 0.0
+        sides = [_rows(x) for x in (found, theirs, found if again is None else again)]
+        for b, a, mine in _split(_block(sides[0]), *sides):
+            size += self._add_rows(b.double(), a.double(), None if again is None else mine.double())
+        self.size += size
+        self.floor += floor**2 * size
+
+    def _add_rows(self, b: Tensor, a: Tensor, mine: Tensor | None) -> float:
         finite = b.isfinite() & a.isfinite()
         if not bool(finite.all()):
             b, a = (x.masked_fill(~finite, 0) for x in (b, a))
+            mine = None if mine is None else mine.masked_fill(~finite, 0)
         gap = b - a
-        self.numbers += gap.numel()
-        self.gap += float(gap.square().sum())
-        size = float(a.square().sum())
-        self.size += size
-        if again is None:
-            self.inherited += float(gap.square().sum())
-            own = None
+        own = gap if mine is None else b - mine
+        square = float(gap.square().sum())
+        self.gap += square
+        if mine is None:
+            self.inherited += square
         else:
-            self.same = False
-            mine = again.double().masked_fill(~finite, 0)
-            own = b - mine
             self.own += float(own.square().sum())
             self.inherited += float((mine - a).square().sum())
-        self.floor += floor**2 * size
-        self._add_lean(gap if own is None else own, a)
-
-    def _add_lean(self, gap: Tensor, a: Tensor) -> None:
-        rows = (gap.flatten(0, -2), a.flatten(0, -2)) if a.dim() > 1 else (gap[None], a[None])
-        length = rows[1].square().sum(-1)
-        along = (rows[0] * rows[1]).sum(-1)[length > 0] / length[length > 0]
+        lengths = a.square().sum(-1)
+        along = (own * a).sum(-1)[lengths > 0] / lengths[lengths > 0]
         self.rows += along.numel()
         self.lean += float(along.sum())
         self.lean_squared += float(along.square().sum())
+        return float(lengths.sum())
 
     def add_gradient(self, found: Tensor, theirs: Tensor) -> None:
         """The gradients of the results, of one batch."""
         if found.shape == theirs.shape:
-            self.gradient += float((found.double() - theirs.double()).square().sum())
-            self.gradient_size += float(theirs.double().square().sum())
+            gap, size, _ = squares(found, theirs)
+            self.gradient += gap
+            self.gradient_size += size
 
     @property
     def relative_gap(self) -> float:
@@ -164,6 +167,36 @@ class LocalGap:
         return mean, mean / math.sqrt(spread)
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
+
+
+def _block(rows: Tensor) -> int:
+    """Rows that are worked on at once in fp64."""
+    return max(1, 2**19 // max(1, rows.shape[-1]))
+
+
+def _split(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    for start in range(0, len(tensors[0]), rows):
+        yield tuple(x[start : start + rows] for x in tensors)
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of as many numbers, flat, a block at a time."""
+    return _split(2**19, *(x.flatten() for x in tensors))
+
+
+def squares(b: Tensor, a: Tensor) -> tuple[float, float, float]:
+    """Σ (b − a)², Σ a² and Σ (b − a) a, in fp64, a block at a time."""
+    found = [0.0, 0.0, 0.0]
+    for part in blocks(b, a):
+        x, y = (one.double() for one in part)
+        gap = x - y
+        for i, square in enumerate((gap.square(), y.square(), gap * y)):
+            found[i] += float(square.sum())
+    return found[0], found[1], found[2]
+
+
 def _ratio(part: float, whole: float) -> float:
     if not whole:
         return math.inf if part else 0.0
@@ -175,6 +208,9 @@ def floor_of(entry: Entry, operation: Operation) -> float:
     operation, relative to it (rms): operands moved at random by one rounding, in fp64.
     """
     result, step = step_of(entry.dtype), step_of(entry.coarsest)
+    if operation.kind in ("embedding", "cast"):
+        return max(result, step)
+    operation = _sampled(operation)
     generator = torch.Generator().manual_seed(0)
 
     def moved(x: Any) -> Any:
@@ -189,6 +225,24 @@ def floor_of(entry: Entry, operation: Operation) -> float:
     change = (apart - exact).nan_to_num(0, 0, 0)
     size = float(exact.nan_to_num(0, 0, 0).square().sum())
     return math.hypot(result, math.sqrt(float(change.square().sum()) / size)) if size else result
+
+
+def _sampled(operation: Operation) -> Operation:
+    """A product with few of its rows and columns, which have the floor of all."""
+    args = operation.args
+    every = all(isinstance(x, Tensor) and x.dim() for x in args) and not operation.kwargs
+    if operation.name == "linear" and every and len(args) in (2, 3):
+        x, weight = args[0].flatten(0, -2) if args[0].dim() > 1 else args[0], args[1]
+        few = (_few(x, 0, 32), _few(weight, 0, 128), *(_few(b, 0, 128) for b in args[2:]))
+    elif operation.name == "addmm" and every and len(args) == 3 and args[0].dim() == 1:
+        few = (_few(args[0], 0, 128), _few(args[1], 0, 32), _few(args[2], 1, 128))
+    else:
+        return operation
+    return replace(operation, args=few)
+
+
+def _few(x: Tensor, dim: int, most: int) -> Tensor:
+    return x if x.shape[dim] <= most else x.narrow(dim, 0, most)
 
 
 def exactly(operation: Operation, change: Any = None) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfulp.diff.alignment import align
 from halfulp.diff.difference import Compared, Difference, summed_up
-from halfulp.diff.local_gap import LocalGap, exactly, floor_of
+from halfulp.diff.local_gap import LocalGap, exactly, floor_of, squares
 from halfulp.diff.noise import Moved, chance, noise_step
 from halfulp.diff.setting import Outcome, Setting, run, tensors_in
 from halfulp.diff.shares import Stand
@@ -352,8 +352,6 @@ def _add_parameters(
         mine, found = (x.read(f"{number} gradient {name}") for x in (a, b))
         if mine is None or found is None or mine.shape != found.shape:
             continue
-        gap, size = found.double() - mine.double(), mine.double()
-        sums = (gap.square().sum(), size.square().sum(), (gap * size).sum())
         before = parameters.get(name, (0.0, 0.0, 0.0))
-        total = [x + float(y) for x, y in zip(before, sums, strict=True)]
+        total = [x + y for x, y in zip(before, squares(found, mine), strict=True)]
         parameters[name] = (total[0], total[1], total[2])

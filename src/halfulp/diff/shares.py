@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.diff.again import InPlaceOf, Rerun
-from halfulp.diff.local_gap import LocalGap
+from halfulp.diff.again import InPlaceOf, Rerun, narrowed, noted
+from halfulp.diff.local_gap import LocalGap, blocks
 from halfulp.diff.setting import Piece, Setting, part_of, run
 from halfulp.diff.tape import Tape
 from halfulp.interpose import KINDS, Operation, Swap
@@ -145,6 +145,7 @@ class Swapped:
         """
         takers = _takers(group, list(self._gaps.values()))
         piece = Piece()
+        entry_dtype = {place: gap.entry.dtype for place, gap in takers.items()}
         places = {gap.answer.place for gap in takers.values() if gap.answer is not None}
 
         def keep(operation: Operation, _: Any) -> None:
@@ -155,8 +156,9 @@ class Swapped:
         def put(operation: Operation) -> Any:
             gap = takers.get(operation.place)
             answer = None if gap is None else gap.answer
+            plain = narrowed(operation)
             if answer is None:
-                return self._b.compute(operation)
+                return self._b.compute(plain)
             count = iter(range(len(operation.tensors())))
 
             def value(x: Any) -> Any:
@@ -165,10 +167,15 @@ class Swapped:
                 theirs = self._tape.read(f"{answer.place} {next(count)}")
                 if theirs is not None and theirs.shape != x.shape:
                     theirs = part_of(theirs, tuple(x.shape), piece)
-                return x if theirs is None else theirs.to(x.device, x.dtype)
+                return x if theirs is None else theirs.to(x.device, x.dtype if pieces else None)
 
-            args, kwargs = mapped((operation.args, dict(operation.kwargs)), value)
-            return self._b.compute(replace(operation, args=args, kwargs=kwargs))
+            pieces = not self._b.whole
+            args, kwargs = mapped((plain.args, dict(plain.kwargs)), value)
+            given = replace(plain, args=args, kwargs=kwargs)
+            if pieces:
+                return self._b.compute(given)
+            expected = entry_dtype[operation.place]
+            return mapped(self._rerun[0].on(answer, given), lambda x: noted(x, expected))
 
         def prepare(number: int, stand: Stand) -> Piece:
             self._tape.clear()
@@ -176,6 +183,7 @@ class Swapped:
             vars(piece).update(vars(Piece()))
             return piece
 
+        put.takes_wide = True  # type: ignore[attr-defined]
         return self._measured([Swap(put, kinds=KINDS)], self._b, 1, prepare)
 
     def _measured(
@@ -221,12 +229,17 @@ def _part(a: Tensor, b: Tensor, found: Tensor, side: int) -> tuple[float, float]
     Into A: its effect along the gap. Out of B: what of the gap's square is gone; its effect along
     the gap would count the roundings after it, which fall differently and were part of the gap.
     """
-    a, b, found = (x.double() for x in (a, b, found))
-    gap = b - a
-    whole = float(gap.square().sum())
-    if side == 0:
-        return float(((found - a) * gap).sum()), whole
-    return whole - float((found - a).square().sum()), whole
+    along = whole = 0.0
+    for parts in blocks(a, b, found):
+        x, y, made = (part.double() for part in parts)
+        gap = y - x
+        square = float(gap.square().sum())
+        whole += square
+        if side == 0:
+            along += float(((made - x) * gap).sum())
+        else:
+            along += square - float((made - x).square().sum())
+    return along, whole
 
 
 def _takers(group: Group, gaps: Sequence[LocalGap]) -> dict[str, LocalGap]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfulp.diff.again import Rerun, ambient
 from halfulp.diff.alignment import Aligned, align
 from halfulp.diff.difference import Compared, Difference, summed_up
-from halfulp.diff.local_gap import LocalGap, exactly, floor_of, step_of
+from halfulp.diff.local_gap import LocalGap, exactly, floor_of, squares, step_of
 from halfulp.diff.noise import Chance, Moved, chance, noise_step
 from halfulp.diff.setting import Outcome, Piece, Setting, part_of, run, tensors_in
 from halfulp.diff.shares import Carried, Group, Stand, Swapped, grouped
@@ -70,9 +70,16 @@ class TwoSides:
         """Both passes over one batch."""
         number = len(self.stands)
         a = self._record(batch, number)
-        if self.aligned is None:
+        alike = self.a.model is self.b.model and self.b.whole and not self._opaque
+        if self.aligned is None and alike:  # one model: its operations most likely are, too
+            self.aligned = Aligned({place: place for place in self.entries})
+        elif self.aligned is None:
             self._align(batch)
         b = self._compare(batch, number)
+        if alike and number == 0 and self._unlike():
+            self.gaps.clear()
+            self._align(batch)
+            b = self._compare(batch, number)
         if a.outputs.shape != b.outputs.shape:
             raise ValueError(
                 f"A gives outputs of shape {list(a.outputs.shape)} and B of"
@@ -129,6 +136,12 @@ class TwoSides:
         for found in entries.values():  # what only the first pieces do
             for place in found.keys() - last.keys() & self.entries.keys():
                 self.aligned.pairs.setdefault(place, place)
+
+    def _unlike(self) -> bool:
+        """Whether an operation of one side has none on the other under its own name."""
+        assert self.aligned is not None
+        lone = any(gap.answer is None for gap in self.gaps.values())
+        return lone or self.gaps.keys() != self.aligned.pairs.keys()
 
     def _compare(self, batch: Any, number: int) -> Outcome:
         """B's pass, held against what was written down."""
@@ -225,14 +238,12 @@ class TwoSides:
             theirs = self._kept.read(f"{number} a {name}")
             if parameter.grad is None or theirs is None:
                 continue
-            mine, a = parameter.grad.detach().double().cpu(), theirs.double()
-            if mine.shape != a.shape:
+            mine = parameter.grad.detach().cpu()
+            if mine.shape != theirs.shape:
                 continue
             names.append(name)
-            gap = mine - a
             before = self.parameters.get(name, (0.0, 0.0, 0.0))
-            now = (gap.square().sum(), a.square().sum(), (gap * a).sum())
-            sums = [x + float(y) for x, y in zip(before, now, strict=True)]
+            sums = [x + y for x, y in zip(before, squares(mine, theirs), strict=True)]
             self.parameters[name] = (sums[0], sums[1], sums[2])
             self._kept.write(f"{number} b {name}", parameter.grad)
         self._kept.flush()
