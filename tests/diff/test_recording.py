@@ -62,11 +62,13 @@ def folder(tmp_path, monkeypatch):
 
 def test_two_settings_of_a_model(folder, capsys):
     assert main(["diff", "my.py:make", "my.py:make"]) == 0
-    assert "are identical, bit by bit, on 2 batches, 8 sequences" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "are identical, bit by bit, on 2 batches, 8 sequences" in out
     assert main(["diff", "my.py:make", "my.py:other", "--html", "p.html", "--json", "d.json"]) == 1
     out = capsys.readouterr().out
+    out = " ".join(out.split())
     assert "norm carries 100% of it" in out
-    assert "norm layer_norm: eps=0.01 for 1e-05" in " ".join(out.split())
+    assert "norm layer_norm: eps=0.01 for 1e-05" in out
     plain = json.loads((folder / "d.json").read_text())
     assert plain["groups"][0]["name"] == "norm"
     assert "layer_norm" in (folder / "p.html").read_text()
@@ -84,7 +86,8 @@ def test_recordings_of_two_environments(folder, capsys):
     assert main(["diff", "a.rec", "a.rec"]) == 0
     assert "identical" in capsys.readouterr().out
     assert main(["diff", "a.rec", "b.rec"]) == 1
-    assert "First to part: norm layer_norm: eps=0.01 for 1e-05" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "First to part: norm layer_norm: eps=0.01 for 1e-05" in out
     found = compare_recordings("a.rec", "c.rec")
     rows = {row.place: row for row in found.operations}
     assert rows["head linear"].formats == "bfloat16 for float32"

@@ -229,7 +229,7 @@ def floor_of(entry: Entry, operation: Operation) -> float:
 
 def _sampled(operation: Operation) -> Operation:
     """A product with few of its rows and columns, which have the floor of all."""
-    args = operation.args
+    args = tuple(x for x in operation.args if x is not None)  # a layer without a bias hands None
     every = all(isinstance(x, Tensor) and x.dim() for x in args) and not operation.kwargs
     if operation.name == "linear" and every and len(args) in (2, 3):
         x, weight = args[0].flatten(0, -2) if args[0].dim() > 1 else args[0], args[1]

@@ -48,8 +48,16 @@ class TwoSides:
     """Runs both sides and holds what they part in."""
 
     def __init__(
-        self, a: Setting, b: Setting, gradients: bool, folder: Path, seed: int = 0
+        self,
+        a: Setting,
+        b: Setting,
+        gradients: bool,
+        folder: Path,
+        *,
+        swaps: bool = True,
+        seed: int = 0,
     ) -> None:
+        self._swaps = swaps
         self.a, self.b, self.gradients, self.seed = a, b, gradients, seed
         self._folder = folder
         self._tape = Tape(folder / "a")
@@ -245,7 +253,8 @@ class TwoSides:
             before = self.parameters.get(name, (0.0, 0.0, 0.0))
             sums = [x + y for x, y in zip(before, squares(mine, theirs), strict=True)]
             self.parameters[name] = (sums[0], sums[1], sums[2])
-            self._kept.write(f"{number} b {name}", parameter.grad)
+            if self._swaps:
+                self._kept.write(f"{number} b {name}", parameter.grad)
         self._kept.flush()
         return _Stored(self._kept, f"{number} a ", names), _Stored(
             self._kept, f"{number} b ", names
@@ -349,7 +358,7 @@ def compared(
     for batch in batches:
         tensors_in(batch)
     with tempfile.TemporaryDirectory(dir=folder, prefix="halfulp-diff-") as scratch:
-        sides = TwoSides(a, b, gradients, Path(scratch))
+        sides = TwoSides(a, b, gradients, Path(scratch), swaps=attribute)
         for i, batch in enumerate(batches):
             progress(0.4 * i / len(batches), f"batch {i + 1} of {len(batches)}")
             sides.add(batch)
