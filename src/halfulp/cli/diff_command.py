@@ -13,6 +13,8 @@ from halfulp.cli.shell import (
     write_each,
 )
 
+MIXED = "accepted are two recordings, or none: record the other one too (`halfulp record`)"
+
 
 def diff(
     a: str,
@@ -55,8 +57,8 @@ def diff(
         json: File to write every operation's figures to; - prints them instead of the tables.
     """
     from halfulp.diff import diff as compare
-    from halfulp.diff.named import changed, made
     from halfulp.diff.recording import compare_recordings
+    from halfulp.diff.sides_by_name import changed, made
     from halfulp.report.diff_page import diff_page
     from halfulp.runs.folder import check_file, write_text
 
@@ -65,10 +67,7 @@ def diff(
     recorded = [Path(side).is_dir() for side in (a, b)]
     if any(recorded):
         if not all(recorded):
-            raise ValueError(
-                f"a={a!r} and b={b!r}: accepted are two recordings, or none: record the other one"
-                " too (`halfulp record`)"
-            )
+            raise ValueError(f"a={a!r} and b={b!r}: {MIXED}")
         found = compare_recordings(a, b)
     else:
         first, given = made(a, "a", batches, seed, device)
@@ -116,8 +115,8 @@ def record(
         device: Given to the function.
         json: File to write what was recorded to; - prints it as JSON instead of text.
     """
-    from halfulp.diff.named import changed, made
     from halfulp.diff.recording import record as write_down
+    from halfulp.diff.sides_by_name import changed, made
 
     check_json(json)
     chosen, given = made(make, "make", batches, seed, device)
