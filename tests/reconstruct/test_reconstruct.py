@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from halfulp import emulate
+from halfulp import cli, emulate
 from halfulp.recipes import recipe_named, recipe_text
 from halfulp.reconstruct import CAUSES, reconstruct
 from tests.audit import zoo
@@ -117,3 +117,17 @@ def test_every_cause_has_a_key_of_its_own_and_words():
         assert cause.name
         assert cause.effect
         assert cause.resembles
+
+
+def test_the_command_prints_the_recipe_its_shares_and_plain_data(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["reconstruct", "recipe:BF16_FLASH2", "--in-process"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("recipe:BF16_FLASH2 is BF16_FLASH2: explains 100 % of O's error")
+    assert "dK      100.0 %" in said
+    assert cli.main(["reconstruct", "recipe:BF16_FLASH2", "--in-process", "--json", "-"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["recipe"] == "BF16_FLASH2"
+    assert plain["understood"]
+    assert cli.main(["reconstruct", "sdpaa"]) == 2
+    assert "target='sdpaa': accepted is" in capsys.readouterr().err
