@@ -8,6 +8,8 @@ from halfulp.audit import Case, Shape, audit
 from halfulp.audit import run as audit_run
 from halfulp.report.audit_summary import MEANING, SIGNS, facts, headline, why
 
+pytestmark = pytest.mark.usefixtures("probes_alone")
+
 SHAPE = Shape(2, 4, 48, 48, 16)
 PROBES = ("gaussian", "free_feature_causal", "value_constant", "masked_rows")
 

@@ -11,6 +11,8 @@ from halfulp.audit.shrink import severity
 from halfulp.audit.statistics import error_ratio
 from halfulp.targets import resolve
 
+pytestmark = pytest.mark.usefixtures("probes_alone")
+
 SHAPE = Shape(2, 8, 128, 128, 32)
 PROBES = ("gaussian", "sharp")
 

@@ -4,7 +4,7 @@ an alarm.
 
 import pytest
 
-from halfulp.audit import audit, planning
+from halfulp.audit import audit
 from tests.audit.zoo import FAULTY, SOUND
 
 CAUSES = {
@@ -15,10 +15,7 @@ CAUSES = {
 """The key of the cause, where a fault makes NaN; of others the reconstruction names it."""
 
 
-@pytest.fixture(autouse=True)
-def _probes_alone(monkeypatch):
-    """The zoo is the probes' test; the covering array has its own."""
-    monkeypatch.setattr(planning, "size_cases", lambda _: ())
+pytestmark = pytest.mark.usefixtures("probes_alone")
 
 
 @pytest.mark.parametrize("kernel", FAULTY, ids=lambda k: k.name)
