@@ -35,8 +35,12 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     angle = x["positions"].to(rows.dtype)[:, None] * options["base"] ** power
     cos, sin = (step(n, t)[:, None, :] for n, t in (("cos", angle.cos()), ("sin", angle.sin())))
     first, second = _pairs(rows, options["interleaved"])
-    straight, crossed = step("straight", first * cos), step("crossed", second * sin)
-    other, back = step("other", second * cos), step("back", first * sin)
+
+    def product(name: str, x: Tensor, factor: Tensor) -> Tensor:
+        return step(name, step(f"to_{name}", x) * factor)  # whose gradient is a product too
+
+    straight, crossed = product("straight", first, cos), product("crossed", second, sin)
+    other, back = product("other", second, cos), product("back", first, sin)
     return {"output": _joined(straight - crossed, other + back, options["interleaved"])}
 
 

@@ -13,7 +13,7 @@ STOCK = Rounding(
     {
         name: OPERAND
         for step in ("straight", "crossed", "other", "back")
-        for name in (step, f"grad_{step}")
+        for name in (step, f"grad_to_{step}")
     }
     | {"cos": OPERAND, "sin": OPERAND},
 )
