@@ -17,6 +17,7 @@ from halfulp.recipes import (
     BF16_AUTHORS_STABILIZED,
     BF16_STANDARD,
     BF16_STANDARD_CPU,
+    BF16_STANDARD_FP32,
     Recipe,
     uniform,
 )
@@ -220,23 +221,26 @@ def test_p_of_the_backward_pass_is_p_of_the_forward_pass() -> None:
 
 def autocast_standard(recipe: Recipe, inputs: Inputs, causal: bool) -> dict[str, Tensor]:
     """`softmax(q @ k.mT * scale) @ v` under CPU autocast, or as autocast on a GPU has it, with the
-    softmax in fp32.
+    softmax in fp32; or with scores in fp32 as well.
     """
     softmax_dtype = None if recipe is BF16_STANDARD_CPU else torch.float32
     q, k, v = (x.bfloat16().requires_grad_() for x in inputs[:3])
+    wide = torch.float32 if recipe is BF16_STANDARD_FP32 else torch.bfloat16
+    scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        if causal:
-            scores = scores.masked_fill(
-                torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf
-            )
         out = torch.softmax(scores, -1, dtype=softmax_dtype) @ v
     out.backward(inputs.grad_out.bfloat16())
     grads = {"grad_query": q.grad, "grad_key": k.grad, "grad_value": v.grad}
     return {"out": out.detach()} | {name: g for name, g in grads.items() if g is not None}
 
 
-@pytest.mark.parametrize("recipe", [BF16_STANDARD, BF16_STANDARD_CPU], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [BF16_STANDARD, BF16_STANDARD_CPU, BF16_STANDARD_FP32], ids=lambda r: r.name
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "dim"), SHAPES)
 def test_standard_is_what_autocast_does(

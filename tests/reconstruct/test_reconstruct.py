@@ -32,6 +32,19 @@ def test_a_recipe_is_recovered_exactly(recipe):
     assert all(e.model.value > 0.999 for e in found.explained)
 
 
+def test_attention_written_by_hand_is_a_recipe():
+    def by_hand(query, key, value, *, is_causal, scale):
+        scores = query.float() @ key.float().mT * scale
+        if is_causal:
+            unseen = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(unseen, -math.inf)
+        return torch.softmax(scores, -1).to(query.dtype) @ value
+
+    found = reconstruct(by_hand)
+    assert found.text == "BF16_STANDARD_FP32"
+    assert found.understood
+
+
 # fault → cause, what its text says, the results that it is in
 NAMED = {
     "lse_low": ("lse", "lse=bf16"),

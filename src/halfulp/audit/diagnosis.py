@@ -100,8 +100,10 @@ def _explained(rest: tuple[Finding, ...], found: Reconstruction | None) -> list[
         return named + [p for p in places if not named or p.cause.kind != "unexplained"]
     if elements:
         return [Diagnosis(CAUSES["elements"], rest[0].figure)]
-    if not gross and found.ingredients and found.understood:
-        return [_of_ingredient(found.ingredients[0], found)]
+    # what is said of a gradient is no reason for O's errors
+    shown = [n for n in found.ingredients if n.tensor == "out" or not tensors or tensors & BACKWARD]
+    if not gross and shown and found.understood:
+        return [_of_ingredient(shown[0], found)]
     key = "gradient-unexplained" if tensors <= BACKWARD else "out-unexplained"
     return [Diagnosis(CAUSES[key], f"on other inputs it {found.sentence}")]
 

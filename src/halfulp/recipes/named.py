@@ -81,6 +81,14 @@ BF16_STANDARD = flash2(
     scaled_grad_scores=formats.BF16,
 )
 BF16_STANDARD_CPU = BF16_STANDARD.with_(name="BF16_STANDARD_CPU", probabilities=formats.BF16)
+# As attention is often written by hand: softmax(q.float() @ k.float().mT * scale).to(q.dtype) @ v.
+BF16_STANDARD_FP32 = BF16_STANDARD.with_(
+    name="BF16_STANDARD_FP32",
+    product=formats.FP32,
+    scores=formats.FP32,
+    grad_scores=formats.FP32,
+    scaled_grad_scores=formats.FP32,
+)
 BF16_FLASH1 = flash2(
     formats.BF16, name="BF16_FLASH1", algorithm="flash1", backward_weights="maximum"
 )
@@ -137,6 +145,7 @@ RECIPES: dict[str, Recipe] = {
         FP32,
         BF16_STANDARD,
         BF16_STANDARD_CPU,
+        BF16_STANDARD_FP32,
         BF16_FLASH1,
         BF16_FLASH2,
         BF16_AUTHORS,

@@ -56,6 +56,8 @@ _ROUNDING = (
      " tokens go silent"),
     ("weights-row-sum", "l is summed from the weights before rounding, P̄ V from those after",
      _EVERYONE, DELTA),
+    ("weights-normalized", "P is rounded after its division by the row sum, so that rows do not sum"
+     " to 1", "softmax(…).to(bf16) @ v, as transformers' eager attention has it", FORWARD),
     ("weights-disagree", "weights and row sum disagree",
      "flash-attention PR 2721 (l and P̄ disagree)", FORWARD),
     ("row-sum", "the row sum l is too coarse",

@@ -31,6 +31,7 @@ CODES: dict[str, str] = {
     "grad-accumulator": "HU121",
     "grad-stored": "HU122",
     "stock": "HU123",
+    "weights-normalized": "HU124",
     "causal-mask": "HU201",
     "mask": "HU202",
     "mask-finite": "HU203",

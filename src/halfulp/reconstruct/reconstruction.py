@@ -204,14 +204,17 @@ def ingredients(model: Model) -> tuple[Named, ...]:
     keys = []
     forward, query = model.forward.recipe, model.gradients[0].recipe
     if query.delta_from == "out" and query.algorithm != "standard":
-        keys.append(("delta-from-out", "delta_from=out"))
+        keys.append(("delta-from-out", "delta_from=out", "grad_query"))
     rounds = "weights_operand" in forward.rounded_steps
-    if rounds and forward.row_sum_from == "exact" and forward.algorithm != "standard":
-        keys.append(("weights-row-sum", "row_sum_from=exact"))
+    if rounds and forward.algorithm == "standard":
+        keys.append(("weights-normalized", "algorithm=standard", "out"))
+    elif rounds and forward.row_sum_from == "exact":
+        keys.append(("weights-row-sum", "row_sum_from=exact", "out"))
     disagree = query.backward_weights != "rounded" or query.shift.kind != "integer"
     if rounds and disagree:
-        keys.append(("backward-weights", f"backward_weights={query.backward_weights}"))
-    return tuple(Named(CAUSES[key], text, 1.0, "grad_query", "", 0.0) for key, text in keys)
+        text = f"backward_weights={query.backward_weights}"
+        keys.append(("backward-weights", text, "grad_query"))
+    return tuple(Named(CAUSES[key], text, 1.0, tensor, "", 0.0) for key, text, tensor in keys)
 
 
 __all__ = ["DTYPES", "of_kernel", "reconstruct", "runner"]

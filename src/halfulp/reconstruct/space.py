@@ -22,8 +22,9 @@ STOCK: dict[torch.dtype, Recipe] = {
 }
 STARTS: dict[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: (
-        "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_STANDARD_CPU", "BF16_AUTHORS",
-        "BF16_FLASH1", "BF16_FLOOR", "TORCH_CPU_FLASH", "FP32",
+        "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_STANDARD_CPU",
+        "BF16_STANDARD_FP32", "BF16_AUTHORS", "BF16_FLASH1", "BF16_FLOOR", "TORCH_CPU_FLASH",
+        "FP32",
     ),
     torch.float16: ("FP16_FLASH2", "FP16_FLOOR"),
     torch.float32: ("FP32", "FP64"),
