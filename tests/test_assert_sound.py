@@ -114,7 +114,18 @@ def test_the_plugin_remembers_what_failed_and_writes_figures(tmp_path, monkeypat
 
     def run(factor, *options):
         (tmp_path / "kernel.py").write_text(f"FACTOR = {factor}\n{KERNEL}")
-        given = ["-p", "halfulp.pytest_plugin", "--rootdir", ".", "-c", os.devnull, *options]
+        # once, whether halfulp's entry point is installed or not
+        given = [
+            "-p",
+            "no:halfulp",
+            "-p",
+            "halfulp.pytest_plugin",
+            "--rootdir",
+            ".",
+            "-c",
+            os.devnull,
+            *options,
+        ]
         code = pytest.main(["test_it.py", "-q", "-o", "cache_dir=cache", *given])
         return code, "".join(capfd.readouterr())
 

@@ -138,7 +138,10 @@ def _run(model: nn.Module, given: Mapping[str, Tensor], seen: Tensor | None = No
     model.zero_grad()
     torch.manual_seed(0)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    given = {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in given.items()
+    }
     outputs = list(_floating(model(**given)))[:1]
     if seen is not None:
         outputs = [x[seen.bool()] if x.shape[:2] == seen.shape else x for x in outputs]

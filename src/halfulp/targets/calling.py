@@ -130,7 +130,7 @@ def _call(
         return Outcome(kept, None, "ok", notes)
     if not out.requires_grad:
         return Outcome(kept, None, "ok", (FORWARD_ONLY, *notes))
-    grad_out = laid_out(lent["grad_out"], grad_memory)
+    grad_out = lent["grad_out/read"] = laid_out(lent["grad_out"], grad_memory)
     return _differentiated(kept, out, leaves, grad_out, notes, 1 + (calls == "backward-twice"))
 
 
