@@ -127,6 +127,8 @@ LISTED: tuple[Trial, ...] = (
     Trial(offset=3.0, channels=8, sink=6.0),
     Trial(rate=3e-3),
     Trial(autocast=True),
+    Trial(sink=6.0, width=32, context=32, sequences=2048, fresh=True, steps=500),
+    Trial(sink=6.0, layers=4, steps=2000),
     Trial(offset=30.0),
     Trial(layers=2),
     Trial(layers=2, offset=3.0, channels=8, fresh=True),

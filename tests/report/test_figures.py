@@ -307,6 +307,12 @@ def test_a_narrow_logarithmic_axis_names_its_numbers_briefly(heights):
     assert all(heights[0] * 0.9 <= float(name) <= heights[-1] * 1.1 for name in ticks)
 
 
+def test_ticks_close_to_each_other_are_told_apart():
+    shown = texts(draw(figure(series("a", [4.5713, 4.5966, 4.5735]), y_log=True)))
+    ticks = [name for name in shown if re.fullmatch(r"4\.5\d+", name)]
+    assert len(ticks) == len(set(ticks)) >= 3
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

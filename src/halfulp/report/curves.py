@@ -59,7 +59,10 @@ def short_log_ticks(axis: Any, low: float, high: float) -> None:
         inside = [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
     axis.set_ticks(inside)
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
+    digits = 3  # or as many more as tell the ticks apart
+    while digits < 15 and len({tick_text(tick, digits) for tick in inside}) < len(inside):
+        digits += 1
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value, digits)))
 
 
 def _powers_of_two(numbers: Sequence[float]) -> bool:

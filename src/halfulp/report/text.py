@@ -52,10 +52,10 @@ def power_text(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def tick_text(value: float) -> str:
-    """Return the shortest text of up to three digits, for the ticks of an axis."""
+def tick_text(value: float, digits: int = 3) -> str:
+    """Return the shortest text of up to so many digits, for the ticks of an axis."""
     return re.sub(
-        r"e([+-])0?(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", f"{value:.3g}"
+        r"e([+-])0?(\d)", lambda match: f"e{match[1].strip('+')}{match[2]}", f"{value:.{digits}g}"
     )
 
 
