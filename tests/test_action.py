@@ -18,11 +18,13 @@ from halfulp.reconstruct.codes import CODES, RETIRED
 ROOT = Path(__file__).parents[1]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 KERNEL = """
+import torch
 def attention(query, key, value, *, is_causal=False, scale=None):
-    s = (query.float() @ key.float().mT) * scale
+    q, k, v = (x.to(DTYPE) for x in (query, key, value))
+    s = q @ k.mT * scale
     if is_causal:
         s = s.masked_fill(s.new_ones(s.shape[-2:]).tril() == 0, float("-inf"))
-    return (s.softmax(-1) @ value.float() * FACTOR).to(query.dtype)
+    return (s.softmax(-1) @ v).to(query.dtype)
 """
 
 
@@ -54,8 +56,8 @@ def run_step(step, folder, **inputs):
 
 def test_the_action_audits_compares_and_shows(tmp_path):
     (step,) = [step for step in ACTION["runs"]["steps"] if step["name"] == "Audit"]
-    for name, factor in (("good", 1), ("bad", 1.02)):
-        (tmp_path / f"{name}.py").write_text(f"FACTOR = {factor}\n{KERNEL}")
+    for name, dtype in (("good", "torch.float32"), ("bad", "torch.bfloat16")):
+        (tmp_path / f"{name}.py").write_text(KERNEL.replace("DTYPE", dtype))
     options = "--shapes 1,4,16,8 --forward --in-process"
     done = run_step(
         step, tmp_path, targets="bad.py:attention", options=options, against="good.py:attention"

@@ -175,16 +175,20 @@ def by_tokens(query, key, value, *, is_causal, scale, attn_mask=None):
     return out.transpose(1, 2)
 
 
-def biased_by_tokens(query, key, value, *, is_causal, scale, attn_mask=None):
-    out = by_tokens(query, key, value, is_causal=is_causal, scale=scale, attn_mask=attn_mask)
-    return out * 1.05
+def narrow_by_tokens(query, key, value, *, is_causal, scale):
+    """In bf16 throughout, a recipe with a name, which the reconstruction finds at once."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    s = q @ k.mT * scale
+    if is_causal:
+        s = s.masked_fill(s.new_ones(s.shape[-2:]).tril() == 0, float("-inf"))
+    return (s.softmax(-1) @ v).transpose(1, 2)
 
 
 def test_tensors_by_tokens_are_recognized_and_said():
     report = audit(by_tokens, explain=False)
     assert report.verdict == "sound", report.reason
     assert report.notes == ("takes [B, N, H, D]",)
-    defect = audit(biased_by_tokens)
+    defect = audit(narrow_by_tokens)
     assert defect.verdict == "defect"
     assert defect.script.rstrip().endswith(", 'BNHD'))")
 

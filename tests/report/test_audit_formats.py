@@ -20,15 +20,17 @@ SCHEMA = json.loads(files("halfulp.report").joinpath("audit.schema.json").read_t
 def reports():
     """A defect that takes no masks, a function that fails, and a sound kernel."""
 
-    def biased(query, key, value, *, is_causal=False, scale=None):
-        s = (query * scale) @ key.mT
-        return s.softmax(-1) @ value * 1.02
+    def narrow(query, key, value, *, is_causal=False, scale=None):
+        s = query @ key.mT * scale  # in bf16: what the reconstruction finds at once
+        if is_causal:
+            s = s.masked_fill(s.new_ones(s.shape[-2:]).tril() == 0, float("-inf"))
+        return s.softmax(-1) @ value
 
     def failing(query, key, value, **options):
         raise RuntimeError(EVIL)
 
     shapes = [Shape(1, 2, 16, 16, 8)]
-    found = [audit(f, shapes=shapes).as_dict() for f in (biased, failing)]
+    found = [audit(f, shapes=shapes).as_dict() for f in (narrow, failing)]
     return [*found, audit("halfulp", shapes=shapes, explain=False).as_dict()]
 
 
@@ -116,18 +118,20 @@ def test_junit_counts_what_it_holds(reports, comparison):
 
 
 KERNEL = """
+import torch
 def attention(query, key, value, *, is_causal=False, scale=None):
-    s = (query.float() @ key.float().mT) * scale
+    q, k, v = (x.to(DTYPE) for x in (query, key, value))
+    s = q @ k.mT * scale
     if is_causal:
         s = s.masked_fill(s.new_ones(s.shape[-2:]).tril() == 0, float("-inf"))
-    return (s.softmax(-1) @ value.float() * FACTOR).to(query.dtype)
+    return (s.softmax(-1) @ v).to(query.dtype)
 """
 
 
 def test_the_command_writes_compares_and_exits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, factor in (("good", 1), ("bad", 1.01)):
-        (tmp_path / f"{name}.py").write_text(f"FACTOR = {factor}\n{KERNEL}")
+    for name, dtype in (("good", "torch.float32"), ("bad", "torch.bfloat16")):
+        (tmp_path / f"{name}.py").write_text(KERNEL.replace("DTYPE", dtype))
     small = ["--shapes", "1,4,16,8", "--in-process", "--forward"]
     assert main(["audit", "good.py:attention", *small, "--json", "good.json"]) == 0
     files = ["--markdown", "m.md", "--junit", "j.xml", "--json", "bad.json"]
