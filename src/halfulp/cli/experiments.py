@@ -32,7 +32,7 @@ def demo(
     isolation_seeds: int = 3,
     json: Path | None = None,
 ) -> int:
-    """Run the main job, end to end on a CPU in about three minutes: halfulp demo --out DIR
+    """Run the main job, end to end on a CPU in three to five minutes: halfulp demo --out DIR
 
     Act 1 trains a small model that low-precision attention can ruin, act 2 finds the cause, act 3
     audits every attention kernel of this machine, act 4 writes DIR/report.html, which opens without
