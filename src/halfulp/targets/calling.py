@@ -8,6 +8,7 @@ tensors, random numbers and torch settings are as before.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +95,22 @@ def _turned(result: Result | None) -> Result | None:
     return replace(result, **{n: x.transpose(1, 2) for n, x in given.items()}) if result else None
 
 
+def attempted(
+    target: Target, args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Any, Outcome | None]:
+    """What the kernel returns; or None, and how it refused or failed."""
+    try:
+        return target.call(*args, **options), None
+    except UnsupportedError as error:
+        return None, Outcome(None, str(error), "unsupported")
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        return None, Outcome(None, f"refuses: {one_line(error)}", "refused")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return None, Outcome(None, f"raises {one_line(error)}", "error")
+
+
 def _call(
     target: Target, lent: dict[str, Tensor], options: dict[str, Any], manner: tuple[str, str, str]
 ) -> Outcome:
@@ -106,18 +123,10 @@ def _call(
     read = [laid_out(x, memory) for x in leaves]
     lent |= {f"{name}/read": x for name, x in zip(("query", "key", "value"), read, strict=True)}
     options = options | {name: lent[name] for name in options if name in lent}
-    try:
-        if calls == "twice":
-            target.call(*read, **options)
-        returned = target.call(*read, **options)
-    except UnsupportedError as error:
-        return Outcome(None, str(error), "unsupported")
-    except (NotImplementedError, ValueError, AssertionError) as error:
-        return Outcome(None, f"refuses: {one_line(error)}", "refused")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return Outcome(None, f"raises {one_line(error)}", "error")
+    for _ in range(2 if calls == "twice" else 1):
+        returned, failed = attempted(target, read, options)
+        if failed is not None:
+            return failed
     try:
         out, lse, notes = _unpacked(returned, leaves)
         if isinstance(out, str):

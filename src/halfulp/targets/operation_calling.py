@@ -27,6 +27,7 @@ from halfulp.targets.calling import (
     FORWARD_ONLY,
     LEAVES,
     MODIFIES,
+    attempted,
     one_line,
     same_bits,
     warned_lines,
@@ -150,16 +151,9 @@ def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> O
     leaves = [] if forward else [lent[x.name].requires_grad_() for x in operation.differentiable]
     read = {name: x.clone() for name, x in lent.items()}  # autograd lets it be written to
     args, keywords = operation.arguments(read, calls.options)
-    try:
-        returned = target.call(*args, **keywords)
-    except UnsupportedError as error:
-        return Outcome(None, str(error), "unsupported")
-    except (NotImplementedError, ValueError, AssertionError) as error:
-        return Outcome(None, f"refuses: {one_line(error)}", "refused")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return Outcome(None, f"raises {one_line(error)}", "error")
+    returned, failed = attempted(target, args, keywords)
+    if failed is not None:
+        return failed
     try:
         results = operation.read(returned, given, calls.options)
     except ValueError as error:
