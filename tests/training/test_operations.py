@@ -51,7 +51,7 @@ def test_the_last_that_covers_counts_and_a_path_covers_what_is_below():
     [
         ("linear", "accepted is 'KIND,KIND in MODULE,MODULE: ARITHMETIC'"),
         ("linaer: fp32", "operations='linaer': accepted are all, linear"),
-        ("linear: fp31", "operations='fp31': accepted is"),
+        ("linear: fp31", "of every kind accepted are 'fp32', 'fp64'"),
     ],
 )
 def test_bad_texts_are_one_line(text, says):

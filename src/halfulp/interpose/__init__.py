@@ -4,6 +4,7 @@ its module, and may be put into another arithmetic, forward and backward.
 
 from halfulp.interpose.another import Into, arithmetic
 from halfulp.interpose.kinds import KINDS
+from halfulp.interpose.named_kernels import Kernel
 from halfulp.interpose.opening import Interposed, Observe, Swap, interpose
 from halfulp.interpose.operation import Operation, leaves
 from halfulp.interpose.standing import ITSELF, module_names
@@ -13,6 +14,7 @@ __all__ = [
     "KINDS",
     "Interposed",
     "Into",
+    "Kernel",
     "Observe",
     "Operation",
     "Swap",

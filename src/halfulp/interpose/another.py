@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from halfulp.formats import Format, parse_format, round_to
+from halfulp.interpose.named_kernels import kernel_named
 from halfulp.interpose.operation import Operation, leaves, mapped
 from halfulp.recipes import RECIPES
-from halfulp.targets import resolve
 
 Into = Callable[[Operation], Any]
 """Runs something in an operation's place; its arguments are what the model handed over, and with an
@@ -31,21 +31,22 @@ _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 WIDE = {"fp32": torch.float32, "fp64": torch.float64}
 ACCEPTED = (
     "'fp32', 'fp64', a format to round every result and gradient to ('e8m4', `halfulp ls"
-    " formats`), for attention a kernel or recipe of `halfulp ls targets`, or a function of the"
-    " operation"
+    " formats`), for attention a kernel or recipe of `halfulp ls targets`, for other named kinds"
+    " one of `halfulp ls operations`, 'file.py:function', or a function of the operation"
 )
 
 
-def arithmetic(into: str | Into | Format) -> Into:
+def arithmetic(into: str | Into | Format, kinds: tuple[str, ...] = ()) -> Into:
     """The arithmetic of that name.
 
     Args:
         into: "fp32" or "fp64": operands widened, computed outside of autocast, results wide until
             an operation that was not chosen takes them, backward alike; a format or its name:
             results, and in the backward pass their gradients, rounded to it once more (a planted
-            fault); a kernel or a recipe by its name (`halfulp.targets`), for
-            scaled_dot_product_attention alone; or a function that takes the `Operation` and
-            returns what the model gets.
+            fault); a kernel or a recipe by its name (`interpose.named_kernels`); or a function
+            that takes the `Operation` and returns what the model gets.
+        kinds: that it is to run, which a kernel's name is looked up by; none: of a kernel,
+            attention.
 
     Raises:
         ValueError: nothing has that name.
@@ -60,39 +61,25 @@ def arithmetic(into: str | Into | Format) -> Into:
         try:
             found = parse_format(into)
         except ValueError:
-            return _attention(into)
+            return _kernel(into, kinds)
         assert isinstance(found, Format)
         return _Rounded(found)
     raise ValueError(f"into={into!r}: accepted is {ACCEPTED}")
 
 
-def _attention(name: str) -> Into:
+def _kernel(name: str, kinds: tuple[str, ...]) -> Into:
     try:
-        target = resolve(name, "into")
+        return kernel_named(name, kinds)
     except ValueError as error:
         if name.partition("[")[0].upper() in RECIPES or ":" in name:
             raise
         near = difflib.get_close_matches(name, [*WIDE, "bf16", "fp16", "sdpa:math"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"into={name!r}: accepted is {ACCEPTED}{hint}") from error
-    if target.missing is not None:
-        raise ValueError(f"into={name!r}: {target.missing}; accepted is one that runs here")
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    plain = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
-
-    def run(operation: Operation) -> Any:
-        if operation.name != "scaled_dot_product_attention":
-            return operation.function(*operation.args, **operation.kwargs)
-        given = dict(zip((*names, "enable_gqa"), operation.args, strict=False))
-        given |= operation.kwargs
-        query, key, value = (given.pop(name) for name in names[:3])
-        given.setdefault("is_causal", False)
-        given.setdefault("scale", None)
-        asked = {k: x for k, x in given.items() if k in ("is_causal", "scale") or x != plain[k]}
-        out = target.call(query, key, value, **asked)
-        return (out[0] if isinstance(out, tuple) else out).to(query.dtype)
-
-    return run
+        said = f"accepted is {ACCEPTED}"
+        if kinds:
+            own = str(error).removeprefix(f"into={name!r}: ")
+            said = f"{own}; of every kind accepted are 'fp32', 'fp64' and a format such as 'e8m4'"
+        raise ValueError(f"into={name!r}: {said}{hint}") from error
 
 
 class _Rounded:

@@ -31,6 +31,7 @@ from halfulp.formats import Format
 from halfulp.interpose import another, kinds
 from halfulp.interpose.operation import Operation, leaves, mapped, writes
 from halfulp.interpose.standing import Standing, in_backward, module_names
+from halfulp.interpose.whole import reach
 
 Observe = Callable[[Operation, Any], None]
 """Shown an operation and its result, in the thread that calls it; must change neither."""
@@ -44,7 +45,7 @@ class Swap:
 
     Attributes:
         into: as `another.arithmetic`: "fp32", "fp64", a format's name (results and gradients are
-            rounded to it), a kernel or recipe for attention, or a function of the `Operation`.
+            rounded to it), a kernel or recipe of the kinds, or a function of the `Operation`.
         kinds: of `interpose.KINDS`; none: every kind but "other" and "custom".
         paths: globs of module paths; a path stands for all that is below it. "(model)" is what the
             model's own forward calls, "" what is called outside of it, such as the loss.
@@ -64,7 +65,7 @@ class Swap:
         for kind in self.kinds:
             if kind not in kinds.KINDS:
                 raise ValueError(f"kinds={kind!r}: accepted are {', '.join(kinds.KINDS)}")
-        object.__setattr__(self, "_run", another.arithmetic(self.into))
+        object.__setattr__(self, "_run", another.arithmetic(self.into, self.kinds))
 
     @property
     def run(self) -> another.Into:
@@ -145,10 +146,15 @@ def interpose(
     """
     mode = _Mode(model, observe, before, tuple(swaps))
     _hold()
+    wholes: list[Callable[[], None]] = []
     try:
+        if any(getattr(swap.run, "takes_whole", False) for swap in swaps):
+            wholes.extend(reach(model, _whole))
         with mode:
             yield mode.seen
     finally:
+        while wholes:
+            wholes.pop()()
         mode.standing.close()
         _release()
 
@@ -219,6 +225,26 @@ class _Mode(TorchFunctionMode):
         if self._observe is not None and any(x.is_floating_point() for x in leaves(found)):
             self._observe(operation, found)
         return found
+
+    def whole(
+        self,
+        kind: str,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What is written out by hand, run in one piece if a swap takes it so."""
+        path = self.standing.stack[-1][0] if self.standing.stack else ""
+        operation = Operation(
+            kind, name, path, self.standing.next_order(path, name), function, args, kwargs,
+            self.standing.recomputes,
+        )  # fmt: skip
+        swap = next((one for one in self._swaps if one.chooses(operation)), None)
+        if swap is None or not getattr(swap.run, "takes_whole", False):
+            return function(*args, **kwargs)
+        with self.shut():
+            return self.called(operation)
 
     def _chosen(self, operation: Operation) -> Swap | None:
         if not operation.tensors():
@@ -297,6 +323,11 @@ def _current() -> _Mode | None:
 
     found = _get_current_function_mode()  # type: ignore[no-untyped-call]
     return found if isinstance(found, _Mode) else None
+
+
+def _whole() -> Callable[..., Any] | None:
+    mode = _current()
+    return None if mode is None or torch.compiler.is_compiling() else mode.whole
 
 
 def _hold() -> None:

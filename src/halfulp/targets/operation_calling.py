@@ -94,7 +94,8 @@ def _check_positions(operation: Operation, signature: inspect.Signature, name: s
     expected = [p.strip() for p in inside.split(",") if p.strip()]
     placed = [p for p in expected if p not in operation.options]
     try:
-        signature.bind_partial(*placed)
+        taken = [p for p in operation.options if p in signature.parameters]
+        signature.bind_partial(*placed, **dict.fromkeys(taken))
         lacking = [
             p.name
             for p in signature.parameters.values()

@@ -36,7 +36,8 @@ _CHANGED = tuple(kind for kind in KINDS if kind != "other")
 class Assigned:
     """One arithmetic for all operations, or for those of some kinds or below some paths."""
 
-    into: str  # "own", or as `halfulp.interpose.arithmetic`: "fp32", "fp64", a format, a kernel
+    # "own", or as `halfulp.interpose.arithmetic`: "fp32", "fp64", a format, a kernel of the kinds
+    into: str
     kinds: tuple[str, ...] = ()  # none: every kind
     paths: tuple[
         str, ...
@@ -48,7 +49,7 @@ class Assigned:
                 raise ValueError(f"operations={kind!r}: accepted are all, {', '.join(_CHANGED)}")
         if self.into != OWN:
             try:
-                arithmetic(self.into)
+                arithmetic(self.into, self.kinds)
             except ValueError as error:
                 raise ValueError(str(error).replace("into=", "operations=", 1)) from None
 
@@ -207,8 +208,11 @@ def swaps_of(
     """Return what `halfulp.interpose.interpose` is to swap for two plans, and the attention among
     it, if any is not the model's own.
     """
-    arithmetics = dict.fromkeys(a.into for a in operations.assignments if a.into != OWN)
-    planned = tuple(_Planned(into, plan=operations) for into in arithmetics)
+    kinds: dict[str, dict[str, None]] = {}
+    for one in operations.assignments:
+        if one.into != OWN:
+            kinds.setdefault(one.into, {}).update(dict.fromkeys(one.kinds))
+    planned = tuple(_Planned(into, tuple(of), plan=operations) for into, of in kinds.items())
     if all(a.attention == OWN for a in plan.assignments):
         return planned, None
     heads = Heads(plan, planned, own)

@@ -16,9 +16,11 @@ from halfulp.training.user_model import absolute
 
 
 def named_code(config: RunConfig) -> list[str]:
-    """Return what names a module or file in a configuration: its model, its attention."""
+    """Return what names a module or file in a configuration: its model, attention, operations."""
     model = [config.workload.make] if isinstance(config.workload, UserModel) else []
-    return model + [a.attention for a in config.attention.assignments if is_code(a.attention)]
+    choices = [a.attention for a in config.attention.assignments]
+    choices += [a.into for a in config.operations.assignments]
+    return model + list(dict.fromkeys(filter(is_code, choices)))
 
 
 def trusted(config: RunConfig, folder: Path, trust: bool, workload: str | None = None) -> RunConfig:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halfulp.interpose import interpose
+from halfulp.interpose import Kernel, interpose
 from halfulp.recipes import hash_seed
 from halfulp.targets.calling import one_line
 from halfulp.targets.loading import load_function
@@ -159,6 +159,9 @@ class UserWorkload:
         check_seen(self._operations, made)
         if self._heads is not None:
             self._heads.check()
+        for swap in self._swaps:
+            if isinstance(swap.run, Kernel):
+                swap.run.check()
 
     def figures(self) -> dict[str, float]:
         """None beyond the loss."""
