@@ -209,8 +209,8 @@ MEASUREMENTS = (
         "measurement",
         "the mean score counts hidden pairs",
         "watch/measures.py",
-        "visible = n * n_k - int(hidden.sum())",
-        "visible = n * n_k",
+        "visible: int | Tensor = call.sees.pairs(n, n_k)",
+        "visible: int | Tensor = n * n_k",
         (MEASURES,),
     ),
     Mutant(

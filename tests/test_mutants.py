@@ -19,8 +19,9 @@ from scipy.stats import t as student
 
 from halfulp.audit.figures import Figure, Lean
 from halfulp.audit.invariants import Relation
+from halfulp.calls import Sees
 from halfulp.isolate.rule import Rule
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 PACKAGE = mutants.ROOT / "src" / "halfulp"
 Guard = Callable[[Any], None]
@@ -49,14 +50,14 @@ def planted() -> Iterator[Callable[[str, str], ModuleType]]:
             del sys.modules[name]
 
 
-def call_of(seed: int = 0) -> Call:
+def call_of(seed: int = 0) -> Observed:
     g = torch.Generator().manual_seed(seed)
     query, key, value, grad = torch.randn(4, 1, 2, 6, 4, generator=g, dtype=torch.float64)
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.5
     )
     noise = 1e-3 * torch.randn(out.shape, generator=g, dtype=torch.float64)
-    return Call(0, query, key, value, out + noise, True, 0.5, grad)
+    return Observed(query, key, value, Sees(True), 0.5, out=out + noise, grad_out=grad)
 
 
 def guard_measures(module: Any) -> None:

@@ -5,9 +5,6 @@ was stopped.
 import functools
 import json
 import math
-import queue
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from tests.report.markup import Page, problems
@@ -17,12 +14,11 @@ from halfulp.audit import Case, Shape
 from halfulp.audit import run as audit_run
 from halfulp.audit.inputs import read_captured
 from halfulp.experiments import demo
-from halfulp.experiments.audits import Auditors, Job, auditors, choose_targets
+from halfulp.experiments.audits import Job, audit_all, choose_targets
 from halfulp.experiments.demo_findings import audit_finding, failure_finding, grouped
 from halfulp.experiments.failure import FailureRun
 from halfulp.runs.folder import read_json
 from halfulp.runs.machine import describe_machine, describe_versions
-from halfulp.runs.parallel import WorkerKilledError
 from halfulp.training.config import Language, RunConfig
 
 
@@ -220,7 +216,7 @@ def test_a_stopped_demo_can_be_read(capsys, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Auditors, "audit", stopped)
+    monkeypatch.setattr(demo, "audit_all", stopped)
     out = tmp_path / "demo"
     code, said, err = demo_in(capsys, out, "--seeds", "1")
     assert code == 130
@@ -242,7 +238,7 @@ def test_a_stopped_demo_does_not_replace_a_whole_one(capsys, tmp_path, monkeypat
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Auditors, "audit", stopped)
+    monkeypatch.setattr(demo, "audit_all", stopped)
     code, _, err = demo_in(capsys, out, "--seeds", "1")
     assert code == 130
     assert "demo.partial" in err
@@ -275,18 +271,6 @@ def test_the_record_as_json(capsys, tmp_path):
     assert json.loads(said)["status"] == "done"
 
 
-def test_a_killed_auditor_is_told_in_one_line():
-    class Killed:
-        def submit(self, *_):
-            future = Future()
-            future.set_exception(BrokenProcessPool("a process in the pool was terminated abruptly"))
-            return future
-
-    auditors = Auditors(Killed(), queue.Queue())
-    with pytest.raises(WorkerKilledError, match="a worker process was killed"):
-        auditors.audit([Job("sdpa", (), (), 0)], lambda fraction, message: None)
-
-
 def test_flash_attention_is_found_or_explained():
     assert demo.flash_missing() is None or demo.flash_missing()
 
@@ -303,10 +287,8 @@ def test_a_config_of_nothing_is_refused(name):
 def test_audits_come_back_in_the_order_of_the_jobs():
     names = ["recipe:BF16_FLASH2", "sdpa:math"]
     told = []
-    with auditors(1) as workers:
-        found = workers.audit(
-            [Job(name, (), (), 0) for name in names], lambda fraction, _: told.append(fraction)
-        )
+    jobs = [Job(name, (), (), 0) for name in names]
+    found = audit_all(jobs, 1, lambda fraction, _: told.append(fraction))
     assert [audit["target"] for audit in found] == names
     assert told == sorted(told)
     assert told[-1] == 1

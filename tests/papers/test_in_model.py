@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import golden
+from halfulp.calls import Call, Sees
 from halfulp.papers.in_model import ATTENTIONS, Comparing, compare_in_model, same_bits
 from halfulp.papers.model_speed import EAGER, Speed, eager, measure_speed
 from halfulp.runs.threads import one_thread
@@ -76,7 +77,7 @@ def test_deviations_are_those_of_a_slow_computation() -> None:
     )
     query, key, value = torch.randn(3, 2, 3, 40, 8, generator=torch.Generator().manual_seed(0))
     out = torch.zeros(2, 3, 40, 8)
-    assert tap(5, query, key, value, out, is_causal=True, scale=0.3) is out
+    assert tap(5, Call(query, key, value, Sees(True), 0.3), out) is out
     q, k, v = (x.bfloat16() for x in (query, key, value))
     outs = {
         name: attention_function(choice)(q, k, v, is_causal=True, scale=0.3).double()

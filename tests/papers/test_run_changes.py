@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from halfulp.calls import Call, Sees
 from halfulp.papers.claim import generator
 from halfulp.papers.claims.a_heads import HEADS, PICKED, pick_heads
 from halfulp.papers.claims.loss_spike import ratio_at
@@ -32,7 +33,7 @@ def test_clipping_brings_the_largest_score_of_a_head_to_the_bound_and_leaves_the
     def scores() -> torch.Tensor:
         look = LargestScores()
         query, key = (torch.einsum("bnw,hdw->bhnd", x, w) for w in module.head_weights())
-        look(0, query, key, key, key, is_causal=True, scale=0.5)
+        look(0, Call(query, key, key, Sees(True), 0.5), key)
         return look.take()[0]
 
     before, weights = scores(), [w.clone() for w in module.head_weights()]
@@ -52,10 +53,11 @@ def test_the_largest_score_is_one_that_a_query_may_see() -> None:
     key = torch.tensor([[[[1.0], [9.0]]]])
     for causal, largest in ((True, 18.0), (False, 18.0)):
         look = LargestScores()
-        look(0, query, key, key, key, is_causal=causal, scale=2.0)
+        look(0, Call(query, key, key, Sees(causal), 2.0), key)
         assert look.take()[0].item() == largest
     look = LargestScores()
-    look(0, torch.tensor([[[[1.0], [0.1]]]]), key, key, key, is_causal=True, scale=1.0)
+    query = torch.tensor([[[[1.0], [0.1]]]])
+    look(0, Call(query, key, key, Sees(True)), key)
     assert look.take()[0].item() == pytest.approx(1.0)  # the first query does not see the 9
     assert look.take() == {}
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import emulate
+from halfulp.calls import Sees
 from halfulp.formats import BF16
 from halfulp.papers import figures_a as pictures
 from halfulp.papers.claim import Lab, generator
@@ -34,7 +35,7 @@ from halfulp.papers.runs_a import (
 )
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, FP64, recipe_named
 from halfulp.training.loop import train
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 ROUNDED_OUT = FP64.with_(name="lp", out=BF16)
 
@@ -196,7 +197,8 @@ def test_when_a_loss_rises_above_its_twin() -> None:
 def snapshot(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, grad: Tensor, exact_grad: Tensor
 ) -> Snapshot:
-    return Snapshot(Call(0, query, key, value, out, True, 0.5, grad), exact_grad)
+    call = Observed(query, key, value, Sees(True), 0.5, out=out, grad_out=grad)
+    return Snapshot(call, exact_grad)
 
 
 def test_sign_shares_are_counted() -> None:

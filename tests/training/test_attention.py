@@ -137,8 +137,8 @@ def test_a_tap_sees_the_call_and_may_replace_out() -> None:
     model = torch.nn.Sequential(Attend(3, 4, AttentionPlan.of("torch:fp32")))
     seen = []
 
-    def tap(layer, query, key, value, out, *, is_causal, scale):
-        seen.append((layer, out.clone(), is_causal, scale))
+    def tap(layer, call, out):
+        seen.append((layer, out.clone(), call.sees.causal, call.scale))
         return out * 0
 
     plain = model[0](q, k, v, is_causal=True)

@@ -41,8 +41,8 @@ def test_batches_are_fresh_or_the_same() -> None:
 def test_a_sink_takes_the_teachers_weights() -> None:
     lead: list[float] = []
 
-    def tap(layer: int, q: Any, k: Any, v: Any, out: Any, *, scale: float, **_: Any) -> Any:
-        scores = (q @ k.mT * scale).detach()
+    def tap(layer: int, call: Any, out: Any) -> Any:
+        scores = (call.query @ call.key.mT * call.scale).detach()
         lead.append(float((scores[..., 0] - scores[..., 1:].mean(-1)).mean()))
         return out
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfulp.calls import Call
 from halfulp.experiments.drawing import draw_workload
 from halfulp.runs.threads import one_thread
 from halfulp.training import glyphs
@@ -232,17 +233,8 @@ def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone() -
 def test_both_attentions_are_taken_by_layer_and_have_their_own_shape() -> None:
     workload, seen = shaken(tiny()), {}
 
-    def tap(
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
-        seen[layer] = (tuple(query.shape), tuple(key.shape), is_causal)
+    def tap(layer: int, call: Call, out: Tensor) -> Tensor:
+        seen[layer] = (tuple(call.query.shape), tuple(call.key.shape), call.sees.causal)
         return out
 
     set_tap(workload.model, tap)
@@ -270,30 +262,12 @@ def test_both_attentions_are_taken_by_layer_and_have_their_own_shape() -> None:
 def test_the_drawing_depends_on_the_name_through_cross_attention() -> None:
     workload, swap = shaken(tiny()), {}
 
-    def keep(
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def keep(layer: int, _: Call, out: Tensor) -> Tensor:
         if layer % 2:
             swap[layer] = out
         return out
 
-    def exchange(
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def exchange(layer: int, _: Call, out: Tensor) -> Tensor:
         return swap[layer] if layer % 2 else out
 
     plain = forward(workload, ["red circle"])

@@ -3,6 +3,7 @@ where there is.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from halfulp.watch.directions import (
     unit_matrix,
 )
 from halfulp.watch.measures import delta_error, exact_call
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Call, Observed
 from tests.watch.toy import random_call
 
 
@@ -77,15 +78,17 @@ def test_only_evenly_spread_rows_are_compared_where_there_are_many(monkeypatch):
     torch.testing.assert_close(float(found.figures["terms_cosine"][0]), sum(pairs) / len(pairs))
 
 
-def planted(common: float, seed: int = 0) -> Call:
+def planted(common: float, seed: int = 0) -> Observed:
     """A long call whose keys and inputs share `common` times one vector of both signs each."""
     call = random_call(seed, n=128, n_k=128)
     g = generator(seed + 1)
-    call.inputs = torch.randn(2, 128, 24, generator=g, dtype=torch.float64)
+    inputs = torch.randn(2, 128, 24, generator=g, dtype=torch.float64)
     of_key, of_input = (torch.randn(n, generator=g, dtype=torch.float64) for n in (4, 24))
-    call.key = 0.2 * call.key + common * (of_key - of_key.mean())
-    call.inputs = 0.2 * call.inputs + common * (of_input - of_input.mean())
-    return call
+    return replace(
+        call,
+        key=0.2 * call.key + common * (of_key - of_key.mean()),
+        inputs=0.2 * inputs + common * (of_input - of_input.mean()),
+    )
 
 
 def test_a_shared_direction_is_seen_and_its_shuffled_control_is_not():
@@ -105,7 +108,7 @@ def test_the_control_keeps_what_a_common_sign_brings():
     """All values above 0: half of the alikeness is a shared sign, and the control owns up to it."""
     call = planted(0.0)
     assert call.inputs is not None
-    call.key, call.inputs = call.key.abs(), call.inputs.abs()
+    call = replace(call, key=call.key.abs(), inputs=call.inputs.abs())
     exact = exact_call(call)
     figures = direction_of(call, exact, delta_error(call, exact), generator(1)).figures
     assert (figures["terms_cosine"] > 0.4).all()

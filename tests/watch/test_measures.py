@@ -3,17 +3,19 @@ planted causes.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from halfulp.attention import emulate
+from halfulp.calls import Sees
 from halfulp.formats import BF16
 from halfulp.recipes import FP64
 from halfulp.watch import measures
 from halfulp.watch.directions import error_direction
 from halfulp.watch.measures import exact_call
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 from tests.watch.toy import random_call, slow_scores, slow_weights
 
 SHAPES = [{"is_causal": True}, {"is_causal": False, "n_k": 3}, {"is_causal": True, "n_k": 9}]
@@ -24,15 +26,15 @@ def close(found: torch.Tensor, expected: object) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-12, atol=1e-14)
 
 
-def weights_of(call: Call) -> torch.Tensor:
-    return slow_weights(call.query, call.key, call.is_causal, call.scale)
+def weights_of(call: Observed) -> torch.Tensor:
+    return slow_weights(call.query, call.key, call.sees.causal, call.scale)
 
 
-def scores_of(call: Call) -> list[list[list[list[float]]]]:
-    return slow_scores(call.query, call.key, call.is_causal, call.scale)
+def scores_of(call: Observed) -> list[list[list[list[float]]]]:
+    return slow_scores(call.query, call.key, call.sees.causal, call.scale)
 
 
-def by_head(call: Call) -> list[list[list[float]]]:
+def by_head(call: Observed) -> list[list[list[float]]]:
     """Rows of visible scores of each head, over all batch entries."""
     scores = scores_of(call)
     return [[row for entry in scores for row in entry[h]] for h in range(call.query.shape[1])]
@@ -136,7 +138,7 @@ def test_the_identities_of_the_gradient_error(is_causal):
             query, call.key, call.value, is_causal=is_causal, scale=call.scale, recipe=recipe
         )
         (gradients[name],) = torch.autograd.grad(out, query, call.grad_out)
-    call.out = out.detach()
+    call = replace(call, out=out.detach())
     exact = exact_call(call)
     error = measures.delta_error(call, exact)
     difference = gradients["hp"] - gradients["lp"]
@@ -160,16 +162,13 @@ def test_row_sums_of_the_score_gradient():
         grad_scores.sum(-1).abs().sum((0, 2)) / grad_scores.abs().sum((0, 2, 3)),
     )
     assert found["key_gradient_sum"].isnan().all()
-    call.grad_key = call.scale * grad_scores.mT @ call.query
+    call = replace(call, grad_key=call.scale * grad_scores.mT @ call.query)
     found = measures.row_sum_figures(call, exact, error)
     size = call.scale * (grad_scores.abs().sum(-1) * call.query.norm(dim=-1)).sum(2)
     close(found["key_gradient_sum"], call.grad_key.sum(2).norm(dim=-1).sum(0) / size.sum(0))
     exact_sums = random_call(5, rounded=False)
-    exact_sums.grad_key = (
-        call.scale
-        * (weights * (grad @ call.value.mT - (grad * exact.out).sum(-1, True))).mT
-        @ call.query
-    )
+    exact_scores = weights * (grad @ call.value.mT - (grad * exact.out).sum(-1, True))
+    exact_sums = replace(exact_sums, grad_key=call.scale * exact_scores.mT @ call.query)
     found = measures.row_sum_figures(exact_sums, exact, torch.zeros_like(error))
     assert all((figure < 1e-14).all() for figure in found.values()), (
         "exact arithmetic has no row sums"
@@ -191,7 +190,8 @@ def test_the_gradient_tells_which_delta_an_attention_took():
         operands = [x.clone().requires_grad_() for x in (query, key, value)]
         out = emulate(*operands, is_causal=True, recipe=recipe)
         grad_key = torch.autograd.grad(out, operands[1], grad)[0]
-        call = Call(0, query, key, value, out.detach(), True, 0.5, grad, grad_key)
+        given = {"out": out.detach(), "grad_out": grad, "grad_key": grad_key}
+        call = Observed(query, key, value, Sees(True), 0.5, **given)
         read[delta_from] = measures.delta_error_in_gradient(call)
         error = measures.delta_error(call, exact_call(call))
     mean = query.mean((0, 2))
@@ -237,18 +237,15 @@ def test_an_error_that_leans_with_the_gradient_is_seen_and_named(sign):
     )
     error = 1e-3 * noise
     error[..., 2] = sign * 1e-3 * call.grad_out[..., 2].sign()
-    call.out = call.out + error
+    call = replace(call, out=call.out + error)
     exact = exact_call(call)
     found = measures.sign_figures(call, exact)
     assert (found["guilty_feature"] == 2).all()
     close(found["guilty_sign_agreement"], torch.full((3,), 0.5 + sign / 2))
     total = measures.delta_error(call, exact).sum((0, 2))
     assert (sign * total > 0.2).all()
-    call.out = (
-        call.out
-        - error
-        + error[:, :, torch.randperm(200, generator=torch.Generator().manual_seed(9))]
-    )
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(9))
+    call = replace(call, out=call.out - error + error[:, :, order])
     shuffled = measures.sign_figures(call, exact)
     assert ((shuffled["sign_agreement"] - 0.5).abs() < 0.05).all(), (
         "the same errors at other tokens lean no more"
@@ -275,7 +272,7 @@ def test_activations():
 
 def test_a_call_without_its_gradient_is_refused():
     call = random_call(0)
-    call.grad_out = None
+    call = replace(call, grad_out=None)
     with pytest.raises(
         ValueError, match=r"call\.grad_out=None: accepted is a call whose backward pass has run"
     ):

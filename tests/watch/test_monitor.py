@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from halfulp.attention import emulate, golden
+from halfulp.calls import Sees
 from halfulp.formats import OCP_E4M3, round_to
 from halfulp.recipes import BF16_FLASH2, FP16_FLASH2
 from halfulp.runs.threads import one_thread
@@ -19,7 +20,7 @@ from halfulp.watch import monitor as monitor_module
 from halfulp.watch.measures import delta_error, exact_call
 from halfulp.watch.monitor import Monitor
 from halfulp.watch.passes import AS_GIVEN, READ
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 from tests.watch.toy import HEADS, Toy, toy_batch, toy_loss
 
 FLASH = "BF16_FLASH2"
@@ -81,7 +82,7 @@ def test_gradients_in_place_and_taps_stay():
     toy_loss(model, toy_batch()).backward()
     before = [p.grad.clone() for p in model.parameters()]
 
-    def tap(layer, query, key, value, out, *, is_causal, scale):
+    def tap(layer, call, out):
         return out
 
     model.causal.attend.tap = tap
@@ -107,19 +108,19 @@ def test_figures_by_layer_and_head_are_those_of_the_calls():
     measured = Monitor(model).measure(1, lambda: toy_loss(model, batch))
     kept = {}
 
-    def tap(layer, query, key, value, out, *, is_causal, scale):
+    def tap(layer, call, out):
         out.retain_grad()
-        kept[layer] = (query, key, value, out, is_causal, scale)
+        kept[layer] = (call, out)
         return out
 
     model.causal.attend.tap = model.cross.attend.tap = tap
     value = toy_loss(model, batch)
     value.backward()
     assert measured["loss"] == value.item()
-    for layer, (query, key, v, out, is_causal, scale) in kept.items():
-        assert key.shape[1] == HEADS
-        read = [x.detach().bfloat16().double() for x in (query, key, v)]
-        exact = golden(*read, is_causal=is_causal, scale=scale).out
+    for layer, (call, out) in kept.items():
+        assert call.key.shape[1] == HEADS
+        read = [x.detach().bfloat16().double() for x in (call.query, call.key, call.value)]
+        exact = golden(*read, **call.options()).out
         error = (out.grad.double() * (out.detach().double() - exact)).sum((2, 3))
         torch.testing.assert_close(
             torch.tensor(measured["delta_error"][layer]).double(), error.sum(0), rtol=1e-6, atol=0
@@ -326,7 +327,8 @@ def test_delta_error_is_of_the_o_that_ran():
     """Beside the figures of a call: the same call by hand."""
     query = torch.randn(1, 1, 5, 4, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     out = emulate(query, query, query, is_causal=True, recipe=BF16_FLASH2)
-    call = Call(0, query, query, query, out, True, 0.5, torch.ones_like(out))
+    ones = torch.ones_like(out)
+    call = Observed(query, query, query, Sees(True), 0.5, out=out, grad_out=ones)
     expected = (out.double() - golden(query, query, query, is_causal=True).out).sum(-1)
     torch.testing.assert_close(delta_error(call, exact_call(call)), expected, rtol=1e-9, atol=1e-15)
 

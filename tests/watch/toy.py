@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from halfulp.attention import golden
+from halfulp.calls import Sees
 from halfulp.training.attention import Attend, AttentionPlan
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 WIDTH, HEADS, HEAD_DIM = 12, 2, 4
 
@@ -76,7 +77,7 @@ def toy_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def random_call(
     seed: int = 0, *, is_causal: bool = True, rounded: bool = True, n: int = 6, n_k: int = 6
-) -> Call:
+) -> Observed:
     """An fp64 call with O in bf16 (or exact to fp64 rounding), random dO and X, and no dK."""
     g = torch.Generator().manual_seed(seed)
     query, grad_out = (torch.randn(2, 3, n, 4, generator=g, dtype=torch.float64) for _ in range(2))
@@ -85,7 +86,9 @@ def random_call(
     out = golden(query, key, value, is_causal=is_causal, scale=scale).out
     out = out.bfloat16().double() if rounded else out
     inputs = torch.randn(2, n, 5, generator=g, dtype=torch.float64)
-    return Call(0, query, key, value, out, is_causal, scale, grad_out, None, inputs)
+    return Observed(
+        query, key, value, Sees(is_causal), scale, out=out, grad_out=grad_out, inputs=inputs
+    )
 
 
 def slow_scores(

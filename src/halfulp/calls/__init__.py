@@ -8,9 +8,10 @@ from halfulp.calls.call import TENSORS, Call, Flat
 from halfulp.calls.check import check, check_given, is_causal_bias, scale_of, sees_of
 from halfulp.calls.dropout import Dropout, draw_seed
 from halfulp.calls.returned import Gradients, Result, Saved
-from halfulp.calls.sees import Sees
+from halfulp.calls.sees import EVERYTHING, Sees
 
 __all__ = [
+    "EVERYTHING",
     "TENSORS",
     "Call",
     "Dropout",

@@ -83,6 +83,38 @@ class Sees:
             mask = mask[..., rows, :]
         return mask if mask.shape[-1] == 1 else mask[..., cols]
 
+    def pairs(self, queries: int, keys: int) -> int:
+        """How many pairs of a head lie within the bounds, the mask not looked at."""
+        least, greatest = self.bounds(queries, keys)
+        i = torch.arange(queries)
+        first = 0 if least is None else (i + least).clamp_min(0)
+        after = torch.full_like(i, keys) if greatest is None else (i + greatest + 1).clamp_max(keys)
+        return int((after - first).clamp_min(0).sum())
+
+    def visible(self, rows: Tensor, queries: int, keys: int) -> Tensor:
+        """Which keys, or with what added, each of some rows sees: `[1 or B, 1 or H, rows, N_k]`."""
+        least, greatest = self.bounds(queries, keys)
+        i, j = rows[:, None], torch.arange(keys, device=rows.device)
+        seen = torch.ones(1, 1, len(rows), keys, dtype=torch.bool, device=rows.device)
+        if least is not None:
+            seen = seen & (j >= i + least)
+        if greatest is not None:
+            seen = seen & (j <= i + greatest)
+        if self.mask is None:
+            return seen
+        mask = self.mask[(None,) * (4 - self.mask.ndim)]
+        mask = mask[:, :, rows] if mask.shape[2] > 1 else mask.expand(-1, -1, len(rows), -1)
+        return (
+            mask & seen if mask.dtype == torch.bool else torch.where(seen, mask.double(), -math.inf)
+        )
+
+    def of_entries(self, entries: slice) -> Sees:
+        """What some of the batch entries see; a view."""
+        mask = self.mask
+        if mask is None or mask.ndim < 4 or mask.shape[0] == 1:
+            return self
+        return replace(self, mask=mask[entries])
+
     def of_heads(self, heads: slice) -> Sees:
         """What some of the heads see; a view."""
         mask = self.mask

@@ -2,32 +2,22 @@
 processes of one thread.
 
 One thread a process keeps a kernel's bits the same wherever it runs, and uses every core without
-two of them waiting for each other. What the targets are held against is computed once a process.
+two of them waiting for each other. What the targets are held against is kept on disk, for all.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
 import re
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from halfulp.audit import AuditReport, Shape, audit
-from halfulp.audit.planning import plan
-from halfulp.audit.references import references
 from halfulp.runs.folder import write_text
-from halfulp.runs.parallel import WorkerKilledError
+from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
-from halfulp.runs.threads import one_thread
 from halfulp.targets import Target, builtin_targets
 
 RECIPES = (
@@ -113,106 +103,14 @@ def audit_each(
         yield report, script
 
 
-@contextmanager
-def auditors(workers: int, shapes: tuple[Shape, ...] = (), seed: int = 0) -> Iterator[Auditors]:
-    """Start processes that audit; while the caller prepares the jobs they compute what targets are
-    held against.
+def audit_all(jobs: Sequence[Job], workers: int, progress: Progress) -> list[dict[str, Any]]:
+    """Return the audits' plain data in the order of the jobs, in so many processes.
 
-    One worker means this process.
+    Raises WorkerKilledError where a process dies.
     """
-    if workers <= 1:
-        yield Auditors(None, None)
-        return
-    context = multiprocessing.get_context("spawn")
-    messages: Any = context.Queue()
-    pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start, initargs=(messages,)
-    )
-    try:
-        for _ in range(workers):
-            pool.submit(_warm_up, shapes, seed)
-        yield Auditors(pool, messages)
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
+    return run_jobs(_audit, jobs, workers=workers, progress=progress, what="audits")
 
 
-@dataclass(frozen=True)
-class Auditors:
-    """Processes that were started to audit, or none."""
-
-    pool: ProcessPoolExecutor | None
-    messages: Any
-
-    def audit(self, jobs: Sequence[Job], report: Progress) -> list[dict[str, Any]]:
-        """Return the audits' plain data in the order of the jobs; raises WorkerKilledError where a
-        process dies.
-        """
-        if self.pool is None:
-            with one_thread():
-                return [
-                    _audit(job, _share(report, number, len(jobs), job))
-                    for number, job in enumerate(jobs)
-                ]
-        try:
-            futures = [self.pool.submit(_in_worker, number, job) for number, job in enumerate(jobs)]
-            _relay(futures, self.messages, report)
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise WorkerKilledError(
-                "a worker process was killed, perhaps for want of memory, while auditing"
-            ) from error
-
-
-def _audit(job: Job, progress: Progress) -> dict[str, Any]:
-    found = audit(
-        job.target, shapes=job.shapes, captured=job.captured, seed=job.seed, progress=progress
-    )
+def _audit(job: Job) -> dict[str, Any]:
+    found = audit(job.target, shapes=job.shapes, captured=job.captured, seed=job.seed)
     return found.as_dict()
-
-
-def _share(report: Progress, number: int, count: int, job: Job) -> Progress:
-    return lambda fraction, message: report((number + fraction) / count, f"{job.target}: {message}")
-
-
-_messages: list[Any] = []  # in a worker: the queue to its parent
-
-
-def _start(messages: Any) -> None:
-    # Ctrl-C reaches every process: end at once, without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    _messages[:] = [messages]
-
-
-def _warm_up(shapes: tuple[Shape, ...], seed: int) -> None:
-    """Fill this process's cache of references, which every audit of the same plan then reads."""
-    todo = plan("quick", "bfloat16", seed, shapes)
-    for case in (*todo.all_cases, *todo.relations):
-        references(case)
-
-
-def _in_worker(number: int, job: Job) -> dict[str, Any]:
-    return _audit(
-        job,
-        lambda fraction, message: _messages[0].put((number, fraction, f"{job.target}: {message}")),
-    )
-
-
-def _relay(futures: Sequence[Future[dict[str, Any]]], messages: Any, report: Progress) -> None:
-    """Hand on what the workers say until they are done; raises what a worker raised."""
-    done = [0.0] * len(futures)
-    pending = set(futures)
-    while pending:
-        finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-        for future in finished:
-            future.result()
-        message = ""
-        while True:
-            try:
-                number, done[number], message = messages.get_nowait()
-            except queue.Empty:
-                break
-        if message:
-            report(sum(done) / len(done), message)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from halfulp.calls import Call
 from halfulp.runs.folder import write_bytes
 from halfulp.runs.results import Progress, no_progress
 from halfulp.training.attention import AttentionPlan, set_tap
@@ -147,26 +148,16 @@ class _Seen:
     def __init__(self) -> None:
         self.calls: dict[int, dict[str, Tensor]] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, layer: int, call: Call, out: Tensor) -> Tensor:
         """Return out as it came."""
-        assert is_causal
-        assert scale == query.shape[-1] ** -0.5
-        call = {
+        assert call.sees.causal
+        assert call.scale == call.query.shape[-1] ** -0.5
+        kept = {
             name: x.detach().bfloat16()
-            for name, x in (("query", query), ("key", key), ("value", value))
+            for name, x in (("query", call.query), ("key", call.key), ("value", call.value))
         }
-        self.calls[layer] = call
-        out.register_hook(lambda grad: call.update(grad_out=grad.detach().bfloat16()))  # type: ignore[no-untyped-call]
+        self.calls[layer] = kept
+        out.register_hook(lambda grad: kept.update(grad_out=grad.detach().bfloat16()))  # type: ignore[no-untyped-call]
         return out
 
 

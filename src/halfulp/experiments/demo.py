@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.audit import Shape
-from halfulp.experiments.audits import Job, auditors, choose_targets
+from halfulp.experiments.audits import Job, audit_all, choose_targets
 from halfulp.experiments.capture import save_captured, train_and_capture
 from halfulp.experiments.demo_findings import (
     audit_finding,
@@ -321,12 +321,11 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     config = stage.config
     share = 0.45  # of the act: the training
     names, skipped = choose_targets(config.targets)
-    with auditors(config.workers, config.shapes, config.seed) as workers:
-        with one_thread():
-            trained = train_and_capture(config=config.gpt, progress=_part(progress, 0.0, share))
-        file = save_captured(stage.folder / "tensors" / "gpt.safetensors", trained.captured)
-        jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
-        found = workers.audit(jobs, _part(progress, share, 1.0))
+    with one_thread():
+        trained = train_and_capture(config=config.gpt, progress=_part(progress, 0.0, share))
+    file = save_captured(stage.folder / "tensors" / "gpt.safetensors", trained.captured)
+    jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
+    found = audit_all(jobs, config.workers, _part(progress, share, 1.0))
     here = str(stage.folder)
     audits: list[dict[str, Any]] = json.loads(json.dumps(found).replace(here, str(stage.final)))
     sizes = ", ".join(map(str, config.shapes or (Shape(),)))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import golden
+from halfulp.calls import Call
 from halfulp.runs.results import Figure, Progress, Series, Table, no_progress
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionFunction, attention_function, set_tap
@@ -60,33 +61,21 @@ class Comparing:
     calls: int = 0
     found: list[Deviation] = field(default_factory=list)
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, layer: int, call: Call, out: Tensor) -> Tensor:
         """Compare, and give back out as it came."""
         if self.step:
             self.calls += 1
-            with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-                query, key, value = (x.detach().bfloat16() for x in (query, key, value))
-                self._compare(layer, query, key, value, is_causal, scale)
+            with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+                self._compare(layer, call)
         return out
 
-    def _compare(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> None:
+    def _compare(self, layer: int, call: Call) -> None:
+        read = [x.detach().bfloat16() for x in (call.query, call.key, call.value)]
         outs = {
-            name: function(query, key, value, is_causal=is_causal, scale=scale).double()
+            name: function(*read, **call.options()).double()
             for name, function in self.attentions.items()
         }
-        outs[GOLDEN] = golden(query, key, value, is_causal=is_causal, scale=scale).out
+        outs[GOLDEN] = golden(*read, **call.options()).out
         pairs = [(name, BASELINE) for name in self.attentions if name != BASELINE]
         pairs += [(name, GOLDEN) for name in self.attentions]
         for version, against in pairs:

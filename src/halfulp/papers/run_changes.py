@@ -7,12 +7,13 @@ its W_Q and W_K are multiplied by √(τ / largest) after the update. Lion: Chen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from halfulp.calls import Call
 
 OptimizerName: TypeAlias = Literal["adamw", "sgd", "lion", "muon"]
 
@@ -23,23 +24,12 @@ class LargestScores:
     def __init__(self) -> None:
         self._largest: dict[int, Tensor] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,  # noqa: ARG002 - a tap's signature
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, layer: int, call: Call, out: Tensor) -> Tensor:
         """Look at the scores that a query may see, and give back out as it came."""
         with torch.no_grad():
-            scores = query @ key.mT * scale
-            if is_causal:
-                hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-                scores = scores.masked_fill(hidden, -math.inf)
+            scores = call.query @ call.key.mT * call.scale
+            rows, cols = (slice(0, count) for count in scores.shape[-2:])
+            scores = call.sees.apply(scores, rows, cols, 1.0)
             found = scores.amax((0, 2, 3))
             self._largest[layer] = torch.maximum(found, self._largest.get(layer, found))
         return out

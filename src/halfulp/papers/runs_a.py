@@ -33,7 +33,7 @@ from halfulp.training.session import Session
 from halfulp.training.workload import Workload, build_workload
 from halfulp.watch.measures import Exact, exact_call
 from halfulp.watch.passes import Recorder, attention_modules, exact_pass, record
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 STOCK_TILES = "block_query=none,block_key=16"
 TASK_STOCK = f"BF16_FLASH2[{STOCK_TILES}]"
@@ -44,7 +44,7 @@ TASK_STOCK = f"BF16_FLASH2[{STOCK_TILES}]"
 class Snapshot:
     """One layer's call in one step, and dO as it would be if O were exact."""
 
-    call: Call
+    call: Observed
     exact_grad: Tensor  # dO(O_hp) [B, H, N, D_v]
 
     def exact(self) -> Exact:

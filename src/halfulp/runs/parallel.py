@@ -34,6 +34,7 @@ def run_jobs(
     workers: int = 2,
     backend: str | None = None,
     progress: Progress | None = None,
+    what: str = "runs",
 ) -> list[Result]:
     """Return function(job) of every job, in order, on one thread of torch each.
 
@@ -45,6 +46,7 @@ def run_jobs(
             scheduler, "ray", or any that the caller registered. Workers on other machines need the
             same packages and the same folders.
         progress: called with the fraction of jobs that are done.
+        what: the jobs are, in the words of progress.
 
     Raises:
         ValueError: the number of workers or the backend is not accepted.
@@ -61,7 +63,7 @@ def run_jobs(
     )
     for number, result in calls(function, jobs):
         results[number] = result
-        report(len(results) / len(jobs), f"{len(results)} of {len(jobs)} runs")
+        report(len(results) / len(jobs), f"{len(results)} of {len(jobs)} {what}")
     return [results[number] for number in range(len(jobs))]
 
 

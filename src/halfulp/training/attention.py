@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from halfulp.calls import Call, Sees
 from halfulp.targets import Target, resolve
 from halfulp.watch.taps import Tap
 
@@ -192,7 +193,7 @@ class Attend(nn.Module):
             key, value = (x.repeat_interleave(self.heads // x.shape[1], 1) for x in (key, value))
         out = self._attend(query, key, value, is_causal, scale)
         if self.tap is not None:
-            out = self.tap(self.layer, query, key, value, out, is_causal=is_causal, scale=scale)
+            out = self.tap(self.layer, Call(query, key, value, Sees(is_causal), scale), out)
         return out
 
     def _attend(

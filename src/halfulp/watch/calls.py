@@ -7,14 +7,16 @@ hand. What is new is the error of the gradients themselves, since the kernel tha
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from halfulp.calls import Sees
 from halfulp.watch import measures
 from halfulp.watch.foreign import Foreign
 from halfulp.watch.running import SIZE, TOTAL
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 IN_GRADIENT = "delta_error_in_gradient"
 NOT_FINITE = "not_finite"
@@ -60,7 +62,7 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     }
     tensors |= {name: x for name, x in call.tensors.items() if name not in _READ}
     query, key = tensors["query"], tensors["key"]
-    rows, mask, whole = _rows(call, query.shape[2], key.shape[2], query.device)
+    rows, sees, whole = _rows(call.asked.sees, query.shape[2], key.shape[2], query.device)
     if not len(rows):
         call.unseen = HIDDEN
         return {}, {}
@@ -76,9 +78,7 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
             for name, x in tensors.items()
             if name not in _BY_KEY_HEAD
         }
-        seen = mask
-        if mask is not None and mask.shape[1] > 1:
-            seen = mask[:, start * group : stop * group]
+        seen = sees.of_heads(slice(start * group, stop * group))
         chunks.append(_chunk(call, part, rows, seen, whole))
     found = {name: torch.cat([figures[name] for figures, _ in chunks]) for name in chunks[0][0]}
     parts = {name: torch.cat([parts[name] for _, parts in chunks], 1) for name in chunks[0][1]}
@@ -89,21 +89,21 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     for name, count in (("entries", len(query)), ("rows", len(rows))):
         found[name] = torch.full((heads,), float(count))
     found[NOT_FINITE] = _not_finite(tensors, rows, group)
-    for name, share in _mask_figures(call, query.shape[2], key.shape[2], query.device).items():
+    for name, share in _mask_figures(
+        call.asked.sees, query.shape[2], key.shape[2], query.device
+    ).items():
         found[name] = torch.full((heads,), share)
     return found, parts
 
 
-def _mask_figures(call: Foreign, n: int, n_k: int, device: torch.device) -> dict[str, float]:
+def _mask_figures(sees: Sees, n: int, n_k: int, device: torch.device) -> dict[str, float]:
     """What the mask lets a layer see, of a few dozen of its rows."""
     rows = torch.arange(0, n, max(1, n // _MASK_ROWS), device=device)
-    seen = _visible(call, rows, n_k)
+    seen = sees.visible(rows, n, n_k)
     seen = seen if seen.dtype == torch.bool else seen > _HIDES
     later = torch.arange(n_k, device=device) > rows.unsqueeze(-1)
-    given = call.asked.attn_mask
-    flags = False
+    flags, given = False, sees.mask
     if given is not None and given.is_floating_point():
-        given = given[: call.entries] if given.ndim == 4 and len(given) > 1 else given
         flags = bool(((given == 0) | (given == 1)).all()) and bool((given == 1).any())
     share = (seen & later).sum() / (later.sum() * seen[..., 0, 0].numel()) if n == n_k > 1 else None
     return {
@@ -133,7 +133,7 @@ _BY_KEY_HEAD = ("key", "value", "grad_key", "grad_value")
 
 
 def _chunk(
-    call: Foreign, tensors: Figures, rows: Tensor, mask: Tensor | None, whole: bool
+    call: Foreign, tensors: Figures, rows: Tensor, sees: Sees, whole: bool
 ) -> tuple[Figures, Figures]:
     """Figures of some key heads and all heads that read them."""
     group = tensors["query"].shape[1] // tensors["key"].shape[1]
@@ -148,28 +148,22 @@ def _chunk(
     }
     given = full.get("grad_key") if group == 1 else None
     # as the gradients came: all rows of the query belong to dK
-    all_rows = Call(
-        -1,
-        full["query"],
-        full["key"],
-        full["value"],
-        full["out"],
-        True,
-        call.asked.scale,
-        full["grad_out"],
-        given,
+    all_rows = Observed(
+        query=full["query"],
+        key=full["key"],
+        value=full["value"],
+        scale=call.asked.scale,
+        out=full["out"],
+        grad_out=full["grad_out"],
+        grad_key=given,
     )
-    part = Call(
-        -1,
-        by_row["query"],
-        full["key"],
-        full["value"],
-        by_row["out"],
-        mask is None and call.asked.is_causal,
-        call.asked.scale,
-        by_row["grad_out"],
-        given if whole else None,
-        attn_mask=mask,
+    part = replace(
+        all_rows,
+        query=by_row["query"],
+        sees=sees,
+        out=by_row["out"],
+        grad_out=by_row["grad_out"],
+        grad_key=given if whole else None,
     )
     exact = measures.exact_call(part)
     found = (
@@ -229,48 +223,18 @@ def _unknown(like: Tensor) -> Figures:
     return dict.fromkeys(_NEED_OUT, torch.full_like(like, math.nan))
 
 
-def _rows(
-    call: Foreign, n: int, n_k: int, device: torch.device
-) -> tuple[Tensor, Tensor | None, bool]:
-    """The rows to measure, what their queries see where `is_causal` does not say it, and whether
-    they are all.
-    """
+def _rows(sees: Sees, n: int, n_k: int, device: torch.device) -> tuple[Tensor, Sees, bool]:
+    """The rows to measure, what their queries see, and whether they are all."""
     most = max(1, CHUNK // n_k)
     rows = torch.arange(0, n, -(-n // most), device=device)
-    whole, asked = len(rows) == n, call.asked
-    if (
-        asked.attn_mask is None
-        and asked.window is None
-        and whole
-        and not (asked.is_causal and asked.offset)
-    ):
-        return rows, None, whole
-    mask = _visible(call, rows, n_k)
+    whole = len(rows) == n
+    # causal from the top left hides no row wholly, and needs no mask
+    if whole and sees.mask is None and sees.window is None and not (sees.causal and sees.offset):
+        return rows, sees, whole
+    mask = sees.visible(rows, n, n_k)
     seen = mask if mask.dtype == torch.bool else mask > -math.inf
-    sees = seen.any(-1).flatten(0, 1)
-    alive = sees.all(0)
+    some = seen.any(-1).flatten(0, 1)
+    alive = some.all(0)
     # a row that only some entries hide is left out for all
-    whole = whole and not bool((sees.any(0) & ~alive).any())
-    return rows[alive], mask[:, :, alive], whole
-
-
-def _visible(call: Foreign, rows: Tensor, n_k: int) -> Tensor:
-    """Which keys, or with what added, each of the rows sees: `[1 or E, 1 or H, rows, N_k]`."""
-    asked = call.asked
-    place, keys = rows.unsqueeze(-1) + asked.offset, torch.arange(n_k, device=rows.device)
-    seen = torch.ones(1, 1, len(rows), n_k, dtype=torch.bool, device=rows.device)
-    if asked.is_causal:
-        seen = seen & (keys <= place)
-    if asked.window is not None:
-        left, right = asked.window
-        seen = seen & (keys >= place - left) if left >= 0 else seen
-        seen = seen & (keys <= place + right) if right >= 0 else seen
-    given = asked.attn_mask
-    if given is None:
-        return seen
-    given = given[(None,) * (4 - given.ndim)]
-    given = given[: call.entries] if len(given) > 1 else given
-    given = given[:, :, rows] if given.shape[2] > 1 else given.expand(-1, -1, len(rows), -1)
-    if given.dtype == torch.bool:
-        return given & seen
-    return torch.where(seen, given.double(), -math.inf)
+    whole = whole and not bool((some.any(0) & ~alive).any())
+    return rows[alive], Sees(mask=mask[:, :, alive]), whole

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from halfulp.calls import Call
+
 Read = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(layer, query, key, value) as the attention of that layer reads them."""
 
@@ -35,23 +37,14 @@ class ExactOut:
         self.read, self.entries = read, entries
         self.outs: dict[int, Tensor] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, layer: int, call: Call, out: Tensor) -> Tensor:
         """Return out with the value of exact attention, `[B, H, N, D_v]`."""
         wide = torch.promote_types(out.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-            kept = (x.detach()[: self.entries].to(wide) for x in (query, key, value))
+            operands = (call.query, call.key, call.value)
+            kept = (x.detach()[: self.entries].to(wide) for x in operands)
             exact = functional.scaled_dot_product_attention(
-                *self.read(layer, *kept), is_causal=is_causal, scale=scale
+                *self.read(layer, *kept), is_causal=call.sees.causal, scale=call.scale
             )
             change = torch.zeros_like(out, dtype=wide)
             change[: self.entries] = exact - out[: self.entries]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from halfulp.watch.measures import Exact
 from halfulp.watch.spectral import power_iteration
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 MOST_TERMS = 256
 """Rows of a head whose terms are compared with each other, evenly spread over batch entries and
@@ -47,13 +47,15 @@ class Direction:
     figures: dict[str, Tensor]  # [H] each
 
 
-def error_direction(call: Call, exact: Exact, error: Tensor) -> Tensor:
+def error_direction(call: Observed, exact: Exact, error: Tensor) -> Tensor:
     """R = Σ_T e[T] (PK)[T]ᵀ X[T] `[H, D, width]` (A8), of e `[B, H, N]` and the call's inputs X."""
     terms = exact.weights @ call.key.to(error.dtype) * error.unsqueeze(-1)
     return _outer_sum(terms.transpose(0, 1).flatten(1, 2), _inputs(call, error.dtype).flatten(0, 1))
 
 
-def direction_of(call: Call, exact: Exact, error: Tensor, generator: torch.Generator) -> Direction:
+def direction_of(
+    call: Observed, exact: Exact, error: Tensor, generator: torch.Generator
+) -> Direction:
     """The error direction of a call and how alike its terms are (A9).
 
     Figures: terms_cosine, the mean cosine of two terms over all pairs of different rows, and
@@ -132,7 +134,7 @@ def unit_matrix(matrix: Tensor) -> Tensor:
     return scaled / length.clamp_min(least)
 
 
-def _inputs(call: Call, dtype: torch.dtype) -> Tensor:
+def _inputs(call: Observed, dtype: torch.dtype) -> Tensor:
     if call.inputs is None:
         raise ValueError("call.inputs=None: accepted is a call with X [B, N, width]")
     return call.inputs.to(dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -276,6 +276,8 @@ class Taps:
             call.cast = torch.get_autocast_dtype(device)
         if not call.unseen:
             call.entries = self.entries(_four(query), _four(key))
+            sees = asked.sees.of_entries(slice(call.entries))
+            call.asked = replace(asked, sees=sees)
             call.key_heads = _four(key).shape[1]
         return call
 
@@ -415,6 +417,6 @@ def _misfit(asked: Asked, query: Tensor, key: Tensor, value: Tensor) -> str:
         return "its heads are broadcast"
     if 0 in query.shape or 0 in key.shape:
         return "it is empty"
-    if asked.attn_mask is not None and max(asked.attn_mask.ndim, query.ndim) > 4:
+    if asked.sees.mask is not None and max(asked.sees.mask.ndim, query.ndim) > 4:
         return "its mask has more than 4 dimensions"
     return ""

@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from halfulp.attention import attention, attention_varlen, patch
-from halfulp.calls import scale_of, sees_of
+from halfulp.calls import EVERYTHING, Sees, scale_of, sees_of
 from halfulp.targets import resolve
 from halfulp.targets.signature import Signature
 
@@ -49,10 +49,7 @@ class Asked:
     """What a call asks for beside its operands."""
 
     scale: float
-    is_causal: bool = False
-    offset: int = 0  # query i sees keys 0..i + offset
-    attn_mask: Tensor | None = None
-    window: tuple[int, int] | None = None
+    sees: Sees = EVERYTHING
     dropout: bool = False
     unseen: str = ""  # why nothing of this call is measured
 
@@ -101,10 +98,7 @@ def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     )
     return Asked(
         scale_of(given.get("scale"), query.shape[-1]),
-        sees.causal,
-        sees.offset,
-        None if sees.mask is None else sees.mask.detach(),
-        sees.window,
+        replace(sees, mask=None if sees.mask is None else sees.mask.detach()),
         bool(given.get("dropout_p", 0.0)),
         unseen,
     )
@@ -112,15 +106,13 @@ def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
 
 def _read_flash(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     window = tuple(given.get("window_size") or (-1, -1))
+    causal, offset = bool(given.get("causal", False)), key.shape[-2] - query.shape[-2]
     unseen = next(
         (f"{name} is given" for name in ("softcap", "alibi_slopes") if _asks(given.get(name))), ""
     )
     return Asked(
         scale_of(given.get("softmax_scale"), query.shape[-1]),
-        bool(given.get("causal", False)),
-        key.shape[-2] - query.shape[-2],
-        None,
-        None if max(window) < 0 else (window[0], window[1]),
+        Sees(causal, None if max(window) < 0 else (window[0], window[1]), offset),
         bool(given.get("dropout_p", 0.0)),
         unseen,
     )

@@ -1,9 +1,9 @@
 """What one attention call tells: scores, where the weights lie, and what the rounding of O does to
 δ.
 
-Functions take a `Call` and the exact value of the same call, and return a number a head. Nothing
-here knows which algorithm ran: O, dO and dK are what it gave, everything else is computed again
-from query, key and value.
+Functions take an `Observed` call and its exact value, and return a number a head. Nothing here
+knows which algorithm ran: O, dO and dK are what it gave, everything else is computed again from
+query, key and value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 UNIT_SCORE = math.log1p(-(2.0**-9))
 """Scores at least this close to the row maximum have P̄ = exp(S − m) rounded to 1 in bf16 (the tie
@@ -37,26 +37,17 @@ class Exact:
     visible: int | Tensor
 
 
-def exact_call(call: Call, dtype: torch.dtype = torch.float64) -> Exact:
+def exact_call(call: Observed, dtype: torch.dtype = torch.float64) -> Exact:
     """Compute a call by the definition, from its query, key and value as they are; no row may be
     hidden wholly.
     """
     query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
     scores = (query @ key.mT).mul_(call.scale)
     n, n_k = scores.shape[-2:]
-    visible: int | Tensor = n * n_k
-    if call.attn_mask is not None:
-        given = call.attn_mask
-        scores = (
-            scores.masked_fill_(~given, -math.inf)
-            if given.dtype == torch.bool
-            else scores.add_(given)
-        )
+    scores = call.sees.apply(scores, slice(0, n), slice(0, n_k), 1.0)
+    visible: int | Tensor = call.sees.pairs(n, n_k)
+    if call.sees.mask is not None:
         visible = (scores > -math.inf).sum((0, 2, 3)).double() / len(scores)
-    elif call.is_causal:
-        hidden = torch.ones(n, n_k, dtype=torch.bool, device=scores.device).triu_(1)
-        scores.masked_fill_(hidden, -math.inf)
-        visible = n * n_k - int(hidden.sum())
     row_max = scores.amax(-1, keepdim=True)
     weights = (scores - row_max).exp_()
     row_sum = weights.sum(-1, keepdim=True)
@@ -112,7 +103,7 @@ def _tied(scores: Tensor) -> Tensor:
     return ((scores == scores.amax(-1, keepdim=True)).sum(-1) > 1).double().mean((0, 2))
 
 
-def delta_error(call: Call, exact: Exact) -> Tensor:
+def delta_error(call: Observed, exact: Exact) -> Tensor:
     """Return e = δ_lp − δ_hp = rowsum(dO ∘ (O − O_hp)) `[B, H, N]` (A7, A10).
 
     O is the call's own and O_hp exact. An attention that takes δ from elsewhere, from a residual or
@@ -122,7 +113,7 @@ def delta_error(call: Call, exact: Exact) -> Tensor:
     return (_grad_out(call, exact) * (call.out.to(exact.out.dtype) - exact.out)).sum(-1)
 
 
-def delta_error_in_gradient(call: Call) -> Tensor:
+def delta_error_in_gradient(call: Observed) -> Tensor:
     """Σ_i w_i e_i `[B, H]` of the error e that the gradient really has, read from dK, with weights
     of mean 1.
 
@@ -139,7 +130,7 @@ def delta_error_in_gradient(call: Call) -> Tensor:
     return -along / (call.scale * mean.square().sum(-1))
 
 
-def exact_gradients(call: Call, exact: Exact) -> tuple[Tensor, Tensor, Tensor]:
+def exact_gradients(call: Observed, exact: Exact) -> tuple[Tensor, Tensor, Tensor]:
     """dQ `[B, H, N, D]`, dK `[B, H, N_k, D]` and dV `[B, H, N_k, D_v]` by the definition, of the
     call's dO.
     """
@@ -166,7 +157,7 @@ def relative_error(given: Tensor, golden: Tensor) -> Tensor:
 
 
 def delta_error_in_query_gradient(
-    call: Call, exact: Exact, grad_query: Tensor, golden: Tensor
+    call: Observed, exact: Exact, grad_query: Tensor, golden: Tensor
 ) -> Tensor:
     """Σ_i w_i e_i `[B, H]` as `delta_error_in_gradient`, read from dQ, for heads that share a key
     and so a dK.
@@ -185,7 +176,7 @@ def delta_error_in_query_gradient(
     return -along / (call.scale * means.square().sum(-1).mean((0, 2)))
 
 
-def row_sum_figures(call: Call, exact: Exact, error: Tensor) -> dict[str, Tensor]:
+def row_sum_figures(call: Observed, exact: Exact, error: Tensor) -> dict[str, Tensor]:
     """Row sums of dS, 0 in exact arithmetic, each `[H]`.
 
     row_sum_grad_scores: Σ_i |Σ_j dS_ij| / Σ_ij |dS_ij| of dS = P ∘ (dP − δ_lp), with δ_lp from the
@@ -208,7 +199,7 @@ def row_sum_figures(call: Call, exact: Exact, error: Tensor) -> dict[str, Tensor
     return found | {"key_gradient_sum": key_sum.sum(0) / most.sum(0)}
 
 
-def feature_signs(call: Call, exact: Exact) -> tuple[Tensor, Tensor]:
+def feature_signs(call: Observed, exact: Exact) -> tuple[Tensor, Tensor]:
     """Per feature: how often dO and O − O_hp have the same sign, and what the feature adds to Σe
     (A11; fig. 5b, c).
 
@@ -222,7 +213,7 @@ def feature_signs(call: Call, exact: Exact) -> tuple[Tensor, Tensor]:
     return same / (same + other), products.sum((0, 2))
 
 
-def sign_figures(call: Call, exact: Exact) -> dict[str, Tensor]:
+def sign_figures(call: Observed, exact: Exact) -> dict[str, Tensor]:
     """sign_agreement `[H]`: the mean of `feature_signs` over features; guilty_feature: the one that
     adds most to |Σe|; guilty_sign_agreement and guilty_share: its agreement, and its part of Σ over
     features of |contribution|.
@@ -238,7 +229,7 @@ def sign_figures(call: Call, exact: Exact) -> dict[str, Tensor]:
     }
 
 
-def activation_figures(call: Call) -> dict[str, Tensor]:
+def activation_figures(call: Observed) -> dict[str, Tensor]:
     """Root mean squares of query, key, value, out and dO, and of X where it is known, with X's
     largest |x|; each `[H]`, X's alike in all heads (A19).
     """
@@ -261,7 +252,7 @@ def activation_figures(call: Call) -> dict[str, Tensor]:
     return found
 
 
-def _grad_out(call: Call, exact: Exact) -> Tensor:
+def _grad_out(call: Observed, exact: Exact) -> Tensor:
     if call.grad_out is None:
         raise ValueError("call.grad_out=None: accepted is a call whose backward pass has run")
     return call.grad_out.to(exact.out.dtype)

@@ -18,7 +18,7 @@ from halfulp.watch.directions import Direction, direction_of, step_figures, unit
 from halfulp.watch.passes import Recorder, attention_modules, exact_pass, record
 from halfulp.watch.running import CUMULATIVE, SIZE, Running, errors_of_delta
 from halfulp.watch.spectral import head_sigmas
-from halfulp.watch.taps import Call
+from halfulp.watch.taps import Observed
 
 DEFAULT_EVERY = 200
 """Steps between two measurements (`benchmarks/monitor_cost.py`)."""
@@ -141,7 +141,8 @@ class Monitor:
                 generator = torch.Generator().manual_seed(
                     (self.seed * 1_000_003 + step) * 1009 + layer
                 )
-                for name, figure in self._layer(call, exact_grads.get(layer), generator).items():
+                figures = self._layer(layer, call, exact_grads.get(layer), generator)
+                for name, figure in figures.items():
                     rows = found.setdefault(name, [[] for _ in range(self.rows)])
                     rows[layer] = figure.double().cpu().tolist()
         return scalars | found
@@ -185,9 +186,15 @@ class Monitor:
         scores = query.shape[1] * query.shape[2] * key.shape[2]
         return min(len(query), self.entries or max(1, MOST_SCORES // scores))
 
-    def _layer(self, call: Call, exact_grad: Tensor | None, generator: torch.Generator) -> Figures:
+    def _layer(
+        self,
+        layer: int,
+        call: Observed,
+        exact_grad: Tensor | None,
+        generator: torch.Generator,
+    ) -> Figures:
         """All figures of one layer."""
-        heads, layer = call.query.shape[1], call.layer
+        heads = call.query.shape[1]
         at_once = max(1, CHUNK // (len(call.query) * call.query.shape[2] * call.key.shape[2]))
         chunks = []
         for start in range(0, heads, at_once):
@@ -208,7 +215,7 @@ class Monitor:
         return found | {"entries": torch.full((heads,), float(len(call.query)))}
 
     def _chunk(
-        self, call: Call, exact_grad: Tensor | None, generator: torch.Generator
+        self, call: Observed, exact_grad: Tensor | None, generator: torch.Generator
     ) -> tuple[Figures, Figures, Direction | None]:
         """Figures `[h]` of some heads, the parts of δ's error by batch entry `[B, h]`, and the
         error direction.

@@ -8,7 +8,7 @@ computed. Random generators and buffers are put back as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfulp.calls import Call
 from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, Format, round_to
 from halfulp.watch.curvature import ExactOut, full_precision
-from halfulp.watch.taps import Call, Tap
+from halfulp.watch.taps import Observed, Tap
 
 READ: tuple[Format, ...] = (FP16, BF16, OCP_E4M3, OCP_E5M2)
 """What kernels are asked about: do they read their operands rounded to this? Those with fewer bits
@@ -51,12 +52,8 @@ def attention_modules(model: nn.Module) -> dict[int, Any]:
 class Seen:
     """One layer's call with its graph."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    call: Call
     out: Tensor
-    is_causal: bool
-    scale: float
     entries: int  # batch entries that are measured
     inputs: Tensor | None = None
 
@@ -73,26 +70,14 @@ class Recorder:
     inputs: dict[int, Tensor] = field(default_factory=dict)
     autocast: bool = False
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+    def __call__(self, layer: int, call: Call, out: Tensor) -> Tensor:
         """Return out as it came."""
         self.autocast = self.autocast or torch.is_autocast_enabled(out.device.type)
         if layer not in self.reads:
             attend = self.modules[layer].attend
-            self.reads[layer] = _ask(attend, (query, key, value), is_causal=is_causal, scale=scale)
-        entries = self.entries(query, key)
-        self.seen[layer] = Seen(
-            query, key, value, out, is_causal, scale, entries, self.inputs.get(layer)
-        )
+            self.reads[layer] = _ask(attend, call)
+        entries = self.entries(call.query, call.key)
+        self.seen[layer] = Seen(call, out, entries, self.inputs.get(layer))
         return out
 
     def read(
@@ -107,7 +92,7 @@ class Recorder:
 
 def record(
     model: nn.Module, recorder: Recorder, loss: Callable[[], Tensor]
-) -> tuple[float, dict[int, Call]]:
+) -> tuple[float, dict[int, Observed]]:
     """Make a pass forward and back; return the loss and every recorded layer's call, operands as
     the attention reads them, in the first `entries` batch entries.
     """
@@ -117,21 +102,22 @@ def record(
         # a layer's own number names its dO, the complement its dK
         outs = gradients(
             value,
-            {layer: s.out for layer, s in seen.items()} | {~n: s.key for n, s in seen.items()},
+            {layer: s.out for layer, s in seen.items()} | {~n: s.call.key for n, s in seen.items()},
         )
     calls = {}
     for layer, s in seen.items():
-        query, key, v = (_wide(x[: s.entries]) for x in (s.query, s.key, s.value))
+        operands = (s.call.query, s.call.key, s.call.value)
+        query, key, v = (_wide(x[: s.entries]) for x in operands)
         grad_out, grad_key = outs[layer], outs[~layer]
-        calls[layer] = Call(
-            layer,
+        no_gradient = torch.zeros_like(query[..., :1])
+        calls[layer] = Observed(
             *recorder.read(layer, query, key, v),
-            _wide(s.out[: s.entries]),
-            s.is_causal,
-            s.scale,
-            torch.zeros_like(query[..., :1]) if grad_out is None else grad_out[: s.entries],
-            None if grad_key is None else grad_key[: s.entries],
-            None if s.inputs is None else s.inputs[: s.entries],
+            s.call.sees,
+            s.call.scale,
+            out=_wide(s.out[: s.entries]),
+            grad_out=no_gradient if grad_out is None else grad_out[: s.entries],
+            grad_key=None if grad_key is None else grad_key[: s.entries],
+            inputs=None if s.inputs is None else s.inputs[: s.entries],
         )
     return float(value.detach()), calls
 
@@ -223,10 +209,12 @@ def _inputs(recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def _ask(attend: Any, operands: Sequence[Tensor], **options: Any) -> Tensor:
+def _ask(attend: Any, call: Call) -> Tensor:
     """Which format each head's attention reads: the last of READ that changes the operands and not
     a bit of out.
     """
+    operands = (call.query, call.key, call.value)
+    options = {"is_causal": call.sees.causal, "scale": call.scale}
     kept, attend.tap = attend.tap, None
     try:
         with torch.no_grad():
