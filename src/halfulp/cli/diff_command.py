@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from halfulp.cli.shell import (
     check_json,
@@ -13,7 +15,38 @@ from halfulp.cli.shell import (
     write_each,
 )
 
-MIXED = "accepted are two recordings, or none: record the other one too (`halfulp record`)"
+RUN, RECORDING = "a run folder", "a recording"
+MIXED = (
+    "accepted are two recordings (record the other one too: `halfulp record`), two run folders, or"
+    " none of them"
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Of two run folders.
+
+    Args:
+        at: Of two run folders: step of the checkpoints whose models are run; by default the last
+            that both have.
+        beside: Run folder that differs from a in its seed, for scale; may be given again.
+        workload: The file.py:function that makes the model of both run folders, named by you.
+        trust: Run the code that the run folders name as their model or attention.
+    """
+
+    at: int | None = None
+    beside: tuple[Path, ...] = ()
+    workload: str | None = None
+    trust: bool = False
+
+    def check(self, kinds: list[str]) -> None:
+        """Raise ValueError for what is given without run folders."""
+        for name, value in vars(self).items():
+            if value and RUN not in kinds:
+                raise ValueError(f"{name}={value!r}: accepted with two run folders")
+
+
+_NO_RUNS = RunOptions()
 
 
 def diff(
@@ -28,6 +61,7 @@ def diff(
     repetitions: int = 2,
     seed: int = 0,
     device: str = "cpu",
+    runs: RunOptions = _NO_RUNS,
     html: Path | None = None,
     json: Path | None = None,
 ) -> int:
@@ -40,8 +74,8 @@ def diff(
     Args:
         a: The side that counts as right: path/file.py:function or package.module:function, whose
             make(seed, device) returns (model, optimizer, batch) as of `halfulp train`, or make() a
-            model or halfulp.Setting with a list of batches; or a folder that `halfulp record`
-            wrote.
+            model or halfulp.Setting with a list of batches; or a folder that `halfulp record` or
+            `halfulp train` wrote.
         b: The other side: the same, whose batches are not used; or what is different from a, of
             dtype=bf16, autocast=bf16, attention=NAME (`halfulp ls targets`), pieces=N (the batch in
             pieces), decode=N (N tokens at once, then one by one with a cache), compiled, with
@@ -53,39 +87,66 @@ def diff(
         repetitions: Passes with random roundings, for the chance.
         seed: Given to the functions; both sides have the same.
         device: Given to the functions.
+        runs: What two run folders are compared with.
         html: File to write a page to.
         json: File to write every operation's figures to; - prints them instead of the tables.
     """
-    from halfulp.diff import diff as compare
     from halfulp.diff.recording import compare_recordings
-    from halfulp.diff.sides_by_name import changed, made
-    from halfulp.report.diff_page import diff_page
-    from halfulp.runs.folder import check_file, write_text
+    from halfulp.diff.two_runs import diff_runs
+    from halfulp.runs.folder import check_file
 
     check_file("html", html)
     check_json(json)
-    recorded = [Path(side).is_dir() for side in (a, b)]
-    if any(recorded):
-        if not all(recorded):
-            raise ValueError(f"a={a!r} and b={b!r}: {MIXED}")
-        found = compare_recordings(a, b)
-    else:
-        first, given = made(a, "a", batches, seed, device)
-        if not given:
-            raise ValueError(f"a={a!r} makes no batches; accepted is (model, batches)")
-        named = ":" in b and "=" not in b.partition(":")[0]
-        second = made(b, "b", 0, seed, device)[0] if named else changed(first, b, "b")
-        with progress_bar("diff") as progress:
-            found = compare(
-                first.named(a), second.named(b), given, gradients=gradients,
-                attribute=not no_swaps, most=most, repetitions=repetitions, progress=progress,
-            )  # fmt: skip
+    kinds = [_kind(side) for side in (a, b)]
+    options: dict[str, Any] = {"gradients": gradients, "attribute": not no_swaps}
+    options |= {"most": most, "repetitions": repetitions}
+    runs.check(kinds)
+    with progress_bar("diff") as progress:
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"a={a!r} is {kinds[0]} and b={b!r} {kinds[1]}: {MIXED}")
+        found: Any
+        if kinds[0] == RUN:
+            options |= vars(runs) | {"batches": batches, "progress": progress}
+            found = diff_runs(Path(a), Path(b), **options)
+        elif kinds[0] == RECORDING:
+            found = compare_recordings(a, b)
+        else:
+            found = _made(a, b, batches, seed, device, {**options, "progress": progress})
     plain = found.as_dict()
     write_each(
         lambda: tell(plain, json, lambda: say(found)),
-        lambda: html and write_text(html, diff_page(plain, str(found), typed_command())),
+        lambda: _write_page(html, found, plain),
     )
-    return found.exit_code
+    return int(found.exit_code)
+
+
+def _kind(side: str) -> str:
+    if (Path(side) / "run.json").is_file():
+        return RUN
+    return RECORDING if Path(side).is_dir() else "a setting"
+
+
+def _made(a: str, b: str, batches: int, seed: int, device: str, options: dict[str, Any]) -> Any:
+    """Compare two settings that functions make."""
+    from halfulp.diff import diff as compare
+    from halfulp.diff.sides_by_name import changed, made
+
+    first, given = made(a, "a", batches, seed, device)
+    if not given:
+        raise ValueError(f"a={a!r} makes no batches; accepted is (model, batches)")
+    named = ":" in b and "=" not in b.partition(":")[0]
+    second = made(b, "b", 0, seed, device)[0] if named else changed(first, b, "b")
+    return compare(first.named(a), second.named(b), given, **options)
+
+
+def _write_page(html: Path | None, found: Any, plain: dict[str, Any]) -> None:
+    if html is None:
+        return
+    from halfulp.report.diff_page import diff_page, runs_page
+    from halfulp.runs.folder import write_text
+
+    draw = runs_page if "settings" in plain else diff_page
+    write_text(html, draw(plain, str(found), typed_command()))
 
 
 def record(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfulp.diff.run_sides import with_outputs
 from halfulp.diff.setting import Setting
 from halfulp.targets.loading import load_function
 
@@ -46,7 +47,7 @@ def made(name: str, argument: str, count: int, seed: int = 0, device: str = "cpu
     parts = given if isinstance(given, tuple) else (given,)
     setting = parts[0]
     if isinstance(setting, nn.Module):
-        forward = _with_loss(parts[3]) if len(parts) > 3 else None
+        forward = with_outputs(parts[3]) if len(parts) > 3 else None
         setting = Setting(setting.eval(), forward=forward)
     if not isinstance(setting, Setting):
         raise ValueError(f"{argument}={name!r} returns {type(setting).__name__}; {CONTRACT}")
@@ -57,10 +58,6 @@ def made(name: str, argument: str, count: int, seed: int = 0, device: str = "cpu
     if len(parts) == 1:
         return setting, []
     raise ValueError(f"{argument}={name!r} returns a tuple of {len(parts)}; {CONTRACT}")
-
-
-def _with_loss(loss: Any) -> Any:
-    return lambda model, batch: {"loss": loss(model, batch)}
 
 
 def changed(setting: Setting, text: str, argument: str) -> Setting:

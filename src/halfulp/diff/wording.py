@@ -13,10 +13,14 @@ ROWS = 12
 
 def text(found: Difference, width: int) -> str:
     """The report as text."""
-    said = [_wrapped(headline(found), width), ""]
-    said += [_sizes(found, width)]
+    return "\n".join([wrapped(headline(found), width), "", without_verdict(found, width)]).rstrip()
+
+
+def without_verdict(found: Difference, width: int) -> str:
+    """The report without its first sentence."""
+    said = [_sizes(found, width)]
     if found.first is not None:
-        said += ["", _wrapped(f"First to part: {reason(found.first)}.", width)]
+        said += ["", wrapped(f"First to part: {reason(found.first)}.", width)]
     groups = [x for x in found.groups if not x.layer]
     if groups:
         said += ["", _group_table(groups, found, width)]
@@ -26,7 +30,7 @@ def text(found: Difference, width: int) -> str:
     parting = [x for x in found.operations if not x.same and x.own and (x.beyond or not x.exact)]
     if parting:
         said += ["", _operation_table(parting, width)]
-    said += ["", *(_wrapped(line, width) for line in notes(found))]
+    said += ["", *(wrapped(line, width) for line in notes(found))]
     return "\n".join(said).rstrip()
 
 
@@ -36,7 +40,7 @@ def headline(found: Difference) -> str:
     over = f"{found.batches} batch{'es' * (found.batches != 1)}, {found.sequences} sequences"
     if found.verdict == "identical":
         return f"halfulp.diff: {a} and {b} are identical, bit by bit, on {over}."
-    chance = "" if found.p is None else f", p = {_p(found.p)}"
+    chance = "" if found.p is None else f", p = {chance_text(found.p)}"
     if found.verdict == "within rounding":
         said = f"halfulp.diff: {a} and {b} differ within rounding{chance}, on {over}"
         if found.first is not None and found.first.beyond:
@@ -49,7 +53,8 @@ def headline(found: Difference) -> str:
         )
     said = f"halfulp.diff: {a} and {b} differ by more than rounding{chance}, on {over}"
     if found.p_formats is not None and found.p_formats >= LEVEL:
-        said += f"; rounding to the coarser of both formats explains it, p = {_p(found.p_formats)}"
+        p = chance_text(found.p_formats)
+        said += f"; rounding to the coarser of both formats explains it, p = {p}"
     whole = [x for x in found.groups if not x.layer and x.share is not None]
     if whole and whole[0].share is not None and whole[0].share > 0.3:
         said += f". {whole[0].name} carries {whole[0].share:.0%} of it ({whole[0].why})"
@@ -59,7 +64,9 @@ def headline(found: Difference) -> str:
 def _sizes(found: Difference, width: int) -> str:
     said = f"{found.what}: rms gap {found.gap:.2e}, mean {found.lean:+.1e}"
     if found.lean_p is not None:
-        said += f" ({'leans' if found.lean_p < LEVEL else 'no lean'}, p = {_p(found.lean_p)})"
+        said += (
+            f" ({'leans' if found.lean_p < LEVEL else 'no lean'}, p = {chance_text(found.lean_p)})"
+        )
     if found.ratio is not None:
         said += f"; {found.ratio:.3g} × what rounding in A's formats makes"
     known = [(x, y) for x, y in found.losses if x is not None and y is not None]
@@ -69,7 +76,7 @@ def _sizes(found: Difference, width: int) -> str:
     if found.gradients:
         name, (gap, lean) = max(found.gradients.items(), key=lambda item: item[1][0])
         said += f". Gradients: largest gap {gap:.1e} of its size, in {name} (along it {lean:+.1e})"
-    return _wrapped(f"{said}.", width)
+    return wrapped(f"{said}.", width)
 
 
 def _group_table(groups: Sequence[GroupShare], found: Difference, width: int) -> str:
@@ -85,9 +92,9 @@ def _group_table(groups: Sequence[GroupShare], found: Difference, width: int) ->
             lines.append([group.name if first else "", way, *cells])
         if group.failed:
             lines.append([group.name, "failed", *("-" for _ in columns)])
-    table = _table(lines, width)
-    why = [_wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
-    return "\n".join([table, *([""] if why else []), *why[:4]])
+    shown = table(lines, width)
+    why = [wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
+    return "\n".join([shown, *([""] if why else []), *why[:4]])
 
 
 def _share(found: tuple[float, float | None] | None) -> str:
@@ -107,7 +114,7 @@ def _operation_table(rows: Sequence[OperationGap], width: int) -> str:
             row.place, f"{row.own:.1e}", over, f"{row.lean:+.0e}", t, f"{row.inherited:.1e}",
             f"{row.gap:.1e}", f"{row.floor:.1e}",
         ])  # fmt: skip
-    table = _table(lines, width)
+    shown = table(lines, width)
     more = len(rows) - len(chosen)
     rest = f"\nand {more} smaller ones; to_json() has all" if more else ""
     legend = (
@@ -115,10 +122,10 @@ def _operation_table(rows: Sequence[OperationGap], width: int) -> str:
         " operands and result once on both sides makes; leans: the mean of own along A's rows, as a"
         " share of them, and its t; inherited: what came in; gap: B − A."
     )
-    return f"{table}{rest}\n\n{_wrapped(legend, width)}"
+    return f"{shown}{rest}\n\n{wrapped(legend, width)}"
 
 
-def _table(lines: Sequence[Sequence[str]], width: int) -> str:
+def table(lines: Sequence[Sequence[str]], width: int) -> str:
     """Columns; a first one that is too wide loses its beginning, which rows have in common."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     widths[0] = min(widths[0], max(24, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
@@ -155,11 +162,13 @@ def notes(found: Difference) -> list[str]:
     return said
 
 
-def _p(p: float) -> str:
+def chance_text(p: float) -> str:
+    """A probability in few letters."""
     if p < 1e-12:
         return "1e-12 or less"
     return f"{p:.1g}" if p < 0.01 else f"{p:.2f}"
 
 
-def _wrapped(said: str, width: int) -> str:
+def wrapped(said: str, width: int) -> str:
+    """A paragraph in lines of at most so many letters."""
     return "\n".join(textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halfulp.experiments.compare import wasserstein
+from halfulp.diff.weights_apart import wasserstein
 from halfulp.papers.runs_a import Now, Plan, language_attention, train_steps
 from halfulp.runs.threads import one_thread
 

@@ -33,6 +33,56 @@ def diff_page(plain: Mapping[str, Any], said: str, command: str) -> str:
     return page(title, LEAD, shown, footer=f"Repeat everything on this page: {command}")
 
 
+def runs_page(plain: Mapping[str, Any], said: str, command: str) -> str:
+    """Return the page of a `halfulp.diff.two_runs.RunDifference`; arguments as `diff_page`."""
+    finding = " ".join(said.split("\n\n")[0].split())
+    lists = [["settings", x] for x in plain["settings"]]
+    lists += [["versions and machine", x] for x in plain["environments"]]
+    curves = [
+        [x["name"], x["lines"], _never(x["first"]), _never(x["beyond"]), *x["last"]]
+        for x in plain["curves"]
+    ]
+    weights = [
+        [x["step"], *(_plainly(y) for y in (*x["gap"].values(), x["travelled"]))]
+        for x in plain["drifts"]
+    ]
+    weights += [[k, *map(_plainly, x.values()), None] for k, x in plain["beside"].items()]
+    modules = [
+        [x["module"], _plainly(x["gap"]), _plainly(x["travelled"])]
+        for x in (plain["drifts"] or [{"modules": ()}])[-1]["modules"]
+    ]
+    columns = ["‖B − A‖", "largest", "Wasserstein", "A's way"]
+    tables = (
+        ("What differs", ["of", "change"], lists),
+        ("Curves", ["curve", "lines", "first bit", "beyond rounding", "step", "A", "B"], curves),
+        ("Weights", ["step", *columns], weights),
+        ("Modules at the last common step", ["module", "‖B − A‖", "A's way"], modules),
+    )
+    blocks = [
+        {"kind": "table", "title": title, "columns": names, "rows": rows, "caption": ""}
+        for title, names, rows in tables
+        if rows
+    ]
+    sections: list[dict[str, Any]] = [{"heading": "Verdict", "finding": finding, "blocks": blocks}]
+    for key, heading in (
+        ("same_weights", "The same weights, each run's arithmetic"),
+        ("own_weights", "Each run's own weights"),
+    ):
+        if plain[key] is not None:
+            shown = [x for x in (_groups(plain[key]), _operations(plain[key])) if x["rows"]]
+            sections.append({"heading": heading, "finding": "", "blocks": shown})
+    title = f"{plain['names'][0]} and {plain['names'][1]}"
+    return page(title, LEAD, sections, footer=f"Repeat everything on this page: {command}")
+
+
+def _never(step: int | None) -> int | str:
+    return "never" if step is None else step
+
+
+def _plainly(x: float | None) -> str | None:
+    return None if x is None else f"{x:.3g}"
+
+
 def _groups(plain: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for group in plain["groups"]:

@@ -167,6 +167,7 @@ class Attend(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.heads = layer, heads
+        self.choices = set(plan.groups(layer, heads))
         self.groups = [
             (
                 None if len(members) == heads else torch.tensor(members),
@@ -191,14 +192,15 @@ class Attend(nn.Module):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if key.shape[1] != self.heads:
             key, value = (x.repeat_interleave(self.heads // x.shape[1], 1) for x in (key, value))
-        out = self._attend(query, key, value, is_causal, scale)
+        out = self.attend(query, key, value, is_causal, scale)
         if self.tap is not None:
             out = self.tap(self.layer, Call(query, key, value, Sees(is_causal), scale), out)
         return out
 
-    def _attend(
+    def attend(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
     ) -> Tensor:
+        """The plan's function in every head, of as many heads of key and value."""
         if len(self.groups) == 1:
             return self.groups[0][1](query, key, value, is_causal=is_causal, scale=scale)
         parts: list[Tensor | None] = [None] * self.heads

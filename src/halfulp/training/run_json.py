@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -128,10 +129,18 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def difference(one: RunConfig, other: RunConfig) -> list[str]:
-    """Return the fields in which two configurations differ, as "field: this → that"."""
-    found = []
-    for f in dataclasses.fields(RunConfig):
+    """Return the fields in which two configurations differ, as "field: this → that"; those of
+    workload and optimizer one by one, as "optimizer.clip: …".
+    """
+    return list(_differing(one, other, ""))
+
+
+def _differing(one: Any, other: Any, prefix: str) -> Iterator[str]:
+    for f in dataclasses.fields(one):
         before, after = getattr(one, f.name), getattr(other, f.name)
-        if before != after:
-            found.append(f"{f.name}: {before} → {after}")
-    return found
+        if before == after or not f.compare:  # where a file lies is no part of what a run is
+            continue
+        if f.name in ("workload", "optimizer") and type(before) is type(after):
+            yield from _differing(before, after, f"{f.name}.")
+        else:
+            yield f"{prefix}{f.name}: {before} → {after}"

@@ -70,7 +70,7 @@ class UserWorkload:
         own: Mapping[str, AttentionFunction] | None = None,
     ) -> None:
         self.config, self.seed, self.device = config, seed, torch.device(device)
-        self._swaps, self._heads = swaps_of(plan, operations, own)
+        self.swaps, self._heads = swaps_of(plan, operations, own)
         self._operations = operations
         self._checked = False  # whether the plans were held against what the model computes
         function, module = load_named(config.make)
@@ -141,18 +141,18 @@ class UserWorkload:
         Raises:
             ValueError: a plan names what the model has not, known after the first pass.
         """
-        if not self._swaps:
+        if not self.swaps:
             yield
             return
         if self._checked:
-            with interpose(self.model, swaps=self._swaps):
+            with interpose(self.model, swaps=self.swaps):
                 yield
             return
         made: dict[tuple[str, str], None] = {}
         with interpose(
             self.model,
             lambda operation, _: made.setdefault((operation.path, operation.kind)),
-            swaps=self._swaps,
+            swaps=self.swaps,
         ):
             yield
         self._checked = True

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from halfulp.interpose import Swap
 from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import Language, LayerTask, Pictures, UserModel, WorkloadConfig
 from halfulp.training.operations import OperationPlan
@@ -23,6 +24,7 @@ class Workload(Protocol):
 
     tokens_per_sample: int  # for tokens per second
     source: dict[str, Any]  # what the data are, for the record; plain JSON
+    swaps: tuple[Swap, ...]  # what `computing` puts into another arithmetic
 
     @property
     def model(self) -> nn.Module:
