@@ -159,7 +159,7 @@ class UserWorkload:
         check_seen(self._operations, made)
         if self._heads is not None:
             self._heads.check()
-        for swap in self._swaps:
+        for swap in self.swaps:
             if isinstance(swap.run, Kernel):
                 swap.run.check()
 
