@@ -149,3 +149,17 @@ def test_an_option_that_a_kernel_does_not_take_is_left_out_and_said():
     report = audit(fixed, op="rms_norm")
     assert report.verdict == "sound"
     assert report.limits == ("does not take eps=0.01 in 1 of 15 calls (large_eps)",)
+
+
+@pytest.mark.parametrize("op", ["router", "rope", "embedding"])
+def test_sizes_that_an_operation_needs_are_not_halved_away(op):
+    # Two experts cannot be chosen of one, nor half of a pair turned, nor row 2 of 2 looked up.
+    sound = operation_named(op).targets[-1].function  # which takes every option
+
+    def doubled(*operands, **options):
+        found = sound(*operands, **options)
+        return (found[0] * 2, found[1]) if isinstance(found, tuple) else found * 2
+
+    report = audit(doubled, op=op)
+    assert report.verdict == "defect"
+    assert report.smallest is not None

@@ -88,6 +88,20 @@ def by_distance(input, *, format):
     return (codes[(off.abs() + odd * 1e-12).argmin(-1)] * x.sign() * scale).flatten(-2).float()
 
 
+def by_reciprocal(input, *, format):
+    """NVFP4 as torchao computes it: all in fp32, numbers times the reciprocal of both scales."""
+    fmt = KNOWN[format]
+    if not fmt.tensor_scale:
+        return in_double(input, format=format)
+    x = torch.stack(input.float().split(fmt.block_size, -1), -2)
+    whole = input.abs().amax().float() / (fmt.scale.max * fmt.element.max)
+    share = x.abs().amax(-1, keepdim=True) / fmt.element.max / whole
+    scale = nearest(share.double(), numbers(fmt.scale)).float()
+    scaled = (x * (1 / whole / scale)).nan_to_num(0.0)
+    found = nearest(scaled.abs().double(), numbers(fmt.element)).float() * x.sign() * whole * scale
+    return found.flatten(-2)
+
+
 def stochastic(fault=""):
     """Stochastic rounding to bf16 by random bits."""
 
@@ -170,6 +184,7 @@ QUANTIZERS = (
     OperationKernel("quantize", "by_table", quantizer(), faulty=False),
     OperationKernel("quantize", "in_double", in_double, faulty=False),
     OperationKernel("quantize", "by_distance", by_distance, faulty=False),
+    OperationKernel("quantize", "by_reciprocal", by_reciprocal, faulty=False),
     OperationKernel("stochastic_round", "by_bits", stochastic(), faulty=False),
     OperationKernel("stochastic_round", "by_chance", by_chance, faulty=False),
     OperationKernel("stochastic_round", "dithered", dithered, faulty=False),

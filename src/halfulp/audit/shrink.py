@@ -76,7 +76,7 @@ def shrink(run: Run, finding: Finding) -> Case | None:
     def shows(trial: Case) -> bool:
         nonlocal calls
         calls += 1
-        return calls <= MOST_CALLS and severity(run, trial, finding) >= needed
+        return calls <= MOST_CALLS and _defined(trial) and severity(run, trial, finding) >= needed
 
     of_attention = case.operation == ATTENTION
     attempts = (_one_head, _half_length, _fewer_queries, _half_width)
@@ -84,6 +84,19 @@ def shrink(run: Run, finding: Finding) -> Case | None:
         while (trial := attempt(case)) is not None and shows(trial):
             case = trial
     return _refine(case, shows) if of_attention else case
+
+
+def _defined(case: Case) -> bool:
+    """Whether an operation has a value at these sizes: of one expert two cannot be chosen, and half
+    of a feature's pair does not turn. Any definition, a user's too, may need what was halved.
+    """
+    if case.operation == ATTENTION:
+        return True
+    try:
+        references(case)
+    except (ArithmeticError, LookupError, RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _with(case: Case, **changes: int) -> Case:
