@@ -23,7 +23,7 @@ from halfulp.isolate.rule import Rule, rule_for
 from halfulp.isolate.sites import layout_of
 from halfulp.isolate.substitutions import suspects
 from halfulp.isolate.user_conclusion import conclude_user
-from halfulp.isolate.user_questions import HEADS, KINDS, MODULES, UserInvestigation
+from halfulp.isolate.user_questions import HEADS, KINDS, MODULES, STEP, UserInvestigation
 from halfulp.runs.folder import check_folder, write_json
 from halfulp.runs.lock import LOCK, Lock
 from halfulp.runs.record import closed, new_record, read_record
@@ -49,6 +49,7 @@ PHASES: Phases = (
 """The questions in order, and how much is usually done after each."""
 USER_PHASES: Phases = (
     ("(a) arithmetic", UserInvestigation.everything, 0.2),
+    (STEP, UserInvestigation.step, 0.3),
     (MODULES, UserInvestigation.modules, 0.6),
     (KINDS, UserInvestigation.kinds, 0.8),
     (HEADS, UserInvestigation.user_heads, 1.0),

@@ -1,5 +1,5 @@
-"""Where rounding may come from in a user's model: every kind of operation in every module, and
-every head of its attention; and what puts all but some of them into fp32.
+"""Where rounding may come from in a user's model: every kind of operation in every module, every
+head of its attention, and the optimizer's step; and what puts all but some of them into fp32.
 
 What a model computes is found by running one batch of it with `halfulp.interpose` looking on. An
 operation that fp32 could not change (its operands and results are fp32 or more, outside of
@@ -21,12 +21,14 @@ from halfulp.isolate.substitutions import Cells, Place
 from halfulp.training.config import RunConfig
 from halfulp.training.determinism import own_generators, seed_generators
 from halfulp.training.operations import OUTSIDE, OWN, SDPA, Assigned, OperationPlan
+from halfulp.training.optimizer_arithmetic import OPTIMIZER, trained
 from halfulp.training.session import AUTOCAST
 from halfulp.training.workload import build_workload
 
 Site: TypeAlias = tuple[str, str]
 """Path of a module and a kind of operation in it."""
 FP32 = "fp32"
+OPTIMIZER_STEP = "the optimizer's step on narrow weights"
 _BY_MODULE = {"linear": "linear", "conv1d": "linear", "norm": "norm", "embed": "embedding"}
 _ASIDE = ("cast", "elementwise", "reduction", "selection", "custom", "layout")
 
@@ -45,11 +47,6 @@ class Layout:
         """Modules with a suspect, in the order of their first call."""
         return tuple(dict.fromkeys(path for path, _ in self.sites))
 
-    def kinds(self, paths: Iterable[str]) -> tuple[str, ...]:
-        """The kinds of suspects in these modules."""
-        chosen = set(paths)
-        return tuple(dict.fromkeys(kind for path, kind in self.sites if path in chosen))
-
     def cells(self, config: RunConfig) -> dict[Place, str]:
         """The attention of every head, as the plan of a run has it."""
         return {
@@ -58,12 +55,21 @@ class Layout:
             for j in range(heads)
         }
 
+    @property
+    def steps(self) -> tuple[Site, ...]:
+        """Of the suspects those that are the optimizer's."""
+        return tuple(site for site in self.sites if site[1] == OPTIMIZER)
+
     def named(self, sites: Iterable[Site]) -> str:
         """Sites in words: "linear in layers.1.mlp.up (QuantLinear)"."""
         by_path: dict[str, list[str]] = {}
-        for path, kind in sites:
-            by_path.setdefault(path, []).append(kind)
-        return "; ".join(self._one(path, kinds) for path, kinds in by_path.items())
+        given = list(sites)
+        whole = self.steps and set(self.steps) <= set(given)
+        for path, kind in given:
+            if not (whole and kind == OPTIMIZER):
+                by_path.setdefault(path, []).append(kind)
+        found = [self._one(path, kinds) for path, kinds in by_path.items()]
+        return "; ".join([OPTIMIZER_STEP, *found] if whole else found)
 
     def _one(self, path: str, kinds: list[str]) -> str:
         name = self.classes.get(path, "")
@@ -106,6 +112,11 @@ def layout_of(config: RunConfig) -> Layout:
         cast = nullcontext() if dtype is None else torch.autocast(device.type, dtype)
         with interpose(workload.model, see) as seen, cast:
             workload.loss(workload.model, batch)
+    assert workload.parts is not None
+    for path, held in trained(workload.model, workload.parts.optimizer).items():
+        own = config.operations.choice(path, OPTIMIZER) == OWN
+        if not own or any(p.dtype.itemsize < torch.float32.itemsize for p in held):
+            sites.setdefault((path, OPTIMIZER))
     if not sites:
         raise ValueError(
             "workload: every operation that is seen in it has operands of fp32 or more, outside of"

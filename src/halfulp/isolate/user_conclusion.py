@@ -10,6 +10,7 @@ from halfulp.isolate.climb import ORIGINAL, TWIN
 from halfulp.isolate.conclusion import alone_text, conclude
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.user_questions import UserInvestigation
+from halfulp.training.optimizer_arithmetic import OPTIMIZER
 
 
 def conclude_user(found: UserInvestigation, status: str, command: str) -> Isolation:
@@ -21,10 +22,14 @@ def conclude_user(found: UserInvestigation, status: str, command: str) -> Isolat
         found=known and plain.confidence.held > 0,
         verdict=_verdict(found, plain, known),
         fix=_fix(found, known),
-        sites=tuple(f"{kind} in {path or '(outside)'}" for path, kind in found.sites)
-        if known
-        else (),
+        sites=_sites(found) if known else (),
     )
+
+
+def _sites(found: UserInvestigation) -> tuple[str, ...]:
+    if found.sites == found.layout.steps:
+        return (OPTIMIZER,)
+    return tuple(f"{kind} in {path or '(outside)'}" for path, kind in found.sites)
 
 
 def _verdict(found: UserInvestigation, plain: Isolation, known: bool) -> str:

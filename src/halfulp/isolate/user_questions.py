@@ -15,6 +15,7 @@ from halfulp.isolate.questions import Investigation, short_name
 from halfulp.isolate.search import Guilty, guilty_sets
 from halfulp.isolate.sites import (
     FP32,
+    OPTIMIZER_STEP,
     Layout,
     Site,
     attention_of,
@@ -22,10 +23,11 @@ from halfulp.isolate.sites import (
     without_sites,
 )
 from halfulp.isolate.substitutions import EXACT, Place, is_recipe, place_text, places_text, suspects
-from halfulp.training.operations import OWN
+from halfulp.training.operations import OWN, Assigned, OperationPlan
+from halfulp.training.optimizer_arithmetic import OPTIMIZER
 
 Item = TypeVar("Item", bound=Hashable)
-MODULES, KINDS, HEADS = "(b) modules", "(c) operations", "(d) heads"
+STEP, MODULES, KINDS, HEADS = "(b) optimizer", "(c) modules", "(d) operations", "(e) heads"
 
 
 class UserInvestigation(Investigation):
@@ -52,16 +54,56 @@ class UserInvestigation(Investigation):
         for path, why in self.layout.unseen.items():
             self.notes.append(f"Not seen, so never changed: {path}, {why}.")
 
+    def step(self) -> None:
+        """Is it the optimizer's step, which no module computes, or what the model computes."""
+        steps = self.layout.steps
+        rest = tuple(site for site in self.layout.sites if site not in steps)
+        if not steps or not rest:
+            return
+        parts = {"optimizer": steps, "model": rest}
+
+        def only(chosen: Iterable[str]) -> Substitution:
+            kept = [site for name in parts if name in set(chosen) for site in parts[name]]
+            return self._only(kept, "only-" + ".".join(sorted(chosen)), STEP)
+
+        found = self._guilty(tuple(parts), only)
+        if len(found.all) == 1:
+            (name,) = found.all
+            self.sites = parts[name]
+            self._confirm_sites(only(found.all))
+        elif len(found.sets) == 1:
+            self.notes.append(
+                "Neither the optimizer's step nor what the model computes fails alone."
+            )
+        else:
+            self.notes.append("The optimizer's step and what the model computes each fail alone.")
+
     def modules(self) -> None:
         """Which modules: as they are in some of them alone, fp32 in the others; halves first."""
-        found = self._guilty(self.layout.paths, self._only_paths)
+        paths = tuple(dict.fromkeys(path for path, _ in self.sites))
+        if self.sites == self.layout.steps and not self._in_a_half(paths):
+            self.notes.append(f"No half of the modules carries the failure of {OPTIMIZER_STEP}.")
+            return
+        found = self._guilty(paths, self._only_paths)
         self._say_spread(found, "module")
-        self.sites = tuple(site for site in self.layout.sites if site[0] in found.all)
-        self._confirm_sites(self._only_paths(found.all))
+        among = self.sites
+        alone = self._only_paths(found.all)
+        self.sites = tuple(site for site in among if site[0] in found.all)
+        if len(self.sites) < len(among):
+            self._confirm_sites(alone)
+
+    def _in_a_half(self, paths: Sequence[str]) -> bool:
+        """Whether the first or the second half of some modules fails alone: small updates are lost
+        everywhere, and a search for where would ask about every module.
+        """
+        middle = len(paths) // 2
+        halves = [half for half in (paths[:middle], paths[middle:]) if half]
+        runs = self._screen([self._only_paths(half) for half in halves])
+        return not all(run.survived for run in runs)
 
     def kinds(self) -> None:
         """Which kinds of operation in those modules."""
-        kinds = self.layout.kinds({path for path, _ in self.sites})
+        kinds = tuple(dict.fromkeys(kind for _, kind in self.sites))
         inside = self.sites
 
         def only(chosen: Iterable[str]) -> Substitution:
@@ -120,8 +162,14 @@ class UserInvestigation(Investigation):
                 f"--attention '{place_text([layer], heads)}: {EXACT}'"
                 for layer, heads in by_layer.items()
             )
-        s = self.ladder.settings
-        return f"--set 'operations={without_sites(s.config, self.sites)}'"
+        return f"--set 'operations={self._saving()}'"
+
+    def _saving(self) -> OperationPlan:
+        """The run's plan with fp32 in what carries the failure."""
+        config = self.ladder.settings.config
+        if self.sites == self.layout.steps:
+            return config.operations.with_(Assigned(FP32, (OPTIMIZER,)))
+        return without_sites(config, self.sites)
 
     def _guilty(
         self, members: Sequence[Item], substitution: Callable[[Iterable[Item]], Substitution]
@@ -136,9 +184,11 @@ class UserInvestigation(Investigation):
 
     def _only_paths(self, paths: Iterable[str]) -> Substitution:
         chosen = set(paths)
-        kept = [site for site in self.layout.sites if site[0] in chosen]
-        ordered = [path for path in self.layout.paths if path in chosen]
-        return self._only(kept, "only-" + "_".join(path or "outside" for path in ordered), MODULES)
+        kept = [site for site in self.sites if site[0] in chosen]
+        ordered = dict.fromkeys(path for path, _ in kept)
+        step = "step-" if self.sites == self.layout.steps else ""
+        name = f"only-{step}" + "_".join(path or "outside" for path in ordered)
+        return self._only(kept, name, MODULES)
 
     def _only(self, kept: Sequence[Site], name: str, question: str) -> Substitution:
         config = self.ladder.settings.config
@@ -169,7 +219,6 @@ class UserInvestigation(Investigation):
         if set(self.sites) == set(self.layout.sites):
             return
         self.told_apart = True
-        config = self.ladder.settings.config
         paths = {path for path, kind in self.sites if kind == "attention"}
         cells = {
             place: OWN if self.layout.attention[place[0]][0] in paths else choice
@@ -180,7 +229,7 @@ class UserInvestigation(Investigation):
             alone.question,
             f"{FP32} in {self.layout.named(self.sites)} alone",
             cells,
-            without_sites(config, self.sites),
+            self._saving(),
         )
         self._tried_on_all(alone, rest)
 

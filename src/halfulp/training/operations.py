@@ -22,14 +22,16 @@ from halfulp.attention import attention, emulate
 from halfulp.interpose import KINDS, Operation, Swap, arithmetic
 from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
+from halfulp.training.optimizer_arithmetic import OPTIMIZER, check_optimizer
 
 OWN = "own"
 """The choice that leaves a model its own arithmetic, of attention or of anything else."""
 OUTSIDE = "(outside)"
 """The path of what no module calls, such as a loss function."""
 SDPA = "scaled_dot_product_attention"
+_WIDE = ("fp32", "fp64")
 _FP32 = ("sdpa:fp32", "recipe:FP32", "recipe:FP64")
-_CHANGED = tuple(kind for kind in KINDS if kind != "other")
+_CHANGED = (*(kind for kind in KINDS if kind != "other"), OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,12 @@ class Assigned:
             if kind not in _CHANGED:
                 raise ValueError(f"operations={kind!r}: accepted are all, {', '.join(_CHANGED)}")
         if self.into != OWN:
+            called = tuple(kind for kind in self.kinds if kind != OPTIMIZER)
             try:
-                arithmetic(self.into, self.kinds)
+                if OPTIMIZER in self.kinds:
+                    check_optimizer(self.into)
+                if called or not self.kinds:
+                    arithmetic(self.into, called)
             except ValueError as error:
                 raise ValueError(str(error).replace("into=", "operations=", 1)) from None
 
@@ -88,8 +94,11 @@ class OperationPlan:
 
     def choice(self, path: str, kind: str) -> str:
         """The arithmetic of one kind of operation in one module."""
-        covering = (a.into for a in reversed(self.assignments) if a.covers(path, kind))
-        return next(covering, OWN)
+        covering = (a for a in reversed(self.assignments) if a.covers(path, kind))
+        found = next(covering, None)
+        if found is None or (kind == OPTIMIZER and not found.kinds and found.into not in _WIDE):
+            return OWN  # a kernel or a fault of all operations is none of the optimizer's
+        return found.into
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.assignments))
@@ -210,8 +219,9 @@ def swaps_of(
     """
     kinds: dict[str, dict[str, None]] = {}
     for one in operations.assignments:
-        if one.into != OWN:
-            kinds.setdefault(one.into, {}).update(dict.fromkeys(one.kinds))
+        if one.into != OWN and one.kinds != (OPTIMIZER,):
+            called = (kind for kind in one.kinds if kind != OPTIMIZER)
+            kinds.setdefault(one.into, {}).update(dict.fromkeys(called))
     planned = tuple(_Planned(into, tuple(of), plan=operations) for into, of in kinds.items())
     if all(a.attention == OWN for a in plan.assignments):
         return planned, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from halfulp.training.config import RunConfig
 from halfulp.training.determinism import seed_generators
 from halfulp.training.distributed import World
 from halfulp.training.journal import Row
+from halfulp.training.operations import OWN, OperationPlan, check_seen
+from halfulp.training.optimizer_arithmetic import OPTIMIZER, choices, trained
 from halfulp.training.updates import Updates
 from halfulp.training.workload import Workload
 
@@ -43,10 +46,11 @@ class Session:
     ) -> None:
         self.config, self.workload, self.group, self.order = config, workload, group, order
         before = {id(p): name for name, p in workload.model.named_parameters()}
+        chosen = self._chosen()
         self.model = group.wrap(workload.model, unknown=workload.parts is not None)
         self.parameters = [p for p in workload.model.parameters() if p.requires_grad]
         named = dict(workload.model.named_parameters())
-        self.updates = Updates(config, named, workload.parts, before)
+        self.updates = Updates(config, named, workload.parts, before, chosen)
         self.optimizer = self.updates.optimizer
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.autocast == "fp16")
         self.monitor = None
@@ -78,7 +82,7 @@ class Session:
         )
         self.scaler.unscale_(self.optimizer)
         norm = self._clip(shown)
-        self.scaler.step(self.optimizer)
+        self.updates.step(lambda: self.scaler.step(self.optimizer), number)
         self.scaler.update()
         self.updates.end()
         self.done = number
@@ -92,11 +96,29 @@ class Session:
         return Checkpoint(
             self.done,
             model_tensors(self.workload.model),
-            optimizer_tensors(self.workload.model, self.optimizer),
+            optimizer_tensors(self.workload.model, self.optimizer) | self.updates.masters(),
             {} if self.monitor is None else self.monitor.state(),
             self.scaler.state_dict(),
             optimizer_numbers(self.workload.model, self.optimizer) if self.updates.theirs else {},
         )
+
+    def _chosen(self) -> dict[str, str]:
+        """The arithmetic of the step of every weight of the user's model."""
+        parts, operations = self.workload.parts, self.config.operations
+        if parts is None or not operations.assignments:
+            return {}
+        said = [one for one in operations.assignments if one.kinds == (OPTIMIZER,)]
+        paths = trained(self.workload.model, parts.optimizer)
+        check_seen(OperationPlan(tuple(said)), [(path, OPTIMIZER) for path in paths])
+        chosen = choices(
+            self.workload.model, parts.optimizer, lambda path: operations.choice(path, OPTIMIZER)
+        )
+        if self.group.parallel == "fsdp" and any(into != OWN for into in chosen.values()):
+            raise ValueError(
+                f"operations={str(operations)!r}: the optimizer's step of sharded weights is their"
+                " own; accepted with parallel='fsdp' is a plan of named kinds without optimizer"
+            )
+        return chosen
 
     def _take_up(self, start: Checkpoint) -> None:
         """Go on from a checkpoint.
@@ -109,6 +131,7 @@ class Session:
                 f"checkpoint: it is of step {start.step}; accepted are 0 to {self.config.steps}"
             )
         self.updates.replay(start.step)
+        start = replace(start, optimizer=self.updates.take_up(start.optimizer))
         restore(start, self.workload.model, self.optimizer)
         try:
             if self.monitor is not None and start.monitor:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from halfulp.training.config import Optimizer, RunConfig
+from halfulp.training.operations import OWN
+from halfulp.training.optimizer_arithmetic import OptimizerArithmetic
 from halfulp.training.user_model import Parts
 
 
@@ -27,6 +30,10 @@ class Updates:
         parameters: of the model, by name, as they are trained: sharded where FSDP shards them.
         theirs: what the user's function made, or None.
         before: names of the user's parameters by identity, from before they were sharded.
+        chosen: the arithmetic of the user's optimizer by name of parameter.
+
+    Raises:
+        ValueError: the plan puts this optimizer into an arithmetic that it cannot have.
     """
 
     def __init__(
@@ -35,11 +42,13 @@ class Updates:
         parameters: dict[str, nn.Parameter],
         theirs: Parts | None,
         before: dict[int, str],
+        chosen: dict[str, str],
     ) -> None:
         self.config, self.rates = config, config.optimizer
         self.scheduler: Any = None if theirs is None else theirs.scheduler
         self.theirs = theirs is not None
         self.optimizer: torch.optim.Optimizer
+        self.arithmetic: OptimizerArithmetic | None = None
         if theirs is None:
             self.optimizer = torch.optim.AdamW(
                 [p for p in parameters.values() if p.requires_grad],
@@ -51,6 +60,13 @@ class Updates:
         self.optimizer = theirs.optimizer
         for group in self.optimizer.param_groups:
             group["params"] = [parameters[before[id(p)]] for p in group["params"]]
+        if any(into != OWN for into in chosen.values()):
+            self.arithmetic = OptimizerArithmetic(self.optimizer, parameters, chosen, config.seed)
+            if self.arithmetic.kernels and config.autocast == "fp16":
+                raise ValueError(
+                    "operations: a kernel of the optimizer's step cannot leave one out, as the"
+                    " scaler of fp16 asks; accepted with autocast none and bf16"
+                )
 
     def begin(self, number: int) -> float:
         """Set the rate of a step, counted from 1, and return it; the user's first group's."""
@@ -60,6 +76,21 @@ class Updates:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
+
+    def step(self, make: Callable[[], Any], number: int) -> None:
+        """Make a step, counted from 1, by calling `make`, in the arithmetic that the plan has."""
+        if self.arithmetic is None:
+            make()
+        else:
+            self.arithmetic.step(make, number)
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """What the optimizer's arithmetic keeps from step to step, for a checkpoint."""
+        return {} if self.arithmetic is None else self.arithmetic.state()
+
+    def take_up(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Take what `masters` gave, and return the rest of a checkpoint's state."""
+        return state if self.arithmetic is None else self.arithmetic.take_up(state)
 
     def end(self) -> None:
         """Take a step of the user's scheduler."""

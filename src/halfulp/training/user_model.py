@@ -29,6 +29,7 @@ from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import RunConfig, UserModel
 from halfulp.training.determinism import own_generators, seed_generators
 from halfulp.training.operations import OWN, OperationPlan, check_seen, swaps_of
+from halfulp.training.optimizer_arithmetic import OPTIMIZER, trained
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """loss(model, batch), where model may be a wrapper of the one that was made (DDP, FSDP)."""
@@ -156,7 +157,8 @@ class UserWorkload:
         ):
             yield
         self._checked = True
-        check_seen(self._operations, made)
+        steps = ((path, OPTIMIZER) for path in trained(self.model, self.parts.optimizer))
+        check_seen(self._operations, [*made, *steps])
         if self._heads is not None:
             self._heads.check()
         for swap in self.swaps:
@@ -271,7 +273,7 @@ def _check_optimizer(name: str, model: nn.Module, optimizer: Any, scheduler: Any
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise _misfit(name, "its optimizer has tensors that are no parameters of the model")
-    if optimizer.state:
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise _misfit(name, "its optimizer has made steps already")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise _misfit(name, "its scheduler goes by a loss, and not by the step alone")
