@@ -1,5 +1,7 @@
 """Block-scaled formats against a slow implementation in exact fractions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -191,6 +193,9 @@ def test_other_block_formats() -> None:
     assert_as_defined(numbers(2, (2, 20), 1.0).astype(np.float32), scaled)
     wide = BlockFormat("wide", custom(5, 6, overflow="saturate"), 4, E8M0)
     assert_as_defined(numbers(2, (2, 20), 9.0).astype(np.float32), wide)
+    x = torch.from_numpy(numbers(2, (3, 21), 9.0).astype(np.float32))
+    whole = replace(wide, block_size=None)
+    assert torch.equal(round_to(x, whole), round_to(x, replace(wide, block_size=21)))
 
 
 def test_planted_faults_are_seen() -> None:
@@ -205,7 +210,7 @@ def test_planted_faults_are_seen() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"^block_size=0 is not accepted; accepted: a positive integer$"
+        ValueError, match=r"^block_size=0 is not accepted; accepted: a positive integer, or None"
     ):
         BlockFormat("none", E2M1, 0, E8M0)
     with pytest.raises(ValueError, match=r"^element=e5m2 must saturate"):

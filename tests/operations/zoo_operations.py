@@ -3,11 +3,12 @@
 from tests.operations.zoo_elementwise import ELEMENTWISE
 from tests.operations.zoo_losses import LOSSES
 from tests.operations.zoo_norms import NORMS
+from tests.operations.zoo_quantized import QUANTIZED
 from tests.operations.zoo_quantizers import QUANTIZERS
 from tests.operations.zoo_steps import STEPS
 from tests.operations.zoo_sums import SUMS
 
-KERNELS = (*NORMS, *LOSSES, *ELEMENTWISE, *SUMS, *STEPS, *QUANTIZERS)
+KERNELS = (*NORMS, *LOSSES, *ELEMENTWISE, *SUMS, *STEPS, *QUANTIZERS, *QUANTIZED)
 
 EXPECTED_DEFECTS = frozenset(
     {("layer_norm", "torch"), ("cross_entropy", "torch"), ("embedding", "torch")}

@@ -44,15 +44,17 @@ class BlockFormat:
 
     name: str  # how it is printed and parsed
     element: Format  # what each number is rounded to after the scale is taken out; it saturates
-    block_size: int  # neighbors along the last dimension that share a scale
+    # neighbors along the last dimension that share a scale; None: all of them
+    block_size: int | None
     scale: Format  # format of the scale of a block: E8M0 (powers of two) or a float
     # a float32 scale for the whole tensor, so that the block scales use their range
     tensor_scale: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
+        if self.block_size is not None and self.block_size < 1:
             raise ValueError(
-                f"block_size={self.block_size} is not accepted; accepted: a positive integer"
+                f"block_size={self.block_size} is not accepted; accepted: a positive integer, or"
+                " None for the whole last dimension"
             )
         if self.element.overflow != "saturate":
             raise ValueError(
@@ -89,7 +91,7 @@ def round_blocks(x: Tensor, fmt: BlockFormat, rounding: Rounding, seed: int, off
     if x.numel() == 0:
         return x.clone()
     length = x.shape[-1] if x.dim() else 1
-    if length % fmt.block_size == 0:
+    if fmt.block_size is not None and length % fmt.block_size == 0:
         # no row ends inside a block, so any number of blocks can be worked on together
         length = fmt.block_size
     rows = x.reshape(-1, length)
@@ -114,8 +116,9 @@ def _round_rows(
     exact.
     """
     length = x.shape[-1]
-    missing = -length % fmt.block_size
-    blocks = (functional.pad(x, (0, missing)) if missing else x).view(len(x), -1, fmt.block_size)
+    size = fmt.block_size or length
+    missing = -length % size
+    blocks = (functional.pad(x, (0, missing)) if missing else x).view(len(x), -1, size)
     scale = _block_scale(blocks.abs().amax(-1, keepdim=True), fmt, tensor_scale)
     scaled = _quotient(blocks, scale)
     if rounding in ("up", "down"):  # which see the sign of a number whose quotient underflows

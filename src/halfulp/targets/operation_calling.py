@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ def operation_target(
 ) -> Target:
     """The target of a function with the operation's signature.
 
-    Options that it does not take are left out where they are the operation's own; raises ValueError
-    for what is no such function.
+    Options that it does not take are left out where they are the operation's own; one annotated
+    `Literal[...]` takes no other values. Raises ValueError for what is no such function.
     """
     wrong = f"accepted is {operation.signature}"
     if isinstance(function, type) or not callable(function):
@@ -51,16 +51,19 @@ def operation_target(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C
-        takes = None
+        takes, declared = None, {}
     else:
         _check_positions(operation, signature, name)
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         takes = None if any_keyword else frozenset(signature.parameters)
+        declared = _declared(function)
 
     def call(*args: Any, **options: Any) -> Any:
         given = dict(options)
         for option, value in options.items():
             if takes is None or option in takes:
+                if value not in declared.get(option, (value,)):
+                    raise UnsupportedError(f"does not take {option}={value!r}")
                 continue
             if value != operation.options.get(option):
                 raise UnsupportedError(f"does not take {option}={value!r}")
@@ -86,6 +89,15 @@ def recipe_of_operation(operation: Operation, recipe: Rounding, name: str) -> Ta
 
     text = f"{recipe.name}, emulated"
     return Target(name, emulate, frozenset(), text, operation=operation.folder, elsewhere=emulate)
+
+
+def _declared(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """The values of every argument whose annotation lists them."""
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # annotations that nobody can evaluate
+        return {}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def _check_positions(operation: Operation, signature: inspect.Signature, name: str) -> None:

@@ -19,7 +19,7 @@ def halfulp(input: Tensor, *, format: str) -> Tensor:
 def by_mantissa(input: Tensor, *, format: str) -> Tensor:
     """Each element's last bit from its exponent, in fp64."""
     known = _KNOWN[format]
-    x = torch.stack(torch.split(input.double(), known.block_size, -1), -2)
+    x = torch.stack(torch.split(input.double(), known.block_size or input.shape[-1], -1), -2)
     largest = x.abs().amax(-1, keepdim=True)
     if known.tensor_scale:
         whole = (input.abs().amax().float() / (known.scale.max * known.element.max)).double()
