@@ -185,3 +185,121 @@ LOSSES = (
     OperationKernel("cross_entropy", "in_chunks", in_chunks, faulty=False),
     OperationKernel("cross_entropy", "upcast_in_double", upcast_in_double, faulty=False),
 )
+
+
+def fused(fault="", chunk=16):
+    """Cross-entropy fused with its linear layer, in chunks of tokens, gradients kept from the
+    forward pass.
+    """
+
+    def of_chunk(x, w, right, seen, smoothing):
+        logits = x @ w.mT
+        logits = low(logits) if fault == "logits_low" else logits
+        logits = logits.to(torch.float8_e5m2).float() if fault == "logits_fp8" else logits
+        largest = logits.amax(1, keepdim=True)
+        if fault == "no_shift":
+            largest = 0 * largest
+        if fault == "maximum_from_zero":
+            largest = largest.clamp_min(0)
+        weights = (logits - largest).exp()
+        total = weights.sum(1, keepdim=True)
+        if fault == "sum_low":
+            total = summed_low(weights, 1)[:, None]
+        if fault == "tail_of_vocabulary":
+            total = weights[:, : w.shape[0] // 32 * 32].sum(1, keepdim=True)
+        lse = largest + total.log()
+        lse = low(lse) if fault == "lse_low" else lse
+        own = lse[:, 0] - logits.gather(1, right[:, None])[:, 0]
+        loss = (1 - smoothing) * own + smoothing * (lse - logits).mean(1)
+        p = (logits - lse).exp()
+        p = low(p) if fault == "probabilities_low" else p
+        p = p - (0 if fault == "smoothing_forward_only" else smoothing) / w.shape[0]
+        p[torch.arange(len(right)), right] -= 1 - smoothing
+        if fault != "ignored_gradient":
+            p = torch.where(seen[:, None], p, 0.0)
+        return torch.where(seen, loss, 0.0), p
+
+    def kernel(input, weight, target, *, ignore_index, reduction, label_smoothing):
+        seen, count = target != ignore_index, 1
+        right = torch.where(seen, target, 0)
+        if reduction == "mean":
+            count = len(target) if fault == "mean_of_all" else int(seen.sum())
+
+        def forward(x, w):
+            x, w = x.float(), w.float()
+            parts = zip(x.split(chunk), right.split(chunk), seen.split(chunk), strict=True)
+            found = [of_chunk(a, w, r, s, label_smoothing) for a, r, s in parts]
+            losses, units = (torch.cat(t) for t in zip(*found, strict=True))
+            if fault == "means_of_chunks" and reduction == "mean":
+                means = [
+                    f[0].sum() / s.sum() for f, s in zip(found, seen.split(chunk), strict=True)
+                ]
+                losses = torch.stack(means).mean().expand(len(target)) * count / len(target)
+            if fault == "last_chunk_left_out":
+                units[len(units) // chunk * chunk :] = 0
+            losses, units = losses / count, units / count
+            losses = losses if reduction == "none" else losses.sum()
+            return losses, (x, w, units)
+
+        def backward(saved, grad):
+            x, w, units = saved
+            scale = grad.float()[:, None] if grad.ndim else grad.float()
+            units = units * (1 if fault == "gradient_taken_as_1" else scale)
+            terms = zip(units.split(chunk), x.split(chunk), strict=True)
+            shares = torch.stack([u.mT @ a for u, a in terms])
+            grad_weight = summed_low(shares) if fault == "weight_grad_low" else shares.sum(0)
+            grad_input = units @ w
+            if fault == "input_grad_low":
+                pairs = zip(units.split(32, 1), w.split(32), strict=True)
+                grad_input = summed_low(torch.stack([u @ b for u, b in pairs]))
+            return grad_input.to(input.dtype), grad_weight.to(weight.dtype)
+
+        return by_hand(forward, backward, input, weight)
+
+    return kernel
+
+
+def fused_in_double(input, weight, target, **options):
+    """In fp64."""
+    logits = input.double() @ weight.double().mT
+    return torch.nn.functional.cross_entropy(logits, target, **options).float()
+
+
+def one_token_at_a_time(input, weight, target, *, ignore_index, reduction, label_smoothing):
+    """In fp32, a row of logits after the other."""
+    own = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "sum"}
+    wide = weight.float()
+    losses = [
+        torch.nn.functional.cross_entropy(x.float() @ wide.mT, t, **own)
+        for x, t in zip(input, target, strict=True)
+    ]
+    losses = torch.stack(losses)
+    if reduction == "none":
+        return losses
+    return losses.sum() / ((target != ignore_index).sum() if reduction == "mean" else 1)
+
+
+FUSED_FAULTS = (
+    "weight_grad_low",
+    "input_grad_low",
+    "logits_fp8",
+    "no_shift",
+    "maximum_from_zero",
+    "sum_low",
+    "tail_of_vocabulary",
+    "lse_low",
+    "probabilities_low",
+    "smoothing_forward_only",
+    "ignored_gradient",
+    "mean_of_all",
+    "means_of_chunks",
+    "last_chunk_left_out",
+    "gradient_taken_as_1",
+)
+FUSED_LOSSES = (
+    *(OperationKernel("linear_cross_entropy", fault, fused(fault)) for fault in FUSED_FAULTS),
+    OperationKernel("linear_cross_entropy", "by_hand", fused(), faulty=False),
+    OperationKernel("linear_cross_entropy", "logits_low", fused("logits_low"), faulty=False),
+    OperationKernel("linear_cross_entropy", "in_double", fused_in_double, faulty=False),
+    OperationKernel("linear_cross_entropy", "a_token_a_time", one_token_at_a_time, faulty=False),
+)

@@ -1,14 +1,14 @@
 """Every kernel of the zoo of operations."""
 
 from tests.operations.zoo_elementwise import ELEMENTWISE
-from tests.operations.zoo_losses import LOSSES
+from tests.operations.zoo_losses import FUSED_LOSSES, LOSSES
 from tests.operations.zoo_norms import NORMS
 from tests.operations.zoo_quantized import QUANTIZED
 from tests.operations.zoo_quantizers import QUANTIZERS
 from tests.operations.zoo_steps import STEPS
 from tests.operations.zoo_sums import SUMS
 
-KERNELS = (*NORMS, *LOSSES, *ELEMENTWISE, *SUMS, *STEPS, *QUANTIZERS, *QUANTIZED)
+KERNELS = (*NORMS, *LOSSES, *ELEMENTWISE, *SUMS, *STEPS, *QUANTIZERS, *QUANTIZED, *FUSED_LOSSES)
 
 EXPECTED_DEFECTS = frozenset(
     {("layer_norm", "torch"), ("cross_entropy", "torch"), ("embedding", "torch")}

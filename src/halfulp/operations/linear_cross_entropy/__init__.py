@@ -1,0 +1,1 @@
+"""Cross-entropy fused with its linear layer, as data."""
