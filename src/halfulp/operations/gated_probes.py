@@ -8,7 +8,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, with_
+from halfulp.operations.random_tensors import normal, odd_width, with_
 
 
 def plain(sizes: Sizes, g: torch.Generator) -> Tensors:
@@ -79,11 +79,5 @@ def gated(tail: Probe, root: float, *own: Probe) -> tuple[Probe, ...]:
             with_(plain, gate=torch.abs, up=torch.abs),
         ),
         *own,
-        Probe(
-            "odd_width",
-            "features past the last whole vector",
-            "masked loads of Triton kernels, ragged tiles",
-            plain,
-            sizes={"D": 77},
-        ),
+        odd_width(plain),
     )

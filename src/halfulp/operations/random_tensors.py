@@ -1,4 +1,4 @@
-"""What the probes of operations are drawn with."""
+"""What the probes of operations are drawn with, and what several of them ask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from halfulp.operations.operation_data import Draw, Sizes, Tensors
+from halfulp.operations.operation_data import Draw, OperationProbe, Sizes, Tensors
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -23,3 +23,25 @@ def with_(draw: Draw, **changes: Callable[[Tensor], Tensor]) -> Draw:
         return x | {name: change(x[name]) for name, change in changes.items()}
 
     return changed
+
+
+def outlier(draw: Draw, feature: int = 3, factor: float = 300.0) -> Draw:
+    """The same draw with one feature of its input `[..., D]` far larger than the others."""
+
+    def drawn(sizes: Sizes, generator: torch.Generator) -> Tensors:
+        x = draw(sizes, generator)
+        x["input"][..., feature % x["input"].shape[-1]] *= factor
+        return x
+
+    return drawn
+
+
+def odd_width(
+    draw: Draw,
+    symbol: str = "D",
+    width: int = 77,
+    exposes: str = "features past the last whole vector",
+) -> OperationProbe:
+    """The probe of rows whose width is no multiple of any block."""
+    source = "masked loads of Triton kernels, ragged tiles"
+    return OperationProbe("odd_width", exposes, source, draw, sizes={symbol: width})

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, with_
+from halfulp.operations.random_tensors import normal, odd_width, with_
 
 INDEPENDENT = ("T",)
 
@@ -107,11 +107,5 @@ PROBES = (
         _plain,
         options={"lse_square_scale": 1e-2},
     ),
-    Probe(
-        "odd_width",
-        "a vocabulary that is no multiple of the block",
-        "masked loads of Triton kernels, ragged tiles",
-        _plain,
-        sizes={"V": 77},
-    ),
+    odd_width(_plain, "V", exposes="a vocabulary that is no multiple of the block"),
 )

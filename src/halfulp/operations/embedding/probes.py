@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal
+from halfulp.operations.random_tensors import normal, odd_width
 
 INDEPENDENT = ("T",)
 
@@ -67,11 +67,5 @@ PROBES = (
         options={"padding_idx": 1},
     ),
     Probe("one_token", "sizes of one", "decode", _drawn(), sizes={"T": 1}),
-    Probe(
-        "odd_width",
-        "features past the last whole vector",
-        "ragged tiles",
-        _drawn(),
-        sizes={"D": 77},
-    ),
+    odd_width(_drawn()),
 )

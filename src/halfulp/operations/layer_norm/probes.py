@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from halfulp.operations.norm_probes import CANCELLING, MANY_TOKENS, REDUCED, normed
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
 from halfulp.operations.random_tensors import normal, with_
@@ -15,13 +16,6 @@ def _plain(sizes: Sizes, g: torch.Generator) -> Tensors:
     t, d = sizes["T"], sizes["D"]
     weight, bias = 1 + 0.1 * normal(g, d), 0.1 * normal(g, d)
     return {"input": normal(g, t, d), "weight": weight, "bias": bias}
-
-
-def _aligned(sizes: Sizes, g: torch.Generator) -> Tensors:
-    """dy ∘ w nearly along x: what dx subtracts takes nearly all of it."""
-    x = _plain(sizes, g)
-    x["grad_output"] = x["input"] / x["weight"] * (1 + 0.02 * normal(g, *x["input"].shape))
-    return x
 
 
 def _one_sign(sizes: Sizes, g: torch.Generator) -> Tensors:
@@ -36,18 +30,6 @@ def _correlated(sizes: Sizes, g: torch.Generator) -> Tensors:
     sign = x["input"].sign()
     x["input"] = sign * (x["input"].abs() + 0.5)
     x["grad_output"] = x["grad_output"] * sign
-    return x
-
-
-def _mixed(sizes: Sizes, g: torch.Generator) -> Tensors:
-    x = _plain(sizes, g)
-    x["input"] *= torch.logspace(-1.5, 2, sizes["T"])[:, None]
-    return x
-
-
-def _outlier(sizes: Sizes, g: torch.Generator) -> Tensors:
-    x = _plain(sizes, g)
-    x["input"][:, 3 % sizes["D"]] *= 300.0
     return x
 
 
@@ -66,70 +48,31 @@ PROBES = (
         "Chan, Golub & LeVeque 1983 (one-pass variance)",
         with_(_plain, input=lambda x: x + 30.0),
     ),
-    Probe(
-        "small_rows",
-        "eps left out, misplaced or of another size",
-        "layer_norm_eps of 1e-5 and 1e-12",
-        with_(_plain, input=lambda x: x * 3e-3),
-    ),
-    Probe(
-        "large_rows",
-        "squares that overflow or lose digits",
-        "IRON PR 139 (coherent norm error)",
-        with_(_plain, input=lambda x: x * 200.0),
-    ),
-    Probe(
-        "outlier_feature",
-        "a variance in low precision, where one feature holds it",
-        "helion PR 2273 (inv_rms)",
-        _outlier,
-    ),
-    Probe(
-        "aligned_gradient",
-        "the sum that dx subtracts, rounded",
-        "jax PR 40128 (rounded before a cancelling sum)",
-        _aligned,
-    ),
-    Probe(
-        "constant_gradient",
-        "the mean that dx subtracts, rounded or left out",
-        "jax PR 40128 (rounded before a cancelling sum)",
-        _constant_gradient,
-    ),
-    Probe(
-        "many_tokens",
-        "dW summed over tokens in low precision",
-        "Liger-Kernel PR 950 (dW of a norm reduced in bf16)",
-        _correlated,
-        sizes={"T": 512, "D": 32},
-    ),
-    Probe(
-        "many_tokens_bias",
-        "db summed over tokens in low precision",
-        "Liger-Kernel PR 950 (dW of a norm reduced in bf16)",
-        _one_sign,
-        sizes={"T": 512, "D": 32},
-    ),
-    Probe("mixed_rows", "a factor of another row", "pytorch issue 190828", _mixed),
-    Probe(
-        "large_bias",
-        "the bias added after the rounding",
-        "a second rounding of the result",
-        with_(_plain, bias=lambda b: 4 + b),
-    ),
-    Probe(
-        "odd_width",
-        "features past the last whole vector",
-        "masked loads of Triton kernels, ragged tiles",
+    *normed(
         _plain,
-        sizes={"D": 77},
-    ),
-    Probe("one_row", "sizes of one", "decode: one token", _plain, sizes={"T": 1}),
-    Probe(
-        "large_eps",
-        "an eps that is never read",
-        "layer_norm_eps of 1e-5 and 1e-12",
-        with_(_plain, input=lambda x: x * 0.1),
-        options={"eps": 1e-2},
+        _correlated,
+        Probe(
+            "constant_gradient",
+            "the mean that dx subtracts, rounded or left out",
+            CANCELLING,
+            _constant_gradient,
+        ),
+        Probe(
+            "many_tokens_bias",
+            "db summed over tokens in low precision",
+            REDUCED,
+            _one_sign,
+            sizes=MANY_TOKENS,
+        ),
+        Probe(
+            "large_bias",
+            "the bias added after the rounding",
+            "a second rounding of the result",
+            with_(_plain, bias=lambda b: 4 + b),
+        ),
+        variance="a variance in low precision, where one feature holds it",
+        eps="layer_norm_eps of 1e-5 and 1e-12",
+        small=3e-3,
+        least=-1.5,
     ),
 )

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, with_
+from halfulp.operations.random_tensors import normal, outlier, with_
 
 INDEPENDENT = ("T", "N")
 
@@ -30,12 +30,6 @@ def _cancelling(sizes: Sizes, g: torch.Generator) -> Tensors:
     x["input"][:, half : 2 * half] = x["input"][:, :half]
     noise = normal(g, sizes["N"], half) / 16
     x["weight"][:, half : 2 * half] = -x["weight"][:, :half] * (1 + noise)
-    return x
-
-
-def _outlier(sizes: Sizes, g: torch.Generator) -> Tensors:
-    x = _plain(sizes, g)
-    x["input"][:, 3 % sizes["K"]] *= 300.0
     return x
 
 
@@ -75,7 +69,10 @@ PROBES = (
         _cancelling,
     ),
     Probe(
-        "outlier_feature", "a feature far larger than others", "LLM.int8(), 2208.07339", _outlier
+        "outlier_feature",
+        "a feature far larger than others",
+        "LLM.int8(), 2208.07339",
+        outlier(_plain),
     ),
     Probe(
         "tiny_gradient",

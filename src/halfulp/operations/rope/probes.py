@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal
+from halfulp.operations.random_tensors import normal, odd_width, outlier
 
 INDEPENDENT = ("T", "H")
 
@@ -25,12 +25,6 @@ def _restarted(sizes: Sizes, g: torch.Generator) -> Tensors:
     """Two packed sequences: positions start again."""
     x = _at(0, 1)(sizes, g)
     x["positions"] = x["positions"] % max(1, sizes["T"] // 2)
-    return x
-
-
-def _outlier(sizes: Sizes, g: torch.Generator) -> Tensors:
-    x = _at(5, 3)(sizes, g)
-    x["input"][..., 1] *= 200.0
     return x
 
 
@@ -73,12 +67,11 @@ PROBES = (
     ),
     Probe("restarted", "positions taken from the place in memory", "packed sequences", _restarted),
     Probe("one_token", "decode: a position that is not 0", "decode", _at(777, 1), sizes={"T": 1}),
-    Probe("outlier_feature", "a feature far larger than its partner", "Qwen's key bias", _outlier),
     Probe(
-        "odd_width",
-        "features past the last whole vector",
-        "masked loads of Triton kernels, ragged tiles",
-        _at(100, 3),
-        sizes={"D": 36},
+        "outlier_feature",
+        "a feature far larger than its partner",
+        "Qwen's key bias",
+        outlier(_at(5, 3), 1, 200.0),
     ),
+    odd_width(_at(100, 3), width=36),
 )

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, with_
+from halfulp.operations.random_tensors import normal, odd_width, with_
 
 INDEPENDENT = ("T",)
 
@@ -84,11 +84,5 @@ PROBES = (
     ),
     Probe("masked", "scores of −inf", "pytorch, masked softmax", _masked),
     Probe("rising", "a maximum that comes late", "Milakov & Gimelshein, 1805.02867", _rising),
-    Probe(
-        "odd_width",
-        "scores past the last whole vector",
-        "masked loads of Triton kernels, ragged tiles",
-        _plain,
-        sizes={"V": 77},
-    ),
+    odd_width(_plain, "V", exposes="scores past the last whole vector"),
 )
