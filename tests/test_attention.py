@@ -16,7 +16,6 @@ from torch.nn import functional
 from halfulp import emulate, golden
 from halfulp.recipes import BF16_FLASH2, BF16_HALFULP, FP32, FP64, RECIPES, Recipe
 from halfulp.testing import (
-    Inputs,
     assert_within_budget,
     attend,
     budget,
@@ -81,8 +80,7 @@ def test_every_recipe_is_near_the_truth(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_go_in_and_come_out(dtype: torch.dtype) -> None:
-    q, k, v, do = (x.to(dtype) for x in gaussian(4, length=20, dim=8))
-    result = attend(BF16_HALFULP, Inputs(q, k, v, do))
+    result = attend(BF16_HALFULP, gaussian(4, length=20, dim=8, dtype=dtype))
     assert result.lse is not None
     assert result.lse.dtype == torch.float32
     assert {
@@ -232,11 +230,11 @@ def test_a_model_trains_the_same_under_autocast_where_everything_else_is_out_of_
 
 def test_inputs_are_left_as_they_were() -> None:
     inputs = gaussian(8, length=40, dim=16)
-    copies = Inputs(*(x.clone() for x in inputs))
+    copies = inputs.map(Tensor.clone)
     mask = torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) > 0.3
     kept = mask.clone()
     for recipe in RECIPES.values():
-        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        q, k, v = (x.detach().requires_grad_() for x in inputs.operands)
         emulate(q, k, v, mask, recipe=recipe).backward(inputs.grad_out)
         golden(*inputs, mask)
         assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True))
@@ -254,7 +252,7 @@ def test_a_nan_stays_in_its_row_and_infinite_scores_are_not_numbers() -> None:
 def test_sixteen_bit_inputs_beyond_their_format() -> None:
     """1e5 is infinity in fp16: the recipe rounds what it reads, and the row says so."""
     inputs = from_scores(torch.tensor([[1e5, 0.0], [1.0, 2.0]]), torch.ones(2, 2))
-    out = emulate(*inputs[:3], scale=1.0, recipe="FP16_FLASH2")[0, 0]
+    out = emulate(*inputs.operands, scale=1.0, recipe="FP16_FLASH2")[0, 0]
     assert out.isnan().all(-1).tolist() == [True, False]
 
 
@@ -325,22 +323,21 @@ def test_the_error_budget_lets_equals_pass_and_worse_fail() -> None:
     """The helper that other kernels are judged with: planted faults of 1e-2 that `allclose` would
     let through.
     """
-    inputs = gaussian(10, length=96, dim=32)
-    other_blocks = attend(BF16_FLASH2.with_(block_query=16, block_key=32), inputs, is_causal=True)
-    assert_within_budget(other_blocks, inputs, BF16_FLASH2, is_causal=True)
-    exact = golden(*inputs, is_causal=True)
+    inputs = gaussian(10, length=96, dim=32, is_causal=True)
+    other_blocks = attend(BF16_FLASH2.with_(block_query=16, block_key=32), inputs)
+    assert_within_budget(other_blocks, inputs, BF16_FLASH2)
+    exact = golden(*inputs, **inputs.options())
     assert max(errors(exact, exact).values()) == 0
-    assert_within_budget(exact, inputs, BF16_FLASH2, is_causal=True)
+    assert_within_budget(exact, inputs, BF16_FLASH2)
     for name in exact.given():
         faulty = type(exact)(**vars(exact) | {name: getattr(exact, name) * 1.004})
         with pytest.raises(AssertionError, match=f"{name}: relative error"):
-            assert_within_budget(faulty, inputs, BF16_FLASH2, is_causal=True)
+            assert_within_budget(faulty, inputs, BF16_FLASH2)
     with pytest.raises(AssertionError, match="grad_key"):
         assert_within_budget(
-            type(exact)(exact.out, grad_key=exact.grad_key * math.nan),
+            type(exact)(exact.out, grad_key=exact.grad_key * math.nan),  # type: ignore[operator]
             inputs,
             FP32,
-            is_causal=True,  # type: ignore[operator]
         )
 
 

@@ -45,7 +45,7 @@ INPUTS.key[:, :, 1::2] = INPUTS.key[:, :, ::2]  # every maximum is repeated
 
 def run(recipe: Recipe, inputs: Inputs = INPUTS, observers: Iterable[Any] = ()) -> list[Tensor]:
     """out, lse and the three gradients of a loss that uses both results."""
-    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.clone().requires_grad_() for x in inputs.operands)
     out, lse = emulate(
         q, k, v, is_causal=True, recipe=recipe, observers=tuple(observers), return_lse=True
     )
@@ -288,11 +288,11 @@ def test_stochastic_tiles_do_not_share_their_draws() -> None:
     """Two tiles of equal content are rounded differently; with one seed for all they would agree
     bit by bit.
     """
-    inputs = Inputs(*(torch.cat([x[:, :, :16]] * 2, 2) for x in INPUTS))
+    inputs = INPUTS.map(lambda x: torch.cat([x[:, :, :16]] * 2, 2))
     seen: list[Tensor] = []
     recipe = BF16_FLASH2.with_(weights_operand=STOCHASTIC, block_query=16, block_key=16)
     watch = [lambda name, _, rounded: seen.append(rounded) if name == "weights_operand" else None]
-    emulate(*inputs[:3], recipe=recipe, observers=watch)
+    emulate(*inputs.operands, recipe=recipe, observers=watch)
     assert not torch.equal(seen[0], seen[1])
     assert (seen[0] - seen[1]).abs().max() <= 2**-7
 

@@ -135,7 +135,7 @@ def by_definition(case: Case, *, with_lse: bool) -> list[Tensor]:
 
 
 def _gradients(case: Case, with_lse: bool, attention: object) -> list[Tensor]:
-    q, k, v = (x.clone().requires_grad_() for x in case.inputs[:3])
+    q, k, v = (x.clone().requires_grad_() for x in case.inputs.operands)
     out, lse = attention(q, k, v)  # type: ignore[operator]
     loss = (out * case.inputs.grad_out).sum()
     if with_lse:
@@ -199,7 +199,7 @@ def test_fully_masked_rows_are_zero(algorithm: str, structure: str) -> None:
     mask = torch.rand(20, 20, generator=torch.Generator().manual_seed(1)) > 0.5
     mask[[0, 7, 19]] = False
     recipe = FP64.with_(algorithm=algorithm, block_query=6, block_key=5, **STRUCTURES[structure])
-    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.double().requires_grad_() for x in inputs.operands)
     out, lse = emulate(q, k, v, mask, recipe=recipe, return_lse=True)
     (out.sum() + lse.exp().sum()).backward()
     masked = ~mask.any(1)

@@ -224,7 +224,7 @@ def autocast_standard(recipe: Recipe, inputs: Inputs, causal: bool) -> dict[str,
     softmax in fp32; or with scores in fp32 as well.
     """
     softmax_dtype = None if recipe is BF16_STANDARD_CPU else torch.float32
-    q, k, v = (x.bfloat16().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.bfloat16().requires_grad_() for x in inputs.operands)
     wide = torch.float32 if recipe is BF16_STANDARD_FP32 else torch.bfloat16
     scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
     if causal:

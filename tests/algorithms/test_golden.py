@@ -38,7 +38,8 @@ def problem(scale: float, offset: float) -> Inputs:
         torch.randint(-12, 13, (1, 1, N, D), generator=generator).double() / 8 for _ in range(4)
     )
     one = torch.ones(1, 1, N, 1, dtype=torch.float64)
-    return Inputs(torch.cat([q * scale, one * offset], -1), torch.cat([k, one], -1), v, do)
+    query, key = torch.cat([q * scale, one * offset], -1), torch.cat([k, one], -1)
+    return Inputs(query, key, v, grad_out=do)
 
 
 def loss_by_mpmath(
@@ -63,8 +64,8 @@ def gradient_by_mpmath(inputs: Inputs, which: int, causal: bool) -> Tensor:
     gradient.
     """
     step = mpmath.mpf(10) ** -30
-    operands = [mpmath.matrix(x[0, 0].tolist()) for x in inputs[:3]]
-    gradient = torch.zeros(inputs[which].shape[-2:], dtype=torch.float64)
+    operands = [mpmath.matrix(x[0, 0].tolist()) for x in inputs.operands]
+    gradient = torch.zeros(list(inputs)[which].shape[-2:], dtype=torch.float64)
     for i in range(gradient.shape[0]):
         for c in range(gradient.shape[1]):
             sides = []
@@ -82,7 +83,7 @@ def test_gradients_and_values_against_mpmath(extreme: str, causal: bool) -> None
     inputs = problem(*EXTREMES[extreme])
     g = golden(*inputs, is_causal=causal, scale=1.0)
     with mpmath.workdps(100):
-        q, k, v = (mpmath.matrix(x[0, 0].tolist()) for x in inputs[:3])
+        q, k, v = (mpmath.matrix(x[0, 0].tolist()) for x in inputs.operands)
         for i in range(N):
             keys = range(i + 1 if causal else N)
             weights = [
@@ -116,7 +117,7 @@ def test_nobodys_autocast_nor_grad_mode_reaches_it() -> None:
     expected = golden(*inputs, is_causal=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert _same(golden(*inputs, is_causal=True), expected)
-    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.clone().requires_grad_() for x in inputs.operands)
     recorded = golden(q, k, v, inputs.grad_out, is_causal=True)
     assert _same(recorded, expected)
     assert not recorded.out.requires_grad
@@ -170,7 +171,7 @@ def test_memory_grows_with_n_alone(causal: bool) -> None:
     assert largest.elements <= 2**19
     with LargestTensor() as whole:
         emulate(
-            *inputs[:3],
+            *inputs.operands,
             is_causal=causal,
             enable_gqa=True,
             recipe=FP64.with_(algorithm="standard", block_query=None),

@@ -43,7 +43,7 @@ def lean_of_ds(recipe: Recipe, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Σ_j dS_ij before dS is rounded, and what it is small against: rowsum(|dO| ∘ |O|)."""
     whole = recipe.with_(block_query=None, block_key=None)
     seen: dict[str, Tensor] = {}
-    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.clone().requires_grad_() for x in inputs.operands)
     out = emulate(
         q,
         k,
@@ -116,7 +116,7 @@ def scaled_weights(recipe: Recipe, inputs: Inputs) -> Tensor:
                 rounded.double() * torch.exp2(m)
             )
 
-    emulate(*inputs[:3], recipe=recipe, observers=[watch])
+    emulate(*inputs.operands, recipe=recipe, observers=[watch])
     assert next(tiles, None) is None
     return weights
 
@@ -129,7 +129,7 @@ def exact_scores(seed: int) -> Inputs:
     q, k, v, do = (
         torch.randint(-40, 41, (1, 2, 256, 16), generator=generator).float() / 16 for _ in range(4)
     )
-    return Inputs(q * 1.25, k * 1.5, v, do)
+    return Inputs(q * 1.25, k * 1.5, v, grad_out=do)
 
 
 BLOCKS = [(256, 16), (64, 64), (100, 37), (16, 128)]
@@ -168,7 +168,7 @@ def test_the_backward_pass_speaks_of_the_forwards_weights(exponential: str, lse_
     inputs, seen = exact_scores(1), dict[str, Tensor]()
     changes = {"exponential": exponential, "lse_from": lse_from, "divisor_from": "row_sum"}
     recipe = BF16_HALFULP.with_(block_query=None, block_key=None, **changes)
-    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.clone().requires_grad_() for x in inputs.operands)
     forward = scaled_weights(recipe, inputs)
     emulate(q, k, v, recipe=recipe, observers=[lambda n, _, r: seen.update({n: r})]).backward(
         inputs.grad_out
@@ -272,7 +272,11 @@ def test_integer_shifts_rescale_exactly() -> None:
     inputs = gaussian(7, length=64)
     watch = [lambda n, e, _: rescales.append(e) if n == "rescale" else None]
     emulate(
-        inputs.query * 8, *inputs[1:3], recipe=BF16_HALFULP.with_(block_key=16), observers=watch
+        inputs.query * 8,
+        inputs.key,
+        inputs.value,
+        recipe=BF16_HALFULP.with_(block_key=16),
+        observers=watch,
     )
     mantissa, _ = torch.frexp(torch.cat([r.flatten() for r in rescales]))
     assert set(mantissa.unique().tolist()) <= {0.0, 0.5}

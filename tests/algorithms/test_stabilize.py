@@ -53,7 +53,7 @@ def run(recipe: Recipe, inputs: Inputs) -> tuple[Tensor, float]:
         if name == "weights_operand":
             largest = max(largest, rounded.max().item())
 
-    return emulate(*inputs[:3], scale=1.0, recipe=recipe, observers=[watch])[0, 0], largest
+    return emulate(*inputs.operands, scale=1.0, recipe=recipe, observers=[watch])[0, 0], largest
 
 
 @pytest.mark.parametrize("beta", [2.0, 7.0, 8.0])
@@ -62,10 +62,10 @@ def run(recipe: Recipe, inputs: Inputs) -> tuple[Tensor, float]:
 def test_a15_the_same_function_with_every_weight_below_one(
     top: float, beta: float, algorithm: str
 ) -> None:
-    inputs = Inputs(*(x.double() for x in row(top, top, top - 1, top - 3)))
+    inputs = row(top, top, top - 1, top - 3).map(Tensor.double)
     recipe = FP64.with_(algorithm=algorithm, shift=Shift("stabilized", beta=beta))
     out, largest = run(recipe, inputs)
-    assert (out - golden(*inputs[:3], scale=1.0).out[0, 0]).abs().max() <= 1e-12
+    assert (out - golden(*inputs.operands, scale=1.0).out[0, 0]).abs().max() <= 1e-12
     assert largest < 1 if algorithm != "standard" else largest < 0.5  # standard: the operand is P
     assert run(FP64, inputs)[1] == 1
 
@@ -105,8 +105,8 @@ def bias(recipe: Recipe, inputs: Inputs) -> tuple[float, float]:
     """Mean signed error of O in |O|·2⁻⁸ and its standard error; features are the independent
     draws.
     """
-    exact = golden(*inputs[:3], scale=1.0).out[0, 0]
-    out = emulate(*inputs[:3], scale=1.0, recipe=recipe.with_(block_query=None))[0, 0]
+    exact = golden(*inputs.operands, scale=1.0).out[0, 0]
+    out = emulate(*inputs.operands, scale=1.0, recipe=recipe.with_(block_query=None))[0, 0]
     by_feature = ((out.double() - exact) / exact.abs() * 256).mean(0)
     return by_feature.mean().item(), by_feature.std().item() / len(by_feature) ** 0.5
 
@@ -173,7 +173,7 @@ def test_a18_a_factor_near_one_rounds_back_to_one() -> None:
 @pytest.mark.parametrize("top", [-200.0, 50.0], ids=["D1: deeply negative", "D2: large, beta 7"])
 def test_d1_d2_a_repeated_maximum_underflows(top: float) -> None:
     inputs = row(top, top, top - 2)
-    exact = golden(*inputs[:3], scale=1.0).out[0, 0]
+    exact = golden(*inputs.operands, scale=1.0).out[0, 0]
     assert run(BF16_PAPER_STABILIZED, inputs)[0].isnan().all()
     assert run(BF16_FLASH2.with_(shift=PAPER), inputs)[0].isnan().all()  # the fix in a stock kernel
     # the official code's l ≥ 1e-10: 0 for 1.6

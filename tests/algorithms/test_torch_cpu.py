@@ -87,7 +87,7 @@ class Call:
         return torch_cpu_flash(*self.inputs, self.causal, attn_mask=mask, scale=self.scale)
 
     def emulated(self, recipe: Recipe = TORCH_CPU_FLASH, observers=()) -> Result:
-        leaves = [x.clone().requires_grad_() for x in self.inputs[:3]]
+        leaves = [x.clone().requires_grad_() for x in self.inputs.operands]
         options = {
             "is_causal": self.causal,
             "scale": self.scale,
@@ -230,7 +230,7 @@ def test_bits_with_tiny_and_huge_inputs(size):
     inputs = bf16(5, length=70, dim=64)
     for name in ("query", "value", "grad_out"):
         call = Call(
-            inputs._replace(**{name: (getattr(inputs, name).float() * size).bfloat16()}),
+            replace(inputs, **{name: (getattr(inputs, name).float() * size).bfloat16()}),
             causal=True,
         )
         assert_same(call)
@@ -273,7 +273,7 @@ def test_bits_of_drawn_shapes(length, key_length, fours, heads, batch, causal, s
 
 def test_bits_of_the_public_function():
     inputs = bf16(7, heads=2, length=300)
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    leaves = [x.clone().requires_grad_() for x in inputs.operands]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
     call = Call(inputs, causal=True)
@@ -299,7 +299,7 @@ def test_the_callers_threads_come_back_after_an_error():
 
     torch.set_num_threads(2)
     step, inputs = Step(TORCH_CPU_FLASH), bf16(length=8)
-    problem = Problem.read(calls.Call(*inputs[:3], scale=0.125), step)
+    problem = Problem.read(calls.Call(*inputs.operands, scale=0.125), step)
     with pytest.raises(ZeroDivisionError):
         torch_cpu.forward(problem, exponential=fails)
     assert torch.get_num_threads() == 2
@@ -381,7 +381,7 @@ def test_a_planted_fault_is_seen_in_the_bits(changes, tensor, low, high):
 
 def test_another_exponential_is_seen_in_the_bits():
     call, step = Call(bf16(12, heads=2, length=1024)), Step(TORCH_CPU_FLASH)
-    problem = Problem.read(calls.Call(*call.inputs[:3], scale=0.125), step)
+    problem = Problem.read(calls.Call(*call.inputs.operands, scale=0.125), step)
     real, shares = call.real(), []
     for exponential in (torch_cpu_math.weights_exp, torch.exp):
         saved = torch_cpu.forward(problem, exponential=exponential)
@@ -410,13 +410,13 @@ REFUSED = [
 def test_another_structure_is_refused_in_one_line(changes):
     name = next(iter(changes))
     with pytest.raises(ValueError, match=f"^{name}=.*accepted (is|are) .*torch_cpu'$"):
-        emulate(*bf16(length=8)[:3], recipe=TORCH_CPU_FLASH.with_(**changes))
+        emulate(*bf16(length=8).operands, recipe=TORCH_CPU_FLASH.with_(**changes))
 
 
 def test_another_value_dimension_is_refused_as_in_the_kernel():
     inputs = bf16(length=8, dim=16, value_dim=8)
     with pytest.raises(ValueError, match=r"^value of head dimension 8: accepted is query's, 16$"):
-        emulate(*inputs[:3], recipe=TORCH_CPU_FLASH)
+        emulate(*inputs.operands, recipe=TORCH_CPU_FLASH)
     with pytest.raises(RuntimeError):
         torch_cpu_flash(*inputs, False)
 
@@ -436,9 +436,9 @@ def test_another_sum_is_the_recipes(order):
 
 def test_the_gradient_of_lse_joins_delta():
     inputs = bf16(14, length=40, dim=32)
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    leaves = [x.clone().requires_grad_() for x in inputs.operands]
     _, lse = emulate(*leaves, recipe=TORCH_CPU_FLASH, return_lse=True)
-    twins = [x.double().requires_grad_() for x in inputs[:3]]
+    twins = [x.double().requires_grad_() for x in inputs.operands]
     exact = torch.logsumexp(twins[0] @ twins[1].mT / math.sqrt(32), -1)
     ours, expected = (
         torch.autograd.grad(x.sum(), y[:2]) for x, y in ((lse, leaves), (exact, twins))

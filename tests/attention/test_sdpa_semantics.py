@@ -215,7 +215,7 @@ def test_error_at_most_that_of_pytorch(dtype, offset):
     wanted = (exact.out, exact.grad_query, exact.grad_key, exact.grad_value)
     errors = []
     for function in (ours, functional.scaled_dot_product_attention):
-        q, k, v = (x.to(dtype).requires_grad_() for x in inputs[:3])
+        q, k, v = (x.to(dtype).requires_grad_() for x in inputs.operands)
         out = function(q, k, v, is_causal=True)
         got = (out, *torch.autograd.grad(out, (q, k, v), inputs.grad_out.to(dtype)))
         errors.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ __all__ = ["same_functions"]  # a fixture of every test here
 def test_forward_of_halfulp_bit_for_bit(causal: bool) -> None:
     """Weights with fractions, rounded; l from the rounded ones; O; its residual; an odd length."""
     inputs, options = exact_inputs(0, 45, 61), Options(is_causal=causal, scale=UNIT)
-    saved = door.forward(*options.of(*inputs[:3]), config=TILES)
+    saved = door.forward(*options.of(*inputs.operands), config=TILES)
     _, expected = emulated(BF16_HALFULP, inputs, options)
     assert torch.equal(saved.out.float(), expected.out)
     assert torch.equal(saved.row_max, expected.largest_score.squeeze(-1))
@@ -80,11 +81,11 @@ def test_forward_with_whole_scores_bit_for_bit(name: str, causal: bool) -> None:
     """
     q, k, v, do = exact_inputs(1, 45, 61)
     inputs, options = (
-        Inputs((q * 16).sign(), k, v, do),
+        Inputs((q * 16).sign(), k, v, grad_out=do),
         Options(recipe=name, is_causal=causal, scale=UNIT / 4),
     )
-    inputs = inputs._replace(query=inputs.query * 4)
-    saved = door.forward(*options.of(*inputs[:3]), config=TILES)
+    inputs = replace(inputs, query=inputs.query * 4)
+    saved = door.forward(*options.of(*inputs.operands), config=TILES)
     _, expected = emulated(RECIPES[name], inputs, options)
     row_max = expected.largest_score if name == "halfulp" else expected.row_max
     assert torch.equal(saved.row_max, row_max.squeeze(-1))
@@ -115,7 +116,9 @@ def test_backward_bit_for_bit(name: str, causal: bool) -> None:
         whole.bfloat16(), residual, natural, row_max.squeeze(-1), kept.row_sum.squeeze(-1)
     )
     configs = {"query": TILES, "key": TILES}
-    actual = door.backward(*options.of(*inputs[:3]), saved, inputs.grad_out, None, configs=configs)
+    actual = door.backward(
+        *options.of(*inputs.operands), saved, inputs.grad_out, None, configs=configs
+    )
     for what, a, b in zip(("dQ", "dK", "dV"), actual, expected, strict=False):
         differ = int((a.float() != b).sum())
         # lse · log2 e is not 2 to the last bit, and a rounded weight may then fall the other way
@@ -136,7 +139,7 @@ def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
     inputs = gaussian(4, heads=2, key_heads=1, length=37, key_length=43, dim=24, value_dim=20)
     inputs = value_offset(inputs, 4.0)
     options = Options(recipe=name, is_causal=causal, scale=24**-0.5)
-    actual = run(Inputs(*(x.to(dtype) for x in inputs)), options, WIDE)
+    actual = run(inputs.map(lambda x: x.to(dtype)), options, WIDE)
     exact = {"is_causal": causal, "enable_gqa": True}
     tiled = recipe.with_(block_query=WIDE.block_m, block_key=WIDE.block_n)
     assert_within_budget(actual, inputs, tiled, **exact)
@@ -146,7 +149,7 @@ def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
     if causal:
         return
     unlike = Options("stock" if name == "halfulp" else "halfulp", scale=24**-0.5)
-    other = run(Inputs(*(x.to(dtype) for x in inputs)), unlike, WIDE)
+    other = run(inputs.map(lambda x: x.to(dtype)), unlike, WIDE)
     # the comparison tells recipes apart
     assert relative_error(other.grad_query, expected.grad_query) > 2e-4
 
@@ -155,7 +158,7 @@ def test_a_weight_that_dominates_its_row_is_balanced() -> None:
     """Scores three times as far apart: what dS's weights are divided by is then neither l nor l̂."""
     inputs = gaussian(4, heads=2, key_heads=1, length=37, key_length=43, dim=24, value_dim=20)
     tiles = {"block_query": WIDE.block_m, "block_key": WIDE.block_n}
-    actual = run(Inputs(*(x.bfloat16() for x in inputs)), Options(scale=3 * 24**-0.5), WIDE)
+    actual = run(inputs.map(Tensor.bfloat16), Options(scale=3 * 24**-0.5), WIDE)
     for divisor, agrees in (("balanced", True), ("row_sum", False), ("lse", False)):
         recipe = BF16_HALFULP.with_(divisor_from=divisor, **tiles)
         expected = attend(recipe, inputs, scale=3 * 24**-0.5, enable_gqa=True)
@@ -174,7 +177,7 @@ def test_fp32_rounds_nothing(name: str) -> None:
     for what, value in exact.given().items():
         assert relative_error(getattr(actual, what), value) <= 2e-6, what
     assert (
-        door.forward(*Options(recipe=name, scale=1.0).of(*inputs[:3]), config=TILES).residual
+        door.forward(*Options(recipe=name, scale=1.0).of(*inputs.operands), config=TILES).residual
         is None
     )
 
@@ -205,7 +208,7 @@ def test_windows_and_offsets_are_masks(
     if right >= 0:
         mask &= j <= i + right
     options = Options(is_causal=causal, scale=0.25, window=window, causal_offset=offset)
-    actual = run(Inputs(*(x.bfloat16() for x in inputs)), options)
+    actual = run(inputs.map(Tensor.bfloat16), options)
     tiled = BF16_HALFULP.with_(block_query=TILES.block_m, block_key=TILES.block_n)
     expected = attend(tiled, inputs, attn_mask=mask)
     empty = ~mask.any(1)
@@ -224,26 +227,26 @@ def test_gradient_of_lse(name: str) -> None:
     problem, kept = emulated(tiled, inputs, Options(scale=0.25))
     expected = algorithms.attend_backward(problem, kept, inputs.grad_out, grad_lse[..., None])
     options = Options(recipe=name, scale=0.25)
-    actual = run(Inputs(*(x.bfloat16() for x in inputs)), options, grad_lse=grad_lse)
+    actual = run(inputs.map(Tensor.bfloat16), options, grad_lse=grad_lse)
     for a, b in zip((actual.grad_query, actual.grad_key, actual.grad_value), expected, strict=True):
         assert relative_error(a, b) <= 2e-4
-    plain = run(Inputs(*(x.bfloat16() for x in inputs)), options)
+    plain = run(inputs.map(Tensor.bfloat16), options)
     assert relative_error(plain.grad_query, expected[0]) > 1e-2
 
 
 def test_descriptors_read_the_same_numbers() -> None:
-    inputs = Inputs(*(x.bfloat16() for x in gaussian(9, length=50, key_length=70, dim=24)))
+    inputs = gaussian(9, length=50, key_length=70, dim=24).map(Tensor.bfloat16)
     options = Options(is_causal=True, scale=0.2)
     launch, _ = triton_launch.forward_launch(
-        *options.of(*inputs[:3]), triton_launch.Target(80), Config(16, 32, 4, 1, True)
+        *options.of(*inputs.operands), triton_launch.Target(80), Config(16, 32, 4, 1, True)
     )
     assert launch.arguments["tiles"].DESCRIPTORS
     described = run(inputs, options, Config(16, 32, 4, 1, True))
     for a, b in zip(run(inputs, options).given().values(), described.given().values(), strict=True):
         assert torch.equal(a, b)
-    odd = Inputs(*(x.bfloat16() for x in gaussian(9, length=20, dim=20)))
+    odd = gaussian(9, length=20, dim=20).map(Tensor.bfloat16)
     launch, _ = triton_launch.forward_launch(
-        *options.of(*odd[:3]), triton_launch.Target(80), Config(16, 32, 4, 1, True)
+        *options.of(*odd.operands), triton_launch.Target(80), Config(16, 32, 4, 1, True)
     )
     assert not launch.arguments["tiles"].DESCRIPTORS  # rows of 40 bytes
 
@@ -254,10 +257,10 @@ def test_layouts_are_read_as_they_lie() -> None:
     """
     q, k, v, do = (x.bfloat16() for x in gaussian(10, batch=2, heads=2, length=20, dim=16))
     options = Options(scale=0.25)
-    plain = run(Inputs(q, k[:1].expand(2, -1, -1, -1).contiguous(), v, do), options)
+    plain = run(Inputs(q, k[:1].expand(2, -1, -1, -1).contiguous(), v, grad_out=do), options)
     inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, v, do)]
     turned = inside[1].mT.contiguous().mT
-    other = run(Inputs(inside[0], k[:1].expand(2, -1, -1, -1), turned, inside[2]), options)
+    other = run(Inputs(inside[0], k[:1].expand(2, -1, -1, -1), turned, grad_out=inside[2]), options)
     for a, b in zip(plain.given().values(), other.given().values(), strict=True):
         assert torch.equal(a, b)
 
@@ -279,7 +282,7 @@ def test_a_constant_value_gives_a_constant_output() -> None:
 def test_keys_that_nobody_sees() -> None:
     """Keys that no query sees have a gradient of exactly 0."""
     inputs = gaussian(12, length=5, key_length=40, dim=16)
-    actual = run(Inputs(*(x.bfloat16() for x in inputs)), Options(is_causal=True, scale=0.25))
+    actual = run(inputs.map(Tensor.bfloat16), Options(is_causal=True, scale=0.25))
     assert not actual.grad_key[:, :, 5:].any()
     assert not actual.grad_value[:, :, 5:].any()
 

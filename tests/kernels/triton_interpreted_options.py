@@ -74,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_forward_of_halfulp_bit_for_bit(case: str) -> None:
     inputs, options = exact_inputs(0, N, N_K), replace(Options(scale=UNIT), **CASES[case])
-    saved = door.forward(*options.of(*inputs[:3]), config=TILES)
+    saved = door.forward(*options.of(*inputs.operands), config=TILES)
     _, expected = emulated(BF16_HALFULP, inputs, options)
     assert torch.equal(saved.row_max.ceil(), expected.row_max.squeeze(-1))
     torch.testing.assert_close(saved.row_max, expected.largest_score.squeeze(-1), rtol=2e-7, atol=0)
@@ -110,7 +110,7 @@ def test_backward_bit_for_bit(name: str, case: str) -> None:
     natural = ((row_max + 2).double() / math.log2(math.e)).float().squeeze(-1)
     saved = Saved(whole.bfloat16(), residual, natural, row_max.squeeze(-1), row_sum.squeeze(-1))
     actual = door.backward(
-        *options.of(*inputs[:3]),
+        *options.of(*inputs.operands),
         saved,
         inputs.grad_out,
         None,
@@ -171,7 +171,7 @@ def both(
     inputs: Inputs, options: Options, grad_lse: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the kernels give and what the emulator does, by name."""
-    q, k, v, do = inputs = Inputs(*(x.bfloat16() for x in inputs))
+    q, k, v, do = inputs = inputs.map(Tensor.bfloat16)
     saved = door.forward(*options.of(q, k, v), config=TILES)
     grads = door.backward(
         *options.of(q, k, v), saved, do, grad_lse, configs={"query": TILES, "key": TILES}
@@ -278,16 +278,16 @@ def _next_row(start, row):
 
 def test_planted_faults_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison above would miss it would not be worth its time for."""
-    inputs = Inputs(*(x.bfloat16() for x in gaussian(3, heads=2, length=20, key_length=40, dim=16)))
+    inputs = gaussian(3, heads=2, length=20, key_length=40, dim=16).map(Tensor.bfloat16)
     actual, expected = both(inputs, EVERYTHING)
     assert apart(actual, expected) <= 1
-    saved = door.forward(*EVERYTHING.of(*inputs[:3]), config=TILES)
+    saved = door.forward(*EVERYTHING.of(*inputs.operands), config=TILES)
     run = door.run
 
     def found() -> float:
         tiles = {"query": TILES, "key": TILES}
         grads = door.backward(
-            *EVERYTHING.of(*inputs[:3]), saved, inputs.grad_out, None, configs=tiles
+            *EVERYTHING.of(*inputs.operands), saved, inputs.grad_out, None, configs=tiles
         )
         return apart(named(saved.out, saved.lse, grads), expected)
 

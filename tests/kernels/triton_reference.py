@@ -104,7 +104,7 @@ def emulated(
     pass keeps.
     """
     step = Step(recipe.with_(block_query=tiles.block_m, block_key=tiles.block_n))
-    call, _ = options.of(*inputs[:3])
+    call, _ = options.of(*inputs.operands)
     problem = Problem.read(call, step)
     return problem, algorithms.attend(problem)
 
@@ -122,5 +122,5 @@ def exact_inputs(seed: int, length: int, key_length: int) -> Inputs:
         whole(4, length, 16) / 16,
         whole(1, key_length, 16),
         whole(3, key_length, 16),
-        whole(2, length, 16),
+        grad_out=whole(2, length, 16),
     )

@@ -8,6 +8,7 @@ machine.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -39,6 +40,15 @@ class Inputs(Call):
     grad_out: Tensor
     generator_seed: int = 0
     manner: str = PLAIN  # how the kernel is called: `targets.manner`
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """query, key, value and grad_out, as `halfulp.golden` takes them."""
+        return iter((*self.operands, self.grad_out))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same with query, key, value and grad_out changed."""
+        query, key, value, grad_out = map(change, self)
+        return replace(self, query=query, key=key, value=value, grad_out=grad_out)
 
     def to(self, device: str | torch.device) -> Inputs:
         """The same on another device."""

@@ -113,7 +113,7 @@ def _exact(case: Case) -> Exact:
     found = _held.pop(case, None)
     if found is None:
         x = case.inputs()
-        truth = golden(x.query, x.key, x.value, x.grad_out, **x.options(seeded=True))
+        truth = golden(*x, **x.options(seeded=True))
         found = Exact(x, truth)
     _held[case] = found
     total = sum(exact.bytes for exact in _held.values())
@@ -152,7 +152,7 @@ def emulated(x: Inputs, recipe: Recipe) -> Result:
 
 
 def _emulated(x: Inputs, recipe: Recipe) -> Result:
-    q, k, v = (t.detach().requires_grad_() for t in (x.query, x.key, x.value))
+    q, k, v = (t.detach().requires_grad_() for t in x.operands)
     out, lse = emulate(q, k, v, recipe=recipe, return_lse=True, **x.options(seeded=True))
     grads = torch.autograd.grad(out, (q, k, v), x.grad_out)
     return Result(out.detach(), lse.detach(), *grads)

@@ -62,6 +62,11 @@ class Call:
     shape: tuple[int, ...] | None = None
 
     @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
     def groups(self) -> int:
         """Query heads to a key head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)

@@ -70,7 +70,7 @@ class Comparing:
         return out
 
     def _compare(self, layer: int, call: Call) -> None:
-        read = [x.detach().bfloat16() for x in (call.query, call.key, call.value)]
+        read = [x.detach().bfloat16() for x in call.operands]
         outs = {
             name: function(*read, **call.options()).double()
             for name, function in self.attentions.items()

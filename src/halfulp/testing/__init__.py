@@ -11,8 +11,8 @@ and writes the figures into JUnit's properties.
 """
 
 from halfulp.attention import golden
+from halfulp.audit.inputs import Inputs
 from halfulp.testing.budgets import (
-    Inputs,
     assert_within_budget,
     attend,
     attention_sink,

@@ -8,24 +8,17 @@ hand.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfulp.attention import emulate, golden
-from halfulp.calls import Result
+from halfulp.audit.inputs import Inputs
+from halfulp.calls import Result, check, scale_of
 from halfulp.formats import BF16, Format, round_to
 from halfulp.recipes import Recipe
-
-
-class Inputs(NamedTuple):
-    """One attention problem `[B, H, N, D]` and the gradient that reaches its output."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    grad_out: Tensor
 
 
 def gaussian(
@@ -40,9 +33,10 @@ def gaussian(
     value_dim: int | None = None,
     fmt: Format = BF16,
     dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> Inputs:
     """Standard normal numbers rounded to `fmt`, so that a kernel which reads `fmt` starts without
-    error.
+    error; `options` are those of `halfulp.attention`, which the call then asks for.
     """
     generator = torch.Generator().manual_seed(seed)
     key_heads = heads if key_heads is None else key_heads
@@ -56,12 +50,12 @@ def gaussian(
     q, k, v, do = (
         torch.randn(batch, *s, generator=generator) for s in (*shapes, (heads, length, value_dim))
     )
-    return Inputs(*(round_to(x, fmt).to(dtype) for x in (q, k, v, do)))
+    return _called(*(round_to(x, fmt).to(dtype) for x in (q, k, v, do)), **options)
 
 
 def value_offset(inputs: Inputs, offset: float, *, fmt: Format = BF16) -> Inputs:
     """V with a common offset: δ is then much larger than dP − δ, and so is its rounding error."""
-    return inputs._replace(value=round_to(inputs.value + offset, fmt))
+    return replace(inputs, value=round_to(inputs.value + offset, fmt))
 
 
 def attention_sink(inputs: Inputs, strength: float, *, fmt: Format = BF16) -> Inputs:
@@ -73,19 +67,18 @@ def attention_sink(inputs: Inputs, strength: float, *, fmt: Format = BF16) -> In
     query[..., 0] = dim**0.5
     key[:, :, 0] = 0
     key[:, :, 0, 0] = strength
-    return inputs._replace(query=round_to(query, fmt), key=round_to(key, fmt))
+    return replace(inputs, query=round_to(query, fmt), key=round_to(key, fmt))
 
 
 def common_key(inputs: Inputs, size: float, *, fmt: Format = BF16) -> Inputs:
     """Keys with a large common component, which softmax cannot see and dQ multiplies by Σ_j
     dS_ij.
     """
-    return inputs._replace(key=round_to(inputs.key + size, fmt))
+    return replace(inputs, key=round_to(inputs.key + size, fmt))
 
 
 def from_scores(scores: Tensor, value: Tensor, grad_out: Tensor | None = None) -> Inputs:
-    """A problem whose scores are `scores [N_q, N_k]` when called with scale=1: keys are the unit
-    vectors.
+    """A problem of scale 1 whose scores are `scores [N_q, N_k]`: keys are the unit vectors.
 
     value is `[N_k, D_v]`; grad_out `[N_q, D_v]` is 1 if None.
     """
@@ -95,23 +88,34 @@ def from_scores(scores: Tensor, value: Tensor, grad_out: Tensor | None = None) -
         if grad_out is None
         else grad_out
     )
-    return Inputs(*(x[None, None] for x in (scores, key, value, do)))
+    return _called(*(x[None, None] for x in (scores, key, value, do)), scale=1.0)
 
 
-def attend(
-    target: Recipe | Callable[..., Any], inputs: Inputs, *args: Any, **kwargs: Any
-) -> Result:
-    """Forward and backward of a recipe or of any `f(query, key, value, ...)`; arguments after
-    `inputs` are passed on.
+def _called(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **options: Any) -> Inputs:
+    call = check(query, key, value, enable_gqa=True, emulated=True, **options)
+    return Inputs(**vars(call), grad_out=grad_out)
+
+
+def _asked(inputs: Inputs, options: dict[str, Any], *, seeded: bool = True) -> dict[str, Any]:
+    """What a call asks for where it is not what everybody does, and what is asked beside it."""
+    own = inputs.options(seeded=seeded)
+    usual = {"is_causal": False, "scale": scale_of(None, inputs.query.shape[-1])}
+    return {name: x for name, x in own.items() if name not in usual or x != usual[name]} | options
+
+
+def attend(target: Recipe | Callable[..., Any], inputs: Inputs, **options: Any) -> Result:
+    """Forward and backward of a recipe or of any `f(query, key, value, ...)`, called with what
+    `inputs` asks for, where it is unusual, and with `options`.
 
     `f` returns out or (out, lse); lse is None where it is not offered, as are gradients of a result
     without graph.
     """
-    q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
+    q, k, v = (x.detach().clone().requires_grad_() for x in inputs.operands)
     if isinstance(target, Recipe):
-        result: Any = emulate(q, k, v, *args, recipe=target, return_lse=True, **kwargs)
+        asked = _asked(inputs, options)
+        result: Any = emulate(q, k, v, recipe=target, return_lse=True, **asked)
     else:
-        result = target(q, k, v, *args, **kwargs)
+        result = target(q, k, v, **_asked(inputs, options, seeded=False))
     out, lse = (result[0], result[1].detach()) if isinstance(result, tuple) else (result, None)
     if out.requires_grad:
         out.backward(inputs.grad_out.to(out.dtype))
@@ -138,20 +142,20 @@ def errors(actual: Result, expected: Result) -> dict[str, float]:
     }
 
 
-def budget(inputs: Inputs, recipe: Recipe, *args: Any, **kwargs: Any) -> dict[str, float]:
+def budget(inputs: Inputs, recipe: Recipe, **options: Any) -> dict[str, float]:
     """The relative errors that `recipe` must make on these inputs: emulated, against the fp64
     value.
     """
-    return errors(attend(recipe, inputs, *args, **kwargs), golden(*inputs, *args, **kwargs))
+    return errors(attend(recipe, inputs, **options), golden(*inputs, **_asked(inputs, options)))
 
 
 def assert_within_budget(
     actual: Result,
     inputs: Inputs,
     recipe: Recipe,
-    *args: Any,
+    *,
     factor: float = 1.25,
-    **kwargs: Any,
+    **options: Any,
 ) -> None:
     """Raise AssertionError unless every error of `actual` is at most `factor` times what `recipe`
     must make.
@@ -159,8 +163,8 @@ def assert_within_budget(
     Below 1e-6 an error is accepted in any case: two fp32 computations differ by that in a tensor
     that neither rounds.
     """
-    allowed = budget(inputs, recipe, *args, **kwargs)
-    for name, error in errors(actual, golden(*inputs, *args, **kwargs)).items():
+    allowed = budget(inputs, recipe, **options)
+    for name, error in errors(actual, golden(*inputs, **_asked(inputs, options))).items():
         if not error <= max(factor * allowed[name], 1e-6):
             raise AssertionError(
                 f"{name}: relative error {error:.2e}, {recipe.name} makes {allowed[name]:.2e}"

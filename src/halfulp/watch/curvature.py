@@ -41,8 +41,7 @@ class ExactOut:
         """Return out with the value of exact attention, `[B, H, N, D_v]`."""
         wide = torch.promote_types(out.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
-            operands = (call.query, call.key, call.value)
-            kept = (x.detach()[: self.entries].to(wide) for x in operands)
+            kept = (x.detach()[: self.entries].to(wide) for x in call.operands)
             exact = functional.scaled_dot_product_attention(
                 *self.read(layer, *kept), is_causal=call.sees.causal, scale=call.scale
             )

@@ -41,7 +41,7 @@ def exact_call(call: Observed, dtype: torch.dtype = torch.float64) -> Exact:
     """Compute a call by the definition, from its query, key and value as they are; no row may be
     hidden wholly.
     """
-    query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
+    query, key, value = (x.to(dtype) for x in call.operands)
     scores = (query @ key.mT).mul_(call.scale)
     n, n_k = scores.shape[-2:]
     scores = call.sees.apply(scores, slice(0, n), slice(0, n_k), 1.0)

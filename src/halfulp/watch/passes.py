@@ -106,8 +106,7 @@ def record(
         )
     calls = {}
     for layer, s in seen.items():
-        operands = (s.call.query, s.call.key, s.call.value)
-        query, key, v = (_wide(x[: s.entries]) for x in operands)
+        query, key, v = (_wide(x[: s.entries]) for x in s.call.operands)
         grad_out, grad_key = outs[layer], outs[~layer]
         no_gradient = torch.zeros_like(query[..., :1])
         calls[layer] = Observed(
@@ -213,7 +212,7 @@ def _ask(attend: Any, call: Call) -> Tensor:
     """Which format each head's attention reads: the last of READ that changes the operands and not
     a bit of out.
     """
-    operands = (call.query, call.key, call.value)
+    operands = call.operands
     options = {"is_causal": call.sees.causal, "scale": call.scale}
     kept, attend.tap = attend.tap, None
     try:
