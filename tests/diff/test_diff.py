@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfulp.diff import Setting, diff
+from halfulp.diff import Setting, diff, floors
 from halfulp.diff.local_gap import step_of
 from halfulp.formats import round_to
+from halfulp.interpose import Operation
 from tests.diff import planted
 
 pytest.importorskip("transformers")
@@ -216,3 +218,32 @@ def test_the_report_is_plain_data(tmp_path):
 def test_what_cannot_be_compared(call, message):
     with pytest.raises(ValueError, match=message):
         call(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (functional.gelu, [(4, 64, 512)]),
+        (torch.mul, [(8, 32, 512), (512,)]),
+        (functional.layer_norm, [(64, 1024), (1024,)]),
+        (functional.scaled_dot_product_attention, [(2, 8, 64, 64)] * 3),
+        (torch.matmul, [(4, 8, 64, 64)] * 2),
+        (torch.softmax, [(8, 64, 256)]),
+    ],
+)
+def test_a_floor_of_few_numbers_is_that_of_all(monkeypatch, function, shapes):
+    generator = torch.Generator().manual_seed(0)
+    args = [torch.randn(shape, generator=generator) for shape in shapes]
+    if function is functional.layer_norm:
+        args.insert(1, (1024,))
+    args += [-1] if function is torch.softmax else []
+    name = function.__name__
+    operation = Operation("elementwise", name, "", 0, function, tuple(args), {})
+    entry = SimpleNamespace(coarsest=torch.bfloat16, dtype=torch.bfloat16)
+    few = floors.sampled(operation)
+    assert max(x.numel() for x in few.tensors()) <= 2 * floors.FEW
+    assert few.tensors()[0].numel() < args[0].numel()
+    found = floors.floors_of([entry], operation)
+    monkeypatch.setattr(floors, "FEW", 2**40)
+    assert floors.sampled(operation).tensors()[0].numel() == args[0].numel()
+    assert found == pytest.approx(floors.floors_of([entry], operation), rel=0.15)

@@ -6,16 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from halfulp.diff.tape import Entry, result_of
-from halfulp.interpose import Operation
-from halfulp.interpose.another import Wide
-from halfulp.interpose.operation import mapped
+from halfulp.diff.tape import Entry
 
 ROUNDING = 0.2123
 """Root mean square of the relative error of one rounding to nearest, in units of eps, for numbers
@@ -24,6 +20,8 @@ BEYOND = {16: 3.0, 32: 24.0}
 """How many times its floor an operation's own gap may be, by the bits of its format. Sums of
 float32 differ by their order, which the floor (each operand and the result rounded once) leaves
 out."""
+_CACHED = 2**17
+"""Numbers that are worked on at once in fp64, so that they stay in a core's cache."""
 LEANS, LEAST_LEAN = 8.0, 0.25
 """From which t on a gap leans, and the least share of it that has to."""
 
@@ -68,31 +66,37 @@ class LocalGap:
         self.same &= again is None
         size = 0.0
         sides = [_rows(x) for x in (found, theirs, found if again is None else again)]
+        alike = again is None and torch.equal(found, theirs)
         for b, a, mine in _split(_block(sides[0]), *sides):
-            size += self._add_rows(b.double(), a.double(), None if again is None else mine.double())
+            if alike:
+                size += float(a.double().square().nan_to_num(0, 0, 0).sum())
+            else:
+                size += self._add_rows(b, a, None if again is None else mine)
         self.size += size
         self.floor += floor**2 * size
 
     def _add_rows(self, b: Tensor, a: Tensor, mine: Tensor | None) -> float:
-        finite = b.isfinite() & a.isfinite()
-        if not bool(finite.all()):
+        gap, wide = _difference(b, a), a.double()
+        square, size = _square(gap), _square(wide)
+        if not math.isfinite(square + size):
+            finite = b.isfinite() & a.isfinite()
             b, a = (x.masked_fill(~finite, 0) for x in (b, a))
             mine = None if mine is None else mine.masked_fill(~finite, 0)
-        gap = b - a
-        own = gap if mine is None else b - mine
-        square = float(gap.square().sum())
+            gap, wide = _difference(b, a), a.double()
+            square, size = _square(gap), _square(wide)
         self.gap += square
         if mine is None:
             self.inherited += square
-        else:
-            self.own += float(own.square().sum())
-            self.inherited += float((mine - a).square().sum())
-        lengths = a.square().sum(-1)
-        along = (own * a).sum(-1)[lengths > 0] / lengths[lengths > 0]
+            return size
+        own = _difference(b, mine)
+        self.own += _square(own)
+        self.inherited += _square(_difference(mine, a))
+        lengths = wide.square().sum(-1)
+        along = (own * wide).sum(-1)[lengths > 0] / lengths[lengths > 0]
         self.rows += along.numel()
         self.lean += float(along.sum())
         self.lean_squared += float(along.square().sum())
-        return float(lengths.sum())
+        return size
 
     def add_gradient(self, found: Tensor, theirs: Tensor) -> None:
         """The gradients of the results, of one batch."""
@@ -173,7 +177,18 @@ def _rows(x: Tensor) -> Tensor:
 
 def _block(rows: Tensor) -> int:
     """Rows that are worked on at once in fp64."""
-    return max(1, 2**19 // max(1, rows.shape[-1]))
+    return max(1, _CACHED // max(1, rows.shape[-1]))
+
+
+def _difference(b: Tensor, a: Tensor) -> Tensor:
+    """b − a in fp64, taken in fp32 where that holds both: it is rounded to 2⁻²⁴ of itself."""
+    wide = torch.float64 if torch.float64 in (b.dtype, a.dtype) else torch.float32
+    return (b.to(wide) - a.to(wide)).double()
+
+
+def _square(x: Tensor) -> float:
+    flat = x.flatten()
+    return float(torch.dot(flat, flat))
 
 
 def _split(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -183,17 +198,16 @@ def _split(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of as many numbers, flat, a block at a time."""
-    return _split(2**19, *(x.flatten() for x in tensors))
+    return _split(_CACHED, *(x.flatten() for x in tensors))
 
 
 def squares(b: Tensor, a: Tensor) -> tuple[float, float, float]:
     """Σ (b − a)², Σ a² and Σ (b − a) a, in fp64, a block at a time."""
     found = [0.0, 0.0, 0.0]
-    for part in blocks(b, a):
-        x, y = (one.double() for one in part)
-        gap = x - y
-        for i, square in enumerate((gap.square(), y.square(), gap * y)):
-            found[i] += float(square.sum())
+    for x, y in blocks(b, a):
+        gap, wide = _difference(x, y), y.double()
+        for i, pair in enumerate(((gap, gap), (wide, wide), (gap, wide))):
+            found[i] += float(torch.dot(*pair))
     return found[0], found[1], found[2]
 
 
@@ -201,57 +215,3 @@ def _ratio(part: float, whole: float) -> float:
     if not whole:
         return math.inf if part else 0.0
     return math.sqrt(part / whole)
-
-
-def floor_of(entry: Entry, operation: Operation) -> float:
-    """What rounding operands and result once, in an entry's formats, makes of the result of an
-    operation, relative to it (rms): operands moved at random by one rounding, in fp64.
-    """
-    result, step = step_of(entry.dtype), step_of(entry.coarsest)
-    if operation.kind in ("embedding", "cast"):
-        return max(result, step)
-    operation = _sampled(operation)
-    generator = torch.Generator().manual_seed(0)
-
-    def moved(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
-        return x.double() * (1 + step * noise)
-
-    exact, apart = exactly(operation), exactly(operation, moved)
-    if exact is None or apart is None or exact.dtype != torch.float64:
-        return result
-    change = (apart - exact).nan_to_num(0, 0, 0)
-    size = float(exact.nan_to_num(0, 0, 0).square().sum())
-    return math.hypot(result, math.sqrt(float(change.square().sum()) / size)) if size else result
-
-
-def _sampled(operation: Operation) -> Operation:
-    """A product with few of its rows and columns, which have the floor of all."""
-    args = tuple(x for x in operation.args if x is not None)  # a layer without a bias hands None
-    every = all(isinstance(x, Tensor) and x.dim() for x in args) and not operation.kwargs
-    if operation.name == "linear" and every and len(args) in (2, 3):
-        x, weight = args[0].flatten(0, -2) if args[0].dim() > 1 else args[0], args[1]
-        few = (_few(x, 0, 32), _few(weight, 0, 128), *(_few(b, 0, 128) for b in args[2:]))
-    elif operation.name == "addmm" and every and len(args) == 3 and args[0].dim() == 1:
-        few = (_few(args[0], 0, 128), _few(args[1], 0, 32), _few(args[2], 1, 128))
-    else:
-        return operation
-    return replace(operation, args=few)
-
-
-def _few(x: Tensor, dim: int, most: int) -> Tensor:
-    return x if x.shape[dim] <= most else x.narrow(dim, 0, most)
-
-
-def exactly(operation: Operation, change: Any = None) -> Tensor | None:
-    """The operation in fp64, or in fp32 where it has no other kernel; a cast rounds nothing."""
-    args, kwargs = operation.args, dict(operation.kwargs)
-    if change is not None:
-        args, kwargs = mapped((args, kwargs), change)
-    moved = replace(operation, args=args, kwargs=kwargs)
-    try:
-        return result_of(Wide(torch.float64)(moved))
-    except (RuntimeError, TypeError):
-        return result_of(Wide(torch.float32)(operation))

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from halfulp.diff.alignment import align
 from halfulp.diff.difference import Compared, Difference, summed_up
-from halfulp.diff.local_gap import LocalGap, exactly, floor_of, squares
+from halfulp.diff.floors import exactly, floors_of
+from halfulp.diff.local_gap import LocalGap, squares
 from halfulp.diff.noise import Moved, chance, noise_step
 from halfulp.diff.setting import Outcome, Setting, run, tensors_in
 from halfulp.diff.shares import Stand
@@ -28,7 +29,6 @@ from halfulp.diff.tape import (
     Ambience,
     Entry,
     Slot,
-    Tape,
     asked_otherwise,
     constants,
     entry_of,
@@ -38,6 +38,7 @@ from halfulp.interpose import Operation
 from halfulp.runs.folder import new_folder, read_json, remove, sync_folder, write_json
 from halfulp.runs.machine import describe_machine, describe_versions
 
+CHUNK = 16 * 2**20  # bytes that are held before they are written
 FILE, OUTPUTS, KIND = "record.json", "outputs.safetensors", "halfulp recording"
 
 
@@ -94,6 +95,33 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     )  # fmt: skip
 
 
+class _Files:
+    """Safetensors files of a recording, of a few megabytes each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Tensor] = {}
+        self._size = 0
+        self.where: dict[str, Path] = {}  # the file of each tensor that is written
+
+    def write(self, name: str, x: Tensor) -> None:
+        """Keep a copy of a tensor."""
+        copied = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._held[name] = copied
+        self._size += copied.numel() * copied.element_size()
+        if self._size >= CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if not self._held:
+            return
+        file = self._folder / f"{len({*self.where.values()}):06d}.safetensors"
+        save_file(self._held, file)
+        self.where |= dict.fromkeys(self._held, file)
+        self._held, self._size = {}, 0
+
+
 def record(
     setting: Setting,
     batches: Iterable[Any],
@@ -142,7 +170,7 @@ def _write(
     repetitions: int,
     about: dict[str, Any],
 ) -> None:
-    tape, names = Tape(folder), constants(setting.model)
+    tape, names = _Files(folder), constants(setting.model)
     entries: dict[str, tuple[Entry, float]] = {}
     outputs: dict[str, Tensor] = {}
     losses: list[float | None] = []
@@ -189,7 +217,7 @@ def _recorded(
     setting: Setting,
     batch: Any,
     number: int,
-    tape: Tape,
+    tape: _Files,
     names: Mapping[int, str],
     entries: dict[str, tuple[Entry, float]],
     gradients: bool,
@@ -209,7 +237,7 @@ def _recorded(
             return
         with torch.no_grad():
             if entry.place not in entries:
-                entries[entry.place] = entry, floor_of(entry, operation)
+                entries[entry.place] = entry, floors_of([entry], operation)[0]
             exact = exactly(operation)
             if exact is not None and exact.shape == result.shape:
                 error = (result.double() - exact).to(torch.float32)

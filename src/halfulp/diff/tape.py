@@ -1,23 +1,22 @@
-"""What one pass computed, operation by operation, on disk: results in safetensors files of a few
-megabytes, everything else as data in memory and in one line of JSON each.
+"""What one pass computed, operation by operation: results in a file, everything else as data in
+memory.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfulp.interpose import Operation, leaves
 from halfulp.interpose.operation import mapped
-
-CHUNK = 16 * 2**20  # bytes that are held before they are written
 
 
 @dataclass(frozen=True)
@@ -171,53 +170,42 @@ def result_of(found: Any) -> Tensor | None:
 
 
 class Tape:
-    """Tensors by name, in a folder; what is held in memory is one chunk."""
+    """Tensors by name in a file that has no name and is gone with the tape; none is held in
+    memory.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._held: dict[str, Tensor] = {}
-        self._size = 0
-        self._where: dict[str, Path] = {}
-        self._open: tuple[Path, Any] | None = None
         folder.mkdir(parents=True, exist_ok=True)
+        self._file, name = tempfile.mkstemp(dir=folder)
+        weakref.finalize(self, os.close, self._file)
+        Path(name).unlink()
+        self._where: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        self._end = 0
 
     def write(self, name: str, x: Tensor) -> None:
-        """Keep a copy of a tensor."""
-        copied = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._held[name] = copied
-        self._size += copied.numel() * copied.element_size()
-        if self._size >= CHUNK:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is held."""
-        if not self._held:
-            return
-        file = self._folder / f"{len({*self._where.values()}):06d}.safetensors"
-        save_file(self._held, file)
-        self._where |= dict.fromkeys(self._held, file)
-        self._held, self._size = {}, 0
+        """Keep a tensor as it is now."""
+        x = x.detach().to("cpu").contiguous()
+        self._where[name] = self._end, x.dtype, x.shape
+        self._end += self._all(os.pwritev, x, self._end)
 
     def read(self, name: str) -> Tensor | None:
         """The tensor of that name; None where there is none."""
-        if name in self._held:
-            return self._held[name]
-        file = self._where.get(name)
-        if file is None:
+        if name not in self._where:
             return None
-        if self._open is None or self._open[0] != file:
-            self._open = (file, safe_open(file, framework="pt"))
-        found: Tensor = self._open[1].get_tensor(name)
+        place, dtype, shape = self._where[name]
+        found = torch.empty(shape, dtype=dtype)
+        self._all(os.preadv, found, place)
         return found
-
-    @property
-    def where(self) -> dict[str, Path]:
-        """The file of each tensor that is written."""
-        return dict(self._where)
 
     def clear(self) -> None:
         """Forget everything, on disk too."""
-        self._open = None
-        for file in {*self._where.values()}:
-            file.unlink(missing_ok=True)
-        self._where, self._held, self._size = {}, {}, 0
+        self._where, self._end = {}, 0
+        os.truncate(self._file, 0)
+
+    def _all(self, move: Callable[..., int], x: Tensor, place: int) -> int:
+        """Read or write all bytes of a contiguous tensor, and return how many they are."""
+        data = x.flatten().view(torch.uint8).numpy().data
+        done = 0
+        while done < len(data):
+            done += move(self._file, [data[done:]], place + done)
+        return done

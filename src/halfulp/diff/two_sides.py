@@ -16,7 +16,8 @@ from torch import Tensor
 from halfulp.diff.again import Rerun, ambient
 from halfulp.diff.alignment import Aligned, align
 from halfulp.diff.difference import Compared, Difference, summed_up
-from halfulp.diff.local_gap import LocalGap, exactly, floor_of, squares, step_of
+from halfulp.diff.floors import exactly, floors_of
+from halfulp.diff.local_gap import LocalGap, squares, step_of
 from halfulp.diff.noise import Chance, Moved, chance, noise_step
 from halfulp.diff.setting import Outcome, Piece, Setting, part_of, run, tensors_in
 from halfulp.diff.shares import Carried, Group, Stand, Swapped, grouped
@@ -117,7 +118,6 @@ class TwoSides:
                 _on_gradient(result, lambda grad: self._tape.write(f"{place} gradient", grad))
 
         found = run(self.a, batch, gradients=self.gradients, observe=observe, seed=number)
-        self._tape.flush()
         if self.gradients:
             for name, parameter in self.a.model.named_parameters():
                 if parameter.grad is not None:
@@ -235,9 +235,7 @@ class TwoSides:
 
     def _floor(self, place: str, answer: Entry, entry: Entry, operation: Operation) -> float:
         if place not in self._floors:
-            mine = floor_of(answer, operation)
-            same = (answer.dtype, answer.coarsest) == (entry.dtype, entry.coarsest)
-            self._floors[place] = math.hypot(mine, mine if same else floor_of(entry, operation))
+            self._floors[place] = math.hypot(*floors_of([answer, entry], operation))
         return self._floors[place]
 
     def _gradients(self, number: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
@@ -255,7 +253,6 @@ class TwoSides:
             self.parameters[name] = (sums[0], sums[1], sums[2])
             if self._swaps:
                 self._kept.write(f"{number} b {name}", parameter.grad)
-        self._kept.flush()
         return _Stored(self._kept, f"{number} a ", names), _Stored(
             self._kept, f"{number} b ", names
         )

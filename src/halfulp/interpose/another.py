@@ -118,12 +118,18 @@ def _rounded(x: Tensor, fmt: Format) -> Tensor:
 
 
 class Wide:
-    """The operation on wider operands."""
+    """The operation on wider operands.
+
+    Args:
+        dtype: that they are computed in.
+        noted: whether results carry a note of the dtype that the model expects, which is learned by
+            running each operation once.
+    """
 
     takes_wide = True
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, noted: bool = True) -> None:
+        self.dtype, self._noted = dtype, noted
         self._stock: dict[Any, list[torch.dtype]] = {}
         self.refused: dict[str, str] = {}  # what has no kernel for this dtype stays as it is
 
@@ -131,7 +137,7 @@ class Wide:
         """What the model gets: wide, with a note of the dtype that it expects."""
         if operation.name in _CASTS and operation.kind != "other":
             return self._cast(operation)
-        expected = self._expected(operation)
+        expected = self._expected(operation) if self._noted else []
         args, kwargs = mapped((operation.args, dict(operation.kwargs)), self._widened)
         device = next((x.device.type for x in leaves(args)), "cpu")
         try:
@@ -141,7 +147,7 @@ class Wide:
             self.refused[operation.name] = str(error).partition("\n")[0]
             args, kwargs = mapped((operation.args, dict(operation.kwargs)), expected_by_model)
             return operation.function(*args, **kwargs)
-        for x, dtype in zip(leaves(found), expected, strict=True):
+        for x, dtype in zip(leaves(found) if self._noted else (), expected, strict=True):
             tag(x, dtype)
         return found
 
