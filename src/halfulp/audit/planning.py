@@ -10,9 +10,10 @@ from halfulp.audit import invariants
 from halfulp.audit.inputs import CAPTURED, Case, case_of, read_captured, shape_of
 from halfulp.audit.invariants import Relation
 from halfulp.audit.operation_plan import operation_cases, operation_relations
-from halfulp.audit.probes import PROBES, Shape
-from halfulp.audit.size_array import size_cases, without
+from halfulp.audit.probes import PROBES, Shape, probe_named
+from halfulp.audit.size_array import held, size_cases, without
 from halfulp.operations import ATTENTION, DTYPES, operation_named
+from halfulp.targets.form import BHND, Form
 
 Depth = Literal["quick", "full"]
 GROWTH_PROBE = "gaussian"
@@ -33,14 +34,25 @@ class Plan:
         """Every case that is measured against golden."""
         return self.cases + self.sizes + self.lengths if self.chosen is None else self.chosen
 
-    def fitted(self, accepts: frozenset[str]) -> Plan:
-        """The plan for a target that takes these options: the array's cases without the others."""
+    def fitted(self, accepts: frozenset[str], form: Form = BHND) -> Plan:
+        """The plan for a target that takes these options: the array's cases without the others, and
+        all in sizes that its form can hold.
+        """
         fitted = (
             replace(case, probe=name, shape=shape)
             for case in self.sizes
-            for name, shape in (without(case.probe, case.shape, accepts),)
+            for name, shape in (without(case.probe, case.shape, accepts, form),)
         )
-        return replace(self, sizes=tuple(dict.fromkeys(fitted)))
+        sizes = tuple(dict.fromkeys(fitted))
+        if self.relations and self.relations[0].operation != ATTENTION:
+            return replace(self, sizes=sizes)
+        held = {
+            name: tuple(
+                dict.fromkeys(c for case in getattr(self, name) if (c := held_by(form, case)))
+            )
+            for name in ("cases", "lengths", "relations")
+        }
+        return replace(self, sizes=sizes, **held)
 
 
 def plan(
@@ -117,4 +129,18 @@ def relations_of(todo: Plan) -> list[tuple[Case, tuple[Callable[..., list[Relati
     if todo.relations[0].operation != ATTENTION:
         case = todo.relations[0]
         return [(case, operation_relations(operation_named(case.operation)))]
-    return list(zip(todo.relations, (invariants.PLAIN, invariants.CAUSAL), strict=True))
+    return [
+        (case, invariants.CAUSAL if probe_named(case.probe).is_causal else invariants.PLAIN)
+        for case in todo.relations
+    ]
+
+
+def held_by(form: Form, case: Case) -> Case | None:
+    """The case at a size that the form can hold; None where nothing is left of it: one query a
+    sequence sees all keys. Captured tensors stay as they are.
+    """
+    if case.file is not None:
+        return case
+    if form.decodes and probe_named(case.probe).is_causal:
+        return None
+    return replace(case, shape=held(form, case.shape))

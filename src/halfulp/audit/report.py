@@ -84,6 +84,7 @@ class AuditReport:
     seconds: float
     versions: dict[str, str]
     operation: str = ATTENTION
+    form: str | None = None  # in which a function was called, if not on [B, H, N, D]
 
     @property
     def cause(self) -> Cause | None:
@@ -147,6 +148,7 @@ class AuditReport:
             "device": self.device,
             "depth": self.depth,
             "forward": self.forward,
+            "form": self.form,
             "verdict": self.verdict,
             "reason": self.reason,
             "missing": list(self.missing),

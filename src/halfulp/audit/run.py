@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from halfulp.audit.choosing import Budget, budget, chosen, left_out
 from halfulp.audit.coverage import Coverage, coverage
 from halfulp.audit.diagnosis import Diagnosis, diagnose, reconstructed
 from halfulp.audit.figures import GRADIENTS, Measured
+from halfulp.audit.in_form import in_its_form
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.invariants import Relation
 from halfulp.audit.operation_plan import name_of as relation_name
@@ -38,6 +40,7 @@ from halfulp.calls import Result
 from halfulp.operations import ATTENTION, OperationCalls, OperationResult, operation_named
 from halfulp.reconstruct import Reconstruction
 from halfulp.targets import (
+    BHND,
     CallLimits,
     Outcome,
     Target,
@@ -51,9 +54,6 @@ from halfulp.targets import (
 )
 
 Progress = Callable[[float, str], None]
-_NO_ATTENTION, _ATTENTION = 0.5, 0.1
-"""Relative errors of O above which a function may be called with another layout, and below which it
-is attention there."""
 
 
 def runner(
@@ -97,7 +97,7 @@ class _Gathered:
     outcomes: dict[Case, Outcome]
     relations: list[tuple[Relation, Case]]
     drift: float | None = None
-    target: Target | None = None  # as it was called, its layout known
+    target: Target | None = None  # as it was called, its form known
     related: list[tuple[str, Outcome]] = field(default_factory=list)  # calls of the relations
 
     def calls(self) -> list[tuple[str, Outcome]]:
@@ -119,6 +119,7 @@ def audit(
     device: str = "cpu",
     forward: bool = False,
     isolate: bool | CallLimits = False,
+    form: str | None = None,
     explain: bool = True,
     only: Sequence[str] = (),
     seconds: float | None = None,
@@ -145,6 +146,10 @@ def audit(
         isolate: make the calls in a process of their own, as `halfulp audit` does: an exit, a
             crash, a hang or endless memory is then a line of the report. The target must be named;
             a function runs in this process, whose state each call leaves as it was.
+        form: how a function takes its tensors, in a line such as "qkv[B,N,3,H,D]" or "q[T,H,D],
+            k[T,H,D], v[T,H,D], cu_seqlens" (docs/forms.md); None: what its parameters are called
+            and its first result say. In a form without gradients, such as of a cache, `forward`
+            is meant.
         explain: also reconstruct what the kernel does, which names causes, and shrink the smallest
             failing input.
         only: names of the probes to run, "sizes" or "relations"; what is left out is missing.
@@ -174,10 +179,13 @@ def audit(
             " its name, 'module:function' or 'file.py:function'"
         )
     limits = isolate if isinstance(isolate, CallLimits) else None
-    with isolated(str(target), device, limits, op) if isolate else nullcontext(target) as given:
+    opened = isolated(str(target), device, limits, op, form) if isolate else nullcontext(target)
+    with opened as given:
         tell = progress or _silent
         wanted = budget(only, seconds)
-        asked = _Asked(_target(given, op), dtype, depth, device, forward, explain, tell, wanted)
+        chosen = _target(given, op, form)
+        forward = forward or (chosen.form or BHND).forward_only is not None
+        asked = _Asked(chosen, dtype, depth, device, forward, explain, tell, wanted)
         return _audit(asked, todo)
 
 
@@ -204,7 +212,7 @@ class _Asked:
 
 def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     start = time.perf_counter()
-    whole = todo.fitted(asked.target.accepts)
+    whole = todo.fitted(asked.target.accepts, asked.target.form or BHND)
     todo = chosen(whole, asked.wanted)
     gathered = _gather(asked, todo)
     seen = coverage(gathered.calls(), asked.forward, asked.gradients)
@@ -221,7 +229,7 @@ def _audit(asked: _Asked, todo: Plan) -> AuditReport:
     name = asked.target.name
     text = None
     if smallest is not None and shown is not None:
-        text = script(name, shown, smallest, (gathered.target or asked.target).layout)
+        text = script(name, shown, smallest, (gathered.target or asked.target).form)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
     notes = tuple(dict.fromkeys(note for _, found in gathered.calls() for note in found.notes))
     versions = {
@@ -256,7 +264,12 @@ def _audit(asked: _Asked, todo: Plan) -> AuditReport:
         seconds=time.perf_counter() - start,
         versions=versions,
         operation=asked.target.operation,
+        form=_form_text(gathered.target or asked.target),
     )
+
+
+def _form_text(target: Target) -> str | None:
+    return None if target.form in (None, BHND) else str(target.form)
 
 
 def _explained(
@@ -278,13 +291,15 @@ def _silent(_: float, __: str) -> None:
     """Progress that nobody looks at."""
 
 
-def _target(target: str | Target | Callable[..., Any], op: str = ATTENTION) -> Target:
+def _target(
+    target: str | Target | Callable[..., Any], op: str = ATTENTION, form: str | None = None
+) -> Target:
     if isinstance(target, Target):
         chosen = target
     elif isinstance(target, str):
-        chosen = resolve(target, operation=op)
+        chosen = resolve(target, operation=op, form=form)
     elif op == ATTENTION:
-        chosen = Target.of(target)
+        chosen = Target.of(target, form=form)
     else:
         chosen = operation_target(operation_named(op), target, name_of_function(target))
     if chosen.missing is not None:
@@ -308,9 +323,12 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
             asked.target, reference.inputs, asked.device, asked.forward
         )
         if len(gathered.outcomes) == 1:
+            call = partial(_call, device=asked.device, forward=asked.forward)
+            found, outcome = in_its_form(asked.target, call, reference, outcome)
+            asked = replace(asked, target=found)
             if outcome.kind == "error":
+                gathered.outcomes[case] = outcome
                 return gathered
-            asked, outcome = _in_its_layout(asked, reference, outcome)
             gathered.outcomes[case], gathered.target = outcome, asked.target
         if outcome.result is not None:
             measured = reference.measure(outcome.result)
@@ -338,27 +356,6 @@ def _gather(asked: _Asked, todo: Plan) -> _Gathered:
                 for found in relation(_related(asked, gathered, relation_name(relation)), x, base)
             ]
     return gathered
-
-
-def _in_its_layout(
-    asked: _Asked, reference: References, outcome: Outcome
-) -> tuple[_Asked, Outcome]:
-    """Call a function of an unknown layout again with `[B, N, H, D]` where it is not attention on
-    `[B, H, N, D]`.
-    """
-    if asked.target.layout is not None or outcome.result is None:
-        return asked, outcome
-
-    def off(result: Result) -> float:
-        exact = reference.truth.out
-        return float((result.out.double() - exact).norm() / exact.norm())
-
-    turned = replace(asked, target=replace(asked.target, layout="BNHD"))
-    if off(outcome.result) > _NO_ATTENTION:
-        again = _call(turned.target, reference.inputs, asked.device, asked.forward)
-        if again.result is not None and off(again.result) < _ATTENTION:
-            return turned, replace(again, notes=("takes [B, N, H, D]", *again.notes))
-    return replace(asked, target=replace(asked.target, layout="BHND")), outcome
 
 
 def _related(asked: _Asked, gathered: _Gathered, name: str) -> Callable[[Inputs], Result | None]:

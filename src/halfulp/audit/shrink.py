@@ -18,6 +18,7 @@ from halfulp.audit.relation_replay import relation_severity
 from halfulp.audit.verdict import LIMITS, PEAK, Finding, Limits
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION, Sizes, operation_names
+from halfulp.targets.form import BHND, Form
 
 Run = Callable[[Inputs], Result | None]
 MOST_CALLS = 40
@@ -147,7 +148,7 @@ def _refine(case: Case, shows: Callable[[Case], bool]) -> Case:
 
 
 def reproduce(
-    target: str, case: Case, kind: str, property: str, tensor: str, layout: str = "BHND"
+    target: str, case: Case, kind: str, property: str, tensor: str, form: str | None = None
 ) -> int:
     """Run a target on one case, print the figure, and return 1 if the defect shows, 0 if not, 2 if
     the target cannot be loaded or called: what the written file calls.
@@ -163,7 +164,7 @@ def reproduce(
         return results[-1]
 
     try:
-        call = runner(replace(resolve(target, operation=case.operation), layout=layout))
+        call = runner(resolve(target, operation=case.operation, form=form))
         bad = severity(run, case, finding)
     except ValueError as error:
         print(f"not run: {error}", file=sys.stderr)
@@ -178,7 +179,7 @@ def reproduce(
     return int(bad > 1)
 
 
-def script(target: str, finding: Finding, case: Case, layout: str | None = None) -> str:
+def script(target: str, finding: Finding, case: Case, form: Form | None = None) -> str:
     """A Python file that shows the defect: `python FILE` prints the figure and exits 1 while it is
     there, from whatever folder it is started.
     """
@@ -191,7 +192,7 @@ def script(target: str, finding: Finding, case: Case, layout: str | None = None)
     about = f"{target}: {finding.property} on {case.probe}."
     about += f" Found by halfulp audit: {finding.figure}."
     target = _from_anywhere(target)
-    turned = f", {layout!r}" if layout == "BNHD" else ""
+    turned = "" if form is None or form == BHND else f", form={form.name!r}"
     # as a literal, in which no name is more than text
     return (
         f"{about!r}\n\nfrom halfulp.audit import Case, {kind}, reproduce\n\ncase ="

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from halfulp.audit import draws
 from halfulp.audit.covering import covering_array
 from halfulp.audit.draws import Draw, Shape
+from halfulp.targets.form import BHND, Form
 from halfulp.targets.manner import CALLS, GRAD_MEMORY, MEMORY
 
 PREFIX = "sizes"
@@ -53,15 +55,41 @@ def size_cases(seed: int = 0) -> tuple[tuple[str, Shape], ...]:
     return tuple((_name(row), _shape(row)) for row in _rows(seed))
 
 
-def without(name: str, shape: Shape, accepts: frozenset[str]) -> tuple[str, Shape]:
+def without(
+    name: str, shape: Shape, accepts: frozenset[str], form: Form = BHND
+) -> tuple[str, Shape]:
     """The case for a target that takes no groups of heads, or no offset of the diagonal: with
-    neither, so that it still covers its other pairs.
+    neither, so that it still covers its other pairs; at a size and with a diagonal that its form
+    can hold.
     """
     if "enable_gqa" not in accepts and shape.kv_heads is not None:
-        shape = Shape(**(vars(shape) | {"kv_heads": None}))
+        shape = replace(shape, kv_heads=None)
+    shape = held(form, shape)
     if "causal_offset" not in accepts:
         name = name.replace("/causal-end/", "/causal/")
+    if form.ends and shape.n_query != shape.n_key:
+        more = shape.n_query > shape.n_key  # rows that see nothing are a probe's
+        name = name.replace("/causal/", "/full/" if more else "/causal-end/")
+    if form.decodes:
+        name = name.replace("/causal/", "/full/").replace("/causal-end/", "/full/")
     return name, shape
+
+
+def held(form: Form, shape: Shape) -> Shape:
+    """The nearest size that a form can hold."""
+    packed = form.of("qkv") is not None
+    if form.decodes:
+        # one row a head: more heads instead, of which each is a sample
+        batch = shape.batch * 4 if 1 < shape.batch < 8 else shape.batch
+        shape = replace(shape, n_query=1, batch=batch)
+    elif (packed or form.of("cu_seqlens")) and shape.n_query != shape.n_key:
+        most = max(shape.n_query, shape.n_key)
+        fits = shape.batch * shape.heads * most * most <= _MOST_SCORES
+        n = most if fits else min(shape.n_query, shape.n_key)
+        shape = replace(shape, n_query=n, n_key=n)
+    if packed or form.of("kv"):
+        shape = replace(shape, value_dim=None)
+    return replace(shape, kv_heads=None) if packed else shape
 
 
 def levels_of(name: str) -> dict[str, str]:

@@ -41,6 +41,7 @@ def audit(
     seed: int = 0,
     device: str = "cpu",
     forward: bool = False,
+    form: str | None = None,
     in_process: bool = False,
     call_seconds: float = 120.0,
     call_gigabytes: float = 8.0,
@@ -72,6 +73,9 @@ def audit(
         device: Where the targets run, such as cpu or cuda; what they are held against is computed
             on the CPU.
         forward: Ask for no gradients, of kernels that have no backward pass.
+        form: How functions take their tensors, in a line such as 'qkv[B,N,3,H,D]' or 'q[T,H,D],
+            k[T,H,D], v[T,H,D], cu_seqlens' (docs/forms.md); without it what their parameters are
+            called, and their first result, say it.
         in_process: Call the targets in this process. Otherwise each runs in one of its own, where
             an exit, a crash, a hang or endless memory ends nothing else.
         call_seconds: After how long a call is given up.
@@ -94,6 +98,7 @@ def audit(
         "seed": seed,
         "device": device,
         "forward": forward,
+        "form": form,
         "shapes": [_shape(text) for text in shapes],
         "captured": [str(path) for path in captured],
     } | part.options()
@@ -119,7 +124,7 @@ def _audit_all(
             " path/file.py:function"
         )
     with ExitStack() as stack:
-        chosen = _opened(names, options["op"], options["device"], limits, stack)
+        chosen = _opened(names, options, limits, stack)
         compared = None
         if against is not None:
             compared = stack.enter_context(before(against, names, options, limits))
@@ -159,7 +164,7 @@ def _compare_saved(names: Sequence[str], against: str | None, files: AuditFiles)
 
 
 def _opened(
-    names: Iterable[str], op: str, device: str, limits: CallLimits | None, stack: ExitStack
+    names: Iterable[str], options: dict[str, Any], limits: CallLimits | None, stack: ExitStack
 ) -> list[AbstractContextManager[Target]]:
     """Every target, or its ValueError before any work is done; processes end with the stack at the
     latest.
@@ -169,16 +174,17 @@ def _opened(
     from halfulp.targets import isolated, resolve
     from halfulp.targets.dialect import is_code
 
+    op, device, form = options["op"], options["device"], options["form"]
     opened: list[AbstractContextManager[Target]] = []
     for name in names:
         if limits is not None and is_code(name):
             loaded = ExitStack()
             stack.push(loaded)
             opened.append(
-                _until_left(loaded, loaded.enter_context(isolated(name, device, limits, op)))
+                _until_left(loaded, loaded.enter_context(isolated(name, device, limits, op, form)))
             )
             continue
-        target = resolve(name, operation=op)
+        target = resolve(name, operation=op, form=form)
         if target.missing is not None:
             raise ValueError(
                 f"target={target.name!r}: {target.missing}; accepted is one that runs here"

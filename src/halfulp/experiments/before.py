@@ -81,13 +81,12 @@ def _is_target(name: str, operation: str) -> bool:
 
 
 def _target(name: str, options: Mapping[str, Any], limits: CallLimits | None) -> Before:
+    op, form = options.get("op", ATTENTION), options.get("form") if is_code(name) else None
     with ExitStack() as stack:
         given = (
-            resolve(name, "against", options.get("op", ATTENTION))
+            resolve(name, "against", op, form)
             if limits is None
-            else stack.enter_context(
-                isolated(name, str(options["device"]), limits, options.get("op", ATTENTION))
-            )
+            else stack.enter_context(isolated(name, str(options["device"]), limits, op, form))
         )
         report = audit(given, **{**options, "explain": False}).as_dict()
     return lambda _: report
@@ -102,9 +101,10 @@ def _at_revision(
     limits: CallLimits,
 ) -> dict[str, Any]:
     moved = _moved(tree, name)  # before the working folder is another
+    given = (options.get("op", ATTENTION), options.get("form"))
     with (
         _standing_in(tree),
-        isolated(moved, str(options["device"]), limits, options.get("op", ATTENTION)) as target,
+        isolated(moved, str(options["device"]), limits, *given) as target,
     ):
         report = audit(target, **{**options, "explain": False}).as_dict()
     return report | {"target": f"{name} at {reference} ({commit[:10]})"}

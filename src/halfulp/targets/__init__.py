@@ -6,12 +6,16 @@ from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.calling import check_device, one_line, run_target
 from halfulp.targets.dialect import canonical, is_code, operation_targets, recipe_in, resolve
 from halfulp.targets.emulation import emulations
+from halfulp.targets.form import BHND, FORMS, Form
 from halfulp.targets.isolated import CallLimits, isolated
 from halfulp.targets.operation_calling import operation_target, run_operation
 from halfulp.targets.target import Outcome, Target, UnsupportedError, name_of_function
 
 __all__ = [
+    "BHND",
+    "FORMS",
     "CallLimits",
+    "Form",
     "Outcome",
     "Target",
     "UnsupportedError",

@@ -7,6 +7,7 @@ tensors, random numbers and torch settings are as before.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Result
-from halfulp.targets.manner import PLAIN, laid_out, parted
+from halfulp.targets.form import BHND
+from halfulp.targets.forming import FormedCall, Passed, formed, joined
+from halfulp.targets.manner import PLAIN, parted
 from halfulp.targets.signature import OPTIONAL
 from halfulp.targets.state import as_before
 from halfulp.targets.target import Outcome, Target, UnsupportedError
@@ -40,7 +43,8 @@ def run_target(
 ) -> Outcome:
     """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its
     gradients by autograd. `options` are those of `signature.OPTIONAL` that are asked for; `manner`
-    says what memory the tensors lie in and how often it is called (`targets.manner`).
+    says what memory the tensors lie in and how often it is called (`targets.manner`), the target's
+    own form which tensors it is given (`targets.form`).
 
     NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the
     forward pass are the target's way to refuse arguments (kind "refused"); what it declares not to
@@ -55,44 +59,47 @@ def run_target(
         assert name in OPTIONAL, name
         if name not in target.accepts:
             return Outcome(None, f"does not take {name}", "unsupported")
-    if target.layout == "BNHD":
-        turned = (None if x is None else x.transpose(1, 2) for x in (query, key, value, grad_out))
-        asked = {"is_causal": is_causal, "scale": scale, "manner": manner} | options
-        outcome = run_target(replace(target, layout="BHND"), *turned, **asked)  # type: ignore[arg-type]
-        return replace(outcome, result=_turned(outcome.result))
+    form = target.form or BHND
     if target.elsewhere is not None:
         asked = {"is_causal": is_causal, "scale": scale, "manner": manner} | options
-        return target.elsewhere(query, key, value, grad_out, asked)
-    given = {"query": query, "key": key, "value": value}
-    given |= {name: x for name, x in options.items() if isinstance(x, Tensor)}
+        return target.elsewhere(query, key, value, grad_out, asked | {"form": str(form)})
+    if "G" in form.dims("key"):
+        options.pop("enable_gqa", None)
+    offset = key.shape[2] - query.shape[2] if is_causal and form.ends else 0
+    if form.ends and options.pop("causal_offset", 0) != offset:
+        return Outcome(None, "ends a causal mask's diagonal at the last key", "unsupported")
+    grad_out = None if form.forward_only else grad_out
+    given = {name: x for name, x in options.items() if isinstance(x, Tensor)}
     lent = {name: x.detach().clone() for name, x in given.items()}
+    operands = {"query": query, "key": key, "value": value}
+    wide = torch.float32 if form.autocast else query.dtype
+    lent |= {name: x.detach().to(wide, copy=True) for name, x in operands.items()}
     if grad_out is not None:
-        given["grad_out"], lent["grad_out"] = grad_out, grad_out.detach().clone()
-        lent |= {name: lent[name].requires_grad_() for name in ("query", "key", "value")}
+        lent["grad_out"] = grad_out.detach()
+        lent |= {name: lent[name].requires_grad_() for name in operands}
+    passed: list[Passed] = []
+    autocast = torch.autocast(query.device.type, query.dtype, form.autocast)
     with (
         as_before(query.device, grad=grad_out is not None) as left,
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")
         asked = {"is_causal": is_causal, "scale": scale} | options
-        outcome = _call(target, lent, asked, parted(manner))
+        inside = autocast if form.autocast else contextlib.nullcontext()
+        outcome = _call(target, lent, asked, parted(manner), passed, inside)
     notes = outcome.notes + warned_lines(warned)
-    touched = [
-        name for name, x in given.items() if not same_bits(lent.get(f"{name}/read", lent[name]), x)
-    ]
+    passed += [(name, lent[name], x) for name, x in given.items()]
+    touched = dict.fromkeys(name for name, x, before in passed if not same_bits(x, before))
     if touched:
         notes = (f"{MODIFIES}: {', '.join(touched)}", *notes)
     if options.get("dropout_p"):
         left = [what for what in left if "random numbers" not in what]  # drawn, as was asked
     if left:
         notes += (f"{LEAVES}: {', '.join(left)}",)
+    if form.autocast and outcome.result is not None:
+        tensors = {n: x.to(query.dtype) for n, x in outcome.result.given().items() if n != "lse"}
+        outcome = replace(outcome, result=replace(outcome.result, **tensors))
     return replace(outcome, notes=tuple(dict.fromkeys(notes)))
-
-
-def _turned(result: Result | None) -> Result | None:
-    """Results `[B, N, H, D]` and lse `[B, N, H]` as ours."""
-    given = {} if result is None else result.given()
-    return replace(result, **{n: x.transpose(1, 2) for n, x in given.items()}) if result else None
 
 
 def attempted(
@@ -112,49 +119,78 @@ def attempted(
 
 
 def _call(
-    target: Target, lent: dict[str, Tensor], options: dict[str, Any], manner: tuple[str, str, str]
+    target: Target,
+    lent: dict[str, Tensor],
+    options: dict[str, Any],
+    manner: tuple[str, str, str],
+    passed: list[Passed],
+    inside: contextlib.AbstractContextManager[Any],
 ) -> Outcome:
-    """Forward and backward; adds to `lent` what the kernel reads: a copy, so that autograd lets it
-    be written to.
+    """Forward and backward; adds to `passed` what the kernel is given: copies, so that autograd
+    lets them be written to.
     """
-    differentiate = "grad_out" in lent
+    memory, grad_memory, often = manner
     leaves = [lent[name] for name in ("query", "key", "value")]
-    memory, grad_memory, calls = manner
-    read = [laid_out(x, memory) for x in leaves]
-    lent |= {f"{name}/read": x for name, x in zip(("query", "key", "value"), read, strict=True)}
     options = options | {name: lent[name] for name in options if name in lent}
-    for _ in range(2 if calls == "twice" else 1):
-        returned, failed = attempted(target, read, options)
-        if failed is not None:
-            return failed
+    form, causal = target.form or BHND, bool(options["is_causal"])
     try:
-        out, lse, notes = _unpacked(returned, leaves)
-        if isinstance(out, str):
-            return Outcome(None, out, "error")
-        kept = Result(out.detach().clone(), None if lse is None else lse.detach().clone())
-    except Exception as error:  # a class of tensors that cannot be looked at
-        found = f"returns what cannot be read, {type(returned).__name__}: {one_line(error)}"
-        return Outcome(None, found, "error")
-    if not differentiate:
-        return Outcome(kept, None, "ok", notes)
-    if not out.requires_grad:
-        return Outcome(kept, None, "ok", (FORWARD_ONLY, *notes))
-    grad_out = lent["grad_out/read"] = laid_out(lent["grad_out"], grad_memory)
-    return _differentiated(kept, out, leaves, grad_out, notes, 1 + (calls == "backward-twice"))
+        calls = formed(form, leaves, memory, target.by_name, causal)
+    except UnsupportedError as error:
+        return Outcome(None, str(error), "unsupported")
+    outs, kept = [], []
+    notes: tuple[str, ...] = ()
+    for call in calls:
+        passed += call.lent
+        given = options if not call.named else options | {"named": call.named}
+        with inside:
+            for _ in range(2 if often == "twice" else 1):
+                returned, failed = attempted(target, call.tensors, given)
+                if failed is not None:
+                    return failed
+        try:
+            out, lse, notes = _unpacked(call.returned(returned), leaves[0], call)
+            if isinstance(out, str):
+                return Outcome(None, out, "error")
+            outs.append(out)
+            kept.append((call.read(out.detach().clone()), None if lse is None else lse.clone()))
+        except Exception as error:  # a class of tensors that cannot be looked at
+            found = f"returns what cannot be read, {type(returned).__name__}: {one_line(error)}"
+            return Outcome(None, found, "error")
+    result = Result(joined([out for out, _ in kept], leaves[0]))
+    if all(lse is not None for _, lse in kept):
+        result = replace(result, lse=joined([lse for _, lse in kept if lse is not None], leaves[0]))
+    if "grad_out" not in lent:
+        return Outcome(result, None, "ok", notes)
+    if not all(out.requires_grad for out in outs):
+        return Outcome(result, None, "ok", (FORWARD_ONLY, *notes))
+    grads = _grads(calls, lent["grad_out"].to(outs[0].dtype), grad_memory, leaves[0])
+    passed += [("grad_out", g, g.clone()) for g in grads]
+    passes = 1 + (often == "backward-twice")
+    return _differentiated(result, (outs, grads), leaves, notes, passes)
+
+
+def _grads(calls: list[FormedCall], grad_out: Tensor, memory: str, like: Tensor) -> list[Tensor]:
+    """What reaches the result of each call."""
+    if len(calls) == 1:
+        return [calls[0].grad(grad_out, memory)]
+    parts = [row[None] for row in grad_out]
+    if len(calls) > like.shape[0]:
+        parts = [part[None, None] for row in grad_out for part in row]
+    return [call.grad(part, memory) for call, part in zip(calls, parts, strict=True)]
 
 
 def _differentiated(
     kept: Result,
-    out: Tensor,
+    results: tuple[list[Tensor], list[Tensor]],
     leaves: list[Tensor],
-    grad_out: Tensor,
     notes: tuple[str, ...],
     passes: int,
 ) -> Outcome:
+    outs, grad_outs = results
     try:
         for left in reversed(range(passes)):
             grads = torch.autograd.grad(
-                out, leaves, grad_out, allow_unused=True, retain_graph=left > 0
+                outs, leaves, grad_outs, allow_unused=True, retain_graph=left > 0
             )
     except NotImplementedError as error:
         refused = f"backward pass refuses: {one_line(error)}"
@@ -178,10 +214,9 @@ def _differentiated(
 
 
 def _unpacked(
-    returned: Any, leaves: list[Tensor]
+    returned: Any, query: Tensor, call: FormedCall
 ) -> tuple[Tensor | str, Tensor | None, tuple[str, ...]]:
-    """(out or what is wrong with it, lse, notes) of whatever the target returned."""
-    query, _, value = leaves
+    """(out or what is wrong with it, lse `[B, H, N]`, notes) of whatever the target returned."""
     rest: list[Any] = []
     if isinstance(returned, tuple | list):
         if not returned:
@@ -191,39 +226,25 @@ def _unpacked(
         return f"returns {type(returned).__name__}: expected a tensor or (out, lse)", None, ()
     if returned.is_nested or returned.layout != torch.strided:
         return f"returns out that is {_layout(returned)}: expected a dense tensor", None, ()
-    expected = (*query.shape[:3], value.shape[3])
-    if tuple(returned.shape) != expected:
-        return f"returns out of shape {tuple(returned.shape)}: expected {expected}", None, ()
-    if returned.dtype != query.dtype:
+    if tuple(returned.shape) != call.shape:
+        return f"returns out of shape {tuple(returned.shape)}: expected {call.shape}", None, ()
+    if returned.dtype != query.dtype and not call.form.autocast:
         return f"returns out of dtype {_dtype(returned)}: expected {_dtype(query)}", None, ()
     if returned.device != query.device:
         return f"returns out on {returned.device}: expected {query.device}", None, ()
     if not rest or rest[0] is None:
         return returned, None, ()
-    lse = _lse(rest[0], (query.shape[0], query.shape[1], query.shape[2]))
+    lse = call.read_lse(rest[0])
     notes = (
         ()
         if lse is not None
-        else (f"a second result that is no lse of shape {expected[:3]} was ignored",)
+        else (f"a second result that is no lse of shape {call.shape[:-1]} was ignored",)
     )
-    return returned, lse, notes
+    return returned, None if lse is None else lse.detach(), notes
 
 
 def _layout(x: Tensor) -> str:
     return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-
-
-def _lse(x: Any, expected: tuple[int, int, int]) -> Tensor | None:
-    """`x` as lse `[B, H, N]`: also from `[B, N, H]` and from a trailing 1; None where it is none of
-    these.
-    """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        return None
-    b, h, n = expected
-    column: Tensor = x.squeeze(-1) if x.ndim == 4 and x.shape[-1] == 1 else x
-    if tuple(column.shape) == expected:
-        return column
-    return column.mT if tuple(column.shape) == (b, n, h) else None
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

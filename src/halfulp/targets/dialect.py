@@ -78,8 +78,11 @@ def recipe_in(name: str) -> Recipe | None:
     return recipe_named(f"{base}{bare[bare.find('[') :] if '[' in bare else ''}")
 
 
-def resolve(name: str, argument: str = "target", operation: str = ATTENTION) -> Target:
-    """The target of that name, of attention or of another operation (`halfulp ls operations`).
+def resolve(
+    name: str, argument: str = "target", operation: str = ATTENTION, form: str | None = None
+) -> Target:
+    """The target of that name, of attention or of another operation (`halfulp ls operations`); a
+    function of the user's in that form (`targets.form`).
 
     Accepted are built-in names, recipes ("recipe:NAME", a recipe or algorithm alone, with changes
     in brackets), "halfulp" with a backend, a kernel recipe or both ("halfulp:cpu:stock"),
@@ -87,6 +90,10 @@ def resolve(name: str, argument: str = "target", operation: str = ATTENTION) -> 
     `missing` says. Raises ValueError, one line that names the `argument`, with what is accepted and
     the closest name.
     """
+    if form is not None and (operation != ATTENTION or not is_code(name)):
+        raise ValueError(
+            f"form={form!r} of {name}: accepted is the form of an attention function of your own"
+        )
     if operation != ATTENTION:
         return _of_operation(operation_named(operation), name, argument)
     try:
@@ -107,7 +114,7 @@ def resolve(name: str, argument: str = "target", operation: str = ATTENTION) -> 
         return transformers_target(rest)
     if is_code(name):
         try:
-            return load(name)
+            return load(name, form)
         except ValueError as error:
             raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
     raise ValueError(f"{argument}={name!r}: accepted is {ACCEPTED}{_hint(name)}")

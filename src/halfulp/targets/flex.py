@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfulp.targets.target import BOTH, Target, installed
+from halfulp.targets.target import BOTH, Target, installed, many_graphs
 
 _UNSEEN = "its masks and changes of scores are code, which no figure can be computed from"
 
@@ -122,15 +121,6 @@ def _score_mod(mask: Tensor) -> Callable[..., Tensor]:
         return torch.where(mask[batch, head, i, j], score, -math.inf)
 
     return choose if mask.dtype == torch.bool else add
-
-
-@contextlib.contextmanager
-def many_graphs() -> Iterator[None]:
-    """An audit calls with more shapes than torch.compile allows one function by default (8)."""
-    import torch._dynamo.config
-
-    with torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096):
-        yield
 
 
 def _cannot_compile() -> str | None:

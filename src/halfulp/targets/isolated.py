@@ -27,6 +27,7 @@ from torch import Tensor
 from halfulp.operations import ATTENTION, OperationCalls
 from halfulp.targets.calling import short
 from halfulp.targets.dialect import is_code, resolve
+from halfulp.targets.form import Form
 from halfulp.targets.loading import parted
 from halfulp.targets.messages import outcome_of, outcome_of_operation, receive, send
 from halfulp.targets.target import Outcome, Target
@@ -64,8 +65,9 @@ def isolated(
     device: str = "cpu",
     limits: CallLimits | None = None,
     operation: str = ATTENTION,
+    form: str | None = None,
 ) -> Iterator[Target]:
-    """The target of that name, of that operation, whose calls are made in a process of its own.
+    """The target of that name, operation and form, whose calls are made in a process of its own.
 
     A user's own module or file is loaded there and nowhere else. Raises ValueError as `resolve`
     does, and for limits that are not positive; a process that ends while it loads the target gives
@@ -76,7 +78,7 @@ def isolated(
         if not number > 0:
             raise ValueError(f"{what}={number}: accepted is a positive number")
     with tempfile.TemporaryDirectory(prefix="halfulp-") as folder:
-        process = _Process(name, device, limits, Path(folder) / "said", operation)
+        process = _Process(name, device, limits, Path(folder) / "said", operation, form)
         try:
             yield process.target()
         finally:
@@ -87,10 +89,16 @@ class _Process:
     """A target's process, started again after it ends."""
 
     def __init__(
-        self, name: str, device: str, limits: CallLimits, said: Path, operation: str
+        self,
+        name: str,
+        device: str,
+        limits: CallLimits,
+        said: Path,
+        operation: str,
+        form: str | None,
     ) -> None:
         self.name, self.device, self.limits, self.said = name, device, limits, said
-        self.operation = operation
+        self.operation, self.form = operation, form
         self.ends: list[str] = []  # why it ended, each time
         self.late = False  # whether this process was killed for taking too long
         self.process: subprocess.Popen[bytes] | None = None
@@ -100,7 +108,7 @@ class _Process:
     def target(self) -> Target:
         """What is known of the target; for a name of the user's, from the process."""
         if not is_code(self.name):
-            target = resolve(self.name, operation=self.operation)
+            target = resolve(self.name, operation=self.operation, form=self.form)
             self._start()  # it loads while the auditor prepares
             return _elsewhere(target, self)
         parted(self.name)
@@ -114,10 +122,8 @@ class _Process:
         assert self.known is not None
         accepts = frozenset(self.known["accepts"])
         text = str(self.known["description"])
-        layout = None if self.operation == ATTENTION else "BHND"  # None: not known
-        described = Target(
-            self.name, _never, accepts, text, layout=layout, operation=self.operation
-        )
+        form = None if self.known["form"] is None else Form.parse(str(self.known["form"]))
+        described = Target(self.name, _never, accepts, text, form=form, operation=self.operation)
         return _elsewhere(described, self)
 
     def call(
@@ -242,6 +248,7 @@ class _Process:
             "handle": theirs.fileno(),
             "name": self.name,
             "operation": self.operation,
+            "form": self.form,
             "device": self.device,
             "threads": torch.get_num_threads(),
             "gigabytes": self.limits.gigabytes,

@@ -17,11 +17,11 @@ from halfulp.targets.calling import one_line
 from halfulp.targets.target import Target
 
 
-def load(name: str) -> Target:
+def load(name: str, form: str | None = None) -> Target:
     """The target of attention that is named "module:function" or "file.py:function"; raises
     ValueError as `load_function` does, and for what is no such function.
     """
-    return Target.of(load_function(name)[0], name)
+    return Target.of(load_function(name)[0], name, form)
 
 
 def load_function(name: str) -> tuple[Any, ModuleType]:

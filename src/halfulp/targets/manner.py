@@ -32,13 +32,16 @@ def parted(manner: str) -> tuple[str, str, str]:
     return parts[0], parts[1], parts[2]
 
 
-def laid_out(x: Tensor, memory: str) -> Tensor:
-    """The same elements `[B, H, N, D]` in memory of their own, differentiable."""
-    if memory == "transposed":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
+def laid_out(x: Tensor, memory: str, rows: int | None = None) -> Tensor:
+    """The same elements in memory of their own, differentiable; `rows` is the dimension of tokens,
+    which alone can be expanded.
+    """
+    if memory == "transposed" and x.ndim > 2:
+        first = 1 if x.ndim > 3 else 0
+        return x.transpose(first, first + 1).contiguous().transpose(first, first + 1)
     if memory == "packed":
         beside = torch.full_like(x[..., :8], 3.0)  # what no kernel may read
         return torch.cat([beside, x, beside], -1)[..., beside.shape[-1] : -beside.shape[-1]]
-    if memory == "expanded":
-        return x[:, :, :1].contiguous().expand_as(x)
-    return x.clone()
+    if memory == "expanded" and rows is not None:
+        return x.narrow(rows, 0, 1).contiguous().expand_as(x)
+    return x.clone(memory_format=torch.contiguous_format)

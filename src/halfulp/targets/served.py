@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from halfulp.operations import ATTENTION, OperationCalls, operation_named
 from halfulp.targets.calling import one_line, run_target
 from halfulp.targets.dialect import resolve
+from halfulp.targets.form import Form
 from halfulp.targets.messages import RESULTS, receive, send
 from halfulp.targets.operation_calling import run_operation
 from halfulp.targets.target import Outcome, Target
@@ -28,7 +30,13 @@ _MOST_GIVEN = 2**36
 
 
 def serve(
-    handle: int, name: str, device: str, threads: int, gigabytes: float, operation: str
+    handle: int,
+    name: str,
+    device: str,
+    threads: int,
+    gigabytes: float,
+    operation: str,
+    form: str | None = None,
 ) -> None:
     """Tell what the target is, then answer calls, over the connection of that number."""
     connection: Connection = Connection(handle)
@@ -37,7 +45,7 @@ def serve(
         _limit(gigabytes)
     torch.set_num_threads(threads)
     try:
-        target = resolve(name, operation=operation)
+        target = resolve(name, operation=operation, form=form)
     except ValueError as error:
         send(connection, {"error": str(error)}, {})
         return
@@ -45,6 +53,7 @@ def serve(
         "accepts": sorted(target.accepts),
         "description": target.description,
         "missing": target.missing,
+        "form": None if target.form is None else str(target.form),
     }
     send(connection, known, {})
     with contextlib.suppress(EOFError):
@@ -61,7 +70,8 @@ def _answer(connection: Connection, target: Target, device: str) -> None:
         options[name] = tuple(x) if isinstance(x, list) else x
     try:
         if target.operation == ATTENTION:
-            outcome = run_target(target, **given, **options)
+            now = replace(target, form=Form.parse(options.pop("form")))
+            outcome = run_target(now, **given, **options)
         else:
             parts: dict[str, dict[str, Any]] = {"operand": {}, "grad": {}}
             for name, x in given.items():

@@ -11,9 +11,12 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from halfulp.targets.form import Form
 
 SIGNATURE = "f(query, key, value, *, is_causal, scale)"
 SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -40,40 +43,43 @@ class Signature:
     names: Mapping[str, str]  # ours: the function's
     others: tuple[str, ...] = ()  # parameters of its own, left at their defaults
     wanted: tuple[str, ...] = ()  # of those, what has no default
+    by_name: frozenset[str] = frozenset()  # the parameters that can be given by name
 
     @classmethod
-    def of(cls, function: Callable[..., Any], name: str) -> Signature:
-        """Read a function's signature.
+    def of(cls, function: Callable[..., Any], name: str, form: Form) -> Signature:
+        """Read a function's signature, beside what its form says.
 
         A function of any keywords (**kwargs), or of none that Python can see, takes all options
         under our names but those that it spells otherwise.
 
         Raises:
-            ValueError: it is no function, or takes fewer than three tensors.
+            ValueError: it takes fewer tensors than its form has.
         """
-        if isinstance(function, type) or not callable(function):
-            kind = type(function).__name__
-            raise ValueError(f"target={name!r}: is no function but {kind}; accepted is {SIGNATURE}")
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # of C
-            return cls({option: option for option in ("is_causal", "scale", *OPTIONAL[:2])})
+            known = {option: option for option in ("is_causal", "scale", *OPTIONAL[:2])}
+            return cls(known | form.options)
         placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(placed) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        count = len(form.tensors)
+        if len(placed) < count and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
             shown = ", ".join(p.name for p in parameters)
             raise ValueError(f"target={name!r}: takes ({shown}); accepted is {SIGNATURE}")
-        rest = [p for p in parameters if p.kind is p.KEYWORD_ONLY or p in placed[3:]]
+        rest = [p for p in parameters if p.kind is p.KEYWORD_ONLY or p in placed[count:]]
+        rest = [p for p in rest if p.name not in form.given]
         found = {
             ours: p.name
             for p in rest
             for ours, theirs in SPELLINGS.items()
             if p.name in theirs and p.kind is not p.POSITIONAL_ONLY
         }
+        found |= form.options
         others = [p for p in rest if p.name not in found.values()]
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             found = {option: option for option in ("is_causal", "scale", *OPTIONAL[:2])} | found
         wanted = tuple(p.name for p in others if p.default is p.empty)
-        return cls(found, tuple(p.name for p in others), wanted)
+        by_name = frozenset(p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY)
+        return cls(found, tuple(p.name for p in others), wanted, by_name)
 
     @property
     def accepts(self) -> frozenset[str]:
@@ -128,5 +134,12 @@ def _unmapped(name: str, signature: Signature) -> str:
     )
     return (
         f"target={name!r}: wants {', '.join(signature.wanted)}, which nobody gives it; accepted is"
-        f" {SIGNATURE}, so map it: {line}"
+        f" {SIGNATURE}, so map it: {line}; or say what it means in the form that it is called in,"
+        f" form='{_form_line(signature)}'"
     )
+
+
+def _form_line(signature: Signature) -> str:
+    """A form in which every argument that is wanted has a place for its meaning."""
+    given = ", ".join(f"{argument}=..." for argument in signature.wanted)
+    return f"q[B,H,N,D], k[B,H,N,D], v[B,H,N,D], {given}"

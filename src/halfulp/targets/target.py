@@ -7,14 +7,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from halfulp.operations import OperationResult
-from halfulp.targets.signature import OPTIONAL, Signature
+from halfulp.targets.form import BHND, Form, recognized
+from halfulp.targets.signature import OPTIONAL, SIGNATURE, Signature
 
 BOTH = frozenset({"attn_mask", "enable_gqa"})
 ALL = frozenset(OPTIONAL)
@@ -45,19 +46,26 @@ class Target:
     layer: Callable[..., Tensor] | None = field(default=None, repr=False)
     # the function that models call and `halfulp.watch` taps; None: it is tapped without being named
     function: Callable[..., Any] | None = field(default=None, repr=False)
-    layout: str | None = "BHND"  # or "BNHD"; None: not known, as of a user's function
+    # how its tensors are given; None: not known, as of a user's function of q, k and v
+    form: Form | None = BHND
+    by_name: frozenset[str] = frozenset()  # parameters that the form's arguments may be given by
     unseen: str | None = None  # why `halfulp.watch` cannot look at its calls (None: it can)
     operation: str = "attention"  # which it computes: a name or a folder of `halfulp.operations`
     # makes the whole call in another process: (query, key, value, grad_out, options) -> Outcome, or
     # of another operation (calls, forward) -> Outcome
     elsewhere: Callable[..., Outcome] | None = field(default=None, repr=False)
 
+    def in_form(self, form: Form) -> Target:
+        """The same called in another form."""
+        return replace(self, form=form, accepts=form.accepts(self.accepts))
+
     @classmethod
     def of(
-        cls, function: Callable[..., Any], name: str | None = None, layout: str | None = None
+        cls, function: Callable[..., Any], name: str | None = None, form: str | None = None
     ) -> Target:
         """The target of a function `f(query, key, value, *, is_causal, scale, ...)` on `[B, H, N,
-        D]` tensors, or `[B, N, H, D]` ones with layout "BNHD"; None: an audit finds out.
+        D]` tensors, or in another form (`targets.form`); None: what its parameters' names say, or
+        an audit finds out.
 
         Other people's names of the options (`causal`, `sm_scale`, `window_size`: see
         `signature.SPELLINGS`) are understood. What the function does not take is never passed:
@@ -65,24 +73,32 @@ class Target:
         unsupported. Raises ValueError for what is no such function, with the line that maps it.
         """
         name = name_of_function(function) if name is None else name
-        signature = Signature.of(function, name)
+        if isinstance(function, type) or not callable(function):
+            kind = type(function).__name__
+            raise ValueError(f"target={name!r}: is no function but {kind}; accepted is {SIGNATURE}")
+        known = recognized(function) if form is None else Form.parse(form)
+        signature = Signature.of(function, name, known or BHND)
         signature.check(name)
         documented = (inspect.getdoc(function) or "").strip().split("\n")[0]
+        many = hasattr(function, "_torchdynamo_orig_callable")  # what torch.compile gives
 
-        def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        def call(*tensors: Tensor, named: Mapping[str, Any] | None = None, **options: Any) -> Any:
+            first = tensors[0] if tensors else next(iter((named or {}).values()))
             try:
-                spelled = signature.spelled(options, query.shape[-1])
+                spelled = signature.spelled(options, first.shape[-1])
             except ValueError as error:
                 raise UnsupportedError(str(error)) from None
-            return function(query, key, value, **spelled)
+            with many_graphs() if many else contextlib.nullcontext():
+                return function(*tensors, **(named or {}), **spelled)
 
         return cls(
             name,
             call,
-            signature.accepts,
+            (known or BHND).accepts(signature.accepts),
             documented or f"the function {name}",
             function=function,
-            layout=layout,
+            form=known,
+            by_name=signature.by_name,
         )
 
 
@@ -127,3 +143,14 @@ def installed(module: str) -> bool:
         importlib.util.find_spec(package) is not None
         and importlib.util.find_spec(module) is not None
     )
+
+
+@contextlib.contextmanager
+def many_graphs() -> Iterator[None]:
+    """An audit calls with more shapes than torch.compile allows one function by default (8), beyond
+    which it would run the uncompiled function and say so only in a log.
+    """
+    import torch._dynamo.config
+
+    with torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=4096):
+        yield

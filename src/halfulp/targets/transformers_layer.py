@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from halfulp.targets.flash_attention import no_flash_attn, same_lengths
-from halfulp.targets.flex import for_flex, many_graphs, no_gradients
-from halfulp.targets.target import BOTH, Target, UnsupportedError, installed
+from halfulp.targets.flex import for_flex, no_gradients
+from halfulp.targets.target import BOTH, Target, UnsupportedError, installed, many_graphs
 
 TRANSFORMERS = {
     "sdpa": "transformers' call of scaled_dot_product_attention",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from halfulp.audit.shrink import severity
 from halfulp.audit.verdict import Finding
 from halfulp.operations import ATTENTION
 from halfulp.reconstruct.codes import CODES
-from halfulp.targets import CallLimits, Target, resolve
+from halfulp.targets import CallLimits, Form, Target, resolve
 
 GOOD = ("sound", "stock", "forward sound", "forward stock")
 _WIDTH = 96
@@ -31,7 +31,7 @@ class Failing:
     kind: str
     property: str
     tensor: str
-    layout: str = "BHND"  # of the target's tensors
+    form: str | None = None  # that the target is called in
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for a cache."""
@@ -40,7 +40,7 @@ class Failing:
             "kind": self.kind,
             "property": self.property,
             "tensor": self.tensor,
-            "layout": self.layout,
+            "form": self.form,
         }
 
     @classmethod
@@ -49,9 +49,10 @@ class Failing:
         try:
             case = dict(plain["case"])
             shape = Shape(**case.pop("shape"))
-            texts = (str(plain[name]) for name in ("kind", "property", "tensor", "layout"))
-            return cls(Case(shape=shape, **case), *texts)
-        except (TypeError, KeyError):
+            kind, tested, tensor = (str(plain[name]) for name in ("kind", "property", "tensor"))
+            form = None if plain["form"] is None else str(Form.parse(plain["form"]))
+            return cls(Case(shape=shape, **case), kind, tested, tensor, form)
+        except (TypeError, KeyError, AttributeError, ValueError):
             return None
 
 
@@ -78,6 +79,7 @@ def assert_sound(
     seed: int = 0,
     device: str = "cpu",
     forward: bool = False,
+    form: str | None = None,
     isolate: bool | CallLimits = False,
 ) -> AuditReport:
     """Audit a kernel and raise unless it is sound: for tests.
@@ -98,6 +100,7 @@ def assert_sound(
         seed: of the inputs.
         device: where it runs.
         forward: ask for no gradients, of a kernel that has no backward pass.
+        form: how a function takes its tensors, as `halfulp.audit` takes it.
         isolate: make the calls in a process of their own; the target must be named then.
 
     Returns:
@@ -121,7 +124,7 @@ def assert_sound(
         "forward": forward,
     }
     before = None if like in ("stock", "sound") else _before(like, target, options)
-    report = audit(target, isolate=isolate, **options)
+    report = audit(target, isolate=isolate, form=form, **options)
     if before is not None:
         comparison = compare(before, report.as_dict())
         if comparison.change == "worse":
@@ -160,22 +163,20 @@ def replay(
     found = (
         target
         if isinstance(target, Target)
-        else resolve(target)
+        else resolve(target, form=failing.form)
         if isinstance(target, str)
-        else Target.of(target)
+        else Target.of(target, form=failing.form)
     )
     kind: Any = failing.kind
     finding = Finding("defect", kind, failing.property, failing.tensor, failing.case, "", 0.0)
-    turned = replace(found, layout=failing.layout)
-    return severity(runner(turned, device, forward), failing.case, finding)
+    return severity(runner(found, device, forward), failing.case, finding)
 
 
 def _failing(report: AuditReport) -> Failing | None:
     worst = next((f for f in report.findings if f.grade == "defect"), None)
     if worst is None or report.smallest is None or report.smallest.operation != ATTENTION:
         return None
-    layout = "BNHD" if "takes [B, N, H, D]" in report.notes else "BHND"
-    return Failing(report.smallest, worst.kind, worst.property, worst.tensor, layout)
+    return Failing(report.smallest, worst.kind, worst.property, worst.tensor, report.form)
 
 
 def failure_text(report: AuditReport, like: str) -> str:

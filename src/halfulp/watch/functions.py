@@ -21,6 +21,7 @@ from torch import Tensor
 from halfulp.attention import attention, attention_varlen, patch
 from halfulp.calls import EVERYTHING, Sees, scale_of, sees_of
 from halfulp.targets import resolve
+from halfulp.targets.form import BHND
 from halfulp.targets.signature import Signature
 
 _PATCH = sys.modules[patch.__module__]
@@ -124,7 +125,7 @@ def _asks(value: Any) -> bool:
 
 def _own_form(function: Callable[..., Any]) -> Form:
     """The form of a function of the user's, whose names for the options may be its own."""
-    theirs = Signature.of(function, getattr(function, "__name__", "function")).names
+    theirs = Signature.of(function, getattr(function, "__name__", "function"), BHND).names
     ours = {own: name for name, own in theirs.items()}
 
     def read(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:

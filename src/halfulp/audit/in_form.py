@@ -1,0 +1,56 @@
+"""In which form a function of the user's is to be called, where its parameters do not say it: found
+out by its first result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from halfulp.audit.inputs import Inputs
+from halfulp.audit.references import References
+from halfulp.calls import Result
+from halfulp.operations import ATTENTION
+from halfulp.targets import BHND, Outcome, Target
+
+_NO_ATTENTION, _ATTENTION = 0.5, 0.1
+"""Relative errors of O above which a function may be called in another form, and below which it is
+attention there."""
+
+
+def in_its_form(
+    target: Target,
+    call: Callable[[Target, Inputs], Outcome],
+    reference: References,
+    outcome: Outcome,
+) -> tuple[Target, Outcome]:
+    """The target in the form in which its first result is attention, and that result.
+
+    Other forms are tried where it is not attention on `[B, H, N, D]`; those of single sequences
+    only where the function takes no others, since their borders are what may be wrong. A function
+    that fails in all of them fails with the line that says how it was called.
+    """
+    if target.operation != ATTENTION:
+        return target, outcome
+    result, refusal = outcome.result, outcome.refusal or ""
+    fails = result is None and refusal.startswith(("raises", "refuses", "returns"))
+    form = target.form or BHND
+    unknown = target.form is None or form.of("qkv") is not None
+
+    def off(result: Result) -> float:
+        exact = reference.truth.out
+        return float((result.out.double() - exact).norm() / exact.norm())
+
+    if unknown and (fails or (result is not None and off(result) > _NO_ATTENTION)):
+        for other in form.others():
+            if not (fails or other.plain or other.of("qkv")):
+                continue
+            turned = target.in_form(other)
+            again = call(turned, reference.inputs)
+            if again.result is not None and off(again.result) < _ATTENTION:
+                taken = f"takes [{', '.join(other.tensors[0].dims)}]"
+                return turned, replace(again, notes=(taken, *again.notes))
+    if fails and (target.function is not None or target.elsewhere is not None):
+        told = f"{refusal} (called as {form}; another form is said in a line, form='...')"
+        outcome = replace(outcome, refusal=told)
+    return replace(target, form=form), outcome

@@ -1,0 +1,327 @@
+"""One call in a kernel's own form: query, key and value `[B, H, N, D]` become the tensors that it
+takes, and what it returns becomes out `[B, H, N, D]` and lse `[B, H, N]` again.
+
+Where sequences of other lengths may lie beside each other, as in a packed batch or a cache, two
+more are put among those that are audited, longer and shorter: a kernel that reads across a border
+or takes one sequence's length for another's is then wrong in what is audited. Pages of a cache lie
+in no order, and what no sequence uses is filled with numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.targets.form import ROLES, Form
+from halfulp.targets.manner import laid_out
+from halfulp.targets.target import UnsupportedError
+
+PAGE = 16
+"""Rows of a page."""
+
+Passed = tuple[str, Tensor, Tensor]
+"""What a kernel is lent and may not write to: its name, itself, and its elements before."""
+
+_FILLER = 3.0
+_AXES = {"T": "N", "S": "N", "G": "H"}  # what a dimension is of one sequence
+
+
+@dataclass(frozen=True)
+class FormedCall:
+    """What one call of the kernel is given, and how its results are read."""
+
+    tensors: tuple[Tensor, ...]  # by position
+    named: dict[str, Any]
+    form: Form
+    lengths: tuple[int, ...]  # of the queries of all sequences
+    audited: tuple[int, ...]  # which of them count
+    heads: int
+    value_dim: int
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # out, lse
+    lent: tuple[Passed, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the out that is expected."""
+        return self._shape(self.form.out_dims)
+
+    def _shape(self, dims: Sequence[str]) -> tuple[int, ...]:
+        sizes = {"B": len(self.lengths), "H": self.heads, "N": self.lengths[0]}
+        sizes |= {"T": sum(self.lengths), "D": self.value_dim}
+        return tuple(sizes[d] for d in dims)
+
+    def returned(self, given: Any) -> Any:
+        """What the kernel gives: what it wrote, where it returns nothing."""
+        if given is not None or "out" not in self.buffers:
+            return given
+        return tuple(self.buffers.values())
+
+    def read(self, out: Tensor) -> Tensor:
+        """Out as `[B, H, N, D]` of the audited sequences."""
+        return self._read(out, self.form.out_dims)
+
+    def _read(self, x: Tensor, dims: Sequence[str]) -> Tensor:
+        order = [d for d in ("B", "H", "N", "T", "D") if d in dims]
+        x = x.permute([list(dims).index(d) for d in order])
+        for place, d in enumerate("H" if "T" in order else "BHN"):
+            if d not in order:
+                x = x.unsqueeze(place)
+        if "T" not in order:
+            return x if len(self.audited) == len(self.lengths) else x[list(self.audited)]
+        ends = [sum(self.lengths[: i + 1]) for i in self.audited]
+        return torch.stack(
+            [x[:, end - self.lengths[i] : end] for i, end in zip(self.audited, ends, strict=True)]
+        )
+
+    def read_lse(self, x: Any) -> Tensor | None:
+        """Lse as `[B, H, N]`: in the form's dimensions, or in those that kernels have it in; None
+        where it is none of these.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return None
+        own = [d for d in self.form.out_dims if d != "D"]
+        known = [self.form.dims("lse")] if self.form.dims("lse") else []
+        known += [
+            tuple(sorted(own, key="BHNT".index)),
+            tuple(own),
+            tuple(sorted(own, reverse=True)),
+        ]
+        known.append(tuple(d for d in ("B", "N", "H") if d in own))
+        for column in (x, x.squeeze(-1) if x.ndim == len(own) + 1 else x):
+            for dims in known:
+                if tuple(column.shape) == self._shape(dims):
+                    return self._read(column.unsqueeze(-1), (*dims, "D")).squeeze(-1)
+        padded = (len(self.lengths), self.heads, max(self.lengths))
+        if "T" in own and tuple(x.shape) == padded:  # FlashAttention before 2.6
+            return torch.stack([x[i, :, : self.lengths[i]] for i in self.audited])
+        return None
+
+    def grad(self, grad_out: Tensor, memory: str) -> Tensor:
+        """The gradient of what the kernel returns, of `grad_out [B, H, N, D]`."""
+        dims = self.form.out_dims
+        parts = _among(list(grad_out), self.audited, self.lengths)
+        whole = _arranged(parts, dims)
+        return laid_out(whole, memory, dims.index("N") if "N" in dims else None)
+
+
+def formed(
+    form: Form,
+    operands: Sequence[Tensor],
+    memory: str,
+    parameters: frozenset[str],
+    causal: bool,
+) -> list[FormedCall]:
+    """The calls that give attention on query, key and value `[B, H, N, D]`: one, or one for each
+    sequence or head where the form holds a single one.
+
+    `parameters` are those that the kernel takes by name. Raises UnsupportedError for operands that
+    the form cannot hold.
+    """
+    query, key, value = operands
+    _check(form, query, key, value, causal)
+    dims = form.dims("query")
+    calls = []
+    for b in (
+        [slice(None)] if {"B", "T"} & {*dims} else [slice(b, b + 1) for b in range(len(query))]
+    ):
+        if "H" in dims:
+            calls.append(_one(form, (query[b], key[b], value[b]), memory, parameters))
+            continue
+        groups = query.shape[1] // key.shape[1]
+        for h in range(query.shape[1]):
+            own = (slice(h, h + 1), slice(h // groups, h // groups + 1))
+            parts = (query[b, own[0]], key[b, own[1]], value[b, own[1]])
+            calls.append(_one(form, parts, memory, parameters))
+    return calls
+
+
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The results of several calls as of one on `[B, H, N, D]`, or `[B, H, N]`."""
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == like.shape[0]:
+        return torch.cat(list(parts))
+    heads = like.shape[1]
+    rows = [torch.cat(list(parts[i : i + heads]), 1) for i in range(0, len(parts), heads)]
+    return torch.cat(rows)
+
+
+def _check(form: Form, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> None:
+    queries, keys = query.shape[2], key.shape[2]
+    packed, paired = form.of("qkv") is not None, form.of("kv") is not None
+    one_length = form.of("cu_seqlens") is not None
+    why = None
+    if form.decodes and queries != 1:
+        why = f"takes one query a sequence, not {queries}"
+    elif (packed or one_length) and queries != keys:
+        why = "holds as many keys as queries"
+    elif (packed or paired) and value.shape[3] != key.shape[3]:
+        why = "holds values as wide as its keys"
+    elif packed and query.shape[1] != key.shape[1]:
+        why = "holds as many heads of keys as of queries"
+    elif causal and form.decodes and keys != 1:
+        why = "takes one query a sequence, which sees all keys"
+    if why is not None:
+        raise UnsupportedError(f"in the form {form}: {why}")
+
+
+def _one(
+    form: Form, operands: Sequence[Tensor], memory: str, parameters: frozenset[str]
+) -> FormedCall:
+    query, key, value = operands
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    audited, q_lengths, k_lengths = tuple(range(batch)), (queries,) * batch, (keys,) * batch
+    if form.ragged:
+        audited = (1, *range(3, batch + 2))  # a longer one first, a shorter one after the first
+        if "T" in form.dims("query"):
+            q_lengths = (queries + 13, queries, max(1, queries // 2), *q_lengths[1:])
+        else:
+            q_lengths += (queries,) * 2
+        k_lengths = (keys + 13, keys, max(1, keys // 2), *k_lengths[1:])
+    lengths = {"query": q_lengths, "key": k_lengths, "value": k_lengths}
+    sequences = {
+        name: _among(list(x), audited, lengths[name])
+        for name, x in zip(lengths, operands, strict=True)
+    }
+    table = _table(k_lengths) if form.of("block_table") else None
+    built = _tensors(form, sequences, table, memory)
+    call = FormedCall((), {}, form, q_lengths, audited, query.shape[1], value.shape[3])
+    given: dict[str, Any] = dict(built)
+    for argument in form.arguments:
+        if argument.role in ("out", "lse"):
+            shape = call._shape(form.dims(argument.role) or _lse_dims(form))
+            kind = query.dtype if argument.role == "out" else torch.float32
+            given[argument.name] = torch.full(shape, math.nan, dtype=kind, device=query.device)
+            call.buffers[argument.role] = given[argument.name]
+        elif not argument.role:
+            given[argument.name] = argument.constant
+        elif argument.role in ROLES and argument.name not in given:
+            given[argument.name] = _about(argument.role, q_lengths, k_lengths, table, query.device)
+    by_place, named = _passed(given, frozenset(parameters - built.keys()))
+    roles = {argument.name: argument.role for argument in form.tensors}
+    lent = tuple((roles[name], x, x.detach().clone()) for name, x in built.items())
+    return FormedCall(
+        by_place, named, form, q_lengths, audited, query.shape[1], value.shape[3],
+        call.buffers, lent,
+    )  # fmt: skip
+
+
+def _lse_dims(form: Form) -> tuple[str, ...]:
+    return tuple(sorted((d for d in form.out_dims if d != "D"), key="BHNT".index))
+
+
+def _passed(
+    given: dict[str, Any], parameters: frozenset[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """By position as long as no name of the form's is a parameter's, then by name."""
+    by_place = []
+    for name, x in given.items():
+        if name in parameters:
+            break
+        by_place.append(x)
+    named = dict(list(given.items())[len(by_place) :])
+    return tuple(by_place), named
+
+
+def _among(parts: list[Tensor], audited: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+    """Sequences `[H, N, D]` in their places, and in the others the first one's elements in another
+    order, as long as is asked.
+    """
+    if len(audited) == len(lengths):
+        return parts
+    given = dict(zip(audited, parts, strict=True))
+    first = parts[0].detach()
+    rows = [torch.arange(n, device=first.device) % first.shape[1] for n in lengths]
+    return [given.get(i, first[:, rows[i]].flip(-1)) for i in range(len(lengths))]
+
+
+def _tensors(
+    form: Form, sequences: dict[str, list[Tensor]], table: Tensor | None, memory: str
+) -> dict[str, Tensor]:
+    """The operands by the function's names."""
+    held = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}
+    built = {}
+    for argument in form.tensors:
+        parts = [sequences[role] for role in held.get(argument.role, (argument.role,))]
+        inner = tuple(d for d in argument.dims if d not in ("2", "3"))
+        arranged = [_arranged(part, inner, table) for part in parts]
+        axis = next((i for i, d in enumerate(argument.dims) if d in ("2", "3")), None)
+        x = arranged[0] if axis is None else torch.stack(arranged, axis)
+        built[argument.name] = laid_out(x, memory, None)
+    return built
+
+
+def _arranged(parts: Sequence[Tensor], dims: Sequence[str], table: Tensor | None = None) -> Tensor:
+    """Sequences `[H, N, D]` as one tensor of these dimensions."""
+    if "T" in dims:
+        x, have = torch.cat(list(parts), 1), "HTD"
+    elif "P" in dims:
+        assert table is not None
+        x, have = _paged(parts, table), "PHSD"
+    elif "S" in dims:
+        capacity = -(-max(p.shape[1] for p in parts) // PAGE) * PAGE + PAGE
+        x, have = torch.stack([_filled(p, capacity) for p in parts]), "BHSD"
+    else:
+        x, have = torch.stack(list(parts)), "BHND"
+    named = ["H" if d == "G" else d for d in dims]
+    for place in reversed(range(len(have))):
+        if have[place] not in named:  # one sequence, one head, or one query
+            x, have = x.squeeze(place), have.replace(have[place], "")
+    return x.permute([have.index(d) for d in named])
+
+
+def _filled(part: Tensor, rows: int) -> Tensor:
+    """A sequence `[H, N, D]` and numbers beyond it, up to so many rows."""
+    beyond = part.new_full((part.shape[0], rows - part.shape[1], part.shape[2]), _FILLER)
+    return torch.cat([part, beyond], 1)
+
+
+def _table(lengths: Sequence[int]) -> Tensor:
+    """Which page holds which rows of which sequence `[B, most pages]`: none where its neighbor's
+    is, page 0 nobody's.
+    """
+    counts = [-(-n // PAGE) for n in lengths]
+    order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5))
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for i, count in enumerate(counts):
+        table[i, :count] = order[sum(counts[:i]) :][:count]
+    return table
+
+
+def _paged(parts: Sequence[Tensor], table: Tensor) -> Tensor:
+    """The pages `[P, H, S, D]` of sequences `[H, N, D]`."""
+    first = parts[0]
+    free = first.new_full((first.shape[0], PAGE, first.shape[2]), _FILLER)
+    pages, order = [free], [0]
+    for part, row in zip(parts, table.tolist(), strict=True):
+        count = -(-part.shape[1] // PAGE)
+        pages += list(_filled(part, count * PAGE).unflatten(1, (count, PAGE)).unbind(1))
+        order += row[:count]
+    places = torch.argsort(torch.tensor(order, device=first.device))
+    return torch.stack(pages)[places]
+
+
+def _about(
+    role: str,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
+    table: Tensor | None,
+    device: torch.device,
+) -> Any:
+    """What a kernel wants to know beside its operands."""
+    lengths = k_lengths if role.endswith("_k") or role == "lengths" else q_lengths
+    if role.startswith("cu_seqlens"):
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return ends.to(device, torch.int32)
+    if role.startswith("max_seqlen"):
+        return max(lengths)
+    if role == "lengths":
+        return torch.tensor(lengths, dtype=torch.int32, device=device)
+    assert role == "block_table", role
+    assert table is not None
+    return table.to(device)
