@@ -237,19 +237,19 @@ def test_a_kernel_of_a_file_is_called_in_its_form_in_a_process_of_its_own(tmp_pa
     assert report.verdict == "sound", report.reason
 
 
-def test_a_compiled_function_is_one_of_its_signature(monkeypatch):
+def test_a_compiled_function_is_one_of_its_signature():
     compiled = torch.compile(plain, backend="eager")
     target = Target.of(compiled)
     q, k, v, do = (torch.randn(2, 2, n, 8) for n in (5, 5, 5, 5))
     wanted = run_target(Target.of(plain), q, k, v, do, is_causal=True, scale=0.3).result
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    for n in (5, 4, 3):  # more shapes than its own limit
-        parts = (x[:, :, :n] for x in (q, k, v, do))
-        found = run_target(target, *parts, is_causal=True, scale=0.3)
-        assert found.kind == "ok", found.refusal
-    assert torch.equal(run_target(target, q, k, v, do, is_causal=True, scale=0.3).result.out,
-                       wanted.out)  # fmt: skip
+    own = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(own):
+        for n in (5, 4, 3):  # more shapes than its own limit
+            parts = (x[:, :, :n] for x in (q, k, v, do))
+            found = run_target(target, *parts, is_causal=True, scale=0.3)
+            assert found.kind == "ok", found.refusal
+        again = run_target(target, q, k, v, do, is_causal=True, scale=0.3).result
+    assert torch.equal(again.out, wanted.out)
 
 
 @pytest.mark.parametrize("case", [name for name, each in CASES.items() if each[1] is not None])

@@ -144,12 +144,10 @@ def audit(
         device: where the target runs; references are computed on the CPU.
         forward: ask for no gradients, of a kernel that has no backward pass.
         isolate: make the calls in a process of their own, as `halfulp audit` does: an exit, a
-            crash, a hang or endless memory is then a line of the report. The target must be named;
-            a function runs in this process, whose state each call leaves as it was.
-        form: how a function takes its tensors, in a line such as "qkv[B,N,3,H,D]" or "q[T,H,D],
-            k[T,H,D], v[T,H,D], cu_seqlens" (docs/forms.md); None: what its parameters are called
-            and its first result say. In a form without gradients, such as of a cache, `forward`
-            is meant.
+            crash, a hang or endless memory is then a line of the report. The target must be named.
+        form: how a function takes its tensors, in a line such as "qkv[B,N,3,H,D]" (docs/forms.md);
+            None: what its parameters are called and its first result say. `forward` is meant where
+            it has no gradients, as of a cache.
         explain: also reconstruct what the kernel does, which names causes, and shrink the smallest
             failing input.
         only: names of the probes to run, "sizes" or "relations"; what is left out is missing.
@@ -168,10 +166,8 @@ def audit(
     """
     if isinstance(target, Target):
         op = target.operation
-    if op == ATTENTION:
-        todo = plan(depth, dtype, seed, shapes, captured)
-    else:
-        todo = plan_of(op, depth, dtype, seed, shapes, captured)
+    cases = (depth, dtype, seed, shapes, captured)
+    todo = plan(*cases) if op == ATTENTION else plan_of(op, *cases)
     check_device(device)
     if isolate and not isinstance(target, str):
         raise ValueError(
@@ -181,10 +177,9 @@ def audit(
     limits = isolate if isinstance(isolate, CallLimits) else None
     opened = isolated(str(target), device, limits, op, form) if isolate else nullcontext(target)
     with opened as given:
-        tell = progress or _silent
-        wanted = budget(only, seconds)
         chosen = _target(given, op, form)
         forward = forward or (chosen.form or BHND).forward_only is not None
+        tell, wanted = progress or _silent, budget(only, seconds)
         asked = _Asked(chosen, dtype, depth, device, forward, explain, tell, wanted)
         return _audit(asked, todo)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp.cli.audit_files import AuditFiles
-from halfulp.cli.audit_part import AuditPart, list_plan
+from halfulp.cli.audit_part import AuditCalls, AuditPart, list_plan
 from halfulp.cli.ending import WORSE
 from halfulp.cli.shapes import parse_sizes
 from halfulp.cli.shell import STDOUT, complain, progress_bar, tell, write_each
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _NO_FILES = AuditFiles()
 _WHOLE = AuditPart()
+_CALLS = AuditCalls()
 
 
 def audit(
@@ -41,11 +42,8 @@ def audit(
     seed: int = 0,
     device: str = "cpu",
     forward: bool = False,
-    form: str | None = None,
-    in_process: bool = False,
-    call_seconds: float = 120.0,
-    call_gigabytes: float = 8.0,
     against: str | None = None,
+    calls: AuditCalls = _CALLS,
     part: AuditPart = _WHOLE,
     files: AuditFiles = _NO_FILES,
 ) -> int:
@@ -73,20 +71,13 @@ def audit(
         device: Where the targets run, such as cpu or cuda; what they are held against is computed
             on the CPU.
         forward: Ask for no gradients, of kernels that have no backward pass.
-        form: How functions take their tensors, in a line such as 'qkv[B,N,3,H,D]' or 'q[T,H,D],
-            k[T,H,D], v[T,H,D], cu_seqlens' (docs/forms.md); without it what their parameters are
-            called, and their first result, say it.
-        in_process: Call the targets in this process. Otherwise each runs in one of its own, where
-            an exit, a crash, a hang or endless memory ends nothing else.
-        call_seconds: After how long a call is given up.
-        call_gigabytes: Of memory that a target's process may take on, on a CPU under Linux.
         against: What to compare with, figure by figure: a git revision of this repository, whose
             files are written to a temporary folder; another target; or FILE.json, a saved audit.
+        calls: How the targets are called.
         part: Less than the whole, which then is no pass.
         files: What is written.
     """
     from halfulp.experiments.before import is_saved
-    from halfulp.targets import CallLimits
 
     files.check()
     if targets and all(is_saved(name) for name in targets):
@@ -98,14 +89,13 @@ def audit(
         "seed": seed,
         "device": device,
         "forward": forward,
-        "form": form,
+        "form": calls.form,
         "shapes": [_shape(text) for text in shapes],
         "captured": [str(path) for path in captured],
     } | part.options()
     if part.list:
         return list_plan(targets, options, files.json)
-    limits = None if in_process else CallLimits(call_seconds, call_gigabytes)
-    return _audit_all(targets, options, limits, files, against)
+    return _audit_all(targets, options, calls.limits(), files, against)
 
 
 def _audit_all(

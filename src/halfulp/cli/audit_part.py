@@ -1,13 +1,18 @@
-"""Less than a whole audit: which probes, how long, or only the list of what would run."""
+"""Less than a whole audit: which probes, how long, or only the list of what would run; and how
+targets are called.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfulp.cli.shell import tell, typed_command
+
+if TYPE_CHECKING:
+    from halfulp.targets import CallLimits
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,32 @@ class AuditPart:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `halfulp.audit`."""
         return {"only": tuple(dict.fromkeys(self.only)), "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class AuditCalls:
+    """How targets are called.
+
+    Args:
+        form: How functions take their tensors, in a line such as 'qkv[B,N,3,H,D]' or 'q[T,H,D],
+            k[T,H,D], v[T,H,D], cu_seqlens' (docs/forms.md); without it what their parameters are
+            called, and their first result, say it.
+        in_process: Call the targets in this process. Otherwise each runs in one of its own, where
+            an exit, a crash, a hang or endless memory ends nothing else.
+        call_seconds: After how long a call is given up.
+        call_gigabytes: Of memory that a target's process may take on, on a CPU under Linux.
+    """
+
+    form: str | None = None
+    in_process: bool = False
+    call_seconds: float = 120.0
+    call_gigabytes: float = 8.0
+
+    def limits(self) -> CallLimits | None:
+        """What one call may take; None in this process."""
+        from halfulp.targets import CallLimits
+
+        return None if self.in_process else CallLimits(self.call_seconds, self.call_gigabytes)
 
 
 def list_plan(targets: Sequence[str], options: Mapping[str, Any], json: Path | None) -> int:

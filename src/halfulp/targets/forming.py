@@ -73,10 +73,8 @@ class FormedCall:
                 x = x.unsqueeze(place)
         if "T" not in order:
             return x if len(self.audited) == len(self.lengths) else x[list(self.audited)]
-        ends = [sum(self.lengths[: i + 1]) for i in self.audited]
-        return torch.stack(
-            [x[:, end - self.lengths[i] : end] for i, end in zip(self.audited, ends, strict=True)]
-        )
+        starts, rows = [sum(self.lengths[:i]) for i in self.audited], self.lengths[self.audited[0]]
+        return torch.stack([x[:, start : start + rows] for start in starts])
 
     def read_lse(self, x: Any) -> Tensor | None:
         """Lse as `[B, H, N]`: in the form's dimensions, or in those that kernels have it in; None
@@ -300,7 +298,7 @@ def _paged(parts: Sequence[Tensor], table: Tensor) -> Tensor:
     pages, order = [free], [0]
     for part, row in zip(parts, table.tolist(), strict=True):
         count = -(-part.shape[1] // PAGE)
-        pages += list(_filled(part, count * PAGE).unflatten(1, (count, PAGE)).unbind(1))
+        pages += list(torch.chunk(_filled(part, count * PAGE), count, 1))
         order += row[:count]
     places = torch.argsort(torch.tensor(order, device=first.device))
     return torch.stack(pages)[places]
