@@ -166,22 +166,19 @@ def audit(
     """
     if isinstance(target, Target):
         op = target.operation
-    cases = (depth, dtype, seed, shapes, captured)
-    todo = plan(*cases) if op == ATTENTION else plan_of(op, *cases)
+    said = (depth, dtype, seed, shapes, captured)
+    todo = plan(*said) if op == ATTENTION else plan_of(op, *said)
     check_device(device)
     if isolate and not isinstance(target, str):
-        raise ValueError(
-            f"isolate={isolate!r}: a function cannot be handed to another process; accepted is with"
-            " its name, 'module:function' or 'file.py:function'"
-        )
+        why = "a function cannot be handed to another process; accepted is with its name"
+        raise ValueError(f"isolate={isolate!r}: {why}")
     limits = isolate if isinstance(isolate, CallLimits) else None
     opened = isolated(str(target), device, limits, op, form) if isolate else nullcontext(target)
     with opened as given:
         chosen = _target(given, op, form)
         forward = forward or (chosen.form or BHND).forward_only is not None
-        tell, wanted = progress or _silent, budget(only, seconds)
-        asked = _Asked(chosen, dtype, depth, device, forward, explain, tell, wanted)
-        return _audit(asked, todo)
+        rest = (explain, progress or _silent, budget(only, seconds))
+        return _audit(_Asked(chosen, dtype, depth, device, forward, *rest), todo)
 
 
 @dataclass(frozen=True)
