@@ -7,6 +7,7 @@ flagged: a rule that went blind fails.
 """
 
 import ast
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ class Module:
         return f"{self.path}:{line}: {message}"
 
 
+@functools.cache  # a tree is whole before the first rule reads it
 def read_modules(package: Path) -> list[Module]:
     modules = []
     for file in sorted(package.rglob("*.py")):

@@ -126,8 +126,7 @@ def test_backward_bit_for_bit(name: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("causal", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
 def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
     """Grouped heads, odd lengths, D and D_v no powers of two and unlike: a wrong rounding would
     differ by 1e-3.

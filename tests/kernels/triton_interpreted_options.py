@@ -88,8 +88,15 @@ def test_forward_of_halfulp_bit_for_bit(case: str) -> None:
     assert (saved.lse - lse)[~empty].abs().max() <= 5e-7
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("case", CASES)
+# Every option with one recipe and every recipe with all options; `test_options_together` draws
+# other pairs.
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *(("halfulp", case) for case in CASES),
+        *((name, "all") for name in RECIPES if name != "halfulp"),
+    ],
+)
 def test_backward_bit_for_bit(name: str, case: str) -> None:
     """Both sides start from the same statistics, chosen so that δ is exact and 1 / l a power of
     two.
