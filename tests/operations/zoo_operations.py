@@ -5,12 +5,27 @@ from tests.operations.zoo_losses import FUSED_LOSSES, LOSSES
 from tests.operations.zoo_norms import NORMS
 from tests.operations.zoo_quantized import QUANTIZED
 from tests.operations.zoo_quantizers import QUANTIZERS
-from tests.operations.zoo_steps import STEPS
+from tests.operations.zoo_steps import STEPS, STEPS_LOW
 from tests.operations.zoo_sums import SUMS
 
-KERNELS = (*NORMS, *LOSSES, *ELEMENTWISE, *SUMS, *STEPS, *QUANTIZERS, *QUANTIZED, *FUSED_LOSSES)
+KERNELS = (
+    *NORMS,
+    *LOSSES,
+    *ELEMENTWISE,
+    *SUMS,
+    *STEPS,
+    *QUANTIZERS,
+    *QUANTIZED,
+    *FUSED_LOSSES,
+    *STEPS_LOW,
+)
 
 EXPECTED_DEFECTS = frozenset(
-    {("layer_norm", "torch"), ("cross_entropy", "torch"), ("embedding", "torch")}
+    {
+        ("layer_norm", "torch"),
+        ("cross_entropy", "torch"),
+        ("embedding", "torch"),
+        ("adamw_low", "torch"),
+    }
 )
 """Built-in targets that are defects, and known to be (docs/operations.md)."""

@@ -96,7 +96,7 @@ def adamw(fault=""):
         if fault == "not_applied":
             moved = torch.where(move.abs() < param.abs() * 2**-9, param * keep, moved)
         if fault == "tail_dropped":
-            whole = len(param) // 16 * 16
+            whole = len(param) // 4 * 4
             moved = torch.cat([moved[:whole], param[whole:]])
         return moved, first, second
 
@@ -163,4 +163,103 @@ STEPS = (
     OperationKernel("adamw_step", "plain", adamw(), faulty=False),
     OperationKernel("adamw_step", "in_double", adamw_in_double, faulty=False),
     OperationKernel("adamw_step", "fused", adamw_fused, faulty=False),
+)
+
+
+def stored_cut(x):
+    """fp32 to bf16 toward zero."""
+    return (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
+
+
+def stored_at_random(x, noise):
+    """fp32 to bf16 by 16 random bits below the last that is kept."""
+    return ((x.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32)
+
+
+def adamw_low(fault=""):
+    """Steps of AdamW on bf16 weights, rounded stochastically, with one fault."""
+
+    def kernel(param, grads, exp_avg, exp_avg_sq, *, step, weight_decay, **options):
+        one = adamw(fault if fault in ADAMW_FAULTS else "")
+        x, first, second = param.float(), exp_avg, exp_avg_sq
+        seed = torch.randint(2**16, x.shape, dtype=torch.int32)
+        for number, grad in enumerate(grads, 1 if fault == "step_stands_still" else step):
+            number = step if fault == "step_stands_still" else number
+            decay = 0.0 if fault == "decay_first" else weight_decay
+            start = low(x * (1 - options["lr"] * weight_decay)) if fault == "decay_first" else x
+            moved, first, second = one(
+                start, grad, first, second, step=number, weight_decay=decay, **options
+            )
+            noise = torch.randint(2**16, x.shape, dtype=torch.int32)
+            if fault == "same_seed_every_step":
+                noise = seed
+            if fault == "one_number_for_all":
+                noise = noise[:1, :1].expand_as(noise)
+            if fault == "few_bits":
+                noise = noise & 0b1110_0000_0000_0000
+            if fault == "noise_of_half":
+                noise = noise // 2
+            if fault == "nearest":
+                moved = low(moved)
+            elif fault == "cut":
+                moved = stored_cut(moved)
+            elif fault == "update_rounded":
+                moved = low(start + low(moved - start))
+            else:
+                moved = stored_at_random(moved, noise)
+            if fault == "every_other_step" and number % 2:
+                moved = x
+            x = moved
+        return x.bfloat16(), first, second
+
+    return kernel
+
+
+def adamw_low_master(param, grads, exp_avg, exp_avg_sq, *, step, **options):
+    """A master in fp64."""
+    x, m, v = param.double(), exp_avg.double(), exp_avg_sq.double()
+    lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+    for number, grad in enumerate(grads.double(), step):
+        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad * grad
+        size = (v / (1 - beta2**number)).sqrt() + options["eps"]
+        x = x * (1 - lr * options["weight_decay"]) - lr * m / (1 - beta1**number) / size
+    return x.bfloat16(), m.float(), v.float()
+
+
+def adamw_low_kahan(param, grads, exp_avg, exp_avg_sq, *, step, **options):
+    """Bf16 weights and what each step lost, in bf16 too (arXiv 2010.06192)."""
+    x, lost, first, second = param.float(), torch.zeros(param.shape), exp_avg, exp_avg_sq
+    for number, grad in enumerate(grads, step):
+        moved, first, second = adamw()(x, grad, first, second, step=number, **options)
+        due = moved - x + lost
+        risen = low(x + due)
+        lost, x = low(due - (risen - x)), risen
+    return x.bfloat16(), first, second
+
+
+ADAMW_LOW_FAULTS = (
+    "nearest",
+    "cut",
+    "same_seed_every_step",
+    "one_number_for_all",
+    "few_bits",
+    "noise_of_half",
+    "update_rounded",
+    "decay_first",
+    "every_other_step",
+    "step_stands_still",
+    "constants",
+    "first_low",
+    "second_low",
+    "counts_from_zero",
+    "no_correction",
+    "eps_inside",
+    "no_decay",
+    "tail_dropped",
+)
+STEPS_LOW = (
+    *(OperationKernel("adamw_low", fault, adamw_low(fault)) for fault in ADAMW_LOW_FAULTS),
+    OperationKernel("adamw_low", "at_random", adamw_low(), faulty=False),
+    OperationKernel("adamw_low", "master_in_double", adamw_low_master, faulty=False),
+    OperationKernel("adamw_low", "kahan", adamw_low_kahan, faulty=False),
 )

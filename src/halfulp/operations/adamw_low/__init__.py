@@ -1,0 +1,1 @@
+"""Steps of AdamW on weights of 16 bits, as data."""

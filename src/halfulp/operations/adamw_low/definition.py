@@ -1,0 +1,83 @@
+"""Steps of AdamW on weights of 16 bits: from a float32 master, rounded stochastically, or with what
+was lost carried along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from halfulp.operations.operation_data import (
+    Operand,
+    Options,
+    Output,
+    Seam,
+    Sizes,
+    Tensors,
+    whole,
+)
+
+SIGNATURE = (
+    "adamw_low(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps, weight_decay)"
+)
+OPERANDS = (
+    Operand("param", "R C", differentiable=False),
+    Operand("grads", "S R C", differentiable=False),  # of one step after the other
+    Operand("exp_avg", "R C", dtype="float32", differentiable=False),
+    Operand("exp_avg_sq", "R C", dtype="float32", differentiable=False),
+)
+_MOMENTS = tuple(Output(name, "R C", dtype="float32") for name in ("exp_avg", "exp_avg_sq"))
+RETURNED = (Output("param", "R C"), *_MOMENTS)
+RESULTS = (
+    Output("update", "R C", dtype="float32"),  # what the parameters changed by over all steps
+    # its means: near the exact ones where parameters are rounded independently
+    Output("row_mean", "R", dtype="float32", rows=0),
+    Output("column_mean", "C", dtype="float32", rows=0),
+    *_MOMENTS,
+)
+SIZES = (
+    Sizes.given(S=48, R=24, C=20),
+    Sizes.given(S=160, R=32, C=32),
+    Sizes.given(S=20, R=9, C=37),
+)
+OPTIONS: dict[str, Any] = {
+    "step": 100,  # of the first gradient, counted from 1
+    "lr": 2e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+}
+
+
+def define(step: Seam, x: Tensors, o: Options) -> Tensors:
+    """S steps; every parameter for itself."""
+    param, first, second = x["param"], x["exp_avg"], x["exp_avg_sq"]
+    keep = 1 - o["lr"] * o["weight_decay"]
+    for number, grad in enumerate(x["grads"], o["step"]):
+        first = step("first", o["beta1"] * first + (1 - o["beta1"]) * grad)
+        second = step("second", o["beta2"] * second + (1 - o["beta2"]) * grad * grad)
+        mean = first / (1 - o["beta1"] ** number)
+        size = (second / (1 - o["beta2"] ** number)).sqrt() + o["eps"]
+        param = step("stored", param * keep - step("move", o["lr"] * mean / size))
+    update = step("returned", param) - x["param"]
+    return {**_with_means(update), "exp_avg": first, "exp_avg_sq": second}
+
+
+def _with_means(update: Tensor) -> Tensors:
+    return {"update": update, "row_mean": update.mean(1), "column_mean": update.mean(0)}
+
+
+def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """New tensors are returned, none is changed."""
+    return (x["param"], x["grads"], x["exp_avg"], x["exp_avg_sq"]), dict(options)
+
+
+def read(returned: Any, x: Tensors, _: Options) -> Tensors:
+    """What the parameters changed by, and the two moments."""
+    found = whole(returned, RETURNED)
+    if found["param"].dtype != x["param"].dtype:
+        raise ValueError(f"param of dtype {found['param'].dtype}: expected {x['param'].dtype}")
+    update = (found.pop("param").double() - x["param"].double()).float()
+    return {**_with_means(update), **found}
