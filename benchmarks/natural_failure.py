@@ -129,6 +129,8 @@ LISTED: tuple[Trial, ...] = (
     Trial(autocast=True),
     Trial(sink=6.0, width=32, context=32, sequences=2048, fresh=True, steps=500),
     Trial(sink=6.0, layers=4, steps=2000),
+    Trial(sink=6.0, offset=30.0),
+    Trial(sink=6.0, second=0.999),
     Trial(offset=30.0),
     Trial(layers=2),
     Trial(layers=2, offset=3.0, channels=8, fresh=True),
@@ -392,9 +394,10 @@ class Record:
         line = twin and self.run(trial, attention, seed)
         return judged(line, twin) if line and twin else None
 
-    def search(self) -> None:
-        """Go through the trials until time is up."""
-        for number, trial in enumerate(itertools.chain(LISTED, drawn()), 1):
+    def search(self, only: list[str]) -> None:
+        """Go through the trials, those named or all, until time is up."""
+        named = [trial for trial in LISTED if trial.said in only]
+        for number, trial in enumerate(named if only else itertools.chain(LISTED, drawn()), 1):
             found = self.judged(trial, FLASH, 0)
             if found is None:
                 return
@@ -463,11 +466,13 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.5, help="how long to search")
     parser.add_argument("--out", type=Path, required=True, help="where the record lies")
     parser.add_argument("--table", action="store_true", help="show what is recorded, train nothing")
+    said = [trial.said for trial in LISTED]
+    parser.add_argument("--only", nargs="+", choices=said, default=[], metavar="SETTING")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     record = Record(chosen.out, time.time() + 3600 * chosen.hours)
     if not chosen.table:
-        record.search()
+        record.search(chosen.only)
     print("\n".join(record.table()))
 
 

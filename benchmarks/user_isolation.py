@@ -6,10 +6,13 @@ Families: GPT-2, Llama, Mixtral and ViT of transformers, `torch.nn.TransformerEn
 written in one file as nanoGPT is. In each, one module after the other (drawn by seed) computes its
 result through a narrower format: first coarse (e4m3 at a scale at which its steps are as large as
 the values), and where the run survives that, fp16 at a scale at which it overflows. Then heads of
-attention, computed by a kernel that overflows, and the rotary embedding of one layer. Every run is
-in bf16 autocast, so that every operation is suspect; isolation is told nothing but the workload.
+attention, computed by a kernel that overflows, or, where the model writes attention out ("-eager"),
+by scores that overflow fp16 in one head; the rotary embedding of one layer; softmax and
+cross-entropy, computed by a kernel that overflows; the optimizer's step, rounded to powers of two
+in one module, or on weights in bf16 that swallow updates. Every run is in bf16 autocast, so that
+every operation is suspect; isolation is told nothing but the workload.
 
-A placement counts as named if the verdict has that module (or that head) and no other. One that
+A placement counts as named if the verdict has that module (head, operation) and no other. One that
 does not make the run fail is counted apart: there is nothing to find. Exit code 1: fewer than nine
 of ten were named.
 """
@@ -44,7 +47,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-MODULE, HOW, ROTARY = {module!r}, {how!r}, {rotary!r}
+MODULE, HOW, ROTARY, SHIFTED = {module!r}, {how!r}, {rotary!r}, {shifted!r}
+NARROW, RATE = {narrow!r}, {rate!r}
 
 def coarse(y):
     return (y / 16384).to(torch.float8_e4m3fn).to(y.dtype) * 16384
@@ -71,12 +75,45 @@ def broken(query, key, value, *, is_causal, scale):
     out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     return overflows(out.float()).to(out.dtype)
 
+def broken_softmax(input, dim):
+    return overflows(F.softmax(input, dim, dtype=torch.float32)).to(input.dtype)
+
+def broken_cross_entropy(input, target, *, ignore_index, reduction, label_smoothing):
+    return overflows(F.cross_entropy(input.float(), target, ignore_index=ignore_index,
+                     reduction=reduction, label_smoothing=label_smoothing))
+
+def eager(modeling):
+    """Attention in products whose scores pass through fp16; those of one head have a constant
+    added, which softmax takes out again, and which fp16 has not.
+    """
+    def eager_attention_forward(module, query, key, value, mask, scaling=None, **_):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+        shift = torch.zeros(query.shape[1], 1, 1)
+        if SHIFTED and module.layer_idx == SHIFTED[0]:
+            shift[SHIFTED[1]] = 7e4
+        scores = (scores + shift).half().to(query.dtype)
+        if mask is not None:
+            scores = scores + mask[..., : key.shape[-2]]
+        else:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(hidden, -1e9)
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+    own = modeling.eager_attention_forward
+    eager_attention_forward.stock = getattr(own, "stock", own)
+    modeling.eager_attention_forward = (
+        eager_attention_forward if SHIFTED else eager_attention_forward.stock)
+
 def words(step):
     start = torch.randint(900, (4, 1))
     return (torch.arange(1000) ** 2 % 29)[start + torch.arange(16)]
 
 def language(model):
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if NARROW:
+        model = model.to(torch.bfloat16)
+    adam = torch.optim.AdamW(model.parameters(), lr=RATE)
     return planted(model), adam, lambda step: {{"input_ids": words(step), "labels": words(step)}}
 '''
 ROTARY = '''
@@ -185,8 +222,28 @@ def make(seed, device):
     return language(Nano())
 """,
 }
+EAGER = {
+    f"{name}-eager": FAMILIES[name]
+    .replace(
+        "\ndef make(seed, device):",
+        f"\nfrom transformers.models.{name} import modeling_{name}"
+        f" as modeling\neager(modeling)\ndef make(seed, device):",
+    )
+    .replace("Config(", 'Config(attn_implementation="eager", ')
+    for name in ("gpt2", "llama")
+}
+FAMILIES |= EAGER
 HEADS = ("gpt2", "llama", "mixtral", "vit", "nano")  # which call PyTorch's attention themselves
 TURNED = ("llama", "mixtral")
+NARROWED = ("gpt2", "llama", "mixtral", "encoder", "nano")
+SOFTMAX = {
+    family: [("softmax", path.format(layer)) for layer in range(2)]
+    for family, path in (
+        ("mixtral", "model.layers.{}.mlp.gate"),
+        ("gpt2-eager", "transformer.h.{}.attn"),
+        ("llama-eager", "model.layers.{}.self_attn"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -198,11 +255,21 @@ class Planted:
     how: str = ""
     head: tuple[int, int] | None = None
     rotary: int | None = None
+    shifted: tuple[int, int] | None = None
+    site: tuple[str, str] | None = None  # kind, and path of the module
+    narrow: bool = False
 
     def source(self) -> str:
         """The user's file."""
-        head = COMMON.format(module=self.module, how=self.how, rotary=self.rotary)
+        names = ("module", "how", "rotary", "shifted", "narrow")
+        given = {name: getattr(self, name) for name in names}
+        head = COMMON.format(**given, rate=3e-5 if self.narrow else 1e-2)
         return head + FAMILIES[self.family]
+
+    @property
+    def steps(self) -> int:
+        """Lost updates show later than what overflows."""
+        return 10 * STEPS if self.narrow else STEPS
 
     def where(self) -> str:
         """In words."""
@@ -210,6 +277,12 @@ class Planted:
             return f"layer {self.head[0]} head {self.head[1]}"
         if self.rotary is not None:
             return f"rotary of layer {self.rotary}"
+        if self.shifted is not None:
+            return f"layer {self.shifted[0]} head {self.shifted[1]}, written out"
+        if self.site is not None:
+            return " in ".join(self.site)
+        if self.narrow:
+            return "weights in bf16"
         return self.module
 
 
@@ -231,7 +304,11 @@ def config_of(planted: Planted, folder: Path) -> Any:
     """The run with what was planted."""
     file = folder / "mine.py"
     file.write_text(planted.source())
-    config = user_run(f"{file}:make", steps=STEPS, metrics_every=1, autocast="bf16")
+    config = user_run(f"{file}:make", steps=planted.steps, metrics_every=1, autocast="bf16")
+    if planted.site is not None:
+        kind, path = planted.site
+        into = "e8m0" if kind == "optimizer" else f"{file}:broken_{kind}"
+        config = replace(config, operations=OperationPlan.of(f"{kind} in ={path}: {into}"))
     if planted.head is not None:
         layer, head = planted.head
         plan = AttentionPlan.of("own", f"layer {layer} head {head}: {file}:broken")
@@ -246,8 +323,9 @@ def fails(config: Any) -> bool:
     )
     runs = [train(one) for one in (exact, config)]
     twin = read_curves(runs[0].metrics)
-    assert judge_rows(runs[0].metrics, rule_for(config.workload), STEPS).survived, "sound in fp32"
-    return not judge_rows(runs[1].metrics, rule_for(config.workload), STEPS, twin).survived
+    rule, steps = rule_for(config.workload), config.steps
+    assert judge_rows(runs[0].metrics, rule, steps).survived, "sound in fp32"
+    return not judge_rows(runs[1].metrics, rule, steps, twin).survived
 
 
 def placements(family: str, places: int) -> list[Planted]:
@@ -266,6 +344,11 @@ def placements(family: str, places: int) -> list[Planted]:
         if not list(module.children()) and type(module).__name__.endswith(kinds):
             module.register_forward_hook(lambda *_, path=path: called.setdefault(path))
     model(**batch(0))
+    if family in EAGER:
+        cells = [(layer, head) for layer in range(2) for head in range(4)]
+        drawn = random.Random(f"{family} 0").sample(cells, 4)
+        found = [Planted(family, shifted=cell) for cell in drawn]
+        return found + [Planted(family, site=site) for site in SOFTMAX[family]]
     draw = random.Random(f"{family} 0")
     modules = draw.sample(sorted(called), min(places, len(called)))
     found = [Planted(family, module) for module in modules]
@@ -274,7 +357,12 @@ def placements(family: str, places: int) -> list[Planted]:
         found += [Planted(family, head=cell) for cell in draw.sample(cells, 2)]
     if family in TURNED:
         found += [Planted(family, rotary=layer) for layer in range(2)]
-    return found
+    called.pop("lm_head", None)  # whose weight may be another module's
+    sites = [("optimizer", path) for path in draw.sample(sorted(called), 2)]
+    sites += [("cross_entropy", "(model)")]
+    sites += SOFTMAX.get(family, [])
+    found += [Planted(family, site=site) for site in sites]
+    return found + [Planted(family, narrow=True)] * (family in NARROWED)
 
 
 def tried(planted: Planted, folder: Path) -> Found:
@@ -293,6 +381,13 @@ def tried(planted: Planted, folder: Path) -> Found:
     paths = {site.partition(" in ")[2] for site in found.sites}
     if one.head is not None:
         named = found.places == (one.head,)
+    elif one.shifted is not None:
+        named = found.places == (one.shifted,)
+    elif one.site is not None:
+        named = found.sites == (" in ".join(one.site),)
+        named |= one.site[0] == "optimizer" and found.sites == ("optimizer",)
+    elif one.narrow:
+        named = all(site.startswith("optimizer") for site in found.sites)
     elif one.rotary is not None:
         named = found.sites == (f"rotary in model.layers.{one.rotary}.self_attn",)
     else:
@@ -313,6 +408,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--places", type=int, default=8, help="modules a family")
+    parser.add_argument("--only", nargs="+", help="placements that say one of these")
     parser.add_argument("--out", type=Path, help="where runs lie; by default nowhere afterwards")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
@@ -323,6 +419,8 @@ def main() -> int:
         out = asked.out or Path(name)
         for family in asked.families:
             for n, planted in enumerate(placements(family, asked.places)):
+                if asked.only and not any(text in planted.where() for text in asked.only):
+                    continue
                 found = tried(planted, out / f"{family}-{n}")
                 results.append(found)
                 said = ("named" if found.named else "NOT NAMED") if found.fails else "does not fail"

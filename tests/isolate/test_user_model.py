@@ -179,5 +179,12 @@ def test_a_run_far_behind_its_twin_has_failed(file):
     assert (late.outcome, late.failed_at) == ("failed", 10)
     assert "1.06 times the twin's at step 10" in late.reason
     assert judge_rows(lines[1], replace(rule, behind=None), 100, twin).survived
+    slow = [[{"step": n, "loss": 4 - x * n / 500} for n in range(1, 101)] for x in (1, 0.6)]
+    stuck = judge_rows(slow[1], rule, 100, read_curves(slow[0]))
+    assert stuck.outcome == "failed"
+    assert "45% of the twin's way from 3.99 lost at step 54" in stuck.reason
+    assert judge_rows(slow[1], replace(rule, lost_way=0.5), 100, read_curves(slow[0])).survived
+    with pytest.raises(ValueError, match="lost_way=2: accepted is a share"):
+        Rule(lost_way=2)
     with pytest.raises(ValueError, match=r"behind=1\.0: accepted is a finite factor above 1"):
         Rule(behind=1.0)

@@ -132,3 +132,44 @@ def test_heads_run_what_the_plan_says_and_the_others_their_own(masked):
         assert calls == [2]
     with pytest.raises(ValueError, match=r"'layer 2: halfulp'.*accepted are layers 0 to 1"):
         run("own", "layer 2: halfulp")
+
+
+class ByHand(nn.Module):
+    """Attention in products; what a head gives is what the model gives."""
+
+    def forward(self, q, k, v):
+        scores = (q @ k.mT) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -1e4)
+        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        return (weights @ v).transpose(1, 2)
+
+
+def test_heads_of_attention_that_is_written_out_are_told_apart():
+    """Those in fp32 have the values of fp32, forward and backward, the others their own bits; in
+    the second pass as in the first.
+    """
+    torch.manual_seed(0)
+    model = ByHand()
+    x = [torch.randn(2, 4, 6, 8).bfloat16().requires_grad_() for _ in range(3)]
+    upstream = torch.randn(2, 6, 4, 8).bfloat16().float()
+
+    def run(operands, *plan):
+        swaps, heads = swaps_of(AttentionPlan.of(*plan), OperationPlan())
+        for _ in range(2):
+            with interpose(model, swaps=swaps):
+                out = model(*operands)
+                found = torch.autograd.grad(out, operands, upstream.to(out.dtype))
+        if heads is not None:
+            heads.check()
+        return [out.transpose(1, 2).float(), *(grad.float() for grad in found)]
+
+    own, exact = run(x, "own"), run([y.detach().float().requires_grad_() for y in x], "own")
+    mixed = run(x, "own", "layer 0 head 1,2: torch:fp32")
+    for ours, theirs, wide in zip(mixed, own, exact, strict=True):
+        assert torch.equal(ours[:, [0, 3]], theirs[:, [0, 3]])
+        assert not torch.equal(ours[:, [1, 2]], theirs[:, [1, 2]])
+        torch.testing.assert_close(ours[:, [1, 2]], wide[:, [1, 2]], rtol=2**-8, atol=1e-4)
+    with pytest.raises(ValueError, match=r"layer 0, \(model\), is written out in products"):
+        run(x, "own", "layer 0 head 1: halfulp")
+    with pytest.raises(ValueError, match="accepted are heads 0 to 3"):
+        run(x, "own", "head 4: torch:fp32")

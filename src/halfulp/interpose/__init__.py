@@ -2,7 +2,7 @@
 its module, and may be put into another arithmetic, forward and backward.
 """
 
-from halfulp.interpose.another import Into, arithmetic
+from halfulp.interpose.another import Into, Wide, arithmetic
 from halfulp.interpose.kinds import KINDS
 from halfulp.interpose.named_kernels import Kernel
 from halfulp.interpose.opening import Interposed, Observe, Swap, interpose
@@ -18,6 +18,7 @@ __all__ = [
     "Observe",
     "Operation",
     "Swap",
+    "Wide",
     "arithmetic",
     "interpose",
     "leaves",

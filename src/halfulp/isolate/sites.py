@@ -18,9 +18,10 @@ import torch
 
 from halfulp.interpose import ITSELF, KINDS, Operation, interpose, leaves
 from halfulp.isolate.substitutions import Cells, Place
+from halfulp.training.attention_by_hand import BY_HAND, AttentionCalls
 from halfulp.training.config import RunConfig
 from halfulp.training.determinism import own_generators, seed_generators
-from halfulp.training.operations import OUTSIDE, OWN, SDPA, Assigned, OperationPlan
+from halfulp.training.operations import OUTSIDE, OWN, Assigned, OperationPlan
 from halfulp.training.optimizer_arithmetic import OPTIMIZER, trained
 from halfulp.training.session import AUTOCAST
 from halfulp.training.workload import build_workload
@@ -41,11 +42,27 @@ class Layout:
     attention: tuple[tuple[str, int], ...]  # path and query heads of every call, in that order
     classes: Mapping[str, str]  # of modules, by path
     unseen: Mapping[str, str]  # modules whose operations cannot be seen: why
+    by_hand: frozenset[str] = frozenset()  # modules that write their attention out in products
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Modules with a suspect, in the order of their first call."""
         return tuple(dict.fromkeys(path for path, _ in self.sites))
+
+    def layers_of(self, sites: Iterable[Site]) -> list[int]:
+        """The layers of attention that some sites are all of; none where one is of something
+        else.
+        """
+        chosen = list(sites)
+        parts = {
+            (path, kind)
+            for path, _ in self.attention
+            for kind in (BY_HAND if path in self.by_hand else ("attention",))
+        }
+        if not set(chosen) <= parts:
+            return []
+        paths = {path for path, _ in chosen}
+        return [i for i, (path, _) in enumerate(self.attention) if path in paths]
 
     def cells(self, config: RunConfig) -> dict[Place, str]:
         """The attention of every head, as the plan of a run has it."""
@@ -87,13 +104,11 @@ def layout_of(config: RunConfig) -> Layout:
     """
     device = torch.device(config.device)
     sites: dict[Site, None] = {}
-    attention: dict[tuple[str, int], int] = {}
+    calls = AttentionCalls()
 
     def see(operation: Operation, found: Any) -> None:
         path, kind = operation.path, operation.kind
-        if operation.name == SDPA:
-            query = operation.args[0] if operation.args else operation.kwargs["query"]
-            attention[path, operation.order] = query.shape[-3]
+        calls.see(operation)
         if kind in KINDS and kind != "other" and _matters(operation, found, config):
             sites.setdefault((path, kind))
 
@@ -123,8 +138,8 @@ def layout_of(config: RunConfig) -> Layout:
             " autocast; accepted is a run in which something is rounded more"
         )
     unseen = {path: why for path, why in seen.unseen.items() if path != ITSELF or why}
-    layers = tuple((path, heads) for (path, _), heads in attention.items())
-    return Layout(tuple(sites), layers, dict(seen.classes), unseen)
+    layers = tuple(zip((path for path, _ in calls.layers), calls.heads, strict=True))
+    return Layout(tuple(sites), layers, dict(seen.classes), unseen, frozenset(calls.by_hand))
 
 
 def _matters(operation: Operation, found: Any, config: RunConfig) -> bool:

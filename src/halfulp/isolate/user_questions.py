@@ -121,12 +121,8 @@ class UserInvestigation(Investigation):
         """Which heads, where attention carries the failure; then what in its recipe, if one runs
         there.
         """
-        layers = [
-            i
-            for i, (path, _) in enumerate(self.layout.attention)
-            if (path, "attention") in self.sites
-        ]
-        if not layers or {kind for _, kind in self.sites} != {"attention"}:
+        layers = self.layout.layers_of(self.sites)
+        if not layers:
             return
         members = sorted(place for place in suspects(self.cells) if place[0] in layers)
         found = self._guilty(members, self._only_places)

@@ -22,13 +22,13 @@ from halfulp.attention import attention, emulate
 from halfulp.interpose import KINDS, Operation, Swap, arithmetic
 from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
+from halfulp.training.attention_by_hand import BY_HAND, SDPA, AttentionCalls, HeadsInFp32
 from halfulp.training.optimizer_arithmetic import OPTIMIZER, check_optimizer
 
 OWN = "own"
 """The choice that leaves a model its own arithmetic, of attention or of anything else."""
 OUTSIDE = "(outside)"
 """The path of what no module calls, such as a loss function."""
-SDPA = "scaled_dot_product_attention"
 _WIDE = ("fp32", "fp64")
 _FP32 = ("sdpa:fp32", "recipe:FP32", "recipe:FP64")
 _CHANGED = (*(kind for kind in KINDS if kind != "other"), OPTIMIZER)
@@ -178,21 +178,18 @@ class Heads:
         own: Mapping[str, AttentionFunction] | None = None,
     ) -> None:
         self.plan, self.otherwise, self.own = plan, otherwise, own
-        self.layers: dict[tuple[str, int], int] = {}
-        self.most_heads = 1
+        self.calls = AttentionCalls()
 
     def __call__(self, operation: Operation) -> Any:
         """Run one call of attention."""
         if operation.name != SDPA:
             raise ValueError(
                 f"attention={str(self.plan)!r}: {operation.place} is not PyTorch's"
-                f" {SDPA}, whose heads alone can be told apart; accepted is {OWN!r} there"
+                f" {SDPA}, nor are its heads seen apart; accepted is {OWN!r} there"
             )
-        given = _given(operation)
+        given, layer = _given(operation), self.calls.see(operation)
+        assert layer is not None
         heads = given["query"].shape[-3]
-        call = (operation.path, operation.order)
-        layer = self.layers.setdefault(call, len(self.layers))
-        self.most_heads = max(self.most_heads, heads)
         groups = self.plan.groups(layer, heads)
         if list(groups) == [OWN]:
             swap = next((one for one in self.otherwise if one.chooses(operation)), None)
@@ -206,7 +203,37 @@ class Heads:
 
     def check(self) -> None:
         """Raise ValueError for a layer or head that no call has been of."""
-        self.plan.check(len(self.layers), self.most_heads)
+        self.plan.check(len(self.calls.layers), max(self.calls.heads, default=1))
+
+    def by_hand(self, operation: Operation) -> tuple[int, list[int]]:
+        """Of attention that is written out: its heads, and which of them are to be in fp32.
+
+        Raises:
+            ValueError: the plan puts one into something else.
+        """
+        layer = self.calls.by_hand[operation.path]
+        heads = self.calls.heads[layer]
+        groups = self.plan.groups(layer, heads)
+        other = next((c for c in groups if c != OWN and canonical(c) not in _FP32[:2]), None)
+        if other is not None:
+            raise ValueError(
+                f"attention={other!r}: attention of layer {layer}, {operation.path}, is written out"
+                f" in products; accepted there are {OWN} and torch:fp32"
+            )
+        return heads, [head for choice, of in groups.items() if choice != OWN for head in of]
+
+
+@dataclass(frozen=True)
+class _ByHand(Swap):
+    """The parts of attention that a model writes out, where a plan tells its heads apart."""
+
+    heads: Heads = None  # type: ignore[assignment]
+
+    def chooses(self, operation: Operation) -> bool:
+        """Whether some of its heads are to be in fp32."""
+        if operation.kind not in BY_HAND or self.heads.calls.see(operation) is None:
+            return False
+        return bool(self.heads.by_hand(operation)[1])
 
 
 def swaps_of(
@@ -226,7 +253,8 @@ def swaps_of(
     if all(a.attention == OWN for a in plan.assignments):
         return planned, None
     heads = Heads(plan, planned, own)
-    return (Swap(heads, kinds=("attention",)), *planned), heads
+    by_hand = _ByHand(HeadsInFp32(heads.by_hand), heads=heads)
+    return (Swap(heads, kinds=("attention",)), by_hand, *planned), heads
 
 
 def _given(operation: Operation) -> dict[str, Any]:
