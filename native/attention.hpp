@@ -112,9 +112,9 @@ __attribute__((noinline)) static bool large(const Unit* x, long units) {
   return found & (KP == 2 ? 0x40004000u : 0x40000000u);
 }
 template <class E>
-static inline bool large_panel(Rows rows, Width<E> w) {
+static inline bool large_panel(Rows rows, long count, Width<E> w) {
   bool found = false;
-  for (long r = 0; r < kPanel; ++r) found |= large<E::KP>(rows.at + r * rows.stride, w.units);
+  for (long r = 0; r < count; ++r) found |= large<E::KP>(rows.at + r * rows.stride, w.units);
   return found;
 }
 constexpr Unit kNotFinite = 255;  // the exponent of NaN and infinities
@@ -126,9 +126,9 @@ __attribute__((noinline)) static bool infinite(const Unit* x, long units) {
   return found;
 }
 template <class E>
-static inline bool infinite_panel(Rows rows, Width<E> w) {
+static inline bool infinite_panel(Rows rows, long count, Width<E> w) {
   bool found = false;
-  for (long r = 0; r < kPanel; ++r) found |= infinite<E::KP>(rows.at + r * rows.stride, w.units);
+  for (long r = 0; r < count; ++r) found |= infinite<E::KP>(rows.at + r * rows.stride, w.units);
   return found;
 }
 template <long KP>
@@ -141,16 +141,16 @@ __attribute__((noinline)) static void finite_only(Unit* x, long units) {
 // Of one row and panel of scores and dP: which pairs are seen, which weights dV takes, as masks of bits; dP with dropout
 // undone, 0 where nothing is seen.
 __attribute__((noinline)) static void veil(const halfulp_call& c, const float* __restrict scores,
-                                           float* __restrict grad_weights, long row, long key, Unit* __restrict seen,
-                                           Unit* __restrict kept) {
-  for (long k = 0; k < kPanel; ++k) kept[k] = seen[k] = scores[k] == -HALFULP_INF ? 0u : ~0u;
+                                           float* __restrict grad_weights, long row, long key, long width,
+                                           Unit* __restrict seen, Unit* __restrict kept) {
+  for (long k = 0; k < width; ++k) kept[k] = seen[k] = scores[k] == -HALFULP_INF ? 0u : ~0u;
   if (c.drop_below) {
     const uint32_t word = word_of_row(c, row), below = c.drop_below;
     const float scale = c.kept_scale;
-    for (long k = 0; k < kPanel; ++k) kept[k] &= word_of(word, key + k) >= below ? ~0u : 0u;
-    for (long k = 0; k < kPanel; ++k) grad_weights[k] *= scale;
+    for (long k = 0; k < width; ++k) kept[k] &= word_of(word, key + k) >= below ? ~0u : 0u;
+    for (long k = 0; k < width; ++k) grad_weights[k] *= scale;
   }
-  for (long k = 0; k < kPanel; ++k) grad_weights[k] = kept[k] ? grad_weights[k] : 0.f;
+  for (long k = 0; k < width; ++k) grad_weights[k] = kept[k] ? grad_weights[k] : 0.f;
 }
 
 static inline bool finite(float x) { return x - x == 0.f; }
@@ -195,7 +195,7 @@ static inline long end_key(const halfulp_call& c, long i) {
   return c.right < 0 ? c.n_key : most(0, least(c.n_key, i + c.offset + c.right + 1));
 }
 
-// The keys that `rows` rows from i on touch, in whole panels, inside [from, to).
+// The keys that `rows` rows from i on touch, from a panel's first to a half panel's last, inside [from, to).
 struct Span {
   long from, to;
   bool empty() const { return from >= to; }
@@ -205,7 +205,7 @@ static inline Span seen_by(const halfulp_call& c, long i, long rows, long from, 
   if (last < i) return {0, 0};
   const long lo = first_key(c, i), hi = end_key(c, last);
   if (lo >= hi) return {0, 0};
-  return {most(from, lo / kPanel * kPanel), least(to, up(hi, kPanel))};
+  return {most(from, lo / kPanel * kPanel), least(to, up(hi, kHalf))};
 }
 
 // Scores of one row take the mask, and outside of what the row may see become −∞; `row` starts at key `from`.

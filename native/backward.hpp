@@ -8,6 +8,7 @@ namespace HALFULP_ISA {
 template <class E, bool integer>
 struct Backward {
   static constexpr long KP = E::KP, BK = kBackwardKeys, G = E::group;
+  static constexpr long kStep = E::k_step * KP > 2 ? E::k_step * KP : 2;  // rows that come and go together
   const Plan& plan;
   const halfulp_call& c;
   Width<E> wd, wv;
@@ -69,7 +70,8 @@ struct Backward {
 
   long first, count;  // keys of this chunk
   long batch, head;   // of the rows at hand
-  long valid;         // of them, how many exist
+  long valid, exist;  // of them, how many there are, and these in whole steps of a product
+  long wide;          // keys of the panel at hand that some row of the block sees
   bool odd_keys;      // K or V of this chunk is not finite, or 2⁶⁵ and more
   bool odd_grads;     // dO of the rows at hand is not finite
   bool careful;       // the rows at hand have an option, or something is not finite or large
@@ -80,21 +82,21 @@ struct Backward {
     odd_keys = false;
     for (long j = 0; j < G * kPanel; ++j) slopes[j] = 1.f;
     for (long j = 0; j < count; j += kPanel) {
-      const long real = least(kPanel, count - j);
+      const long real = least(kPanel, count - j), width = panel_width(real);
       const Rows k = rows_of_panel<E>(c.key, b, hk, first + j, real, wd, rows);
-      panel_over_features<E>(k, wd, key + j * wd.units);
-      odd_keys |= large_panel<E>(k, wd);
+      panel_over_features<E>(k, width, wd, key + j * wd.units);
+      odd_keys |= large_panel<E>(k, real, wd);
       for (long col = 0; col < wd.columns; col += 64) {
         Unit* to = key_rows + col * (keys / KP) + j / KP * wd.panel(col);
-        pair_rows<E>(k, kPanel, col, wd.panel(col), to, wd.panel(col));
-        if (odd_keys) finite_only<KP>(to, kPanel / KP * wd.panel(col));
+        pair_rows<E>(k, width, col, wd.panel(col), to, wd.panel(col));
+        if (odd_keys) finite_only<KP>(to, width / KP * wd.panel(col));
       }
       const Rows v = rows_of_panel<E>(c.value, b, hk, first + j, real, wv, rows);
-      odd_keys |= large_panel<E>(v, wv);
-      panel_over_features<E>(v, wv, value + j * wv.units);
+      odd_keys |= large_panel<E>(v, real, wv);
+      panel_over_features<E>(v, width, wv, value + j * wv.units);
     }
-    std::memset(grad_key, 0, size_t(keys * wd.columns) * sizeof(float));
-    std::memset(grad_value, 0, size_t(keys * wv.columns) * sizeof(float));
+    std::memset(grad_key, 0, size_t(up(count, kHalf) * wd.columns) * sizeof(float));
+    std::memset(grad_value, 0, size_t(up(count, kHalf) * wv.columns) * sizeof(float));
     for (long g = 0; g < plan.groups; ++g)
       for (long i0 = 0; i0 < c.n_query; i0 += kRows) rows_of(b, hk * plan.groups + g, i0, chunk);
     write_transposed(grad_key, wd, c.scale, c.grad_key, b, hk);
@@ -109,9 +111,10 @@ struct Backward {
 
   void rows_of(long b, long h, long i0, long chunk) {
     batch = b, head = h, valid = least(kRows, c.n_query - i0);
+    exist = up(valid, kStep);
     const long groups = (valid + G - 1) / G, flat = (b * c.heads + h) * c.n_query + i0;
     const Span block = seen(i0, kRows, 0, up(count, kPanel));
-    std::memset(grad_query, 0, size_t(kRows * wd.columns) * sizeof(float));
+    std::memset(grad_query, 0, size_t(exist * wd.columns) * sizeof(float));
     const bool for_sinks = plan.sink_rows && chunk == 0;
     for (long r = 0; r < valid && plan.terms; ++r)
       std::memset(terms_at(r, 0, i0), 0, size_t(count) * sizeof(float));
@@ -144,7 +147,7 @@ struct Backward {
   }
 
   void read_block(const halfulp_tensor& x, long b, long h, long i0, Width<E> w, Unit* as_rows, Unit* t) {
-    const long count = least(kRows, up(up(valid, G), 16 * KP));  // in whole groups, and whole tiles to transpose
+    const long count = up(valid, 16 * KP);  // in whole tiles to transpose
     read_rows<E>(x, b, h, i0, count, valid, w, as_rows);
     pair_rows<E>({as_rows, row_stride(w)}, count, 0, w.columns, paired, w.columns);
     if (large<KP>(as_rows, count * row_stride(w))) {
@@ -166,7 +169,7 @@ struct Backward {
   // What a row's weights are shifted and divided by, and its δ.
   void statistics(long b, long h, long i0) {
     const long at = stat_at(c, b, h, i0);
-    for (long r = 0; r < kRows; ++r) {
+    for (long r = 0; r < exist; ++r) {
       const bool seen = r < valid && c.own_lse[at + r] != -HALFULP_INF;
       shift[r] = inverse[r] = exact_inverse[r] = delta[r] = 0.f;
       if (!seen) {
@@ -218,21 +221,24 @@ struct Backward {
   // S and dP of a group of rows and one panel.
   void products(long i0, long g, long j) {
     const float scale = score_factor(c), one = 1.f;
-    Multiply<E>::template group<kSet>(G, query + G * g * row_stride(wd), row_stride(wd), key + j * wd.units, 64,
+    const long n = rows_in(g), ld = panel_width(count - j);
+    Multiply<E>::template group<kSet>(n, query + G * g * row_stride(wd), row_stride(wd), key + j * wd.units, ld, wide,
                                       wd.units, scores, kPanel, &scale);
-    Multiply<E>::template group<kSet>(G, grad_out + G * g * row_stride(wv), row_stride(wv), value + j * wv.units, 64,
-                                      wv.units, grad_weights, kPanel, &one);
-    if (careful && c.softcap > 0.f) cap(c, scores, G * kPanel, slopes);
-    for (long r = 0; r < G; ++r)
-      hide(c, batch, head, i0 + G * g + r, scores + r * kPanel, first + j, first + j + kPanel);
-    if (careful) veil_rows(i0, G * g, first + j);
+    Multiply<E>::template group<kSet>(n, grad_out + G * g * row_stride(wv), row_stride(wv), value + j * wv.units, ld,
+                                      wide, wv.units, grad_weights, kPanel, &one);
+    for (long r = 0; r < n && careful && c.softcap > 0.f; ++r)
+      cap(c, scores + r * kPanel, wide, slopes + r * kPanel);
+    for (long r = 0; r < n; ++r)
+      hide(c, batch, head, i0 + G * g + r, scores + r * kPanel, first + j, first + j + wide);
+    if (careful) veil_rows(i0, G * g, n, first + j);
   }
+  long rows_in(long g) const { return least(G, exist - G * g); }
 
-  __attribute__((noinline)) void veil_rows(long i0, long from, long key) {
-    for (long r = 0; r < G; ++r) {
+  __attribute__((noinline)) void veil_rows(long i0, long from, long n, long key) {
+    for (long r = 0; r < n; ++r) {
       float* row = scores + r * kPanel;
-      for (long k = 0; k < kPanel && from + r >= valid; ++k) row[k] = -HALFULP_INF;
-      veil(c, row, grad_weights + r * kPanel, (batch * c.heads + head) * c.n_query + i0 + from + r, key,
+      for (long k = 0; k < wide && from + r >= valid; ++k) row[k] = -HALFULP_INF;
+      veil(c, row, grad_weights + r * kPanel, (batch * c.heads + head) * c.n_query + i0 + from + r, key, wide,
            seen_bits + r * kPanel, kept_bits + r * kPanel);
     }
   }
@@ -244,21 +250,25 @@ struct Backward {
       for (long g = 0; g < groups; ++g) {
         const Span s = seen(i0 + G * g, G, j, j + kPanel);
         if (s.empty()) continue;
+        wide = s.to - j;
         products(i0, g, j);
-        for (long r = 0; r < G; ++r) {
+        for (long r = 0; r < rows_in(g); ++r) {
           const V m = set1(shift[G * g + r]), l = set1(inverse[G * g + r]);
           V sum = load(delta_lanes + (G * g + r) * 16);
-          for (long k = 0; k < kPanel; k += 16)
+          for (long k = 0; k < wide; k += 16)
             sum = fma(mul(weight<integer>(load(scores + r * kPanel + k), m), l), load(grad_weights + r * kPanel + k), sum);
           store(delta_lanes + (G * g + r) * 16, sum);
         }
       }
-    for (long r = 0; r < groups * G; ++r) delta[r] = tree(delta_lanes + 16 * r);
+    for (long r = 0; r < exist; ++r) delta[r] = tree(delta_lanes + 16 * r);
   }
 
   void keys_of(long i0, long groups, long k0) {
     const long end = least(up(count, kPanel), k0 + BK);
     for (long j = k0; j < end; j += kPanel) {
+      const Span block = seen(i0, kRows, j, j + kPanel);
+      if (block.empty()) continue;
+      wide = block.to - j;
       long g0 = groups, g1 = 0;
       for (long g = 0; g < groups; ++g) {
         const Span s = seen(i0 + G * g, G, j, j + kPanel);
@@ -266,34 +276,35 @@ struct Backward {
         g0 = least(g0, g), g1 = g + 1;
         products(i0, g, j);
         if (careful) {
-          for (long r = 0; r < G; r += 2) pair_of<true>(G * g + r, r, j - k0);
+          for (long r = 0; r < rows_in(g); r += 2) pair_of<true>(G * g + r, r, j - k0);
           if (odd_grads) add_odd(i0, G * g, j);
           if (plan.terms) keep_terms(i0, G * g, j);
         } else {
-          for (long r = 0; r < G; r += 2) pair_of<false>(G * g + r, r, j - k0);
+          for (long r = 0; r < rows_in(g); r += 2) pair_of<false>(G * g + r, r, j - k0);
         }
       }
       if (g0 >= g1) continue;
-      const long k = G * g0 / KP, length = G * (g1 - g0) / KP, tile = (j - k0) * (kRows / KP) + k * kPanel;
-      Multiply<E>::add_rows(wv.even, grad_out_t + k, kRows / KP, p + tile, kPanel, length, grad_value + j * wv.columns,
-                            kPanel);
-      Multiply<E>::add_rows(wd.even, query_t + k, kRows / KP, ds + tile, kPanel, length, grad_key + j * wd.columns,
-                            kPanel);
+      const long k = G * g0 / KP, length = least(G * g1, exist) / KP - k, tile = (j - k0) * (kRows / KP) + k * kPanel;
+      const long ld = panel_width(count - j);
+      Multiply<E>::add_rows(wv.even, grad_out_t + k, kRows / KP, p + tile, kPanel, wide, length,
+                            grad_value + j * wv.columns, ld);
+      Multiply<E>::add_rows(wd.even, query_t + k, kRows / KP, ds + tile, kPanel, wide, length,
+                            grad_key + j * wd.columns, ld);
     }
     for (long col = 0; col < wd.columns; col += 64)
       for (long g = 0; g < groups; ++g) {
         const Span s = seen(i0 + G * g, G, k0, end);
         if (!s.empty())
-          Multiply<E>::template group<kAdd>(G, ds_rows + (G * g * BK + s.from - k0) / KP, BK / KP,
+          Multiply<E>::template group<kAdd>(rows_in(g), ds_rows + (G * g * BK + s.from - k0) / KP, BK / KP,
                                             key_rows + col * (keys / KP) + s.from / KP * wd.panel(col), wd.panel(col),
-                                            (s.to - s.from) / KP, grad_query + G * g * wd.columns + col, wd.columns,
+                                            wd.panel(col), (s.to - s.from) / KP, grad_query + G * g * wd.columns + col, wd.columns,
                                             nullptr);
       }
   }
 
   __attribute__((noinline)) void keep_terms(long i0, long from, long j) {
     for (long r = 0; r < least(G, valid - from); ++r)
-      std::memcpy(terms_at(from + r, j, i0), terms + r * kPanel, size_t(least(kPanel, count - j)) * sizeof(float));
+      std::memcpy(terms_at(from + r, j, i0), terms + r * kPanel, size_t(least(wide, count - j)) * sizeof(float));
   }
 
   // What is not finite in dO, for dV of the keys that its rows see.
@@ -302,9 +313,9 @@ struct Backward {
     for (long r = from; r < least(from + G, valid); ++r) {
       E::widen(row_at<const typename E::Element>(c.grad_out, batch, head, i0 + r), go, c.dv);
       for (long col = 0; col < c.dv; ++col)
-        for (long k = 0; k < kPanel && !finite(go[col]); ++k) {
+        for (long k = 0; k < wide && !finite(go[col]); ++k) {
           const float s = scores[(r - from) * kPanel + k], p = integer ? exact_inverse[r] : 1.f;
-          if (s != -HALFULP_INF) grad_value[j * wv.columns + col * kPanel + k] += std::exp2(s - shift[r]) * p * go[col];
+          if (s != -HALFULP_INF) grad_value[j * wv.columns + col * panel_width(count - j) + k] += std::exp2(s - shift[r]) * p * go[col];
         }
     }
   }
@@ -324,7 +335,7 @@ struct Backward {
   void pair_of(long r, long t, long column) {
     Unit* p_at = p + column * (kRows / KP) + r / KP * kPanel;
     Unit* ds_at = ds + column * (kRows / KP) + r / KP * kPanel;
-    for (long j = 0; j < kPanel; j += 32) {
+    for (long j = 0; j < wide; j += 32) {
       typename E::Packed pp[2], pds[2];
 #pragma GCC unroll 2
       for (int x = 0; x < 2; ++x) {
@@ -353,9 +364,10 @@ struct Backward {
   void write_transposed(float* grad, Width<E> w, float scale, const halfulp_tensor& dst, long b, long hk) {
     float* turned = reinterpret_cast<float*>(rows);
     for (long j = 0; j < count; j += kPanel) {
+      const long width = panel_width(count - j);
       for (long col = 0; col < w.columns; col += 16)
-        for (long k = 0; k < kPanel; k += 16)
-          transpose16(reinterpret_cast<Unit*>(grad + j * w.columns + col * kPanel + k), kPanel,
+        for (long k = 0; k < width; k += 16)
+          transpose16(reinterpret_cast<Unit*>(grad + j * w.columns + col * width + k), width,
                       reinterpret_cast<Unit*>(turned + k * w.columns + col), w.columns, 16);
       for (long r = 0; r < least(kPanel, count - j); ++r)
         write_row(turned + r * w.columns, w, scale, row_at<typename E::Element>(dst, b, hk, first + j + r));

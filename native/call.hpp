@@ -12,6 +12,7 @@ using Unit = uint32_t;             // 32 bits of an operand: two bf16 of neighbo
 constexpr long kRows = 96;         // query rows of a block
 static_assert(kRows % 96 == 0, "groups of 6 or 32 rows, and sixteen pairs to a transpose");
 constexpr long kPanel = 64;        // keys of a panel
+constexpr long kHalf = 32;         // what the last panel is cut to, and what rows see is counted in
 constexpr long kForwardKeys = 256; // keys of a forward block
 constexpr long kBackwardKeys = 128;
 constexpr long kTieKeys = 128;     // keys of a forward block of the published recipe, whose ties are counted in a block

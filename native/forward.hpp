@@ -65,13 +65,13 @@ struct Forward {
   void pack(long b, long hk, long from, long end) {
     packed_from = from;
     for (long j = from; j < end; j += kPanel) {
-      const long real = least(kPanel, c.n_key - j);
-      panel_over_features<E>(rows_of_panel<E>(c.key, b, hk, j, real, wd, rows), wd, key_at(j));
+      const long real = least(kPanel, c.n_key - j), width = panel_width(real);
+      panel_over_features<E>(rows_of_panel<E>(c.key, b, hk, j, real, wd, rows), width, wd, key_at(j));
       const Rows v = rows_of_panel<E>(c.value, b, hk, j, real, wv, rows);
-      odd[j / kPanel] = large_panel<E>(v, wv) && infinite_panel<E>(v, wv);
+      odd[j / kPanel] = large_panel<E>(v, real, wv) && infinite_panel<E>(v, real, wv);
       for (long col = 0; col < wv.columns; col += 64) {
-        pair_rows<E>(v, kPanel, col, wv.panel(col), value_at(col, j), wv.panel(col));
-        if (odd[j / kPanel]) finite_only<KP>(value_at(col, j), kPanel / KP * wv.panel(col));
+        pair_rows<E>(v, width, col, wv.panel(col), value_at(col, j), wv.panel(col));
+        if (odd[j / kPanel]) finite_only<KP>(value_at(col, j), width / KP * wv.panel(col));
       }
     }
   }
@@ -109,7 +109,8 @@ struct Forward {
       for (long g = 0; g < groups; ++g)
         if (span[g].from <= j && j < span[g].to)
           Multiply<E>::template group<kSet>(rows_in(g), query + G * g * row_stride(wd), row_stride(wd),
-                                            key_at(j), 64, wd.units, scores + G * g * BK + j - k0, BK, &scale);
+                                            key_at(j), panel_width(c.n_key - j), least(kPanel, span[g].to - j),
+                                            wd.units, scores + G * g * BK + j - k0, BK, &scale);
     float rescale[kRows];
     for (long g = 0; g < groups; ++g)
       if (!span[g].empty())
@@ -119,7 +120,7 @@ struct Forward {
         if (!span[g].empty())
           Multiply<E>::template group<kScaleAdd>(
               rows_in(g), weights + (G * g * BK + span[g].from - k0) / KP, BK / KP, value_at(col, span[g].from),
-              wv.panel(col), (span[g].to - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
+              wv.panel(col), wv.panel(col), (span[g].to - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
               rescale + G * g);
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       if (odd[j / kPanel]) add_odd(b, h / plan.groups, k0, j, span);
@@ -175,14 +176,18 @@ struct Forward {
     V l = mul(load(lanes + 16 * r), set1(factor)), exact = mul(load(exact_lanes + 16 * r), set1(factor));
     Unit* dst = weights + (r * BK - k0) / KP;
     for (long j = s.from; j < s.to; j += 64) {
-      V w[4];
-#pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) w[n] = weight<integer>(load(row + j + 16 * n), set1(shift));
-      const auto p0 = E::pack(w[0], w[1]), p1 = E::pack(w[2], w[3]);
-      E::put_row(dst + j / KP, p0);
-      E::put_row(dst + (j + 32) / KP, p1);
-      exact = add(exact, add(add(w[0], w[1]), add(w[2], w[3])));
-      if constexpr (integer) l = E::sum(E::sum(l, p0), p1);
+      V sum[2] = {set1(0.f), set1(0.f)};
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const long at = j + kHalf * half;
+        if (at >= s.to) break;
+        const V w0 = weight<integer>(load(row + at), set1(shift)), w1 = weight<integer>(load(row + at + 16), set1(shift));
+        const auto packed = E::pack(w0, w1);
+        E::put_row(dst + at / KP, packed);
+        sum[half] = add(w0, w1);
+        if constexpr (integer) l = E::sum(l, packed);
+      }
+      exact = add(exact, add(sum[0], sum[1]));
     }
     store(lanes + 16 * r, l);
     store(exact_lanes + 16 * r, exact);

@@ -53,17 +53,17 @@ static inline void tiles(const Unit* A, long lda, const Unit* B, long ldb, long 
 }
 
 template <Mode mode>
-static inline void multiply_tiles(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C,
-                                  long ldc, const float* factor) {
+static inline void multiply_tiles(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K,
+                                  float* C, long ldc, const float* factor) {
   if constexpr (mode == kScaleAdd)
     for (long r = 0; r < rows; ++r)
       for (long n = 0; n < width && factor[r] != 1.f; n += 16)
         store(C + r * ldc + n, mul(load(C + r * ldc + n), set1(factor[r])));
   for (long n = 0; n < width; n += 32) {
     if (rows > 16)
-      tiles<true, mode != kSet>(A, lda, B + n, width, K, C + n, ldc);
+      tiles<true, mode != kSet>(A, lda, B + n, ldb, K, C + n, ldc);
     else
-      tiles<false, mode != kSet>(A, lda, B + n, width, K, C + n, ldc);
+      tiles<false, mode != kSet>(A, lda, B + n, ldb, K, C + n, ldc);
   }
   if constexpr (mode == kSet)
     for (long r = 0; r < rows && *factor != 1.f; ++r)
@@ -74,13 +74,14 @@ template <>
 struct Multiply<TileEngine> {
   // A group of rows of which `rows` count.
   template <Mode mode>
-  static void group(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc,
-                    const float* factor) {
-    multiply_tiles<mode>(rows, A, lda, B, width, K, C, ldc, factor);
+  static void group(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C,
+                    long ldc, const float* factor) {
+    multiply_tiles<mode>(rows, A, lda, B, ldb, width, K, C, ldc, factor);
   }
-  static void add_rows(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc) {
+  static void add_rows(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C,
+                       long ldc) {
     for (long r = 0; r < rows; r += 32)
-      multiply_tiles<kAdd>(32, A + r * lda, lda, B, width, K, C + r * ldc, ldc, nullptr);
+      multiply_tiles<kAdd>(32, A + r * lda, lda, B, ldb, width, K, C + r * ldc, ldc, nullptr);
   }
 };
 

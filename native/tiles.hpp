@@ -45,15 +45,15 @@ __attribute__((noinline)) static void tile(const Unit* A, long lda, const Unit* 
   }
 }
 
-// MR rows of C against one panel of `width` columns, in the widest tiles that the registers hold.
+// MR rows of C against `width` columns of one panel, in the widest tiles that the registers hold.
 template <class E, int MR, Mode mode>
-static inline void strip(const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc,
+static inline void strip(const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C, long ldc,
                          const float* factor) {
   if constexpr (kTileVectors == 4) {
-    if (width == 64) return tile<E, MR, 4, mode>(A, lda, B, width, K, C, ldc, factor);
-    return tile<E, MR, 2, mode>(A, lda, B, width, K, C, ldc, factor);
+    if (width == 64) return tile<E, MR, 4, mode>(A, lda, B, ldb, K, C, ldc, factor);
+    return tile<E, MR, 2, mode>(A, lda, B, ldb, K, C, ldc, factor);
   } else {
-    for (long n = 0; n < width; n += 16) tile<E, MR, 1, mode>(A, lda, B + n, width, K, C + n, ldc, factor);
+    for (long n = 0; n < width; n += 16) tile<E, MR, 1, mode>(A, lda, B + n, ldb, K, C + n, ldc, factor);
   }
 }
 
@@ -62,28 +62,29 @@ template <class E>
 struct Multiply {
   // A group of six rows of which `rows` count; the others may be left as they are.
   template <Mode mode>
-  static void group(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc,
-                    const float* factor) {
+  static void group(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C,
+                    long ldc, const float* factor) {
     if constexpr (kTileRows == 6) {
-      if (rows > 4) return strip<E, 6, mode>(A, lda, B, width, K, C, ldc, factor);
-      if (rows > 2) return strip<E, 4, mode>(A, lda, B, width, K, C, ldc, factor);
-      if (rows == 2) return strip<E, 2, mode>(A, lda, B, width, K, C, ldc, factor);
-      strip<E, 1, mode>(A, lda, B, width, K, C, ldc, factor);
+      if (rows > 4) return strip<E, 6, mode>(A, lda, B, ldb, width, K, C, ldc, factor);
+      if (rows > 2) return strip<E, 4, mode>(A, lda, B, ldb, width, K, C, ldc, factor);
+      if (rows == 2) return strip<E, 2, mode>(A, lda, B, ldb, width, K, C, ldc, factor);
+      strip<E, 1, mode>(A, lda, B, ldb, width, K, C, ldc, factor);
     } else {
       for (long r = 0; r < rows; r += kTileRows)
-        strip<E, kTileRows, mode>(A + r * lda, lda, B, width, K, C + r * ldc, ldc,
+        strip<E, kTileRows, mode>(A + r * lda, lda, B, ldb, width, K, C + r * ldc, ldc,
                                   mode == kScaleAdd ? factor + r : factor);
     }
   }
   // C += A B for an even number of rows.
-  static void add_rows(long rows, const Unit* A, long lda, const Unit* B, long width, long K, float* C, long ldc) {
+  static void add_rows(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C,
+                       long ldc) {
     while (rows > 0) {
       const long taken = kTileRows == 6 && rows >= 6 && rows != 8 ? 6 : kTileRows == 6 && rows >= 4 ? 4 : 2;
       if constexpr (kTileRows == 6) {
-        if (taken == 6) strip<E, 6, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
-        if (taken == 4) strip<E, 4, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+        if (taken == 6) strip<E, 6, kAdd>(A, lda, B, ldb, width, K, C, ldc, nullptr);
+        if (taken == 4) strip<E, 4, kAdd>(A, lda, B, ldb, width, K, C, ldc, nullptr);
       }
-      if (taken == 2) strip<E, 2, kAdd>(A, lda, B, width, K, C, ldc, nullptr);
+      if (taken == 2) strip<E, 2, kAdd>(A, lda, B, ldb, width, K, C, ldc, nullptr);
       rows -= taken, A += taken * lda, C += taken * ldc;
     }
   }
@@ -122,6 +123,9 @@ static inline long row_stride(Width<E> w) {
   return E::KP == 2 ? w.stride() : w.columns;
 }
 
+// The keys of a panel of which `real` exist, as operands have them.
+static inline long panel_width(long real) { return least(kPanel, up(real, kHalf)); }
+
 // Rows of units: a tensor's own, where its elements are units already and none is missing, or a copy.
 struct Rows {
   const Unit* at;
@@ -130,21 +134,22 @@ struct Rows {
 template <class E>
 static inline Rows rows_of_panel(const halfulp_tensor& x, long b, long h, long from, long valid, Width<E> w,
                                  Unit* copy) {
-  if (E::elements_are_units && valid == kPanel && w.d % (16 * E::KP) == 0 && w.d == w.columns && x.row % E::KP == 0) {
+  const long width = panel_width(valid);
+  if (E::elements_are_units && valid == width && w.d % (16 * E::KP) == 0 && w.d == w.columns && x.row % E::KP == 0) {
     const auto* first = static_cast<const typename E::Element*>(x.data) + b * x.batch + h * x.head + from * x.row;
     if (reinterpret_cast<uintptr_t>(first) % sizeof(Unit) == 0)
       return {reinterpret_cast<const Unit*>(first), x.row / E::KP};
   }
-  read_rows<E>(x, b, h, from, kPanel, valid, w, copy);
+  read_rows<E>(x, b, h, from, width, valid, w, copy);
   return {copy, row_stride(w)};
 }
 
-// B operand whose k runs over features: 64 rows of units to a panel [units][64].
+// B operand whose k runs over features: rows of units to a panel [units][width].
 template <class E>
-static inline void panel_over_features(Rows rows, Width<E> w, Unit* panel) {
+static inline void panel_over_features(Rows rows, long width, Width<E> w, Unit* panel) {
   for (long u = 0; u < w.units; u += 16)
-    for (long j = 0; j < kPanel; j += 16)
-      transpose16(rows.at + j * rows.stride + u, rows.stride, panel + u * kPanel + j, kPanel, least(16, w.units - u));
+    for (long j = 0; j < width; j += 16)
+      transpose16(rows.at + j * rows.stride + u, rows.stride, panel + u * width + j, width, least(16, w.units - u));
 }
 
 // `count` (even) rows of units with their neighbors in k paired: element (k unit, column) at dst[k · ld + column].
