@@ -63,7 +63,7 @@ struct Backward {
   static void run(const Plan& pl, long unit, char* scratch) {
     Backward w(pl, scratch);
     const long chunk = unit % pl.chunks, head = unit / pl.chunks;
-    E::enter();
+    E::enter(kRows);
     w.chunk_of(head / w.c.key_heads, head % w.c.key_heads, chunk);
     E::leave();
   }

@@ -37,7 +37,7 @@ struct FloatEngine {
   using Element = typename Dtype::Element;
   static constexpr long KP = 1;
   static constexpr long group = 6, k_step = 1;  // rows that are multiplied together; of a product's units
-  static void enter() {}
+  static void enter(long) {}
   static void leave() {}
   static constexpr int mantissa_bits = Dtype::mantissa_bits, lowest_exponent = Dtype::lowest_exponent;
   static constexpr bool exact_operands = Dtype::exact;

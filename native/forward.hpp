@@ -13,9 +13,10 @@ struct Forward {
   Width<E> wd, wv;
   long keys;  // of a head, in whole panels
   long step;  // keys of a block
+  bool few;   // rows, for which nothing is packed that needs not be
   bool once;  // this unit has one block of rows, for which a block of keys is packed when its turn comes
   long packed_keys, packed_from;  // what K and V as operands hold
-  Unit *key, *value, *query, *weights, *rows;
+  Unit *key, *value, *query, *turned, *weights, *rows;
   float *scores, *out, *lanes, *exact_lanes, *m;
   uint8_t* odd;  // panels of V that hold NaN or an infinity
   long valid;    // rows of the block that exist
@@ -23,12 +24,13 @@ struct Forward {
   Forward(const Plan& p, char* base)
       : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)),
         step(c.recipe == HALFULP_RECIPE_PUBLISHED ? kTieKeys : BK),
-        once(p.groups * p.row_blocks == p.spans), packed_keys(once ? least(step, keys) : keys), packed_from(0) {
+        few(c.n_query <= Multiply<E>::few), once(few || p.groups * p.row_blocks == p.spans), packed_keys(once ? least(step, keys) : keys), packed_from(0) {
     Scratch s{base};
     key = s.take<Unit>(packed_keys * wd.units);
     value = s.take<Unit>(packed_keys / KP * wv.columns);
     rows = s.take<Unit>(kPanel * most(row_stride(wd), row_stride(wv)));
     query = s.take<Unit>(kRows * row_stride(wd));
+    turned = s.take<Unit>(16 * up(wd.units, 16));
     weights = s.take<Unit>(kRows * BK / KP);
     scores = s.take<float>(kRows * BK);
     out = s.take<float>(kRows * wv.columns);
@@ -47,12 +49,23 @@ struct Forward {
     const long span = unit % p.spans, head = unit / p.spans, total = p.groups * p.row_blocks;
     const long from = total * span / p.spans, to = total * (span + 1) / p.spans;
     const long b = head / f.c.key_heads, hk = head % f.c.key_heads;
-    E::enter();
+    E::enter(f.few ? f.c.n_query : kRows);
     if (!f.once) f.pack(b, hk, 0, f.keys_before(from, to));
-    for (long block = from; block < to; ++block)
-      f.rows_of(b, hk * p.groups + block / p.row_blocks, block % p.row_blocks * kRows);
+    for (long block = from; block < to; ++block) {
+      const long h = hk * p.groups + block / p.row_blocks, i0 = block % p.row_blocks * kRows;
+      f.rows_of(b, h, i0);
+      if (f.few && f.lost_in_sums()) {
+        f.few = false;
+        f.rows_of(b, h, i0);
+        f.few = true;
+      }
+      f.finish(b, h, i0);
+    }
     E::leave();
   }
+
+  // Whether a sum is not finite: V may hold what rows that do not see it must not take.
+  bool lost_in_sums() const { return infinite<1>(reinterpret_cast<const Unit*>(out), valid * wv.columns); }
 
   // The first key that no row of these blocks sees, nor any after it.
   long keys_before(long from, long to) const {
@@ -84,6 +97,7 @@ struct Forward {
     valid = least(kRows, c.n_query - i0);
     const long groups = (valid + G - 1) / G;
     read_rows<E>(c.query, b, h, i0, groups * G, valid, wd, query);
+    if (few) Multiply<E>::turn(query, row_stride(wd), wd.units, turned);
     std::memset(out, 0, size_t(groups * G * wv.columns) * sizeof(float));
     std::memset(lanes, 0, sizeof(float) * size_t(valid) * 16);
     std::memset(exact_lanes, 0, sizeof(float) * size_t(valid) * 16);
@@ -94,10 +108,9 @@ struct Forward {
     }
     const Span block = seen_by(c, i0, kRows, 0, keys);
     for (long k0 = block.from / step * step; k0 < block.to; k0 += step) {
-      if (once) pack(b, h / plan.groups, k0, least(block.to, k0 + step));
+      if (once && !few) pack(b, h / plan.groups, k0, least(block.to, k0 + step));
       keys_of(b, h, i0, groups, k0);
     }
-    finish(b, h, i0);
   }
 
   // One block of keys: scores, weights, and their product with V.
@@ -106,15 +119,24 @@ struct Forward {
     Span span[GROUPS];
     for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + G * g, G, k0, least(keys, k0 + step));
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
-      for (long g = 0; g < groups; ++g)
-        if (span[g].from <= j && j < span[g].to)
-          Multiply<E>::template group<kSet>(rows_in(g), query + G * g * row_stride(wd), row_stride(wd),
-                                            key_at(j), panel_width(c.n_key - j), least(kPanel, span[g].to - j),
-                                            wd.units, scores + G * g * BK + j - k0, BK, &scale);
+      for (long g = 0; g < groups; ++g) {
+        if (j < span[g].from || span[g].to <= j) continue;
+        const long width = least(kPanel, span[g].to - j), real = least(kPanel, c.n_key - j);
+        const Unit* q = query + G * g * row_stride(wd);
+        float* to = scores + G * g * BK + j - k0;
+        if (few)
+          Multiply<E>::few_rows(valid, q, row_stride(wd), turned,
+                                rows_of_panel<E>(c.key, b, h / plan.groups, j, real, wd, rows), width, wd.units, to, BK,
+                                scale);
+        else
+          Multiply<E>::template group<kSet>(rows_in(g), q, row_stride(wd), key_at(j), panel_width(real), width, wd.units,
+                                            to, BK, &scale);
+      }
     float rescale[kRows];
     for (long g = 0; g < groups; ++g)
       if (!span[g].empty())
         for (long r = G * g; r < G * g + rows_in(g); ++r) rescale[r] = softmax(b, h, i0 + r, r, k0, span[g]);
+    if (few) return values_of(b, h, k0, span[0], rescale);
     for (long col = 0; col < wv.columns; col += 64)
       for (long g = 0; g < groups; ++g)
         if (!span[g].empty())
@@ -124,6 +146,25 @@ struct Forward {
               rescale + G * g);
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       if (odd[j / kPanel]) add_odd(b, h / plan.groups, k0, j, span);
+  }
+
+  // The weights of a block of keys times V, for few rows: floats are read where they lie.
+  void values_of(long b, long h, long k0, Span s, const float* rescale) {
+    for (long j = s.from; j < s.to; j += kPanel) {
+      const long width = least(kPanel, s.to - j), real = least(kPanel, c.n_key - j);
+      const Rows v = rows_of_panel<E>(c.value, b, h / plan.groups, j, real, wv, rows);
+      for (long col = 0; col < wv.columns; col += 64) {
+        if (KP == 2) pair_rows<E>(v, width, col, wv.panel(col), value, wv.panel(col));
+        const Unit *w = weights + (j - k0) / KP, *at = KP == 2 ? value : v.at + col;
+        const long ld = KP == 2 ? wv.panel(col) : v.stride;
+        if (j == s.from)
+          Multiply<E>::template group<kScaleAdd>(valid, w, BK / KP, at, ld, wv.panel(col), width / KP, out + col,
+                                                 wv.columns, rescale);
+        else
+          Multiply<E>::template group<kAdd>(valid, w, BK / KP, at, ld, wv.panel(col), width / KP, out + col, wv.columns,
+                                            nullptr);
+      }
+    }
   }
 
   long rows_in(long g) const { return least(G, valid - G * g); }

@@ -10,12 +10,16 @@ namespace HALFULP_ISA {
 
 struct TileEngine : PairEngine {
   static constexpr long group = 32, k_step = 16;
-  static void enter() {
+  // For up to sixteen rows alone tiles 0, 1 and 4 have as many, and 2, 3 and 5 as many columns; no others are used then.
+  static void enter(long count) {
+    const uint8_t n = count < 16 ? uint8_t(count) : 16;
     struct alignas(64) {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } shape;
+    shape.rows[0] = shape.rows[1] = shape.rows[4] = n;
+    shape.bytes[2] = shape.bytes[3] = shape.bytes[5] = uint16_t(4 * n);
     _tile_loadconfig(&shape);
   }
   static void leave() { _tile_release(); }
@@ -72,6 +76,37 @@ static inline void multiply_tiles(long rows, const Unit* A, long lda, const Unit
 
 template <>
 struct Multiply<TileEngine> {
+  // Keys as they lie are the left operand, the rows turned the right one: products and their order are the same.
+  static constexpr long few = 16;
+  static void turn(const Unit* rows, long ld, long K, Unit* turned) {
+    for (long u = 0; u < K; u += 16) transpose16(rows + u, ld, turned + 16 * u, 16, 16);
+  }
+  static void few_rows(long rows, const Unit*, long, const Unit* turned, Rows keys, long width, long K, float* C,
+                       long ldc, float factor) {
+    alignas(64) float product[2][256];
+    for (long j = 0; j < width; j += 32) {
+      _tile_zero(2);
+      _tile_zero(3);
+      for (long u = 0; u < K; u += 16) {
+        _tile_loadd(5, turned + 16 * u, 64);
+        _tile_loadd(6, keys.at + j * keys.stride + u, 4 * keys.stride);
+        _tile_loadd(7, keys.at + (j + 16) * keys.stride + u, 4 * keys.stride);
+        _tile_dpbf16ps(2, 6, 5);
+        _tile_dpbf16ps(3, 7, 5);
+      }
+      if (rows == 1) {  // a column is the row
+        _tile_stored(2, C + j, 4);
+        _tile_stored(3, C + j + 16, 4);
+        continue;
+      }
+      _tile_stored(2, product[0], 64);
+      _tile_stored(3, product[1], 64);
+      for (int n = 0; n < 2; ++n)
+        transpose16(reinterpret_cast<Unit*>(product[n]), 16, reinterpret_cast<Unit*>(C + j + 16 * n), ldc, rows);
+    }
+    for (long r = 0; r < rows; ++r)
+      for (long j = 0; j < width; j += 16) store(C + r * ldc + j, mul(load(C + r * ldc + j), set1(factor)));
+  }
   // A group of rows of which `rows` count.
   template <Mode mode>
   static void group(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C,

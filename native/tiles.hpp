@@ -57,9 +57,51 @@ static inline void strip(const Unit* A, long lda, const Unit* B, long ldb, long 
   }
 }
 
+// Rows of units: a tensor's own, where its elements are units already and none is missing, or a copy.
+struct Rows {
+  const Unit* at;
+  long stride;
+};
+
+// MR rows of C = f AB where the rows of B are keys as they lie: turned sixteen by sixteen, `width` of them (32 or 64).
+// Memory's own guesses miss rows read sixteen at a time: what comes 32 rows later is asked for.
+template <class E, int MR>
+__attribute__((noinline)) static void dots(const Unit* A, long lda, Rows keys, long width, long K, float* C, long ldc,
+                                           float factor) {
+  alignas(64) Unit turned[2][256];
+  for (long j = 0; j < width; j += 32) {
+    V acc[MR][2];
+    for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = set1(0.f);
+    for (long u = 0; u < K; u += 16) {
+      const long count = K - u < 16 ? K - u : 16;
+      for (int n = 0; n < 2; ++n) {
+        const Unit* at = keys.at + (j + 16 * n) * keys.stride + u;
+        for (long i = 32; i < 48 && E::elements_are_units; ++i) __builtin_prefetch(at + i * keys.stride);
+        transpose16(at, keys.stride, turned[n], 16, count);
+      }
+      for (long k = 0; k < count; ++k)
+        for (int r = 0; r < MR; ++r) {
+          const typename E::U a = E::spread(A + r * lda + u + k);
+          for (int n = 0; n < 2; ++n) acc[r][n] = E::dot(acc[r][n], a, E::units(turned[n] + 16 * k));
+        }
+    }
+    for (int r = 0; r < MR; ++r)
+      for (int n = 0; n < 2; ++n) store(C + r * ldc + j + 16 * n, mul(acc[r][n], set1(factor)));
+  }
+}
+
 // Rows of C against one panel, for an engine of vectors. The engine of tiles has its own.
 template <class E>
 struct Multiply {
+  // Up to `few` rows against keys that are not packed: for so few that takes longer than the product.
+  static constexpr long few = 4;
+  static void turn(const Unit*, long, long, Unit*) {}
+  static void few_rows(long rows, const Unit* A, long lda, const Unit*, Rows keys, long width, long K, float* C, long ldc,
+                       float factor) {
+    if (rows > 2) return dots<E, 4>(A, lda, keys, width, K, C, ldc, factor);
+    if (rows == 2) return dots<E, 2>(A, lda, keys, width, K, C, ldc, factor);
+    dots<E, 1>(A, lda, keys, width, K, C, ldc, factor);
+  }
   // A group of six rows of which `rows` count; the others may be left as they are.
   template <Mode mode>
   static void group(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C,
@@ -126,11 +168,6 @@ static inline long row_stride(Width<E> w) {
 // The keys of a panel of which `real` exist, as operands have them.
 static inline long panel_width(long real) { return least(kPanel, up(real, kHalf)); }
 
-// Rows of units: a tensor's own, where its elements are units already and none is missing, or a copy.
-struct Rows {
-  const Unit* at;
-  long stride;
-};
 template <class E>
 static inline Rows rows_of_panel(const halfulp_tensor& x, long b, long h, long from, long valid, Width<E> w,
                                  Unit* copy) {

@@ -111,7 +111,7 @@ struct PairEngine {
   using Element = uint16_t;
   static constexpr long KP = 2;
   static constexpr long group = 6, k_step = 1;  // rows that are multiplied together; of a product's units
-  static void enter() {}
+  static void enter(long) {}
   static void leave() {}
   static constexpr int mantissa_bits = 7, lowest_exponent = -101;
   static constexpr bool exact_operands = false;
