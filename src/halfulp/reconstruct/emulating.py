@@ -28,6 +28,7 @@ Tensors = Mapping[str, Tensor]
 
 # what the backward pass decides and the forward pass already needs to keep
 _KEPT_FOR = ("delta_from", "residual_bits", "residual")
+_READ = ("query", "key", "value", "input_scaling", "compute", "seed")  # what operands are read by
 
 
 def _as_it_is(_: Trial, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -106,6 +107,7 @@ class Emulator:
                 self.observed[trial.name, name] = Observed.of(got, exact)
         self._forward: OrderedDict[Any, tuple[Problem, Kept, dict[str, Tensor]] | None]
         self._forward = OrderedDict()
+        self._read: OrderedDict[Any, Problem] = OrderedDict()
         self._fits: dict[Any, Fit] = {}
         self.emulations = 0
 
@@ -155,7 +157,7 @@ class Emulator:
             return {}
         self.emulations += 1
         try:
-            problem = Problem.read(turned.call, Step(backward.recipe))
+            problem = self._problem(trial, turned, backward)
             d_lse = None
             if turned.delta_left_out:
                 do = turned.grad_out.to(kept.out.dtype)
@@ -171,7 +173,7 @@ class Emulator:
             self.emulations += 1
             turned = _turned(trial, way)
             try:
-                problem = Problem.read(turned.call, Step(way.recipe))
+                problem = self._problem(trial, turned, way)
                 kept = attend(problem)
             except (ValueError, AssertionError):
                 self._forward[key] = None
@@ -183,6 +185,16 @@ class Emulator:
             if len(self._forward) > 256:
                 self._forward.popitem(last=False)
         return self._forward[key]
+
+    def _problem(self, trial: Trial, turned: Trial, way: Way) -> Problem:
+        """The problem of a way; operands that are read alike are rounded once."""
+        recipe = way.recipe
+        key = (trial.name, way.twists, *(getattr(recipe, name) for name in _READ))
+        if key not in self._read:
+            self._read[key] = Problem.read(turned.call, Step(recipe))
+            if len(self._read) > 128:
+                self._read.popitem(last=False)
+        return replace(self._read[key], step=Step(recipe))
 
 
 def _as_found(kept: Kept, found: Tensors, unit: float) -> Kept:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,7 +29,12 @@ class Observed:
     value: Tensor
     exact: Tensor
     usable: Tensor  # elements where both are finite
-    energy: Tensor  # of value − exact, by group
+    error: Tensor  # value − exact, float32, in groups of rows
+    energy: Tensor  # its square, by group
+    # the exact value as a sum of two float32, so that a float32 result's error is as precise as
+    # float64 would make it, at half the cost
+    parts: tuple[Tensor, Tensor]
+    all_usable: bool
 
     @classmethod
     def of(cls, value: Tensor, exact: Tensor) -> Observed:
@@ -38,14 +44,16 @@ class Observed:
             value, exact = value.unsqueeze(-1), exact.unsqueeze(-1)
         usable = value.isfinite() & exact.isfinite()
         value, exact = (torch.where(usable, x, 0.0) for x in (value, exact))
-        return cls(value, exact, usable, grouped((value - exact).square()))
+        error, high = in_groups((value - exact).float()), exact.float()
+        parts = high, (exact - high).float()
+        return cls(value, exact, usable, error, squared(error), parts, bool(usable.all()))
 
     @property
     def total(self) -> float:
         """The kernel's squared error."""
         return float(self.energy.sum())
 
-    @property
+    @cached_property
     def floor(self) -> float:
         """The squared error that is none."""
         return FLOOR**2 * float(self.exact.square().sum())
@@ -58,17 +66,29 @@ class Observed:
 
     def against(self, candidate: Tensor) -> Fit:
         """How a candidate's result fits."""
-        found = candidate.double()
-        found = found.unsqueeze(-1) if found.ndim == 3 else found
+        found = candidate.unsqueeze(-1) if candidate.ndim == 3 else candidate
         if found.shape != self.value.shape:
             # what cannot be computed explains nothing
-            return Fit(self.energy, self.energy * 0, self.energy, self.energy, self.floor)
-        broken = ~found.isfinite() & self.usable
-        found = torch.where(self.usable & ~broken, found, 0.0)
-        own, other = self.value - self.exact, found - self.exact
-        residual = torch.where(broken, own.square() * WORST + 1e-30, (own - other).square())
-        parts = (grouped(residual), grouped(own * other), self.energy, grouped(other.square()))
-        return Fit(*parts, self.floor)
+            return Fit(self.energy, self.energy, self.energy, self.floor)
+        if found.dtype == torch.float64:
+            other = (found - self.exact).float()
+        else:
+            other = found - self.parts[0]
+            other -= self.parts[1]
+        if not self.all_usable:
+            other = torch.where(self.usable, other, 0.0)
+        if not math.isfinite(float(other.sum())):
+            return self._against_broken(other)
+        other = in_groups(other)
+        return Fit(squared(self.error - other), self.energy, squared(other), self.floor)
+
+    def _against_broken(self, other: Tensor) -> Fit:
+        """A candidate that is not finite where the kernel is."""
+        broken = ~other.isfinite()
+        other, broken = in_groups(torch.where(broken, 0.0, other)), in_groups(broken.float()) > 0
+        wrong = self.error.square() * WORST + 1e-30
+        residual = torch.where(broken, wrong, (self.error - other).square()).sum(-1).double()
+        return Fit(residual, self.energy, squared(other), self.floor)
 
 
 @dataclass(frozen=True)
@@ -76,12 +96,16 @@ class Fit:
     """What a candidate leaves of an error, by group of rows."""
 
     residual: Tensor
-    inner: Tensor
     energy: Tensor  # the kernel's
     other: Tensor  # the candidate's
     floor: float
 
     @property
+    def inner(self) -> Tensor:
+        """Inner products of both errors, which the three squares say together."""
+        return (self.energy + self.other - self.residual) / 2
+
+    @cached_property
     def left(self) -> float:
         """Share of the squared error that is not explained; 0 where there is no error on either
         side.
@@ -105,11 +129,17 @@ class Fit:
         return float(self.inner.sum()) / size
 
 
-def grouped(x: Tensor) -> Tensor:
-    """Sums of `[..., N, D]` over the last dimension and `ROWS` rows, flat."""
-    rows = x.sum(-1)
-    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % ROWS))
-    return rows.reshape(*rows.shape[:-1], -1, ROWS).sum(-1).flatten()
+def in_groups(x: Tensor) -> Tensor:
+    """`[..., N, D]` as `[groups, ROWS · D]`: a group is `ROWS` rows of one head."""
+    n, d = x.shape[-2:]
+    if n % ROWS:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -n % ROWS))
+    return x.reshape(-1, ROWS * d)
+
+
+def squared(x: Tensor) -> Tensor:
+    """Sums of squares along the last dimension, float64."""
+    return torch.linalg.vecdot(x, x).double()
 
 
 @dataclass(frozen=True)
