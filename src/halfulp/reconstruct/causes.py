@@ -131,6 +131,12 @@ _FUNCTION = (
      "hand-written backward passes", LOST),
     ("group-sum", "gradients of shared key heads are not summed over their group",
      "grouped-query attention, backward", LOST),
+    ("window", "the window of visible keys is wrong", "transformers issue 39408 (one key too"
+     " many)", WRONG),
+    ("softcap", "the cap of the scores is wrong, or missing from dS", "flash-attention issue"
+     " 1065 (no softcap in the backward pass)", WRONG),
+    ("sinks", "attention sinks are left out, or enter wrongly", "rocm-libraries issue 12227 (the sink"
+     " counted twice, or at another scale)", WRONG),
     ("grad-tail", "gradients leave out a part of the sequence", _BLOCKS, LOST),
 )  # fmt: skip
 

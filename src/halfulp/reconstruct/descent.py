@@ -86,7 +86,7 @@ class Search(Generic[M]):
         for _ in range(most):
             if not tensors or self.explained(model, tensors):
                 break
-            better = self._best(stage, model, neighbors(model), tensors, screened)
+            better = self.best(stage, model, neighbors(model), tensors, screened)
             if better is None:
                 break
             model = better
@@ -105,7 +105,7 @@ class Search(Generic[M]):
         found = [(self.loss(every[i][1], tensors, whole), i) for _, i in sifted]
         return [(loss, *every[i]) for loss, i in sorted(found)]
 
-    def _best(
+    def best(
         self,
         stage: str,
         model: M,
@@ -113,6 +113,7 @@ class Search(Generic[M]):
         tensors: frozenset[str],
         screened: int,
     ) -> M | None:
+        """The change that explains most, if it is significantly better than none."""
         order = self.screen(model, tensors, screened)
         trials = frozenset(order)
         changes = [(text, m) for text, m in changes if m != model]
@@ -177,7 +178,7 @@ class Search(Generic[M]):
                 both = change(first)
                 if both is not None and both not in (first, model):
                     two.append((f"{text}, {other}", both))
-        return self._best(stage, model, two, tensors, screened) or model
+        return self.best(stage, model, two, tensors, screened) or model
 
     def pruned(
         self,

@@ -91,7 +91,12 @@ class Model:
 class Emulator:
     """Kernel and candidates on the same trials; what was computed once is kept."""
 
-    def __init__(self, observed: Mapping[Trial, Result]) -> None:
+    def __init__(
+        self,
+        observed: Mapping[Trial, Result],
+        run: Callable[[Trial], Result | None] = lambda _: None,
+    ) -> None:
+        self.run = run  # the kernel, for what must be asked on other inputs
         self.trials = {trial.name: trial for trial in observed}
         self.observed: dict[tuple[str, str], Observed] = {}
         self.nonfinite: dict[tuple[str, str], int] = {}

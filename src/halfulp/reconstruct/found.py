@@ -15,6 +15,7 @@ from halfulp.reconstruct.places import Place
 
 SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 WELL = 0.9  # share of an error from which on it is called explained
+LIKE = 0.5  # below, a recipe is not what a kernel is
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,13 @@ class Reconstruction:
     def sentence(self) -> str:
         """One line: what it is, how much of each error that explains, what stays unexplained."""
         shares = [f"{_percent(e.share)} of {SHORT[e.tensor]}'s error" for e in self.explained]
-        told = f"is {self.text}: explains {', '.join(shares)}"
-        if not self.understood and not any(e.share >= 0.5 for e in self.explained):
+        known = [e for e in self.explained if e.share >= LIKE]
+        if self.understood or len(known) == len(self.explained):
+            told = f"is {self.text}: explains {', '.join(shares)}"
+        elif known:
+            names = ", ".join(SHORT[e.tensor] for e in known)
+            told = f"is {self.text} as far as {names} go: explains {', '.join(shares)}"
+        else:
             told = f"is no recipe that was tried; the nearest, {self.text}, explains"
             told += f" {', '.join(shares)}"
         if self.places:

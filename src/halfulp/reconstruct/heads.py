@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call
-from halfulp.reconstruct.emulating import GRADIENTS, Twist
-from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.emulating import Twist
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.twists import Tensors, Turn
+from halfulp.reconstruct.twists import Tensors, Turn, scores_of
 
 
 class _At(NamedTuple):
@@ -194,6 +193,10 @@ def merges() -> Iterator[Twist]:
             ("neither", "neither Ō nor l is rescaled where the maximum grows", "sums"),
             ("out", "Ō is not rescaled where the maximum grows", "out"),
             ("sum", "l is not rescaled where the maximum grows", "sum"),
+            ("twice", "Ō is rescaled twice where the maximum grows", "twice"),
+            ("dropped", "Ō of earlier blocks is dropped where the maximum grows", "dropped"),
+            ("late", "Ō is rescaled after a block is added, not before", "late"),
+            ("late-both", "Ō and l are rescaled after a block is added, not before", "late both"),
         ):
             yield _merged(f"rescale-{block}-{key}", f"{text} (key blocks of {block})", "rescale",
                           _blocks(block), kind)  # fmt: skip
@@ -247,10 +250,7 @@ def _merged(key: str, text: str, cause: str, cut: Callable[[int], list[slice]], 
 
 @lru_cache(maxsize=16)
 def _scores(trial: Trial) -> Tensor:
-    call = trial.call
-    key = call.key.double().repeat_interleave(call.groups, 1)
-    scores = call.query.double() @ key.mT * call.scale
-    return call.sees.apply(scores, slice(0, scores.shape[2]), slice(0, scores.shape[3]), 1.0)
+    return scores_of(trial.call)
 
 
 @lru_cache(maxsize=64)
@@ -277,10 +277,16 @@ def _online(trial: Trial, parts: tuple[tuple[int, int], ...], kind: str) -> tupl
             kept = torch.ones_like(rescale)
         elif kind.startswith("lazy"):
             kept = torch.where(m_new - m < float(kind[4:]), 1.0, rescale)
+        elif kind == "twice":
+            kept = rescale.square()
+        elif kind == "dropped":
+            kept = (rescale == 1).double()
         elif kind == "clamp":
             kept = rescale.clamp_min(math.exp(-5.0)).masked_fill(rescale == 0, 0.0)
-        acc = acc * kept + pv
-        l = l * (1.0 if kind in ("sum", "sums") else rescale) + block
+        late = 1.0 if m.isinf().all() else rescale  # nothing is rescaled at the first block
+        acc = (acc + pv) * late if kind.startswith("late ") or kind == "late" else acc * kept + pv
+        kept_sum = 1.0 if kind in ("sum", "sums") else rescale
+        l = (l + block) * late if kind == "late both" else l * kept_sum + block
         own = torch.where(top == -math.inf, 0.0, top)
         part = (s - own).exp()
         l_part = part.sum(-1, keepdim=True)
@@ -304,136 +310,3 @@ def _online(trial: Trial, parts: tuple[tuple[int, int], ...], kind: str) -> tupl
     if kind == "whole":
         return acc, lse
     return acc / torch.where(l == 0, 1.0, l), lse
-
-
-def sources(trial: Trial, out: Observed) -> Twist | None:
-    """Which heads are computed from another's data: each head of O that is far off is looked for
-    among what the other heads' keys and values would give it.
-    """
-    call = trial.call
-    b, h = call.query.shape[:2]
-    if b * h > 24 or call.sees.mask is not None:
-        return None
-    head_error = (out.value - out.exact).square().sum((-1, -2))
-    head_size = out.exact.square().sum((-1, -2))
-    wrong = [(i, j) for i in range(b) for j in range(h)
-             if float(head_error[i, j]) > 0.02 * float(head_size[i, j])]  # fmt: skip
-    if not wrong:
-        return None
-    found: dict[tuple[int, int], tuple[str, tuple[int, int]]] = {}
-    for place in wrong:
-        best = min(_candidates(call, place, out), default=None)
-        if best is not None and best[0] < 0.02 * float(head_size[place]):
-            found[place] = best[1:]
-    if len(found) < len(wrong):
-        return None
-    what = {w for w, _ in found.values()}
-    if len(what) > 1:
-        return None
-    which = what.pop()
-    told = "; ".join(f"{place} from {source}" for place, (_, source) in list(found.items())[:3])
-    words = {"kv": "key and value", "k": "key", "v": "value", "q": "query", "qkv": "all operands"}
-    text = f"heads (sequence, head) are computed from another's {words[which]}: {told}"
-    if len(found) > 3:
-        text += f" and {len(found) - 3} more"
-    return _from_elsewhere(trial.name, text, which, {k: v for k, (_, v) in found.items()})
-
-
-def _candidates(
-    call: Call, place: tuple[int, int], out: Observed
-) -> Iterator[tuple[float, str, tuple[int, int]]]:
-    b, h = call.query.shape[:2]
-    g = call.groups
-    for i in range(b):
-        for j in range(h):
-            for which in ("kv", "q", "qkv", "k", "v"):
-                if (i, j) == place or (which in ("kv", "k", "v") and (i, j // g) == (
-                    place[0], place[1] // g)):  # fmt: skip
-                    continue
-                q = (i, j) if "q" in which else place
-                k = (i, j) if "k" in which else place
-                v = (i, j) if "v" in which else place
-                part = _head_out(call, q, (k[0], k[1] // g), (v[0], v[1] // g))
-                off = float((part - out.value[place]).square().sum())
-                yield off, which, (i, j)
-
-
-def _head_out(call: Call, q: tuple[int, int], k: tuple[int, int], v: tuple[int, int]) -> Tensor:
-    scores = call.query[q].double() @ call.key[k].double().mT * call.scale
-    scores = call.sees.apply(scores, slice(0, scores.shape[0]), slice(0, scores.shape[1]), 1.0)
-    return scores.softmax(-1).nan_to_num(0.0) @ call.value[v].double()
-
-
-def _from_elsewhere(
-    name: str, text: str, which: str, found: dict[tuple[int, int], tuple[int, int]]
-) -> Twist:
-    def moved(x: Tensor, letter: str, groups: int) -> Tensor:
-        x = x if letter == "q" else x.repeat_interleave(groups, 1)
-        if letter not in which:
-            return x
-        x = x.clone()
-        original = x.clone()
-        for place, source in found.items():
-            x[place] = original[source]
-        return x
-
-    def turn(trial: Trial) -> Trial | None:
-        call = trial.call
-        if trial.name.partition("/")[0] != name or call.query.shape[1] <= max(
-            max(p[1], s[1]) for p, s in found.items()):  # fmt: skip
-            return None
-        g = call.groups
-        q, k, v = (moved(x, c, g) for x, c in ((call.query, "q"), (call.key, "k"),
-                                               (call.value, "v")))  # fmt: skip
-        return replace(trial, call=replace(call, query=q, key=k, value=v))
-
-    def back(trial: Trial, tensors: Tensors) -> Tensors:
-        call, changed = trial.call, dict(tensors)
-        for grad, letter in zip(GRADIENTS, "qkv", strict=True):
-            if grad not in tensors:
-                continue
-            x = tensors[grad].clone()
-            if letter in which:
-                own = tensors[grad]
-                for place in found:
-                    x[place] = 0
-                for place, source in found.items():
-                    x[source] += own[place]
-            if letter != "q" and call.groups > 1:
-                x = x.reshape(x.shape[0], -1, call.groups, *x.shape[2:]).sum(2)
-            changed[grad] = x
-        return changed
-
-    return Twist(f"elsewhere-{name}-{which}-{sorted(found.items())}", text, "other-data", turn,
-                 back)  # fmt: skip
-
-
-def fitted_scales(trial: Trial, out: Observed) -> Twist | None:
-    """The factor on the scale that explains most of O's error, where one explains more than
-    half.
-    """
-    factor = 1.0
-    for _ in range(4):
-        here, moved = (_exact_out(trial, factor * (1 + step)) for step in (0.0, 1e-4))
-        slope = (moved - here) / 1e-4
-        size = float(slope.square().sum())
-        if size == 0:
-            return None
-        factor *= 1 + max(-0.5, min(0.5, float(((out.value - here) * slope).sum()) / size))
-    left = float((out.value - _exact_out(trial, factor)).square().sum())
-    if left > 0.5 * out.total or abs(factor - 1) < 1e-4:
-        return None
-
-    def turn(asked: Trial) -> Trial:
-        return replace(asked, call=replace(asked.call, scale=asked.call.scale * factor))
-
-    text = f"the scale is {factor:.4g} × what was asked for"
-    return Twist(f"scale-{factor:.4g}", text, "scale", turn)
-
-
-def _exact_out(trial: Trial, factor: float) -> Tensor:
-    call = trial.call
-    key, value = (x.double().repeat_interleave(call.groups, 1) for x in (call.key, call.value))
-    scores = call.query.double() @ key.mT * (call.scale * factor)
-    scores = call.sees.apply(scores, slice(0, scores.shape[2]), slice(0, scores.shape[3]), 1.0)
-    return scores.softmax(-1).nan_to_num(0.0) @ value

@@ -13,6 +13,11 @@ from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Way
 from halfulp.reconstruct.space import field_text
 
+GROSS = (
+    20.0  # times the error without it: from there on a rounding is named only where it is proven
+)
+PROVEN = 0.9  # share of an error that is "explains it"
+LIKELY = 0.5  # share of an error that a cause must explain to be named at all
 HARMFUL = 1.25  # times the error that the kernel would make without it: what is below is no cause
 
 _FORWARD_CAUSES = {
@@ -197,6 +202,10 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
         share = 1 - min(1.0, with_it[place].left)
+        gross = CAUSES[key].kind == "rounding" and most >= GROSS
+        if share < (PROVEN if gross else LIKELY):
+            harmless += group  # it fits a little better than nothing, and that proves nothing
+            continue
         found.append(Named(CAUSES[key], text, most, place[1], place[0], share))
     found.sort(key=lambda n: -n.harm)
     return found, harmless
@@ -221,13 +230,13 @@ def combined(model: Model, stock: Recipe) -> Recipe | None:
             held = getattr(merged, f.name)
             if f.name == "name" or own == held:
                 continue
-            shared = f.name in _reads_forward()
+            shared = f.name in reads_forward()
             if shared or held != base:
                 return None
             merged = replace(merged, **{f.name: own})
     return merged
 
 
-def _reads_forward() -> set[str]:
+def reads_forward() -> set[str]:
     """Fields that the forward pass reads as well."""
     return {n for names in _FORWARD_CAUSES.values() for n in names} | {"block_key", "algorithm"}

@@ -77,7 +77,7 @@ def _small(g: torch.Generator) -> dict[str, Any]:
     x = _plain(g)
     x["query"] *= 0.25
     x["value"] *= 2.0**-14
-    x["grad_out"] *= 2.0**-9
+    x["grad_out"] *= 2.0**-19
     return x
 
 
@@ -124,6 +124,32 @@ def _scaled(g: torch.Generator) -> dict[str, Any]:
     return _operands(g, (1, 2, 2), (96, 96), (64, 64)) | {"scale": 0.3}
 
 
+def _wide(g: torch.Generator) -> dict[str, Any]:
+    return _operands(g, (1, 2, 2), (96, 96), (128, 128))
+
+
+def _decode(g: torch.Generator) -> dict[str, Any]:
+    """Fewer queries than a tile has rows, and a long cache, grouped."""
+    return _operands(g, (2, 4, 2), (3, 300), (64, 64))
+
+
+def _window(g: torch.Generator) -> dict[str, Any]:
+    return _operands(g, (1, 2, 2), (150, 150), (32, 32)) | {
+        "sees": Sees(causal=True, window=(37, 0))
+    }
+
+
+def _softcap(g: torch.Generator) -> dict[str, Any]:
+    x = _operands(g, (1, 2, 2), (96, 96), (32, 32))
+    x["query"] *= 3.0
+    return x | {"softcap": 5.0, "sees": Sees(causal=True)}
+
+
+def _sinks(g: torch.Generator) -> dict[str, Any]:
+    x = _operands(g, (1, 3, 3), (96, 96), (32, 32))
+    return x | {"sinks": torch.tensor([3.0, 6.0, -1.0]), "sees": Sees(causal=True)}
+
+
 def _long(g: torch.Generator) -> dict[str, Any]:
     return _operands(g, (1, 1, 1), (640, 640), (64, 64))
 
@@ -141,6 +167,11 @@ _DRAWS: dict[str, tuple[str, Draw]] = {
     "masked": ("a boolean mask for each head, empty rows", _masked),
     "biased": ("an additive mask for each head", _biased),
     "scaled": ("scale 0.3", _scaled),
+    "wide": ("D = 128", _wide),
+    "decode": ("3 queries, 300 keys, 4 heads on 2 key heads", _decode),
+    "window": ("causal, 37 keys back", _window),
+    "softcap": ("causal, scores capped at 5", _softcap),
+    "sinks": ("causal, a sink for each head", _sinks),
     "long": ("640 tokens", _long),
 }
 
@@ -159,7 +190,11 @@ def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> 
         **operands,
         sees=x.get("sees", Sees()),
         scale=x.get("scale", 1 / math.sqrt(x["query"].shape[-1])),
+        softcap=x.get("softcap", 0.0),
+        sinks=x.get("sinks"),
     )
+    if name == "small" and dtype == torch.float16:
+        x["grad_out"] *= 2.0**10  # what bf16 holds with all its bits, fp16 does not
     return Trial(name, call, x["grad_out"].to(dtype), about)
 
 

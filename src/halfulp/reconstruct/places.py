@@ -5,6 +5,7 @@ on which trials.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,23 +13,67 @@ from torch import Tensor
 
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.twists import scores_of, weights_of
+from halfulp.reconstruct.weights_read import Read, backward_weights, compared, forward_weights
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
+USUAL_HEADS = 0.6  # of two heads one always has a little more than half
 USUAL = 0.5  # share of the model's own error that it may hold
+READ = 0.5  # of an error that weights as they were read may leave
 LINEAR = 0.8  # share of it that one free number a row must explain
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _ONLY: tuple[tuple[frozenset[str], str, str], ...] = (
+    (frozenset({"window"}), "calls with a window alone", "window"),
+    (frozenset({"softcap"}), "calls with a softcap alone", "softcap"),
+    (frozenset({"sinks"}), "calls with sinks alone", "sinks"),
     (frozenset({"masked", "biased"}), "calls with a mask alone", "mask"),
-    (frozenset({"grouped"}), "grouped heads or several sequences alone", "key-heads"),
-    (frozenset({"cross"}), "calls with other lengths of queries and keys alone", "ragged"),
-    (frozenset({"causal", "ragged_causal", "cross"}), "causal calls alone", "causal-mask"),
-    (frozenset({"ragged", "ragged_causal", "cross", "grouped", "masked", "biased", "scaled"}),
+    (frozenset({"grouped", "decode"}), "grouped heads or several sequences alone", "key-heads"),
+    (frozenset({"decode"}), "few queries alone", "query-tail"),
+    (frozenset({"cross", "decode"}), "calls with other lengths of queries and keys alone",
+     "ragged"),
+    (frozenset({"causal", "ragged_causal", "cross", "window", "softcap", "sinks"}),
+     "causal calls alone", "causal-mask"),
+    (frozenset({"ragged", "ragged_causal", "cross", "grouped", "masked", "biased", "scaled",
+                "decode", "window", "wide", "softcap", "sinks"}),
      "sizes off the block alone", "ragged"),
     (frozenset({"scaled"}), "a scale of the caller's alone", "scale"),
     (frozenset({"rising", "sharp"}), "rows whose maximum grows, or lies far from 0", "rescale"),
     (frozenset({"small"}), "small values alone", "operand"),
-    (frozenset({"long"}), "long calls alone", "accumulator"),
+    (frozenset({"long", "decode"}), "long calls alone", "accumulator"),
 )  # fmt: skip
+
+
+def _kinds(trial: Trial) -> dict[str, bool]:
+    call = trial.call
+    n, n_key = call.query.shape[2], call.key.shape[2]
+    return {
+        "with a mask": call.sees.mask is not None,
+        "with a window": call.sees.window is not None,
+        "with a softcap": bool(call.softcap),
+        "with sinks": call.sinks is not None,
+        "causal": call.sees.causal,
+        "grouped": call.groups > 1,
+        "of several sequences": call.query.shape[0] > 1,
+        "with other lengths of queries and keys": n != n_key,
+        "of lengths off 16": n_key % 16 != 0,
+        "of lengths off 64": n_key % 64 != 0,
+        "of lengths off 128": n_key % 128 != 0,
+        "of more than 128 keys": n_key > 128,
+        "with a D off 64": call.query.shape[3] % 64 != 0,
+        "with a D above 64": call.query.shape[3] > 64,
+        "whose maximum grows": trial.name == "rising",
+    }
+
+
+def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:
+    """What calls have in common that others have not; their names where nothing tells."""
+    with_it, without = [_kinds(t) for t in some], [_kinds(t) for t in others]
+    for kind in with_it[0]:
+        values = {k[kind] for k in with_it}
+        if len(values) == 1 and not values & {k[kind] for k in without}:
+            return f"in calls {kind}" if values.pop() else f"but not in calls {kind}"
+    return f"on {', '.join(sorted(t.name for t in some))}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +86,7 @@ class Place:
     cause: str  # a key of CAUSES
     left: float  # share of the squared error that is not explained there
     times: float  # the kernel's error, in units of the model's
+    trials_alone: bool = False  # its cause is told by nothing but the trials that show it
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -64,8 +110,8 @@ def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
             continue
         worst = max(bad, key=lambda t: _times(bad[t]) * (1.0 if t != "long" else 0.5))
         left, times = bad[worst].left, _times(bad[worst])
-        text, cause = _told(emulator, model, tensor, worst, frozenset(bad))
-        found.append(Place(tensor, worst, text, cause, left, times))
+        text, cause, alone = _told(emulator, model, tensor, worst, frozenset(bad))
+        found.append(Place(tensor, worst, text, cause, left, times, alone))
     return _by_what_is_explained(found, {name for _, name in every})
 
 
@@ -99,7 +145,7 @@ def _times(fit: object) -> float:
 
 def _told(
     emulator: Emulator, model: Model, tensor: str, worst: str, bad: frozenset[str]
-) -> tuple[str, str]:
+) -> tuple[str, str, bool]:
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
     backward = model.way(tensor) if tensor in GRADIENTS else None
     candidate = emulator.tensors(trial, model.forward, backward).get(tensor)
@@ -112,8 +158,13 @@ def _told(
     if only is not None:
         parts.append(only[0])
         cause = only[1]
+    read = _read(emulator, trial, tensor)
+    if read is not None:
+        parts.append(read.text)
+        if read.cause:
+            return "; ".join(parts), read.cause, False
     if candidate is None or candidate.shape[:3] != observed.value.shape[:3]:
-        return "; ".join(parts) or "everywhere", cause
+        return "; ".join(parts) or "everywhere", cause, only is not None
     rest = observed.value - _like(candidate)
     rest = torch.where(observed.usable, rest, 0.0)
     expected = torch.where(observed.usable, _like(candidate) - observed.exact, 0.0)
@@ -128,7 +179,31 @@ def _told(
             # what masks and heads alone show is not a matter of rows
             if only is None or only[1] == "ragged" or key in ("unwritten", "elements"):
                 cause = key or cause
-    return "; ".join(parts) or "spread over all rows and heads", cause
+    alone = only is not None and cause == only[1]
+    return "; ".join(parts) or "spread over all rows and heads", cause, alone
+
+
+def _read(emulator: Emulator, trial: Trial, tensor: str) -> Read | None:
+    """What the weights themselves say, where they can be read and explain the result."""
+    if tensor not in ("out", "grad_value"):
+        return None
+    observed = emulator.observed[trial.name, tensor]
+    if tensor == "out":
+        weights = forward_weights(emulator.run, trial)
+        if weights is None:
+            return None
+        value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
+        made = weights @ value
+    else:
+        weights = backward_weights(emulator.run, trial)
+        if weights is None:
+            return None
+        made = weights.mT @ trial.grad_out.double()
+    read = compared(trial, weights, backward=tensor == "grad_value")
+    rest = torch.where(observed.usable, observed.value - made, 0.0)
+    if not read.cause:
+        return Read("the weights are right: what differs is a sum over them, or the store", "")
+    return read if float(rest.square().sum()) < READ * observed.total else None
 
 
 def _like(candidate: Tensor) -> Tensor:
@@ -159,7 +234,7 @@ def _head(rest: Tensor, expected: Tensor) -> tuple[str, str]:
     usual = expected.square().sum((-1, -2)).flatten()
     for n in range(1, count // 2 + 1):
         if float(energy.flatten()[order[:n]].sum()) >= CONCENTRATED * total:
-            if float(usual[order[:n]].sum()) > USUAL * float(usual.sum()):
+            if float(usual[order[:n]].sum()) > USUAL_HEADS * float(usual.sum()):
                 break
             places = (
                 ", ".join(
@@ -273,11 +348,8 @@ def _factor(emulator: Emulator, tensor: str, name: str, rest: Tensor) -> tuple[s
 def _exact_scores(emulator: Emulator, name: str) -> tuple[Tensor, Tensor]:
     """P and dS, float64 `[B, H, N, N_k]`."""
     trial = emulator.trials[name]
-    call = trial.call
-    scores = call.query.double() @ call.key.double().mT * call.scale
-    scores = call.sees.apply(scores, slice(0, scores.shape[2]), slice(0, scores.shape[3]), 1.0)
-    p = scores.softmax(-1).nan_to_num(0.0)
-    dp = trial.grad_out.double() @ call.value.double().mT
+    p = weights_of(trial.call, scores_of(trial.call))
+    dp = trial.grad_out.double() @ trial.call.value.double().mT
     return p, p * (dp - (dp * p).sum(-1, keepdim=True))
 
 

@@ -14,12 +14,12 @@ import torch
 from halfulp.calls import Result
 from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.emulating import TENSORS, Emulator, Model
+from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model
 from halfulp.reconstruct.evidence import Cosine
 from halfulp.reconstruct.found import Explained, Reconstruction
-from halfulp.reconstruct.naming import Named, combined, named
+from halfulp.reconstruct.naming import Difference, Named, combined, named, reads_forward
 from halfulp.reconstruct.panel import Trial, panel, some_heads
-from halfulp.reconstruct.places import unexplained
+from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.stages import UNEXPLAINED, Stages
 from halfulp.targets import Target, check_device, resolve, run_target
 
@@ -127,7 +127,7 @@ def of_kernel(
     if not observed:
         return None
     unsteady = _unsteady(run, observed)
-    emulator = Emulator(observed)
+    emulator = Emulator(observed, run)
     stages = Stages(emulator, DTYPES[dtype], effort)
     model = stages.run()
     return _found(name, dtype, emulator, stages, model, tuple(refused), unsteady, began)
@@ -155,7 +155,7 @@ def _found(
         causes=tuple(causes),
         ingredients=ingredients(model),
         harmless=tuple(harmless),
-        places=tuple(unexplained(emulator, model, UNEXPLAINED)),
+        places=tuple(_with_field(p, harmless) for p in unexplained(emulator, model, UNEXPLAINED)),
         steps=tuple(stages.search.steps),
         nonfinite={f"{trial} {t}": n for (trial, t), n in emulator.nonfinite.items()},
         refused=refused,
@@ -164,6 +164,18 @@ def _found(
         seconds=time.perf_counter() - began,
         complete=not stages.late,
     )
+
+
+def _with_field(place: Place, harmless: Sequence[Difference]) -> Place:
+    """A place that trials alone tell, with the cause of what the same result is known to round
+    otherwise.
+    """
+    forward = place.tensor in FORWARD
+    own = [d for d in harmless if d.cause and place.tensor in d.tensors and (
+        d.field is None or (d.field in reads_forward()) == forward)]  # fmt: skip
+    if not place.trials_alone or not own:
+        return place
+    return replace(place, cause=own[0].cause, text=f"{place.text}, where {own[0].text} is not all")
 
 
 def _explained(emulator: Emulator, model: Model, stock: Model) -> tuple[Explained, ...]:

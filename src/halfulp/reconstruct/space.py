@@ -210,20 +210,31 @@ def _whole(tensors: frozenset[str], *every: dict[str, Any]) -> Iterator[tuple[st
         yield text, setting(tensors, **fields)
 
 
+def twisted(twist: Twist, tensors: frozenset[str]) -> Change:
+    """The change that puts a twist into the ways of these results."""
+
+    def way(old: Way) -> Way | None:
+        if twist in old.twists or len(old.twists) >= 4:
+            return None
+        return Way(old.recipe, (*old.twists, twist))
+
+    return lambda model: model.with_ways(tensors, way)
+
+
+def untwisted(twist: Twist, tensors: frozenset[str]) -> Callable[[Model], Model]:
+    """The change that takes it out again."""
+
+    def way(old: Way) -> Way:
+        return Way(old.recipe, tuple(t for t in old.twists if t != twist))
+
+    return lambda model: model.with_ways(tensors, way)
+
+
 def twist_changes(twists: tuple[Twist, ...], tensors: frozenset[str]) -> Iterator[
     tuple[str, Change]]:  # fmt: skip
     """Twists put in, for some results or all."""
-
-    def adding(twist: Twist) -> Change:
-        def way(old: Way) -> Way | None:
-            if twist in old.twists or len(old.twists) >= 4:
-                return None
-            return Way(old.recipe, (*old.twists, twist))
-
-        return lambda model: model.with_ways(tensors, way)
-
     for twist in twists:
-        yield twist.text, adding(twist)
+        yield twist.text, twisted(twist, tensors)
 
 
 def refined(model: Model, stock: Recipe, dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[

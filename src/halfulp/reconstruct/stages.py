@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from halfulp.recipes import STEPS, Recipe
-from halfulp.reconstruct import heads, space
+from halfulp.reconstruct import call_options, heads, places, space, suggested
 from halfulp.reconstruct import twists as structure
 from halfulp.reconstruct.descent import Search
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
 from halfulp.reconstruct.evidence import Fits
+from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
 
 SHARED = {
@@ -27,6 +28,7 @@ SHARED = {
 GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
 CLEARLY = 0.35  # of the loss of each result: a named recipe to start from instead of stock
 ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where it costs no more
+PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
 UNEXPLAINED = 0.3  # share of an error left from which functions and pairs are tried as well
 
 Neighbors = Callable[[Model], Iterable[tuple[str, Model]]]
@@ -43,7 +45,8 @@ class Stages:
         self.forward = emulator.offered(FORWARD)
         self.gradients = emulator.offered(GRADIENTS)
         self.search.also = self.forward | self.gradients
-        self.twists = _twists(emulator)
+        self.hints = _hints(emulator)
+        self.twists = (*_twists(emulator), *self.hints)
 
     def _fits(self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None) -> Fits:
         return self.emulator.fits(model, tensors, trials)
@@ -99,16 +102,21 @@ class Stages:
         return best
 
     def _forward(self, model: Model) -> Model:
-        arithmetic = _neighbors(
-            lambda: (*space.forward_changes(self.dtype), *space.reversed_changes())
-        )
-        twisted = _neighbors(lambda: space.twist_changes(self.twists, EVERY))
         search, tensors = self.search, self.forward
+        hints = (*self.hints, *self._factor(model, "out"))
+        arithmetic = _neighbors(
+            lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(),
+                     *space.twist_changes(hints, EVERY),
+                     *space.twist_changes(hints, frozenset(FORWARD)))
+        )  # fmt: skip
+        twisted = _neighbors(lambda: space.twist_changes(self.twists, EVERY))
         if self._gross(tensors):
             model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
+            model = self._partly("forward", model, tensors, EVERY)
         else:
             model = search.descend("forward", model, arithmetic, tensors)
         model = self._refined("forward", model, tensors)
+        model = self._factored("forward", model, "out", EVERY)
         if self._unexplained(model, tensors) and not self.late:
             singles = list(space.forward_changes(self.dtype))
             model = search.pairs("forward, two at once", model, singles, tensors)
@@ -118,6 +126,86 @@ class Stages:
             model = search.descend("forward", model, slow, tensors, screened=2, most=2)
             model = search.descend("forward", model, arithmetic, tensors, most=3)
         return model
+
+    def _partly(
+        self, stage: str, model: Model, tensors: frozenset[str], scope: frozenset[str]
+    ) -> Model:
+        """A fault of structure that only some calls have: on the trial that is explained worst the
+        best few, each kept on the trials where it explains more.
+        """
+        search = self.search
+        for _ in range(2):
+            if self.late or not self._unexplained(model, tensors):
+                return model
+            changes = []
+            for twist in {t for name in tensors for t in model.way(name).twists}:
+                less = space.untwisted(twist, scope)(model)
+                changes += self._on_some(less, twist, tensors, scope)
+            worst = frozenset(search.screen(model, tensors, 1))
+            here = search.loss(model, tensors, worst)
+            ranked = sorted(
+                ((search.loss(changed, tensors, worst), i, twist)
+                 for i, twist in enumerate(self.twists)
+                 for changed in (space.twisted(twist, scope)(model),) if changed is not None),
+                key=lambda entry: entry[:2],
+            )  # fmt: skip
+            for loss, _, twist in ranked[:4]:
+                if here - loss > PARTLY:
+                    changes += self._on_some(model, twist, tensors, scope)
+            better = search.best(f"{stage}, on some calls", model, changes, tensors, 2)
+            if better is None:
+                return model
+            model = better
+        return model
+
+    def _on_some(
+        self, model: Model, twist: Twist, tensors: frozenset[str], scope: frozenset[str]
+    ) -> list[tuple[str, Model]]:
+        """The twist on the trials where it explains more, if on others it explains less."""
+        changed = space.twisted(twist, scope)(model)
+        if changed is None:
+            return []
+        old, new = (self.emulator.fits(m, tensors) for m in (model, changed))
+        gain: dict[str, float] = {}
+        for (trial, tensor), fit in old.items():
+            gain[trial] = gain.get(trial, 0.0) + fit.loss - new[trial, tensor].loss
+        some = frozenset(trial for trial, gained in gain.items() if gained > 0.5)
+        others = frozenset(trial for trial, gained in gain.items() if gained < -0.5)
+        if not some or not others:
+            return []
+        trials = self.emulator.trials
+        text = (
+            f"{twist.text}, {places.where([trials[t] for t in some], [trials[t] for t in others])}"
+        )
+        name = f"{twist.key} on {'-'.join(sorted(some))}"
+
+        def turn(trial: Trial) -> Trial | None:
+            return None if trial.name in others else twist.turn(trial)
+
+        kept = Twist(name, text, twist.cause, turn, twist.back)
+        whole = space.twisted(kept, scope)(model)
+        return [] if whole is None else [(text, whole)]
+
+    def _factored(self, stage: str, model: Model, name: str, scope: frozenset[str]) -> Model:
+        """A factor on one result, where one explains what is left."""
+        own = frozenset({name})
+        changes = [(twist.text, changed) for twist in self._factor(model, name)
+                   if (changed := space.twisted(twist, scope)(model)) is not None]  # fmt: skip
+        return self.search.best(f"{stage}, a factor", model, changes, own, 4) or model
+
+    def _factor(self, model: Model, name: str) -> list[Twist]:
+        """The factor on what a model gives that fits one result best, where there is one."""
+        if name not in self.forward | self.gradients or not self._unexplained(
+            model, frozenset({name}), 0.05):  # fmt: skip
+            return []
+        fitted = {}
+        backward = model.way(name) if name in GRADIENTS else None
+        for (trial, tensor), observed in self.emulator.observed.items():
+            if tensor == name:
+                got = self.emulator.tensors(self.emulator.trials[trial], model.forward, backward)
+                if name in got and got[name].shape == observed.value.shape:
+                    fitted[trial] = suggested.factor_of(observed, got[name])
+        return suggested.factors(name, fitted)
 
     def _backward(self, model: Model) -> Model:
         """From the forward pass's way or the stock one, whichever fits the gradients better."""
@@ -134,6 +222,8 @@ class Stages:
         both = _both(twisted, arithmetic)
         gross = self._gross(tensors)
         model = search.descend("backward", model, both if gross else arithmetic, tensors)
+        if gross:
+            model = self._partly("backward", model, tensors, BACKWARD)
         return self._refined("backward", model, tensors)
 
     def _alone(self, model: Model, name: str) -> Model:
@@ -144,6 +234,7 @@ class Stages:
         if not self._unexplained(model, own, 0.1):
             return model
         far = self._unexplained(model, own) and not self.late
+        model = self._factored(name, model, name, own)
         both = _both(twisted, arithmetic) if far else arithmetic
         model = self.search.descend(name, model, both, own)
         return self._refined(name, model, own)
@@ -270,25 +361,27 @@ def simpler(model: Model, stock: Model) -> Iterator[tuple[str, Model]]:
 
 
 def _twists(emulator: Emulator) -> tuple[Twist, ...]:
-    """Those that change something on some trial, with those that the kernel's own results
-    suggest.
-    """
+    """Those that change something on some trial."""
     every = [
         *structure.orders(), *structure.masks(), *structure.scales(), *structure.ends(),
-        *structure.results(),
+        *structure.results(), *call_options.asked(),
         *heads.pairings(), *heads.layouts(), *heads.merges(),
     ]  # fmt: skip
     trials = list(emulator.trials.values())
     found = [twist for twist in every if any(twist.turn(trial) is not None for trial in trials)]
-    for trial in trials:
-        observed = emulator.observed.get((trial.name, "out"))
-        suggested = None if observed is None else heads.sources(trial, observed)
-        if suggested is not None:
-            found.append(suggested)
-        if observed is not None and trial.name in ("plain", "ragged"):
-            fitted = heads.fitted_scales(trial, observed)
-            found += [] if fitted is None else [fitted]
     return tuple(found)
+
+
+def _hints(emulator: Emulator) -> tuple[Twist, ...]:
+    """Twists that the kernel's own results suggest: few, so that they are tried in every search."""
+    found = suggested.silent(emulator.observed)
+    outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
+    for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
+        found += suggested.fitted_scales(emulator.trials[name], outs[name])
+    for name, observed in outs.items():
+        source = suggested.sources(emulator.trials[name], observed)
+        found += [] if source is None else [source]
+    return tuple({twist.key: twist for twist in found}.values())
 
 
 def merged(model: Model) -> Model:

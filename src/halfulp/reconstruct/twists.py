@@ -459,9 +459,24 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.reshape(x.shape[0], -1, groups, *x.shape[2:])
 
 
-def row_maximum(call: Call) -> Tensor:
-    """`[B, H, N]`, float64."""
+def scores_of(call: Call) -> Tensor:
+    """`[B, H, N, N_k]`, float64, hidden pairs at −inf."""
     key = call.key.double().repeat_interleave(call.groups, 1)
     scores = call.query.double() @ key.mT * call.scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     whole = slice(0, scores.shape[2]), slice(0, scores.shape[3])
-    return call.sees.apply(scores, *whole, 1.0).amax(-1)
+    return call.sees.apply(scores, *whole, 1.0)
+
+
+def weights_of(call: Call, scores: Tensor) -> Tensor:
+    """P of such scores, sinks counted; 0 in rows that see nothing."""
+    if call.sinks is None:
+        return scores.softmax(-1).nan_to_num(0.0)
+    sinks = call.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+def row_maximum(call: Call) -> Tensor:
+    """`[B, H, N]`, float64."""
+    return scores_of(call).amax(-1)

@@ -1,0 +1,132 @@
+"""Faults in what only some calls ask for: windows, softcap, sinks; and head dimensions off the
+block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import Call, Sees
+from halfulp.reconstruct.emulating import Twist
+from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.twists import LOG2_E, Tensors, scores_of
+
+
+def asked() -> Iterator[Twist]:
+    """All of them."""
+    yield from _windows()
+    yield from _softcaps()
+    yield from _sinks()
+    for width in (16, 32, 64):
+        text = f"features after the last whole block of {width} are left out of QKᵀ"
+        yield Twist(f"features-{width}", text, "ragged", partial(_without_features, width))
+
+
+def _of(name: str, change: Callable[[Call], Call | None], trial: Trial) -> Trial | None:
+    """The trial with its call changed, where it asks for that option."""
+    call = trial.call
+    value = call.sees.window if name == "window" else getattr(call, name)
+    changed = change(call) if isinstance(value, Tensor) or value else None
+    return None if changed is None else replace(trial, call=changed)
+
+
+def _windows() -> Iterator[Twist]:
+    def sized(left: Callable[[int], int]) -> Callable[[Call], Call]:
+        def change(call: Call) -> Call:
+            assert call.sees.window is not None
+            window = left(call.sees.window[0]), call.sees.window[1]
+            return replace(call, sees=replace(call.sees, window=window))
+
+        return change
+
+    def tiles(width: int, call: Call) -> Call:
+        least, greatest = call.bounds
+        i = torch.arange(call.query.shape[2])[:, None]
+        j = torch.arange(call.key.shape[2])[None, :]
+        seen = torch.ones(len(i), j.shape[1], dtype=torch.bool)
+        if greatest is not None:
+            seen &= j - i <= greatest
+        if least is not None:
+            seen &= j // width >= (i + least).div(width, rounding_mode="floor")
+        return replace(call, sees=Sees(mask=seen))
+
+    ways: list[tuple[str, str, Callable[[Call], Call]]] = [
+        ("none", "is not applied", lambda c: replace(c, sees=replace(c.sees, window=None))),
+        ("+1", "lets each query see one key too many", sized(lambda n: n + 1)),
+        ("-1", "hides one key too many", sized(lambda n: n - 1)),
+        ("half", "is half as wide", sized(lambda n: n // 2)),
+        ("double", "is twice as wide", sized(lambda n: 2 * n)),
+        *((f"tiles-{w}", f"is applied to whole tiles of {w} keys", partial(tiles, w))
+          for w in (16, 32, 64)),
+    ]  # fmt: skip
+    for key, text, change in ways:
+        yield Twist(f"window-{key}", f"the window {text}", "window", partial(_of, "window", change))
+
+
+def _softcaps() -> Iterator[Twist]:
+    def capped(factor: Callable[[Call], float]) -> Callable[[Call], Call]:
+        return lambda call: replace(call, softcap=call.softcap * factor(call))
+
+    def flat(call: Call) -> Call:
+        hidden = scores_of(call)
+        plain = call.query.double() @ call.key.double().repeat_interleave(call.groups, 1).mT
+        added = (hidden - plain * call.scale).float()
+        return replace(call, softcap=0.0, sees=Sees(mask=added))
+
+    ways: tuple[tuple[str, str, Callable[[Call], Call]], ...] = (
+        ("none", "scores are not capped", lambda c: replace(c, softcap=0.0)),
+        ("unscaled", "scores are capped before they are scaled", capped(lambda c: c.scale)),
+        ("log2e", "the cap is too large by log₂e", capped(lambda _: LOG2_E)),
+        ("ln2", "the cap is too small by log₂e", capped(lambda _: 1 / LOG2_E)),
+        ("flat", "the derivative of the cap is left out of dS", flat),
+    )
+    for key, text, change in ways:
+        yield Twist(f"softcap-{key}", text, "softcap", partial(_of, "softcap", change))
+
+
+def _sinks() -> Iterator[Twist]:
+    def times(factor: Callable[[Call], float]) -> Callable[[Call], Call | None]:
+        def change(call: Call) -> Call | None:
+            return None if call.sinks is None else replace(call, sinks=call.sinks * factor(call))
+
+        return change
+
+    def of_head(pick: Callable[[Tensor], Tensor]) -> Callable[[Call], Call | None]:
+        def change(call: Call) -> Call | None:
+            return None if call.sinks is None else replace(call, sinks=pick(call.sinks))
+
+        return change
+
+    ways: tuple[tuple[str, str, Callable[[Call], Call | None]], ...] = (
+        ("none", "sinks are left out", lambda c: replace(c, sinks=None)),
+        ("scaled", "sinks are multiplied by the scale", times(lambda c: c.scale)),
+        ("log2e", "sinks are multiplied by log₂e", times(lambda _: LOG2_E)),
+        ("ln2", "sinks lack log₂e in base 2", times(lambda _: 1 / LOG2_E)),
+        ("next", "each head takes the next one's sink", of_head(lambda s: s.roll(-1))),
+        ("first", "every head takes head 0's sink", of_head(lambda s: s[:1].expand_as(s))),
+    )
+    for key, text, change in ways:
+        yield Twist(f"sinks-{key}", text, "sinks", partial(_of, "sinks", change))
+
+    def back(trial: Trial, tensors: Tensors) -> Tensors:
+        if "lse" not in tensors:
+            return tensors
+        return tensors | {"lse": scores_of(trial.call).logsumexp(-1)}
+
+    yield Twist("sinks-lse", "sinks are left out of lse", "sinks",
+                partial(_of, "sinks", lambda c: replace(c)), back)  # fmt: skip
+
+
+def _without_features(width: int, trial: Trial) -> Trial | None:
+    d = trial.call.query.shape[3]
+    if d % width == 0 or d < width:
+        return None
+    query, key = trial.call.query.clone(), trial.call.key.clone()
+    query[..., d // width * width :] = 0
+    key[..., d // width * width :] = 0
+    return replace(trial, call=replace(trial.call, query=query, key=key))

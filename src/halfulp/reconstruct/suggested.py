@@ -1,0 +1,324 @@
+"""Faults that a kernel's own results suggest: whose data a head is computed from, which factor is
+on a scale or on a result, what was never written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import Call
+from halfulp.reconstruct.emulating import GRADIENTS, Twist
+from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.twists import Tensors, row_maximum, scores_of, weights_of
+
+ALONE = 0.8  # share that a factor of one trial's own must explain there
+LEAN = 3e-4  # a smaller factor is none
+FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
+ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
+_SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+Results = Mapping[tuple[str, str], Observed]  # (trial, tensor)
+
+
+def sources(trial: Trial, out: Observed) -> Twist | None:
+    """Which heads are computed from another's data: each head of O that is far off is looked for
+    among what the other heads' keys and values would give it.
+    """
+    call = trial.call
+    b, h = call.query.shape[:2]
+    if b * h > 24 or call.sees.mask is not None or call.softcap or call.sinks is not None:
+        return None
+    head_error = (out.value - out.exact).square().sum((-1, -2))
+    head_size = out.exact.square().sum((-1, -2))
+    wrong = [(i, j) for i in range(b) for j in range(h)
+             if float(head_error[i, j]) > 0.02 * float(head_size[i, j])]  # fmt: skip
+    if not wrong:
+        return None
+    found: dict[tuple[int, int], tuple[str, tuple[int, int]]] = {}
+    for place in wrong:
+        best = min(_candidates(call, place, out), default=None)
+        if best is not None and best[0] < 0.02 * float(head_size[place]):
+            found[place] = best[1:]
+    if len(found) < len(wrong):
+        return None
+    what = {w for w, _ in found.values()}
+    if len(what) > 1:
+        return None
+    which = what.pop()
+    told = "; ".join(f"{place} from {source}" for place, (_, source) in list(found.items())[:3])
+    words = {"kv": "key and value", "k": "key", "v": "value", "q": "query", "qkv": "all operands"}
+    text = f"heads (sequence, head) are computed from another's {words[which]}: {told}"
+    if len(found) > 3:
+        text += f" and {len(found) - 3} more"
+    return _from_elsewhere(trial.name, text, which, {k: v for k, (_, v) in found.items()})
+
+
+def _candidates(
+    call: Call, place: tuple[int, int], out: Observed
+) -> Iterator[tuple[float, str, tuple[int, int]]]:
+    b, h = call.query.shape[:2]
+    g = call.groups
+    for i in range(b):
+        for j in range(h):
+            for which in ("kv", "q", "qkv", "k", "v"):
+                if (i, j) == place or (which in ("kv", "k", "v") and (i, j // g) == (
+                    place[0], place[1] // g)):  # fmt: skip
+                    continue
+                q = (i, j) if "q" in which else place
+                k = (i, j) if "k" in which else place
+                v = (i, j) if "v" in which else place
+                part = _head_out(call, q, (k[0], k[1] // g), (v[0], v[1] // g))
+                off = float((part - out.value[place]).square().sum())
+                yield off, which, (i, j)
+
+
+def _head_out(call: Call, q: tuple[int, int], k: tuple[int, int], v: tuple[int, int]) -> Tensor:
+    scores = call.query[q].double() @ call.key[k].double().mT * call.scale
+    scores = call.sees.apply(scores, slice(0, scores.shape[0]), slice(0, scores.shape[1]), 1.0)
+    return scores.softmax(-1).nan_to_num(0.0) @ call.value[v].double()
+
+
+def _from_elsewhere(
+    name: str, text: str, which: str, found: dict[tuple[int, int], tuple[int, int]]
+) -> Twist:
+    def moved(x: Tensor, letter: str, groups: int) -> Tensor:
+        x = x if letter == "q" else x.repeat_interleave(groups, 1)
+        if letter not in which:
+            return x
+        x = x.clone()
+        original = x.clone()
+        for place, source in found.items():
+            x[place] = original[source]
+        return x
+
+    def turn(trial: Trial) -> Trial | None:
+        call = trial.call
+        if trial.name.partition("/")[0] != name or call.query.shape[1] <= max(
+            max(p[1], s[1]) for p, s in found.items()):  # fmt: skip
+            return None
+        g = call.groups
+        q, k, v = (moved(x, c, g) for x, c in ((call.query, "q"), (call.key, "k"),
+                                               (call.value, "v")))  # fmt: skip
+        return replace(trial, call=replace(call, query=q, key=k, value=v))
+
+    def back(trial: Trial, tensors: Tensors) -> Tensors:
+        call, changed = trial.call, dict(tensors)
+        for grad, letter in zip(GRADIENTS, "qkv", strict=True):
+            if grad not in tensors:
+                continue
+            x = tensors[grad].clone()
+            if letter in which:
+                own = tensors[grad]
+                for place in found:
+                    x[place] = 0
+                for place, source in found.items():
+                    x[source] += own[place]
+            if letter != "q" and call.groups > 1:
+                x = x.reshape(x.shape[0], -1, call.groups, *x.shape[2:]).sum(2)
+            changed[grad] = x
+        return changed
+
+    return Twist(f"elsewhere-{name}-{which}-{sorted(found.items())}", text, "other-data", turn,
+                 back)  # fmt: skip
+
+
+def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
+    """The factor on the scores that explains most of O's error, where one does: as another scale,
+    and as one of S − m alone, whose lse keeps the maximum.
+    """
+    factor = 1.0
+    for _ in range(4):
+        here, moved = (_exact_out(trial, factor * (1 + step)) for step in (0.0, 1e-4))
+        slope = (moved - here) / 1e-4
+        size = float(slope.square().sum())
+        if size == 0:
+            return []
+        factor *= 1 + max(-0.5, min(0.5, float(((out.value - here) * slope).sum()) / size))
+    rest = out.value - _exact_out(trial, factor)
+    slope = (_exact_out(trial, factor * (1 + 1e-4)) - _exact_out(trial, factor)) / 1e-4
+    size = float(slope.square().sum())
+    error = math.sqrt(float((rest * slope).square().sum())) / size if size else math.inf
+    worse = float(rest.square().sum()) > 0.98 * out.total
+    if worse or abs(factor - 1) < max(1e-4, 6 * error):
+        return []
+
+    def turn(asked: Trial) -> Trial:
+        return replace(asked, call=replace(asked.call, scale=asked.call.scale * factor))
+
+    def powered(asked: Trial) -> Trial:
+        mask = asked.call.sees.mask
+        changed = turn(asked)
+        if mask is None or mask.dtype == torch.bool:
+            return changed
+        sees = replace(changed.call.sees, mask=mask * factor)
+        return replace(changed, call=replace(changed.call, sees=sees))
+
+    def back(asked: Trial, tensors: Tensors) -> Tensors:
+        if "lse" not in tensors:
+            return tensors
+        top = row_maximum(asked.call).nan_to_num(0.0, neginf=0.0)
+        return tensors | {"lse": tensors["lse"] - (factor - 1) * top}
+
+    told = f"is {factor:.4g} × what was asked for"
+    exponent = f"S − m is multiplied by {factor:.4g} before the exponential"
+    return [Twist(f"scale-{factor:.4g}", f"the scale {told}", "scale", turn),
+            Twist(f"exponent-{factor:.4g}", exponent, "exponential", powered, back)]  # fmt: skip
+
+
+def _exact_out(trial: Trial, factor: float) -> Tensor:
+    call = replace(trial.call, scale=trial.call.scale * factor)
+    value = call.value.double().repeat_interleave(call.groups, 1)
+    return weights_of(call, scores_of(call)) @ value
+
+
+def silent(results: Results) -> list[Twist]:
+    """Results that are 0 where exact ones are not, in whole rows: as never written, with the
+    gradient that reaches them or without.
+    """
+    zero: dict[tuple[str, str], Tensor] = {}
+    for place, observed in results.items():
+        if place[1] == "lse":
+            continue
+        gone = (observed.value == 0) & (observed.exact != 0)
+        rows, columns = gone.all(-1), gone.flatten(0, -2).all(0)
+        if bool(columns.any()):
+            zero[place] = columns.expand(gone.shape)
+        elif float(rows.float().mean()) > FEW:
+            zero[place] = rows.unsqueeze(-1).expand(gone.shape)
+    if not zero:
+        return []
+    found = []
+    names = dict.fromkeys(name for _, name in zero)
+    where = "; ".join(_which(zero, name) for name in names)
+    for key, told in (("", ""), ("-gone", ", and no gradient passes there")):
+        if key and "out" not in names:
+            continue
+
+        def turn(trial: Trial, key: str = key) -> Trial | None:
+            base = trial.name
+            if not any((base, name) in zero for name in names):
+                return None
+            gone = zero.get((base, "out"))
+            if key and gone is not None and gone.shape == trial.grad_out.shape:
+                return replace(trial, grad_out=trial.grad_out.masked_fill(gone, 0))
+            return replace(trial)
+
+        def back(trial: Trial, tensors: Tensors) -> Tensors:
+            changed = dict(tensors)
+            for name in tensors:
+                gone = zero.get((trial.name, name))
+                if gone is not None and gone.shape == tensors[name].shape:
+                    changed[name] = tensors[name].masked_fill(gone, 0)
+            return changed
+
+        cause = "unwritten" if "out" in names else "grad-tail"
+        found.append(Twist(f"silent{key}", f"results are never written: {where}{told}", cause,
+                           turn, back))  # fmt: skip
+    return found
+
+
+def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:
+    """Where a result is 0, on the trial where most is."""
+    trial = max(
+        (t for t, n in zero if n == name), key=lambda t: float(zero[t, name].float().mean())
+    )
+    gone = zero[trial, name]
+    label = f"{_SHORT[name]} on {trial}"
+    if bool(gone.flatten(0, -2).all(0).any()):
+        columns = gone.flatten(0, -2).all(0).nonzero().flatten()
+        return f"{label}, features {ranges(columns)} of {gone.shape[-1]}"
+    rows = gone[..., 0]
+    heads = rows.all(-1)
+    if bool(heads.any()) and bool((rows == heads.unsqueeze(-1)).all()):
+        every = [f"({b}, {h})" for b, h in heads.nonzero().tolist()]
+        return f"{label}, heads (sequence, head) {', '.join(every[:4])}"
+    some = rows.flatten(0, 1).any(0).nonzero().flatten()
+    return f"{label}, rows {ranges(some)} of {rows.shape[-1]}"
+
+
+def ranges(numbers: Tensor, most: int = 4) -> str:
+    """Indices as "3, 8-15"."""
+    found: list[list[int]] = []
+    for i in numbers.tolist():
+        if found and i == found[-1][1] + 1:
+            found[-1][1] = i
+        else:
+            found.append([i, i])
+    told = [f"{a}" if a == b else f"{a}-{b}" for a, b in found[:most]]
+    return ", ".join(told) + " …" * (len(found) > most)
+
+
+class Fitted(NamedTuple):
+    """A factor on a candidate that fits a result best."""
+
+    factor: float
+    error: float  # standard
+    share: float  # of what is left that it explains
+
+
+def factor_of(observed: Observed, candidate: Tensor) -> Fitted:
+    """The factor of one result on one trial."""
+    c = torch.where(observed.usable, candidate.double(), 0.0)
+    size = float(c.square().sum())
+    if size == 0:
+        return Fitted(1.0, math.inf, 0.0)
+    rest = observed.value - c
+    along = float((rest * c).sum())
+    error = math.sqrt(float((rest * c).square().sum())) / size
+    return Fitted(
+        1 + along / size, error, along**2 / size / max(float(rest.square().sum()), 1e-300)
+    )
+
+
+def factors(tensor: str, fitted: Mapping[str, Fitted]) -> list[Twist]:
+    """A factor on one result, from those of every trial; on O before its rounding as well. Factors
+    that differ from trial to trial count where they explain nearly all.
+    """
+    off = {t: f.factor for t, f in fitted.items() if abs(f.factor - 1) > max(6 * f.error, LEAN)}
+    if not off:
+        return []
+    least, most = min(off.values()), max(off.values())
+    alike = most - least <= 0.02 * abs(most - 1) + 2e-3
+    one = sum(off.values()) / len(off)
+    if not alike and min(fitted[t].share for t in off) < ALONE:
+        return []
+    if alike:
+        told = f"{one:.4g}"
+    else:
+        told = ", ".join(f"{f:.3g} on {t}" for t, f in list(off.items())[:4])
+    cause, leans = "grad-scale" if tensor in GRADIENTS else "unnormalized", ""
+    if all(abs(f - 1) < ULP for f in off.values()):
+        cause = "grad-stored" if tensor in GRADIENTS else "out"
+        leans = ", less than an ulp of bf16: it is rounded to one side"
+
+    def factor(trial: Trial) -> float:
+        return one if alike else off[trial.name]
+
+    def back(trial: Trial, tensors: Tensors) -> Tensors:
+        if tensor not in tensors or trial.name not in off:
+            return tensors
+        return tensors | {tensor: tensors[tensor] * factor(trial)}
+
+    def turn(trial: Trial) -> Trial | None:
+        return replace(trial) if trial.name in off else None
+
+    key = f"factor-{tensor}-" + "-".join(f"{t}{f:.4g}" for t, f in off.items())
+    found = [Twist(key, f"{_SHORT[tensor]} is multiplied by {told}{leans}", cause, turn, back)]
+    if tensor == "out":
+
+        def before(trial: Trial) -> Trial | None:
+            if trial.name not in off:
+                return None
+            value = trial.call.value.float() * factor(trial)
+            return replace(trial, call=replace(trial.call, value=value))
+
+        cause = "weights-disagree" if leans else "unnormalized"
+        text = f"Ō is multiplied by {told} before it is rounded: weights and row sum disagree"
+        found.append(Twist(f"{key}-before", text, cause, before))
+    return found

@@ -1,0 +1,287 @@
+"""What weight a kernel gives each pair, read off: with unit vectors for values, O is P itself; with
+unit vectors for dO, dV is P as the backward pass has it. How it differs from the exact P says what
+is wrong, where no candidate does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import Call, Result
+from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.suggested import ranges
+from halfulp.reconstruct.twists import scores_of, weights_of
+
+Run = Callable[[Trial], Result | None]
+VISIBLE = 1e-6  # weights below it may round to 0
+CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
+SHARE = 0.85  # of the ratios' variance that a pattern must explain
+MOST_KEYS = 320  # of a trial that is read
+_NOISE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the weights that were read say."""
+
+    text: str
+    cause: str  # a key of CAUSES; empty where they are right
+
+
+def forward_weights(run: Run, trial: Trial) -> Tensor | None:
+    """P `[B, H, N, N_k]` float64 as O shows it; None where the kernel gives nothing, or N_k is
+    large.
+    """
+    call = trial.call
+    n_key, width = call.key.shape[2], call.value.shape[3]
+    if n_key > MOST_KEYS:
+        return None
+    parts = []
+    for first in range(0, n_key, width):
+        rows = torch.arange(first, min(first + width, n_key))
+        value = torch.zeros_like(call.value)
+        value[:, :, rows, rows - first] = 1
+        result = run(replace(trial, name=f"{trial.name}/read", call=replace(call, value=value)))
+        if result is None or not bool(result.out.isfinite().all()):
+            return None
+        parts.append(result.out.double()[..., : len(rows)])
+    return torch.cat(parts, -1)
+
+
+def backward_weights(run: Run, trial: Trial) -> Tensor | None:
+    """The same as dV shows it; None for grouped heads as well, whose dV is a sum."""
+    n, width = trial.call.query.shape[2], trial.grad_out.shape[3]
+    if trial.call.groups != 1 or max(n, trial.call.key.shape[2]) > MOST_KEYS:
+        return None
+    parts = []
+    for first in range(0, n, width):
+        rows = torch.arange(first, min(first + width, n))
+        grad_out = torch.zeros_like(trial.grad_out)
+        grad_out[:, :, rows, rows - first] = 1
+        result = run(replace(trial, name=f"{trial.name}/read", grad_out=grad_out))
+        grad = None if result is None else result.grad_value
+        if grad is None or not bool(grad.isfinite().all()):
+            return None
+        parts.append(grad.double()[..., : len(rows)])
+    return torch.cat(parts, -1).mT
+
+
+def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
+    """How weights that were read differ from the exact ones, in words."""
+    call = trial.call
+    exact = weights_of(call, scores_of(call))
+    lost, extra = (read == 0) & (exact > VISIBLE), (read.abs() > VISIBLE) & (exact == 0)
+    gone = lost.any(-1) & (read == 0).all(-1)  # whole rows: never written, or hidden
+    every = gone[..., None].expand_as(lost)
+    for marked, possible, told in (
+        (lost & ~every, (exact > VISIBLE) & ~every, "get no weight"),
+        (extra, exact == 0, "have weight though they are hidden"),
+        (every & lost, exact > VISIBLE, "get no weight"),
+    ):
+        found = _pattern(call, marked, possible) if bool(marked.any()) else None
+        if found is not None:
+            return Read(f"{found[0]} {told}", _backward(found[1]) if backward else found[1])
+    found = _ratios(trial, read, exact, (read > 0) & (exact > CLEAR))
+    return replace(found, cause=_backward(found.cause)) if backward else found
+
+
+_IN_BACKWARD = {
+    "causal-mask": "backward-mask", "mask": "backward-mask", "window": "backward-mask",
+    "key-tail": "grad-tail", "query-tail": "grad-tail", "row-sum": "lse", "unnormalized": "lse",
+    "scale": "backward-scores", "scores": "backward-scores", "exponential": "backward-scores",
+    "softcap": "backward-scores", "weights": "probabilities", "rescale": "backward-scores",
+    "split-merge": "backward-scores",
+}  # fmt: skip
+
+
+def _backward(cause: str) -> str:
+    return _IN_BACKWARD.get(cause, cause)
+
+
+def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
+    """Which pairs are marked, by the simplest coordinate that tells them from the others."""
+    b, h, i, j = (c.expand_as(marked) for c in _coordinates(marked))
+    masked = _mask_cause(call)
+    one_of_many = "unwritten" if bool((marked.any(-1) == marked.all(-1)).all()) else "other-data"
+    simple: tuple[tuple[str, Tensor, str], ...] = (
+        ("pairs of keys", j, "key-tail"),
+        ("pairs of queries", i, "query-tail"),
+        ("pairs with key − query", j - i, masked or "causal-mask"),
+        ("heads", h, one_of_many),
+        ("sequences", b, one_of_many),
+    )
+    for name, coordinate, cause in simple:
+        values = _told_by(coordinate, marked, possible)
+        if values is not None:
+            return f"{name} {ranges(values)}", cause
+    for width in (128, 64, 32, 16, 8):
+        tile = i.div(width, rounding_mode="floor") * 4096 + j.div(width, rounding_mode="floor")
+        if _told_by(tile, marked, possible) is not None:
+            return f"whole tiles of {width} × {width} pairs", masked or "key-tail"
+    for name, coordinate, cause in (
+        ("keys", j, "key-tail"), ("queries", i, "query-tail"),
+        ("key − query", j - i, masked or "causal-mask"),
+    ):  # fmt: skip
+        joint = (b * marked.shape[1] + h) * 8192 + coordinate + 4096
+        if (values := _told_by(joint, marked, possible)) is not None:
+            heads = (values.div(8192, rounding_mode="floor")).unique()
+            some = (values % 8192 - 4096).unique()
+            places = [f"({int(x) // marked.shape[1]}, {int(x) % marked.shape[1]})" for x in heads]
+            told = f"pairs with {name} {ranges(some)} in heads {', '.join(places[:4])}"
+            return told, "other-data" if len(heads) < marked.shape[0] * marked.shape[1] else cause
+    rows, keys = (c[marked].unique() for c in (i, j))
+    share = float(marked.sum()) / max(1.0, float(possible.sum()))
+    return (f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},",
+            masked or "key-tail")  # fmt: skip
+
+
+def _mask_cause(call: Call) -> str:
+    if call.sees.mask is not None:
+        return "mask"
+    if call.sees.window is not None:
+        return "window"
+    return "causal-mask" if call.sees.causal else ""
+
+
+def _coordinates(x: Tensor) -> Iterator[Tensor]:
+    for dim, size in enumerate(x.shape):
+        shape = [1] * x.ndim
+        shape[dim] = size
+        yield torch.arange(size).view(shape)
+
+
+def _told_by(coordinate: Tensor, marked: Tensor, possible: Tensor) -> Tensor | None:
+    """The values of a coordinate at which pairs are marked, if all possible ones are there, but for
+    three in a hundred.
+    """
+    low = int(coordinate.min())
+    size = int(coordinate.max()) - low + 1
+    here = coordinate[possible] - low
+    count = torch.bincount(here, minlength=size)
+    hits = torch.bincount(coordinate[marked] - low, minlength=size)
+    some = hits * 2 > count
+    wrong = torch.where(some, count - hits, hits).sum()
+    if int(wrong) * 33 > int(hits.sum()) or not bool(some.any()):
+        return None
+    return some.nonzero().flatten() + low
+
+
+def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
+    """What the ratio of read and exact weights is a function of."""
+    call = trial.call
+    noise = _NOISE[call.query.dtype]
+    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
+    weight = clear.double()
+    count = weight.sum(-1, keepdim=True).clamp_min(1)
+    size = _rms(log, weight)
+    if size < noise:
+        return Read("the weights are right", "")
+    rows = log.sum(-1, keepdim=True) / count
+    rest = (log - rows) * weight
+    if _rms(rest, weight) ** 2 < (1 - SHARE) * size**2:
+        factor = rows.exp()[clear.any(-1)]
+        told = f"each row's weights are off by one factor, {_spread(factor)}"
+        return Read(told, "row-sum" if size < 8 * noise else "unnormalized")
+    found = _of_scores(call, rest, weight, count) or _of_groups(rest, weight)
+    if found is not None:
+        return found
+    scores = scores_of(call)
+    large = (scores.abs() * weight)[clear].quantile(torch.tensor([0.33, 0.67]).double()).tolist()
+    near, far = (
+        float(rest[where].abs().mean()) if bool(where.any()) else 0.0
+        for where in (clear & (scores.abs() < large[0]), clear & (scores.abs() > large[1]))
+    )
+    if far > 1.6 * near:
+        return Read("the weights are off, and the more the larger the score", "scores")
+    return Read(f"the weights are off by {100 * size:.2g} %, whatever the score", "weights")
+
+
+def _spread(x: Tensor) -> str:
+    low, high = float(x.min()), float(x.max())
+    return f"{low:.4g}" if high - low < 1e-3 * abs(high) else f"{low:.3g} to {high:.3g}"
+
+
+def _rms(x: Tensor, weight: Tensor) -> float:
+    return float((x.square() * weight).sum() / weight.sum().clamp_min(1)) ** 0.5
+
+
+def _centered(x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+    return (x - (x * weight).sum(-1, keepdim=True) / count) * weight
+
+
+def _of_scores(call: Call, rest: Tensor, weight: Tensor, count: Tensor) -> Read | None:
+    """Ratios that follow the scores: another scale, features left out, another function."""
+    total = float(rest.square().sum())
+    scores = torch.where(weight > 0, scores_of(call), 0.0)
+    along = _centered(scores, weight, count)
+    slope = float((rest * along).sum() / along.square().sum().clamp_min(1e-300))
+    if float((rest - slope * along).square().sum()) < (1 - SHARE) * total:
+        return Read(f"scores are {1 + slope:.4g} × what they should be", "scale")
+    features = _of_features(call, rest, weight)
+    if features is not None:
+        return features
+    powers = torch.stack([_centered(scores**n, weight, count).flatten() for n in range(1, 6)], -1)
+    fitted = powers @ torch.linalg.lstsq(powers, rest.flatten()[:, None]).solution
+    if float((rest.flatten() - fitted[:, 0]).square().sum()) < (1 - SHARE) * total:
+        cause = "softcap" if call.softcap else "exponential"
+        return Read("the weights are another function of the score than the exponential", cause)
+    return None
+
+
+def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
+    """Which features of Q and K enter the scores with another factor than 1, on one head."""
+    head = (0, 0)
+    rows = slice(max(0, rest.shape[2] - 48), None)
+    d = call.query.shape[3]
+    r, w = rest[head][rows], weight[head][rows]
+    products = call.query[head][rows, None].double() * call.key[head][None].double() * call.scale
+    mean = (products * w[..., None]).sum(1, keepdim=True) / w.sum(1).clamp_min(1)[:, None, None]
+    x, y = ((products - mean) * w[..., None]).flatten(0, 1), r.flatten()
+    if int(w.sum()) < 4 * d:
+        return None
+    factor = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    if float((y - x @ factor).square().sum()) > (1 - SHARE) * float(y.square().sum()):
+        return None
+    off = factor.abs() > 0.25 * factor.abs().max()
+    told = f"features {ranges(off.nonzero().flatten())} of {d} enter the scores"
+    size = 1 + float(factor[off].mean())
+    return Read(f"{told} {size:.2g} × what they should", "ragged" if abs(size) < 0.1 else "operand")
+
+
+def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
+    """Ratios that are a function of where the pair sits."""
+    n, n_key = rest.shape[-2:]
+    b, h, i, j = (c.expand_as(rest) for c in _coordinates(rest))
+    head = b * rest.shape[1] + h
+    candidates: list[tuple[Tensor, str, str]] = [
+        (head * n_key + j, "the weights of each key are off by one factor", "operand"),
+        (j - i + n, "the ratio of the weights to the exact ones is a function of key − query",
+         "mask"),
+    ]  # fmt: skip
+    row = head * n + i
+    for parts in (2, 3, 4, 8):
+        width = -(-n_key // parts)
+        if width % 16:
+            candidates.append((row * parts + j.div(width, rounding_mode="floor"),
+                               f"{parts} parts of the keys have each a factor in a row",
+                               "split-merge"))  # fmt: skip
+    for width in (128, 64, 32, 16):
+        if width < n_key:
+            blocks = -(-n_key // width)
+            candidates.append((row * blocks + j.div(width, rounding_mode="floor"),
+                               f"key blocks of {width} have each a factor in a row",
+                               "rescale"))  # fmt: skip
+    total = float(rest.square().sum())
+    for coordinate, text, cause in candidates:
+        index = coordinate.flatten()
+        size = int(index.max()) + 1
+        sums = torch.zeros(size, dtype=torch.float64).index_add_(0, index, rest.flatten())
+        counts = torch.zeros(size, dtype=torch.float64).index_add_(0, index, weight.flatten())
+        explained = float((sums.square() / counts.clamp_min(1)).sum())
+        if explained > SHARE * total:
+            return Read(text, cause)
+    return None
