@@ -135,8 +135,8 @@ _FUNCTION = (
      " many)", WRONG),
     ("softcap", "the cap of the scores is wrong, or missing from dS", "flash-attention issue"
      " 1065 (no softcap in the backward pass)", WRONG),
-    ("sinks", "attention sinks are left out, or enter wrongly", "rocm-libraries issue 12227 (the sink"
-     " counted twice, or at another scale)", WRONG),
+    ("sinks", "attention sinks are left out, or enter wrongly", "rocm-libraries issue 12227 (the"
+     " sink counted twice)", WRONG),
     ("grad-tail", "gradients leave out a part of the sequence", _BLOCKS, LOST),
 )  # fmt: skip
 
