@@ -407,8 +407,9 @@ fault("half_lse_bf16", "lse", **half, lse=lambda self, m, l, at: bf16(m + l.log(
 fault("half_weights_bf16", "weights", **half, weights=lambda self, p, low: bf16(p))
 fault("half_ds_bf16", "grad-scores", **half,
       grad_scores=lambda self, p, dp, d, s, low: bf16(p * (dp - d) * s))  # fmt: skip
-fault("half_tail_of_32", "key-tail", "ragged", **half, visible=lambda self, n, nk, causal, window: (
-    seen((n, nk), causal, window) & (torch.arange(nk) < (nk // 32 * 32 if nk > 32 else nk))))  # fmt: skip
+fault("half_tail_of_32", "key-tail", "ragged", **half,
+      visible=lambda self, n, nk, causal, window: seen((n, nk), causal, window) & (
+          torch.arange(nk) < (nk // 32 * 32 if nk > 32 else nk)))  # fmt: skip
 
 # float32
 single = {"dtype": "float32"}
@@ -418,7 +419,8 @@ fault("single_weights_bf16", "weights", **single, weights=lambda self, p, low: b
 fault("single_out_bf16", "out", **single, out=lambda self, o, low: bf16(o))
 fault("single_lse_fp16", "lse", **single, lse=lambda self, m, l, at: fp16(m + l.log()))
 fault("single_exp_12_bits", "exponential", "weights", **single,
-      exp=lambda self, x: torch.exp(x) * (1 + 2**-12 * torch.sin(40 * x.clamp_min(-80))))  # fmt: skip
+      exp=lambda self, x: torch.exp(x) * (
+          1 + 2**-12 * torch.sin(40 * x.clamp_min(-80))))  # fmt: skip
 fault("single_causal_next", "causal-mask", **single,
       visible=lambda self, n, nk, causal, window: seen((n, nk), causal, window, 1))  # fmt: skip
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from halfulp.calls import Call, Sees
 from halfulp.reconstruct.emulating import Twist
+from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.twists import LOG2_E, Tensors, scores_of
+from halfulp.reconstruct.twists import LOG2_E, Tensors
 
 
 def asked() -> Iterator[Twist]:

@@ -139,7 +139,8 @@ def in_groups(x: Tensor) -> Tensor:
 
 def squared(x: Tensor) -> Tensor:
     """Sums of squares along the last dimension, float64."""
-    return torch.linalg.vecdot(x, x).double()
+    sums: Tensor = torch.linalg.vecdot(x, x)
+    return sums.double()
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from halfulp.calls import Call
 from halfulp.reconstruct.emulating import Twist
+from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.twists import Tensors, Turn, scores_of
+from halfulp.reconstruct.twists import Tensors, Turn
 
 
 class _At(NamedTuple):
@@ -116,7 +117,7 @@ def layouts() -> Iterator[Twist]:
 
     def turned(trial: Trial) -> Trial | None:
         call = trial.call
-        if call.groups != 1 or call.sees.mask is not None:
+        if call.groups != 1 or call.sees.mask is not None or call.sinks is not None:
             return None
         q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
         if q.shape[1] != k.shape[1]:

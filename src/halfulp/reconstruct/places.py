@@ -13,8 +13,8 @@ from torch import Tensor
 
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.twists import scores_of, weights_of
 from halfulp.reconstruct.weights_read import Read, backward_weights, compared, forward_weights
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold

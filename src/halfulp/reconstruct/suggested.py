@@ -15,8 +15,9 @@ from torch import Tensor
 from halfulp.calls import Call
 from halfulp.reconstruct.emulating import GRADIENTS, Twist
 from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.twists import Tensors, row_maximum, scores_of, weights_of
+from halfulp.reconstruct.twists import Tensors
 
 ALONE = 0.8  # share that a factor of one trial's own must explain there
 LEAN = 3e-4  # a smaller factor is none

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfulp.calls import Call, Sees
 from halfulp.reconstruct.emulating import GRADIENTS, Twist
+from halfulp.reconstruct.exact import row_maximum
 from halfulp.reconstruct.panel import Trial
 
 LOG2_E = math.log2(math.e)
@@ -457,26 +458,3 @@ def _one_of_group(key: str, text: str, pick: int) -> Twist:
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.reshape(x.shape[0], -1, groups, *x.shape[2:])
-
-
-def scores_of(call: Call) -> Tensor:
-    """`[B, H, N, N_k]`, float64, hidden pairs at −inf."""
-    key = call.key.double().repeat_interleave(call.groups, 1)
-    scores = call.query.double() @ key.mT * call.scale
-    if call.softcap:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    whole = slice(0, scores.shape[2]), slice(0, scores.shape[3])
-    return call.sees.apply(scores, *whole, 1.0)
-
-
-def weights_of(call: Call, scores: Tensor) -> Tensor:
-    """P of such scores, sinks counted; 0 in rows that see nothing."""
-    if call.sinks is None:
-        return scores.softmax(-1).nan_to_num(0.0)
-    sinks = call.sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-
-
-def row_maximum(call: Call) -> Tensor:
-    """`[B, H, N]`, float64."""
-    return scores_of(call).amax(-1)

@@ -5,6 +5,7 @@ is wrong, where no candidate does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Result
+from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.suggested import ranges
-from halfulp.reconstruct.twists import scores_of, weights_of
 
 Run = Callable[[Trial], Result | None]
 VISIBLE = 1e-6  # weights below it may round to 0
@@ -82,11 +83,11 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
         (extra, exact == 0, "have weight though they are hidden"),
         (every & lost, exact > VISIBLE, "get no weight"),
     ):
-        found = _pattern(call, marked, possible) if bool(marked.any()) else None
-        if found is not None:
-            return Read(f"{found[0]} {told}", _backward(found[1]) if backward else found[1])
-    found = _ratios(trial, read, exact, (read > 0) & (exact > CLEAR))
-    return replace(found, cause=_backward(found.cause)) if backward else found
+        if bool(marked.any()):
+            pattern, cause = _pattern(call, marked, possible)
+            return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
+    ratios = _ratios(trial, read, exact, (read > 0) & (exact > CLEAR))
+    return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
 
 
 _IN_BACKWARD = {
@@ -128,12 +129,12 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
     ):  # fmt: skip
         joint = (b * marked.shape[1] + h) * 8192 + coordinate + 4096
         if (values := _told_by(joint, marked, possible)) is not None:
-            heads = (values.div(8192, rounding_mode="floor")).unique()
-            some = (values % 8192 - 4096).unique()
+            heads = torch.unique(values.div(8192, rounding_mode="floor"))
+            some = torch.unique(values % 8192 - 4096)
             places = [f"({int(x) // marked.shape[1]}, {int(x) % marked.shape[1]})" for x in heads]
             told = f"pairs with {name} {ranges(some)} in heads {', '.join(places[:4])}"
             return told, "other-data" if len(heads) < marked.shape[0] * marked.shape[1] else cause
-    rows, keys = (c[marked].unique() for c in (i, j))
+    rows, keys = (torch.unique(c[marked]) for c in (i, j))
     share = float(marked.sum()) / max(1.0, float(possible.sum()))
     return (f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},",
             masked or "key-tail")  # fmt: skip
@@ -206,7 +207,7 @@ def _spread(x: Tensor) -> str:
 
 
 def _rms(x: Tensor, weight: Tensor) -> float:
-    return float((x.square() * weight).sum() / weight.sum().clamp_min(1)) ** 0.5
+    return math.sqrt(float((x.square() * weight).sum() / weight.sum().clamp_min(1)))
 
 
 def _centered(x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
