@@ -61,7 +61,8 @@ def finding(
 
 
 def relation(name, tensor, identical, confined=True):
-    return {"invariant": name, "tensor": tensor, "identical": identical, "confined": confined}
+    plain = {"invariant": name, "tensor": tensor, "identical": identical, "confined": confined}
+    return plain | {"times_floor": 0.7}
 
 
 def report(**changes):
@@ -198,13 +199,13 @@ def test_a_sound_case_shows_what_is_farthest_above_the_floor():
 
 def test_relations_are_broken_or_hold_to_the_bit_or_to_rounding():
     assert [(r.relation, r.outcome) for r in relation_rows(DEFECT)] == [
-        ("same call twice", "broken"),
-        ("permuted keys", "to rounding"),
-        ("batch position", "bitwise"),
+        ("same call twice", "beyond rounding"),
+        ("permuted keys", "within rounding"),
+        ("batch position", "bitwise equal"),
     ]
     broken, rounding, _ = relation_rows(DEFECT)
     assert "two calls differ by 3 ×" in broken.detail
-    assert "O > 99.9 %" in rounding.detail
+    assert rounding.detail == "O 0.70 × the floor (> 99.9 % same bits)"
 
 
 def test_what_was_not_run_is_told_once_a_reason():
@@ -260,7 +261,7 @@ def test_a_defect_says_everything_a_reader_needs():
         "✗ rising",
         "● sink",
         "✓ gaussian",
-        "same call twice broken",
+        "same call twice beyond rounding",
         "does not take enable_gqa",
         "modifies its inputs",
         "700 tests; chance of any false alarm over all of them: at most 1 %",

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfulp.audit.figures import GRADIENTS
 from halfulp.audit.inputs import Inputs
-from halfulp.calls import Result
+from halfulp.calls import Result, Sees
 
 Run = Callable[[Inputs], Result | None]
 TENSORS = ("out", *GRADIENTS)
+OPERANDS = ("query", "key", "value", "grad_out")
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,27 @@ class Relation:
     difference: Tensor  # `[S]` norm per head of the difference of the two calls, over √2
     identical: float  # fraction of elements with the same bits
     confined: bool = True  # for NaN confinement: nothing outside the poisoned part changed
+    times_floor: float | None = None  # the difference over the floor's error, judged
 
 
-def _relation(invariant: str, first: Result, second: dict[str, Tensor | None]) -> list[Relation]:
+def _relation(
+    invariant: str,
+    first: Result,
+    second: dict[str, Tensor | None],
+    rows: slice | list[int] = _ALL,
+) -> list[Relation]:
+    """Of the tensors of two calls; of `rows` of the first alone, whose difference is taken as that
+    of as many rows as there are.
+    """
     found = []
     for name, b in second.items():
         a = getattr(first, name)
         if a is None or b is None:
             continue
-        a = a[:, :, : b.shape[2]]
+        a = a[:, :, : b.shape[2]] if rows == _ALL else a[:, :, rows]
         difference = (a.double() - b.double()).nan_to_num_(nan=torch.inf)
-        norm = difference.flatten(2).square().sum(-1).sqrt().flatten() / 2**0.5
+        part = 1.0 if rows == _ALL else a.shape[2] / getattr(first, name).shape[2]
+        norm = difference.flatten(2).square().sum(-1).sqrt().flatten() / (2 * part) ** 0.5
         found.append(Relation(invariant, name, norm, float((a == b).double().mean())))
     return found
 
@@ -68,38 +81,103 @@ def powers_of_two(run: Run, x: Inputs, base: Result) -> list[Relation]:
 
 
 def batch_position(run: Run, x: Inputs, base: Result) -> list[Relation]:
-    """Batches in reverse order, called with one batch fewer: a sequence's result does not depend on
-    its neighbors.
-    """
-    keep = max(1, x.query.shape[0] - 1)
-
-    def turned(t: Tensor) -> Tensor:
-        return t[:keep].flip(0).contiguous()
-
-    other = run(
-        replace(
-            x,
-            query=turned(x.query),
-            key=turned(x.key),
-            value=turned(x.value),
-            grad_out=turned(x.grad_out),
-        )
-    )
+    """Batches in reverse order: a sequence's result does not depend on its place."""
+    reversed_: dict[str, Any] = {name: getattr(x, name).flip(0) for name in OPERANDS}
+    other = run(replace(x, **reversed_))
     if other is None:
         return []
-    first = Result(
-        base.out[:keep],
-        None,
-        *(
-            None if t is None else t[:keep]
-            for t in (base.grad_query, base.grad_key, base.grad_value)
-        ),
-    )
-    return _relation(
-        "batch position",
-        first,
-        {n: None if (t := getattr(other, n)) is None else t.flip(0) for n in TENSORS},
-    )
+    turned = {n: None if (t := getattr(other, n)) is None else t.flip(0) for n in TENSORS}
+    return _relation("batch position", base, turned)
+
+
+def batch_composition(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """Each sequence alone: a result does not depend on who else is in the batch."""
+    parts = []
+    for i in range(x.query.shape[0]):
+        own: dict[str, Any] = {name: getattr(x, name)[i : i + 1] for name in OPERANDS}
+        parts.append(run(replace(x, **own)))
+    return _relation("batch composition", base, _joined(parts, 0))
+
+
+def heads_apart(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """Half of the heads in each of two calls, as tensor parallelism gives them to two ranks."""
+    half, of_keys = x.query.shape[1] // 2, x.key.shape[1] // 2
+    if not of_keys:
+        return []
+    whole = {"query": half, "grad_out": half, "key": of_keys, "value": of_keys}
+    parts = []
+    for i in range(2):
+        own: dict[str, Any] = {n: getattr(x, n)[:, i * k : (i + 1) * k] for n, k in whole.items()}
+        parts.append(run(replace(x, **own)))
+    return _relation("heads over two ranks", base, _joined(parts, 1))
+
+
+def query_chunks(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """The queries in two calls, each on all keys (not causal); what reaches a key adds up."""
+    rows = x.query.shape[2] // 3
+    if not rows:
+        return []
+    parts = [
+        run(replace(x, query=x.query[:, :, part], grad_out=x.grad_out[:, :, part]))
+        for part in (slice(None, rows), slice(rows, None))
+    ]
+    joined = _joined(parts, 2)
+    first, second = parts
+    if first is None or second is None:
+        return []
+    for name in ("grad_key", "grad_value"):
+        a, b = getattr(first, name), getattr(second, name)
+        joined[name] = None if a is None or b is None else a.double() + b.double()
+    return _relation("queries in chunks", base, joined)
+
+
+def split_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """The keys in three calls, their results merged by lse (not causal), as split-KV does: of a
+    kernel that gives lse.
+    """
+    n = x.key.shape[2]
+    if base.lse is None or n < 8:
+        return []
+    parts = []
+    for start, end in ((0, n // 4), (n // 4, n // 2 + 3), (n // 2 + 3, n)):
+        part = slice(start, end)
+        found = run(replace(x, key=x.key[:, :, part], value=x.value[:, :, part]))
+        if found is None or found.lse is None:
+            return []
+        parts.append(found)
+    logs = torch.stack([part.lse.double() for part in parts if part.lse is not None])
+    shares = torch.softmax(logs, 0).unsqueeze(-1)
+    outs = torch.stack([part.out.double() for part in parts])
+    return _relation("keys split, merged by lse", base, {"out": (shares * outs).sum(0)})
+
+
+def padded_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """Keys more that a mask hides (not causal): of a kernel that takes a mask."""
+    n, more = x.key.shape[2], 29
+    beyond = {
+        name: getattr(x, name)[:, :, -1:].expand(-1, -1, more, -1) for name in ("key", "value")
+    }
+    longer = {name: torch.cat([getattr(x, name), 2 * t], 2) for name, t in beyond.items()}
+    mask = (torch.arange(n + more) < n).to(x.key.device).expand(x.query.shape[2], n + more)
+    other = run(replace(x, **longer, sees=replace(x.sees, mask=mask)))
+    if other is None:
+        return []
+    cut = {
+        name: None if (t := getattr(other, name)) is None else t[:, :, :n]
+        for name in ("grad_key", "grad_value")
+    }
+    same = {"out": other.out, "grad_query": other.grad_query}
+    return _relation("padding behind a mask", base, same | cut)
+
+
+def _joined(parts: list[Result | None], axis: int) -> dict[str, Tensor | None]:
+    """The results of several calls as of one; None of what one of them lacks."""
+    joined: dict[str, Tensor | None] = {}
+    for name in TENSORS:
+        found = [None if part is None else getattr(part, name) for part in parts]
+        whole = [t for t in found if t is not None]
+        joined[name] = torch.cat(whole, axis) if len(whole) == len(found) else None
+    return joined
 
 
 def permuted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -178,6 +256,39 @@ def causal_prefix(run: Run, x: Inputs, _: Result) -> list[Relation]:
     )
 
 
+def one_at_a_time(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """Some rows of a causal call by themselves, one query on the keys before it: decode against
+    prefill.
+    """
+    n = x.query.shape[2]
+    rows = [n // 2, n * 3 // 4 + 1, n - 2, n - 1]
+    parts = []
+    for row in rows:
+        own, before = slice(row, row + 1), slice(row + 1)
+        cut = {"query": x.query[:, :, own], "grad_out": x.grad_out[:, :, own]}
+        cut |= {"key": x.key[:, :, before], "value": x.value[:, :, before]}
+        alone: dict[str, Any] = cut | {"sees": Sees()}
+        parts.append(run(replace(x, **alone)))
+    joined = _joined(parts, 2)
+    of_queries = {name: joined[name] for name in ("out", "grad_query")}
+    return _relation("decode against prefill", base, of_queries, rows)
+
+
+def later_chunk(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """The last third of a causal sequence's queries on all keys: chunked prefill, of a kernel whose
+    diagonal may begin elsewhere.
+    """
+    start = x.query.shape[2] * 2 // 3
+    own = slice(start, None)
+    cut = {"query": x.query[:, :, own], "grad_out": x.grad_out[:, :, own]}
+    moved: dict[str, Any] = cut | {"sees": replace(x.sees, offset=start)}
+    other = run(replace(x, **moved))
+    if other is None:
+        return []
+    found = {"out": other.out, "grad_query": other.grad_query}
+    return _relation("prefill in chunks", base, found, own)
+
+
 def poison(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """NaN in one query row, and in one head's key and value: every other row and head is as
     before.
@@ -217,9 +328,14 @@ PLAIN = (
     repeated_call,
     powers_of_two,
     batch_position,
+    batch_composition,
+    heads_apart,
+    query_chunks,
+    split_keys,
+    padded_keys,
     permuted_keys,
     duplicated_keys,
     shifted_keys,
     poison,
 )
-CAUSAL = (causal_prefix,)
+CAUSAL = (causal_prefix, one_at_a_time, later_chunk)

@@ -4,9 +4,7 @@ a test that failed on one, run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 
 from halfulp.audit import invariants
 from halfulp.audit.figures import short as short_name
@@ -14,14 +12,20 @@ from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation, Run
 from halfulp.audit.operation_plan import operation_relations
 from halfulp.audit.references import references
-from halfulp.audit.statistics import log_ratios
-from halfulp.audit.verdict import LIMITS
+from halfulp.audit.verdict import LIMITS, beside, errors_of
 from halfulp.operations import ATTENTION, operation_named
 
 RELATIONS = {
     "same call twice": invariants.repeated_call,
     "power-of-two scaling": invariants.powers_of_two,
     "batch position": invariants.batch_position,
+    "batch composition": invariants.batch_composition,
+    "heads over two ranks": invariants.heads_apart,
+    "queries in chunks": invariants.query_chunks,
+    "keys split, merged by lse": invariants.split_keys,
+    "padding behind a mask": invariants.padded_keys,
+    "decode against prefill": invariants.one_at_a_time,
+    "prefill in chunks": invariants.later_chunk,
     "permuted keys": invariants.permuted_keys,
     "duplicated keys": invariants.duplicated_keys,
     "key shift": invariants.shifted_keys,
@@ -59,10 +63,5 @@ def _relations(case: Case, name: str) -> tuple[Callable[..., list[Relation]], ..
 def _severity(found: Relation, case: Case) -> float:
     if not found.confined:
         return 2.0
-    stock = {f.tensor: f for f in references(case).stock.figures if f.name.endswith("error")}
-    reference = stock.get(found.tensor)
-    if reference is None or reference.error.numel() != found.difference.numel():
-        return 0.0
-    own = replace(reference, name=found.invariant, error=found.difference)
-    ratio = math.exp(float(log_ratios(own, reference, through_delta=True).mean()))
-    return ratio / LIMITS[case.dtype].stock
+    stock, _ = errors_of(references(case), found.tensor)
+    return (beside(found, stock) or 0.0) / LIMITS[case.dtype].stock

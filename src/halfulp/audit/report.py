@@ -135,6 +135,7 @@ class AuditReport:
                 "invariant": r.invariant,
                 "tensor": r.tensor,
                 "identical": r.identical,
+                "times_floor": r.times_floor,
                 "confined": r.confined,
             }
             for r in self.relations

@@ -31,6 +31,8 @@ from halfulp.audit.verdict import (
     LIMITS,
     Finding,
     Row,
+    beside,
+    errors_of,
     judge_case,
     judge_relation,
     tests_in,
@@ -372,11 +374,10 @@ def _judge(gathered: _Gathered, level: float) -> tuple[list[Finding], dict[Case,
     for case, (measured, reference) in gathered.measured.items():
         rows[case], found = judge_case(case, measured, reference, level)
         findings += found
-    for relation, case in gathered.relations:
-        stock = {f.tensor: f for f in references(case).stock.figures if f.name.endswith("error")}
-        broken = judge_relation(
-            relation, stock.get(relation.tensor), level, LIMITS[case.dtype], case.shape.unit
-        )
+    for number, (relation, case) in enumerate(gathered.relations):
+        stock, floor = errors_of(references(case), relation.tensor)
+        gathered.relations[number] = (replace(relation, times_floor=beside(relation, floor)), case)
+        broken = judge_relation(relation, stock, level, LIMITS[case.dtype], case.shape.unit)
         if broken is not None:
             findings.append(replace(broken, case=case))
     order = {"non-finite": 0, "error": 1, "lean": 1, "element": 2, "relation": 3}

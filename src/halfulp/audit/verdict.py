@@ -15,6 +15,7 @@ makes (TF32: 2¹³).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -260,6 +261,25 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
             Finding("defect", "element", f"{named} element", got.tensor, case, text, ratio)
         )
     return sorted(found, key=lambda f: -f.ratio)[:1]
+
+
+def errors_of(reference: Any, tensor: str) -> tuple[Figure | None, Figure | None]:
+    """A tensor's error in the stock recipe and in the floor."""
+    first, second = (
+        next((f for f in m.figures if f.tensor == tensor and f.name.endswith("error")), None)
+        for m in (reference.stock, reference.floor)
+    )
+    return first, second
+
+
+def beside(relation: Relation, error: Figure | None) -> float | None:
+    """The difference of two calls over a recipe's error, in the geometric mean over heads; None
+    where they cannot be compared.
+    """
+    if error is None or relation.difference.numel() != error.error.numel():
+        return None
+    own = replace(error, name=relation.invariant, error=relation.difference)
+    return math.exp(min(700.0, float(log_ratios(own, error, through_delta=True).mean())))
 
 
 def judge_relation(

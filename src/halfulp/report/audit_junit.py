@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from halfulp.report.audit_summary import MEANING, Report, relation_rows
+from halfulp.report.audit_summary import HOLDS, MEANING, Report, relation_rows
 from halfulp.report.comparison_table import Comparison, summary_line
 from halfulp.report.text import number_text, visible
 
@@ -48,7 +48,7 @@ def _suite(report: Report) -> ElementTree.Element:
         suite.append(_case(report, case))
     for row in relation_rows(report):
         test = _test(report, f"relation: {row.relation}", 0.0)
-        if row.outcome == "broken":
+        if row.outcome == HOLDS[0]:
             _add(test, "failure", row.detail)
         suite.append(test)
     whole = _test(report, "verdict", report["seconds"])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfulp.report.audit_summary import (
+    HOLDS,
     MEANING,
     SIGNS,
     ProbeRow,
@@ -79,7 +80,7 @@ def _not_run(report: Report) -> list[str]:
 
 
 def _figures(report: Report, most: int) -> list[str]:
-    broken = [row for row in relation_rows(report) if row.outcome == "broken"]
+    broken = [row for row in relation_rows(report) if row.outcome == HOLDS[0]]
     rows = probe_rows(report)
     room = max(1, most - len(broken))
     if not rows and not broken:

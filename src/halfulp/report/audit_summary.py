@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from halfulp.report.text import duration_text, percent_text
+from halfulp.report.text import duration_text, percent_text, times_text
 
 Report = Mapping[str, Any]
 
@@ -65,12 +65,16 @@ class ProbeRow:
     note: str  # what the numbers do not say: NaN, a lean
 
 
+HOLDS = ("beyond rounding", "within rounding", "bitwise equal")
+"""How two calls that exact arithmetic makes equal compare: a finding, or none."""
+
+
 @dataclass(frozen=True)
 class RelationRow:
     """What became of one relation between calls."""
 
     relation: str
-    outcome: str  # bitwise, to rounding or broken
+    outcome: str  # one of HOLDS
     detail: str
 
 
@@ -178,7 +182,7 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
 
 
 def relation_rows(report: Report) -> list[RelationRow]:
-    """Return one row a relation: broken if any tensor breaks it, bitwise if all tensors hold it bit
+    """Return one row a relation: beyond rounding if any tensor is, bitwise equal if all are, bit
     for bit.
     """
     broken = {f["property"]: f["figure"] for f in report["findings"] if f["kind"] == "relation"}
@@ -190,12 +194,12 @@ def relation_rows(report: Report) -> list[RelationRow]:
         ]
         differ = [r for r in same if r["identical"] < 1]
         if bad:
-            rows.append(RelationRow(name, "broken", "; ".join(bad)))
+            rows.append(RelationRow(name, "beyond rounding", "; ".join(bad)))
         elif differ:
-            rows.append(RelationRow(name, "to rounding", "same bits in " + _shares(differ)))
+            rows.append(RelationRow(name, "within rounding", _differences(differ)))
         else:
-            rows.append(RelationRow(name, "bitwise", ", ".join(_short(r) for r in same)))
-    return sorted(rows, key=lambda row: ("broken", "to rounding", "bitwise").index(row.outcome))
+            rows.append(RelationRow(name, "bitwise equal", ", ".join(_short(r) for r in same)))
+    return sorted(rows, key=lambda row: HOLDS.index(row.outcome))
 
 
 def _short(relation: Mapping[str, Any]) -> str:
@@ -204,8 +208,14 @@ def _short(relation: Mapping[str, Any]) -> str:
     return _SHORT.get(tensor, own)
 
 
-def _shares(relations: Iterable[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{_short(r)} {percent_text(r['identical'])}" for r in relations)
+def _differences(relations: Iterable[Mapping[str, Any]]) -> str:
+    """By how much each tensor differs, and in how many elements not at all."""
+    return ", ".join(
+        f"{_short(r)} {times_text(times)} × the floor ({percent_text(r['identical'])} same bits)"
+        if (times := r.get("times_floor")) is not None
+        else f"{_short(r)} same bits in {percent_text(r['identical'])}"
+        for r in relations
+    )
 
 
 def not_run(report: Report) -> list[tuple[str, str]]:

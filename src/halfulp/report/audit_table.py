@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from halfulp.report.audit_summary import (
+    HOLDS,
     SIGNS,
     Report,
     facts,
@@ -130,7 +131,7 @@ def _relations(report: Report) -> Table:
     table.add_column("holds", no_wrap=True)
     table.add_column("", ratio=1, overflow="fold", style="dim")
     for row in relation_rows(report):
-        broken = row.outcome == "broken"
+        broken = row.outcome == HOLDS[0]
         sign, style = "✗" if broken else "✓", "red" if broken else ""
         table.add_row(
             _plain(sign, style),
