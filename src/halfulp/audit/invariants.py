@@ -154,12 +154,11 @@ def split_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
 def padded_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Keys more that a mask hides (not causal): of a kernel that takes a mask."""
     n, more = x.key.shape[2], 29
-    beyond = {
-        name: getattr(x, name)[:, :, -1:].expand(-1, -1, more, -1) for name in ("key", "value")
-    }
-    longer = {name: torch.cat([getattr(x, name), 2 * t], 2) for name, t in beyond.items()}
+    key, value = (
+        torch.cat([t, 2 * t[:, :, -1:].expand(-1, -1, more, -1)], 2) for t in (x.key, x.value)
+    )
     mask = (torch.arange(n + more) < n).to(x.key.device).expand(x.query.shape[2], n + more)
-    other = run(replace(x, **longer, sees=replace(x.sees, mask=mask)))
+    other = run(replace(x, key=key, value=value, sees=replace(x.sees, mask=mask)))
     if other is None:
         return []
     cut = {
