@@ -37,6 +37,7 @@ ORDER = [
     {"pytest_plugin"},
     {"training"},
     {"isolate", "diff"},
+    {"prescribe"},
     {"experiments"},
     {"papers"},
     {"cli"},

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from halfulp.formats import Format, round_to
     from halfulp.recipes import Recipe, Step
     from halfulp.runs.snapshot import Snapshot, read_snapshot
+    from halfulp.training.adjusted import adjust
+    from halfulp.training.operations import planned
     from halfulp.watch import watch
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __all__ = [
     "Snapshot",
     "Step",
     "__version__",
+    "adjust",
     "attention",
     "attention_varlen",
     "audit",
@@ -45,6 +48,7 @@ __all__ = [
     "explain_dispatch",
     "golden",
     "patch",
+    "planned",
     "read_snapshot",
     "register_transformers",
     "round_to",
@@ -66,6 +70,8 @@ _ROOMS = {
     "formats": ("Format", "round_to"),
     "recipes": ("Recipe", "Step"),
     "runs.snapshot": ("Snapshot", "read_snapshot"),
+    "training.adjusted": ("adjust",),
+    "training.operations": ("planned",),
     "watch": ("watch",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}

@@ -26,6 +26,7 @@ from halfulp.cli.ending import BAD_ARGUMENT, ended, warnings_in_lines
 from halfulp.cli.experiments import claims, demo, explain, ls, sweep
 from halfulp.cli.figures_command import figures
 from halfulp.cli.lab import compare, isolate, tokens, train
+from halfulp.cli.prescribe_command import prescribe
 from halfulp.cli.reconstruct_command import reconstruct
 from halfulp.cli.report_command import report
 from halfulp.cli.serve_command import serve
@@ -45,6 +46,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "train": train,
     "tokens": tokens,
     "isolate": isolate,
+    "prescribe": prescribe,
     "compare": compare,
     "diff": diff,
     "record": record,

@@ -273,18 +273,9 @@ def _begun(
 
     if not is_snapshot(run):
         return run, steps, from_step
-    from halfulp.training.checkpoint import checkpoint_steps
-    from halfulp.training.from_snapshot import STEPS, run_of_snapshot
+    from halfulp.training.from_snapshot import begun
 
-    if workload is None:
-        raise ValueError(
-            f"run={str(run)!r} is a snapshot; accepted with --workload file.py:function, which"
-            " makes its model and the batches that follow"
-        )
-    start = folder.with_name(f"{folder.name}-start")
-    if not start.exists():
-        run_of_snapshot(run, workload, STEPS if steps is None else steps, start)
-    (done,) = checkpoint_steps(start / "checkpoints")
+    start, done = begun(run, folder, workload, steps)
     return start, None, done
 
 

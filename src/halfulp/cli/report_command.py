@@ -10,7 +10,7 @@ from typing import Any
 from halfulp import __version__
 from halfulp.cli.shell import STDOUT, check_json, say, tell, typed_command
 
-_FOLDERS = "folders of halfulp train, halfulp.watch, halfulp isolate or halfulp demo"
+_FOLDERS = "folders of halfulp train, halfulp.watch, halfulp isolate, prescribe or demo"
 
 
 def report(
@@ -23,11 +23,12 @@ def report(
 ) -> int:
     """Make one HTML page of run folders, pictures inline: halfulp report RUN RUN --html FILE
 
-    Training runs come on the same axes, also while they train; a demo or an isolation has its own
-    section.
+    Training runs come on the same axes, also while they train; a demo, an isolation or a
+    prescription has its own section.
 
     Args:
-        runs: Folders of `halfulp train`, `halfulp.watch`, `halfulp isolate` or `halfulp demo`.
+        runs: Folders of `halfulp train`, `halfulp.watch`, `halfulp isolate`, `halfulp prescribe`
+            or `halfulp demo`.
         html: File to write; report.html in the folder of a single run by default.
         trust: Draw a text-to-image run's pictures with the code that its folder names as its
             attention, instead of in fp32. Without it nothing that a folder names is run.
@@ -38,10 +39,7 @@ def report(
     from halfulp.runs.folder import check_file, write_text
 
     if not runs:
-        raise ValueError(
-            "runs: none given; accepted are folders of halfulp train, halfulp.watch, halfulp"
-            " isolate or demo"
-        )
+        raise ValueError(f"runs: none given; accepted are {_FOLDERS}")
     aside = html is None and json == STDOUT  # the figures alone were asked for
     if html is None and len(runs) > 1 and not aside:
         raise ValueError("html is missing; accepted is a file for the page of several runs")
@@ -92,7 +90,7 @@ def _plain_data(runs: Sequence[Path]) -> Iterator[None]:
 def _kind(path: Path) -> str:
     from halfulp.runs.record import read_record
 
-    return str(read_record(path, "train", "watch", "isolate", "demo")["kind"])
+    return str(read_record(path, "train", *_OF_KIND)["kind"])
 
 
 def _trained(paths: list[Path], trust: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -135,4 +133,11 @@ def _isolation(path: Path) -> list[dict[str, Any]]:
     return isolation_sections(read_json(path / "isolation.json"))
 
 
-_OF_KIND = {"demo": _demo, "isolate": _isolation, "watch": _watched}
+def _prescription(path: Path) -> list[dict[str, Any]]:
+    from halfulp.report.prescription_page import prescription_sections
+    from halfulp.runs.folder import read_json
+
+    return prescription_sections(read_json(path / "prescription.json"))
+
+
+_OF_KIND = {"demo": _demo, "isolate": _isolation, "prescribe": _prescription, "watch": _watched}

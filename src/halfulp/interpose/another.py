@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from halfulp.formats import Format, parse_format, round_to
 from halfulp.interpose.named_kernels import kernel_named
@@ -29,10 +30,11 @@ attribute `takes_wide` what another wide operation gave."""
 _TAG = "_halfulp_stands_for"
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 WIDE = {"fp32": torch.float32, "fp64": torch.float64}
+QK_NORM = "qk-norm"
 ACCEPTED = (
     "'fp32', 'fp64', a format to round every result and gradient to ('e8m4', `halfulp ls"
-    " formats`), for attention a kernel or recipe of `halfulp ls targets`, for other named kinds"
-    " one of `halfulp ls operations`, 'file.py:function', or a function of the operation"
+    " formats`), for attention qk-norm or a kernel or recipe of `halfulp ls targets`, for other"
+    " named kinds one of `halfulp ls operations`, 'file.py:function', or a function of the operation"
 )
 
 
@@ -57,6 +59,8 @@ def arithmetic(into: str | Into | Format, kinds: tuple[str, ...] = ()) -> Into:
         return into
     if into in WIDE:
         return Wide(WIDE[into])
+    if into == QK_NORM:
+        return _query_key_normed
     if isinstance(into, str):
         try:
             found = parse_format(into)
@@ -80,6 +84,20 @@ def _kernel(name: str, kinds: tuple[str, ...]) -> Into:
             own = str(error).removeprefix(f"into={name!r}: ")
             said = f"{own}; of every kind accepted are 'fp32', 'fp64' and a format such as 'e8m4'"
         raise ValueError(f"into={name!r}: {said}{hint}") from error
+
+
+def _query_key_normed(operation: Operation) -> Any:
+    """PyTorch's attention of queries and keys that are divided by their root mean square (Henry et
+    al. 2020, arXiv 2010.04245, without a learned gain): scores of at most √D, natural units.
+    """
+    if operation.name != "scaled_dot_product_attention":
+        return operation.function(*operation.args, **operation.kwargs)
+    given = dict(zip(("query", "key", "value"), operation.args, strict=False))
+    given |= operation.kwargs
+    for name in ("query", "key"):
+        given[name] = functional.rms_norm(given[name], given[name].shape[-1:])
+    operands = (given.pop(name) for name in ("query", "key", "value"))
+    return operation.function(*operands, *operation.args[3:], **given)
 
 
 class _Rounded:

@@ -24,6 +24,7 @@ from halfulp.training.config import RunConfig
 from halfulp.training.journal import read_rows
 from halfulp.training.operations import OperationPlan
 from halfulp.training.run_json import config_from_dict, read_record
+from halfulp.training.settings import with_settings
 
 ORIGINAL, TWIN = "original", "fp32"
 # what a run writes down, which changes nothing in it
@@ -65,6 +66,7 @@ class Substitution:
     change: str
     cells: Cells
     operations: OperationPlan | None = None  # None: the run's own
+    settings: tuple[str, ...] = ()  # "field=value", as `halfulp.training.settings` takes them
 
 
 @dataclass
@@ -96,8 +98,8 @@ class Ladder:
         self._began = time.time()
         self._runs: dict[tuple[str, int], RungRun] = {}  # by plan and seed
         self._recorded = self._known()
-        # by its text: the plans, and the rung that has the runs
-        self._plans: dict[str, tuple[AttentionPlan, OperationPlan, str]] = {}
+        # by its text: plans, settings, and the rung that has the runs
+        self._plans: dict[str, tuple[AttentionPlan, OperationPlan, tuple[str, ...], str]] = {}
 
     @property
     def steps(self) -> int:
@@ -116,10 +118,11 @@ class Ladder:
         config, operations = self.settings.config, substitution.operations
         plan = plan_of(substitution.cells) if substitution.cells else config.attention
         operations = config.operations if operations is None else operations
-        name, text = substitution.name, _text(plan, operations)
+        name, settings = substitution.name, substitution.settings
+        text = _text(plan, operations, settings)
         if name not in self.rungs:
             self.rungs[name] = Rung(name, substitution.question, substitution.change, text)
-            self._plans.setdefault(text, (plan, operations, name))
+            self._plans.setdefault(text, (plan, operations, settings, name))
         assert self.rungs[name].attention == text, name
         return self.rungs[name]
 
@@ -174,23 +177,31 @@ class Ladder:
         for key, result in zip(keys, results, strict=True):
             if result is not None:
                 self._runs[key] = replace(
-                    result, folder=str(Path(result.folder).relative_to(s.out))
+                    result, seed=key[1], folder=str(Path(result.folder).relative_to(s.out))
                 )
         if None in results:
             raise BudgetSpentError
 
+    def config(self, rung: str, seed: int | None = None) -> RunConfig:
+        """What the run of a rung is on a seed, by default the run's own."""
+        s = self.settings
+        attention, operations, settings, _ = self._plans[self.rungs[rung].attention]
+        seed = s.config.seed if seed is None else seed
+        own = redrawn(s.config, seed, s.start) if s.start else seeded(s.config, seed)
+        own = replace(rung_config(own, s.horizon), attention=attention, operations=operations)
+        return with_settings(own, settings)
+
     def _job(self, plan: str, seed: int) -> Job:
         s = self.settings
-        attention, operations, name = self._plans[plan]
-        config = rung_config(seeded(s.config, seed), s.horizon)
+        name = self._plans[plan][-1]
         return Job(
             rung=name,
-            config=replace(config, attention=attention, operations=operations),
+            config=self.config(name, seed),
             folder=s.out / "rungs" / name / f"seed-{seed}",
             rule=s.rule,
             horizon=s.horizon,
             twin=self._twin(seed) if name != TWIN else None,
-            source=s.source if seed == s.config.seed else None,
+            source=s.source if s.start or seed == s.config.seed else None,
             start=s.start,
             deadline=None if s.budget_seconds is None else self._began + s.budget_seconds,
         )
@@ -237,9 +248,19 @@ class Ladder:
         return found
 
 
-def _text(plan: AttentionPlan, operations: OperationPlan) -> str:
+def _text(plan: AttentionPlan, operations: OperationPlan, settings: tuple[str, ...]) -> str:
     """What a rung runs, as one text."""
-    return f"{plan} | {operations}" if operations.assignments else str(plan)
+    texts = (str(plan), str(operations), *settings)
+    return " | ".join(text for text in texts if text)
+
+
+def redrawn(config: RunConfig, seed: int, start: int) -> RunConfig:
+    """Return the run with what follows a checkpoint in another order, of the seed: the batches of
+    its steps and what they draw at random. The run's own seed leaves all as it is.
+    """
+    return replace(
+        config, adjusted=replace(config.adjusted, since=start, draw=abs(seed - config.seed))
+    )
 
 
 def seeded(config: RunConfig, seed: int) -> RunConfig:

@@ -26,7 +26,7 @@ from halfulp.isolate.user_conclusion import conclude_user
 from halfulp.isolate.user_questions import HEADS, KINDS, MODULES, STEP, UserInvestigation
 from halfulp.runs.folder import check_folder, write_json
 from halfulp.runs.lock import LOCK, Lock
-from halfulp.runs.record import closed, new_record, read_record
+from halfulp.runs.record import NAMED, closed, new_record, read_record
 from halfulp.runs.results import Progress
 from halfulp.training.checkpoint import checkpoint_steps
 from halfulp.training.config import RunConfig, UserModel
@@ -107,10 +107,11 @@ def isolate(
     settings = replace(settings, recorded=tuple(recorded))
     if isinstance(run, Path):
         settings = replace(settings, config=trusted(settings.config, run, trust, workload))
-    settings = _looked_at(settings)
-    lock = _claim(settings)
+    settings = looked_at(settings)
+    _check_suspects(settings)
+    lock = claim(settings, "isolate")
     try:
-        record = new_record("isolate", _identity(settings), command, seeds=list(settings.seeds))
+        record = new_record("isolate", identity(settings), command, seeds=list(settings.seeds))
         write_json(settings.out / "run.json", record)
         found, phases, ended = _questions(Ladder(settings, progress))
         status = "interrupted"
@@ -193,20 +194,26 @@ def _settings(
     )
 
 
-def _looked_at(settings: Settings) -> Settings:
+def _check_suspects(settings: Settings) -> None:
+    """Raise ValueError where there is nothing that could be put into fp32."""
+    if settings.layout is None and not suspects(Ladder(settings).cells):
+        raise ValueError(
+            f"attention={str(settings.config.attention)!r}: it is in fp32 everywhere; accepted"
+            " is a run with another"
+        )
+    if settings.layout is not None and not settings.layout.sites:
+        raise ValueError(
+            "workload: every operation that is seen in it has operands of fp32 or more, outside of"
+            " autocast; accepted is a run in which something is rounded more"
+        )
+
+
+def looked_at(settings: Settings) -> Settings:
     """The settings with what a user's model computes; one whose source was changed since the run
     was recorded is another, and none of its recorded runs is taken.
-
-    Raises:
-        ValueError: there is nothing that could be put into fp32.
     """
     made = settings.config.workload
     if not isinstance(made, UserModel):
-        if not suspects(Ladder(settings).cells):
-            raise ValueError(
-                f"attention={str(settings.config.attention)!r}: it is in fp32 everywhere; accepted"
-                " is a run with another"
-            )
         return settings
     layout = layout_of(settings.config)
     now = source_digest(load_named(made.make)[1])
@@ -216,8 +223,10 @@ def _looked_at(settings: Settings) -> Settings:
     return replace(settings, layout=layout, config=config, changed=True)
 
 
-def _claim(settings: Settings) -> Lock:
-    """Make the folder, or see that the isolation in it is this one; nobody else writes it then."""
+def claim(settings: Settings, kind: str) -> Lock:
+    """Make the folder, or see that what it holds of this kind goes by the same settings; nobody
+    else writes it then.
+    """
     out = settings.out
     check_folder("out", out)
     if out.exists() and {path.name for path in out.iterdir()} - {LOCK}:
@@ -225,19 +234,19 @@ def _claim(settings: Settings) -> Lock:
             raise ValueError(
                 f"out={str(out)!r} holds other files; accepted is a new or empty folder"
             )
-        record, wanted = read_record(out, "isolate"), _identity(settings)
+        record, wanted = read_record(out, kind), identity(settings)
         changes = [name for name in wanted if record["config"].get(name) != wanted[name]]
         if changes:
             raise ValueError(
-                f"out={str(out)!r} holds an isolation with another {changes[0]}; accepted"
-                " is a new folder"
+                f"out={str(out)!r} holds {NAMED[kind]} with another {changes[0]}; accepted is"
+                " a new folder"
             )
     out.mkdir(exist_ok=True)
     return Lock(out)
 
 
-def _identity(settings: Settings) -> dict[str, Any]:
-    """What must be the same for an isolation to be continued, as JSON reads it."""
+def identity(settings: Settings) -> dict[str, Any]:
+    """What must be the same for a folder to be gone on with, as JSON reads it."""
     plain = {
         "config": config_as_dict(settings.config),
         "rule": {name: getattr(settings.rule, name) for name in Rule.__dataclass_fields__},

@@ -97,11 +97,7 @@ class Layout:
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """Return what one batch of a user's model computes; imports and runs its code.
-
-    Raises:
-        ValueError: the model computes nothing that fp32 could change.
-    """
+    """Return what one batch of a user's model computes; imports and runs its code."""
     device = torch.device(config.device)
     sites: dict[Site, None] = {}
     calls = AttentionCalls()
@@ -132,11 +128,6 @@ def layout_of(config: RunConfig) -> Layout:
         own = config.operations.choice(path, OPTIMIZER) == OWN
         if not own or any(p.dtype.itemsize < torch.float32.itemsize for p in held):
             sites.setdefault((path, OPTIMIZER))
-    if not sites:
-        raise ValueError(
-            "workload: every operation that is seen in it has operands of fp32 or more, outside of"
-            " autocast; accepted is a run in which something is rounded more"
-        )
     unseen = {path: why for path, why in seen.unseen.items() if path != ITSELF or why}
     layers = tuple(zip((path for path, _ in calls.layers), calls.heads, strict=True))
     return Layout(tuple(sites), layers, dict(seen.classes), unseen, frozenset(calls.by_hand))

@@ -18,10 +18,11 @@ from typing import Any
 from halfulp.runs.folder import line_text, read_json
 from halfulp.runs.machine import describe_machine, describe_versions, git_revision
 
-_KINDS = {
+NAMED = {
     "train": "a training",
     "watch": "a watched training",
     "isolate": "an isolation",
+    "prescribe": "a prescription",
     "demo": "a demo",
 }
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -50,7 +51,7 @@ def new_record(
     """Return the record of a run that begins now.
 
     Args:
-        kind: "train", "isolate", "demo" or "watch".
+        kind: of `NAMED`.
         config: what it was asked for, as plain data.
         command: what repeats it; None from Python.
         **more: fields that the kind has besides; those that `SEALED` names are sealed with the
@@ -84,7 +85,7 @@ def read_record(folder: Path, *kinds: str) -> dict[str, Any]:
     """
     record = read_json(folder / "run.json")
     if not isinstance(record, dict) or record.get("kind") not in kinds:
-        named = " or ".join(_KINDS[kind] for kind in kinds)
+        named = " or ".join(NAMED[kind] for kind in kinds)
         raise ValueError(
             f"run={str(folder)!r}: there is no run.json of {named}, or it is torn; accepted is the"
             " folder of one"

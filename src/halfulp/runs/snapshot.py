@@ -50,7 +50,8 @@ class Snapshot:
     about: dict[str, Any] = field(repr=False)
     """The rest of snapshot.json: halfulp (version), versions, time, model_class, loss,
     optimizer_class, param_groups (hyperparameters, and "params" by name), scaler (GradScaler's
-    state), autocast (dtype by device), heads (numbers by path), causes (what alarmed),
+    state), autocast (dtype by device), heads (numbers by path), causes (what alarmed), found
+    (the same as data: kind, layer, head),
     before_update (False where no optimizer of PyTorch's made the step: the weights are those
     after it), sharded (names of tensors of which these are one process's parts), left_out (parts
     and objects that are not there, and why).

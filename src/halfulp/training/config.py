@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, TypeAlias
 
+from halfulp.training.adjusted import Adjusted
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.operations import OperationPlan
 
@@ -173,6 +174,7 @@ class RunConfig:
     device: str = "cpu"
     preset: str = ""  # what it was made from, for the reader
     operations: OperationPlan = field(default_factory=OperationPlan)  # of the user's own model
+    adjusted: Adjusted = field(default_factory=Adjusted)  # what is otherwise from a step on
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "metrics_every"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from halfulp.runs.snapshot import Snapshot, read_snapshot
-from halfulp.training.checkpoint import Checkpoint, restore
+from halfulp.training.checkpoint import Checkpoint, checkpoint_steps, restore
 from halfulp.training.determinism import own_generators
 from halfulp.training.journal import Journal
 from halfulp.training.user_model import user_run
@@ -63,6 +63,22 @@ def run_of_snapshot(folder: Path, workload: str, steps: int, out: Path) -> int:
     journal.checkpoint(state, None)
     journal.close("interrupted", f"a snapshot of step {found.step}: {found.reason}")
     return done
+
+
+def begun(snapshot: Path, out: Path, workload: str | None, steps: int | None) -> tuple[Path, int]:
+    """A snapshot as a run folder beside `out`, made once, and the step of its one checkpoint;
+    arguments and errors as `run_of_snapshot`.
+    """
+    if workload is None:
+        raise ValueError(
+            f"run={str(snapshot)!r} is a snapshot; accepted with --workload file.py:function, which"
+            " makes its model and the batches that follow"
+        )
+    start = out.with_name(f"{out.name}-start")
+    if not start.exists():
+        run_of_snapshot(snapshot, workload, STEPS if steps is None else steps, start)
+    (done,) = checkpoint_steps(start / "checkpoints")
+    return start, done
 
 
 def _numbers(found: Snapshot) -> dict[str, Any]:

@@ -155,6 +155,33 @@ def train(
         return _run(session, journal, watched)
 
 
+def times_of_steps(
+    configs: Sequence[RunConfig],
+    rounds: int,
+    *,
+    batches: np.ndarray | None = None,
+    start: Checkpoint | None = None,
+) -> list[list[float]]:
+    """Return how long steps of several runs take, in seconds, by run, `rounds` each.
+
+    They take turns, step by step, in memory, so that whatever else the machine does meets them all
+    alike; a first step of each, which compiles and allocates, is left out. Arguments as `train`.
+    """
+    found: list[list[float]] = [[] for _ in configs]
+    with ExitStack() as stack:
+        group = stack.enter_context(world("none", configs[0].device))
+        stack.enter_context(deterministic(group.device))
+        stack.enter_context(own_generators(group.device))
+        made = [_Made(one, batches, start, None).session(group, None)[0] for one in configs]
+        for turn in range(rounds + 1):
+            for times, session in zip(found, made, strict=True):
+                began = time.perf_counter()
+                session.step()  # which waits for its loss
+                if turn:
+                    times.append(time.perf_counter() - began)
+    return found
+
+
 @dataclass(frozen=True)
 class _Made:
     """What a session is made of."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfulp.attention import attention, emulate
-from halfulp.interpose import KINDS, Operation, Swap, arithmetic
+from halfulp.interpose import KINDS, Operation, Swap, arithmetic, interpose
 from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
 from halfulp.training.attention_by_hand import BY_HAND, SDPA, AttentionCalls, HeadsInFp32
@@ -255,6 +256,38 @@ def swaps_of(
     heads = Heads(plan, planned, own)
     by_hand = _ByHand(HeadsInFp32(heads.by_hand), heads=heads)
     return (Swap(heads, kinds=("attention",)), by_hand, *planned), heads
+
+
+@contextmanager
+def planned(model: nn.Module, operations: str = "", attention: str = OWN) -> Iterator[None]:
+    """Inside the block a model of anybody's computes by a plan, forward and backward: what
+    `halfulp train my.py:make --set operations=... --attention ...` does, in a loop of your own.
+
+    Args:
+        model: the plain module; around it may be DDP or FSDP.
+        operations: such as "norm,linear in transformer.h.1: fp32; softmax: fp32".
+        attention: such as "halfulp", or "own; layer 1 head 2,5: torch:fp32".
+
+    Raises:
+        ValueError: a plan is not accepted, or names what the model, once it has run, has not.
+    """
+    texts, heads = (
+        [part.strip() for part in text.split(";") if part.strip()]
+        for text in (operations, attention)
+    )
+    plan = OperationPlan.of(*texts)
+    swaps, places = swaps_of(AttentionPlan.of(*heads), plan)
+    made: dict[tuple[str, str], None] = {}
+
+    def see(operation: Operation, _: Any) -> None:
+        made.setdefault((operation.path, operation.kind))
+
+    with interpose(model, see, swaps=swaps):
+        yield
+    if made:
+        check_seen(plan, made)
+    if places is not None and places.layers:
+        places.check()
 
 
 def _given(operation: Operation) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfulp.training.adjusted import nudge
 from halfulp.training.checkpoint import (
     Checkpoint,
     model_tensors,
@@ -63,6 +64,10 @@ class Session:
         self.rows: list[Row] = []
         if start is not None:
             self._take_up(start)
+        self.updates.adjust()
+        if config.adjusted.nudged and self.done == config.adjusted.since:
+            nudge(self.parameters)
+        self._places = config.adjusted.places(config.steps)
         self._since, self._at = time.perf_counter(), self.done
 
     def step(self) -> list[Row]:
@@ -147,13 +152,15 @@ class Session:
         self.done = start.step
 
     def _seed(self, number: int) -> None:
-        seed_generators(self.group.device, self.config.seed, number, self.group.rank)
+        place = int(self._places[number - 1])
+        seed_generators(self.group.device, self.config.seed, place, self.group.rank)
 
     def _batch(self, number: int, part: int) -> Any:
         """This process's share of a micro-batch."""
         size = self.config.batch // self.config.accumulation
-        samples = self.order[number - 1][part * size : (part + 1) * size]
-        return self.workload.batch(np.asarray(self.group.share(samples)), number)
+        place = int(self._places[number - 1])
+        samples = self.order[place - 1][part * size : (part + 1) * size]
+        return self.workload.batch(np.asarray(self.group.share(samples)), place)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = AUTOCAST.get(self.config.autocast)

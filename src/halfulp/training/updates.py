@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfulp.training.adjusted import Adjustment, adjust, warmed
 from halfulp.training.config import Optimizer, RunConfig
 from halfulp.training.operations import OWN
 from halfulp.training.optimizer_arithmetic import OptimizerArithmetic
@@ -47,6 +48,7 @@ class Updates:
         self.config, self.rates = config, config.optimizer
         self.scheduler: Any = None if theirs is None else theirs.scheduler
         self.theirs = theirs is not None
+        self.adjustment: Adjustment | None = None
         self.optimizer: torch.optim.Optimizer
         self.arithmetic: OptimizerArithmetic | None = None
         if theirs is None:
@@ -69,13 +71,25 @@ class Updates:
                 )
 
     def begin(self, number: int) -> float:
-        """Set the rate of a step, counted from 1, and return it; the user's first group's."""
-        if self.theirs:
-            return float(self.optimizer.param_groups[0]["lr"])
-        rate = learning_rate(self.rates, number, self.config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+        """Set the rate of a step, counted from 1, and return what it is made at; of the user's the
+        first group's.
+        """
+        if not self.theirs:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.rates, number, self.config.steps)
+        changed = self.config.adjusted
+        if self.adjustment is not None:  # steps that a GradScaler leaves out count too
+            self.adjustment.made = number - changed.since - 1
+        share = changed.rate * warmed(number - changed.since, changed.warm_up)
+        return float(self.optimizer.param_groups[0]["lr"]) * share
+
+    def adjust(self) -> None:
+        """Have the steps be made as the configuration says they are otherwise."""
+        c = self.config.adjusted
+        if (c.rate, c.warm_up, c.beta2, c.eps) != (1.0, 0, None, None):
+            self.adjustment = adjust(
+                self.optimizer, rate=c.rate, warm_up=c.warm_up, beta2=c.beta2, eps=c.eps
+            )
 
     def step(self, make: Callable[[], Any], number: int) -> None:
         """Make a step, counted from 1, by calling `make`, in the arithmetic that the plan has."""

@@ -108,7 +108,9 @@ class Course:
             self._moved = Moved(self.model)
         if self.snapshots.wanted is not None:
             about = {"loss": self.health.loss_text(), "scale": self._scale}
-            self.snapshots.take(step, optimizer, about | {"causes": [str(one) for one in alarms]})
+            about |= {"causes": [str(one) for one in (*alarms, *self.causes.found)]}
+            about |= {"found": self._found(alarms)}
+            self.snapshots.take(step, optimizer, about)
 
     def update_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
@@ -166,6 +168,17 @@ class Course:
         said = sentences_of(self.health.numbers())
         told = any(str(self.place) == one.detail for one in self.causes.found)
         return said if self.place is None or told else [*said, str(self.place)]
+
+    def _found(self, alarms: Sequence[Any]) -> list[dict[str, Any]]:
+        """What alarmed and was found so far: kind, layer, and the head where it is one's."""
+        known = [
+            {"kind": one.kind, "layer": one.layer, "head": one.head}
+            for one in (*alarms, *self.causes.found)
+        ]
+        if self.place is not None:
+            kind = "fp16_overflow" if self.place.dtype == "float16" else "not_finite"
+            known.append({"kind": kind, "layer": self.place.path, "head": None})
+        return known
 
     def _found_place(self) -> Place:
         """Where a number first was not finite, in the step that is being made."""

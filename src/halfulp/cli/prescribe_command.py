@@ -1,0 +1,125 @@
+"""`halfulp prescribe`: what to do about a run that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from halfulp import __version__
+from halfulp.cli.shell import (
+    check_json,
+    complain,
+    progress_bar,
+    say,
+    tell,
+    typed_command,
+    write_each,
+)
+
+
+def prescribe(
+    run: Path,
+    /,
+    *,
+    workload: str | None = None,
+    steps: int | None = None,
+    seeds: int = 3,
+    from_step: int | None = None,
+    remedy: tuple[str, ...] = (),
+    out: Path | None = None,
+    set: tuple[str, ...] = (),
+    budget_seconds: float | None = None,
+    budget_steps: int | None = None,
+    workers: int = 2,
+    backend: str | None = None,
+    html: Path | None = None,
+    trust: bool = False,
+    json: Path | None = None,
+) -> int:
+    """Try small changes to a run that fails, from where it stood, and rank them: halfulp prescribe
+    RUN
+
+    Another attention, one kind of operation or one module in fp32, the optimizer's numbers: each
+    beside the run as it is, on the same batches, with the line that applies it. One that was
+    interrupted goes on with the same command. Exit code 0: something helps; 1: nothing tried does,
+    or there is nothing to cure.
+
+    Args:
+        run: Folder of `halfulp train`, a snapshot of `halfulp.watch` or the folder of a watched
+            training with one, both with --workload, a preset, or file.py:function, which makes a
+            model of your own.
+        workload: The file.py:function that makes the model of the run, named by you.
+        steps: Of every run, from where it begins; by default 100 from a snapshot, twice the way to
+            the failure from a checkpoint, the whole run from the beginning.
+        seeds: How many, at least 2. From a checkpoint or snapshot a seed is another order of the
+            batches and random numbers that follow; from the beginning also other weights.
+        from_step: Checkpoint of the run to begin at, 0 for the beginning; by default the last at
+            which it was still well.
+        remedy: Name of a remedy to try, and no other; may be given again.
+        out: Folder for the runs it makes, prescription.json and report.html; by default the run's
+            name with -prescribed.
+        set: Field of the run's configuration as field=value that holds in every run, such as
+            optimizer.clip=1.0 for a watched training that clips. May be given again.
+        budget_seconds: Stop after so many seconds and say what was not tried.
+        budget_steps: Train at most so many steps in all.
+        workers: Processes, one thread each.
+        backend: Of joblib: loky, threading, dask:ADDRESS or ray:ADDRESS; other machines need the
+            same folders.
+        html: File to write the page to instead.
+        trust: Run the code that the folder names as its model or attention.
+        json: File to write what was found to; - prints it instead of the tables.
+    """
+    from halfulp.prescribe.prescribing import prescribe as prescribed
+    from halfulp.runs.folder import check_file
+    from halfulp.runs.parallel import WorkerKilledError
+
+    check_file("html", html)
+    check_json(json)
+    folder = Path(f"{run.name.partition(':')[0]}-prescribed") if out is None else out
+    asked: dict[str, Any] = {"workload": workload, "trust": trust, "steps": steps, "seeds": seeds}
+    asked |= {"from_step": from_step, "only": remedy, "settings": set, "workers": workers}
+    asked |= {"budget_seconds": budget_seconds, "budget_steps": budget_steps, "backend": backend}
+    with progress_bar("prescribe") as progress:
+        try:
+            found = prescribed(
+                _named(run), out=folder, progress=progress, command=typed_command(), **asked
+            )
+        except WorkerKilledError as error:
+            complain(f"{error}; the same command goes on where this one ended")
+            return 2
+    _show(found.as_dict(), folder / "report.html" if html is None else html, json)
+    return found.exit_code
+
+
+def _named(run: Path) -> Any:
+    """A folder as it is; a preset or a function of the user's as the run that it names."""
+    if run.exists():
+        return run
+    if ":" in str(run):
+        from halfulp.training.user_model import user_run
+
+        return user_run(str(run))
+    from halfulp.training.presets import PRESETS
+
+    if str(run) in PRESETS:
+        return PRESETS[str(run)]()
+    raise ValueError(
+        f"run={str(run)!r}: there is no such folder; accepted are one of halfulp train, a snapshot"
+        f" of halfulp.watch, file.py:function, or a preset, {', '.join(PRESETS)}"
+    )
+
+
+def _show(plain: dict[str, Any], page: Path, json: Path | None) -> None:
+    """Print it and write its page."""
+    from halfulp.report.prescription_page import prescription_page, print_prescription
+    from halfulp.report.terminal import console
+    from halfulp.runs.folder import write_text
+
+    def show() -> None:
+        print_prescription(plain, console())
+        say(f"The page lies in {page}")
+
+    write_each(
+        lambda: write_text(page, prescription_page(plain, meta=f"halfulp {__version__}")),
+        lambda: tell(plain, json, show),
+    )

@@ -1,0 +1,358 @@
+"""The remedies as data: which small change, what it touches, the line that makes it, when it
+applies, and what in the evidence speaks for it.
+
+Two groups, which the verdict keeps apart. Those of rounding change in which arithmetic something is
+computed and nothing else; one that helps shows that rounding there is the cause. Those of
+optimization change the training itself; one that helps shows no such thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from halfulp.isolate.climb import TWIN, Settings, Substitution
+from halfulp.isolate.questions import short_name
+from halfulp.isolate.sites import FP32, Layout, attention_of, only_sites
+from halfulp.isolate.substitutions import EXACT, Cells, Place, plan_of, suspects
+from halfulp.prescribe.symptoms import ROUNDING, Symptoms
+from halfulp.training.config import Language
+from halfulp.training.operations import OUTSIDE, OWN, Assigned, OperationPlan
+
+Group: TypeAlias = Literal["rounding", "optimization"]
+Touches: TypeAlias = Literal["a hyperparameter", "an operation", "the model"]
+TOUCHES: tuple[Touches, ...] = ("a hyperparameter", "an operation", "the model")
+"""What a remedy touches, the least first."""
+QUESTION = "remedy"
+AGAIN = "again"
+"""The run as it is once more, its weights moved by an ulp: how far chaos alone takes it."""
+RATE_KINDS = ("rate_too_high", "exploding_layer", "scores_run_away", "unexplained")
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One small change."""
+
+    name: str
+    group: Group
+    change: str  # in words
+    touches: Touches
+    line: str  # that makes it, in the user's loop; of halfulp's own models the option
+    option: str  # of `halfulp train`
+    substitution: Substitution
+    speaks: str = ""  # what in the evidence speaks for it
+
+    @property
+    def text(self) -> str:
+        """Name and change."""
+        return f"{self.name}: {self.change}"
+
+
+@dataclass(frozen=True)
+class Untried:
+    """What was not tried, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the optimizer of the run is like."""
+
+    beta2: float | None  # None: it has none
+    eps: float | None
+    usual_norm: float | None  # of the gradient, in the run as it is, at its beginning
+    clip: float | None
+    steps: int  # that are made
+
+
+@dataclass(frozen=True)
+class Case:
+    """What remedies are made for."""
+
+    settings: Settings
+    cells: Cells
+    symptoms: Symptoms
+    facts: Facts
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of a user's model."""
+        return self.settings.layout
+
+
+def twin(case: Case) -> Remedy | Untried:
+    """Everything in fp32 that can be: the one that tells whether rounding is the cause at all."""
+    layout, config = case.layout, case.settings.config
+    name = "everything in fp32" if layout else "attention in fp32"
+    if layout is None:
+        if not suspects(case.cells):
+            return Untried(name, "it is in fp32 already")
+        exact = dict.fromkeys(case.cells, EXACT)
+        change = Substitution(TWIN, QUESTION, name, exact)
+        option = f"--attention {EXACT}"
+        return Remedy(TWIN, "rounding", name, "an operation", option, option, change)
+    if not layout.sites:
+        return Untried(name, "every operation that is seen is in fp32 or more already")
+    own = dict.fromkeys(case.cells, OWN)
+    plan = only_sites(config, ())
+    return _planned(TWIN, name, "the model", Substitution(TWIN, QUESTION, name, own, plan), "")
+
+
+def candidates(case: Case) -> list[Remedy | Untried]:
+    """Every other remedy that applies, what the evidence speaks for first, and those that do
+    not.
+    """
+    if case.layout is None:
+        rounding = [*_own_attention(case)]
+    else:
+        rounding = [*_attention(case, case.layout), *_places(case, case.layout)]
+        rounding += _kinds(case, case.layout)
+    found = [*rounding, *_formats(case), *_scores(case), *_hyperparameters(case)]
+    return sorted(found, key=lambda one: not (isinstance(one, Remedy) and one.speaks))
+
+
+def in_modules(case: Case, paths: Sequence[str], speaks: str) -> Remedy:
+    """Some modules of a user's model in fp32."""
+    assert case.layout is not None
+    named = tuple(path or OUTSIDE for path in paths)
+    plan = case.settings.config.operations.with_(
+        Assigned(FP32, (), tuple(f"={path}" for path in named))
+    )
+    cells = attention_of(case.cells, case.layout, set(case.layout.paths) - set(paths))
+    name = short_name("fp32-" + "_".join(named))
+    classes = [case.layout.classes.get(path, "") for path in paths]
+    texts = [f"{p} ({c})" if c else p for p, c in zip(named, classes, strict=True)]
+    said = f"{', '.join(texts[:3])}{f' and {len(texts) - 3} more' * (len(texts) > 3)} in fp32"
+    change = Substitution(name, QUESTION, said, cells, plan)
+    return _planned(name, said, "an operation", change, speaks)
+
+
+def _planned(name: str, said: str, touches: Touches, change: Substitution, speaks: str) -> Remedy:
+    """Another arithmetic in a user's model."""
+    plan = f'"{change.operations}"'
+    line = f"with halfulp.planned(model, {plan}):"
+    option = f"--set operations={plan}"
+    return Remedy(name, "rounding", said, touches, line, option, change, speaks)
+
+
+def _attention(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
+    """halfulp's attention and fp32's, everywhere and where it leans, in a user's model."""
+    if not layout.attention:
+        yield Untried(
+            "halfulp's attention", "no call of PyTorch's scaled_dot_product_attention is seen"
+        )
+        return
+    speaks = case.symptoms.spoken_for(ROUNDING)
+    said = "halfulp's attention"
+    change = Substitution("halfulp", QUESTION, said, dict.fromkeys(case.cells, "halfulp"))
+    line, option = "with halfulp.patch():", "--attention halfulp"
+    yield Remedy("halfulp", "rounding", said, "an operation", line, option, change, speaks)
+    places = [path for path, _ in layout.attention]
+    leaning = [i for i, path in enumerate(places) if _plain(path) in _paths(case.symptoms)]
+    if leaning and len(leaning) < len(places):
+        cells = {p: "halfulp" if p[0] in leaning else c for p, c in case.cells.items()}
+        where = ", ".join(places[i] for i in leaning)
+        plan = str(plan_of(cells))
+        yield Remedy(
+            short_name(f"halfulp-{where}".replace(", ", "_")),
+            "rounding",
+            f"{said} in {where}",
+            "an operation",
+            f'with halfulp.planned(model, attention="{plan}"):',
+            " ".join(f'--attention "{part}"' for part in plan.split("; ")),
+            Substitution(short_name(f"halfulp-{where}"), QUESTION, f"{said} in {where}", cells),
+            speaks,
+        )
+        yield _fp32_kind(case, "attention", tuple(places[i] for i in leaning), speaks)
+    if "attention" in layout.kinds(layout.paths):
+        yield _fp32_kind(case, "attention", (), speaks)
+
+
+def _plain(path: str) -> str:
+    """A module's path as `halfulp.watch` has it, which numbers several calls of one module."""
+    return path.partition(" (")[0]
+
+
+def _paths(symptoms: Symptoms) -> set[str]:
+    return {_plain(path) for path in symptoms.layers}
+
+
+def _fp32_kind(case: Case, kind: str, paths: tuple[str, ...], speaks: str) -> Remedy:
+    """One kind of operation in fp32, everywhere or in some modules."""
+    where = f" in {', '.join(paths)}" if paths else ""
+    said = f"{kind}{where} in fp32"
+    plan = case.settings.config.operations.with_(
+        Assigned(FP32, (kind,), tuple(f"={path}" for path in paths))
+    )
+    name = short_name("-".join(("fp32", kind, *paths)))
+    cells = case.cells
+    if kind == "attention" and case.layout is not None:
+        kept = [path for path, _ in case.layout.attention if paths and path not in paths]
+        cells = attention_of(cells, case.layout, kept)
+    change = Substitution(name, QUESTION, said, cells, plan)
+    return _planned(name, said, "an operation", change, speaks)
+
+
+def _kinds(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
+    """One kind of operation in fp32 wherever it is."""
+    found = set(layout.kinds(layout.paths))
+    sited = {site.partition(" in ")[0] for site in case.symptoms.sites}
+    for kind in (kind for kind in layout.kinds(layout.paths) if kind != "attention"):
+        said = "halfulp isolate names such an operation" if kind in sited else ""
+        if len(found) == 1:
+            yield Untried(f"{kind} in fp32", "it is all that is rounded: the same as everything")
+        else:
+            yield _fp32_kind(case, kind, (), said)
+
+
+def _places(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
+    """One module in fp32, of those that evidence names."""
+    known = layout.paths
+    named = [site.partition(" in ")[2] for site in case.symptoms.sites]
+    paths = [path for path in dict.fromkeys(named) if path in known]
+    if paths:
+        yield in_modules(case, paths, "halfulp isolate names it")
+    for module in case.symptoms.modules:
+        inside = [p for p in known if p == module or p.startswith(f"{module}.")]
+        if inside and inside != paths and len(inside) < len(known):
+            yield in_modules(case, inside, "numbers were first not finite there")
+
+
+def _own_attention(case: Case) -> Iterator[Remedy | Untried]:
+    """halfulp's attention in halfulp's own models, everywhere and in the guilty layers."""
+    speaks = case.symptoms.spoken_for(ROUNDING)
+    yield _own_plan("halfulp", "halfulp's attention", dict.fromkeys(case.cells, "halfulp"), speaks)
+    of_isolation = {layer for layer, _ in case.symptoms.places}
+    leaning = of_isolation or {int(x) for x in case.symptoms.layers if x.isdigit()}
+    if leaning and len(leaning) < len({layer for layer, _ in case.cells}):
+        said = "layer " + ",".join(map(str, sorted(leaning)))
+        speaks = "halfulp isolate names them" if of_isolation else speaks
+        for choice, what in (("halfulp", "halfulp's attention"), (EXACT, "attention in fp32")):
+            cells = {p: choice if p[0] in leaning else c for p, c in case.cells.items()}
+            name = f"{choice.replace(':', '-')}-{said.replace(' ', '-').replace(',', '.')}"
+            yield _own_plan(name, f"{what} in {said}", cells, speaks)
+
+
+def _own_plan(name: str, said: str, cells: dict[Place, str], speaks: str) -> Remedy:
+    option = " ".join(f'--attention "{part}"' for part in str(plan_of(cells)).split("; "))
+    option = option.replace('"', "") if " " not in option.partition(" ")[2] else option
+    change = Substitution(name, QUESTION, said, cells)
+    return Remedy(name, "rounding", said, "an operation", option, option, change, speaks)
+
+
+def _formats(case: Case) -> Iterator[Remedy | Untried]:
+    """Another autocast; and why no other loss scale."""
+    config = case.settings.config
+    if config.autocast == "none":
+        return
+    if config.autocast == "fp16":
+        speaks = case.symptoms.spoken_for(("fp16_overflow", "not_finite"))
+        line = f'with torch.autocast("{config.device}", torch.bfloat16):'
+        yield _set(case, "bf16", "rounding", "autocast in bf16, without a loss scale", "the model",
+                   ("autocast=bf16",), line, speaks)  # fmt: skip
+        yield Untried(
+            "another loss scale",
+            "a GradScaler halves it at every overflow by itself, and it does nothing for what"
+            " overflows in the forward pass",
+        )
+    if case.layout is None:
+        yield _set(case, "no-autocast", "rounding", "no autocast", "the model",
+                   ("autocast=none",), "", "")  # fmt: skip
+
+
+def _scores(case: Case) -> Iterator[Remedy | Untried]:
+    """QK-norm."""
+    speaks = case.symptoms.spoken_for(("scores_run_away", *ROUNDING))
+    config, workload = case.settings.config, case.settings.config.workload
+    said = "QK-norm"
+    if case.layout is not None and case.layout.attention:
+        plan = config.operations.with_(Assigned("qk-norm", ("attention",)))
+        cells = dict.fromkeys(case.cells, OWN)
+        change = Substitution("qk-norm", QUESTION, said, cells, plan)
+        found = _planned("qk-norm", said, "the model", change, speaks)
+        yield replace(found, group="optimization")
+    elif isinstance(workload, Language) and not case.settings.start:
+        if workload.query_key_norm:
+            yield Untried("QK-norm", "the run has it")
+        else:
+            yield _set(case, "qk-norm", "optimization", said, "the model",
+                       ("workload.query_key_norm=true",), "", speaks)  # fmt: skip
+    elif isinstance(workload, Language):
+        yield Untried("QK-norm", "its weights are not in the checkpoint")
+    else:
+        yield Untried("QK-norm", "no place for it is seen in this model")
+    yield Untried("QK-clip", "it rescales W_Q and W_K by head, which not every model tells apart")
+
+
+def _hyperparameters(case: Case) -> Iterator[Remedy | Untried]:
+    """The optimizer's numbers."""
+    facts, start, warm = case.facts, case.settings.start, max(1, case.facts.steps // 4)
+    speaks = case.symptoms.spoken_for(RATE_KINDS)
+    yield _adjusted(case, "rate-half", "half the learning rate", speaks, rate=0.5)
+    yield _adjusted(case, "rate-tenth", "a tenth of the learning rate", speaks, rate=0.1)
+    said = f"a warm-up of {warm} steps{' from here' if start else ''}"
+    speaks = case.symptoms.spoken_for(("rate_too_high",))
+    yield _adjusted(case, "warm-up", said, speaks, warm_up=warm)
+    less = next((x for x in (0.95, 0.9) if facts.beta2 is not None and facts.beta2 > x), None)
+    if less is None:
+        has = "the optimizer has none" if facts.beta2 is None else f"it is {facts.beta2:g} already"
+        yield Untried("a smaller β₂", has)
+    else:
+        said = f"β₂ {less:g} instead of {facts.beta2:g}"
+        yield _adjusted(case, "beta2", said, speaks, beta2=less)
+    if facts.eps is None:
+        yield Untried("a larger ε", "the optimizer has none")
+    else:
+        more = float(f"{1000 * facts.eps:.2g}")
+        yield _adjusted(case, "eps", f"ε {more:g} instead of {facts.eps:g}", "", eps=more)
+    norm = None if facts.usual_norm is None else float(f"{facts.usual_norm:.2g}")
+    if not norm:
+        yield Untried("gradient clipping", "the run has no usual gradient norm to clip at")
+    elif facts.clip is not None and facts.clip <= norm:
+        yield Untried("gradient clipping", f"the run clips at {facts.clip:g} already")
+    else:
+        line = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm:g})"
+        speaks = case.symptoms.spoken_for(("bad_batch", "not_finite", "exploding_layer"))
+        said = f"gradients clipped at {norm:g}"
+        yield _set(case, "clip", "optimization", said, "a hyperparameter",
+                   (f"optimizer.clip={norm:g}",), line, speaks)  # fmt: skip
+
+
+def _adjusted(case: Case, name: str, said: str, speaks: str, **numbers: float) -> Remedy:
+    """A number of the optimizer, from here on."""
+    settings = [f"adjusted.{field}={value!r}" for field, value in numbers.items()]
+    if "warm_up" in numbers and case.settings.start:
+        settings.append(f"adjusted.since={case.settings.start}")
+    given = ", ".join(f"{field}={value!r}" for field, value in numbers.items())
+    line = f"halfulp.adjust(optimizer, {given})"
+    return _set(case, name, "optimization", said, "a hyperparameter", tuple(settings), line, speaks)
+
+
+def _set(
+    case: Case,
+    name: str,
+    group: Group,
+    said: str,
+    touches: Touches,
+    settings: tuple[str, ...],
+    line: str,
+    speaks: str,
+) -> Remedy:
+    """Fields of the run's configuration."""
+    option = " ".join(f"--set {one}" for one in settings)
+    change = Substitution(name, QUESTION, said, case.cells, settings=settings)
+    line = line if case.layout is not None and line else option
+    return Remedy(name, group, said, touches, line, option, change, speaks)
+
+
+def alone(case: Case, paths: Sequence[str]) -> Substitution:
+    """The run with everything in fp32 but some modules."""
+    assert case.layout is not None
+    kept = [site for site in case.layout.sites if site[0] in set(paths)]
+    name = short_name("only-" + "_".join(path or "outside" for path in paths))
+    cells = attention_of(case.cells, case.layout, paths)
+    plan: OperationPlan = only_sites(case.settings.config, kept)
+    return Substitution(name, "which modules", f"as it is: {len(paths)} modules alone", cells, plan)
