@@ -34,7 +34,8 @@ QK_NORM = "qk-norm"
 ACCEPTED = (
     "'fp32', 'fp64', a format to round every result and gradient to ('e8m4', `halfulp ls"
     " formats`), for attention qk-norm or a kernel or recipe of `halfulp ls targets`, for other"
-    " named kinds one of `halfulp ls operations`, 'file.py:function', or a function of the operation"
+    " named kinds one of `halfulp ls operations`, 'file.py:function', or a function of the"
+    " operation"
 )
 
 

@@ -19,6 +19,7 @@ from halfulp.isolate.substitutions import EXACT, Cells, Place, plan_of, suspects
 from halfulp.prescribe.symptoms import ROUNDING, Symptoms
 from halfulp.training.config import Language
 from halfulp.training.operations import OUTSIDE, OWN, Assigned, OperationPlan
+from halfulp.training.optimizer_arithmetic import OPTIMIZER
 
 Group: TypeAlias = Literal["rounding", "optimization"]
 Touches: TypeAlias = Literal["a hyperparameter", "an operation", "the model"]
@@ -98,7 +99,9 @@ def twin(case: Case) -> Remedy | Untried:
         return Untried(name, "every operation that is seen is in fp32 or more already")
     own = dict.fromkeys(case.cells, OWN)
     plan = only_sites(config, ())
-    return _planned(TWIN, name, "the model", Substitution(TWIN, QUESTION, name, own, plan), "")
+    return _planned(
+        layout, TWIN, name, "the model", Substitution(TWIN, QUESTION, name, own, plan), ""
+    )
 
 
 def candidates(case: Case) -> list[Remedy | Untried]:
@@ -127,14 +130,25 @@ def in_modules(case: Case, paths: Sequence[str], speaks: str) -> Remedy:
     texts = [f"{p} ({c})" if c else p for p, c in zip(named, classes, strict=True)]
     said = f"{', '.join(texts[:3])}{f' and {len(texts) - 3} more' * (len(texts) > 3)} in fp32"
     change = Substitution(name, QUESTION, said, cells, plan)
-    return _planned(name, said, "an operation", change, speaks)
+    return _planned(case.layout, name, said, "an operation", change, speaks)
 
 
-def _planned(name: str, said: str, touches: Touches, change: Substitution, speaks: str) -> Remedy:
+def _planned(
+    layout: Layout | None,
+    name: str,
+    said: str,
+    touches: Touches,
+    change: Substitution,
+    speaks: str,
+) -> Remedy:
     """Another arithmetic in a user's model."""
     plan = f'"{change.operations}"'
-    line = f"with halfulp.planned(model, {plan}):"
     option = f"--set operations={plan}"
+    assert change.operations is not None
+    assert layout is not None
+    # `planned` reaches what the model computes, not what the optimizer does
+    steps = any(change.operations.choice(path, OPTIMIZER) != OWN for path, _ in layout.steps)
+    line = option if steps else f"with halfulp.planned(model, {plan}):"
     return Remedy(name, "rounding", said, touches, line, option, change, speaks)
 
 
@@ -167,7 +181,7 @@ def _attention(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
             speaks,
         )
         yield _fp32_kind(case, "attention", tuple(places[i] for i in leaning), speaks)
-    if "attention" in layout.kinds(layout.paths):
+    if any(kind == "attention" for _, kind in layout.sites):
         yield _fp32_kind(case, "attention", (), speaks)
 
 
@@ -193,14 +207,14 @@ def _fp32_kind(case: Case, kind: str, paths: tuple[str, ...], speaks: str) -> Re
         kept = [path for path, _ in case.layout.attention if paths and path not in paths]
         cells = attention_of(cells, case.layout, kept)
     change = Substitution(name, QUESTION, said, cells, plan)
-    return _planned(name, said, "an operation", change, speaks)
+    return _planned(case.layout, name, said, "an operation", change, speaks)
 
 
 def _kinds(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
     """One kind of operation in fp32 wherever it is."""
-    found = set(layout.kinds(layout.paths))
+    found = dict.fromkeys(kind for _, kind in layout.sites)
     sited = {site.partition(" in ")[0] for site in case.symptoms.sites}
-    for kind in (kind for kind in layout.kinds(layout.paths) if kind != "attention"):
+    for kind in (kind for kind in found if kind != "attention"):
         said = "halfulp isolate names such an operation" if kind in sited else ""
         if len(found) == 1:
             yield Untried(f"{kind} in fp32", "it is all that is rounded: the same as everything")
@@ -272,7 +286,7 @@ def _scores(case: Case) -> Iterator[Remedy | Untried]:
         plan = config.operations.with_(Assigned("qk-norm", ("attention",)))
         cells = dict.fromkeys(case.cells, OWN)
         change = Substitution("qk-norm", QUESTION, said, cells, plan)
-        found = _planned("qk-norm", said, "the model", change, speaks)
+        found = _planned(case.layout, "qk-norm", said, "the model", change, speaks)
         yield replace(found, group="optimization")
     elif isinstance(workload, Language) and not case.settings.start:
         if workload.query_key_norm:
