@@ -8,7 +8,7 @@ optimization change the training itself; one that helps shows no such thing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -154,35 +154,46 @@ def _planned(
 
 def _attention(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
     """halfulp's attention and fp32's, everywhere and where it leans, in a user's model."""
-    if not layout.attention:
-        yield Untried(
-            "halfulp's attention", "no call of PyTorch's scaled_dot_product_attention is seen"
-        )
-        return
+    said, places = "halfulp's attention", [path for path, _ in layout.attention]
+    called = [i for i, path in enumerate(places) if path not in layout.by_hand]
     speaks = case.symptoms.spoken_for(ROUNDING)
-    said = "halfulp's attention"
-    change = Substitution("halfulp", QUESTION, said, dict.fromkeys(case.cells, "halfulp"))
-    line, option = "with halfulp.patch():", "--attention halfulp"
-    yield Remedy("halfulp", "rounding", said, "an operation", line, option, change, speaks)
-    places = [path for path, _ in layout.attention]
     leaning = [i for i, path in enumerate(places) if _plain(path) in _paths(case.symptoms)]
-    if leaning and len(leaning) < len(places):
-        cells = {p: "halfulp" if p[0] in leaning else c for p, c in case.cells.items()}
-        where = ", ".join(places[i] for i in leaning)
-        plan = str(plan_of(cells))
-        yield Remedy(
-            short_name(f"halfulp-{where}".replace(", ", "_")),
-            "rounding",
-            f"{said} in {where}",
-            "an operation",
-            f'with halfulp.planned(model, attention="{plan}"):',
-            " ".join(f'--attention "{part}"' for part in plan.split("; ")),
-            Substitution(short_name(f"halfulp-{where}"), QUESTION, f"{said} in {where}", cells),
-            speaks,
-        )
-        yield _fp32_kind(case, "attention", tuple(places[i] for i in leaning), speaks)
-    if any(kind == "attention" for _, kind in layout.sites):
+    if not called:
+        yield Untried(said, "no call of PyTorch's scaled_dot_product_attention is seen")
+    else:
+        cells = {p: "halfulp" if p[0] in called else c for p, c in case.cells.items()}
+        change = Substitution("halfulp", QUESTION, said, cells)
+        line, option = "with halfulp.patch():", " ".join(_attention_options(cells))
+        yield Remedy("halfulp", "rounding", said, "an operation", line, option, change, speaks)
+    some = [i for i in leaning if i in called]
+    if some and len(some) < len(places):
+        yield _heads(case, "halfulp", said, some, speaks)
+        yield _fp32_kind(case, "attention", tuple(places[i] for i in some), speaks)
+    if layout.by_hand:
+        yield _heads(case, EXACT, "attention in fp32", range(len(places)), speaks)
+    elif any(kind == "attention" for _, kind in layout.sites):
         yield _fp32_kind(case, "attention", (), speaks)
+
+
+def _heads(case: Case, choice: str, said: str, layers: Iterable[int], speaks: str) -> Remedy:
+    """Some layers of a user's model with another attention."""
+    assert case.layout is not None
+    chosen = set(layers)
+    cells = {p: choice if p[0] in chosen else c for p, c in case.cells.items()}
+    where = ", ".join(case.layout.attention[i][0] for i in sorted(chosen))
+    everywhere = len(chosen) == len(case.layout.attention)
+    text = said if everywhere else f"{said} in {where}"
+    name = short_name("-".join([choice.replace(":", "-"), *map(str, sorted(chosen))]))
+    line = f'with halfulp.planned(model, attention="{plan_of(cells)}"):'
+    change = Substitution(name, QUESTION, text, cells)
+    option = " ".join(_attention_options(cells))
+    return Remedy(name, "rounding", text, "an operation", line, option, change, speaks)
+
+
+def _attention_options(cells: Cells) -> list[str]:
+    """A plan of attention as options of `halfulp train`."""
+    parts = str(plan_of(cells)).split("; ")
+    return [f'--attention "{part}"' if " " in part else f"--attention {part}" for part in parts]
 
 
 def _plain(path: str) -> str:
@@ -251,8 +262,7 @@ def _own_attention(case: Case) -> Iterator[Remedy | Untried]:
 
 
 def _own_plan(name: str, said: str, cells: dict[Place, str], speaks: str) -> Remedy:
-    option = " ".join(f'--attention "{part}"' for part in str(plan_of(cells)).split("; "))
-    option = option.replace('"', "") if " " not in option.partition(" ")[2] else option
+    option = " ".join(_attention_options(cells))
     change = Substitution(name, QUESTION, said, cells)
     return Remedy(name, "rounding", said, "an operation", option, option, change, speaks)
 

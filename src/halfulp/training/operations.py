@@ -286,7 +286,7 @@ def planned(model: nn.Module, operations: str = "", attention: str = OWN) -> Ite
         yield
     if made:
         check_seen(plan, made)
-    if places is not None and places.layers:
+    if places is not None and places.calls.layers:
         places.check()
 
 
