@@ -12,7 +12,7 @@ from halfulp.audit import Case, Shape, invariants, relation_replay
 from halfulp.audit.run import runner
 from halfulp.targets import resolve
 
-SMALL = {"shapes": [Shape(1, 4, 16, 16, 8)]}
+SMALL = {"shapes": [Shape(1, 4, 64, 64, 8)]}
 BAD = """
 def attention(query, key, value, *, is_causal=False, scale=None):
     s = query @ key.mT * scale
@@ -109,7 +109,7 @@ from halfulp.audit import Shape
 def test_kernel(assert_sound):
     names = {}
     exec(Path("kernel.py").read_text(), names)
-    assert_sound(names["attention"], shapes=[Shape(1, 4, 16, 16, 8)])
+    assert_sound(names["attention"], shapes=[Shape(1, 4, 64, 64, 8)])
 """
 
 

@@ -377,7 +377,7 @@ def test_the_program_runs_in_any_folder_and_says_when_it_cannot(
     """1 means that the defect is still there, and nothing else."""
     file = Path(kernels("")[:-1])
     monkeypatch.chdir(tmp_path)
-    run(capsys, "audit", f"{file.name}:biased", "--repro", "repro")
+    run(capsys, "audit", f"{file.name}:biased", "--in-process", "--repro", "repro")
     (program,) = (tmp_path / "repro").iterdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -480,7 +480,7 @@ def test_python_m_halfulp():
 def test_targets_follow_shapes(capsys, kernels):
     """Each --shapes takes one size, and a second one another."""
     sizes = ["--shapes", "2,2,24,8", "--shapes", "2,4/2,24x40,8"]
-    code, out, err = run(capsys, "audit", *sizes, kernels("good"), "--json", "-")
+    code, out, err = run(capsys, "audit", *sizes, kernels("good"), "--in-process", "--json", "-")
     assert (code, err) == (0, "")
     (found,) = json.loads(out)
     assert found["target"] == kernels("good")
@@ -510,7 +510,8 @@ def test_a_reader_that_stops_changes_neither_files_nor_exit_code(kernels, tmp_pa
     program.write_text(SMALL, encoding="utf-8")
     page, saved = tmp_path / "a.html", tmp_path / "a.json"
     done = pipeline(
-        f"{sys.executable} {program} audit {kernels(name)} --html {page} --json {saved} | head -n 1"
+        f"{sys.executable} {program} audit {kernels(name)} --in-process --html {page}"
+        f" --json {saved} | head -n 1"
     )
     assert (done.returncode, done.stderr) == (code, "")
     assert done.stdout.count("\n") == 1

@@ -24,7 +24,7 @@ CPU_BUILD_NEEDS = (
     "jinja2",
     "fsspec>=0.8.5",
 )
-PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PYTHONS = ("3.11", "3.14")  # the oldest and the newest; the others here take 3.12
 UNREACHABLE = re.compile(
     r"dns error|client error \(Connect\)|network was disabled|timed out"
     r"|HTTP status \S+ \((5|40[37]|429)"
@@ -105,7 +105,7 @@ def test_constraints_that_contradict_each_other_are_found(tmp_path):
         resolve("-c", str(other))
 
 
-@pytest.mark.parametrize("python", [PYTHONS[0], PYTHONS[-1]])
+@pytest.mark.parametrize("python", PYTHONS)
 def test_the_lowest_versions_fit_together(python):
     """`make lowest` runs tests with them."""
     found = resolve("--resolution", "lowest-direct", python=python)

@@ -7,7 +7,7 @@ import torch
 
 from halfulp.audit import Shape, against, audit
 
-SHAPES = [Shape(2, 4, 32, 32, 16)]
+SHAPES = [Shape(2, 4, 64, 64, 16)]
 
 
 def naive(query, key, value, *, is_causal=False, scale=None):

@@ -11,7 +11,7 @@ from halfulp.audit.planning import plan
 from halfulp.audit.probes import probe_named
 from halfulp.cli import main
 
-SMALL = [Shape(1, 4, 16, 16, 8)]
+SMALL = [Shape(1, 4, 64, 64, 8)]
 TODO = plan("quick", "bfloat16")
 
 

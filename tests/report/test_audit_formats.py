@@ -29,7 +29,7 @@ def reports():
     def failing(query, key, value, **options):
         raise RuntimeError(EVIL)
 
-    shapes = [Shape(1, 2, 16, 16, 8)]
+    shapes = [Shape(1, 2, 64, 64, 8)]
     found = [audit(f, shapes=shapes).as_dict() for f in (narrow, failing)]
     return [*found, audit("halfulp", shapes=shapes, explain=False).as_dict()]
 
@@ -132,7 +132,7 @@ def test_the_command_writes_compares_and_exits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, dtype in (("good", "torch.float32"), ("bad", "torch.bfloat16")):
         (tmp_path / f"{name}.py").write_text(KERNEL.replace("DTYPE", dtype))
-    small = ["--shapes", "1,4,16,8", "--in-process", "--forward"]
+    small = ["--shapes", "1,4,64,8", "--in-process", "--forward"]
     assert main(["audit", "good.py:attention", *small, "--json", "good.json"]) == 0
     files = ["--markdown", "m.md", "--junit", "j.xml", "--json", "bad.json"]
     code = main(["audit", "bad.py:attention", *small, "--against", "good.json", *files])
