@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audits without the growing lengths, which cost a second: for what the probes tell alone."""
+    from halfulp.audit import planning
+    from halfulp.audit import run as audit_run
+
+    def short(*asked: Any) -> planning.Plan:
+        return replace(planning.plan(*asked), lengths=())
+
+    monkeypatch.setattr(audit_run, "plan", short)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from halfulp.formats import BF16, TF32, Format
 from halfulp.recipes import BF16_HALFULP, Recipe, recipe_named
 from halfulp.targets import Target
 
-SMALL = (Shape(4, 4, 128, 128, 32),)
+SMALL = (Shape(4, 4, 96, 96, 32),)  # the zoo's: what they are held against is computed once
 
 
 def target(recipe: Recipe, name: str) -> Target:
@@ -113,7 +113,7 @@ def test_every_case_is_reported_and_refusals_are_no_alarm_and_not_sound():
         return emulate(query, key, value, is_causal=True, scale=scale, recipe="BF16_HALFULP")
 
     report = audit(causal_only, shapes=SMALL, explain=False)
-    assert len(report.cases) == len(PROBES) + 2
+    assert len(report.cases) == len(PROBES) + 1  # one growing length is short enough
     refused = [case for case in report.cases if case.status == "refused"]
     assert refused
     assert all(case.reason for case in refused)

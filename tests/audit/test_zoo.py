@@ -2,12 +2,9 @@
 an alarm.
 """
 
-from dataclasses import replace
-
 import pytest
 
-from halfulp.audit import Shape, audit, planning
-from halfulp.audit import run as audit_run
+from halfulp.audit import Shape, audit
 from tests.audit.zoo import FAULTY, SOUND
 
 CAUSES = {
@@ -24,14 +21,6 @@ SMALL = (Shape(4, 4, 96, 96, 32),)
 NEED_SIZE = ("tiles_skipped", "scale_low", "scale_of_padded_width", "dk_dv_sums_low", "dq_sums_low")
 
 pytestmark = pytest.mark.usefixtures("probes_alone")
-
-
-@pytest.fixture
-def no_lengths(monkeypatch):
-    """The probes catch each fault without the growing lengths, which cost a second."""
-    monkeypatch.setattr(
-        audit_run, "plan", lambda *asked: replace(planning.plan(*asked), lengths=())
-    )
 
 
 @pytest.mark.usefixtures("no_lengths")

@@ -288,17 +288,13 @@ def judge_relation(
     """A defect if two calls differ by more than the rounding of two independent calls, or if NaN
     escapes its row.
     """
+
+    def broken(text: str, times: float) -> Finding:
+        name = f"{relation.invariant}: {short(relation.tensor)}"
+        return Finding("defect", "relation", name, relation.tensor, None, text, times)
+
     if not relation.confined:
-        text = "NaN or Inf outside the poisoned rows and heads"
-        return Finding(
-            "defect",
-            "relation",
-            f"{relation.invariant}: {short(relation.tensor)}",
-            relation.tensor,
-            None,
-            text,
-            float("inf"),
-        )
+        return broken("NaN or Inf outside the poisoned rows and heads", float("inf"))
     if (
         stock is None
         or relation.difference.numel() != stock.error.numel()
@@ -317,15 +313,7 @@ def judge_relation(
         f"two calls differ by {ratio.mean:.3g} × the rounding of the stock recipe "
         f"(at least {ratio.lower:.3g}); {ratio.samples} {unit}"
     )
-    return Finding(
-        "defect",
-        "relation",
-        f"{relation.invariant}: {short(relation.tensor)}",
-        relation.tensor,
-        None,
-        text,
-        ratio.mean,
-    )
+    return broken(text, ratio.mean)
 
 
 def verdict_of(findings: list[Finding]) -> Literal["sound", "stock", "defect"]:

@@ -139,6 +139,11 @@ class Operation:
         return any(name == "delta_from" for name, _ in self.fields)
 
 
+def _fp32(*names: str) -> tuple[tuple[str, Format], ...]:
+    """Each of these fields of a recipe in fp32."""
+    return tuple((name, FP32) for name in names)
+
+
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "delta-exact-O",
@@ -180,7 +185,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "accumulator-fp32",
         "Ō accumulated in fp32",
         "the rounding of Ō",
-        tuple((name, FP32) for name in ("block_out", "rescaled", "accumulator", "renormalized")),
+        _fp32("block_out", "rescaled", "accumulator", "renormalized"),
         repair=True,
         tensor="accumulator",
     ),
@@ -220,10 +225,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "scores-fp32",
         "scores, maximum and weights in fp32 up to the product",
         "the rounding of the scores",
-        tuple(
-            (name, FP32)
-            for name in ("product", "scores", "row_max", "shifted_scores", "weights", "lse")
-        ),
+        _fp32("product", "scores", "row_max", "shifted_scores", "weights", "lse"),
         repair=True,
         tensor="scores",
     ),
@@ -231,10 +233,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "row-sum-fp32",
         "l accumulated in fp32",
         "the rounding of l",
-        tuple(
-            (name, FP32)
-            for name in ("block_sum", "row_sum", "max_change", "rescale", "log_row_sum")
-        ),
+        _fp32("block_sum", "row_sum", "max_change", "rescale", "log_row_sum"),
         repair=True,
         tensor="row_sum",
     ),
@@ -242,7 +241,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "delta-fp32",
         "δ and its terms in fp32",
         "the rounding of δ",
-        (("delta_products", FP32), ("delta", FP32)),
+        _fp32("delta_products", "delta"),
         repair=True,
         tensor="delta",
     ),
@@ -250,27 +249,21 @@ OPERATIONS: tuple[Operation, ...] = (
         "operands-fp32",
         "P̄ and P in fp32 as they enter products",
         "the rounding of P̄ and P",
-        (("weights_operand", FP32), ("probabilities_operand", FP32), ("probabilities", FP32)),
+        _fp32("weights_operand", "probabilities_operand", "probabilities"),
         tensor="weights_operand",
     ),
     Operation(
         "dS-fp32",
         "dS not rounded",
         "the rounding of dS",
-        tuple(
-            (name, FP32)
-            for name in ("grad_probabilities", "grad_centered", "grad_scores", "scaled_grad_scores")
-        ),
+        _fp32("grad_probabilities", "grad_centered", "grad_scores", "scaled_grad_scores"),
         tensor="grad_scores",
     ),
     Operation(
         "gradients-fp32",
         "dQ, dK and dV accumulated and stored in fp32",
         "the rounding of dQ, dK and dV",
-        tuple(
-            (n, FP32)
-            for n in ("grad_block", "grad_accumulator", "grad_query", "grad_key", "grad_value")
-        ),
+        _fp32("grad_block", "grad_accumulator", "grad_query", "grad_key", "grad_value"),
         repair=True,
         tensor="grad_accumulator",
     ),
@@ -278,7 +271,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "inputs-fp32",
         "Q, K, V and dO read in fp32",
         "the rounding of Q, K, V and dO",
-        tuple((name, FP32) for name in ("query", "key", "value", "grad_out")),
+        _fp32("query", "key", "value", "grad_out"),
         tensor="query",
     ),
 )
