@@ -1,5 +1,6 @@
-"""Dask and Ray for real: clusters of two worker processes on this machine, one of which is killed
-in the middle of a job. They are no dependencies: a test runs where its engine is installed.
+"""Dask and Ray for real: clusters of two worker processes on this machine, of which a worker, a
+whole node or the scheduler is killed in the middle of a job. They are no dependencies: a test runs
+where its engine is installed.
 
     pip install distributed ray && pytest tests/runs/test_clusters.py
 """
@@ -9,14 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from halfulp.experiments.sweep import Setting, sweep_length
 from halfulp.isolate.isolation import isolate
-from halfulp.runs.parallel import WorkerKilledError, run_jobs
+from halfulp.papers.claim import Lab
+from halfulp.papers.ledger import run_claims
+from halfulp.runs.parallel import WorkerKilledError, run_jobs, spread_over
 from halfulp.training.config import LayerTask, Optimizer, RunConfig
 
 # joblib, dask and ray warn of files that they leave to the interpreter's end
@@ -35,6 +43,124 @@ def work(job: tuple[int, str]) -> tuple[int, int]:
         armed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return number * number, os.getpid()
+
+
+def slow(job: tuple[int, str]) -> int:
+    """The third job says who runs it, and waits to be killed the first time."""
+    number, folder = job
+    said = Path(folder) / "running"
+    if number == 2 and not said.exists():
+        said.with_suffix(".part").write_text(f"{os.getpgid(0)}")
+        said.with_suffix(".part").rename(said)
+        time.sleep(60)
+    return number * number
+
+
+def when_running(folder: Path, act: Callable[[int], None]) -> threading.Thread:
+    """Do something to the process group that runs the third job, once it does."""
+
+    def wait() -> None:
+        while not (folder / "running").exists():
+            time.sleep(0.02)
+        act(int((folder / "running").read_text()))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+class Nodes:
+    """A scheduler of Dask and two workers, each in a session of its own, as on machines of their
+    own; the workers stand in another folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("distributed")
+        (folder / "elsewhere").mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        host, port = self.address.split(":")
+        self.parts = [self._start(folder, "scheduler", "--host", host, "--port", port)]
+        self.parts += [
+            self._start(folder, "worker", self.address, "--nthreads", "1") for _ in range(2)
+        ]
+        from distributed import Client
+
+        with Client(self.address, timeout=60) as client:
+            client.wait_for_workers(2, timeout=60)
+
+    def _start(self, folder: Path, what: str, *options: str) -> subprocess.Popen[bytes]:
+        here = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where workers find `slow`
+        return subprocess.Popen(
+            [sys.executable, "-m", f"distributed.cli.dask_{what}", *options, "--no-dashboard"],
+            env=os.environ | here,
+            cwd=folder / "elsewhere",
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def close(self) -> None:
+        for part in self.parts:
+            if part.poll() is None:
+                os.killpg(part.pid, signal.SIGKILL)
+            part.wait()
+
+
+@pytest.fixture
+def nodes(tmp_path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_lost_node_of_dask_is_made_up_for_and_paths_hold_elsewhere(
+    nodes, tmp_path, monkeypatch
+) -> None:
+    """Worker and nanny of a node are killed at once; then an isolation in a folder that is named
+    from here, by a worker that stands elsewhere.
+    """
+    backend = f"dask:{nodes.address}"
+    killer = when_running(tmp_path, lambda group: os.killpg(group, signal.SIGKILL))
+    found = run_jobs(slow, [(n, str(tmp_path)) for n in range(6)], workers=2, backend=backend)
+    killer.join()
+    assert found == [0, 1, 4, 9, 16, 25]
+    assert sum(part.poll() is not None for part in nodes.parts) == 1, "one node is gone"
+    monkeypatch.chdir(tmp_path)
+    away = isolate(CONFIG, out=Path("away"), seeds=(0,), workers=2, backend=backend)
+    assert away.status == "done"
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_lost_scheduler_is_one_line(nodes, tmp_path) -> None:
+    killer = when_running(tmp_path, lambda _: os.killpg(nodes.parts[0].pid, signal.SIGKILL))
+    jobs = [(n, str(tmp_path)) for n in range(6)]
+    with pytest.raises(WorkerKilledError, match="the cluster was lost"):
+        run_jobs(slow, jobs, workers=2, backend=f"dask:{nodes.address}")
+    killer.join()
+
+
+def test_a_lost_node_of_ray_is_one_line_and_the_others_go_on(tmp_path) -> None:
+    cluster_of = pytest.importorskip("ray.cluster_utils").Cluster
+    import ray as engine
+
+    cluster = cluster_of(initialize_head=True, head_node_args={"num_cpus": 1})
+    node = cluster.add_node(num_cpus=1)
+    here = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    engine.init(address=cluster.address, runtime_env=here, log_to_driver=False)
+    try:
+        jobs = [(n, str(tmp_path)) for n in range(6)]
+        lost = when_running(tmp_path, lambda _: cluster.remove_node(node, allow_graceful=False))
+        try:
+            found = run_jobs(slow, jobs, workers=2, backend="ray")
+        except WorkerKilledError:  # where the third job ran on it
+            found = run_jobs(slow, jobs, workers=1, backend="ray")
+        lost.join()
+        assert found == [0, 1, 4, 9, 16, 25]
+    finally:
+        engine.shutdown()
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +219,15 @@ def test_an_isolation_over_a_cluster_is_the_one_at_home(engine, tmp_path, reques
     again = isolate(CONFIG, out=tmp_path / "away", backend=backend, **options)
     assert again.verdict == home.verdict
     assert written == {path: path.stat().st_mtime_ns for path in written}
+
+
+def test_sweeps_and_claims_go_the_same_way(dask) -> None:
+    setting = Setting(length=32, head_dim=16, seeds=1)
+    lengths = (16, 32)
+    home = sweep_length(setting, lengths=lengths)
+    with spread_over(dask, 2):
+        away = sweep_length(setting, lengths=lengths)
+        (verdict,) = run_claims(["B4"], lab=Lab(2))
+    assert away.as_dict() == home.as_dict()
+    (own,) = run_claims(["B4"], lab=Lab(1))
+    assert {**verdict.as_dict(), "seconds": 0} == {**own.as_dict(), "seconds": 0}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfulp.runs.parallel import WorkerKilledError, run_jobs
+from halfulp.runs.parallel import WorkerKilledError, run_jobs, spread_over
 
 
 def square_and_threads(number: int) -> tuple[int, int, int]:
@@ -47,6 +47,18 @@ def test_results_come_in_order_from_one_thread_each(workers: int, backend: str |
     assert elsewhere == (workers == 2 and backend is None)
     assert said == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert workers > 1 or torch.get_num_threads() == 2
+
+
+def test_what_is_spread_over_a_backend_is_so_wherever_it_is_asked_for() -> None:
+    with spread_over("threading", 2):
+        found = run_jobs(square_and_threads, range(3), workers=1)
+    assert [square for square, *_ in found] == [0, 1, 4]
+    with spread_over("nothing", 2), pytest.raises(ValueError, match="backend='nothing'"):
+        run_jobs(square_and_threads, range(3), workers=1)
+    with pytest.raises(ValueError, match="workers=0"), spread_over(None, 0):
+        pass
+    here = run_jobs(square_and_threads, range(3), workers=1)
+    assert {process for *_, process in here} == {os.getpid()}
 
 
 def test_no_jobs_no_results() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,6 +113,8 @@ def sweep(
     memory: int | None = None,
     seeds: int | None = None,
     inputs: Literal["uniform", "normal"] = "uniform",
+    workers: int = 1,
+    backend: str | None = None,
     html: Path | None = None,
     json: Path | None = None,
 ) -> int:
@@ -127,6 +130,8 @@ def sweep(
             min(M/4d, d) queries.
         seeds: How many random inputs; figures are the median over them with the range.
         inputs: Query, key and value uniform on [0, 1) or standard normal.
+        workers: Processes, one thread each.
+        backend: As of `halfulp isolate`.
         html: File to write a page with the figures to.
         json: File to write every figure to; - prints them instead of the tables.
     """
@@ -134,6 +139,7 @@ def sweep(
     from halfulp.report.pages import experiment_page
     from halfulp.report.terminal import console, print_table
     from halfulp.runs.folder import check_file, write_text
+    from halfulp.runs.parallel import spread_over
 
     check_file("html", html)
     check_json(json)
@@ -153,7 +159,7 @@ def sweep(
         "block": sweeps.sweep_block,
         "order": sweeps.sweep_order,
     }
-    with progress_bar(f"sweep {what}") as progress:
+    with progress_bar(f"sweep {what}") as progress, spread_over(backend, workers):
         plain = measures[what](setting, progress=progress).as_dict()
 
     def show() -> None:
@@ -175,6 +181,7 @@ def claims(
     *,
     all: bool = False,
     workers: int | None = None,
+    backend: str | None = None,
     html: Path | None = None,
     json: Path | None = None,
 ) -> int:
@@ -186,6 +193,7 @@ def claims(
         all: Measure at a larger scale: more seeds, steps and sizes, in an hour or so on four cores
             (an estimate).
         workers: Processes of one thread each; one for each core, at most four, by default.
+        backend: As of `halfulp isolate`.
         html: File to write a page to.
         json: File to write the verdicts to; - prints them as JSON instead of text.
     """
@@ -193,12 +201,14 @@ def claims(
     from halfulp.report.ledger_page import ledger_page, print_ledger
     from halfulp.report.terminal import console
     from halfulp.runs.folder import check_file, write_text
+    from halfulp.runs.parallel import spread_over
 
     check_file("html", html)
     check_json(json)
     chosen = [claim.id for claim in selected(ids)] if ids else None
-    with progress_bar("claims") as progress:
-        lab = laboratory(whole=all, workers=workers)
+    lab = laboratory(whole=all, workers=workers)
+    spread = nullcontext() if backend is None else spread_over(backend, lab.workers)
+    with progress_bar("claims") as progress, spread:
         plain = [verdict.as_dict() for verdict in run_claims(chosen, progress, lab=lab)]
     write_each(
         lambda: tell(plain, json, lambda: print_ledger(plain, console())),

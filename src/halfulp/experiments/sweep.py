@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -27,8 +27,8 @@ from halfulp.algorithms import blocks_for_memory
 from halfulp.attention import emulate, golden
 from halfulp.formats import BF16, FP16, FP32, FP64, Format, round_to
 from halfulp.recipes import BF16_STANDARD, STEPS, Matmul, Recipe, flash2, uniform
-from halfulp.runs.results import Figure, Progress, Series, Table, no_progress
-from halfulp.runs.threads import one_thread
+from halfulp.runs.parallel import run_jobs
+from halfulp.runs.results import Figure, Progress, Series, Table
 
 FORMATS: tuple[Format, ...] = (BF16, FP16, FP32, FP64)
 Inputs: TypeAlias = Literal["normal", "uniform"]
@@ -292,20 +292,11 @@ def _suffix(order: Order) -> str:
 
 
 def _measure_all(jobs: Sequence[_Job], progress: Progress | None) -> tuple[Deviation, ...]:
-    report = progress or no_progress
-    found: list[Deviation] = []
-    for number, job in enumerate(jobs):
-        report(
-            number / len(jobs),
-            f"{job.fmt.name}, N = {job.setting.length}, blocks {tuple(job.blocks.values())}",
-        )
-        with one_thread():
-            found += _measure(job)
-    report(1.0, "measured")
-    return tuple(found)
+    found = run_jobs(_measure, jobs, workers=1, progress=progress, what="measurements")
+    return tuple(deviation for one in found for deviation in one)
 
 
-def _measure(job: _Job) -> Iterable[Deviation]:
+def _measure(job: _Job) -> list[Deviation]:
     """Baseline and families on inputs that the format holds, so that what differs is the arithmetic
     alone.
     """
@@ -313,13 +304,14 @@ def _measure(job: _Job) -> Iterable[Deviation]:
     truth = golden(query, key, value).out
     with torch.no_grad():
         base = emulate(query, key, value, recipe=baseline(job.fmt))
-        yield _deviation(job, "baseline", "golden", base - truth, None)
+        found = [_deviation(job, "baseline", "golden", base - truth, None)]
         for family in job.families:
             tiled = FAMILIES[family](job.fmt)
             recipe = tiled if tiled.algorithm == "standard" else tiled.with_(**job.blocks)
             out = emulate(query, key, value, recipe=recipe)
-            yield _deviation(job, family + job.suffix, "golden", out - truth, recipe)
-            yield _deviation(job, family + job.suffix, "baseline", out - base, recipe)
+            found.append(_deviation(job, family + job.suffix, "golden", out - truth, recipe))
+            found.append(_deviation(job, family + job.suffix, "baseline", out - base, recipe))
+    return found
 
 
 def _deviation(

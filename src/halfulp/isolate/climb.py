@@ -177,7 +177,9 @@ class Ladder:
         for key, result in zip(keys, results, strict=True):
             if result is not None:
                 self._runs[key] = replace(
-                    result, seed=key[1], folder=str(Path(result.folder).relative_to(s.out))
+                    result,
+                    seed=key[1],
+                    folder=str(Path(result.folder).relative_to(s.out.absolute())),
                 )
         if None in results:
             raise BudgetSpentError
@@ -197,11 +199,12 @@ class Ladder:
         return Job(
             rung=name,
             config=self.config(name, seed),
-            folder=s.out / "rungs" / name / f"seed-{seed}",
+            # a worker on a shared path stands in another folder
+            folder=s.out.absolute() / "rungs" / name / f"seed-{seed}",
             rule=s.rule,
             horizon=s.horizon,
-            twin=self._twin(seed) if name != TWIN else None,
-            source=s.source if s.start or seed == s.config.seed else None,
+            twin=_absolute(self._twin(seed)) if name != TWIN else None,
+            source=_absolute(s.source) if s.start or seed == s.config.seed else None,
             start=s.start,
             deadline=None if s.budget_seconds is None else self._began + s.budget_seconds,
         )
@@ -246,6 +249,10 @@ class Ladder:
             if replace(config, **noted) == seeded(s.config, config.seed):
                 found[str(config.attention), config.seed] = folder
         return found
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
 
 
 def _text(plan: AttentionPlan, operations: OperationPlan, settings: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,12 +20,33 @@ from halfulp.runs.threads import one_thread
 
 _KILLED = ("TerminatedWorkerError", "KilledWorker", "ActorDiedError", "WorkerCrashedError")
 """What loky, Dask (after it has tried on several workers) and Ray raise for a worker that died."""
+_UNREACHED = ("FutureCancelledError", "CommClosedError", "NodeDiedError", "ActorUnavailableError")
+"""What Dask and Ray raise where the cluster itself is lost."""
+_PATIENCE = 60  # seconds for the first worker of a cluster to be there
+_where: ContextVar[tuple[str | None, int] | None] = ContextVar("_where", default=None)
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
 class WorkerKilledError(RuntimeError):
-    """A worker process ended without a result: killed, or out of memory."""
+    """A worker process ended without a result (killed, or out of memory), or its cluster did."""
+
+
+@contextmanager
+def spread_over(backend: str | None, workers: int) -> Iterator[None]:
+    """Send every job that `run_jobs` is given meanwhile in this thread to a backend of joblib,
+    with so many workers, whatever the call itself says.
+
+    Raises:
+        ValueError: the number of workers is not accepted.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
+    token = _where.set((backend, workers))
+    try:
+        yield
+    finally:
+        _where.reset(token)
 
 
 def run_jobs(
@@ -52,6 +74,7 @@ def run_jobs(
         ValueError: the number of workers or the backend is not accepted.
         WorkerKilledError: a worker process was killed.
     """
+    backend, workers = _where.get() or (backend, workers)
     if workers < 1:
         raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
     report = progress or no_progress
@@ -92,9 +115,15 @@ def _spread(
                 done += 1
                 yield found
         except Exception as error:
-            if type(error).__name__ not in _KILLED:
+            name = type(error).__name__
+            if name in _KILLED:
+                said = "a worker process was killed, perhaps for want of memory"
+            elif name in _UNREACHED:
+                said = f"backend={backend!r}: the cluster was lost ({name})"
+            elif name == "TimeoutError" and "no worker after" in str(error):
+                said = f"backend={backend!r}: the cluster had no worker within {_PATIENCE} s"
+            else:
                 raise
-            said = "a worker process was killed, perhaps for want of memory"
             raise WorkerKilledError(said + counted.format(done)) from error
 
 
@@ -112,12 +141,14 @@ def _configured(backend: str | None) -> Iterator[None]:
     options: dict[str, Any] = {"scheduler_host": address} if address else {}
     if name == "loky":
         options |= {"inner_max_num_threads": 1, "max_nbytes": None}
+    elif name == "dask":
+        options["wait_for_workers_timeout"] = _PATIENCE
     elif name == "ray":
         _register_ray(address)
         options = {}
     try:
         context = parallel_config(backend=name, **options)
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         accepted = (
             "accepted are loky, threading, dask:ADDRESS, ray:ADDRESS or a name registered with"
             " joblib"
