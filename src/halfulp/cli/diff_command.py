@@ -15,7 +15,7 @@ from halfulp.cli.shell import (
     write_each,
 )
 
-RUN, RECORDING = "a run folder", "a recording"
+RUN, RECORDING, SETTING = "a run folder", "a recording", "a setting"
 MIXED = (
     "accepted are two recordings (record the other one too: `halfulp record`), two run folders, or"
     " none of them"
@@ -59,6 +59,7 @@ def diff(
     no_swaps: bool = False,
     most: int = 12,
     repetitions: int = 2,
+    steps: int = 0,
     seed: int = 0,
     device: str = "cpu",
     runs: RunOptions = _NO_RUNS,
@@ -80,11 +81,13 @@ def diff(
             dtype=bf16, autocast=bf16, attention=NAME (`halfulp ls targets`), pieces=N (the batch in
             pieces), decode=N (N tokens at once, then one by one with a cache), compiled, with
             commas between.
-        batches: How many, where a function of the step makes them.
+        batches: How many, where a function of the step makes them; with steps as many as they take.
         gradients: Compare gradients of the loss too.
         no_swaps: Do not swap groups of operations to see which carries the gap.
         most: Groups of operations to swap.
         repetitions: Passes with random roundings, for the chance.
+        steps: Train both sides so many steps as well, with the optimizers that the functions make,
+            and compare loss, outputs, gradients and weights after each; without dropout.
         seed: Given to the functions; both sides have the same.
         device: Given to the functions.
         runs: What two run folders are compared with.
@@ -101,6 +104,8 @@ def diff(
     options: dict[str, Any] = {"gradients": gradients, "attribute": not no_swaps}
     options |= {"most": most, "repetitions": repetitions}
     runs.check(kinds)
+    if steps and set(kinds) != {SETTING}:
+        raise ValueError(f"steps={steps}: accepted with two settings")
     with progress_bar("diff") as progress:
         if kinds[0] != kinds[1]:
             raise ValueError(f"a={a!r} is {kinds[0]} and b={b!r} {kinds[1]}: {MIXED}")
@@ -111,7 +116,7 @@ def diff(
         elif kinds[0] == RECORDING:
             found = compare_recordings(a, b)
         else:
-            found = _made(a, b, batches, seed, device, {**options, "progress": progress})
+            found = _made(a, b, batches, steps, seed, device, {**options, "progress": progress})
     plain = found.as_dict()
     write_each(
         lambda: tell(plain, json, lambda: say(found)),
@@ -123,20 +128,27 @@ def diff(
 def _kind(side: str) -> str:
     if (Path(side) / "run.json").is_file():
         return RUN
-    return RECORDING if Path(side).is_dir() else "a setting"
+    return RECORDING if Path(side).is_dir() else SETTING
 
 
-def _made(a: str, b: str, batches: int, seed: int, device: str, options: dict[str, Any]) -> Any:
+def _made(
+    a: str, b: str, batches: int, steps: int, seed: int, device: str, options: dict[str, Any]
+) -> Any:
     """Compare two settings that functions make."""
     from halfulp.diff import diff as compare
-    from halfulp.diff.sides_by_name import changed, made
+    from halfulp.diff.after_steps import STRETCHES
+    from halfulp.diff.sides_by_name import changed, made, optimizer_of
 
-    first, given = made(a, "a", batches, seed, device)
+    needed = STRETCHES * (steps + 1) if steps else 0
+    first, given = made(a, "a", max(batches, needed), seed, device)
     if not given:
         raise ValueError(f"a={a!r} makes no batches; accepted is (model, batches)")
     named = ":" in b and "=" not in b.partition(":")[0]
     second = made(b, "b", 0, seed, device)[0] if named else changed(first, b, "b")
-    return compare(first.named(a), second.named(b), given, **options)
+    if steps:
+        sides = (a, "a"), ((b, "b") if named else (a, "a"))
+        options["optimizer"] = tuple(optimizer_of(*side, seed, device) for side in sides)
+    return compare(first.named(a), second.named(b), given, steps=steps, **options)
 
 
 def _write_page(html: Path | None, found: Any, plain: dict[str, Any]) -> None:

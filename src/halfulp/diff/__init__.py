@@ -14,6 +14,7 @@ from halfulp.runs.results import Progress, no_progress
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfulp.diff.after_steps import MakeOptimizer
     from halfulp.diff.difference import Difference
 
 
@@ -26,6 +27,8 @@ def diff(
     attribute: bool = True,
     repetitions: int = 2,
     most: int = 12,
+    steps: int = 0,
+    optimizer: MakeOptimizer | tuple[MakeOptimizer, MakeOptimizer] | None = None,
     folder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Difference:
@@ -46,6 +49,13 @@ def diff(
         attribute: swap groups of operations.
         repetitions: passes of A with random roundings, per batch, for the chance.
         most: groups that are swapped.
+        steps: train a copy of both models (in the mode that they are in, on the same batches one
+            after the other) so many steps as well, and compare loss, outputs, gradients and weights
+            after each. What a training does beside that, such as clipping, is not done; dropout
+            draws alike on both sides only where both draw as often.
+        optimizer: makes, of a model, its optimizer or a pair of one and its scheduler; a pair of
+            functions is A's and B's. Needed for steps, e.g. `lambda model:
+            torch.optim.AdamW(model.parameters())`.
         folder: where results lie meanwhile; by default the system's folder for temporary files.
         progress: called with the fraction done and what is being worked on.
 
@@ -64,6 +74,16 @@ def diff(
     for name, value in (("repetitions", repetitions), ("most", most)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: accepted is a whole number from 1")
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps={steps!r}: accepted is a whole number from 0")
+    if bool(steps) != (optimizer is not None):
+        raise ValueError(
+            f"steps={steps!r} and optimizer={optimizer!r}: accepted are both, or neither; such as"
+            " lambda model: torch.optim.AdamW(model.parameters())"
+        )
+    optimizers = (
+        optimizer if isinstance(optimizer, tuple) or optimizer is None else (optimizer,) * 2
+    )
     return compared(
         setting_of(a, "A", "a"),
         setting_of(b, "B", "b"),
@@ -73,6 +93,8 @@ def diff(
         repetitions=repetitions,
         most=most,
         folder=folder,
+        steps=steps,
+        optimizers=optimizers,
         progress=progress or no_progress,
     )
 

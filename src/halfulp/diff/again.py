@@ -54,11 +54,16 @@ class Rerun:
 
     Args:
         setting: whose operations they are.
+        own_weights: take this side's parameters; else those of the model that runs, in this side's
+            dtype, as where both are trained. Buffers are this side's.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, own_weights: bool = True) -> None:
         self.setting = setting
         self._tensors = tensors_of(setting.model)
+        if not own_weights:
+            for name, _ in setting.model.named_parameters(remove_duplicate=False):
+                del self._tensors[name]
         self._equal: dict[tuple[str, int], bool] = {}
 
     def on(self, entry: Entry, operation: Operation, *, own_form: bool = True) -> Any:
@@ -88,9 +93,15 @@ class Rerun:
 
     def _filled(self, slot: Slot, x: Tensor) -> Tensor:
         constant = None if slot.constant is None else self._tensors.get(slot.constant)
-        if constant is not None:
+        if constant is not None and not self._is_running(slot, x):
             return constant
         return x.to(slot.dtype) if slot.dtype.is_floating_point else x
+
+    def _is_running(self, slot: Slot, x: Tensor) -> bool:
+        """Whether a weight of this side's stands for an equal one of the model that runs, whose
+        gradient is looked at.
+        """
+        return isinstance(x, nn.Parameter) and self._holds(slot.constant or "", x)
 
     def same(self, entry: Entry, other: Entry, operation: Operation, theirs: Setting) -> bool:
         """Whether another side's operation is this side's in every respect, its operands aside."""
@@ -117,7 +128,8 @@ class Rerun:
             return True
         key = name, id(x)
         if key not in self._equal:
-            self._equal[key] = mine.shape == x.shape and torch.equal(mine, x)
+            alike = mine.shape == x.shape and mine.dtype == x.dtype
+            self._equal[key] = alike and torch.equal(mine, x)
         return self._equal[key]
 
 

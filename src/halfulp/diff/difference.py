@@ -7,16 +7,19 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from halfulp.diff.alignment import Aligned
 from halfulp.diff.local_gap import LocalGap
-from halfulp.diff.noise import Chance, speaks_for_rounding
+from halfulp.diff.noise import LEVEL, Chance, speaks_for_rounding
 from halfulp.diff.shares import Carried, Stand
 from halfulp.diff.tape import asked_otherwise
 from halfulp.runs.folder import json_text, write_json
+
+if TYPE_CHECKING:
+    from halfulp.diff.after_steps import AfterSteps
 
 
 @dataclass
@@ -107,13 +110,15 @@ class Difference:
     unseen: Mapping[str, str] = field(default_factory=dict)
     left_out: int = 0
     weights_differ: bool = False
+    after: AfterSteps | None = None
 
     @property
     def exit_code(self) -> int:
-        """0: identical or within rounding; 1: beyond it, as a whole or in one operation; 2: not
-        known.
+        """0: identical or within rounding; 1: beyond it, as a whole, in one operation or after
+        steps; 2: not known.
         """
-        if self.first is not None and self.first.beyond:
+        late = self.after is not None and self.after.p is not None and self.after.p < LEVEL
+        if late or (self.first is not None and self.first.beyond):
             return 1
         return {"beyond rounding": 1, "unknown": 2}.get(self.verdict, 0)
 
@@ -166,7 +171,7 @@ def summed_up(
         losses=tuple(x.losses for x in compared.stands),
         first=None if first is None else _row(first),
         operations=tuple(map(_row, compared.gaps.values())),
-        groups=tuple(_group(x, _is_layer(x, carried)) for x in carried),
+        groups=tuple(group_share(x, _is_layer(x, carried)) for x in carried),
         gradients={
             name: (math.sqrt(gap / size) if size else 0.0, along / size if size else 0.0)
             for name, (gap, size, along) in compared.parameters.items()
@@ -224,7 +229,9 @@ def _row(gap: LocalGap) -> OperationGap:
     )  # fmt: skip
 
 
-def _group(carried: Carried, layer: bool) -> GroupShare:
+def group_share(carried: Carried, layer: bool = False) -> GroupShare:
+    """What swapping a group did, as data."""
+
     def shares(found: Sequence[Any]) -> dict[str, tuple[float, float | None]]:
         return {x.of: (x.share, _known(x.error)) for x in found if math.isfinite(x.share)}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from halfulp.diff.paragraphs import chance_text, table, wrapped
 from halfulp.diff.two_runs import Drift, RunDifference
-from halfulp.diff.wording import chance_text, table, without_verdict, wrapped
 from halfulp.diff.wording import text as difference_text
+from halfulp.diff.wording import without_verdict
 
 MODULES = 8
 SHOWN = 6  # checkpoints

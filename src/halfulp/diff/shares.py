@@ -100,6 +100,7 @@ class Swapped:
         gaps: every operation of B, by place.
         stands: by batch, what both sides gave.
         folder: for values of A that are put into B.
+        trained: whether weights are those of the copy that runs, and not the settings' own.
     """
 
     def __init__(
@@ -109,9 +110,10 @@ class Swapped:
         gaps: Mapping[str, LocalGap],
         stands: Sequence[Stand],
         folder: Path,
+        trained: bool = False,
     ) -> None:
-        self._a, self._b, self._gaps, self._stands = a, b, gaps, stands
-        self._rerun = Rerun(a), Rerun(b)
+        self._a, self._b, self.gaps, self._stands = a, b, gaps, stands
+        self._rerun = Rerun(a, not trained), Rerun(b, not trained)
         self._tape = Tape(folder)
 
     def carried(self, group: Group) -> Carried:
@@ -121,21 +123,23 @@ class Swapped:
             if any(gap.replaced for gap in group.members):
                 out = self._with_values(group)
             else:
-                out = self._measured(self._out(group), self._b, 1)
+                out = self._measured(self.out_of(group), self._b, 1)
                 if self._b.whole and any(gap.answer is not None for gap in group.members):
-                    into = self._measured(self._into(group), self._a, 0)
+                    into = self._measured(self.into(group), self._a, 0)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             return Carried(group, [], [], str(error).partition("\n")[0])
         return Carried(group, into, out)
 
-    def _out(self, group: Group) -> list[Swap]:
+    def out_of(self, group: Group) -> list[Swap]:
+        """A's operations in the place of a group of B's."""
         aligned = {gap.entry.place: gap.answer for gap in group.members if gap.answer is not None}
         lone = frozenset(gap.entry.place for gap in group.members if gap.answer is None)
         swaps = [Swap("fp64" if self._b.dtype == "fp64" else "fp32", places=lone)] if lone else []
         other = InPlaceOf(self._b, self._rerun[0], aligned, self._b.whole)
         return [*swaps, Swap(other, kinds=KINDS)]
 
-    def _into(self, group: Group) -> list[Swap]:
+    def into(self, group: Group) -> list[Swap]:
+        """A group of B's operations in the place of A's."""
         entries = {gap.answer.place: gap.entry for gap in group.members if gap.answer is not None}
         return [Swap(InPlaceOf(self._a, self._rerun[1], entries), kinds=KINDS)]
 
@@ -143,7 +147,7 @@ class Swapped:
         """Where B does something else than A on the way to an operation that both have, that one
         gets A's operands.
         """
-        takers = _takers(group, list(self._gaps.values()))
+        takers = _takers(group, list(self.gaps.values()))
         piece = Piece()
         entry_dtype = {place: gap.entry.dtype for place, gap in takers.items()}
         places = {gap.answer.place for gap in takers.values() if gap.answer is not None}
@@ -202,13 +206,13 @@ class Swapped:
             )
             mine, theirs = stand.outputs
             rows = zip(mine, theirs, found.outputs, strict=True)
-            pairs["outputs"] += [_part(a, b, made, side) for a, b, made in rows]
+            pairs["outputs"] += [part_of_gap(a, b, made, side) for a, b, made in rows]
             if found.loss is not None and None not in stand.losses:
                 a, b, made = (torch.tensor(x) for x in (*stand.losses, found.loss))
-                pairs["loss"].append(_part(a, b, made, side))
+                pairs["loss"].append(part_of_gap(a, b, made, side))
             if asked:
                 pairs["gradients"].append(self._of_gradients(setting, stand, side))
-        return [_share(name, found) for name, found in pairs.items() if found]
+        return [share_of(name, found) for name, found in pairs.items() if found]
 
     @staticmethod
     def _of_gradients(setting: Setting, stand: Stand, side: int) -> tuple[float, float]:
@@ -218,12 +222,12 @@ class Swapped:
         for name, parameter in setting.model.named_parameters():
             if parameter.grad is None or name not in mine or name not in theirs:
                 continue
-            part = _part(mine[name], theirs[name], parameter.grad.cpu(), side)
+            part = part_of_gap(mine[name], theirs[name], parameter.grad.cpu(), side)
             along, size = along + part[0], size + part[1]
         return along, size
 
 
-def _part(a: Tensor, b: Tensor, found: Tensor, side: int) -> tuple[float, float]:
+def part_of_gap(a: Tensor, b: Tensor, found: Tensor, side: int) -> tuple[float, float]:
     """What a swap did, and the gap, as squares.
 
     Into A: its effect along the gap. Out of B: what of the gap's square is gone; its effect along
@@ -263,7 +267,7 @@ def _takers(group: Group, gaps: Sequence[LocalGap]) -> dict[str, LocalGap]:
     return found
 
 
-def _share(name: str, pairs: Sequence[tuple[float, float]]) -> Share:
+def share_of(name: str, pairs: Sequence[tuple[float, float]]) -> Share:
     """The ratio of sums, and its standard error by the jackknife."""
     along, size = (torch.tensor(x, dtype=torch.float64) for x in zip(*pairs, strict=True))
     whole = float(size.sum())

@@ -60,6 +60,34 @@ def made(name: str, argument: str, count: int, seed: int = 0, device: str = "cpu
     raise ValueError(f"{argument}={name!r} returns a tuple of {len(parts)}; {CONTRACT}")
 
 
+def optimizer_of(name: str, argument: str, seed: int = 0, device: str = "cpu") -> Any:
+    """A function of a model that makes the optimizer, with its scheduler, that "file.py:function"
+    makes of its own.
+
+    Raises:
+        ValueError: the function makes none.
+    """
+    function, _ = load_function(name)
+
+    def make(model: nn.Module) -> Any:
+        torch.manual_seed(seed)
+        takes = inspect.signature(function).parameters
+        given = function(seed, torch.device(device)) if len(takes) >= 2 else function()
+        if not isinstance(given, tuple) or len(given) < 3:
+            raise ValueError(
+                f"steps with {argument}={name!r}, which makes no optimizer; accepted is make(seed,"
+                " device) that returns (model, optimizer, batch[, loss])"
+            )
+        optimizer, scheduler = given[1] if isinstance(given[1], tuple) else (given[1], None)
+        names = {id(x): name for name, x in given[0].named_parameters()}
+        parameters = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [parameters[names[id(x)]] for x in group["params"]]
+        return optimizer if scheduler is None else (optimizer, scheduler)
+
+    return make
+
+
 def changed(setting: Setting, text: str, argument: str) -> Setting:
     """A setting with options changed, spelled "attention=sdpa:math,autocast=bf16".
 

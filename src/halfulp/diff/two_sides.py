@@ -7,12 +7,14 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfulp.diff.after_steps import MakeOptimizer, Training, after_steps
 from halfulp.diff.again import Rerun, ambient
 from halfulp.diff.alignment import Aligned, align
 from halfulp.diff.difference import Compared, Difference, summed_up
@@ -270,26 +272,43 @@ class TwoSides:
             self.of_tokens, differ,
         )  # fmt: skip
 
+    @property
+    def coarser(self) -> bool:
+        """Whether B rounds an operation to fewer bits than A, or the other way round."""
+        return any(gap.coarser for gap in self._moved)
+
+    @property
+    def _moved(self) -> list[LocalGap]:
+        return [gap for gap in self.gaps.values() if not gap.same and gap.own and gap.answer]
+
     def chances(self, repetitions: int) -> dict[str, Chance]:
         """Whether rounding explains the gap in the outputs: in A's formats, and where B's are
         coarser in those.
         """
-        moved = [gap for gap in self.gaps.values() if not gap.same and gap.own and gap.answer]
-        coarser = any(gap.coarser for gap in moved)
-        found = {}
-        for which in ("A", "both") if coarser else ("A",):
-            steps = {}
-            for gap in moved:
-                assert gap.answer is not None
-                mine, theirs = noise_step(gap.answer.coarsest), noise_step(gap.entry.coarsest)
-                steps[gap.answer.place] = mine if which == "A" else max(mine, theirs)
-            # what only B does has no place in A: rounding is put where A does otherwise
-            lone = {x.entry.path for x in self.gaps.values() if x.own and x.answer is None}
-            for entry in self.entries.values():
-                if entry.path in lone or not self.gaps:  # or all of B is hidden
-                    steps.setdefault(entry.place, noise_step(entry.coarsest))
-            found[which] = self._chance(steps, repetitions)
+        found = {"A": self._chance(self.roundings(False), repetitions)}
+        if self.coarser:
+            found["both"] = self._chance(self.roundings(True), repetitions)
         return found
+
+    def roundings(self, formats: bool) -> dict[str, float]:
+        """How far rounding moves what differs, by A's place: in A's formats, or in the coarser."""
+        steps = {}
+        for gap in self._moved:
+            assert gap.answer is not None
+            mine, theirs = noise_step(gap.answer.coarsest), noise_step(gap.entry.coarsest)
+            steps[gap.answer.place] = max(mine, theirs) if formats else mine
+        # what only B does has no place in A: rounding is put where A does otherwise
+        lone = {x.entry.path for x in self.gaps.values() if x.own and x.answer is None}
+        for entry in self.entries.values():
+            if entry.path in lone or not self.gaps:  # or all of B is hidden
+                steps.setdefault(entry.place, noise_step(entry.coarsest))
+        return steps
+
+    def roundings_of_all(self) -> dict[str, float]:
+        """The same for every operation of A: where sides differ in the backward pass alone, such as
+        in the order of a sum over the batch.
+        """
+        return {place: noise_step(entry.coarsest) for place, entry in self.entries.items()}
 
     def _chance(self, steps: Mapping[str, float], repetitions: int) -> Chance:
         gaps = [stand.outputs[1] - stand.outputs[0] for stand in self.stands]
@@ -344,6 +363,8 @@ def compared(
     most: int,
     folder: str | Path | None,
     progress: Progress = no_progress,
+    steps: int = 0,
+    optimizers: tuple[MakeOptimizer, MakeOptimizer] | None = None,
 ) -> Difference:
     """`halfulp.diff` after its arguments were read."""
     if not a.whole:
@@ -360,9 +381,24 @@ def compared(
             progress(0.4 * i / len(batches), f"batch {i + 1} of {len(batches)}")
             sides.add(batch)
         found = sides.compared()
-        if found.identical:
-            return summed_up(found, {}, [], 0)
-        progress(0.4, "what rounding makes")
-        chances = sides.chances(repetitions)
-        carried, left_out = sides.shares(most, progress) if attribute else ([], 0)
-        return summed_up(found, chances, carried, left_out)
+        chances: dict[str, Chance] = {}
+        carried: list[Carried] = []
+        left_out = 0
+        if not found.identical:
+            progress(0.4, "what rounding makes")
+            chances = sides.chances(repetitions)
+            if attribute:
+                carried, left_out = sides.shares(most, progress)
+        whole = summed_up(found, chances, carried, left_out)
+        if not steps or optimizers is None:
+            return whole
+        progress(0.9, f"{steps} steps")
+        moved = sides.roundings(sides.coarser) if b.whole else {}
+        training = Training(
+            a, b, batches, steps, optimizers, moved or sides.roundings_of_all(), Path(scratch)
+        )
+        swapped = Swapped(a, b, sides.gaps, (), Path(scratch) / "values", trained=True)
+        after = after_steps(
+            training, repetitions, sides.coarser, swapped if attribute else None, most
+        )
+        return replace(whole, after=after)

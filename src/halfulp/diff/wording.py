@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
-from halfulp.diff.difference import Difference, GroupShare, OperationGap, reason
+from halfulp.diff.difference import Difference, OperationGap, reason
 from halfulp.diff.noise import LEVEL
-
-ROWS = 12
+from halfulp.diff.paragraphs import ROWS, chance_text, group_table, table, wrapped
+from halfulp.diff.steps_wording import after_text
 
 
 def text(found: Difference, width: int) -> str:
@@ -22,14 +21,18 @@ def without_verdict(found: Difference, width: int) -> str:
     if found.first is not None:
         said += ["", wrapped(f"First to part: {reason(found.first)}.", width)]
     groups = [x for x in found.groups if not x.layer]
+    columns = ["outputs", *(["loss"] if any(x is not None for x, _ in found.losses) else [])]
+    columns += ["gradients"] if found.gradients else []
     if groups:
-        said += ["", _group_table(groups, found, width)]
+        said += ["", group_table(groups, columns, width)]
         layers = [x for x in found.groups if x.layer]
         if layers:
-            said += ["", f"Layers of {groups[0].name}:", _group_table(layers, found, width)]
+            said += ["", f"Layers of {groups[0].name}:", group_table(layers, columns, width)]
     parting = [x for x in found.operations if not x.same and x.own and (x.beyond or not x.exact)]
     if parting:
         said += ["", _operation_table(parting, width)]
+    if found.after is not None:
+        said += ["", after_text(found.after, width)]
     said += ["", *(wrapped(line, width) for line in notes(found))]
     return "\n".join(said).rstrip()
 
@@ -79,31 +82,6 @@ def _sizes(found: Difference, width: int) -> str:
     return wrapped(f"{said}.", width)
 
 
-def _group_table(groups: Sequence[GroupShare], found: Difference, width: int) -> str:
-    columns = ["outputs", *(["loss"] if any(x is not None for x, _ in found.losses) else [])]
-    columns += ["gradients"] if found.gradients else []
-    lines = [["carries of the gap in", "", *columns]]
-    for group in groups[:ROWS]:
-        for way, shares in (("into A", group.into), ("out of B", group.out)):
-            if not shares and (way == "into A" or group.into):
-                continue
-            cells = [_share(shares.get(x)) for x in columns]
-            first = way == "into A" or not group.into
-            lines.append([group.name if first else "", way, *cells])
-        if group.failed:
-            lines.append([group.name, "failed", *("-" for _ in columns)])
-    shown = table(lines, width)
-    why = [wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
-    return "\n".join([shown, *([""] if why else []), *why[:4]])
-
-
-def _share(found: tuple[float, float | None] | None) -> str:
-    if found is None:
-        return "-"
-    share, error = found
-    return f"{share:.0%}" + ("" if error is None else f" ± {error:.0%}")
-
-
 def _operation_table(rows: Sequence[OperationGap], width: int) -> str:
     lines = [["operation", "own", "× floor", "leans", "t", "inherited", "gap", "floor"]]
     chosen = sorted(rows, key=lambda row: -row.own)[:ROWS]
@@ -123,18 +101,6 @@ def _operation_table(rows: Sequence[OperationGap], width: int) -> str:
         " share of them, and its t; inherited: what came in; gap: B − A."
     )
     return f"{shown}{rest}\n\n{wrapped(legend, width)}"
-
-
-def table(lines: Sequence[Sequence[str]], width: int) -> str:
-    """Columns; a first one that is too wide loses its beginning, which rows have in common."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    widths[0] = min(widths[0], max(24, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
-    said = []
-    for first, *rest in lines:
-        short = first if len(first) <= widths[0] else f"…{first[1 - widths[0] :]}"
-        cells = [cell.rjust(wide) for cell, wide in zip(rest, widths[1:], strict=True)]
-        said.append("  ".join([short.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(said)
 
 
 def notes(found: Difference) -> list[str]:
@@ -160,15 +126,3 @@ def notes(found: Difference) -> list[str]:
     if found.left_out:
         said.append(f"{found.left_out} more groups that differ were not swapped (most=).")
     return said
-
-
-def chance_text(p: float) -> str:
-    """A probability in few letters."""
-    if p < 1e-12:
-        return "1e-12 or less"
-    return f"{p:.1g}" if p < 0.01 else f"{p:.2f}"
-
-
-def wrapped(said: str, width: int) -> str:
-    """A paragraph in lines of at most so many letters."""
-    return "\n".join(textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False))

@@ -84,7 +84,8 @@ def _noting(turning: dict[str, Any]) -> Callable[..., None]:
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-        base = _base(module)
+        with torch._C.DisableTorchFunction():  # no operation of the model's
+            base = _base(module)
         turning.clear()
         turning["positions"] = positions
         known = base is not None and positions is not None

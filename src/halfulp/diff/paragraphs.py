@@ -1,0 +1,58 @@
+"""What the reports of a comparison are set with: paragraphs, columns, probabilities, shares."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from halfulp.diff.difference import GroupShare
+
+ROWS = 12
+
+
+def group_table(groups: Sequence[GroupShare], columns: Sequence[str], width: int) -> str:
+    """What each group carries, both ways."""
+    lines = [["carries of the gap in", "", *columns]]
+    for group in groups[:ROWS]:
+        for way, shares in (("into A", group.into), ("out of B", group.out)):
+            if not shares and (way == "into A" or group.into):
+                continue
+            cells = [_share(shares.get(x)) for x in columns]
+            first = way == "into A" or not group.into
+            lines.append([group.name if first else "", way, *cells])
+        if group.failed:
+            lines.append([group.name, "failed", *("-" for _ in columns)])
+    shown = table(lines, width)
+    why = [wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
+    return "\n".join([shown, *([""] if why else []), *why[:4]])
+
+
+def _share(found: tuple[float, float | None] | None) -> str:
+    if found is None:
+        return "-"
+    share, error = found
+    return f"{share:.0%}" + ("" if error is None else f" ± {error:.0%}")
+
+
+def table(lines: Sequence[Sequence[str]], width: int) -> str:
+    """Columns; a first one that is too wide loses its beginning, which rows have in common."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths[0] = min(widths[0], max(24, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
+    said = []
+    for first, *rest in lines:
+        short = first if len(first) <= widths[0] else f"…{first[1 - widths[0] :]}"
+        cells = [cell.rjust(wide) for cell, wide in zip(rest, widths[1:], strict=True)]
+        said.append("  ".join([short.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(said)
+
+
+def chance_text(p: float) -> str:
+    """A probability in few letters."""
+    if p < 1e-12:
+        return "1e-12 or less"
+    return f"{p:.1g}" if p < 0.01 else f"{p:.2f}"
+
+
+def wrapped(said: str, width: int) -> str:
+    """A paragraph in lines of at most so many letters."""
+    return "\n".join(textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False))
