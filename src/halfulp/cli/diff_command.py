@@ -104,11 +104,8 @@ def diff(
     options: dict[str, Any] = {"gradients": gradients, "attribute": not no_swaps}
     options |= {"most": most, "repetitions": repetitions}
     runs.check(kinds)
-    if steps and set(kinds) != {SETTING}:
-        raise ValueError(f"steps={steps}: accepted with two settings")
+    _check_kinds(a, b, kinds, steps)
     with progress_bar("diff") as progress:
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"a={a!r} is {kinds[0]} and b={b!r} {kinds[1]}: {MIXED}")
         found: Any
         if kinds[0] == RUN:
             options |= vars(runs) | {"batches": batches, "progress": progress}
@@ -129,6 +126,13 @@ def _kind(side: str) -> str:
     if (Path(side) / "run.json").is_file():
         return RUN
     return RECORDING if Path(side).is_dir() else SETTING
+
+
+def _check_kinds(a: str, b: str, kinds: list[str], steps: int) -> None:
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"a={a!r} is {kinds[0]} and b={b!r} {kinds[1]}: {MIXED}")
+    if steps and SETTING not in kinds:
+        raise ValueError(f"steps={steps}: accepted with two settings")
 
 
 def _made(

@@ -74,16 +74,6 @@ def diff(
     for name, value in (("repetitions", repetitions), ("most", most)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: accepted is a whole number from 1")
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps={steps!r}: accepted is a whole number from 0")
-    if bool(steps) != (optimizer is not None):
-        raise ValueError(
-            f"steps={steps!r} and optimizer={optimizer!r}: accepted are both, or neither; such as"
-            " lambda model: torch.optim.AdamW(model.parameters())"
-        )
-    optimizers = (
-        optimizer if isinstance(optimizer, tuple) or optimizer is None else (optimizer,) * 2
-    )
     return compared(
         setting_of(a, "A", "a"),
         setting_of(b, "B", "b"),
@@ -94,9 +84,21 @@ def diff(
         most=most,
         folder=folder,
         steps=steps,
-        optimizers=optimizers,
+        optimizers=_optimizers(steps, optimizer),
         progress=progress or no_progress,
     )
+
+
+def _optimizers(steps: int, optimizer: Any) -> tuple[MakeOptimizer, MakeOptimizer] | None:
+    """A's and B's, where both are trained."""
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps={steps!r}: accepted is a whole number from 0")
+    if bool(steps) != (optimizer is not None):
+        raise ValueError(
+            f"steps={steps!r} and optimizer={optimizer!r}: accepted are both, or neither; such as"
+            " lambda model: torch.optim.AdamW(model.parameters())"
+        )
+    return optimizer if isinstance(optimizer, tuple) or optimizer is None else (optimizer,) * 2
 
 
 __all__ = ["Setting", "diff"]
