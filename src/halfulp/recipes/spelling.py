@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import types
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from halfulp.formats import BlockFormat, Format, parse_format
@@ -25,6 +26,9 @@ _HINTS: dict[type, dict[str, Any]] = {
 }
 
 
+# A search asks for the same few texts thousands of times, and for each compares a recipe with all
+# that have a name; recipes and formats are values.
+@lru_cache(maxsize=4096)
 def recipe_named(text: str) -> Recipe:
     """Return the built-in recipe of that name (any case), with the changes that follow in brackets,
     if any.
@@ -61,6 +65,7 @@ def recipe_named(text: str) -> Recipe:
     return changed if "name" in changes else changed.with_(name=recipe_text(changed))
 
 
+@lru_cache(maxsize=4096)
 def recipe_text(recipe: Recipe) -> str:
     """Return the text that `recipe_named` reads back as the same recipe but for its name.
 
@@ -97,6 +102,7 @@ def _write(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+@lru_cache(maxsize=1024)
 def _format_text(fmt: Format | BlockFormat) -> str:
     """The name that `parse_format` knows, with the rounding mode if that is another."""
     spellings = [fmt.name]
