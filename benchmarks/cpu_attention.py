@@ -10,12 +10,14 @@ both sides of 1. From the repository root:
     python benchmarks/cpu_attention.py [--shape B,H,N,D[,causal] ...] [--recipes NAME ...] [--rounds
     N] [--threads N]
                                        [--options NAME ...] [--error SHAPE] [--calls] [--goals]
-                                       [--json FILE]
+                                       [--scaling] [--json FILE]
 
 --options adds the same recipes with softcap, sinks or dropout; --calls measures what a call costs
 beside its arithmetic, in microseconds, on one head of 16 tokens; --goals holds every dtype and
 shape, decoding and tiny calls among them, to the speed that is wanted of it, in processor time,
-which other programs on the machine disturb least.
+which other programs on the machine disturb least, and says what the machine's own gemm would reach
+with nothing but attention's products; --scaling measures how much of N threads' ideal, N times one
+thread's speed, is reached (85 % is wanted; the machine must be idle).
 
 The target: "halfulp" 1.5 times as fast as PyTorch's kernel and 55 % of the gemm at every shape, on
 2 threads, with gradient errors within 1.3 times the format's floor (--error 1,1,16384,64).
@@ -232,6 +234,8 @@ def goals(rounds: int) -> list[dict[str, Any]]:
             most = {torch.bfloat16: 2.5, torch.float32: 2.0}.get(dtype, 1.0) if long else 1.0
             for kind, goal in (("forward", 1.0), ("training", most))[: 2 if n > 1 else 1]:
                 spent: dict[Any, list[float]] = {attention: [], SDPA: []}
+                square = torch.randn(GEMM_SIZE // 2, GEMM_SIZE // 2, generator=generator).to(dtype)
+                gemm: list[float] = []
                 inner = max(1, 2**22 // (b * h * (n * nk * d + 2**14)))
                 for turn in range(WARM_UP + rounds):
                     for way in spent:
@@ -243,15 +247,50 @@ def goals(rounds: int) -> list[dict[str, Any]]:
                                 torch.autograd.grad(way(*leaves), leaves, ones)
                         if turn >= WARM_UP:
                             spent[way].append(time.process_time() - start)
+                    start = time.process_time()
+                    if long and kind == "training":
+                        square @ square
+                    if turn >= WARM_UP:
+                        gemm.append(time.process_time() - start)
                 ratios = [y / x for x, y in zip(*spent.values(), strict=True)]
                 cell = {"dtype": str(dtype)[6:], "shape": (b, h, n, nk, d), "kind": kind}
                 found.append(cell | {"goal": goal, "speed": quartiles(ratios)})
                 low, middle, high = found[-1]["speed"]
                 verdict = "met" if middle >= goal else "missed"
+                if long and kind == "training":
+                    share = 14.0 * b * h * n * nk * d * inner / (2.0 * (GEMM_SIZE // 2) ** 3)
+                    most_of = [y / (share * g) for y, g in zip(spent[SDPA], gemm, strict=True)]
+                    found[-1]["gemm"] = quartiles(most_of)
+                    verdict += " (the gemm: {1:.2f}, {0:.2f}-{2:.2f})".format(*found[-1]["gemm"])
                 print(
                     f"  {cell['dtype']:9} {cell['shape']!s:24} {kind:9}"
                     f" {middle:6.2f} ({low:.2f}-{high:.2f}) of {goal}: {verdict}"
                 )
+    return found
+
+
+def scaling(threads: int, rounds: int) -> list[dict[str, Any]]:
+    """The speed of training on `threads` threads over `threads` times that on one, in real time."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for b, h, n, d in ((1, 8, 1024, 64), (1, 12, 2048, 64), (4, 8, 256, 64)):
+            leaves = [torch.randn(b, h, n, d).to(dtype).requires_grad_() for _ in range(3)]
+            ones = torch.ones_like(leaves[0])
+            spent: dict[int, list[float]] = {1: [], threads: []}
+            for turn in range(WARM_UP + rounds):
+                for count, taken in spent.items():
+                    torch.set_num_threads(count)
+                    start = time.perf_counter()
+                    torch.autograd.grad(attention(*leaves), leaves, ones)
+                    if turn >= WARM_UP:
+                        taken.append(time.perf_counter() - start)
+            shares = [x / y / threads for x, y in zip(spent[1], spent[threads], strict=True)]
+            row = {"dtype": str(dtype)[6:], "shape": (b, h, n, d), "share": quartiles(shares)}
+            found.append(row)
+            print(
+                f"  {row['dtype']:9} {row['shape']!s:20}"
+                + " {1:.0%} ({0:.0%}-{2:.0%}) of the ideal".format(*quartiles(shares))
+            )
     return found
 
 
@@ -273,6 +312,7 @@ def main() -> None:
     )
     parser.add_argument("--options", nargs="+", default=[], choices=["softcap", "sinks", "dropout"])
     parser.add_argument("--goals", action="store_true", help="measure every cell that has a goal")
+    parser.add_argument("--scaling", action="store_true", help="measure threads against one")
     parser.add_argument("--calls", action="store_true", help="measure small calls alone")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
@@ -293,6 +333,10 @@ def main() -> None:
     if chosen.goals:
         print("halfulp.attention over PyTorch's SDPA, processor time")
         report["goals"] = goals(chosen.rounds)
+        chosen.shape = []
+    if chosen.scaling:
+        print(f"training on {chosen.threads} threads over {chosen.threads} times the speed on one")
+        report["scaling"] = scaling(chosen.threads, chosen.rounds)
         chosen.shape = []
     if chosen.calls:
         report["calls_us"] = calls(chosen.rounds)

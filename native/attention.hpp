@@ -113,6 +113,7 @@ __attribute__((noinline)) static bool large(const Unit* x, long units) {
 }
 template <class E>
 static inline bool large_panel(Rows rows, long count, Width<E> w) {
+  if (rows.stride == w.units) return large<E::KP>(rows.at, count * w.units);
   bool found = false;
   for (long r = 0; r < count; ++r) found |= large<E::KP>(rows.at + r * rows.stride, w.units);
   return found;

@@ -32,6 +32,15 @@ RESIDUAL, GRAD_OUT, GRAD_LSE = map(_place, ("residual", "grad_out", "grad_lse"))
 GRAD_QUERY, GRAD_KEY, GRAD_VALUE = map(_place, ("grad_query", "grad_key", "grad_value"))
 
 
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What `torch.empty_like` makes a contiguous tensor of: half the time of `torch.empty`, which
+    reads its arguments first. It is one element wide.
+    """
+    blank = torch.empty((), dtype=dtype).expand(shape)
+    assert torch.empty_like(blank).is_contiguous()
+    return blank
+
+
 class Copy(NamedTuple):
     """One copy of the C structure, which one call at a time uses."""
 
@@ -48,12 +57,15 @@ class Prepared:
         query, key, value = call.query, call.key, call.value
         self.numbers = call.flat().numbers
         self.template, _ = cpu.structure(call, recipe, None)
-        self.dtype, self.rows = query.dtype, query[..., 0].numel()
+        self.rows = query[..., 0].numel()
         self.shape = (*query.shape[:3], value.shape[3])
-        self.shapes = tuple(x.shape for x in (query, key, value))
         self.residual = self.rows * value.shape[3] * cpu.keeps_residual(recipe, query.dtype)
-        for name, x in (("out", self.shape), *zip(_GRADIENTS, self.shapes, strict=True)):
+        shapes = self.shape, query.shape, key.shape, value.shape
+        for name, x in zip(("out", "grad_query", "grad_key", "grad_value"), shapes, strict=True):
             setattr(self.template, name, cpu.contiguous(x))
+        self.out, *self.gradients = (_blank(x, query.dtype) for x in shapes)
+        self.lse = _blank(self.shape[:3], torch.float32)
+        self.kept = _blank((12 * self.rows + self.residual,), torch.uint8)
         self.run_forward: Callable[[int], int] = function("halfulp_forward", "p", ctypes.c_int32)
         self.run_backward: Callable[[int], int] = function("halfulp_backward", "p", ctypes.c_int32)
         self.free: list[Copy] = []  # taken and given back in one step each, whatever thread asks
@@ -68,7 +80,7 @@ class Prepared:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """O alone, `[B, H, N, D_v]`."""
-        out = torch.empty(self.shape, dtype=self.dtype)
+        out = torch.empty_like(self.out)
         copy = self._take()
         words = copy.words
         words[QUERY], words[KEY], words[VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -84,9 +96,9 @@ class Prepared:
         self, query: Tensor, key: Tensor, value: Tensor, wants_lse: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """O, lse `[B, H, N]` if wanted, and what `backward` needs beside, as bytes."""
-        out = torch.empty(self.shape, dtype=self.dtype)
-        lse = torch.empty(self.shape[:3], dtype=torch.float32) if wants_lse else None
-        kept = torch.empty(12 * self.rows + self.residual, dtype=torch.uint8)
+        out = torch.empty_like(self.out)
+        lse = torch.empty_like(self.lse) if wants_lse else None
+        kept = torch.empty_like(self.kept)
         copy = self._take()
         words = copy.words
         words[QUERY], words[KEY], words[VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
@@ -109,16 +121,17 @@ class Prepared:
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV, contiguous; `grad_out` of out's shape and dtype, `grad_lse` float32."""
-        if grad_out.stride(3) != 1:
+        strides = grad_out.stride()
+        if strides[3] != 1:
             grad_out = grad_out.contiguous()
+            strides = grad_out.stride()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        dq, dk, dv = (torch.empty(shape, dtype=self.dtype) for shape in self.shapes)
+        dq, dk, dv = map(torch.empty_like, self.gradients)
         copy = self._take()
         words = copy.words
         words[QUERY], words[KEY], words[VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
         words[OUT], words[GRAD_OUT] = out.data_ptr(), grad_out.data_ptr()
-        structure = copy.structure.grad_out
-        structure.batch, structure.head, structure.row, _ = grad_out.stride()
+        words[GRAD_OUT + 1], words[GRAD_OUT + 2], words[GRAD_OUT + 3], _ = strides
         words[GRAD_LSE] = 0 if grad_lse is None else grad_lse.data_ptr()
         self._statistics(words, kept.data_ptr())
         words[GRAD_QUERY], words[GRAD_KEY] = dq.data_ptr(), dk.data_ptr()
@@ -140,6 +153,3 @@ class Prepared:
         rows = kept[: 12 * self.rows].view(torch.float32).view(3, *self.shape[:3])
         residual = kept[12 * self.rows :].view(torch.int8)
         return residual.view(*self.shape[:3], -1 if self.residual else 0), *rows
-
-
-_GRADIENTS = ("grad_query", "grad_key", "grad_value")

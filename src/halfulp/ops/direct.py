@@ -55,6 +55,11 @@ def plain(x: Any) -> bool:
     return type(x) in _PLAIN and x.is_cpu and x.layout is torch.strided and not x.is_neg()
 
 
+def plain_gradient(x: Tensor | None) -> bool:
+    """Whether it is plain, or none at all; batches of `is_grads_batched` are no transform."""
+    return x is None or (plain(x) and not torch._C._functorch.is_legacy_batchedtensor(x))
+
+
 def key_of(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     """What calls have in common that one prepared call serves; None where none can serve them.
 
@@ -143,14 +148,13 @@ class _Direct(torch.autograd.Function):
         known = ctx.known
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        given = [x for x in (grad_out, grad_lse) if x is not None]
-        saved = (query, key, value, out, kept)
         if (
             torch.compiler.is_compiling()
             or torch.is_grad_enabled()
-            # of is_grads_batched, which is no transform
-            or any(map(torch._C._functorch.is_legacy_batchedtensor, given))
-            or not (all(map(plain, (*given, *saved))) and unwatched())
+            or not (plain_gradient(grad_out) and plain_gradient(grad_lse))
+            # hooks may give back other tensors than were saved
+            or not (plain(query) and plain(key) and plain(value) and plain(out) and plain(kept))
+            or not unwatched()
         ):
             residual, row_max, row_sum, own_lse = known.call.statistics(kept)
             # lse in its own base is what the kernel reads
@@ -159,12 +163,8 @@ class _Direct(torch.autograd.Function):
                 grad_out, grad_lse, out, *statistics, query, key, value, *known.arguments
             )[:3]
         else:
-            gradients = known.call.backward(*saved, grad_out, grad_lse)
+            gradients = known.call.backward(query, key, value, out, kept, grad_out, grad_lse)
         needs = ctx.needs_input_grad
-        return (
-            gradients[0] if needs[0] else None,
-            gradients[1] if needs[1] else None,
-            gradients[2] if needs[2] else None,
-            None,
-            None,
-        )
+        if not (needs[0] and needs[1] and needs[2]):
+            gradients = tuple(x if n else None for x, n in zip(gradients, needs, strict=False))
+        return (*gradients, None, None)
