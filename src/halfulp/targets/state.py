@@ -60,17 +60,21 @@ def as_before(device: torch.device, *, grad: bool) -> Iterator[list[str]]:
 def _put_back(functions: list[tuple[Any, dict[str, Any]]]) -> list[str]:
     """Undo what was put in the place of functions; new names are none, since modules load late."""
 
-    def is_other(now: Any, function: Any) -> bool:
-        # torch.compile, when it is first loaded, puts wrappers around functions of torch
+    def is_wrapper(now: Any, function: Any) -> bool:
+        """Whether torch.compile, which does so when it is first loaded, has wrapped a function."""
         inside = getattr(now, "__wrapped__", None) is function
         own = getattr(getattr(now, "__code__", None), "co_filename", "")
-        return now is not function and not (inside and own.startswith(torch.__path__[0]))
+        return bool(inside and own.startswith(torch.__path__[0]))
 
     replaced = []
     for owner, before in functions:
         now = vars(owner)
         for name, function in before.items():
-            if callable(function) and is_other(now.get(name), function):
+            # thousands of names after every call, nearly always the same objects: that comes first
+            current = now.get(name)
+            if current is function or not callable(function):
+                continue
+            if not is_wrapper(current, function):
                 replaced.append(f"{owner.__name__}.{name}")
                 setattr(owner, name, function)
     return replaced
