@@ -318,7 +318,7 @@ class _Practice:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"try={name!r}: accepted are {', '.join(known)}{hint}")
+                raise ValueError(f"remedy={name!r}: accepted are {', '.join(known)}{hint}")
 
     def _judged(self, first: Remedy | Untried) -> bool:
         """Make the run as it is, twice, and its twin; False where the budget ended before."""

@@ -112,6 +112,11 @@ class Prescription:
         if exact is None:
             return "Whether it is rounding is not known: nothing could be put into fp32."
         tried = len(exact.seeds)
+        if exact.effect in ("helps on some seeds", "lowers the loss"):
+            return (
+                f"Rounding has a part in it: {exact.remedy.change} brings the loss to"
+                f" {_ratio(exact)} times, and the run is in trouble all the same."
+            )
         if self.failing:
             lost = exact.cures[1] - exact.cures[0]
             return (
@@ -124,10 +129,14 @@ class Prescription:
 
     def _nothing(self) -> str:
         count = len(self.trials)
-        said = f"Nothing tried here helps ({count} remedies). {self._not_rounding()}"
-        some = [one for one in self.trials if one.effect == "helps on some seeds"]
+        partly = ("helps on some seeds", "lowers the loss")
+        some = [one for one in self.trials if one.effect in partly and one.remedy.name != TWIN]
         if some:
-            said += f" {_listed(some)} on some seeds only."
+            return (
+                f"Nothing tried here cures it ({count} remedies). {self._not_rounding()} What"
+                f" lowers its loss: {'; '.join(_lowers(one) for one in some[:4])}."
+            )
+        said = f"Nothing tried here helps ({count} remedies). {self._not_rounding()}"
         if self.failing:
             return said
         return f"{said} In these {self.horizon - self.start} steps the run as it is does not fail."
@@ -225,8 +234,12 @@ def _ratio(one: Trial) -> str:
 def _said(one: Trial) -> str:
     saved, tried = one.cures
     if not tried:
-        return f"{one.remedy.change} lowers the loss to {_ratio(one)} times"
+        return f"{_lowers(one)} times that of the run as it is"
     return f"{one.remedy.change} cures {saved} of {tried} seeds"
+
+
+def _lowers(one: Trial) -> str:
+    return f"{one.remedy.change}, to {_ratio(one)}"
 
 
 def _listed(trials: Sequence[Trial], most: int = 4) -> str:

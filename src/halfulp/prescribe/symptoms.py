@@ -58,7 +58,8 @@ def of_snapshot(folder: Path) -> Symptoms:
     modules = [str(one["layer"]) for one in found if one.get("kind") in broken and one["layer"]]
     said = [f"snapshot of step {snapshot.step}: {snapshot.reason}"]
     said += [str(one).partition(". ")[0] for one in snapshot.about.get("causes", ())]
-    return Symptoms(tuple(said), kinds, named, tuple(dict.fromkeys(modules)))
+    once = tuple(dict.fromkeys(said))
+    return Symptoms(once, kinds, named, tuple(dict.fromkeys(modules)))
 
 
 def of_run(folder: Path, config: RunConfig, rule: Rule, last: int) -> Symptoms:

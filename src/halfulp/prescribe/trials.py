@@ -45,6 +45,11 @@ class Seen:
         return all(map(math.isfinite, self.losses.values()))
 
     @property
+    def lowest(self) -> float:
+        """The lowest loss."""
+        return min((x for x in self.losses.values() if math.isfinite(x)), default=math.inf)
+
+    @property
     def last(self) -> float:
         """The last loss: the median of a tenth of the steps."""
         return _median(list(self.losses.values())[-max(1, len(self.losses) // 10) :])
@@ -137,7 +142,10 @@ class Trial:
 
     def cured(self, seed: int) -> bool:
         """Whether the run is in trouble on a seed as it is, and not with the remedy."""
-        if not self.control.troubles[seed] or self.runs[seed].trouble:
+        mine, before = self.runs[seed], self.control.once[seed]
+        # below all that the run as it is ever had, a rise is of noise
+        well = not mine.trouble or (mine.finite and mine.last < before.lowest)
+        if not self.control.troubles[seed] or not well:
             return False
         # scores that walk off do not show in the loss at once
         least = 1 if self.control.once[seed].run.outcome == "drifting" else -1
