@@ -5,7 +5,7 @@
 Plants, five placements each: `attention`, PyTorch's flash attention in the preset `seconds`, from
 weights and data of other seeds (to be found: halfulp's attention and fp32); `overflow`, one module
 of a model of transformers or torch that computes through fp16 at a scale at which it overflows (to
-be found: that module, and no change of the optimization); `rate`, a learning rate 50 times too high
+be found: that module, and no change of the optimization); `rate`, a learning rate 300 times too high
 (to be found: a lower one, and nothing of rounding); `rising`, a weight that somebody's code makes
 larger after every step (to be found: nothing helps); `sound` (to be found: nothing to cure). Models
 are those of `benchmarks/user_isolation.py`, in bf16 autocast.
@@ -44,7 +44,7 @@ MORE = """
 def rate(seed, device):
     model, adam, batch = make(seed, device)
     for group in adam.param_groups:
-        group["lr"] *= 50
+        group["lr"] *= 300
     return model, adam, batch
 
 def rising(seed, device):

@@ -58,7 +58,8 @@ __all__ = ["prescribe"]
 SEEDS = 3
 _POINTS = 100  # lines of metrics a run
 _LEAST = 5  # steps that losses are medians over, where there are enough
-_TIMED, _ROUNDS = 8, 12  # remedies whose steps are timed, and how many steps of each
+_TIMED = 8  # remedies whose steps are timed
+_ROUNDS, _SECONDS = 100, 2.0  # steps of each, if they take no longer
 
 
 def prescribe(
@@ -396,7 +397,9 @@ class _Practice:
             self.ladder.progress(0.95 + 0.05 * i / _TIMED, f"time of {one.remedy.name}")
             configs = [as_it_is, self.ladder.config(one.remedy.name)]
             with one_thread() if s.config.device == "cpu" else nullcontext():
-                times = times_of_steps(configs, rounds, batches=order, start=start)
+                times = times_of_steps(
+                    configs, rounds, seconds=_SECONDS, batches=order, start=start
+                )
             cost = statistics.median(mine / its for its, mine in zip(*times, strict=True))
             self.trials[self.trials.index(one)] = replace(one, cost=cost)
 

@@ -76,15 +76,16 @@ class Prescription:
         others = [one for one in self.helping if one.remedy.group == "optimization"]
         if rounding:
             small = [one for one in rounding if one.remedy.touches != "the model"] or rounding
-            said = f"It is rounding: {_said(small[0])}."
+            said = f"It is rounding: {_said(small[0])}{', which are one trial' * self.alike}."
             if len(small) > 1:
                 said += f" So {_verb(len(small) - 1)} {_listed(small[1:])}."
             if not others:
                 count = sum(one.remedy.group == "optimization" for one in self.trials)
                 said += f" No change of the optimization does ({count} tried)." * bool(count)
             else:
+                gets = "gets" if len(others) == 1 else "get"
                 said += (
-                    f" {_listed(others)} {'gets' if len(others) == 1 else 'get'} through these"
+                    f" {_capital(_listed(others))} {gets} through these"
                     f" {self.horizon - self.start} steps too, which says nothing of the cause and"
                     " may only put it off."
                 )
@@ -236,6 +237,10 @@ def _said(one: Trial) -> str:
     if not tried:
         return f"{_lowers(one)} times that of the run as it is"
     return f"{one.remedy.change} cures {saved} of {tried} seeds"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _lowers(one: Trial) -> str:

@@ -143,8 +143,8 @@ class Trial:
     def cured(self, seed: int) -> bool:
         """Whether the run is in trouble on a seed as it is, and not with the remedy."""
         mine, before = self.runs[seed], self.control.once[seed]
-        # below all that the run as it is ever had, a rise is of noise
-        well = not mine.trouble or (mine.finite and mine.last < before.lowest)
+        # far below all that the run as it is ever had, a rise is of noise
+        well = not mine.trouble or (mine.finite and mine.last < before.lowest / 2)
         if not self.control.troubles[seed] or not well:
             return False
         # scores that walk off do not show in the loss at once

@@ -159,13 +159,15 @@ def times_of_steps(
     configs: Sequence[RunConfig],
     rounds: int,
     *,
+    seconds: float = math.inf,
     batches: np.ndarray | None = None,
     start: Checkpoint | None = None,
 ) -> list[list[float]]:
-    """Return how long steps of several runs take, in seconds, by run, `rounds` each.
+    """Return how long steps of several runs take, in seconds, by run: `rounds` of each, or those
+    that so many seconds hold, but 6 at least.
 
     They take turns, step by step, in memory, so that whatever else the machine does meets them all
-    alike; a first step of each, which compiles and allocates, is left out. Arguments as `train`.
+    alike; a first step of each, which compiles and allocates, is left out. The rest as `train`.
     """
     found: list[list[float]] = [[] for _ in configs]
     with ExitStack() as stack:
@@ -179,6 +181,8 @@ def times_of_steps(
                 session.step()  # which waits for its loss
                 if turn:
                     times.append(time.perf_counter() - began)
+            if turn >= 6 and sum(map(sum, found)) > seconds:
+                break
     return found
 
 
