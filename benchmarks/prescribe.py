@@ -5,10 +5,10 @@
 Plants, five placements each: `attention`, PyTorch's flash attention in the preset `seconds`, from
 weights and data of other seeds (to be found: halfulp's attention and fp32); `overflow`, one module
 of a model of transformers or torch that computes through fp16 at a scale at which it overflows (to
-be found: that module, and no change of the optimization); `rate`, a learning rate 300 times too high
-(to be found: a lower one, and nothing of rounding); `rising`, a weight that somebody's code makes
-larger after every step (to be found: nothing helps); `sound` (to be found: nothing to cure). Models
-are those of `benchmarks/user_isolation.py`, in bf16 autocast.
+be found: that module, and no change of the optimization); `rate`, a learning rate 300 times too
+high (to be found: a lower one, and nothing of rounding); `rising`, a weight that somebody's code
+makes larger after every step (to be found: nothing helps); `sound` (to be found: nothing to cure).
+Models are those of `benchmarks/user_isolation.py`, in bf16 autocast.
 
 Exit code 1: fewer than nine of ten placements came out so.
 """
