@@ -11,7 +11,7 @@ import torch
 
 from halfulp import recipes
 from halfulp.formats import BF16, FP16, FP32, FP64, OCP_E4M3, OCP_E5M2, TF32, Format, custom
-from halfulp.recipes import RECIPES, Matmul, Recipe, Shift
+from halfulp.recipes import Matmul, Recipe, Shift, recipe_named
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Model, Twist, Way
 from halfulp.reconstruct.twists import orders
 
@@ -20,13 +20,18 @@ STOCK: dict[torch.dtype, Recipe] = {
     torch.float16: recipes.FP16_FLASH2,
     torch.float32: recipes.FP32,
 }
+_ROUNDED = "FP32[delta_from=probabilities,out={0},grad_query={0},grad_key={0},grad_value={0}]"
+"""A kernel in fp32 that rounds its results alone: what most plain ones are."""
+
 STARTS: dict[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: (
         "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_STANDARD_CPU",
         "BF16_STANDARD_FP32", "BF16_AUTHORS", "BF16_FLASH1", "BF16_FLOOR", "TORCH_CPU_FLASH",
-        "FP32",
+        "FP32", _ROUNDED.format("bf16"),
     ),
-    torch.float16: ("FP16_FLASH2", "FP16_FLOOR"),
+    torch.float16: (
+        "FP16_FLASH2", "FP16_FLOOR", _ROUNDED.format("fp16"),
+    ),
     torch.float32: ("FP32", "FP64"),
 }  # fmt: skip
 
@@ -254,4 +259,4 @@ def refined(model: Model, stock: Recipe, dtype: torch.dtype, tensors: frozenset[
 
 def starts(dtype: torch.dtype) -> list[tuple[str, Model]]:
     """Recipes to start from, the stock one first."""
-    return [(name, Model.of(RECIPES[name])) for name in STARTS[dtype]]
+    return [(name, Model.of(recipe_named(name))) for name in STARTS[dtype]]
