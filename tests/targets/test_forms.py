@@ -12,6 +12,7 @@ from halfulp.audit import Case, Shape, audit
 from halfulp.audit import run as audit_run
 from halfulp.audit.run import runner
 from halfulp.audit.shrink import severity
+from halfulp.report.audit_summary import facts
 from halfulp.targets import BHND, FORMS, Form, Target, run_target
 from halfulp.targets.form import recognized
 from tests.targets.calls import relative
@@ -216,6 +217,7 @@ def test_a_sound_kernel_is_judged_and_a_fault_is_caught(case):
     assert report.verdict in ("sound", "forward sound"), report.reason
     assert (report.exit_code, report.missing) == (0, ())
     assert report.form.startswith(known)
+    assert ("called as", report.form) in facts(report.as_dict())
     if faulty is not None:
         assert audit(faulty, form=form, explain=False).verdict == "defect"
 

@@ -231,6 +231,8 @@ def not_run(report: Report) -> list[tuple[str, str]]:
 def facts(report: Report) -> list[tuple[str, str]]:
     """Return what is known beyond the tables, as (name, value)."""
     print_of, found = report["fingerprint"], []
+    if report.get("form"):
+        found.append(("called as", report["form"]))
     if report.get("missing") and report["verdict"] != "incomplete":  # there it is the reason
         found.append(("missing", "; ".join(report["missing"])))
     if report.get("left_out"):
