@@ -337,8 +337,8 @@ MEASUREMENTS = (
         "measurement",
         "B2: the deviation from the baseline is the one from golden",
         "experiments/sweep.py",
-        'yield _deviation(job, family + job.suffix, "baseline", out - base, recipe)',
-        'yield _deviation(job, family + job.suffix, "baseline", out - truth, recipe)',
+        'found.append(_deviation(job, family + job.suffix, "baseline", out - base, recipe))',
+        'found.append(_deviation(job, family + job.suffix, "baseline", out - truth, recipe))',
         (SWEEP,),
     ),
     Mutant(
@@ -368,7 +368,7 @@ MEASUREMENTS = (
     Mutant(
         "measurement",
         "B7: a distance of values that are not sorted",
-        "experiments/compare.py",
+        "diff/weights_apart.py",
         "apart = np.sort(one, axis=None) - np.sort(other, axis=None).astype(np.float64)",
         "apart = one.ravel() - other.ravel().astype(np.float64)",
         (COMPARE,),
@@ -837,8 +837,8 @@ AUDIT = (
         "audit",
         "reconstruct: a candidate's result is its error",
         "reconstruct/evidence.py",
-        "own, other = self.value - self.exact, found - self.exact",
-        "own, other = self.value - self.exact, found",
+        "other = (found - self.exact).float()",
+        "other = found.float()",
         (_guard("reconstruct/evidence.py"),),
     ),
     Mutant(
