@@ -8,8 +8,8 @@ result through a narrower format: first coarse (e4m3 at a scale at which its ste
 the values), and where the run survives that, fp16 at a scale at which it overflows. Then heads of
 attention, computed by a kernel that overflows, or, where the model writes attention out ("-eager"),
 by scores that overflow fp16 in one head; the rotary embedding of one layer; softmax and
-cross-entropy, computed by a kernel that overflows; the optimizer's step, rounded to powers of two
-in one module, or on weights in bf16 that swallow updates. Every run is in bf16 autocast, so that
+cross-entropy, computed by a kernel that overflows; the optimizer's step on weights in bf16, which
+swallow its updates. Every run is in bf16 autocast, so that
 every operation is suspect; isolation is told nothing but the workload.
 
 A placement counts as named if the verdict has that module (head, operation) and no other. One that
@@ -307,8 +307,8 @@ def config_of(planted: Planted, folder: Path) -> Any:
     config = user_run(f"{file}:make", steps=planted.steps, metrics_every=1, autocast="bf16")
     if planted.site is not None:
         kind, path = planted.site
-        into = "e8m0" if kind == "optimizer" else f"{file}:broken_{kind}"
-        config = replace(config, operations=OperationPlan.of(f"{kind} in ={path}: {into}"))
+        plan = OperationPlan.of(f"{kind} in ={path}: {file}:broken_{kind}")
+        config = replace(config, operations=plan)
     if planted.head is not None:
         layer, head = planted.head
         plan = AttentionPlan.of("own", f"layer {layer} head {head}: {file}:broken")
@@ -357,10 +357,7 @@ def placements(family: str, places: int) -> list[Planted]:
         found += [Planted(family, head=cell) for cell in draw.sample(cells, 2)]
     if family in TURNED:
         found += [Planted(family, rotary=layer) for layer in range(2)]
-    called.pop("lm_head", None)  # whose weight may be another module's
-    sites = [("optimizer", path) for path in draw.sample(sorted(called), 2)]
-    sites += [("cross_entropy", "(model)")]
-    sites += SOFTMAX.get(family, [])
+    sites = [("cross_entropy", "(model)"), *SOFTMAX.get(family, [])]
     found += [Planted(family, site=site) for site in sites]
     return found + [Planted(family, narrow=True)] * (family in NARROWED)
 
@@ -385,7 +382,6 @@ def tried(planted: Planted, folder: Path) -> Found:
         named = found.places == (one.shifted,)
     elif one.site is not None:
         named = found.sites == (" in ".join(one.site),)
-        named |= one.site[0] == "optimizer" and found.sites == ("optimizer",)
     elif one.narrow:
         named = all(site.startswith("optimizer") for site in found.sites)
     elif one.rotary is not None:
@@ -395,7 +391,7 @@ def tried(planted: Planted, folder: Path) -> Found:
     return Found(
         one.family,
         one.where(),
-        one.how or "overflows",
+        one.how or ("loses updates" if one.narrow else "overflows"),
         True,
         named and found.found,
         found.verdict,
