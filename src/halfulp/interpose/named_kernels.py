@@ -90,6 +90,7 @@ class Kernel:
     targets: dict[str, Target | None]  # by operation; None: code that is not loaded yet
     stood: int = 0  # operations that it was called for
     parts: int = 0  # of a rotary embedding that were left as they are
+    argument: str = "into"  # that it was named by, for messages
     takes_whole = True  # a norm or rotary embedding that is written out by hand, as one operation
     _dtypes: dict[Any, torch.dtype] = field(default_factory=dict, repr=False)
 
@@ -115,22 +116,34 @@ class Kernel:
             dtype = self._dtype(operation)
             found = read(given, lambda *asked: self._run(dtype, *asked))
         except ValueError as error:
-            said = str(error).removeprefix(f"into={self.name!r}: ")
+            said = str(error).removeprefix(f"{self.argument}={self.name!r}: ")
             if "accepted" not in said:
                 said += (
                     f"; accepted are calls of {', '.join(_READERS)} as their definitions say, and"
                     " RMSNorm modules in transformers' form"
                 )
-            raise ValueError(f"into={self.name!r}: {operation.place}: {said}") from error
+            raise ValueError(f"{self.argument}={self.name!r}: {operation.place}: {said}") from error
         self.stood += 1
         return found
+
+    def load(self) -> None:
+        """Load code that is named; raises ValueError where it is of none of the operations."""
+        refused = []
+        for operation, target in self.targets.items():
+            try:
+                self.targets[operation] = target or resolve(self.name, self.argument, operation)
+            except ValueError as error:
+                refused.append(error)
+        if len(refused) == len(self.targets):
+            raise refused[0]
 
     def check(self) -> None:
         """Raise ValueError where a pass called it for nothing but parts of what it stands for."""
         if self.parts and not self.stood:
             raise ValueError(
-                f"into={self.name!r}: the model makes no whole operation that it can stand for;"
-                " accepted are RMSNorm modules and apply_rotary_pos_emb in transformers' form"
+                f"{self.argument}={self.name!r}: the model makes no whole operation that it can"
+                " stand for; accepted are RMSNorm modules and apply_rotary_pos_emb in transformers'"
+                " form"
             )
 
     def _run(self, dtype: torch.dtype, name: str, operands: Tensors, options: Any) -> Tensor:
@@ -145,7 +158,7 @@ class Kernel:
             return _in_recipe(definition, recipe, operands, options, dtype)
         target = self.targets[name]
         if target is None:
-            target = self.targets[name] = resolve(self.name, "into", name)
+            target = self.targets[name] = resolve(self.name, self.argument, name)
         args, keywords = definition.arguments(operands, {**definition.options, **options})
         try:
             found = target.call(*args, **keywords)
@@ -160,7 +173,7 @@ class Kernel:
     def _attention(self, operation: Operation) -> Any:
         target = self.targets[ATTENTION]
         if target is None:
-            target = self.targets[ATTENTION] = resolve(self.name, "into")
+            target = self.targets[ATTENTION] = resolve(self.name, self.argument)
         given = _given(operation)
         query, key, value = (given.pop(name) for name in ("query", "key", "value"))
         asked = {"is_causal": False, "scale": None} | given

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from halfulp.attention import attention, emulate
-from halfulp.interpose import KINDS, Operation, Swap, arithmetic, interpose
+from halfulp.interpose import KINDS, Kernel, Operation, Swap, arithmetic, interpose
 from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
 from halfulp.training.attention_by_hand import BY_HAND, SDPA, AttentionCalls, HeadsInFp32
@@ -251,6 +251,10 @@ def swaps_of(
             called = (kind for kind in one.kinds if kind != OPTIMIZER)
             kinds.setdefault(one.into, {}).update(dict.fromkeys(called))
     planned = tuple(_Planned(into, tuple(of), plan=operations) for into, of in kinds.items())
+    for swap in planned:
+        if isinstance(swap.run, Kernel):
+            swap.run.argument = "operations"
+            swap.run.load()
     if all(a.attention == OWN for a in plan.assignments):
         return planned, None
     heads = Heads(plan, planned, own)
