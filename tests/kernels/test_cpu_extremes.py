@@ -282,3 +282,24 @@ def test_softcap_whose_ratio_to_the_scale_is_no_float32_is_refused():
         assert reason is not None
         assert "scale / softcap of" in reason
     assert cpu.supports(*Options(scale=0.0, softcap=1e37).of(q, q, q)) is None
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("odd", [None, math.nan, math.inf])
+def test_few_queries_have_the_bits_that_they_have_among_many(odd, dtype, isa):
+    """Few rows read keys and values where they lie; a value that is not finite, seen by some of them,
+    takes them back to the way of many.
+    """
+    q, k, v, _ = drawn(7, 1, 2, 1, 200, 173, 64, 64, dtype)
+    if odd is not None:
+        v[0, 0, 150, 3] = odd
+    options = Options(is_causal=True, causal_offset=130)
+    many = cpu.forward(*options.of(q, k, v), isa=isa)
+    # a position before, in and after the one that the odd value is hidden from
+    for first, count in ((0, 1), (19, 2), (18, 4), (12, 16), (40, 3)):
+        rows = slice(first, first + count)
+        moved = replace(options, causal_offset=130 + first)
+        few = cpu.forward(*moved.of(q[:, :, rows], k, v), isa=isa)
+        torch.testing.assert_close(few.out, many.out[:, :, rows], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(few.lse, many.lse[:, :, rows])
