@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
+import torch
+
 from halfulp.diff.tape import Entry
 
 Token = tuple[str, tuple[int, ...]]
@@ -21,6 +23,15 @@ class Aligned:
     only_a: list[Entry] = field(default_factory=list)
     only_b: list[Entry] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)  # B's path: A's, matched by shape
+
+    def instead(self, entry: Entry) -> torch.dtype:
+        """The coarsest format of what A alone gives in the module of an operation that B alone
+        has, or as the same operation of that size in another module; float32 at least.
+        """
+        path = self.renamed.get(entry.path, entry.path)
+        alike = entry.name, entry.shape
+        dtypes = [x.dtype for x in self.only_a if x.path == path or (x.name, x.shape) == alike]
+        return max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def align(a: Sequence[Entry], b: Sequence[Entry], shapes: bool = True) -> Aligned:

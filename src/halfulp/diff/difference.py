@@ -118,7 +118,8 @@ class Difference:
         steps; 2: not known.
         """
         late = self.after is not None and self.after.p is not None and self.after.p < LEVEL
-        if late or (self.first is not None and self.first.beyond):
+        alone = self.first is not None and self.first.beyond and self.verdict != "identical"
+        if late or alone:
             return 1
         return {"beyond rounding": 1, "unknown": 2}.get(self.verdict, 0)
 

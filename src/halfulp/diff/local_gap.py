@@ -40,6 +40,7 @@ class LocalGap:
     same: bool = True  # both sides make one and the same operation
     exact: bool = False  # `own` is B's error, since A's operation is B's own on a part of the batch
     replaced: bool = False  # without an answer, and A does something else in its place
+    instead: torch.dtype = torch.float32  # the coarsest format of what A alone does in its module
     numbers: int = 0
     gap: float = 0.0  # Σ (B − A)²
     own: float = 0.0  # Σ (B − A's operation on B's operands)²
@@ -136,7 +137,8 @@ class LocalGap:
         if self.same or not self.own:
             return False
         if self.answer is None:
-            return self.relative_own > BEYOND[32] * step_of(torch.float32)
+            wide = torch.finfo(self.instead).bits > 16
+            return self.relative_own > BEYOND[32 if wide else 16] * step_of(self.instead)
         bits = min(torch.finfo(x.coarsest).bits for x in (self.answer, self.entry))
         return self.over_floor > BEYOND[16 if bits <= 16 else 32]
 

@@ -327,7 +327,7 @@ def compare_recordings(a: str | Path, b: str | Path) -> Difference:
     for number in range(len(mine.batches)):
         for place, entry in theirs.entries.items():
             answer = mine.entries.get(aligned.pairs.get(place, ""))
-            gap = gaps.setdefault(place, LocalGap(entry, answer))
+            gap = gaps.setdefault(place, LocalGap(entry, answer, instead=aligned.instead(entry)))
             _add(gap, mine, theirs, number)
         outputs = [side.read(f"{number}", OUTPUTS) for side in (mine, theirs)]
         assert outputs[0] is not None

@@ -195,7 +195,7 @@ class TwoSides:
         if gap is None:
             gap = self.gaps[place] = LocalGap(entry, answer)
         if answer is None or theirs is None:
-            gap.replaced = replaced
+            gap.replaced, gap.instead = replaced, self.aligned.instead(entry)
             self._lone(gap, entry, operation, result)
             return
         if gap.answer is None:

@@ -18,7 +18,7 @@ def text(found: Difference, width: int) -> str:
 def without_verdict(found: Difference, width: int) -> str:
     """The report without its first sentence."""
     said = [_sizes(found, width)]
-    if found.first is not None:
+    if found.first is not None and found.verdict != "identical":
         said += ["", wrapped(f"First to part: {reason(found.first)}.", width)]
     groups = [x for x in found.groups if not x.layer]
     columns = ["outputs", *(["loss"] if any(x is not None for x, _ in found.losses) else [])]
@@ -29,7 +29,7 @@ def without_verdict(found: Difference, width: int) -> str:
         if layers:
             said += ["", f"Layers of {groups[0].name}:", group_table(layers, columns, width)]
     parting = [x for x in found.operations if not x.same and x.own and (x.beyond or not x.exact)]
-    if parting:
+    if parting and found.verdict != "identical":
         said += ["", _operation_table(parting, width)]
     if found.after is not None:
         said += ["", after_text(found.after, width)]
