@@ -84,7 +84,7 @@ def foreign(plant: str, number: int, out: Path, seeds: int) -> tuple[str, Any, b
     name = plant if plant in ("rate", "rising") else "make"
     run = user_run(f"{file}:{name}", steps=STEPS, metrics_every=1, autocast="bf16")
     only = BESIDES if plant in ("rate", "rising") else ()
-    only = tuple(x for x in only if family != "vit" or x != "halfulp")  # written out by hand
+    only = tuple(x for x in only if family not in ("vit", "encoder") or x != "halfulp")  # has none
     found = prescribe(run, out=out, seeds=seeds, only=only, workers=1)
     helps = [one.remedy for one in found.helping]
     groups = {one.group for one in helps}

@@ -359,3 +359,16 @@ def test_rows_stand_alone():
 
 def test_a_picture_in_a_file_shrinks_with_its_window():
     assert "max-width:100%" in draw(TWO, inline=False)
+
+
+@pytest.mark.parametrize("end", [99, 121, 124, 980, 1240, 9800, 12400, 98000])
+def test_a_number_at_the_right_edge_is_not_cut(end):
+    svg = tree(draw(figure(series("a", [1.0, 2.0], x=[0, end]))))
+    width = float(svg.get("viewBox").split()[2])
+    middle = [
+        (float(node.get("x")), "".join(node.itertext()).strip())
+        for node in svg.iter("{http://www.w3.org/2000/svg}text")
+        if "middle" in (node.get("style") or "") and node.get("x")
+    ]
+    assert len(middle) > 3
+    assert all(x + 0.6 * 9.5 * len(text) / 2 <= width for x, text in middle), middle
