@@ -2,6 +2,7 @@
 process of its own.
 """
 
+import re
 import subprocess
 import sys
 from typing import Literal
@@ -186,3 +187,35 @@ def test_a_kernel_says_which_values_of_an_option_it_takes():
     report = audit(of_one, op="router", explain=False)
     assert report.verdict == "sound"
     assert [line.split(" in ")[0] for line in report.limits] == ["does not take renormalize=True"]
+
+
+@pytest.mark.parametrize(
+    ("op", "fault", "key", "text"),
+    [
+        ("rms_norm", "squares_low", "sum-low", "squares is rounded to bf16 after every term"),
+        ("rms_norm", "inverse_low", "statistic-low", "inverse_rms is rounded to bf16"),
+        ("rms_norm", "weight_grad_low", "grad-sum-low", "the gradient of weights"),
+        ("rms_norm", "eps_fixed", "option", "eps is taken as 1e-06 instead of 0.01"),
+        ("rms_norm", "tail_dropped", "end", "squares ends at 64 of 77"),
+        ("softmax", "out_cut", "step-low", "kept is cut to bf16"),
+        ("softmax", "no_inner", "term-missing", "the gradient of inner"),
+        ("swiglu", "swapped_gradients", "exchanged", "grad_gate and grad_up are exchanged"),
+        ("sum", "mean", "factor", "times what it should be"),
+    ],
+)
+def test_the_cause_is_what_errs_as_the_kernel_does(op, fault, key, text):
+    (kernel,) = [k.fn for k in KERNELS if (k.op, k.name) == (op, fault)]
+    report = audit(kernel, op=op)
+    assert report.causes[0].key == key, report.evidence
+    assert text in report.evidence[0]
+    assert re.search(r"explains (9\d|100) % of its error", report.evidence[0])
+
+
+def test_what_nothing_explains_is_called_so():
+    def noisy(input, dim):
+        noise = torch.randn(input.shape, generator=torch.Generator().manual_seed(1))
+        return torch.softmax(input.float(), dim).mul(1 + 0.02 * noise).to(input.dtype)
+
+    report = audit(noisy, op="softmax", only=["gaussian"])
+    assert report.causes[0].key == "operation-unexplained", report.evidence
+    assert "% off" in report.evidence[0]

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import probes_with
+from halfulp.audit.references import references
 from halfulp.audit.verdict import Finding
 from halfulp.calls import Call, Result
-from halfulp.reconstruct import CAUSES, Cause, Named, Reconstruction, Trial, of_kernel
+from halfulp.reconstruct import (
+    CAUSES,
+    Cause,
+    Failure,
+    Named,
+    Reconstruction,
+    Trial,
+    of_kernel,
+    of_operation,
+)
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
 LEVELS = probes_with("level")
@@ -21,6 +32,7 @@ GROSS = 20.0  # times stock: from there on rounding is a cause only where it exp
 PROVEN = 0.9  # share of an error that is "explains it"
 EFFORT = 1500  # emulations of the reconstruction
 PROBES = 2  # failing probes that the reconstruction looks at beside its own inputs
+FAILURES = 4  # failing cases of another operation that are looked at
 LONGEST = 512  # keys of a probe that is emulated hundreds of times
 
 _TENSORS = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -52,6 +64,33 @@ def reconstructed(
         if x.dropout is None:
             extra.append(Trial(f"probe {probe}", x, x.grad_out))
     return of_kernel(lambda t: run(_inputs(t)), name, dtype, extra=extra, effort=EFFORT)
+
+
+def operation_causes(
+    run: Callable[[Any], Any], findings: Sequence[Finding]
+) -> tuple[Diagnosis, ...]:
+    """The causes of an operation's defects: what is not finite or not the same twice, and the way
+    to compute its definition that errs as the kernel does on the worst cases.
+    """
+    defects = [f for f in findings if f.grade == "defect"]
+    broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
+    causes = [_of_broken(broken)] if broken else []
+    unsteady = [f for f in defects if f.property.startswith("same call twice")]
+    if unsteady:
+        causes.append(Diagnosis(CAUSES["unstable"], unsteady[0].figure))
+    tensors: dict[Case, dict[str, None]] = {}
+    for f in defects:
+        if f not in broken and f.case is not None and f.kind != "relation":
+            tensors.setdefault(f.case, {})[f.tensor] = None
+    failures = []
+    for case, failing in list(tensors.items())[:FAILURES]:
+        known = references(case)
+        failures.append(Failure(known.inputs, known.truth, tuple(failing)))
+    found = of_operation(run, failures)
+    if found is not None:
+        share = f": explains {100 * found.share:.0f} % of its error" if found.share else ""
+        causes.append(Diagnosis(CAUSES[found.cause], f"{found.text}{share}"))
+    return tuple(causes)
 
 
 def _inputs(trial: Trial) -> Inputs:

@@ -14,7 +14,7 @@ import torch
 
 from halfulp.audit.choosing import Budget, budget, chosen, left_out
 from halfulp.audit.coverage import Coverage, coverage
-from halfulp.audit.diagnosis import Diagnosis, diagnose, reconstructed
+from halfulp.audit.diagnosis import Diagnosis, diagnose, operation_causes, reconstructed
 from halfulp.audit.figures import GRADIENTS, Measured
 from halfulp.audit.in_form import in_its_form
 from halfulp.audit.inputs import Case, Inputs
@@ -272,9 +272,11 @@ def _explained(
     run: Callable[[Inputs], Result | None],
     findings: list[Finding],
 ) -> tuple[Reconstruction | None, tuple[Diagnosis, ...]]:
-    """What is known of attention's recipes; of other operations the probes speak for themselves."""
+    """What the kernel does, by its own errors: a recipe of attention, or a way to compute another
+    operation.
+    """
     if asked.target.operation != ATTENTION:
-        return None, ()
+        return None, operation_causes(run, findings) if asked.explain else ()
     found = None
     if asked.explain and gathered.measured:
         found = reconstructed(run, asked.target.name, asked.dtype, findings)

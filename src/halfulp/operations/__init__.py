@@ -8,6 +8,7 @@ from halfulp.operations.operation_calls import (
     DTYPES,
     OperationCalls,
     OperationResult,
+    changed,
     defined,
     drawn_calls,
     emulated,
@@ -22,12 +23,13 @@ from halfulp.operations.operation_data import (
     Tensors,
 )
 from halfulp.operations.reading import ATTENTION, operation_named, operation_names
-from halfulp.operations.seam import OPERAND, Rounding, Steps, disturbed, exactly
+from halfulp.operations.seam import OPERAND, PLACE, Rounding, Steps, disturbed, exactly
 
 __all__ = [
     "ATTENTION",
     "DTYPES",
     "OPERAND",
+    "PLACE",
     "BuiltIn",
     "Operand",
     "Operation",
@@ -39,6 +41,7 @@ __all__ = [
     "Sizes",
     "Steps",
     "Tensors",
+    "changed",
     "defined",
     "disturbed",
     "drawn_calls",

@@ -94,9 +94,16 @@ def defined(calls: OperationCalls, change: Change = exactly) -> Tensors:
 
 def emulated(calls: OperationCalls, recipe: Rounding, seed: int = 0) -> Tensors:
     """The same in fp32 and a recipe's roundings, results and gradients rounded to their dtypes."""
-    found = _evaluated(calls, recipe.change(calls.dtype, seed), torch.float32)
+    return changed(calls, recipe.change(calls.dtype, seed))
+
+
+def changed(calls: OperationCalls, change: Change) -> Tensors:
+    """The same with each step changed so, each result and gradient too: as `result_NAME`."""
+    found = _evaluated(calls, change, torch.float32)
     dtypes = {name: kinds[0] for name, (_, kinds) in calls.expected().items()}
-    return {name: x.to(dtypes.get(name, x.dtype)) for name, x in found.items()}
+    return {
+        name: change(f"result_{name}", x).to(dtypes.get(name, x.dtype)) for name, x in found.items()
+    }
 
 
 def _evaluated(calls: OperationCalls, change: Change, compute: torch.dtype) -> Tensors:

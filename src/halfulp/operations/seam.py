@@ -25,6 +25,11 @@ STOCHASTIC = "operand, stochastic"
 
 OF_DTYPE: dict[str, Format] = {"bfloat16": BF16, "float16": FP16, "float32": FP32}
 
+PLACE = "_"
+"""Begins the name of a step where nothing need be rounded and some kernel does: terms of a sum, a
+value between two steps. There the reconstruction tries what kernels do; natural noise leaves it be.
+"""
+
 Change = Callable[[str, Tensor], Tensor]
 
 
@@ -76,13 +81,25 @@ def exactly(_: str, exact: Tensor) -> Tensor:
 
 
 def disturbed(generator: torch.Generator, by: float) -> Change:
-    """Every element off by a random part of itself, of standard deviation `by`."""
+    """Every element off by a random part of itself, of standard deviation `by`; not at places where
+    no kernel needs to round.
+    """
 
-    def change(_: str, exact: Tensor) -> Tensor:
+    def change(name: str, exact: Tensor) -> Tensor:
+        if name.removeprefix("grad_").startswith(PLACE):
+            return exact.detach()
         noise = torch.randn(exact.shape, generator=generator, dtype=exact.dtype)
         return exact.detach() * (1 + by * noise)
 
     return change
+
+
+def inverse_root(step: Callable[[str, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
+    """1 / √x of a norm at its step, whose gradient takes the number that the step gave, as kernels
+    do, which keep it for the backward pass.
+    """
+    kept = step(name, torch.rsqrt(x.detach()))
+    return kept - 0.5 * kept**3 * (x - x.detach())
 
 
 class _Changed(torch.autograd.Function):

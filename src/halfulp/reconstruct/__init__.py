@@ -5,7 +5,19 @@ inputs until one of them errs as it does.
 from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import Named
+from halfulp.reconstruct.operation_reconstruction import Failure, FoundWay, of_operation
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.reconstruction import of_kernel, reconstruct
 
-__all__ = ["CAUSES", "Cause", "Named", "Reconstruction", "Trial", "of_kernel", "reconstruct"]
+__all__ = [
+    "CAUSES",
+    "Cause",
+    "Failure",
+    "FoundWay",
+    "Named",
+    "Reconstruction",
+    "Trial",
+    "of_kernel",
+    "of_operation",
+    "reconstruct",
+]

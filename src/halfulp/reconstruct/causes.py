@@ -165,11 +165,45 @@ _OTHER: tuple[tuple[str, Kind, str, str, str], ...] = (
      _EVERYONE, DELTA),
 )  # fmt: skip
 
+_KEPT = "Liger-Kernel PR 950 (dW of a norm reduced in bf16)"
+
+_OPERATION: tuple[tuple[str, Kind, str, str, str], ...] = (
+    ("step-low", "rounding", "a value between two steps is rounded to the operands' format",
+     "missing upcasts of eager code", FORWARD),
+    ("statistic-low", "rounding", "a number that a whole row shares is rounded",
+     "helion PR 2273 (inv_rms)", FORWARD),
+    ("sum-low", "rounding", "a sum is kept in low precision as it runs",
+     "triton PR 3408 in Meta's fork (row sums too coarse)", LONG),
+    ("grad-step-low", "rounding", "a value of the backward pass is rounded before it is used up",
+     "jax PR 40128 (rounded before a cancelling sum)", GRADIENT),
+    ("grad-sum-low", "rounding", "a gradient is summed in low precision", _KEPT, GRADIENT),
+    ("result-cut", "rounding", "a result is truncated instead of rounded",
+     "aiter PR 5151 (truncation for nearest-even)", LEAN),
+    ("result-low", "rounding", "a result that is float32 has passed through fewer digits",
+     "moments and masters of optimizers in bf16", LOST),
+    ("coarser", "rounding", "values pass through a coarser format than their own",
+     "products in fp8 or fp16 by default", NOISE),
+    ("option", "function", "an option is not read, or enters elsewhere",
+     "eps inside and outside of roots; OneTrainer 996 (\"no weight decay is applied\")", WRONG),
+    ("end", "function", "an end that no whole block covers is left out", _BLOCKS, WRONG),
+    ("neighbor", "function", "a row is computed from its neighbor's data", "pytorch issue 190828",
+     NOISE),
+    ("factor", "function", "a value is a constant times what it should be",
+     "means over another count", WRONG),
+    ("term-missing", "function", "a term of the gradient is left out",
+     "Liger-Kernel PR 1432 (gradients 4 to 23 % off)", LOST),
+    ("exchanged", "function", "two gradients are exchanged", "hand-written backward passes", LOST),
+    ("operation-function", "unexplained", "another function is computed than the one asked for",
+     _NONE, WRONG),
+    ("operation-unexplained", "unexplained", "an error that nothing tried explains", _NONE,
+     FORWARD),
+)  # fmt: skip
+
 CAUSES: dict[str, Cause] = {
     cause.key: cause
     for cause in (
         *(Cause(key, "rounding", *rest) for key, *rest in _ROUNDING),
         *(Cause(key, "function", *rest) for key, *rest in _FUNCTION),
-        *(Cause(*row) for row in _OTHER),
+        *(Cause(*row) for row in (*_OTHER, *_OPERATION)),
     )
 }

@@ -2,7 +2,7 @@
 
 A code means one thing for good: one whose cause is gone stays here, among the retired, and is never
 given again. HU1 is rounding, HU2 another function than the one asked for, HU3 what is not finite or
-not the same twice, HU4 what is not explained.
+not the same twice, HU4 what is not explained, HU5 operations other than attention.
 """
 
 from __future__ import annotations
@@ -67,6 +67,22 @@ CODES: dict[str, str] = {
     "elements": "HU401",
     "out-unexplained": "HU402",
     "gradient-unexplained": "HU403",
+    "step-low": "HU501",
+    "statistic-low": "HU502",
+    "sum-low": "HU503",
+    "grad-step-low": "HU504",
+    "grad-sum-low": "HU505",
+    "result-cut": "HU506",
+    "result-low": "HU507",
+    "coarser": "HU508",
+    "option": "HU521",
+    "end": "HU522",
+    "neighbor": "HU523",
+    "factor": "HU524",
+    "term-missing": "HU525",
+    "exchanged": "HU526",
+    "operation-function": "HU541",
+    "operation-unexplained": "HU542",
 }
 """By the key of the cause in `causes.CAUSES`."""
 

@@ -45,7 +45,8 @@ def define(step: Seam, x: Tensors, o: Options) -> Tensors:
     mean = first / (1 - o["beta1"] ** o["step"])
     size = (second / (1 - o["beta2"] ** o["step"])).sqrt() + o["eps"]
     decayed = step("decayed", param * (1 - o["lr"] * o["weight_decay"]))
-    update = (decayed - step("moved", o["lr"] * mean / size)) - param
+    stored = step("_stored", decayed - step("moved", o["lr"] * mean / size))
+    update = stored - param
     return {"update": update, "exp_avg": first, "exp_avg_sq": second}
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
+from halfulp.operations.seam import inverse_root
 
 SIGNATURE = "layer_norm(input, normalized_shape, weight, bias, eps)"
 OPERANDS = (Operand("input", "T D"), Operand("weight", "D"), Operand("bias", "D"))
@@ -20,7 +19,8 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     rows = x["input"]
     centered = step("centered", rows - step("mean", rows.mean(-1, keepdim=True)))
     variance = step("variance", step("squares", centered * centered).mean(-1, keepdim=True))
-    normalized = step("normalized", centered * torch.rsqrt(variance + options["eps"]))
+    inverse = inverse_root(step, "inverse_deviation", variance + options["eps"])
+    normalized = step("normalized", centered * inverse)
     weighted = step("weighted", normalized * step("weights", x["weight"].expand_as(rows)))
     return {"output": weighted + step("biases", x["bias"].expand_as(rows))}
 

@@ -19,7 +19,9 @@ OPTIONS: dict[str, Any] = {}
 
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     """T rows of K features to N."""
-    products = step("products", x["input"][:, None, :] * x["weight"][None])
+    shape = (len(x["input"]), *x["weight"].shape)
+    rows = step("_inputs", x["input"][:, None].expand(shape))  # whose gradients are terms of dX
+    products = step("products", rows * step("_weights", x["weight"][None].expand(shape)))
     return {"output": products.sum(-1)}
 
 

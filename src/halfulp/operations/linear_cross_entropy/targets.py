@@ -32,12 +32,18 @@ def upcast(input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Ten
     return functional.cross_entropy(logits, target, **options)
 
 
-def torch_chunked(input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
-    """torch.nn.functional.linear_cross_entropy in chunks, where this PyTorch has it."""
+def torch_chunked(
+    input: Tensor, weight: Tensor, target: Tensor, *, ignore_index: int, reduction: str
+) -> Tensor:
+    """torch.nn.functional.linear_cross_entropy in chunks, where this PyTorch has it; with label
+    smoothing it does not work in chunks.
+    """
     if not hasattr(functional, "linear_cross_entropy"):
         raise NotImplementedError("this PyTorch has no torch.nn.functional.linear_cross_entropy")
     chunks = torch.nn.LinearCrossEntropyOptions()
-    return functional.linear_cross_entropy(input, weight, target, options=chunks, **options)
+    return functional.linear_cross_entropy(
+        input, weight, target, options=chunks, ignore_index=ignore_index, reduction=reduction
+    )
 
 
 TARGETS = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
+from halfulp.operations.seam import inverse_root
 
 SIGNATURE = "rms_norm(input, normalized_shape, weight, eps)"
 OPERANDS = (Operand("input", "T D"), Operand("weight", "D"))
@@ -19,7 +18,7 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     """T rows of D features."""
     rows = x["input"]
     mean_square = step("mean_square", step("squares", rows * rows).mean(-1, keepdim=True))
-    inverse_rms = step("inverse_rms", torch.rsqrt(mean_square + options["eps"]))
+    inverse_rms = inverse_root(step, "inverse_rms", mean_square + options["eps"])
     normalized = step("normalized", rows * inverse_rms)
     weights = step("weights", x["weight"].expand_as(rows))
     return {"output": normalized * weights}

@@ -37,7 +37,9 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     logits = x["logits"]
     chosen = logits.detach().topk(options["k"], -1).indices
     powers = step("powers", (logits - logits.detach().amax(-1, keepdim=True)).exp())
-    weights = step("weights", powers / step("row_sum", powers.sum(-1, keepdim=True)))
+    weights = step(
+        "weights", powers / step("row_sum", step("_summed", powers).sum(-1, keepdim=True))
+    )
     weights = weights.gather(-1, chosen)
     if options["renormalize"]:
         weights = weights / step("chosen_sum", weights.sum(-1, keepdim=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
 
 SIGNATURE = "softmax(input, dim)"
@@ -16,11 +18,18 @@ OPTIONS: dict[str, Any] = {}
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     """T rows of V scores; the gradient y ∘ (dy − Σ dy ∘ y) is taken from `kept`, as kernels do."""
     rows = x["input"].detach()
-    weights = step("weights", (rows - rows.amax(-1, keepdim=True)).exp())
-    kept = step("kept", weights / step("row_sum", weights.sum(-1, keepdim=True)))
+    weights = step("weights", step("_shifted", rows - rows.amax(-1, keepdim=True)).exp())
+    row_sum = step("row_sum", step("_summed", weights).sum(-1, keepdim=True))
+    kept = step("kept", weights * step("_reciprocal", 1 / row_sum))
     zero = (x["input"] - rows).nan_to_num()  # 0, whose gradient is that of the scores
     terms = step("terms", kept * zero)
-    return {"output": kept + terms - kept * terms.sum(-1, keepdim=True)}
+    return {"output": kept + terms - kept * _inner(step, terms)}
+
+
+def _inner(step: Seam, terms: Tensor) -> Tensor:
+    """Σ, whose gradient is Σ dy ∘ y."""
+    total = step("_inner", terms.sum(-1, keepdim=True))
+    return step("_inner_terms", total.expand_as(terms))
 
 
 def arguments(x: Tensors, _: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
