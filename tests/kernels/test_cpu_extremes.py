@@ -288,7 +288,7 @@ def test_softcap_whose_ratio_to_the_scale_is_no_float32_is_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf])
 def test_few_queries_have_the_bits_that_they_have_among_many(odd, dtype, isa):
-    """Few rows read keys and values where they lie; a value that is not finite, seen by some of them,
+    """Few rows read keys and values where they lie; a value that is not finite, seen by some,
     takes them back to the way of many.
     """
     q, k, v, _ = drawn(7, 1, 2, 1, 200, 173, 64, 64, dtype)
