@@ -247,3 +247,14 @@ def test_a_floor_of_few_numbers_is_that_of_all(monkeypatch, function, shapes):
     monkeypatch.setattr(floors, "FEW", 2**40)
     assert floors.sampled(operation).tensors()[0].numel() == args[0].numel()
     assert found == pytest.approx(floors.floors_of([entry], operation), rel=0.15)
+
+
+def test_attention_written_out_is_no_finding_beside_a_kernel_of_its_formats():
+    by_hand, kernel = (planted.language_model("GPT2", torch.bfloat16) for _ in range(2))
+    by_hand.set_attn_implementation("eager")
+    found = diff(by_hand, kernel, planted.batches(), attribute=False)
+    lone = [row for row in found.operations if row.answer is None and row.kind == "attention"]
+    assert lone
+    assert not any(row.beyond for row in lone)
+    assert found.verdict == "within rounding"
+    assert found.exit_code == 0
