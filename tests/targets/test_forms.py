@@ -14,6 +14,7 @@ from halfulp.audit.run import runner
 from halfulp.audit.shrink import severity
 from halfulp.report.audit_summary import facts
 from halfulp.targets import BHND, FORMS, Form, Target, run_target
+from halfulp.targets.calling import UNWRITTEN
 from halfulp.targets.form import recognized
 from tests.targets.calls import relative
 
@@ -285,6 +286,12 @@ def test_what_is_written_to_is_said_by_its_role():
     target = Target.of(writes)
     x = [torch.randn(1, 2, 5, 4) for _ in range(3)]
     assert "modifies its inputs: qkv" in run_target(target, *x, is_causal=False, scale=None).notes
+
+
+def test_what_is_never_written_is_said():
+    x = [torch.randn(1, 2, 5, 4) for _ in range(3)]
+    for kernel, notes in ((into, ()), (into_all_but_the_last, (UNWRITTEN,))):
+        assert run_target(Target.of(kernel), *x, is_causal=False, scale=None).notes == notes
 
 
 def test_a_program_and_a_replay_call_in_the_form():

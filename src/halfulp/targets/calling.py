@@ -27,6 +27,7 @@ from halfulp.targets.target import Outcome, Target, UnsupportedError
 MODIFIES = "modifies its inputs"
 LEAVES = "leaves changed (put back)"
 FORWARD_ONLY = "not differentiable"
+UNWRITTEN = "leaves elements of out as they were given, NaN"
 
 
 def run_target(
@@ -151,6 +152,8 @@ def _call(
             out, lse, notes = _unpacked(call.returned(returned), leaves[0], call)
             if isinstance(out, str):
                 return Outcome(None, out, "error")
+            if "out" in call.buffers and out.isnan().any():
+                notes += (UNWRITTEN,)
             outs.append(out)
             kept.append((call.read(out.detach().clone()), None if lse is None else lse.clone()))
         except Exception as error:  # a class of tensors that cannot be looked at
