@@ -15,7 +15,7 @@ def reconstruct(
     *,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     device: str = "cpu",
-    effort: int = 2500,
+    effort: int = 2000,
     seed: int = 0,
     in_process: bool = False,
     call_seconds: float = 120.0,
@@ -35,7 +35,7 @@ def reconstruct(
         dtype: Of query, key, value and their gradients.
         device: Where the target runs, such as cpu or cuda; candidates are emulated on the CPU.
         effort: Emulations after which the most expensive parts of the search are left out; a
-            thousand take about a second.
+            thousand take one or two seconds.
         seed: Of the inputs.
         in_process: Call the target in this process, not in one of its own.
         call_seconds: After how long a call is given up.

@@ -4,6 +4,7 @@ block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,47 @@ def asked() -> Iterator[Twist]:
     for width in (16, 32, 64):
         text = f"features after the last whole block of {width} are left out of QKᵀ"
         yield Twist(f"features-{width}", text, "ragged", partial(_without_features, width))
+
+
+def operands(dtype: torch.dtype) -> Iterator[Twist]:
+    """Operands that are scaled before they are rounded once more, as to fold what the scores are
+    multiplied by, or to quantize them.
+    """
+    low = torch.bfloat16 if dtype == torch.float32 else dtype
+    ways: tuple[tuple[str, str, tuple[str, ...], Callable[[float], float]], ...] = (
+        ("query-log2e", "Q is multiplied by scale · log₂e", ("query",), lambda a: a * LOG2_E),
+        ("key-log2e", "K is multiplied by scale · log₂e", ("key",), lambda a: a * LOG2_E),
+        ("roots", "Q and K are multiplied by √scale", ("query", "key"), math.sqrt),
+        ("roots-log2e", "Q and K are multiplied by √(scale · log₂e)", ("query", "key"),
+         lambda a: math.sqrt(a * LOG2_E)),
+    )  # fmt: skip
+    for key, text, names, factor in ways:
+
+        def scaled(
+            trial: Trial,
+            names: tuple[str, ...] = names,
+            factor: Callable[[float], float] = factor,
+        ) -> Trial:
+            f = factor(abs(trial.call.scale))
+            changed = {n: (getattr(trial.call, n).float() * f).to(low).float() / f for n in names}
+            return replace(trial, call=replace(trial.call, **changed))
+
+        yield Twist(f"prescaled-{key}", f"{text} and rounded again", "prescaled", scaled,
+                    unrounded=names)  # fmt: skip
+    for name in ("query", "key", "value"):
+        for key, text, dims in (("token", "row", (3,)), ("channel", "feature", (2,)),
+                                ("head", "head", (2, 3))):  # fmt: skip
+            for fmt, largest in (("int8", 127.0), ("e4m3", 448.0)):
+                told = f"the {name} is quantized to {fmt} with a scale for each {text}"
+                turn = partial(_quantized, name, dims, fmt, largest)
+                yield Twist(f"{fmt}-{name}-{key}", told, "operand", turn, unrounded=(name,))
+
+
+def _quantized(name: str, dims: tuple[int, ...], fmt: str, largest: float, trial: Trial) -> Trial:
+    x = getattr(trial.call, name).float()
+    unit = x.abs().amax(dims, keepdim=True).clamp_min(1e-30) / largest
+    whole = (x / unit).round() if fmt == "int8" else (x / unit).to(torch.float8_e4m3fn).float()
+    return replace(trial, call=replace(trial.call, **{name: whole * unit}))
 
 
 def _of(name: str, change: Callable[[Call], Call | None], trial: Trial) -> Trial | None:

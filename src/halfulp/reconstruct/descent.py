@@ -20,6 +20,7 @@ SURE = 3.5  # standard errors that a change must be better by
 TRIED = 6  # changes, the best first, that are held against all trials before the search gives up
 DECISIVE = 2.0  # of the loss: a gain that a few rows are enough for
 ALIKE = 0.3  # of the loss: so near, what the other results say decides
+MANY = 300  # changes, so many that they are first held against one trial alone
 SIFTED = 24  # changes that are held against all trials of a screen
 WHOLE = 10 * NOISE  # share left of an error that needs no further explanation
 
@@ -44,6 +45,7 @@ class Search(Generic[M]):
     fits: Callable[[M, frozenset[str], frozenset[str] | None], Fits]
     costly: frozenset[str] = frozenset()  # trials that are only used where others do not suffice
     also: frozenset[str] = frozenset()  # results that decide between changes that fit alike
+    spent: Callable[[], bool] = lambda: False  # whether a descent shall stop where it is
     steps: list[Taken] = field(default_factory=list)
     tried: int = 0
 
@@ -84,7 +86,7 @@ class Search(Generic[M]):
     ) -> M:
         """Take the best change while one is significantly better."""
         for _ in range(most):
-            if not tensors or self.explained(model, tensors):
+            if not tensors or self.explained(model, tensors) or self.spent():
                 break
             better = self.best(stage, model, neighbors(model), tensors, screened)
             if better is None:
@@ -98,7 +100,8 @@ class Search(Generic[M]):
         """Changed models by their loss on some trials, first sifted on half of them."""
         every, whole = list(changes), frozenset(trials)
         self.tried += len(every)
-        few = frozenset(trials[: max(1, len(trials) // 2)])
+        half = 1 if len(every) > MANY else max(1, len(trials) // 2)
+        few = frozenset(trials[:half])
         sifted = sorted(((self.loss(m, tensors, few), i) for i, (_, m) in enumerate(every)))[
             :SIFTED
         ]

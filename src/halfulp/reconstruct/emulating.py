@@ -17,7 +17,8 @@ from torch import Tensor
 
 from halfulp.algorithms import Kept, Problem, attend, attend_backward, golden
 from halfulp.calls import Result
-from halfulp.recipes import Recipe, Step
+from halfulp.formats import FP64
+from halfulp.recipes import FP32, Recipe, Step
 from halfulp.reconstruct.evidence import Fit, Observed
 from halfulp.reconstruct.panel import Trial
 
@@ -29,6 +30,9 @@ Tensors = Mapping[str, Tensor]
 # what the backward pass decides and the forward pass already needs to keep
 _KEPT_FOR = ("delta_from", "residual_bits", "residual")
 _READ = ("query", "key", "value", "input_scaling", "compute", "seed")  # what operands are read by
+
+
+ORDER = 8.0  # times what fp32 sums make: what sums in another order may differ by
 
 
 def _as_it_is(_: Trial, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -49,6 +53,7 @@ class Twist:
     back: Callable[[Trial, dict[str, Tensor]], dict[str, Tensor]] = field(
         compare=False, repr=False, default=_as_it_is
     )
+    unrounded: tuple[str, ...] = ()  # operands that it rounds, or not, instead of the recipe
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class Emulator:
         self.nonfinite: dict[tuple[str, str], int] = {}
         for trial, result in observed.items():
             truth = golden(trial.call, trial.grad_out)
+            order = _order_noise(trial, truth)
             for name in TENSORS:
                 got, exact = getattr(result, name), getattr(truth, name)
                 if got is None:
@@ -109,7 +115,7 @@ class Emulator:
                 broken = int((~got.isfinite() & exact.isfinite()).sum())
                 if broken:
                     self.nonfinite[trial.name, name] = broken
-                self.observed[trial.name, name] = Observed.of(got, exact)
+                self.observed[trial.name, name] = Observed.of(got, exact, order.get(name, 0.0))
         self._forward: OrderedDict[Any, tuple[Problem, Kept, dict[str, Tensor]] | None]
         self._forward = OrderedDict()
         self._read: OrderedDict[Any, Problem] = OrderedDict()
@@ -194,12 +200,29 @@ class Emulator:
     def _problem(self, trial: Trial, turned: Trial, way: Way) -> Problem:
         """The problem of a way; operands that are read alike are rounded once."""
         recipe = way.recipe
+        if names := {name for twist in way.twists for name in twist.unrounded}:
+            recipe = recipe.with_(**dict.fromkeys(names, FP64))
         key = (trial.name, way.twists, *(getattr(recipe, name) for name in _READ))
         if key not in self._read:
             self._read[key] = Problem.read(turned.call, Step(recipe))
             if len(self._read) > 128:
                 self._read.popitem(last=False)
         return replace(self._read[key], step=Step(recipe))
+
+
+def _order_noise(trial: Trial, truth: Result) -> dict[str, float]:
+    """Squared errors that another order of sums may make where all of an error is that: in
+    float32, `ORDER` times what fp32 makes.
+    """
+    if trial.call.query.dtype != torch.float32:
+        return {}
+    problem = Problem.read(trial.call, Step(FP32))
+    kept = attend(problem)
+    gradients = attend_backward(problem, kept, trial.grad_out, None)
+    made = {"out": kept.out, "lse": (kept.lse / problem.unit).squeeze(-1)}
+    made |= dict(zip(GRADIENTS, gradients, strict=True))
+    errors = {name: made[name].double() - getattr(truth, name) for name in TENSORS}
+    return {n: ORDER**2 * float(e.nan_to_num(0.0).square().sum()) for n, e in errors.items()}
 
 
 def _as_found(kept: Kept, found: Tensors, unit: float) -> Kept:

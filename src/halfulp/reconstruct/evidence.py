@@ -35,10 +35,13 @@ class Observed:
     # float64 would make it, at half the cost
     parts: tuple[Tensor, Tensor]
     all_usable: bool
+    floor: float  # the squared error that is none
 
     @classmethod
-    def of(cls, value: Tensor, exact: Tensor) -> Observed:
-        """Compare two tensors `[..., N, D]`, or `[..., N]` of one number a row."""
+    def of(cls, value: Tensor, exact: Tensor, noise: float = 0.0) -> Observed:
+        """Compare two tensors `[..., N, D]`, or `[..., N]` of one number a row; a squared error of
+        `noise` is none.
+        """
         value, exact = value.double(), exact.double()
         if value.ndim == 3:
             value, exact = value.unsqueeze(-1), exact.unsqueeze(-1)
@@ -46,17 +49,13 @@ class Observed:
         value, exact = (torch.where(usable, x, 0.0) for x in (value, exact))
         error, high = in_groups((value - exact).float()), exact.float()
         parts = high, (exact - high).float()
-        return cls(value, exact, usable, error, squared(error), parts, bool(usable.all()))
+        floor = max(noise, FLOOR**2 * float(exact.square().sum()))
+        return cls(value, exact, usable, error, squared(error), parts, bool(usable.all()), floor)
 
     @property
     def total(self) -> float:
         """The kernel's squared error."""
         return float(self.energy.sum())
-
-    @cached_property
-    def floor(self) -> float:
-        """The squared error that is none."""
-        return FLOOR**2 * float(self.exact.square().sum())
 
     @property
     def relative(self) -> float:

@@ -25,6 +25,8 @@ class Explained:
     tensor: str
     model: Cosine
     stock: Cosine
+    times_stock: float  # the kernel's error over the stock recipe's, the median of all trials
+    times_halfulp: float
 
     @property
     def share(self) -> float:
@@ -41,6 +43,8 @@ class Explained:
             "groups": self.model.groups,
             "stock_cosine": self.stock.value,
             "stock_explained": max(0.0, 1 - self.stock.left),
+            "times_stock": self.times_stock,
+            "times_halfulp": self.times_halfulp,
         }
 
 
@@ -57,6 +61,7 @@ class Reconstruction:
     causes: tuple[Named, ...]  # what makes it worse than the stock recipe, the worst first
     ingredients: tuple[Named, ...]  # of the stock recipe's own errors: what rounds more than needed
     harmless: tuple[Difference, ...]
+    beside: tuple[str, ...]  # what it does otherwise than halfulp's recipe
     places: tuple[Place, ...]  # of what is not explained
     steps: tuple[Taken, ...]
     nonfinite: dict[str, int]  # "trial tensor" → elements
@@ -117,6 +122,7 @@ class Reconstruction:
             "causes": [n.as_dict() for n in self.causes],
             "ingredients": [n.as_dict() for n in self.ingredients],
             "harmless": [d.text for d in self.harmless],
+            "otherwise_than_halfulp": list(self.beside),
             "unexplained": [p.as_dict() for p in self.places],
             "steps": [
                 {

@@ -5,7 +5,6 @@ on which trials.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,11 +14,20 @@ from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.weights_read import Read, backward_weights, compared, forward_weights
+from halfulp.reconstruct.suggested import ranges
+from halfulp.reconstruct.weights_read import (
+    NOISE,
+    Read,
+    backward_weights,
+    compared,
+    forward_weights,
+    one_key,
+)
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 USUAL_HEADS = 0.6  # of two heads one always has a little more than half
 USUAL = 0.5  # share of the model's own error that it may hold
+ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 READ = 0.5  # of an error that weights as they were read may leave
 LINEAR = 0.8  # share of it that one free number a row must explain
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -44,36 +52,8 @@ _ONLY: tuple[tuple[frozenset[str], str, str], ...] = (
 )  # fmt: skip
 
 
-def _kinds(trial: Trial) -> dict[str, bool]:
-    call = trial.call
-    n, n_key = call.query.shape[2], call.key.shape[2]
-    return {
-        "with a mask": call.sees.mask is not None,
-        "with a window": call.sees.window is not None,
-        "with a softcap": bool(call.softcap),
-        "with sinks": call.sinks is not None,
-        "causal": call.sees.causal,
-        "grouped": call.groups > 1,
-        "of several sequences": call.query.shape[0] > 1,
-        "with other lengths of queries and keys": n != n_key,
-        "of lengths off 16": n_key % 16 != 0,
-        "of lengths off 64": n_key % 64 != 0,
-        "of lengths off 128": n_key % 128 != 0,
-        "of more than 128 keys": n_key > 128,
-        "with a D off 64": call.query.shape[3] % 64 != 0,
-        "with a D above 64": call.query.shape[3] > 64,
-        "whose maximum grows": trial.name == "rising",
-    }
-
-
-def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:
-    """What calls have in common that others have not; their names where nothing tells."""
-    with_it, without = [_kinds(t) for t in some], [_kinds(t) for t in others]
-    for kind in with_it[0]:
-        values = {k[kind] for k in with_it}
-        if len(values) == 1 and not values & {k[kind] for k in without}:
-            return f"in calls {kind}" if values.pop() else f"but not in calls {kind}"
-    return f"on {', '.join(sorted(t.name for t in some))}"
+_IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
+_OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
 
 
 @dataclass(frozen=True)
@@ -87,6 +67,7 @@ class Place:
     left: float  # share of the squared error that is not explained there
     times: float  # the kernel's error, in units of the model's
     trials_alone: bool = False  # its cause is told by nothing but the trials that show it
+    was_read: bool = False  # its cause is told by the weights as they were read
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -108,10 +89,14 @@ def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
         bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
         if not bad:
             continue
-        worst = max(bad, key=lambda t: _times(bad[t]) * (1.0 if t != "long" else 0.5))
+        # the long one can neither be read nor be looked through
+        worst = max(bad, key=lambda t: (t != "long", _times(bad[t])))
         left, times = bad[worst].left, _times(bad[worst])
-        text, cause, alone = _told(emulator, model, tensor, worst, frozenset(bad))
-        found.append(Place(tensor, worst, text, cause, left, times, alone))
+        gross = frozenset(t for t in bad if _times(bad[t]) > 0.1 * times)
+        text, cause, alone, read = _told(emulator, model, tensor, worst, gross)
+        if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
+            cause = _IN_GRADIENTS.get(cause, cause)
+        found.append(Place(tensor, worst, text, cause, left, times, alone, read))
     return _by_what_is_explained(found, {name for _, name in every})
 
 
@@ -145,7 +130,7 @@ def _times(fit: object) -> float:
 
 def _told(
     emulator: Emulator, model: Model, tensor: str, worst: str, bad: frozenset[str]
-) -> tuple[str, str, bool]:
+) -> tuple[str, str, bool, bool]:
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
     backward = model.way(tensor) if tensor in GRADIENTS else None
     candidate = emulator.tensors(trial, model.forward, backward).get(tensor)
@@ -161,15 +146,19 @@ def _told(
     read = _read(emulator, trial, tensor)
     if read is not None:
         parts.append(read.text)
-        if read.cause:
-            return "; ".join(parts), read.cause, False
+        option = only is not None and only[1] in _OPTIONS
+        if read.cause and read.cause != "accumulator":
+            return "; ".join(parts), cause if option else read.cause, False, True
+        cause = cause if option else read.cause or cause
     if candidate is None or candidate.shape[:3] != observed.value.shape[:3]:
-        return "; ".join(parts) or "everywhere", cause, only is not None
+        return "; ".join(parts) or "everywhere", cause, only is not None, False
     rest = observed.value - _like(candidate)
     rest = torch.where(observed.usable, rest, 0.0)
     expected = torch.where(observed.usable, _like(candidate) - observed.exact, 0.0)
     for text, key in (
         _silent(observed),
+        _exchanged(observed),
+        _few_values(observed, tensor),
         _head(rest, expected),
         _rows(rest, expected, tensor),
         _factor(emulator, tensor, worst, rest),
@@ -180,7 +169,7 @@ def _told(
             if only is None or only[1] == "ragged" or key in ("unwritten", "elements"):
                 cause = key or cause
     alone = only is not None and cause == only[1]
-    return "; ".join(parts) or "spread over all rows and heads", cause, alone
+    return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
 
 
 def _read(emulator: Emulator, trial: Trial, tensor: str) -> Read | None:
@@ -202,7 +191,7 @@ def _read(emulator: Emulator, trial: Trial, tensor: str) -> Read | None:
     read = compared(trial, weights, backward=tensor == "grad_value")
     rest = torch.where(observed.usable, observed.value - made, 0.0)
     if not read.cause:
-        return Read("the weights are right: what differs is a sum over them, or the store", "")
+        return _after_weights(emulator, trial, tensor)
     return read if float(rest.square().sum()) < READ * observed.total else None
 
 
@@ -210,6 +199,58 @@ def _like(candidate: Tensor) -> Tensor:
     found = candidate.double()
     found = found.unsqueeze(-1) if found.ndim == 3 else found
     return torch.where(found.isfinite(), found, 0.0)
+
+
+def _after_weights(emulator: Emulator, trial: Trial, tensor: str) -> Read:
+    """What is wrong where the weights are right: one key alone tells values and store from sums."""
+    noise = NOISE[trial.call.query.dtype]
+    if emulator.observed[trial.name, tensor].relative < 2 * noise:
+        return Read(f"the weights are right to {100 * noise:.1g} %", "")
+    told = "the weights are right: what differs is a sum over them, or the store"
+    alone = one_key(emulator.run, trial) if tensor == "out" else None
+    if alone is None:
+        return Read(told, "")
+    if alone:
+        return Read(f"{told}; of one key alone O is its value, so it is the sum", "accumulator")
+    return Read(f"{told}; of one key alone O is not its value", "")
+
+
+def _few_values(observed: Observed, tensor: str) -> tuple[str, str]:
+    """A result with fewer distinct numbers in a row than rounding to its format leaves: one that
+    went through a coarser format with a scale of its own.
+    """
+    width = observed.value.shape[-1]
+    if width < 16:
+        return "", ""
+
+    def distinct(x: Tensor) -> float:
+        rows = x.abs().flatten(0, -2)[:64].sort(-1).values
+        return float((rows.diff(dim=-1) > 0).double().mean())
+
+    low = torch.bfloat16 if float((observed.value - observed.value.bfloat16()).abs().max()) == 0 \
+        else torch.float16  # fmt: skip
+    if distinct(observed.value) > 0.8 * distinct(observed.exact.to(low).double()):
+        return "", ""
+    cause = "grad-stored" if tensor in GRADIENTS else "out"
+    return "its rows have few distinct numbers: a coarser format with a scale", cause
+
+
+def _exchanged(observed: Observed) -> tuple[str, str]:
+    """Features, or rows, that are the exact result's in another order."""
+    for dim, name in ((-1, "features"), (-2, "rows")):
+        got, exact = (x.transpose(dim, -1).flatten(0, -2) for x in (observed.value, observed.exact))
+        if got.shape[-1] > got.shape[0]:
+            continue
+        got, exact = (x / x.norm(dim=0).clamp_min(1e-300) for x in (got, exact))
+        alike = exact.mT @ got
+        best, at = alike.max(0)
+        moved = ((best > ALIKE) & (alike.diagonal() < ALIKE)).nonzero().flatten()
+        if len(moved) > 1 and not bool((at[moved] == moved).any()):
+            return (
+                f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}",
+                "layout",
+            )
+    return "", ""
 
 
 def _silent(observed: Observed) -> tuple[str, str]:

@@ -4,27 +4,38 @@ does.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 
 from halfulp.calls import Result
+from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model
-from halfulp.reconstruct.evidence import Cosine
+from halfulp.reconstruct.evidence import Cosine, Fit
 from halfulp.reconstruct.found import Explained, Reconstruction
-from halfulp.reconstruct.naming import Difference, Named, combined, named, reads_forward
+from halfulp.reconstruct.naming import (
+    PROVEN,
+    Difference,
+    Named,
+    combined,
+    differences,
+    named,
+    reads_forward,
+)
 from halfulp.reconstruct.panel import Trial, panel, some_heads
 from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.stages import UNEXPLAINED, Stages
 from halfulp.targets import Target, check_device, resolve, run_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-EFFORT = 2500  # emulations
+EFFORT = 2000  # emulations
 HEADS = 2  # of a trial that is handed in
 Run = Callable[[Trial], Result | None]
 
@@ -50,7 +61,7 @@ def reconstruct(
         dtype: "bfloat16", "float16" or "float32".
         device: where the target runs; candidates are emulated on the CPU.
         effort: emulations after which the most expensive parts of the search are left out; a
-            thousand take about a second.
+            thousand take one or two seconds.
         seed: of the inputs.
 
     Raises:
@@ -143,19 +154,23 @@ def _found(
     unsteady: bool,
     began: float,
 ) -> Reconstruction:
-    stock = space.STOCK[DTYPES[dtype]]
+    stock, halfulp = space.STOCK[DTYPES[dtype]], recipe_of("halfulp", DTYPES[dtype])
     causes, harmless = named(emulator, model, stock)
+    places = [_with_field(p, harmless) for p in unexplained(emulator, model, UNEXPLAINED)]
+    if any(p.was_read for p in places):  # what was read is surer than what explains a part
+        causes = [n for n in causes if n.explained >= PROVEN]
     return Reconstruction(
         target=name,
         dtype=dtype,
         model=model,
         stock=stock,
         recipe=combined(model, stock),
-        explained=_explained(emulator, model, Model.of(stock)),
+        explained=_explained(emulator, model, Model.of(stock), Model.of(halfulp)),
+        beside=tuple(dict.fromkeys(d.text for d in differences(model, halfulp))),
         causes=tuple(causes),
         ingredients=ingredients(model),
         harmless=tuple(harmless),
-        places=tuple(_with_field(p, harmless) for p in unexplained(emulator, model, UNEXPLAINED)),
+        places=tuple(places),
         steps=tuple(stages.search.steps),
         nonfinite={f"{trial} {t}": n for (trial, t), n in emulator.nonfinite.items()},
         refused=refused,
@@ -178,11 +193,14 @@ def _with_field(place: Place, harmless: Sequence[Difference]) -> Place:
     return replace(place, cause=own[0].cause, text=f"{place.text}, where {own[0].text} is not all")
 
 
-def _explained(emulator: Emulator, model: Model, stock: Model) -> tuple[Explained, ...]:
+def _explained(
+    emulator: Emulator, model: Model, stock: Model, halfulp: Model
+) -> tuple[Explained, ...]:
     found = []
     for tensor in TENSORS:
-        own = list(emulator.fits(model, frozenset({tensor})).values())
-        theirs = list(emulator.fits(stock, frozenset({tensor})).values())
+        own, theirs, ours = (
+            list(emulator.fits(m, frozenset({tensor})).values()) for m in (model, stock, halfulp)
+        )
         # lse in fp32 errs by the order of sums alone, which is nothing to explain
         counted = [i for i, fit in enumerate(own) if float(fit.energy.sum()) > 4 * fit.floor]
         if counted:
@@ -191,9 +209,17 @@ def _explained(emulator: Emulator, model: Model, stock: Model) -> tuple[Explaine
                     tensor,
                     Cosine.of([own[i] for i in counted]),
                     Cosine.of([theirs[i] for i in counted]),
+                    _times([theirs[i] for i in counted]),
+                    _times([ours[i] for i in counted]),
                 )
             )
     return tuple(found)
+
+
+def _times(fits: Sequence[Fit]) -> float:
+    """The kernel's error over a recipe's, the median of all trials."""
+    ratios = [math.sqrt(float(f.energy.sum()) / max(float(f.other.sum()), 1e-300)) for f in fits]
+    return median(ratios)
 
 
 def _unsteady(run: Run, observed: Mapping[Trial, Result]) -> bool:

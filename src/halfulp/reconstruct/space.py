@@ -4,14 +4,14 @@ every structural choice, and the twists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from halfulp import recipes
 from halfulp.formats import BF16, FP16, FP32, FP64, OCP_E4M3, OCP_E5M2, TF32, Format, custom
-from halfulp.recipes import Matmul, Recipe, Shift, recipe_named
+from halfulp.recipes import RECIPES, Matmul, Recipe, Shift, recipe_named
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Model, Twist, Way
 from halfulp.reconstruct.twists import orders
 
@@ -20,20 +20,13 @@ STOCK: dict[torch.dtype, Recipe] = {
     torch.float16: recipes.FP16_FLASH2,
     torch.float32: recipes.FP32,
 }
+STARTS = (
+    "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_STANDARD_CPU", "BF16_STANDARD_FP32",
+    "BF16_AUTHORS", "BF16_FLASH1", "BF16_FLOOR", "TORCH_CPU_FLASH",
+)  # fmt: skip
 _ROUNDED = "FP32[delta_from=probabilities,out={0},grad_query={0},grad_key={0},grad_value={0}]"
 """A kernel in fp32 that rounds its results alone: what most plain ones are."""
 
-STARTS: dict[torch.dtype, tuple[str, ...]] = {
-    torch.bfloat16: (
-        "BF16_FLASH2", "BF16_HALFULP", "BF16_STANDARD", "BF16_STANDARD_CPU",
-        "BF16_STANDARD_FP32", "BF16_AUTHORS", "BF16_FLASH1", "BF16_FLOOR", "TORCH_CPU_FLASH",
-        "FP32", _ROUNDED.format("bf16"),
-    ),
-    torch.float16: (
-        "FP16_FLASH2", "FP16_FLOOR", _ROUNDED.format("fp16"),
-    ),
-    torch.float32: ("FP32", "FP64"),
-}  # fmt: skip
 
 Change = Callable[[Model], Model | None]
 
@@ -235,7 +228,7 @@ def untwisted(twist: Twist, tensors: frozenset[str]) -> Callable[[Model], Model]
     return lambda model: model.with_ways(tensors, way)
 
 
-def twist_changes(twists: tuple[Twist, ...], tensors: frozenset[str]) -> Iterator[
+def twist_changes(twists: Sequence[Twist], tensors: frozenset[str]) -> Iterator[
     tuple[str, Change]]:  # fmt: skip
     """Twists put in, for some results or all."""
     for twist in twists:
@@ -257,6 +250,21 @@ def refined(model: Model, stock: Recipe, dtype: torch.dtype, tensors: frozenset[
             yield field_text(name, fmt), setting(scope, **{name: fmt})
 
 
-def starts(dtype: torch.dtype) -> list[tuple[str, Model]]:
-    """Recipes to start from, the stock one first."""
-    return [(name, Model.of(recipe_named(name))) for name in STARTS[dtype]]
+def starts(dtype: torch.dtype) -> list[Model]:
+    """Recipes to start from, the stock one first; float16's are bfloat16's in its format."""
+    if dtype == torch.float32:
+        return [Model.of(RECIPES[name]) for name in ("FP32", "FP64")]
+    if dtype == torch.bfloat16:
+        names = (*STARTS, "FP32", _ROUNDED.format("bf16"))
+        return [Model.of(recipe_named(name)) for name in names]
+    names = ("FP16_FLASH2", "FP16_FLOOR", "FP32", _ROUNDED.format("fp16"))
+    found = [Model.of(recipe_named(name)) for name in names]
+    for name in STARTS[1:]:
+        recipe = RECIPES[name]
+        changes: dict[str, Any] = {
+            step: FP16 for step in recipes.STEPS if getattr(recipe, step) == BF16
+        }
+        own = name.replace("BF16", "FP16") if "BF16" in name else f"{name}_FP16"
+        if own not in RECIPES:
+            found.append(Model.of(recipe.with_(name=own, **changes)))
+    return found

@@ -5,20 +5,21 @@ each gradient alone, pairs, and what can be put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from halfulp.recipes import STEPS, Recipe
-from halfulp.reconstruct import call_options, heads, places, space, suggested
+from halfulp.reconstruct import call_kinds, call_options, heads, space, suggested
 from halfulp.reconstruct import twists as structure
 from halfulp.reconstruct.descent import Search
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
 from halfulp.reconstruct.evidence import Fits
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
+from halfulp.reconstruct.weights_read import compared, forward_weights
 
 SHARED = {
     "query", "key", "value", "product", "scores", "shifted_scores", "exp_degree", "scale_into",
@@ -28,8 +29,22 @@ SHARED = {
 GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
 CLEARLY = 0.35  # of the loss of each result: a named recipe to start from instead of stock
 ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where it costs no more
+FORWARD_SHARE = 0.6  # of the effort
 PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
 UNEXPLAINED = 0.3  # share of an error left from which functions and pairs are tried as well
+
+_PAIRS = {"causal-mask", "mask", "key-tail", "query-tail"}
+_SUMS = {"rescale", "split-merge", "tiles-skipped"}
+_OFF = frozenset({*_PAIRS, *_SUMS, "padding", "mask-finite"})
+UNLIKELY: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("causal-mask", "mask", "key-tail", "query-tail"),
+                    frozenset({"scale", "rescale", "split-merge", "unnormalized"})),
+    **dict.fromkeys(("scale", "ragged"), _OFF),
+    **dict.fromkeys(("unnormalized", "row-sum", "rescale", "split-merge"),
+                    frozenset({*_PAIRS, "scale", "layout"})),
+    "": frozenset({*_OFF, "scale", "exponential", "softcap", "sinks", "window", "ragged"}),
+}  # fmt: skip
+"""What the faults are that weights which were read so rule out, by the cause that they tell."""
 
 Neighbors = Callable[[Model], Iterable[tuple[str, Model]]]
 
@@ -41,11 +56,14 @@ class Stages:
         self.emulator, self.dtype = emulator, dtype
         self.stock = Model.of(space.STOCK[dtype])
         self.effort = effort
-        self.search: Search[Model] = Search(self._fits, frozenset({"long"}))
+        self.share = FORWARD_SHARE
+        self.search: Search[Model] = Search(
+            self._fits, frozenset({"long"}), spent=lambda: self.late
+        )
         self.forward = emulator.offered(FORWARD)
         self.gradients = emulator.offered(GRADIENTS)
         self.search.also = self.forward | self.gradients
-        self.hints = _hints(emulator)
+        self.hints, self.operands = _hints(emulator), tuple(call_options.operands(dtype))
         self.twists = (*_twists(emulator), *self.hints)
 
     def _fits(self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None) -> Fits:
@@ -53,18 +71,21 @@ class Stages:
 
     @property
     def late(self) -> bool:
-        """Whether the effort is spent: what would cost most is then left out."""
-        return self.emulator.emulations > self.effort
+        """Whether the effort is spent, or the forward pass's share of it: what would cost most is
+        then left out.
+        """
+        return self.emulator.emulations > self.effort * self.share
 
     def run(self) -> Model:
         """The model that explains most."""
         model = self._forward(self._start())
+        self.share = 1.0
         if self.gradients:
             model = self._backward(model)
             for name in sorted(self.gradients):
                 model = self._alone(model, name)
             model = self._together(model)
-        whole = self._whole(model, [m for _, m in space.starts(self.dtype)])
+        whole = self._whole(model, space.starts(self.dtype))
         if whole is not None:
             return whole
         model = self._unified(self._prune(model))
@@ -91,7 +112,7 @@ class Stages:
         trials = frozenset({"plain", "sharp"} & self.emulator.trials.keys()) or None
         best, least = self.stock, self.search.loss(self.stock, offered, trials)
         clearly = CLEARLY * len(self.emulator.fits(self.stock, offered, trials))
-        for _, model in space.starts(self.dtype)[1:]:
+        for model in space.starts(self.dtype)[1:]:
             loss = self.search.loss(model, offered, trials)
             self.search.tried += 1
             if loss < least - clearly:
@@ -106,11 +127,14 @@ class Stages:
         hints = (*self.hints, *self._factor(model, "out"))
         arithmetic = _neighbors(
             lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(),
+                     *space.twist_changes(self.operands, EVERY),
                      *space.twist_changes(hints, EVERY),
                      *space.twist_changes(hints, frozenset(FORWARD)))
         )  # fmt: skip
-        twisted = _neighbors(lambda: space.twist_changes(self.twists, EVERY))
-        if self._gross(tensors):
+        gross = self._gross(tensors)
+        likely = self._likely() if gross else self.twists
+        twisted = _neighbors(lambda: space.twist_changes(likely, EVERY))
+        if gross:
             model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
             model = self._partly("forward", model, tensors, EVERY)
         else:
@@ -126,6 +150,18 @@ class Stages:
             model = search.descend("forward", model, slow, tensors, screened=2, most=2)
             model = search.descend("forward", model, arithmetic, tensors, most=3)
         return model
+
+    def _likely(self) -> tuple[Twist, ...]:
+        """The faults of structure that go with the weights as they are read on the worst trial."""
+        outs = [t for t, name in self.emulator.observed if name == "out"]
+        fits = self.emulator.fits(self.stock, frozenset({"out"}))
+        worst = max(outs, key=lambda t: (t != "long", fits[t, "out"].left))
+        trial = self.emulator.trials[worst]
+        weights = forward_weights(self.emulator.run, trial)
+        if weights is None:
+            return self.twists
+        never = UNLIKELY.get(compared(trial, weights).cause, frozenset())
+        return tuple(twist for twist in self.twists if twist.cause not in never)
 
     def _partly(
         self, stage: str, model: Model, tensors: frozenset[str], scope: frozenset[str]
@@ -171,18 +207,18 @@ class Stages:
             gain[trial] = gain.get(trial, 0.0) + fit.loss - new[trial, tensor].loss
         some = frozenset(trial for trial, gained in gain.items() if gained > 0.5)
         others = frozenset(trial for trial, gained in gain.items() if gained < -0.5)
-        if not some or not others:
+        if not some or not others or some == {"small"}:  # what is small may round to 0
             return []
         trials = self.emulator.trials
-        text = (
-            f"{twist.text}, {places.where([trials[t] for t in some], [trials[t] for t in others])}"
-        )
+        both = ([trials[t] for t in group] for group in (sorted(some), sorted(others)))
+        text = f"{twist.text}, {call_kinds.where(*both)}"
         name = f"{twist.key} on {'-'.join(sorted(some))}"
 
         def turn(trial: Trial) -> Trial | None:
             return None if trial.name in others else twist.turn(trial)
 
-        kept = Twist(name, text, twist.cause, turn, twist.back)
+        cause = call_kinds.option_of([trials[t] for t in some]) or twist.cause
+        kept = replace(twist, key=name, text=text, cause=cause, turn=turn)
         whole = space.twisted(kept, scope)(model)
         return [] if whole is None else [(text, whole)]
 
@@ -205,7 +241,7 @@ class Stages:
                 got = self.emulator.tensors(self.emulator.trials[trial], model.forward, backward)
                 if name in got and got[name].shape == observed.value.shape:
                     fitted[trial] = suggested.factor_of(observed, got[name])
-        return suggested.factors(name, fitted)
+        return suggested.factors(name, fitted, self.emulator.trials)
 
     def _backward(self, model: Model) -> Model:
         """From the forward pass's way or the stock one, whichever fits the gradients better."""
@@ -217,7 +253,14 @@ class Stages:
             search.note("backward", "the backward pass does not share it", model, plain, tensors,
                          float("nan"))  # fmt: skip
             model = plain
-        arithmetic = _neighbors(lambda: self._backward_changes(BACKWARD))
+        dv = {t: o for (t, name), o in self.emulator.observed.items() if name == "grad_value"}
+        hints = [
+            hint for t in sorted(dv, key=lambda t: -dv[t].relative)[:3] if t != "long"
+            for hint in suggested.fitted_backward_scales(self.emulator.trials[t], dv[t])
+        ]  # fmt: skip
+        arithmetic = _neighbors(
+            lambda: (*self._backward_changes(BACKWARD), *space.twist_changes(hints, BACKWARD))
+        )
         twisted = _neighbors(lambda: space.twist_changes(self.twists, BACKWARD))
         both = _both(twisted, arithmetic)
         gross = self._gross(tensors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call
+from halfulp.reconstruct.call_kinds import option_of
 from halfulp.reconstruct.emulating import GRADIENTS, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
@@ -178,13 +179,37 @@ def _exact_out(trial: Trial, factor: float) -> Tensor:
     return weights_of(call, scores_of(call)) @ value
 
 
+def fitted_backward_scales(trial: Trial, observed: Observed) -> list[Twist]:
+    """The factor on the scores of the backward pass alone that explains most of dV's error."""
+    call = trial.call
+    if call.groups != 1:
+        return []
+    scores, do = scores_of(call), trial.grad_out.double()
+    lse = scores.logsumexp(-1, keepdim=True).nan_to_num(0.0, neginf=0.0)
+    p = (scores - lse).exp()
+    slope = (torch.where(p > 0, scores, 0.0) * p).mT @ do
+    rest = observed.value - p.mT @ do
+    size = float(slope.square().sum())
+    along = float((rest * slope).sum())
+    error = math.sqrt(float((rest * slope).square().sum()))
+    if size == 0 or abs(along) < max(6 * error, 1e-4 * size) or abs(along) > 0.5 * size:
+        return []
+    factor = 1 + along / size
+
+    def turn(asked: Trial) -> Trial:
+        return replace(asked, call=replace(asked.call, scale=asked.call.scale * factor))
+
+    text = f"scores are recomputed {factor:.5g} × too large"
+    return [Twist(f"backward-scale-{factor:.5g}", text, "backward-scores", turn)]
+
+
 def silent(results: Results) -> list[Twist]:
     """Results that are 0 where exact ones are not, in whole rows: as never written, with the
     gradient that reaches them or without.
     """
     zero: dict[tuple[str, str], Tensor] = {}
     for place, observed in results.items():
-        if place[1] == "lse":
+        if place[1] == "lse" or place[0] == "small":  # what is small may round to 0
             continue
         gone = (observed.value == 0) & (observed.exact != 0)
         rows, columns = gone.all(-1), gone.flatten(0, -2).all(0)
@@ -277,7 +302,7 @@ def factor_of(observed: Observed, candidate: Tensor) -> Fitted:
     )
 
 
-def factors(tensor: str, fitted: Mapping[str, Fitted]) -> list[Twist]:
+def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Trial]) -> list[Twist]:
     """A factor on one result, from those of every trial; on O before its rounding as well. Factors
     that differ from trial to trial count where they explain nearly all.
     """
@@ -297,6 +322,8 @@ def factors(tensor: str, fitted: Mapping[str, Fitted]) -> list[Twist]:
     if all(abs(f - 1) < ULP for f in off.values()):
         cause = "grad-stored" if tensor in GRADIENTS else "out"
         leans = ", less than an ulp of bf16: it is rounded to one side"
+    option = option_of([trials[t] for t in off])
+    cause = option or cause
 
     def factor(trial: Trial) -> float:
         return one if alike else off[trial.name]
@@ -319,7 +346,7 @@ def factors(tensor: str, fitted: Mapping[str, Fitted]) -> list[Twist]:
             value = trial.call.value.float() * factor(trial)
             return replace(trial, call=replace(trial.call, value=value))
 
-        cause = "weights-disagree" if leans else "unnormalized"
+        cause = option or ("weights-disagree" if leans else "unnormalized")
         text = f"Ō is multiplied by {told} before it is rounded: weights and row sum disagree"
-        found.append(Twist(f"{key}-before", text, cause, before))
+        found.append(Twist(f"{key}-before", text, cause, before, unrounded=("value",)))
     return found

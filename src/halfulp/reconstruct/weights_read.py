@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call, Result
+from halfulp.calls import EVERYTHING, Call, Result
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.suggested import ranges
@@ -22,7 +22,10 @@ VISIBLE = 1e-6  # weights below it may round to 0
 CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
 MOST_KEYS = 320  # of a trial that is read
-_NOISE = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
+_WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+FEW_ROWS = 16  # with fewer any ratio is a function of the key
+# rms of the ratios that rounding makes
+NOISE = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4, torch.float32: 2.0**-18}
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,20 @@ def backward_weights(run: Run, trial: Trial) -> Tensor | None:
     return torch.cat(parts, -1).mT
 
 
+def one_key(run: Run, trial: Trial) -> bool | None:
+    """Whether O of a single key is its value to the last bit; None where the kernel gives
+    nothing.
+    """
+    call = trial.call
+    key, value = (x[:, :, :1].clone() for x in (call.key, call.value))
+    alone = replace(call, key=key, value=value, sees=EVERYTHING, sinks=None)
+    result = run(replace(trial, name=f"{trial.name}/one key", call=alone))
+    if result is None or result.out.shape != trial.grad_out.shape:
+        return None
+    expected = value.repeat_interleave(call.groups, 1).expand_as(result.out)
+    return torch.equal(result.out, expected)
+
+
 def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     """How weights that were read differ from the exact ones, in words."""
     call = trial.call
@@ -78,6 +95,9 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     lost, extra = (read == 0) & (exact > VISIBLE), (read.abs() > VISIBLE) & (exact == 0)
     gone = lost.any(-1) & (read == 0).all(-1)  # whole rows: never written, or hidden
     every = gone[..., None].expand_as(lost)
+    small = _small(exact, lost)
+    if small is not None:
+        return Read(small, _backward("weights") if backward else "weights")
     for marked, possible, told in (
         (lost & ~every, (exact > VISIBLE) & ~every, "get no weight"),
         (extra, exact == 0, "have weight though they are hidden"),
@@ -88,6 +108,18 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
     ratios = _ratios(trial, read, exact, (read > 0) & (exact > CLEAR))
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
+
+
+def _small(exact: Tensor, lost: Tensor) -> str | None:
+    """Whether what is lost is what is small beside its row's largest weight."""
+    share = exact / exact.amax(-1, keepdim=True).clamp_min(1e-300)
+    kept = share[(exact > VISIBLE) & ~lost]
+    if int(lost.sum()) < 8 or len(kept) < 8:
+        return None
+    least = float(kept.sort().values[len(kept) // 100])
+    if float((share[lost] > 1.5 * least).double().mean()) > 0.05:
+        return None
+    return f"weights below about {least:.2g} of their row's largest are 0"
 
 
 _IN_BACKWARD = {
@@ -174,19 +206,22 @@ def _told_by(coordinate: Tensor, marked: Tensor, possible: Tensor) -> Tensor | N
 def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
     """What the ratio of read and exact weights is a function of."""
     call = trial.call
-    noise = _NOISE[call.query.dtype]
+    noise = NOISE[call.query.dtype]
     log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
     weight = clear.double()
     count = weight.sum(-1, keepdim=True).clamp_min(1)
     size = _rms(log, weight)
-    if size < noise:
-        return Read("the weights are right", "")
     rows = log.sum(-1, keepdim=True) / count
     rest = (log - rows) * weight
-    if _rms(rest, weight) ** 2 < (1 - SHARE) * size**2:
+    common = _rms(rows.expand_as(log), weight)
+    if common > max(noise / 4, size / 2):
         factor = rows.exp()[clear.any(-1)]
         told = f"each row's weights are off by one factor, {_spread(factor)}"
-        return Read(told, "row-sum" if size < 8 * noise else "unnormalized")
+        if call.sinks is not None:
+            return Read(told, "sinks")
+        return Read(told, "row-sum" if common < 8 * noise else "unnormalized")
+    if _rms(rest, weight) < noise:
+        return Read("the weights are right", "")
     found = _of_scores(call, rest, weight, count) or _of_groups(rest, weight)
     if found is not None:
         return found
@@ -258,24 +293,20 @@ def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
     n, n_key = rest.shape[-2:]
     b, h, i, j = (c.expand_as(rest) for c in _coordinates(rest))
     head = b * rest.shape[1] + h
-    candidates: list[tuple[Tensor, str, str]] = [
-        (head * n_key + j, "the weights of each key are off by one factor", "operand"),
-        (j - i + n, "the ratio of the weights to the exact ones is a function of key − query",
-         "mask"),
-    ]  # fmt: skip
+    candidates: list[tuple[Tensor, str, str]] = []
+    if n >= FEW_ROWS:
+        candidates += [
+            (head * n_key + j, "the weights of each key are off by one factor", "operand"),
+            (j - i + n, "the ratio of the weights to the exact ones is a function of key − query",
+             "mask"),
+        ]  # fmt: skip
     row = head * n + i
-    for parts in (2, 3, 4, 8):
-        width = -(-n_key // parts)
-        if width % 16:
-            candidates.append((row * parts + j.div(width, rounding_mode="floor"),
-                               f"{parts} parts of the keys have each a factor in a row",
-                               "split-merge"))  # fmt: skip
-    for width in (128, 64, 32, 16):
+    for width in sorted({*_WIDTHS, *(-(-n_key // parts) for parts in (2, 3, 4, 8))}, reverse=True):
         if width < n_key:
             blocks = -(-n_key // width)
-            candidates.append((row * blocks + j.div(width, rounding_mode="floor"),
-                               f"key blocks of {width} have each a factor in a row",
-                               "rescale"))  # fmt: skip
+            told = f"{blocks} parts of {width} keys have each a factor in a row"
+            cause = "rescale" if width in (16, 32, 64, 128) else "split-merge"
+            candidates.append((row * blocks + j.div(width, rounding_mode="floor"), told, cause))
     total = float(rest.square().sum())
     for coordinate, text, cause in candidates:
         index = coordinate.flatten()
@@ -284,5 +315,21 @@ def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
         counts = torch.zeros(size, dtype=torch.float64).index_add_(0, index, weight.flatten())
         explained = float((sums.square() / counts.clamp_min(1)).sum())
         if explained > SHARE * total:
+            if cause == "operand":
+                some = _few_keys((sums / counts.clamp_min(1)).view(-1, n_key).mean(0))
+                return some or Read(text, cause)
             return Read(text, cause)
     return None
+
+
+def _few_keys(ratio: Tensor) -> Read | None:
+    """Keys that have another weight than all others, if they are few."""
+    usual = ratio.median()
+    off = (ratio - usual).abs() > 0.3 * (ratio - usual).abs().max()
+    if int(off.sum()) * 2 > len(ratio):
+        return None
+    factor = float((ratio[off].mean() - usual).exp())
+    told = (
+        f"keys {ranges(off.nonzero().flatten())} of {len(ratio)} have {factor:.3g} × their weight"
+    )
+    return Read(told, "key-tail")

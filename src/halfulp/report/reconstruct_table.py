@@ -33,7 +33,8 @@ def print_reconstruction(found: Mapping[str, Any], to: Console) -> None:
 
 
 def _explained(found: Mapping[str, Any]) -> Table:
-    table = Table("result", "explained", "", "cosine", "as stock", box=None, pad_edge=False)
+    names = ("result", "explained", "", "cosine", "as stock", "× stock", "× halfulp")
+    table = Table(*names, box=None, pad_edge=False)
     for row in found["explained"]:
         share = row["explained"]
         bar = "█" * round(BAR * share) + "░" * (BAR - round(BAR * share))
@@ -43,6 +44,8 @@ def _explained(found: Mapping[str, Any]) -> Table:
             bar,
             f"{row['cosine']:.3f} ± {row['standard_error']:.3f}",
             f"{row['stock_cosine']:.3f}",
+            f"{row['times_stock']:.3g}",
+            f"{row['times_halfulp']:.3g}",
         )
     return table
 
@@ -82,6 +85,9 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         )
     if found["harmless"]:
         lines.append("otherwise than stock, no worse: " + "; ".join(found["harmless"]))
+    if found["otherwise_than_halfulp"]:
+        told = "; ".join(found["otherwise_than_halfulp"])
+        lines.append(f"otherwise than halfulp's recipe: {told}")
     for place in found["unexplained"]:
         lines.append(
             f"unexplained: {place['tensor']}, {place['text']} (worst on {place['trial']}:"
