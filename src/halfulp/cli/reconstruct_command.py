@@ -15,7 +15,7 @@ def reconstruct(
     *,
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     device: str = "cpu",
-    effort: int = 2000,
+    effort: int = 2500,
     seed: int = 0,
     in_process: bool = False,
     call_seconds: float = 120.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from halfulp.recipes import Recipe, recipe_text
@@ -69,7 +69,9 @@ class Reconstruction:
     unsteady: bool  # gave other bits when called again
     tried: int
     seconds: float
-    complete: bool  # the search was not cut off by its time
+    complete: bool  # the search was not cut off by its effort
+    # in which order sums go, as masks of huge values reveal it: "O over keys" → in words
+    sums: dict[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -89,14 +91,18 @@ class Reconstruction:
     @property
     def understood(self) -> bool:
         """Whether every result is explained."""
-        return bool(self.explained) and all(e.share >= WELL for e in self.explained)
+        if not self.explained:  # nothing errs by more than the order of sums makes
+            return not (self.places or self.nonfinite)
+        return all(e.share >= WELL for e in self.explained)
 
     @property
     def sentence(self) -> str:
         """One line: what it is, how much of each error that explains, what stays unexplained."""
         shares = [f"{_percent(e.share)} of {SHORT[e.tensor]}'s error" for e in self.explained]
         known = [e for e in self.explained if e.share >= LIKE]
-        if self.understood or len(known) == len(self.explained):
+        if not shares:
+            told = f"is {self.text}: it errs by no more than the order of its sums makes"
+        elif self.understood or len(known) == len(self.explained):
             told = f"is {self.text}: explains {', '.join(shares)}"
         elif known:
             names = ", ".join(SHORT[e.tensor] for e in known)
@@ -135,6 +141,7 @@ class Reconstruction:
                 }
                 for s in self.steps
             ],
+            "sums": self.sums,
             "nonfinite": self.nonfinite,
             "refused": list(self.refused),
             "unsteady": self.unsteady,

@@ -83,7 +83,7 @@ class Place:
 
 def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
     """One place for each result that keeps more than `share` of its error on some trial."""
-    found = []
+    found: list[Place] = []
     every = emulator.fits(model, frozenset(_SHORT))
     for tensor in _SHORT:
         bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
@@ -156,7 +156,7 @@ def _told(
     rest = torch.where(observed.usable, rest, 0.0)
     expected = torch.where(observed.usable, _like(candidate) - observed.exact, 0.0)
     for text, key in (
-        _silent(observed),
+        ("", "") if worst == "small" else _silent(observed),
         _exchanged(observed),
         _few_values(observed, tensor),
         _head(rest, expected),

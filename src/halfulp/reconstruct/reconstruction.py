@@ -29,13 +29,14 @@ from halfulp.reconstruct.naming import (
     named,
     reads_forward,
 )
+from halfulp.reconstruct.order_read import key_order, query_order
 from halfulp.reconstruct.panel import Trial, panel, some_heads
 from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.stages import UNEXPLAINED, Stages
 from halfulp.targets import Target, check_device, resolve, run_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-EFFORT = 2000  # emulations
+EFFORT = 2500  # emulations
 HEADS = 2  # of a trial that is handed in
 Run = Callable[[Trial], Result | None]
 
@@ -138,10 +139,14 @@ def of_kernel(
     if not observed:
         return None
     unsteady = _unsteady(run, observed)
+    over_keys, over_queries = key_order(run, DTYPES[dtype]), query_order(run, DTYPES[dtype])
     emulator = Emulator(observed, run)
-    stages = Stages(emulator, DTYPES[dtype], effort)
+    blocks = (over_keys.block,) if over_keys is not None and over_keys.block else ()
+    stages = Stages(emulator, DTYPES[dtype], effort, blocks)
     model = stages.run()
-    return _found(name, dtype, emulator, stages, model, tuple(refused), unsteady, began)
+    found = _found(name, dtype, emulator, stages, model, tuple(refused), unsteady, began)
+    orders = {"O over keys": over_keys, "dV over queries": over_queries}
+    return replace(found, sums={what: o.text for what, o in orders.items() if o is not None})
 
 
 def _found(

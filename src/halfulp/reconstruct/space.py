@@ -138,11 +138,12 @@ def _reversed(width: int) -> Change:
     return lambda model: model.with_ways(EVERY, way)
 
 
-def reversed_changes() -> Iterator[tuple[str, Change]]:
-    """Keys from the last to the first, in likely blocks."""
+def reversed_changes(blocks: tuple[int, ...] = ()) -> Iterator[tuple[str, Change]]:
+    """Keys from the last to the first, in likely blocks; other blocks that were revealed."""
     for width in (32, 64, 128):
         text = f"keys are visited from the last to the first, block_key={width}"
         yield text, _reversed(width)
+    yield from _whole(EVERY, *({"block_key": w} for w in blocks if w not in (1, 128, *_WIDTHS)))
 
 
 def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tuple[str, Change]]:

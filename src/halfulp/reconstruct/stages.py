@@ -52,8 +52,11 @@ Neighbors = Callable[[Model], Iterable[tuple[str, Model]]]
 class Stages:
     """One search over the models of a kernel."""
 
-    def __init__(self, emulator: Emulator, dtype: torch.dtype, effort: int) -> None:
+    def __init__(
+        self, emulator: Emulator, dtype: torch.dtype, effort: int, blocks: tuple[int, ...] = ()
+    ) -> None:
         self.emulator, self.dtype = emulator, dtype
+        self.blocks = blocks  # of keys, as they were revealed
         self.stock = Model.of(space.STOCK[dtype])
         self.effort = effort
         self.share = FORWARD_SHARE
@@ -126,7 +129,7 @@ class Stages:
         search, tensors = self.search, self.forward
         hints = (*self.hints, *self._factor(model, "out"))
         arithmetic = _neighbors(
-            lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(),
+            lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(self.blocks),
                      *space.twist_changes(self.operands, EVERY),
                      *space.twist_changes(hints, EVERY),
                      *space.twist_changes(hints, frozenset(FORWARD)))
@@ -258,9 +261,11 @@ class Stages:
             hint for t in sorted(dv, key=lambda t: -dv[t].relative)[:3] if t != "long"
             for hint in suggested.fitted_backward_scales(self.emulator.trials[t], dv[t])
         ]  # fmt: skip
+        others = [t for t in self.twists if t.cause == "lse-other"]
         arithmetic = _neighbors(
-            lambda: (*self._backward_changes(BACKWARD), *space.twist_changes(hints, BACKWARD))
-        )
+            lambda: (*self._backward_changes(BACKWARD), *space.twist_changes(hints, BACKWARD),
+                     *space.twist_changes(others, frozenset(FORWARD)))
+        )  # fmt: skip
         twisted = _neighbors(lambda: space.twist_changes(self.twists, BACKWARD))
         both = _both(twisted, arithmetic)
         gross = self._gross(tensors)

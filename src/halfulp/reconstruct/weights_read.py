@@ -95,7 +95,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     lost, extra = (read == 0) & (exact > VISIBLE), (read.abs() > VISIBLE) & (exact == 0)
     gone = lost.any(-1) & (read == 0).all(-1)  # whole rows: never written, or hidden
     every = gone[..., None].expand_as(lost)
-    small = _small(exact, lost)
+    small = _small(call, exact, lost)
     if small is not None:
         return Read(small, _backward("weights") if backward else "weights")
     for marked, possible, told in (
@@ -110,16 +110,20 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
 
 
-def _small(exact: Tensor, lost: Tensor) -> str | None:
-    """Whether what is lost is what is small beside its row's largest weight."""
-    share = exact / exact.amax(-1, keepdim=True).clamp_min(1e-300)
-    kept = share[(exact > VISIBLE) & ~lost]
-    if int(lost.sum()) < 8 or len(kept) < 8:
+def _small(call: Call, exact: Tensor, lost: Tensor) -> str | None:
+    """Whether what is lost is what is small beside its row's largest weight, sinks counted."""
+    if int(lost.sum()) < 8:
         return None
-    least = float(kept.sort().values[len(kept) // 100])
-    if float((share[lost] > 1.5 * least).double().mean()) > 0.05:
-        return None
-    return f"weights below about {least:.2g} of their row's largest are 0"
+    largest = exact.amax(-1, keepdim=True)
+    if call.sinks is not None:
+        largest = torch.maximum(largest, 1 - exact.sum(-1, keepdim=True))
+    seen = (exact > VISIBLE) & ~lost
+    for size, told in ((exact / largest.clamp_min(1e-300), " of their row's largest"), (exact, "")):
+        kept = size[seen].sort().values
+        least = float(kept[len(kept) // 100]) if len(kept) else 0.0
+        if float((size[lost] > 1.5 * least).double().mean()) < 0.05:
+            return f"weights below about {least:.2g}{told} are 0"
+    return None
 
 
 _IN_BACKWARD = {
@@ -213,18 +217,15 @@ def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
     size = _rms(log, weight)
     rows = log.sum(-1, keepdim=True) / count
     rest = (log - rows) * weight
-    common = _rms(rows.expand_as(log), weight)
-    if common > max(noise / 4, size / 2):
-        factor = rows.exp()[clear.any(-1)]
-        told = f"each row's weights are off by one factor, {_spread(factor)}"
-        if call.sinks is not None:
-            return Read(told, "sinks")
-        return Read(told, "row-sum" if common < 8 * noise else "unnormalized")
-    if _rms(rest, weight) < noise:
-        return Read("the weights are right", "")
+    common, spread = _rms(rows.expand_as(log), weight), _rms(rest, weight)
+    alike = _row_factor(call, rows[clear.any(-1)].exp(), common < 8 * noise)
+    if spread < noise or spread**2 < (1 - SHARE) * size**2:
+        return alike if common > noise / 4 else Read("the weights are right", "")
     found = _of_scores(call, rest, weight, count) or _of_groups(rest, weight)
     if found is not None:
         return found
+    if common > size / 2:
+        return alike
     scores = scores_of(call)
     large = (scores.abs() * weight)[clear].quantile(torch.tensor([0.33, 0.67]).double()).tolist()
     near, far = (
@@ -234,6 +235,17 @@ def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
     if far > 1.6 * near:
         return Read("the weights are off, and the more the larger the score", "scores")
     return Read(f"the weights are off by {100 * size:.2g} %, whatever the score", "weights")
+
+
+def _row_factor(call: Call, factor: Tensor, little: bool) -> Read:
+    """What one factor a row says: of sinks, of all rows alike, or of each row sum."""
+    told = f"each row's weights are off by one factor, {_spread(factor)}"
+    if call.sinks is not None:
+        return Read(told, "sinks")
+    if not little:
+        return Read(told, "unnormalized")
+    constant = float(factor.std()) < 0.3 * abs(float(factor.mean()) - 1)
+    return Read(told, "weights-disagree" if constant else "row-sum")
 
 
 def _spread(x: Tensor) -> str:

@@ -85,6 +85,9 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         )
     if found["harmless"]:
         lines.append("otherwise than stock, no worse: " + "; ".join(found["harmless"]))
+    if found["sums"]:
+        told = "; ".join(f"{what} {how}" for what, how in found["sums"].items())
+        lines.append(f"sums, as masks of huge values reveal them: {told}")
     if found["otherwise_than_halfulp"]:
         told = "; ".join(found["otherwise_than_halfulp"])
         lines.append(f"otherwise than halfulp's recipe: {told}")

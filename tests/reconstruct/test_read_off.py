@@ -1,0 +1,92 @@
+"""What is read off a kernel directly: its weights, the order of its sums, factors on results."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfulp.recipes import BF16_FLASH2
+from halfulp.reconstruct import panel, suggested
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.order_read import Order, key_order, query_order
+from halfulp.reconstruct.reconstruction import runner
+from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights
+from halfulp.targets import Target, resolve
+from tests.audit.zoo_kernel import TEXTBOOK
+
+TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
+
+
+def exact(name, change=lambda scores: scores):
+    call = TRIALS[name].call
+    return weights_of(call, change(scores_of(call)))
+
+
+def without_keys(start, stop):
+    def change(scores):
+        scores = scores.clone()
+        scores[..., start:stop] = -math.inf
+        return scores
+
+    return change
+
+
+def seeing_one_more(name):
+    call = TRIALS[name].call
+    call = replace(call, sees=replace(call.sees, offset=1))
+    return weights_of(call, scores_of(call))
+
+
+@pytest.mark.parametrize(
+    ("trial", "weights", "cause", "told"),
+    [
+        ("plain", exact("plain"), "", "right"),
+        ("plain", exact("plain", lambda s: s * 1.01), "scale", "1.01 ×"),
+        ("ragged", exact("ragged", without_keys(150, 157)), "key-tail", "keys 150-156"),
+        ("causal", seeing_one_more("causal"), "causal-mask", "key − query 1 have weight"),
+        ("plain", exact("plain") * torch.linspace(0.5, 2, 192)[:, None], "unnormalized", "to 2"),
+        ("plain", exact("plain") * (1 + (torch.arange(192) >= 176)), "key-tail", "2 ×"),
+        ("plain", exact("plain").masked_fill(exact("plain") < 1e-3, 0), "weights", "are 0"),
+    ],
+)
+def test_weights_that_differ_say_how(trial, weights, cause, told):
+    read = compared(TRIALS[trial], weights)
+    assert read.cause == cause, read.text
+    assert told in read.text
+
+
+def test_both_passes_show_their_weights():
+    trial = TRIALS["ragged_causal"]
+    run = runner(Target.of(TEXTBOOK))
+    for read in (forward_weights(run, trial), backward_weights(run, trial)):
+        assert torch.allclose(read, exact("ragged_causal"), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [32, 72])
+def test_masks_of_huge_values_reveal_blocks(block):
+    run = runner(resolve(f"recipe:BF16_FLASH2[block_key={block},block_query=64]"))
+    assert key_order(run, torch.bfloat16) == Order(256, block, backward=False)
+    assert query_order(run, torch.bfloat16) == Order(256, 64, backward=False)
+    assert BF16_FLASH2.block_key != block
+
+
+def test_a_sum_from_the_last_key_to_the_first_is_told():
+    def backward(query, key, value, *, is_causal, scale):
+        with torch.no_grad():
+            return TEXTBOOK(query, key.flip(2), value.flip(2), is_causal=is_causal, scale=scale)
+
+    found = key_order(runner(Target.of(backward)), torch.bfloat16)
+    assert found.backward
+
+
+def test_a_factor_is_told_from_noise():
+    generator = torch.Generator().manual_seed(0)
+    exact_out = torch.randn(1, 2, 64, 32, generator=generator, dtype=torch.float64)
+    noise = torch.randn(exact_out.shape, generator=generator, dtype=torch.float64) * 2e-3
+    for factor in (1.0, 1.02):
+        observed = suggested.Observed.of(exact_out * factor + noise, exact_out)
+        fitted = {"plain": suggested.factor_of(observed, exact_out)}
+        assert fitted["plain"].factor == pytest.approx(factor, abs=2e-4)
+        twists = suggested.factors("grad_value", fitted, TRIALS)
+        assert [t.cause for t in twists] == ([] if factor == 1 else ["grad-scale"])
