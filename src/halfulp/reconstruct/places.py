@@ -92,7 +92,7 @@ def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
         # the long one can neither be read nor be looked through
         worst = max(bad, key=lambda t: (t != "long", _times(bad[t])))
         left, times = bad[worst].left, _times(bad[worst])
-        gross = frozenset(t for t in bad if _times(bad[t]) > 0.1 * times)
+        gross = frozenset(t for t in bad if _times(bad[t]) > min(3.0, 0.5 * times))
         text, cause, alone, read = _told(emulator, model, tensor, worst, gross)
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = _IN_GRADIENTS.get(cause, cause)
@@ -117,7 +117,12 @@ def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]
         told = f"the others are explained: the sum that {names} alone is", "grad-accumulator"
     return [
         replace(p, text=f"{told[0]}; {p.text}", cause=told[1])
-        if p.tensor in gradients and p.cause == "gradient-unexplained"
+        if p.tensor in gradients
+        and (
+            p.cause == "gradient-unexplained"
+            # an input would show in the others too
+            or (p.trials_alone and p.cause == "operand" and len(gradients) == 1)
+        )
         else p
         for p in places
     ]
