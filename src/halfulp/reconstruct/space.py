@@ -256,7 +256,7 @@ def starts(dtype: torch.dtype) -> list[Model]:
     if dtype == torch.float32:
         return [Model.of(RECIPES[name]) for name in ("FP32", "FP64")]
     if dtype == torch.bfloat16:
-        names = (*STARTS, "FP32", _ROUNDED.format("bf16"))
+        names: tuple[str, ...] = (*STARTS, "FP32", _ROUNDED.format("bf16"))
         return [Model.of(recipe_named(name)) for name in names]
     names = ("FP16_FLASH2", "FP16_FLOOR", "FP32", _ROUNDED.format("fp16"))
     found = [Model.of(recipe_named(name)) for name in names]
