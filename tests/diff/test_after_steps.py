@@ -134,9 +134,22 @@ def bare():
     return nn.Linear(16, 4), [torch.ones(6, 16)]
 """)
     monkeypatch.chdir(tmp_path)
-    main(["diff", "my.py:make", "autocast=bf16", "--steps", "3", "--json", "d.json"])
+    main(
+        [
+            "diff",
+            "my.py:make",
+            "autocast=bf16",
+            "--steps",
+            "3",
+            "--json",
+            "d.json",
+            "--html",
+            "d.html",
+        ]
+    )
     said = " ".join(capsys.readouterr().out.split())
     assert "After 3 steps of SGD: within rounding in the outputs" in said
+    assert "Both sides trained by SGD" in (tmp_path / "d.html").read_text()
     plain = json.loads((tmp_path / "d.json").read_text())["after"]
     assert plain["formats"] is True
     assert len(plain["steps"]) == 4

@@ -28,6 +28,9 @@ def diff_page(plain: Mapping[str, Any], said: str, command: str) -> str:
         {"heading": "What carries the gap", "finding": "", "blocks": [_groups(plain)]},
         {"heading": "Operations that differ", "finding": "", "blocks": [_operations(plain)]},
     ]
+    if plain["after"] is not None:
+        blocks = [_steps(plain["after"])]
+        sections.append({"heading": "After some steps", "finding": "", "blocks": blocks})
     title = f"{plain['names'][0]} and {plain['names'][1]}"
     shown = [section for section in sections if section["finding"] or section["blocks"][0]["rows"]]
     return page(title, LEAD, shown, footer=f"Repeat everything on this page: {command}")
@@ -113,6 +116,20 @@ def _operations(plain: Mapping[str, Any]) -> dict[str, Any]:
         "rows": rows,
         "caption": "leans: the mean of own along A's rows, as a share of them, and its t.",
     }
+
+
+def _steps(after: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("outputs", "outputs_noise", "p", "gradient", "gradient_noise", "way", "way_noise")
+    rows = [[at["step"], *at["losses"], *(_plainly(at[x]) for x in names)] for at in after["steps"]]
+    return {
+        "kind": "table",
+        "title": f"Both sides trained by {after['optimizer']}",
+        "columns": ["step", "loss A", "loss B", "outputs", "of rounding", "p", "gradients",
+                    "of rounding", "weights", "of rounding"],
+        "rows": rows,
+        "caption": "Gaps beside those of A trained with random roundings; outputs rms, gradients as"
+        " a share of A's, weights of A's way from its first ones.",
+    }  # fmt: skip
 
 
 def _mark(row: Mapping[str, Any]) -> str:
