@@ -32,7 +32,7 @@ GROSS = 20.0  # times stock: from there on rounding is a cause only where it exp
 PROVEN = 0.9  # share of an error that is "explains it"
 EFFORT = 1500  # emulations of the reconstruction
 PROBES = 2  # failing probes that the reconstruction looks at beside its own inputs
-FAILURES = 4  # failing cases of another operation that are looked at
+FAILURES = 3  # failing cases of another operation that are looked at
 LONGEST = 512  # keys of a probe that is emulated hundreds of times
 
 _TENSORS = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}

@@ -17,6 +17,7 @@ ALL = 0.995  # share from which on no other case is looked at
 WHOLLY = 0.9  # share from which on nothing more is looked for
 FURTHER = 0.1  # share that a second way must add
 CALLS = 1  # of a case, on which every way is tried
+LARGEST = 2**15  # elements of a call that is computed some hundred times
 GROSS = 0.1  # relative error above which the question is which function it is
 
 
@@ -48,6 +49,8 @@ def of_operation(
     found: list[FoundWay] = []
     for failure in failures:
         some = first_calls(failure.calls, CALLS)
+        if sum(x.numel() for x in some.operands.values()) > LARGEST:
+            continue
         result = run(some)
         if result is None:
             continue
@@ -122,7 +125,8 @@ class _Judge:
         factor = float((kernel * exact).sum() / max(_power(exact), 1e-300))
         left, error = _power(kernel - factor * exact), _power(kernel - exact)
         rounding = _power(floor[name].double() - exact)
-        if not abs(factor - 1) > 0.02 or left > max(4 * rounding, (1 - WHOLLY) ** 2 * error):
+        most = min(max(4 * rounding, (1 - WHOLLY) ** 2 * error), (1 - WHOLLY) * error)
+        if not abs(factor - 1) > 0.02 or left > most:
             return None
         if not bool((kernel != 0).any()):
             return FoundWay("term-missing", f"{name} is 0 throughout", 1.0, name)
