@@ -1,0 +1,1 @@
+"""What the audit finds in kernels that people use (docs/findings.md)."""

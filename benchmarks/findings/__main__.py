@@ -1,0 +1,153 @@
+"""Audit the kernels that people use and write the tables of docs/findings.md.
+
+usage: python -m benchmarks.findings [--only GROUP ...] [--json FILE] [--write docs/findings.md]
+
+Every kernel is audited by the command line, in a process of its own, as a reader would do it again.
+A group whose package is not installed is left out and named. With --json every verdict is written
+as it comes, and what the file has already is not audited again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from halfulp.operations import operation_named, operation_names
+
+HERE = Path(__file__).parent
+ALL = ("bfloat16", "float16", "float32")
+# The dtypes of each group's audits. Triton's interpreter truncates where it makes bf16.
+GROUPS = {
+    "attention": ("torch", ALL),
+    "pytorch": ("torch", ALL),
+    "pytorch_options": ("torch", ("bfloat16",)),
+    "pytorch_compiled": ("torch", ("bfloat16",)),
+    "transformers_models": ("transformers", ("bfloat16",)),
+    "torchao_kernels": ("torchao", ("bfloat16",)),
+    "bitsandbytes_kernels": ("bitsandbytes", ("bfloat16",)),
+    "liger_kernels": ("liger-kernel", ("float16", "float32")),
+    "jax_kernels": ("jax", ("bfloat16",)),
+}
+ATTENTION = ("sdpa:math", "sdpa:flash", "eager", "transformers:sdpa", "flex")
+MARK = "<!-- tables of python -m benchmarks.findings -->"
+
+
+def subjects(group: str) -> Iterator[tuple[str, str]]:
+    """Operation and target of every kernel of a group, as the command line names them."""
+    if group == "attention":
+        yield from (("attention", name) for name in ATTENTION)
+    elif group == "pytorch":
+        for op in operation_names():
+            yield from ((op, target.name) for target in operation_named(op).targets)
+    else:
+        path = HERE / f"{group}.py"
+        for name, op in audited(path).items():
+            yield op, f"{path.relative_to(HERE.parent.parent)}:{name}"
+
+
+def audited(path: Path) -> dict[str, str]:
+    """The file's own AUDITED, from a process of its own: some set what cannot be taken back."""
+    code = (
+        "import json, runpy, sys;print('\\n' + json.dumps(runpy.run_path(sys.argv[1])['AUDITED']))"
+    )
+    told = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    if told.returncode:
+        raise SystemExit(f"{path}: {told.stderr.strip().splitlines()[-1]}")
+    return json.loads(told.stdout.splitlines()[-1])
+
+
+def verdict(op: str, target: str, dtype: str) -> dict[str, Any]:
+    """What `halfulp audit` says."""
+    command = ["audit", "--op", op, "--dtype", dtype, target]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "audit.json"
+        ran = subprocess.run(
+            [sys.executable, "-m", "halfulp", *command, "--json", str(file)],
+            capture_output=True,
+            text=True,
+        )
+        found = json.loads(file.read_text(encoding="utf-8"))[0] if file.exists() else None
+    row: dict[str, Any] = {"op": op, "target": target, "dtype": dtype}
+    if found is None:
+        return row | {"verdict": "error", "reason": (ran.stderr or ran.stdout).strip()[-300:]}
+    kept = ("verdict", "reason", "smallest", "missing", "left_out", "tests")
+    return row | {name: found.get(name) for name in kept}
+
+
+def main() -> None:
+    """Audit, keep, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", choices=tuple(GROUPS), help="a group, repeatable"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="keep every verdict in this file, and go on from it"
+    )
+    parser.add_argument("--write", type=Path, help="replace the tables of this page")
+    options = parser.parse_args()
+    rows = (
+        json.loads(options.json.read_text("utf-8"))
+        if options.json and options.json.exists()
+        else []
+    )
+    done = {(row["op"], row["target"], row["dtype"]) for row in rows}
+    console = Console(stderr=True)
+    for group in options.only or GROUPS:
+        package, dtypes = GROUPS[group]
+        try:
+            release = version(package)
+        except PackageNotFoundError:
+            console.print(f"{group}: left out, {package} is not installed")
+            continue
+        asked = [(*s, dtype) for s in subjects(group) for dtype in dtypes]
+        # stochastic_round gives bf16 whatever it is given
+        asked = [s for s in asked if s[0] != "stochastic_round" or s[2] == "bfloat16"]
+        asked = [s for s in asked if s not in done]
+        for op, target, dtype in track(asked, description=group, console=console):
+            rows.append(verdict(op, target, dtype) | {"group": group, "version": release})
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    told = tables(rows)
+    print(told)
+    if options.write:
+        before, _, _ = options.write.read_text("utf-8").partition(MARK)
+        options.write.write_text(f"{before}{MARK}\n\n{told}\n", encoding="utf-8")
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """A table a group, in Markdown: one line a kernel and dtype."""
+    lines = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        own = [row for row in rows if row["group"] == group]
+        package = GROUPS[group][0]
+        lines += [f"### {group} ({package} {own[0]['version']})", ""]
+        lines += ["| kernel | operation | dtype | verdict | figure |", "|---|---|---|---|---|"]
+        for row in own:
+            name = row["target"].rpartition(":")[2] if "/" in row["target"] else row["target"]
+            op = row["op"].rpartition("/")[2]
+            said = f"| `{name}` | {op} | {row['dtype']} | {row['verdict']} | {_figure(row)} |"
+            lines.append(said)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _figure(row: dict[str, Any]) -> str:
+    if row["verdict"] == "sound":
+        return f"{row['tests']} tests, none fails"
+    return " ".join(str(row["reason"]).replace("|", "\\|").split())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""NF4, an operation that is not halfulp's own: four files, as docs/operations.md shows."""
