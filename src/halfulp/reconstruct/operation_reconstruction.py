@@ -18,6 +18,9 @@ WHOLLY = 0.9  # share from which on nothing more is looked for
 FURTHER = 0.1  # share that a second way must add
 CALLS = 1  # of a case, on which every way is tried
 LARGEST = 2**15  # elements of a call that is computed some hundred times
+OTHERWISE = frozenset({"option", "end", "neighbor", "factor", "term-missing", "exchanged"})
+"""Causes that are no rounding: such a way computes the kernel's own function or it does not."""
+LEFT = 0.05  # share of the error, beside what rounding makes, that such a way may leave
 GROSS = 0.1  # relative error above which the question is which function it is
 
 
@@ -86,13 +89,15 @@ class _Judge:
         constant = self._constant()
         if constant is not None and best < WHOLLY:
             return constant
-        text = first.text
+        text, causes = first.text, {first.cause}
         if FURTHER < best < WHOLLY:
             more = [(self.share(base, (first, way)), way) for way in tried if way is not first]
             share, second = max(more, key=lambda trial: trial[0])
             if share > best + FURTHER:
                 best, text = share, f"{first.text}; {second.text}"
-        if best < EXPLAINS or 1 - best > EXPLAINS * (1 - start):
+                causes.add(second.cause)
+        most = max(LEFT, 4 * self._of_rounding()) if causes & OTHERWISE else 1.0
+        if best < EXPLAINS or 1 - best > min(most, EXPLAINS * (1 - start)):
             return self._unexplained(best, first)
         return FoundWay(first.cause, text, best, self.failing[0])
 
@@ -117,6 +122,13 @@ class _Judge:
             else:  # in tenths of its size, so that what rounding makes counts for nothing
                 wrong.append(min(1.0, 10 * left / max(_power(self.exact[name]), 1e-300)))
         return sum(shares) / len(shares) - sum(wrong) / max(1, len(wrong))
+
+    def _of_rounding(self) -> float:
+        """The share of the failing tensors' squared errors that the floor makes."""
+        floor = computed(self.calls, self.calls.operation.floor, ())
+        made = sum(_power(floor[name].double() - self.exact[name]) for name in self.failing)
+        errors = sum(_power(self.kernel[name] - self.exact[name]) for name in self.failing)
+        return made / max(errors, 1e-300)
 
     def _constant(self) -> FoundWay | None:
         """Where a tensor is so many times what it should be, up to what rounding makes."""

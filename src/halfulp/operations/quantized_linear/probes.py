@@ -25,9 +25,14 @@ def _plain(sizes: Sizes, g: torch.Generator) -> Tensors:
 
 
 def _levels(sizes: Sizes, g: torch.Generator) -> Tensors:
-    """Every call at a level of its own, far from 1."""
-    powers = torch.randint(-12, 13, (3,), generator=g).float().exp2()
-    return {name: x * p for (name, x), p in zip(_plain(sizes, g).items(), powers, strict=True)}
+    """Every call at levels of its own, far from 1: one operand's may be high, and the others are so
+    much lower that no product of two leaves float16.
+    """
+    high, place = int(torch.randint(0, 13, (), generator=g)), int(torch.randint(3, (), generator=g))
+    powers = torch.randint(-12, 5 - high, (3,), generator=g)
+    powers[place] = high
+    drawn = zip(_plain(sizes, g).items(), powers.float().exp2(), strict=True)
+    return {name: x * p for (name, x), p in drawn}
 
 
 def _ranges(block: int, most: int) -> Draw:
