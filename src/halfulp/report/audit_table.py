@@ -104,11 +104,13 @@ def _probes(report: Report) -> Table:
     )
     table.add_column("")
     table.add_column("probe", no_wrap=True)
-    table.add_column("size (B, H, N, D)" if of_attention(report) else "size", no_wrap=True)
-    table.add_column("figure", overflow="fold", ratio=1)
+    rows = probe_rows(report)
+    long = any(len(row.shape) > 20 for row in rows)  # of many symbols: beside it no word would fit
+    table.add_column("size (B, H, N, D)" if of_attention(report) else "size", no_wrap=not long)
+    table.add_column("figure", overflow="fold", ratio=None if long else 1, min_width=13)
     for name in ("relative", "× stock", "at least", "× floor", "at least"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in probe_rows(report):
+    for row in rows:
         ratios = (row.times_stock, row.stock_at_least, row.times_floor, row.floor_at_least)
         figure = f"{row.figure}; {row.note}" if row.note else row.figure
         texts = [
