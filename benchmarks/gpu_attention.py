@@ -128,7 +128,7 @@ def error(name: str, length: int, device: str) -> dict[str, float]:
     """
     inputs = value_offset(gaussian(0, heads=2, length=length, dim=64), 4.0)
     exact = golden(*(x.to(device) for x in inputs), is_causal=True)
-    moved = type(inputs)(*(x.to(device, torch.bfloat16) for x in inputs))
+    moved = inputs.map(lambda x: x.to(device, torch.bfloat16))
     return errors(attend(kernel(name, device), moved, is_causal=True, scale=None), exact)
 
 

@@ -218,7 +218,7 @@ def test_a_watched_function_is_read_by_its_own_names():
     form = functions._own_form(kernel)
     q, k, _, _ = tensors()
     asked = form.read(form.arguments((q, k, k, True), {"sm_scale": 0.5}), q, k)
-    assert (asked.is_causal, asked.scale) == (True, 0.5)
+    assert (asked.sees.causal, asked.scale) == (True, 0.5)
 
 
 @pytest.mark.parametrize("name", ["sdpa:flash", "torch:flash", "torch", "eager"])
