@@ -17,6 +17,7 @@ from halfulp.audit import Case, Shape, audit
 from halfulp.audit.probes import PROBES
 from halfulp.formats import BF16, TF32, Format
 from halfulp.recipes import BF16_HALFULP, Recipe, recipe_named
+from halfulp.runs.threads import one_thread
 from halfulp.targets import Target
 
 SMALL = (Shape(4, 4, 96, 96, 32),)  # the zoo's: what they are held against is computed once
@@ -179,3 +180,20 @@ def test_the_smallest_input_is_small_and_its_script_runs(tmp_path):
         subprocess.run([sys.executable, str(file)], capture_output=True, check=False).returncode
         == 0
     )
+
+
+def test_an_audit_in_two_processes_is_that_of_one(probes_alone):
+    some = {"shapes": [Shape(1, 2, 16, 16, 8)], "explain": False}
+    with one_thread():
+        one, two = (audit("sdpa:flash", jobs=jobs, **some).as_dict() for jobs in (1, 2))
+        late = audit("sdpa:flash", jobs=2, seconds=1e-9, **some)
+    assert one.pop("seconds") != two.pop("seconds")
+    assert one == two
+    assert len(one["relations"]) > 10
+    assert "out of time after 1 of " in late.reason
+    assert not late.relations
+
+
+def test_a_function_without_a_name_is_audited_in_one_process():
+    with pytest.raises(ValueError, match="jobs=2: a function cannot be handed to other processes"):
+        audit(flash, jobs=2)

@@ -62,6 +62,7 @@ def test_a_part_is_never_sound_and_may_be_a_defect():
     [
         ({"only": ["gausian"]}, "only='gausian': .*did you mean 'gaussian'"),
         ({"seconds": 0.0}, "seconds=0.0: accepted is a positive number"),
+        ({"jobs": 0}, "jobs=0: accepted is an integer of at least 1"),
     ],
 )
 def test_what_is_no_part_is_told(wrong, said):

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from halfulp.audit.choosing import Budget, budget, chosen, left_out
+from halfulp.audit.choosing import budget, chosen, left_out
 from halfulp.audit.coverage import Coverage, coverage
 from halfulp.audit.diagnosis import Diagnosis, diagnose, operation_causes, reconstructed
-from halfulp.audit.figures import GRADIENTS, Measured
-from halfulp.audit.in_form import in_its_form
+from halfulp.audit.figures import GRADIENTS
+from halfulp.audit.gathering import Asked, Gathered, call, gather
 from halfulp.audit.inputs import Case, Inputs
-from halfulp.audit.invariants import Relation
-from halfulp.audit.operation_plan import name_of as relation_name
-from halfulp.audit.planning import GROWTH_PROBE, Depth, Plan, plan, plan_of, relations_of
+from halfulp.audit.planning import Depth, Plan, plan, plan_of
 from halfulp.audit.probes import Shape
-from halfulp.audit.references import References, references
+from halfulp.audit.references import references
 from halfulp.audit.report import AuditReport, CaseReport, Verdict
 from halfulp.audit.shrink import script, shrink
-from halfulp.audit.statistics import drift_exponent, growth_exponent
+from halfulp.audit.statistics import growth_exponent
 from halfulp.audit.verdict import (
     FAMILY_LEVEL,
     LIMITS,
@@ -39,74 +36,27 @@ from halfulp.audit.verdict import (
     verdict_of,
 )
 from halfulp.calls import Result
-from halfulp.operations import ATTENTION, OperationCalls, OperationResult, operation_named
+from halfulp.operations import ATTENTION, operation_named
 from halfulp.reconstruct import Reconstruction
+from halfulp.runs.results import Progress, no_progress
+from halfulp.runs.threads import one_thread
 from halfulp.targets import (
     BHND,
     CallLimits,
-    Outcome,
     Target,
     check_device,
     isolated,
     name_of_function,
     operation_target,
     resolve,
-    run_operation,
-    run_target,
 )
-
-Progress = Callable[[float, str], None]
 
 
 def runner(
     target: Target, device: str = "cpu", forward: bool = False
 ) -> Callable[[Inputs], Result | None]:
     """A function that calls the target on given inputs; None where it refuses or fails."""
-    return lambda x: _call(target, x, device, forward).result
-
-
-def _call(target: Target, x: Inputs | OperationCalls, device: str, forward: bool) -> Outcome:
-    if isinstance(x, OperationCalls):
-        with torch.random.fork_rng([]):
-            torch.manual_seed(0)  # a kernel that rounds stochastically draws from it
-            return _on_cpu(run_operation(target, x.to(device), forward=forward), device)
-    if x.dropout is not None and "dropout_p" in target.accepts and not target.same_dropout:
-        return Outcome(None, "drops weights of its own, which nobody else knows", "unsupported")
-    x = x.to(device)
-    with torch.random.fork_rng([]):
-        torch.manual_seed(x.generator_seed)  # a kernel with dropout draws its seed
-        asked = x.options() | {"manner": x.manner}
-        grad_out = None if forward else x.grad_out
-        outcome = run_target(target, x.query, x.key, x.value, grad_out, **asked)
-    return _on_cpu(outcome, device)
-
-
-def _on_cpu(outcome: Outcome, device: str) -> Outcome:
-    if outcome.result is None or device == "cpu":
-        return outcome
-    if isinstance(outcome.result, OperationResult):
-        found = {name: t.cpu() for name, t in outcome.result.tensors.items()}
-        return replace(outcome, result=OperationResult(found))
-    moved = {name: t.cpu() for name, t in vars(outcome.result).items() if t is not None}
-    return replace(outcome, result=replace(outcome.result, **moved))
-
-
-@dataclass
-class _Gathered:
-    """What the calls gave, before any test."""
-
-    measured: dict[Case, tuple[Measured, References]]
-    outcomes: dict[Case, Outcome]
-    relations: list[tuple[Relation, Case]]
-    drift: float | None = None
-    target: Target | None = None  # as it was called, its form known
-    related: list[tuple[str, Outcome]] = field(default_factory=list)  # calls of the relations
-
-    def calls(self) -> list[tuple[str, Outcome]]:
-        """Every call, by the name of its probe or relation."""
-        # "sizes" of all cases of the covering array
-        named = [(c.probe.partition("/")[0], found) for c, found in self.outcomes.items()]
-        return named + self.related
+    return lambda x: call(target, x, device, forward).result
 
 
 def audit(
@@ -125,6 +75,7 @@ def audit(
     explain: bool = True,
     only: Sequence[str] = (),
     seconds: float | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> AuditReport:
     """Is this kernel numerically sound? A black box: only calls, outputs and gradients are used.
@@ -154,6 +105,9 @@ def audit(
             failing input.
         only: names of the probes to run, "sizes" or "relations"; what is left out is missing.
         seconds: after how long no further case is begun; the most telling come first.
+        jobs: processes that the calls and their measuring are shared over, each on one thread of
+            torch; the figures are those of one job on one thread. The target must be named, and is
+            opened in each, so that what it keeps from call to call it keeps by process.
         progress: called with (fraction done, what is being done).
 
     Returns:
@@ -171,44 +125,42 @@ def audit(
     said = (depth, dtype, seed, shapes, captured)
     todo = plan(*said) if op == ATTENTION else plan_of(op, *said)
     check_device(device)
+    with _opened(target, op, device, isolate, form, jobs) as chosen:
+        forward = forward or (chosen.form or BHND).forward_only is not None
+        rest = (explain, progress or no_progress, budget(only, seconds), jobs)
+        return _audit(Asked(chosen, dtype, depth, device, forward, *rest), todo)
+
+
+@contextmanager
+def _opened(
+    target: str | Target | Callable[..., Any],
+    op: str,
+    device: str,
+    isolate: bool | CallLimits,
+    form: str | None,
+    jobs: int,
+) -> Iterator[Target]:
+    """The target, in a process of its own where asked for, ready for so many jobs."""
     if isolate and not isinstance(target, str):
         why = "a function cannot be handed to another process; accepted is with its name"
         raise ValueError(f"isolate={isolate!r}: {why}")
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs}: accepted is an integer of at least 1")
     limits = isolate if isinstance(isolate, CallLimits) else None
     opened = isolated(str(target), device, limits, op, form) if isolate else nullcontext(target)
-    with opened as given:
+    with one_thread() if jobs > 1 else nullcontext(), opened as given:
         chosen = _target(given, op, form)
-        forward = forward or (chosen.form or BHND).forward_only is not None
-        rest = (explain, progress or _silent, budget(only, seconds))
-        return _audit(_Asked(chosen, dtype, depth, device, forward, *rest), todo)
+        if jobs > 1 and chosen.again is None:
+            why = "a function cannot be handed to other processes; accepted is with its name"
+            raise ValueError(f"jobs={jobs}: {why}")
+        yield chosen
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What an audit was asked for, beside its cases."""
-
-    target: Target
-    dtype: str
-    depth: Depth
-    device: str
-    forward: bool
-    explain: bool
-    tell: Progress
-    wanted: Budget
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The operands that have a gradient."""
-        if self.target.operation == ATTENTION:
-            return tuple(name.removeprefix("grad_") for name in GRADIENTS)
-        return tuple(x.name for x in operation_named(self.target.operation).differentiable)
-
-
-def _audit(asked: _Asked, todo: Plan) -> AuditReport:
+def _audit(asked: Asked, todo: Plan) -> AuditReport:
     start = time.perf_counter()
     whole = todo.fitted(asked.target.accepts, asked.target.form or BHND)
     todo = chosen(whole, asked.wanted)
-    gathered = _gather(asked, todo)
+    gathered = gather(asked, todo)
     seen = coverage(gathered.calls(), asked.forward, asked.gradients)
     unseen = left_out(whole, todo, asked.wanted, list(gathered.outcomes))
     seen = replace(seen, missing=seen.missing + unseen)
@@ -267,8 +219,8 @@ def _form_text(target: Target) -> str | None:
 
 
 def _explained(
-    asked: _Asked,
-    gathered: _Gathered,
+    asked: Asked,
+    gathered: Gathered,
     run: Callable[[Inputs], Result | None],
     findings: list[Finding],
 ) -> tuple[Reconstruction | None, tuple[Diagnosis, ...]]:
@@ -281,10 +233,6 @@ def _explained(
     if asked.explain and gathered.measured:
         found = reconstructed(run, asked.target.name, asked.dtype, findings)
     return found, diagnose(findings, found)
-
-
-def _silent(_: float, __: str) -> None:
-    """Progress that nobody looks at."""
 
 
 def _target(
@@ -303,74 +251,11 @@ def _target(
     return chosen
 
 
-def _gather(asked: _Asked, todo: Plan) -> _Gathered:
-    """Call the target on every case and relation, or on the first case alone where that fails. Work
-    is estimated by the number of scores.
-    """
-    gathered = _Gathered({}, {}, [])
-    work = {c: c.shape.work for c in todo.all_cases}
-    total, done = sum(work.values()) * 1.1, 0.0
-    for case in todo.all_cases:
-        if gathered.outcomes and asked.wanted.over:
-            return gathered
-        asked.tell(0.9 * done / total, f"{case.probe} {case.shape}")
-        reference = references(case)
-        outcome = gathered.outcomes[case] = _call(
-            asked.target, reference.inputs, asked.device, asked.forward
-        )
-        if len(gathered.outcomes) == 1:
-            call = partial(_call, device=asked.device, forward=asked.forward)
-            found, outcome = in_its_form(asked.target, call, reference, outcome)
-            asked = replace(asked, target=found)
-            if outcome.kind == "error":
-                gathered.outcomes[case] = outcome
-                return gathered
-            gathered.outcomes[case], gathered.target = outcome, asked.target
-        if outcome.result is not None:
-            measured = reference.measure(outcome.result)
-            gathered.measured[case] = (measured, reference)
-            if (
-                case.operation == ATTENTION
-                and case.probe == GROWTH_PROBE
-                and gathered.drift is None
-                and "out" not in measured.nonfinite
-            ):
-                difference = outcome.result.out.double() - reference.truth.out
-                gathered.drift = drift_exponent(
-                    (difference * reference.truth.out.sign()).flatten(0, 1).mT.flatten(0, 1)
-                )
-        gathered.outcomes[case] = outcome.without_memory()
-        done += work[case]
-    for case, relations in relations_of(todo):
-        asked.tell(0.9 * done / total, f"relations, {case.probe}")
-        x = references(case).inputs
-        base = _related(asked, gathered, case.probe)(x)
-        if base is not None:
-            gathered.relations += [
-                (found, case)
-                for relation in relations
-                for found in relation(_related(asked, gathered, relation_name(relation)), x, base)
-            ]
-    return gathered
-
-
-def _related(asked: _Asked, gathered: _Gathered, name: str) -> Callable[[Inputs], Result | None]:
-    """Calls the target for a relation, and keeps what became of it."""
-
-    def run(x: Inputs) -> Result | None:
-        outcome = _call(asked.target, x, asked.device, asked.forward)
-        gathered.related.append((f"relation {name}", outcome.without_memory()))
-        result: Result | None = outcome.result
-        return result
-
-    return run
-
-
-def _count(gathered: _Gathered) -> int:
+def _count(gathered: Gathered) -> int:
     return sum(tests_in(*pair) for pair in gathered.measured.values()) + len(gathered.relations)
 
 
-def _judge(gathered: _Gathered, level: float) -> tuple[list[Finding], dict[Case, list[Row]]]:
+def _judge(gathered: Gathered, level: float) -> tuple[list[Finding], dict[Case, list[Row]]]:
     findings: list[Finding] = []
     rows: dict[Case, list[Row]] = {}
     for case, (measured, reference) in gathered.measured.items():
@@ -387,7 +272,7 @@ def _judge(gathered: _Gathered, level: float) -> tuple[list[Finding], dict[Case,
     return findings, rows
 
 
-def _growth(todo: Plan, gathered: _Gathered) -> dict[str, float]:
+def _growth(todo: Plan, gathered: Gathered) -> dict[str, float]:
     """By which exponent of N each tensor's error outgrows the stock recipe's."""
     growth = {}
     for tensor in ("out", *GRADIENTS):
@@ -425,7 +310,7 @@ def _shrink(
 
 
 def _verdict(
-    gathered: _Gathered,
+    gathered: Gathered,
     seen: Coverage,
     findings: list[Finding],
     tests: int,
@@ -451,7 +336,7 @@ def _verdict(
     return grade, reason
 
 
-def _case_report(case: Case, gathered: _Gathered, rows: dict[Case, list[Row]]) -> CaseReport:
+def _case_report(case: Case, gathered: Gathered, rows: dict[Case, list[Row]]) -> CaseReport:
     outcome = gathered.outcomes.get(case)
     if outcome is None:
         why = "the time was up" if gathered.measured else "the first case failed"

@@ -90,6 +90,7 @@ def audit(
         "device": device,
         "forward": forward,
         "form": calls.form,
+        "jobs": calls.jobs,
         "shapes": [_shape(text) for text in shapes],
         "captured": [str(path) for path in captured],
     } | part.options()
@@ -106,6 +107,7 @@ def _audit_all(
     against: str | None,
 ) -> int:
     from halfulp.experiments.before import before
+    from halfulp.runs.threads import one_thread
 
     names = list(dict.fromkeys(targets))
     if not names:
@@ -114,6 +116,8 @@ def _audit_all(
             " path/file.py:function"
         )
     with ExitStack() as stack:
+        if options["jobs"] > 1:  # before processes are started, which have as many threads
+            stack.enter_context(one_thread())
         chosen = _opened(names, options, limits, stack)
         compared = None
         if against is not None:

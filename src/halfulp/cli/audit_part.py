@@ -46,12 +46,15 @@ class AuditCalls:
             called, and their first result, say it.
         in_process: Call the targets in this process. Otherwise each runs in one of its own, where
             an exit, a crash, a hang or endless memory ends nothing else.
+        jobs: Processes that the calls of one target and their measuring are shared over, each on
+            one thread; reconstruction and shrinking stay in one, targets follow one another.
         call_seconds: After how long a call is given up.
         call_gigabytes: Of memory that a target's process may take on, on a CPU under Linux.
     """
 
     form: str | None = None
     in_process: bool = False
+    jobs: int = 1
     call_seconds: float = 120.0
     call_gigabytes: float = 8.0
 

@@ -106,7 +106,8 @@ def _at_revision(
         _standing_in(tree),
         isolated(moved, str(options["device"]), limits, *given) as target,
     ):
-        report = audit(target, **{**options, "explain": False}).as_dict()
+        # other processes would not stand there
+        report = audit(target, **{**options, "explain": False, "jobs": 1}).as_dict()
     return report | {"target": f"{name} at {reference} ({commit[:10]})"}
 
 

@@ -9,6 +9,10 @@ code but a user's own module or file, and that only in `resolve`.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 from halfulp.operations import ATTENTION, Operation, operation_named
 from halfulp.ops import BACKENDS
@@ -94,8 +98,14 @@ def resolve(
         raise ValueError(
             f"form={form!r} of {name}: accepted is the form of an attention function of your own"
         )
-    if operation != ATTENTION:
-        return _of_operation(operation_named(operation), name, argument)
+    if operation == ATTENTION:
+        found = _of_attention(name, argument, form)
+    else:
+        found = _of_operation(operation_named(operation), name, argument)
+    return replace(found, again=partial(_opened, name, operation, form))
+
+
+def _of_attention(name: str, argument: str, form: str | None) -> Target:
     try:
         recipe = recipe_in(name)
     except ValueError as error:
@@ -118,6 +128,11 @@ def resolve(
         except ValueError as error:
             raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
     raise ValueError(f"{argument}={name!r}: accepted is {ACCEPTED}{_hint(name)}")
+
+
+@contextmanager
+def _opened(name: str, operation: str, form: str | None) -> Iterator[Target]:
+    yield resolve(name, operation=operation, form=form)
 
 
 def _of_operation(operation: Operation, name: str, argument: str) -> Target:

@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def isolated(
     with tempfile.TemporaryDirectory(prefix="halfulp-") as folder:
         process = _Process(name, device, limits, Path(folder) / "said", operation, form)
         try:
-            yield process.target()
+            again = partial(isolated, name, device, limits, operation, form)
+            yield replace(process.target(), again=again)
         finally:
             process.stop()
 

@@ -54,6 +54,10 @@ class Target:
     # makes the whole call in another process: (query, key, value, grad_out, options) -> Outcome, or
     # of another operation (calls, forward) -> Outcome
     elsewhere: Callable[..., Outcome] | None = field(default=None, repr=False)
+    # opens it by its name, as in a second process; None: it was given without one
+    again: Callable[[], contextlib.AbstractContextManager[Target]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def in_form(self, form: Form) -> Target:
         """The same called in another form."""
