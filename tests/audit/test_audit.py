@@ -2,6 +2,7 @@
 they run.
 """
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -18,7 +19,7 @@ from halfulp.audit.probes import PROBES
 from halfulp.formats import BF16, TF32, Format
 from halfulp.recipes import BF16_HALFULP, Recipe, recipe_named
 from halfulp.runs.threads import one_thread
-from halfulp.targets import Target
+from halfulp.targets import Target, resolve
 
 SMALL = (Shape(4, 4, 96, 96, 32),)  # the zoo's: what they are held against is computed once
 
@@ -195,5 +196,6 @@ def test_an_audit_in_two_processes_is_that_of_one(probes_alone):
 
 
 def test_a_function_without_a_name_is_audited_in_one_process():
-    with pytest.raises(ValueError, match="jobs=2: a function cannot be handed to other processes"):
-        audit(flash, jobs=2)
+    for other in (flash, dataclasses.replace(resolve("sdpa:flash"), call=flash)):
+        with pytest.raises(ValueError, match="jobs=2: a function cannot be handed to other proc"):
+            audit(other, jobs=2)

@@ -47,7 +47,8 @@ class AuditCalls:
         in_process: Call the targets in this process. Otherwise each runs in one of its own, where
             an exit, a crash, a hang or endless memory ends nothing else.
         jobs: Processes that the calls of one target and their measuring are shared over, each on
-            one thread; reconstruction and shrinking stay in one, targets follow one another.
+            one thread; reconstruction and shrinking stay in one, targets follow one another. Of use
+            with --full and for slow kernels: each process takes seconds to start.
         call_seconds: After how long a call is given up.
         call_gigabytes: Of memory that a target's process may take on, on a CPU under Linux.
     """

@@ -102,7 +102,7 @@ def resolve(
         found = _of_attention(name, argument, form)
     else:
         found = _of_operation(operation_named(operation), name, argument)
-    return replace(found, again=partial(_opened, name, operation, form))
+    return replace(found, named=(found.call, partial(_opened, name, operation, form)))
 
 
 def _of_attention(name: str, argument: str, form: str | None) -> Target:

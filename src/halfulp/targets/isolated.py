@@ -82,7 +82,8 @@ def isolated(
         process = _Process(name, device, limits, Path(folder) / "said", operation, form)
         try:
             again = partial(isolated, name, device, limits, operation, form)
-            yield replace(process.target(), again=again)
+            target = process.target()
+            yield replace(target, named=(target.call, again))
         finally:
             process.stop()
 

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ NO_CUDA = "needs a CUDA device"
 
 class UnsupportedError(NotImplementedError):
     """A target cannot take these arguments, which is no fault of its arithmetic."""
+
+
+Opener: TypeAlias = "Callable[[], contextlib.AbstractContextManager[Target]]"
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,15 @@ class Target:
     # makes the whole call in another process: (query, key, value, grad_out, options) -> Outcome, or
     # of another operation (calls, forward) -> Outcome
     elsewhere: Callable[..., Outcome] | None = field(default=None, repr=False)
-    # opens it by its name, as in a second process; None: it was given without one
-    again: Callable[[], contextlib.AbstractContextManager[Target]] | None = field(
-        default=None, repr=False, compare=False
-    )
+    # `call` as it was named, and what opens it by its name; None: it was given without one
+    named: tuple[Callable[..., Any], Opener] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def again(self) -> Opener | None:
+        """Opens it by its name, as in a second process; None where its name means no kernel, or
+        another than it calls.
+        """
+        return None if self.named is None or self.named[0] is not self.call else self.named[1]
 
     def in_form(self, form: Form) -> Target:
         """The same called in another form."""
