@@ -33,7 +33,7 @@ from benchmarks.fuzz_forks import (
 from halfulp import cli
 from halfulp.runs.folder import read_json, write_json
 from halfulp.runs.record import new_record
-from halfulp.training.checkpoint import _seal as seal_of_checkpoint
+from halfulp.runs.sealed import _seal as seal_of_checkpoint
 
 BUDGET = ["--workers", "1", "--seeds", "1"]
 KERNEL = "from pathlib import Path\nPath(__file__).with_suffix('.ran').write_text('ran')\n"

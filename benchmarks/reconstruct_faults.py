@@ -1,6 +1,6 @@
 """How often `halfulp reconstruct` names the right cause of a fault it was not written against.
 
-    python benchmarks/reconstruct_faults.py [--set first|second|third] [--only NAME] [--json FILE]
+    python -m benchmarks.reconstruct_faults [--set first|second|third] [--only NAME] [--json FILE]
 
 Every set was frozen before the search saw it (docs/reconstruct.md has its first figures and the
 later ones); what counts as right is said in `unseen.verdict`. Rates have 95 % intervals of Wilson.
@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import torch
+from benchmarks.unseen import verdict
 
 from halfulp.reconstruct import reconstruct
-from unseen import verdict
 
 
 def wilson(right: int, of: int, z: float = 1.96) -> tuple[float, float]:
@@ -48,7 +48,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kernels = importlib.import_module(f"unseen_{options.set}")
+    kernels = importlib.import_module(f"benchmarks.unseen_{options.set}")
+    names = [fault.name for fault in (*kernels.FAULTS, *kernels.SOUND)]
+    if unknown := sorted(set(options.only or ()) - set(names)):
+        parser.error(f"--only {unknown[0]}: accepted are {', '.join(names)}")
     rows = []
     for fault in (*kernels.FAULTS, *kernels.SOUND):
         if options.only and fault.name not in options.only:

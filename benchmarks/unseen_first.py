@@ -7,19 +7,13 @@ attention of the tests with one step replaced, or a wrapper around it.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from unseen import Fault
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from benchmarks.unseen import Fault
 from tests.audit.zoo_kernel import TEXTBOOK, TEXTBOOK_PLAN, finite, keep_bits, kernel
+from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 SOUND: list[Fault] = []

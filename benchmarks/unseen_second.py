@@ -13,9 +13,8 @@ import math
 from typing import Any
 
 import torch
+from benchmarks.unseen import Fault
 from torch import Tensor
-
-from unseen import Fault
 
 INF, LOG2_E = math.inf, math.log2(math.e)
 

@@ -7,9 +7,20 @@ and heads that alone are wrong, and roundings of the backward pass, on the secon
 from __future__ import annotations
 
 import torch
-
-from unseen import Fault
-from unseen_second import INF, LOG2_E, Dense, attention, bf16, e4m3, e5m2, fp16, seen, tf32, tiles
+from benchmarks.unseen import Fault
+from benchmarks.unseen_second import (
+    INF,
+    LOG2_E,
+    Dense,
+    attention,
+    bf16,
+    e4m3,
+    e5m2,
+    fp16,
+    seen,
+    tf32,
+    tiles,
+)
 
 FAULTS: list[Fault] = []
 SOUND: list[Fault] = []
