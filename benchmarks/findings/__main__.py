@@ -4,7 +4,7 @@ usage: python -m benchmarks.findings [--only GROUP ...] [--json FILE] [--write d
 
 Every kernel is audited by the command line, in a process of its own, as a reader would do it again.
 A group whose package is not installed is left out and named. With --json every verdict is written
-as it comes, and what the file has already is not audited again.
+as it comes, and what the file has already is not audited again, but for what ended in an error.
 """
 
 from __future__ import annotations
@@ -97,11 +97,14 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="replace the tables of this page")
     options = parser.parse_args()
+    if options.write and options.only and not options.json:
+        parser.error("--write with --only: give --json FILE too, which holds the other groups")
     rows = (
         json.loads(options.json.read_text("utf-8"))
         if options.json and options.json.exists()
         else []
     )
+    rows = [row for row in rows if row["verdict"] != "error"]
     done = {(row["op"], row["target"], row["dtype"]) for row in rows}
     console = Console(stderr=True)
     for group in options.only or GROUPS:

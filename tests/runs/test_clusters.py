@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,20 +47,18 @@ def work(job: tuple[int, str]) -> tuple[int, int]:
 def slow(job: tuple[int, str]) -> int:
     """The third job says who runs it, and waits to be killed the first time."""
     number, folder = job
-    said = Path(folder) / "running"
-    if number == 2 and not said.exists():
-        said.with_suffix(".part").write_text(f"{os.getpgid(0)}")
-        said.with_suffix(".part").rename(said)
-        time.sleep(60)
+    if number == 2 and not (armed := Path(folder) / "killed").exists():
+        armed.touch()
+        (Path(folder) / "running").write_text(f"{os.getpgid(0)}")
+        threading.Event().wait(60)
     return number * number
 
 
 def when_running(folder: Path, act: Callable[[int], None]) -> threading.Thread:
     """Do something to the process group that runs the third job, once it does."""
+    os.mkfifo(folder / "running")  # reading waits until somebody writes
 
     def wait() -> None:
-        while not (folder / "running").exists():
-            time.sleep(0.02)
         act(int((folder / "running").read_text()))
 
     thread = threading.Thread(target=wait, daemon=True)

@@ -17,6 +17,7 @@ from halfulp.cli.shell import (
     progress_bar,
     say,
     tell,
+    tell_with_page,
     typed_command,
     write_each,
 )
@@ -253,15 +254,13 @@ def _show_isolation(plain: dict[str, Any], page: Path, json: Path | None) -> Non
     """Print it and write its page."""
     from halfulp.report.isolation_page import isolation_page, print_isolation
     from halfulp.report.terminal import console
-    from halfulp.runs.folder import write_text
 
-    def show() -> None:
-        print_isolation(plain, console())
-        say(f"The page lies in {page}")
-
-    write_each(
-        lambda: write_text(page, isolation_page(plain, meta=f"halfulp {__version__}")),
-        lambda: tell(plain, json, show),
+    tell_with_page(
+        plain,
+        json,
+        lambda: print_isolation(plain, console()),
+        page,
+        lambda: isolation_page(plain, meta=f"halfulp {__version__}"),
     )
 
 

@@ -10,10 +10,8 @@ from halfulp.cli.shell import (
     check_json,
     complain,
     progress_bar,
-    say,
-    tell,
+    tell_with_page,
     typed_command,
-    write_each,
 )
 
 
@@ -113,13 +111,11 @@ def _show(plain: dict[str, Any], page: Path, json: Path | None) -> None:
     """Print it and write its page."""
     from halfulp.report.prescription_page import prescription_page, print_prescription
     from halfulp.report.terminal import console
-    from halfulp.runs.folder import write_text
 
-    def show() -> None:
-        print_prescription(plain, console())
-        say(f"The page lies in {page}")
-
-    write_each(
-        lambda: write_text(page, prescription_page(plain, meta=f"halfulp {__version__}")),
-        lambda: tell(plain, json, show),
+    tell_with_page(
+        plain,
+        json,
+        lambda: print_prescription(plain, console()),
+        page,
+        lambda: prescription_page(plain, meta=f"halfulp {__version__}"),
     )

@@ -68,6 +68,19 @@ def write_each(*writes: Callable[[], object]) -> None:
         raise errors[0]
 
 
+def tell_with_page(
+    plain: Any, json: Path | None, show: Callable[[], object], page: Path, draw: Callable[[], str]
+) -> None:
+    """`tell`, with a page beside it whose place is said."""
+    from halfulp.runs.folder import write_text
+
+    def shown() -> None:
+        show()
+        say(f"The page lies in {page}")
+
+    write_each(lambda: write_text(page, draw()), lambda: tell(plain, json, shown))
+
+
 class _Outlet:
     """Standard output for as long as it can be written. After that the command goes on, to its
     files and its exit code, and what it prints goes nowhere.
