@@ -11,34 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import time
 from pathlib import Path
 
 import torch
-from benchmarks.unseen import verdict
+from benchmarks.unseen import told, verdict
 
 from halfulp.reconstruct import reconstruct
-
-
-def wilson(right: int, of: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of a rate."""
-    centre, spread = (
-        right / of + z * z / (2 * of),
-        z * math.sqrt(right * (of - right) / of**3 + z * z / (4 * of * of)),
-    )
-    return tuple((centre + sign * spread) / (1 + z * z / of) for sign in (-1, 1))
-
-
-def told(rows: list[dict[str, object]], what: str) -> str:
-    """One line: how many of some rows are right."""
-    count = {how: sum(r["verdict"] == how for r in rows) for how in ("right", "vague", "wrong")}
-    low, high = wilson(count["right"], len(rows))
-    return (
-        f"{what}: {count['right']} right, {count['vague']} vague, {count['wrong']} wrong of"
-        f" {len(rows)} (right {100 * count['right'] / len(rows):.0f} %,"
-        f" {100 * low:.0f} to {100 * high:.0f} %)"
-    )
 
 
 def main() -> None:
