@@ -1,4 +1,4 @@
-"""QK-clip, other optimizers, heads picked at the onset, and weights at a loss spike."""
+"""Other optimizers, heads picked at the onset, and weights at a loss spike."""
 
 from __future__ import annotations
 
@@ -7,59 +7,12 @@ import math
 import pytest
 import torch
 
-from halfulp.calls import Call, Sees
-from halfulp.papers.claim import generator
 from halfulp.papers.claims.a_heads import HEADS, PICKED, pick_heads
 from halfulp.papers.claims.loss_spike import ratio_at
 from halfulp.papers.figures_b import spike_figures
-from halfulp.papers.run_changes import LargestScores, Lion, clip_scores, optimizer_named
+from halfulp.papers.run_changes import Lion, optimizer_named
 from halfulp.papers.runs_a import TASK_STOCK, Plan, Traced, trace
 from halfulp.papers.spike_run import Approach, approach
-
-
-class Module:
-    """Two heads of W_Q and W_K."""
-
-    def __init__(self) -> None:
-        self.query, self.key = torch.randn(2, 2, 4, 8, generator=generator(0))
-
-    def head_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.query, self.key
-
-
-def test_clipping_brings_the_largest_score_of_a_head_to_the_bound_and_leaves_the_others() -> None:
-    module, x = Module(), torch.randn(3, 5, 8, generator=generator(1))
-
-    def scores() -> torch.Tensor:
-        look = LargestScores()
-        query, key = (torch.einsum("bnw,hdw->bhnd", x, w) for w in module.head_weights())
-        look(0, Call(query, key, key, Sees(True), 0.5), key)
-        return look.take()[0]
-
-    before, weights = scores(), [w.clone() for w in module.head_weights()]
-    low = float(before.min())
-    bound = (low + float(before.max())) / 2
-    factors = clip_scores({0: module}, {0: before}, bound)
-    clipped = before > bound
-    assert clipped.sum() == 1
-    torch.testing.assert_close(scores(), before.clamp_max(bound))
-    for now, then in zip(module.head_weights(), weights, strict=True):
-        assert torch.equal(now[~clipped], then[~clipped])
-    assert factors[0][~clipped].item() == 1
-
-
-def test_the_largest_score_is_one_that_a_query_may_see() -> None:
-    query = torch.tensor([[[[1.0], [1.0]]]])
-    key = torch.tensor([[[[1.0], [9.0]]]])
-    for causal, largest in ((True, 18.0), (False, 18.0)):
-        look = LargestScores()
-        look(0, Call(query, key, key, Sees(causal), 2.0), key)
-        assert look.take()[0].item() == largest
-    look = LargestScores()
-    query = torch.tensor([[[[1.0], [0.1]]]])
-    look(0, Call(query, key, key, Sees(True)), key)
-    assert look.take()[0].item() == pytest.approx(1.0)  # the first query does not see the 9
-    assert look.take() == {}
 
 
 def test_lion_against_the_written_out_rule() -> None:
@@ -86,6 +39,12 @@ def test_a_run_follows_the_optimizer_that_its_plan_names() -> None:
     assert rates["sgd"] == pytest.approx(0.3 * 20 / 50)  # the same warm-up
     with pytest.raises(ValueError, match="optimizer='adam': accepted are sgd, lion, muon"):
         optimizer_named("adam", [])  # type: ignore[arg-type]
+
+
+def test_scores_are_clipped_in_a_run_that_says_so() -> None:
+    plans = [Plan((TASK_STOCK,), 0, 20, most_score=most) for most in (None, 1e9, 0.5)]
+    losses = [trace(plan).loss()[1] for plan in plans]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def measured(sigmas: dict[int, list[float]]) -> Traced:

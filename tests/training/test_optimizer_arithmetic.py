@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import halfulp
 from halfulp.isolate.isolation import isolate
 from halfulp.isolate.sites import layout_of
+from halfulp.recipes import hash_seed
 from halfulp.training.checkpoint import load_checkpoint
+from halfulp.training.determinism import seed_generators
 from halfulp.training.loop import train
 from halfulp.training.operations import OperationPlan
 from halfulp.training.optimizer_arithmetic import OptimizerArithmetic
@@ -69,16 +72,44 @@ def test_fp32_steps_are_those_of_master_weights(kind):
     master = nn.Parameter(narrow.detach().float())
     ours, theirs = (getattr(torch.optim, kind)([p], lr=1e-3) for p in (narrow, master))
     arithmetic = OptimizerArithmetic(ours, {"p": narrow}, {"p": "fp32"}, 0)
+    arithmetic.attach()
     storage = narrow.data_ptr()
     for number in range(1, 6):
         gradient = torch.randn(40).bfloat16()
         narrow.grad, master.grad = gradient, gradient.float()
-        arithmetic.step(ours.step, number)
+        ours.step()
         theirs.step()
+        if number == 3:  # somebody changes weights between two steps
+            with torch.no_grad():
+                narrow[:5] *= 2
+                master[:5] = narrow[:5]
         assert torch.equal(narrow.data, master.data.bfloat16())
         assert narrow.grad is gradient
     assert torch.equal(arithmetic.masters["p"], master.data)
     assert narrow.data_ptr() == storage, "what shares its storage sees the step"
+
+
+def test_a_loop_of_ones_own_makes_the_steps_of_the_lab(file):
+    space = {}
+    exec(compile(MODEL, "mine.py", "exec"), space)
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        seed_generators(torch.device("cpu"), 0, 0, 0)
+        model, adam, batch = space["small"](0, "cpu")
+    made = []
+    with halfulp.planned(model, "optimizer: fp32", optimizer=adam):
+        for step in range(6):
+            with torch.random.fork_rng():
+                torch.manual_seed(hash_seed(0, f"batch {step}", 0))
+                given = batch(step)
+            loss = model(**given).loss
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            made.append(loss.item())
+    assert tuple(made) == train(run_of(file, "small", "optimizer: fp32")).curve("loss")
+    assert tuple(made) != train(run_of(file, "small")).curve("loss")
+    assert not adam._optimizer_step_pre_hooks
 
 
 def test_stochastic_rounding_keeps_on_average_what_rounding_to_nearest_loses():
@@ -86,10 +117,10 @@ def test_stochastic_rounding_keeps_on_average_what_rounding_to_nearest_loses():
     for into in ("own", "stochastic", "fp64"):
         p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         sgd = torch.optim.SGD([p], lr=1.0)
-        arithmetic = OptimizerArithmetic(sgd, {"p": p}, {"p": into}, 0)
-        for number in range(1, 9):
+        OptimizerArithmetic(sgd, {"p": p}, {"p": into}, 0).attach()
+        for _ in range(8):
             p.grad = torch.full_like(p, -(2.0**-10))  # an eighth of a unit in the last place
-            arithmetic.step(sgd.step, number)
+            sgd.step()
         moved[into] = (p.data.double() - 1).mean().item() * 2**10
     assert moved["own"] == 0
     assert moved["fp64"] == 8

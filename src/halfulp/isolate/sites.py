@@ -16,13 +16,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from halfulp.interpose import ITSELF, KINDS, Operation, interpose, leaves
+from halfulp.interpose import ITSELF, KINDS, Operation, interpose, leaves, module_names
 from halfulp.isolate.substitutions import Cells, Place
 from halfulp.training.attention_by_hand import BY_HAND, AttentionCalls
 from halfulp.training.config import RunConfig
 from halfulp.training.determinism import own_generators, seed_generators
 from halfulp.training.operations import OUTSIDE, OWN, Assigned, OperationPlan
 from halfulp.training.optimizer_arithmetic import OPTIMIZER, trained
+from halfulp.training.score_clip import MOST, ScoreClip
 from halfulp.training.session import AUTOCAST
 from halfulp.training.workload import build_workload
 
@@ -43,6 +44,7 @@ class Layout:
     classes: Mapping[str, str]  # of modules, by path
     unseen: Mapping[str, str]  # modules whose operations cannot be seen: why
     by_hand: frozenset[str] = frozenset()  # modules that write their attention out in products
+    unclipped: str = ""  # why QK-clip cannot be; empty where it can
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -101,13 +103,6 @@ def layout_of(config: RunConfig) -> Layout:
     device = torch.device(config.device)
     sites: dict[Site, None] = {}
     calls = AttentionCalls()
-
-    def see(operation: Operation, found: Any) -> None:
-        path, kind = operation.path, operation.kind
-        calls.see(operation)
-        if kind in KINDS and kind != "other" and _matters(operation, found, config):
-            sites.setdefault((path, kind))
-
     with own_generators(device):
         workload = build_workload(
             config.workload,
@@ -121,6 +116,15 @@ def layout_of(config: RunConfig) -> Layout:
         batch = workload.batch(np.arange(config.batch), 1)
         dtype = AUTOCAST.get(config.autocast)
         cast = nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+        clip = ScoreClip(MOST, dict(module_names(workload.model)))
+
+        def see(operation: Operation, found: Any) -> None:
+            path, kind = operation.path, operation.kind
+            calls.see(operation)
+            clip.saw(operation, found)
+            if kind in KINDS and kind != "other" and _matters(operation, found, config):
+                sites.setdefault((path, kind))
+
         with interpose(workload.model, see) as seen, cast:
             workload.loss(workload.model, batch)
     assert workload.parts is not None
@@ -130,7 +134,8 @@ def layout_of(config: RunConfig) -> Layout:
             sites.setdefault((path, OPTIMIZER))
     unseen = {path: why for path, why in seen.unseen.items() if path != ITSELF or why}
     layers = tuple(zip((path for path, _ in calls.layers), calls.heads, strict=True))
-    return Layout(tuple(sites), layers, dict(seen.classes), unseen, frozenset(calls.by_hand))
+    by_hand, why = frozenset(calls.by_hand), clip.unfit()
+    return Layout(tuple(sites), layers, dict(seen.classes), unseen, by_hand, why)
 
 
 def _matters(operation: Operation, found: Any, config: RunConfig) -> bool:

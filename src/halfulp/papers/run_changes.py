@@ -1,66 +1,17 @@
-"""What a training step may do otherwise: clip the scores, or follow another optimizer.
+"""Another optimizer for a training step.
 
-QK-clip (Kimi K2, arXiv 2507.20534, algorithm 1): where a head's largest score of a step exceeds τ,
-its W_Q and W_K are multiplied by √(τ / largest) after the update. Lion: Chen et al., arXiv
-2302.06675, algorithm 2; PyTorch has none. Muon and SGD are PyTorch's own.
+Lion: Chen et al., arXiv 2302.06675, algorithm 2; PyTorch has none. Muon and SGD are PyTorch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call
-
 OptimizerName: TypeAlias = Literal["adamw", "sgd", "lion", "muon"]
-
-
-class LargestScores:
-    """A tap that keeps the largest score of every head since it was last asked."""
-
-    def __init__(self) -> None:
-        self._largest: dict[int, Tensor] = {}
-
-    def __call__(self, layer: int, call: Call, out: Tensor) -> Tensor:
-        """Look at the scores that a query may see, and give back out as it came."""
-        with torch.no_grad():
-            scores = call.query @ call.key.mT * call.scale
-            rows, cols = (slice(0, count) for count in scores.shape[-2:])
-            scores = call.sees.apply(scores, rows, cols, 1.0)
-            found = scores.amax((0, 2, 3))
-            self._largest[layer] = torch.maximum(found, self._largest.get(layer, found))
-        return out
-
-    def take(self) -> dict[int, Tensor]:
-        """Return the largest score `[H]` by layer, and begin anew."""
-        found, self._largest = self._largest, {}
-        return found
-
-
-def clip_scores(
-    modules: Mapping[int, Any], largest: Mapping[int, Tensor], most: float
-) -> dict[int, Tensor]:
-    """Multiply W_Q and W_K of every head whose largest score exceeds `most` by √(most / largest).
-
-    Args:
-        modules: by layer, as `attention_modules` gives them; as many heads of keys as of queries.
-        largest: by layer, `[H]`.
-        most: τ, natural units.
-
-    Returns:
-        The factors `[H]` by layer; 1 where nothing was done.
-    """
-    factors = {}
-    with torch.no_grad():
-        for layer, scores in largest.items():
-            factor = (most / scores.clamp_min(most)).sqrt()
-            for weights in modules[layer].head_weights():
-                weights.mul_(factor[:, None, None])
-            factors[layer] = factor
-    return factors
 
 
 class Lion(torch.optim.Optimizer):

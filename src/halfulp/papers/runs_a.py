@@ -8,7 +8,6 @@ of steps instead of thousands.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,16 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from halfulp.papers.run_changes import (
-    LargestScores,
-    OptimizerName,
-    clip_scores,
-    optimizer_named,
-)
+from halfulp.papers.run_changes import OptimizerName, optimizer_named
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
 from halfulp.runs.threads import one_thread
-from halfulp.training.attention import AttentionPlan, set_tap
+from halfulp.training.adjusted import Adjusted
+from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, RunConfig
 from halfulp.training.distributed import world
 from halfulp.training.presets import minutes, seconds
@@ -89,7 +84,7 @@ class Plan:
     at: tuple[int, ...] = ()
     width: int = 64  # of the language model
     query_key_norm: bool = False  # of the language model
-    most_score: float = math.inf  # above it `clip_scores` acts after the step
+    most_score: float | None = None  # τ of QK-clip; None: none
     optimizer: OptimizerName = "adamw"
 
     def config(self) -> RunConfig:
@@ -109,7 +104,11 @@ class Plan:
         else:
             config = seconds(seed=self.seed, steps=self.steps)
         return replace(
-            config, attention=attention, metrics_every=10, measure_every=self.measure_every
+            config,
+            attention=attention,
+            metrics_every=10,
+            measure_every=self.measure_every,
+            adjusted=Adjusted(most_score=self.most_score),
         )
 
 
@@ -146,12 +145,8 @@ def train_steps(plan: Plan) -> Iterator[Now]:
             optimizer, rate = optimizer_named(plan.optimizer, session.parameters)
             session.optimizer = session.updates.optimizer = optimizer
             session.updates.rates = replace(config.optimizer, learning_rate=rate)
-        scores = LargestScores()
-        set_tap(workload.model, scores if plan.most_score < math.inf else None)
-        modules = attention_modules(workload.model)
         while session.done < config.steps:
             rows = session.step()
-            clip_scores(modules, scores.take(), plan.most_score)
             number = session.done
             yield Now(
                 config,

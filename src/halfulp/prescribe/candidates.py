@@ -20,6 +20,7 @@ from halfulp.prescribe.symptoms import ROUNDING, Symptoms
 from halfulp.training.config import Language
 from halfulp.training.operations import OUTSIDE, OWN, Assigned, OperationPlan
 from halfulp.training.optimizer_arithmetic import OPTIMIZER
+from halfulp.training.score_clip import MOST
 
 Group: TypeAlias = Literal["rounding", "optimization"]
 Touches: TypeAlias = Literal["a hyperparameter", "an operation", "the model"]
@@ -146,9 +147,9 @@ def _planned(
     option = f"--set operations={plan}"
     assert change.operations is not None
     assert layout is not None
-    # `planned` reaches what the model computes, not what the optimizer does
     steps = any(change.operations.choice(path, OPTIMIZER) != OWN for path, _ in layout.steps)
-    line = option if steps else f"with halfulp.planned(model, {plan}):"
+    also = ", optimizer=optimizer" if steps else ""
+    line = f"with halfulp.planned(model, {plan}{also}):"
     return Remedy(name, "rounding", said, touches, line, option, change, speaks)
 
 
@@ -288,7 +289,7 @@ def _formats(case: Case) -> Iterator[Remedy | Untried]:
 
 
 def _scores(case: Case) -> Iterator[Remedy | Untried]:
-    """QK-norm."""
+    """QK-norm and QK-clip."""
     speaks = case.symptoms.spoken_for(("scores_run_away", *ROUNDING))
     config, workload = case.settings.config, case.settings.config.workload
     said = "QK-norm"
@@ -308,7 +309,20 @@ def _scores(case: Case) -> Iterator[Remedy | Untried]:
         yield Untried("QK-norm", "its weights are not in the checkpoint")
     else:
         yield Untried("QK-norm", "no place for it is seen in this model")
-    yield Untried("QK-clip", "it rescales W_Q and W_K by head, which not every model tells apart")
+    yield _clip_of_scores(case, speaks)
+
+
+def _clip_of_scores(case: Case, speaks: str) -> Remedy | Untried:
+    """QK-clip."""
+    layout, workload = case.layout, case.settings.config.workload
+    why = "" if layout is None else layout.unclipped
+    if isinstance(workload, Language) and workload.query_key_norm:
+        why = "queries and keys are normalized, whatever W_Q and W_K are"
+    if why:
+        return Untried("QK-clip", why)
+    line = f"with halfulp.planned(model, optimizer=optimizer, most_score={MOST:g}):"
+    return _set(case, "qk-clip", "optimization", f"QK-clip at {MOST:g}", "the model",
+                (f"adjusted.most_score={MOST:g}",), line, speaks)  # fmt: skip
 
 
 def _hyperparameters(case: Case) -> Iterator[Remedy | Untried]:

@@ -30,6 +30,7 @@ class Adjusted:
     warm_up: int = 0  # steps over which that grows linearly, once more
     beta2: float | None = None  # of Adam and its like; None: the optimizer's
     eps: float | None = None
+    most_score: float | None = None  # QK-clip's τ, natural units; see `halfulp.training.score_clip`
     draw: int = 0  # number of the order of the steps that follow; 0: their own
     nudged: bool = False  # every weight moved at random by about an ulp, which chaos makes more of
 

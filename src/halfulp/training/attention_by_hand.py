@@ -25,6 +25,22 @@ BY_HAND = ("matmul", "softmax", "elementwise", "cast", "selection", "reduction")
 """Kinds of operation that attention consists of where it is written out."""
 
 
+def given(operation: Operation) -> dict[str, Any]:
+    """The arguments of PyTorch's attention by name, key and value with as many heads as query."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    found: dict[str, Any] = dict.fromkeys(names) | {
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "enable_gqa": False,
+    }
+    found |= dict(zip(names, operation.args, strict=False)) | dict(operation.kwargs)
+    heads = found["query"].shape[-3]
+    for name in ("key", "value"):
+        if found[name].shape[-3] != heads:
+            found[name] = found[name].repeat_interleave(heads // found[name].shape[-3], -3)
+    return found
+
+
 class AttentionCalls:
     """The layers of attention of a model, in the order of their first call: calls of PyTorch's
     function, and products written out.

@@ -12,19 +12,35 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from halfulp.attention import attention, emulate
-from halfulp.interpose import KINDS, Kernel, Operation, Swap, arithmetic, interpose
+from halfulp.interpose import (
+    KINDS,
+    Kernel,
+    Operation,
+    Swap,
+    arithmetic,
+    interpose,
+    module_names,
+)
 from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
-from halfulp.training.attention_by_hand import BY_HAND, SDPA, AttentionCalls, HeadsInFp32
-from halfulp.training.optimizer_arithmetic import OPTIMIZER, check_optimizer
+from halfulp.training.attention_by_hand import BY_HAND, SDPA, AttentionCalls, HeadsInFp32, given
+from halfulp.training.optimizer_arithmetic import (
+    OPTIMIZER,
+    OptimizerArithmetic,
+    check_optimizer,
+    choices,
+    trained,
+)
+from halfulp.training.score_clip import ScoreClip
 
 OWN = "own"
 """The choice that leaves a model its own arithmetic, of attention or of anything else."""
@@ -188,16 +204,16 @@ class Heads:
                 f"attention={str(self.plan)!r}: {operation.place} is not PyTorch's"
                 f" {SDPA}, nor are its heads seen apart; accepted is {OWN!r} there"
             )
-        given, layer = _given(operation), self.calls.see(operation)
+        named, layer = given(operation), self.calls.see(operation)
         assert layer is not None
-        heads = given["query"].shape[-3]
+        heads = named["query"].shape[-3]
         groups = self.plan.groups(layer, heads)
         if list(groups) == [OWN]:
             swap = next((one for one in self.otherwise if one.chooses(operation)), None)
             return _stock(operation) if swap is None else swap.run(operation)
         parts: list[Tensor | None] = [None] * heads
         for choice, members in groups.items():
-            out = _of_heads(choice, members, given, operation, self.own)
+            out = _of_heads(choice, members, named, operation, self.own)
             for place, head in enumerate(members):
                 parts[head] = out[..., place, :, :]
         return torch.stack([part for part in parts if part is not None], -3)
@@ -263,7 +279,14 @@ def swaps_of(
 
 
 @contextmanager
-def planned(model: nn.Module, operations: str = "", attention: str = OWN) -> Iterator[None]:
+def planned(
+    model: nn.Module,
+    operations: str = "",
+    attention: str = OWN,
+    *,
+    optimizer: Optimizer | None = None,
+    most_score: float | None = None,
+) -> Iterator[None]:
     """Inside the block a model of anybody's computes by a plan, forward and backward: what
     `halfulp train my.py:make --set operations=... --attention ...` does, in a loop of your own.
 
@@ -271,60 +294,64 @@ def planned(model: nn.Module, operations: str = "", attention: str = OWN) -> Ite
         model: the plain module; around it may be DDP or FSDP.
         operations: such as "norm,linear in transformer.h.1: fp32; softmax: fp32".
         attention: such as "halfulp", or "own; layer 1 head 2,5: torch:fp32".
+        optimizer: whose steps the plan is of too, and after whose steps scores are clipped. Wider
+            copies of narrow weights live in the block alone, in no checkpoint.
+        most_score: QK-clip: W_Q and W_K of a head whose largest score in a step was beyond it are
+            scaled after the step (`halfulp.training.score_clip`); natural units.
 
     Raises:
-        ValueError: a plan is not accepted, or names what the model, once it has run, has not.
+        ValueError: a plan is not accepted, or names what the model, once it has run, has not; it
+            takes an optimizer, and none is given.
     """
     texts, heads = (
         [part.strip() for part in text.split(";") if part.strip()]
         for text in (operations, attention)
     )
     plan = OperationPlan.of(*texts)
+    asks = next((str(one) for one in plan.assignments if OPTIMIZER in one.kinds), None)
+    if optimizer is None and (asks is not None or most_score is not None):
+        said = f"most_score={most_score}" if asks is None else f"operations={asks!r}"
+        raise ValueError(f"{said}: accepted with optimizer=, whose steps it is of")
     swaps, places = swaps_of(AttentionPlan.of(*heads), plan)
     made: dict[tuple[str, str], None] = {}
+    clip = None if most_score is None else ScoreClip(most_score, dict(module_names(model)))
 
-    def see(operation: Operation, _: Any) -> None:
+    def see(operation: Operation, found: Any) -> None:
         made.setdefault((operation.path, operation.kind))
+        if clip is not None:
+            clip.saw(operation, found)
 
-    with interpose(model, see, swaps=swaps):
+    with ExitStack() as stack:
+        if clip is not None and optimizer is not None:
+            stack.callback(clip.attach(optimizer).remove)
+        if optimizer is not None:
+            steps = choices(model, optimizer, lambda path: plan.choice(path, OPTIMIZER))
+            named = dict(model.named_parameters())
+            arithmetic = OptimizerArithmetic(optimizer, named, steps, 0)
+            arithmetic.attach()
+            stack.callback(arithmetic.remove)
+        stack.enter_context(interpose(model, see, swaps=swaps))
         yield
     if made:
-        check_seen(plan, made)
+        own = {} if optimizer is None else trained(model, optimizer)
+        check_seen(plan, [*made, *((path, OPTIMIZER) for path in own)])
     if places is not None and places.calls.layers:
         places.check()
-
-
-def _given(operation: Operation) -> dict[str, Any]:
-    """The arguments of PyTorch's attention by name, key and value with as many heads as query."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given: dict[str, Any] = dict.fromkeys(names) | {
-        "dropout_p": 0.0,
-        "is_causal": False,
-        "enable_gqa": False,
-    }
-    given |= dict(zip(names, operation.args, strict=False)) | dict(operation.kwargs)
-    query = given["query"]
-    for name in ("key", "value"):
-        if given[name].shape[-3] != query.shape[-3]:
-            given[name] = given[name].repeat_interleave(
-                query.shape[-3] // given[name].shape[-3], -3
-            )
-    return given
 
 
 def _of_heads(
     choice: str,
     members: list[int],
-    given: dict[str, Any],
+    named: dict[str, Any],
     operation: Operation,
     own: Mapping[str, AttentionFunction] | None,
 ) -> Tensor:
     """Out `[..., h, N, D]` of some heads, in query's dtype."""
-    mask = given["attn_mask"]
+    mask = named["attn_mask"]
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask[..., members, :, :]
-    q, k, v = (given[name][..., members, :, :] for name in ("query", "key", "value"))
-    causal, scale, dropout = given["is_causal"], given["scale"], given["dropout_p"]
+    q, k, v = (named[name][..., members, :, :] for name in ("query", "key", "value"))
+    causal, scale, dropout = named["is_causal"], named["scale"], named["dropout_p"]
     if own is None or choice not in own:
         if choice == OWN:
             stock: Tensor = operation.function(q, k, v, mask, dropout, causal, scale=scale)

@@ -93,7 +93,9 @@ class OptimizerArithmetic:
         seed: int,
     ) -> None:
         self.optimizer, self.seed = optimizer, seed
+        self.made = 0  # steps, of which stochastic rounding draws
         self.masters: dict[str, Tensor] = {}
+        self._lent: list[_Lent] = []
         self._chosen = {
             name: (parameters[name], into) for name, into in choice.items() if into != "own"
         }
@@ -103,17 +105,31 @@ class OptimizerArithmetic:
             if into not in (*_WIDE, STOCHASTIC) and _format(into) is None
         }
 
-    def step(self, make: Callable[[], Any], number: int) -> None:
-        """Make step `number`, counted from 1: `make` calls the optimizer."""
-        with torch.no_grad():
-            lent = [
-                self._lend(name, parameter, into)
-                for name, (parameter, into) in self._chosen.items()
-                if parameter.grad is not None
-            ]
-            make()
-            for one in lent:
-                self._take_back(one, number)
+    def attach(self) -> None:
+        """Have every later step of the optimizer made so, whoever calls for it."""
+        self._handles = (
+            self.optimizer.register_step_pre_hook(self._lend_all),
+            self.optimizer.register_step_post_hook(self._take_all_back),
+        )
+
+    def remove(self) -> None:
+        """Leave every later step as the optimizer has it."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def _lend_all(self, *_: Any) -> None:
+        self.made += 1
+        self._lent = [
+            self._lend(name, parameter, into)
+            for name, (parameter, into) in self._chosen.items()
+            if parameter.grad is not None
+        ]
+
+    @torch.no_grad()
+    def _take_all_back(self, *_: Any) -> None:
+        while self._lent:
+            self._take_back(self._lent.pop(), self.made)
 
     def state(self) -> dict[str, Tensor]:
         """The master copies, as a checkpoint holds them beside the optimizer's state."""
@@ -140,8 +156,10 @@ class OptimizerArithmetic:
         wide = _WIDE.get(into, torch.float32)
         if wide.itemsize < parameter.dtype.itemsize:
             wide = parameter.dtype
-        master = self.masters.get(name) if into in _WIDE else None
-        parameter.data = parameter.data.to(wide, copy=True) if master is None else master
+        now = parameter.data.to(wide)
+        master = self.masters.get(name, now) if into in _WIDE else now
+        # what somebody changed since the last step is no longer the master's
+        parameter.data = torch.where(master.to(lent.data.dtype) == lent.data, master, now)
         parameter.grad = lent.grad.to(wide)
         state = self.optimizer.state.get(parameter, {})
         for entry, x in state.items():

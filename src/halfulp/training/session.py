@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfulp.interpose import module_names
 from halfulp.training.adjusted import nudge
+from halfulp.training.attention import set_tap
 from halfulp.training.checkpoint import (
     Checkpoint,
     model_tensors,
@@ -28,7 +30,9 @@ from halfulp.training.distributed import World
 from halfulp.training.journal import Row
 from halfulp.training.operations import OWN, OperationPlan, check_seen
 from halfulp.training.optimizer_arithmetic import OPTIMIZER, choices, trained
+from halfulp.training.score_clip import ScoreClip
 from halfulp.training.updates import Updates
+from halfulp.training.user_model import UserWorkload
 from halfulp.training.workload import Workload
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +68,7 @@ class Session:
         self.rows: list[Row] = []
         if start is not None:
             self._take_up(start)
-        self.updates.adjust()
+        self.updates.adjust(self._clip_of_scores())
         if config.adjusted.nudged and self.done == config.adjusted.since:
             nudge(self.parameters)
         self._places = config.adjusted.places(config.steps)
@@ -87,7 +91,7 @@ class Session:
         )
         self.scaler.unscale_(self.optimizer)
         norm = self._clip(shown)
-        self.updates.step(lambda: self.scaler.step(self.optimizer), number)
+        self.scaler.step(self.optimizer)
         self.scaler.update()
         self.updates.end()
         self.done = number
@@ -124,6 +128,20 @@ class Session:
                 " own; accepted with parallel='fsdp' is a plan of named kinds without optimizer"
             )
         return chosen
+
+    def _clip_of_scores(self) -> ScoreClip | None:
+        """QK-clip, if the configuration has it, looking at every call of attention."""
+        most, model = self.config.adjusted.most_score, self.workload.model
+        if most is None:
+            return None
+        if isinstance(self.workload, UserWorkload):
+            clip = self.workload.clip = ScoreClip(most, dict(module_names(model)))
+            return clip
+        from halfulp.watch.passes import attention_modules
+
+        clip = ScoreClip(most, attention_modules(model))
+        set_tap(model, clip)
+        return clip
 
     def _take_up(self, start: Checkpoint) -> None:
         """Go on from a checkpoint.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from halfulp.training.adjusted import Adjustment, adjust, warmed
 from halfulp.training.config import Optimizer, RunConfig
 from halfulp.training.operations import OWN
 from halfulp.training.optimizer_arithmetic import OptimizerArithmetic
+from halfulp.training.score_clip import ScoreClip
 from halfulp.training.user_model import Parts
 
 
@@ -80,23 +80,24 @@ class Updates:
         changed = self.config.adjusted
         if self.adjustment is not None:  # steps that a GradScaler leaves out count too
             self.adjustment.made = number - changed.since - 1
+        if self.arithmetic is not None:
+            self.arithmetic.made = number - 1
         share = changed.rate * warmed(number - changed.since, changed.warm_up)
         return float(self.optimizer.param_groups[0]["lr"]) * share
 
-    def adjust(self) -> None:
-        """Have the steps be made as the configuration says they are otherwise."""
+    def adjust(self, clip: ScoreClip | None) -> None:
+        """Have the steps be made as the configuration says they are otherwise, by hooks: the
+        arithmetic's stand around what `clip` does after a step.
+        """
         c = self.config.adjusted
         if (c.rate, c.warm_up, c.beta2, c.eps) != (1.0, 0, None, None):
             self.adjustment = adjust(
                 self.optimizer, rate=c.rate, warm_up=c.warm_up, beta2=c.beta2, eps=c.eps
             )
-
-    def step(self, make: Callable[[], Any], number: int) -> None:
-        """Make a step, counted from 1, by calling `make`, in the arithmetic that the plan has."""
-        if self.arithmetic is None:
-            make()
-        else:
-            self.arithmetic.step(make, number)
+        if clip is not None:
+            clip.attach(self.optimizer)
+        if self.arithmetic is not None:
+            self.arithmetic.attach()
 
     def masters(self) -> dict[str, torch.Tensor]:
         """What the optimizer's arithmetic keeps from step to step, for a checkpoint."""

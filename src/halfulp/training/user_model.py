@@ -11,7 +11,7 @@ import hashlib
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halfulp.interpose import Kernel, interpose
+from halfulp.interpose import Kernel, Operation, interpose
 from halfulp.recipes import hash_seed
 from halfulp.targets.calling import one_line
 from halfulp.targets.loading import load_function
@@ -30,6 +30,7 @@ from halfulp.training.config import RunConfig, UserModel
 from halfulp.training.determinism import own_generators, seed_generators
 from halfulp.training.operations import OWN, OperationPlan, check_seen, swaps_of
 from halfulp.training.optimizer_arithmetic import OPTIMIZER, trained
+from halfulp.training.score_clip import ScoreClip
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """loss(model, batch), where model may be a wrapper of the one that was made (DDP, FSDP)."""
@@ -73,6 +74,7 @@ class UserWorkload:
         self.config, self.seed, self.device = config, seed, torch.device(device)
         self.swaps, self._heads = swaps_of(plan, operations, own)
         self._operations = operations
+        self.clip: ScoreClip | None = None  # looks at the scores of every pass
         self._checked = False  # whether the plans were held against what the model computes
         function, module = load_named(config.make)
         self.source: dict[str, Any] = {"data": "made by the model's own function"}
@@ -142,19 +144,21 @@ class UserWorkload:
         Raises:
             ValueError: a plan names what the model has not, known after the first pass.
         """
-        if not self.swaps:
-            yield
-            return
-        if self._checked:
-            with interpose(self.model, swaps=self.swaps):
+        see = None if self.clip is None else self.clip.saw
+        if self._checked or not self.swaps:
+            with (
+                interpose(self.model, see, swaps=self.swaps) if see or self.swaps else nullcontext()
+            ):
                 yield
             return
         made: dict[tuple[str, str], None] = {}
-        with interpose(
-            self.model,
-            lambda operation, _: made.setdefault((operation.path, operation.kind)),
-            swaps=self.swaps,
-        ):
+
+        def note(operation: Operation, found: Any) -> None:
+            made.setdefault((operation.path, operation.kind))
+            if see is not None:
+                see(operation, found)
+
+        with interpose(self.model, note, swaps=self.swaps):
             yield
         self._checked = True
         steps = ((path, OPTIMIZER) for path in trained(self.model, self.parts.optimizer))

@@ -36,7 +36,7 @@ class Foreign:
     layer: str  # the path of the module that called; a second call in a pass adds " (2)"
     asked: Asked
     entries: int = 0  # batch entries that are measured
-    key_heads: int = 0
+    head_dim: int = 0
     # query, key, value, out `[E, H, N, D]`, and grad_ of each
     tensors: dict[str, Tensor] = field(default_factory=dict)
     expected: frozenset[str] = frozenset()  # gradients that come
@@ -278,7 +278,7 @@ class Taps:
             call.entries = self.entries(_four(query), _four(key))
             sees = asked.sees.of_entries(slice(call.entries))
             call.asked = replace(asked, sees=sees)
-            call.key_heads = _four(key).shape[1]
+            call.head_dim = query.shape[-1]
         return call
 
     def _keep(

@@ -387,7 +387,7 @@ class Watcher:
         heads = {layer: len(figures["max_score"]) for layer, figures in self._found.items()}
         for layer, values in sigmas(
             self.model,
-            {c.layer: (heads[c.layer], c.key_heads) for c in calls if c.layer in heads},
+            {c.layer: (heads[c.layer], c.head_dim) for c in calls if c.layer in heads},
         ).items():
             self._found[layer] |= values
         self._name_missed()

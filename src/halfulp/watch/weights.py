@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,11 @@ _QUERY = {"q_proj", "query", "wq", "to_q", "q", "q_lin", "query_proj", "linear_q
 _KEY = {"k_proj", "key", "wk", "to_k", "k", "k_lin", "key_proj", "linear_k", "k_linear"}
 # W_Q, W_K and W_V one below the other; GPT-NeoX's query_key_value mixes heads and is none of these
 _FUSED = {"c_attn", "qkv_proj", "qkv", "wqkv", "in_proj", "to_qkv"}
+ACCEPTED = (
+    "layers of two dimensions in the module that calls attention, named such as q_proj and k_proj,"
+    " query and key, wq and wk, or both with W_V below each other in c_attn, qkv_proj or in_proj"
+)
+"""What `projections` finds."""
 
 
 def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -81,7 +87,7 @@ def sigmas(model: nn.Module, heads: Mapping[str, tuple[int, int]]) -> dict[str, 
 
     Args:
         model: whose.
-        heads: query and key heads by the path of the module that called attention.
+        heads: query heads and numbers in each, by the path of the module that called attention.
 
     Returns:
         By layer sigma_query and sigma_key `[H]`, the latter of the key head that a head reads.
@@ -89,42 +95,69 @@ def sigmas(model: nn.Module, heads: Mapping[str, tuple[int, int]]) -> dict[str, 
     generator = torch.Generator().manual_seed(0)
     by_path = dict(module_names(model))
     found = {}
-    for layer, (many, of_key) in heads.items():
-        module = by_path.get(layer.partition(" (")[0])
-        pair = None if module is None else _projections(module, many, of_key)
+    for layer, (many, width) in heads.items():
+        held = projections(by_path.get(layer.partition(" (")[0]), many, width)
+        pair = None if held is None else (held[0][0], held[1][0])
         if pair is None or not all(bool(x.isfinite().all()) for x in pair):
             continue
         known = head_sigmas(*pair, 1.0, None, generator)
         found[layer] = {
             "sigma_query": known.query,
-            "sigma_key": known.key.repeat_interleave(many // of_key),
+            "sigma_key": known.key.repeat_interleave(many // len(pair[1])),
         }
     return found
 
 
-def _projections(module: nn.Module, heads: int, key_heads: int) -> tuple[Tensor, Tensor] | None:
-    """W_Q `[H, D, width]` and W_K `[H_k, D, width]`; None where they are not found."""
-    named = {}
+def projections(
+    module: nn.Module | None, heads: int, width: int | None = None
+) -> tuple[list[Tensor], list[Tensor]] | None:
+    """What makes a module's queries and keys, by head, as views; None where it is not found.
+
+    Args:
+        module: that calls attention.
+        heads: of queries.
+        width: D, numbers in a head; None: as wide as all query heads together allow.
+
+    Returns:
+        W_Q `[H, D, width]` and its bias `[H, D]`, if it has one; the same of W_K, by key head.
+    """
+    if module is None:
+        return None
+    named: dict[str, tuple[Tensor, Tensor | None]] = {}
     for path, inner in module.named_modules():
-        weight = getattr(inner, "weight", None)
+        weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
         if isinstance(weight, Tensor) and weight.ndim == 2:
             # transformers' Conv1D holds its weight the other way round
-            turned = type(inner).__name__ == "Conv1D"
-            named[path.rpartition(".")[2].lower()] = weight.mT if turned else weight
+            weight = weight.mT if type(inner).__name__ == "Conv1D" else weight
+            named[path.rpartition(".")[2].lower()] = weight, bias
     for name, x in module.named_parameters(recurse=False):
         if x.ndim == 2:
-            named[name.removesuffix("_weight").lower()] = x
-    named = {name: x for name, x in named.items() if not hasattr(x, "to_local")}
-    query = next((x for name, x in named.items() if name in _QUERY), None)
-    key = next((x for name, x in named.items() if name in _KEY), None)
-    if query is None or key is None:
-        fused = next((x for name, x in named.items() if name in _FUSED), None)
-        if fused is None or len(fused) % (heads + 2 * key_heads):
+            short = name.removesuffix("_weight")
+            named[short.lower()] = x, getattr(module, f"{short}_bias", None)
+    plain = {name: one for name, one in named.items() if not hasattr(one[0], "to_local")}
+    query, key, fused = (
+        next((one for name, one in plain.items() if name in names), None)
+        for names in (_QUERY, _KEY, _FUSED)
+    )
+    if (query is None or key is None) and fused is not None:
+        many = len(fused[0])
+        each = width or many // 3 // heads
+        rest, odd = divmod(many - heads * each, 2)
+        if odd or rest <= 0:
             return None
-        each = len(fused) // (heads + 2 * key_heads)
-        query, key = fused[: heads * each], fused[heads * each : (heads + key_heads) * each]
-    if len(query) % heads or len(key) % key_heads or query.shape[1] != key.shape[1]:
+        ends = (0, heads * each, heads * each + rest)
+        query, key = (
+            (fused[0][a:b], None if fused[1] is None else fused[1][a:b]) for a, b in pairwise(ends)
+        )
+    if query is None or key is None or query[0].shape[1] != key[0].shape[1]:
         return None
-    query = query.reshape(heads, -1, query.shape[1])
-    key = key.reshape(key_heads, -1, key.shape[1])
-    return (query, key) if query.shape[1] == key.shape[1] else None
+    each = len(query[0]) // heads
+    of_key = len(key[0]) // each if each else 0
+    fits = each == (width or each) and of_key and not heads % of_key
+    if not fits or len(query[0]) != heads * each or len(key[0]) != of_key * each:
+        return None
+    of_query, of_keys = (
+        [x.detach().view(-1, each, *x.shape[1:]) for x in pair if x is not None]
+        for pair in (query, key)
+    )
+    return of_query, of_keys
