@@ -170,3 +170,69 @@ FAULTS = (
     (fp8_kernel, "Llama", torch.bfloat16, "model.layers.*.self_attn attention"),
     (coarse_linear, "Llama", torch.bfloat16, "model.layers.*.mlp.up_proj"),
 )
+
+
+class Expert(nn.Module):
+    """A gated layer of `Experts`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+        for name in ("gate", "up", "down"):
+            setattr(self, name, nn.Linear(width, width, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """A mixture of experts in bf16, its router in fp32: each expert a module, on its tokens."""
+
+    def __init__(self, width: int = 32, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = nn.ModuleList(Expert(width).bfloat16() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        share, chosen = self.router(flat.float()).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            rows, place = (chosen == i).nonzero(as_tuple=True)
+            out.index_add_(0, rows, expert(flat[rows]) * share[rows, place, None].bfloat16())
+        return out.view_as(x)
+
+
+class Fused(nn.Module):
+    """The same as one module: gate and up in one product, all tokens in the order of their experts,
+    one activation. With a fault "router" its scores are rounded, with "activation" that.
+    """
+
+    def __init__(self, stock: Experts, fault: str = "") -> None:
+        super().__init__()
+        self.mixture = nn.Module()
+        self.mixture.router, self.fault = copy.deepcopy(stock.router), fault
+        self.act = nn.SiLU()
+        with torch.no_grad():
+            both = [torch.cat([x.gate.weight, x.up.weight]) for x in stock.experts]
+            self.gate_up = nn.Parameter(torch.stack(both))
+            self.down = nn.Parameter(torch.stack([x.down.weight for x in stock.experts]))
+        if fault == "router":
+            self.mixture.router.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        scores = self.mixture.router(flat if self.fault == "router" else flat.float())
+        share, chosen = scores.float().softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        ends = chosen.flatten().bincount(minlength=len(self.down)).tolist()
+        parts = zip(flat[order // 2].split(ends), self.gate_up, strict=True)
+        gate, up = torch.cat([part @ weight.T for part, weight in parts]).chunk(2, -1)
+        hidden = self.act(gate) * up
+        if self.fault == "activation":
+            hidden = hidden.to(torch.float8_e4m3fn).to(x.dtype)
+        parts = zip(hidden.split(ends), self.down, strict=True)
+        out = torch.cat([part @ weight.T for part, weight in parts])
+        out = out.float() * share.flatten()[order, None]
+        return out[order.argsort()].unflatten(0, (-1, 2)).sum(1).to(x.dtype).view_as(x)

@@ -183,6 +183,20 @@ def test_modules_of_other_names_are_matched_by_shape():
     assert "matched by shape" in str(found)
 
 
+def test_experts_in_one_module_are_no_finding_beside_experts_one_by_one():
+    separate = planted.Experts()
+    draw = torch.Generator().manual_seed(1)
+    x = [torch.randn(4, 24, 32, generator=draw).bfloat16() for _ in range(2)]
+    fused = planted.Fused(separate)
+    for a, b in ((separate, fused), (fused, separate)):
+        found = diff(a, b, x, attribute=False)
+        assert not [row.place for row in found.operations if row.beyond]
+        assert (found.verdict, found.exit_code) == ("within rounding", 0)
+    for fault, place in (("router", "mixture.router linear"), ("activation", "(model) to")):
+        found = diff(separate, planted.Fused(separate, fault), x, attribute=False)
+        assert found.first.place == place
+
+
 def test_a_context_counts_as_part_of_a_setting():
     model = planted.language_model("Llama", torch.bfloat16)
     math_only = Setting(model, "math", context=lambda: sdpa_kernel(SDPBackend.MATH))

@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
+from torch.nn import functional
 
 from halfulp.cli import main
-from halfulp.diff.recording import compare_recordings
+from halfulp.diff import Setting
+from halfulp.diff.recording import compare_recordings, record
 
 SOURCE = """
 import torch
@@ -96,6 +99,51 @@ def test_recordings_of_two_environments(folder, capsys):
     # what came in and what is its own are the gap
     norm = rows["norm layer_norm"]
     assert norm.gap == norm.own == 0
+
+
+class Sorted(nn.Module):
+    """Sorts tokens by a score before a product."""
+
+    def __init__(self, dtype, product):
+        super().__init__()
+        torch.manual_seed(0)
+        self.score = nn.Linear(16, 1).to(dtype)
+        self.weight, self.product = nn.Parameter(torch.randn(16, 16)), product
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        order = self.score(flat.to(self.score.weight.dtype))[:, 0].argsort()
+        return self.product(flat[order], self.weight)[order.argsort()].view_as(x)
+
+
+def test_tokens_in_another_order_are_not_the_fault_of_a_function_of_another_name(tmp_path):
+    x = [torch.randn(4, 64, 16, generator=torch.Generator().manual_seed(1))]
+    record(Setting(Sorted(torch.float32, torch.matmul)), x, tmp_path / "a")
+    record(Setting(Sorted(torch.bfloat16, torch.mm)), x, tmp_path / "b")
+    found = compare_recordings(tmp_path / "a", tmp_path / "b")
+    rows = {row.place: row for row in found.operations}
+    assert rows["(model) mm"].asks == "mm for matmul"
+    assert rows["(model) mm"].gap > 0.1  # rows of other tokens
+    assert not rows["(model) mm"].beyond
+    assert found.first.place == "(model) to"  # into bf16, for the score
+
+
+class Attention(nn.Module):
+    def __init__(self, mask=None):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, x):
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=self.mask)
+
+
+def test_a_tensor_that_one_side_leaves_out_is_told(tmp_path):
+    mask, x = torch.ones(8, 8).tril().bool(), torch.randn(4, 8, 16)
+    for name, model in (("a", Attention(mask)), ("b", Attention())):
+        record(Setting(model), [x], tmp_path / name)
+    found = compare_recordings(tmp_path / "a", tmp_path / "b")
+    assert found.first.asks == "attn_mask=None for a tensor"
+    assert found.first.beyond
 
 
 def test_a_recording_is_safetensors_and_json_and_whole_or_not_there(folder, capsys):

@@ -4,15 +4,19 @@ where names differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 import torch
 
 from halfulp.diff.tape import Entry
+from halfulp.interpose.standing import ITSELF
 
 Token = tuple[str, tuple[int, ...]]
+# kinds that stand for each other where modules are cut otherwise
+_SORTS = dict.fromkeys(("linear", "matmul"), "product")
+_SORTS |= dict.fromkeys(("elementwise", "reduction", "cast", "selection"), "by hand")
 
 
 @dataclass
@@ -23,15 +27,32 @@ class Aligned:
     only_a: list[Entry] = field(default_factory=list)
     only_b: list[Entry] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)  # B's path: A's, matched by shape
+    paths_b: frozenset[str] = frozenset()  # of the modules in which B does something
 
     def instead(self, entry: Entry) -> torch.dtype:
-        """The coarsest format of what A alone gives in the module of an operation that B alone
-        has, or as the same operation of that size in another module; float32 at least.
+        """The coarsest format of what A alone does in the place of an operation that B alone has;
+        float32 at least.
+
+        That is what A alone gives in its module, or as the same operation of that size elsewhere.
+        Where neither is, modules were cut otherwise (experts one by one or fused, on tokens in
+        another order): operations of its sort in the nearest module around it, there or in modules
+        of it that B has not.
         """
         path = self.renamed.get(entry.path, entry.path)
         alike = entry.name, entry.shape
-        dtypes = [x.dtype for x in self.only_a if x.path == path or (x.name, x.shape) == alike]
-        return max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
+        found = [x for x in self.only_a if x.path == path or (x.name, x.shape) == alike]
+        sort = _SORTS.get(entry.kind, entry.kind)
+        others = [x for x in self.only_a if _SORTS.get(x.kind, x.kind) == sort]
+        for around in () if found else _around(path):
+            found = [x for x in others if x.path == around or self._moved(x.path, around)]
+            if found:
+                break
+        dtypes = torch.float32, *(x.dtype for x in found)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _moved(self, path: str, around: str) -> bool:
+        inside = around == ITSELF or path.startswith(f"{around}.")
+        return inside and path not in self.paths_b
 
 
 def align(a: Sequence[Entry], b: Sequence[Entry], shapes: bool = True) -> Aligned:
@@ -42,8 +63,8 @@ def align(a: Sequence[Entry], b: Sequence[Entry], shapes: bool = True) -> Aligne
         shapes: whether results that answer to each other have one shape (not between a whole
             batch and pieces of it).
     """
-    found = Aligned()
     mine, theirs = _by_path(a), _by_path(b)
+    found = Aligned(paths_b=frozenset(theirs))
     common = [path for path in theirs if path in mine]
     found.renamed = _renamed(
         {path: mine[path] for path in mine if path not in theirs},
@@ -59,6 +80,14 @@ def align(a: Sequence[Entry], b: Sequence[Entry], shapes: bool = True) -> Aligne
     found.only_a.sort(key=lambda entry: entry.number)
     found.only_b.sort(key=lambda entry: entry.number)
     return found
+
+
+def _around(path: str) -> Iterator[str]:
+    """A module and those that it lies in, the model at last."""
+    while path and path != ITSELF:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ITSELF
 
 
 def _by_path(entries: Sequence[Entry]) -> dict[str, list[Entry]]:

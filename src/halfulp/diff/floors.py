@@ -59,7 +59,7 @@ def _moved(operation: Operation, step: float) -> float:
         return x.double() * (1 + step * noise.double())
 
     exact, apart = exactly(operation), exactly(operation, moved)
-    if exact is None or apart is None or exact.dtype != torch.float64:
+    if exact is None or apart is None or torch.finfo(exact.dtype).eps > step / 16:
         return 0.0
     change = (apart - exact).nan_to_num(0, 0, 0)
     size = float(exact.nan_to_num(0, 0, 0).square().sum())
@@ -117,12 +117,24 @@ def _few(x: Tensor, dim: int, most: int) -> Tensor:
 
 
 def exactly(operation: Operation, change: Any = None) -> Tensor | None:
-    """The operation in fp64, or in fp32 where it has no other kernel; a cast rounds nothing."""
+    """The operation in fp64, or in fp32 where it has no other kernel (None: in neither); a cast
+    rounds nothing.
+    """
     args, kwargs = operation.args, dict(operation.kwargs)
     if change is not None:
         args, kwargs = mapped((args, kwargs), change)
-    moved = replace(operation, args=args, kwargs=kwargs)
-    try:
-        return result_of(Wide(torch.float64, noted=False)(moved))
-    except (RuntimeError, TypeError):
-        return result_of(Wide(torch.float32, noted=False)(operation))
+    for dtype in (torch.float64, torch.float32):
+        wide = Wide(dtype, noted=False)
+        if dtype == torch.float32:  # what was moved is in fp64
+            args, kwargs = mapped((args, kwargs), _single)
+        try:
+            found = result_of(wide(replace(operation, args=args, kwargs=kwargs)))
+        except (RuntimeError, TypeError):
+            continue
+        if not wide.refused:
+            return found
+    return None
+
+
+def _single(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x

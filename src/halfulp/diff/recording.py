@@ -9,6 +9,7 @@ what is an operation's own needs neither side to be run again.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 
 from halfulp.diff.alignment import align
 from halfulp.diff.difference import Compared, Difference, summed_up
@@ -39,6 +41,8 @@ from halfulp.runs.folder import new_folder, read_json, remove, sync_folder, writ
 from halfulp.runs.machine import describe_machine, describe_versions
 
 CHUNK = 16 * 2**20  # bytes that are held before they are written
+AMPLIFIED = 4.0
+"""How many times the gap of its operands an operation's gap has to be, to be its own."""
 FILE, OUTPUTS, KIND = "record.json", "outputs.safetensors", "halfulp recording"
 
 
@@ -61,7 +65,8 @@ def _plain(tree: Any) -> Any:
         return {"items": [[str(name), _plain(item)] for name, item in tree.items()]}
     if isinstance(tree, (list, tuple)):
         return {"list": [_plain(item) for item in tree]}
-    return {"text": repr(tree) if isinstance(tree, (bool, int, float, str)) else str(type(tree))}
+    known = tree is None or isinstance(tree, (bool, int, float, str))
+    return {"text": repr(tree) if known else str(type(tree))}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -236,6 +241,7 @@ def _recorded(
             entries.setdefault(entry.place, (entry, 0.0))
             return
         with torch.no_grad():
+            tape.write(f"{number} {entry.place} taken", _sketches(operation))
             if entry.place not in entries:
                 entries[entry.place] = entry, floors_of([entry], operation)[0]
             exact = exactly(operation)
@@ -249,6 +255,29 @@ def _recorded(
             if parameter.grad is not None:
                 tape.write(f"{number} gradient {name}", parameter.grad)
     return found
+
+
+def _sketches(operation: Operation) -> Tensor:
+    """`[operands, 64]`: sums of each operand's numbers with random signs, the same for operands of
+    one size. The squared distance of two sketches is that of the operands, give or take a fifth
+    (Alon, Matias and Szegedy 1996).
+    """
+    found = [torch.zeros(64, dtype=torch.float64)]
+    for x in operation.tensors():
+        generator = torch.Generator().manual_seed(x.numel())
+        signs = torch.randint(2, (x.numel(),), generator=generator).mul_(2).sub_(1)
+        signed = functional.pad(x.detach().cpu().double().flatten() * signs, (0, -x.numel() % 64))
+        found.append(signed.view(-1, 64).sum(0))
+    return torch.stack(found)
+
+
+def _came_in(taken: Tensor | None, other: Tensor | None) -> float:
+    """How far operands are apart, relative to them: the farthest that both sides have."""
+    if taken is None or other is None:  # recorded before they were looked at
+        return 0.0
+    common = min(len(taken), len(other))
+    gap, size = (taken[:common] - other[:common]).norm(dim=1), other[:common].norm(dim=1)
+    return float(torch.where(gap > 0, gap / size, 0.0).nan_to_num(math.inf).max())
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -365,11 +394,14 @@ def _add(gap: LocalGap, a: Recording, b: Recording, number: int) -> None:
         gap.answer = None
         return
     again: Tensor | None = None
-    if asked_otherwise(gap.entry, gap.answer):
-        again = theirs.double()  # what another eps does is its own, whatever came in
+    otherwise = asked_otherwise(gap.entry, gap.answer)
+    apart = _came_in(b.read(f"{number} {gap.entry.place} taken"), a.read(f"{name} taken"))
+    gap_size, size, _ = squares(found, theirs)
+    if otherwise and gap_size > (AMPLIFIED * apart) ** 2 * size:
+        again = theirs.double()  # another eps, say: errors against fp64 do not show it
     elif error is not None and other is not None and not torch.equal(error, other):
         again = found.double() - (error.double() - other.double())
-    floor = (a.floors[gap.answer.place] ** 2 + b.floors[gap.entry.place] ** 2) ** 0.5
+    floor = math.hypot(a.floors[gap.answer.place], b.floors[gap.entry.place])
     gap.add(found, theirs, again, floor)
 
 

@@ -95,14 +95,19 @@ class Entry:
         return max((self.dtype, *taken), key=lambda dtype: torch.finfo(dtype).eps)
 
 
+_A_TENSOR = "a tensor"
+
+
 def asked_otherwise(b: Entry, a: Entry) -> list[str]:
     """What B's operation is asked for and A's is not, such as "eps=1e-05 for 1e-06"."""
     mine, theirs = (dict(_options(x.arguments, ())) for x in (b, a))
     found = []
     for at in dict.fromkeys((*mine, *theirs)):
-        if mine.get(at) != theirs.get(at):
+        b_has, a_has = mine.get(at), theirs.get(at)
+        # None is the default of what has it; a tensor may be given by name or by position
+        if b_has != a_has and {b_has, a_has} not in ({None, "None"}, {None, _A_TENSOR}):
             name = f"{at[-1]}=" if isinstance(at[-1], str) else ""
-            found.append(f"{name}{mine.get(at, 'nothing')} for {theirs.get(at, 'nothing')}")
+            found.append(f"{name}{b_has or 'nothing'} for {a_has or 'nothing'}")
     if b.name != a.name:
         found.insert(0, f"{b.name} for {a.name}")
     constants = zip(b.slots, a.slots, strict=False)
@@ -121,8 +126,8 @@ def _options(tree: Any, at: tuple[int | str, ...]) -> Iterator[tuple[tuple[int |
             yield from _options(item, (*at, i))
     elif isinstance(tree, torch.dtype):
         yield at, _short(tree)
-    elif not isinstance(tree, Slot):
-        yield at, repr(tree)
+    else:
+        yield at, _A_TENSOR if isinstance(tree, Slot) else repr(tree)
 
 
 def _short(dtype: torch.dtype) -> str:
