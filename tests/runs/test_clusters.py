@@ -23,6 +23,8 @@ from halfulp.experiments.sweep import Setting, sweep_length
 from halfulp.isolate.isolation import isolate
 from halfulp.papers.claim import Lab
 from halfulp.papers.ledger import run_claims
+from halfulp.runs import cache
+from halfulp.runs.keeping import keeping
 from halfulp.runs.parallel import WorkerKilledError, run_jobs, spread_over
 from halfulp.training.config import LayerTask, Optimizer, RunConfig
 
@@ -130,12 +132,19 @@ def test_a_lost_node_of_dask_is_made_up_for_and_paths_hold_elsewhere(
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_lost_scheduler_is_one_line(nodes, tmp_path) -> None:
+def test_a_lost_scheduler_is_one_line_and_what_was_done_is_kept(
+    nodes, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     killer = when_running(tmp_path, lambda _: os.killpg(nodes.parts[0].pid, signal.SIGKILL))
     jobs = [(n, str(tmp_path)) for n in range(6)]
-    with pytest.raises(WorkerKilledError, match="the cluster was lost"):
-        run_jobs(slow, jobs, workers=2, backend=f"dask:{nodes.address}")
+    backend = f"dask:{nodes.address}"
+    with keeping(backend=backend), pytest.raises(WorkerKilledError, match="the cluster was lost"):
+        run_jobs(slow, jobs, workers=2, backend=backend)
     killer.join()
+    with keeping(backend=backend) as kept:  # as on the next cluster
+        assert run_jobs(slow, jobs, workers=1) == [0, 1, 4, 9, 16, 25]
+    assert kept.counts["runs"][0] >= 1
 
 
 def test_a_lost_node_of_ray_is_one_line_and_the_others_go_on(tmp_path) -> None:
@@ -184,16 +193,28 @@ def ray() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("engine", ["dask", "ray"])
-def test_jobs_run_in_both_and_survive_a_killed_worker(engine, tmp_path, request) -> None:
+def test_jobs_run_in_both_and_survive_a_killed_worker(
+    engine, tmp_path, request, monkeypatch
+) -> None:
     """Dask gives the job to another worker; with Ray the call ends in a line, and goes on when it
-    is made again.
+    is made again, with what the workers had done.
     """
     backend = request.getfixturevalue(engine)
     jobs = [(number, str(tmp_path)) for number in range(6)]
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     if engine == "ray":
-        with pytest.raises(WorkerKilledError, match="a worker process was killed"):
+        with (
+            keeping(backend=backend),
+            pytest.raises(WorkerKilledError, match="a worker process was killed"),
+        ):
             run_jobs(work, jobs, workers=2, backend=backend)
-    found = run_jobs(work, jobs, workers=2, backend=backend)
+    with keeping(backend=backend) as kept:
+        found = run_jobs(work, jobs, workers=2, backend=backend)
+    taken, _ = kept.counts["runs"]
+    assert (1 <= taken < 6) if engine == "ray" else taken == 0
+    with keeping(backend=f"{engine}:elsewhere") as kept:
+        assert run_jobs(work, jobs, workers=2) == found
+    assert kept.counts["runs"] == [6, 6]
     assert [square for square, _ in found] == [0, 1, 4, 9, 16, 25]
     assert (tmp_path / "killed").exists()
     assert os.getpid() not in {process for _, process in found}

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfulp.runs import cache
+from halfulp.runs.keeping import keeping
 from halfulp.runs.parallel import WorkerKilledError, run_jobs, spread_over
 
 
@@ -65,12 +67,20 @@ def test_no_jobs_no_results() -> None:
     assert run_jobs(square_and_threads, [], workers=2) == []
 
 
-def test_a_killed_worker_is_one_line() -> None:
-    with pytest.raises(
-        WorkerKilledError, match=r"a worker process was killed, .* of 4 runs done"
-    ) as caught:
+def test_a_killed_worker_is_one_line_and_costs_its_own_job(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    with (
+        keeping(),
+        pytest.raises(
+            WorkerKilledError, match=r"a worker process was killed, .* of 4 runs done"
+        ) as caught,
+    ):
         run_jobs(die, [0, 1, 2, 3], workers=2)
     assert "\n" not in str(caught.value)
+    with keeping() as kept:
+        assert run_jobs(die, [0, 1, 3], workers=1) == [0, 1, 3]
+    taken, asked = kept.counts["runs"]
+    assert 1 <= taken <= asked == 3, "the first one came before the second of its worker"
     assert [n for n, *_ in run_jobs(square_and_threads, [3, 4], workers=2)] == [
         9,
         16,
@@ -129,6 +139,8 @@ def test_ray_is_put_into_the_registry_by_its_own_function(monkeypatch: pytest.Mo
 INTERRUPTED = """
 import os, signal
 from pathlib import Path
+from halfulp.runs import cache
+from halfulp.runs.keeping import keeping
 from halfulp.runs.parallel import run_jobs
 
 BOTH_RUN = Path(__file__).with_name("both-run")

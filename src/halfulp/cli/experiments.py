@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,11 +114,12 @@ def sweep(
     inputs: Literal["uniform", "normal"] = "uniform",
     workers: int = 1,
     backend: str | None = None,
+    fresh: bool = False,
     html: Path | None = None,
     json: Path | None = None,
 ) -> int:
     """Measure how far flash attention deviates numerically (the micro-benchmark of Golden et al.,
-    arXiv 2405.02803).
+    arXiv 2405.02803). One that was interrupted goes on with the same command.
 
     Args:
         what: precision (over number formats), length (over tokens), block (over the block area), or
@@ -132,6 +132,7 @@ def sweep(
         inputs: Query, key and value uniform on [0, 1) or standard normal.
         workers: Processes, one thread each.
         backend: As of `halfulp isolate`.
+        fresh: Measure again what an earlier call of the same code on this machine has measured.
         html: File to write a page with the figures to.
         json: File to write every figure to; - prints them instead of the tables.
     """
@@ -139,37 +140,36 @@ def sweep(
     from halfulp.report.pages import experiment_page
     from halfulp.report.terminal import console, print_table
     from halfulp.runs.folder import check_file, write_text
+    from halfulp.runs.keeping import keeping
     from halfulp.runs.parallel import spread_over
 
     check_file("html", html)
     check_json(json)
-    small = what in ("block", "order")
-    given = {
-        "length": length,
-        "head_dim": head_dim,
-        "memory": memory,
-        "seeds": seeds,
-        "inputs": inputs,
-    }
-    base = sweeps.Setting(length=512, head_dim=32) if small else sweeps.Setting()
-    setting = replace(base, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    measures: dict[str, Callable[..., sweeps.SweepResult]] = {
-        "precision": sweeps.sweep_precision,
-        "length": sweeps.sweep_length,
-        "block": sweeps.sweep_block,
-        "order": sweeps.sweep_order,
-    }
-    with progress_bar(f"sweep {what}") as progress, spread_over(backend, workers):
-        plain = measures[what](setting, progress=progress).as_dict()
+    sizes = {"length": length, "head_dim": head_dim, "memory": memory, "seeds": seeds}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    small = {"length": 512, "head_dim": 32} if what in ("block", "order") else {}
+    setting = sweeps.Setting(**(small | given), inputs=inputs)
+    measure: Callable[..., sweeps.SweepResult] = getattr(sweeps, f"sweep_{what}")
+    with (
+        progress_bar(f"sweep {what}") as progress,
+        spread_over(backend, workers),
+        keeping(fresh=fresh, backend=backend) as kept,
+    ):
+        plain = measure(setting, progress=progress).as_dict()
+    plain["kept"] = kept.said()
 
     def show() -> None:
         for table in plain["tables"]:
             print_table(table, console())
+        if plain["kept"]:
+            say(f"of an earlier call: {plain['kept']} (--fresh measures them again)")
 
     def page() -> None:
         if html is not None:
             title = f"Sweep over {what}"
-            write_text(html, experiment_page(title, plain["figures"], plain["tables"]))
+            meta = f"of an earlier call: {plain['kept']}" if plain["kept"] else ""
+            text = experiment_page(title, plain["figures"], plain["tables"], meta=meta)
+            write_text(html, text)
 
     write_each(lambda: tell(plain, json, show), page)
     return 0
@@ -182,10 +182,15 @@ def claims(
     all: bool = False,
     workers: int | None = None,
     backend: str | None = None,
+    fresh: bool = False,
     html: Path | None = None,
     json: Path | None = None,
 ) -> int:
     """Measure the papers' claims and judge each by a stated rule: halfulp claims A13 D1
+
+    One that was interrupted goes on with the same command: each run and each claim is kept (in the
+    folder of HALFULP_CACHE, by default ~/.cache/halfulp), times aside, and what was taken from an
+    earlier call is said.
 
     Args:
         ids: Which (`halfulp ls claims`); every one by default, in about 8 minutes on four idle
@@ -194,6 +199,7 @@ def claims(
             (an estimate).
         workers: Processes of one thread each; one for each core, at most four, by default.
         backend: As of `halfulp isolate`.
+        fresh: Measure again what an earlier call of the same code on this machine has measured.
         html: File to write a page to.
         json: File to write the verdicts to; - prints them as JSON instead of text.
     """
@@ -201,6 +207,7 @@ def claims(
     from halfulp.report.ledger_page import ledger_page, print_ledger
     from halfulp.report.terminal import console
     from halfulp.runs.folder import check_file, write_text
+    from halfulp.runs.keeping import keeping
     from halfulp.runs.parallel import spread_over
 
     check_file("html", html)
@@ -208,7 +215,11 @@ def claims(
     chosen = [claim.id for claim in selected(ids)] if ids else None
     lab = laboratory(whole=all, workers=workers)
     spread = nullcontext() if backend is None else spread_over(backend, lab.workers)
-    with progress_bar("claims") as progress, spread:
+    with (
+        progress_bar("claims") as progress,
+        spread,
+        keeping(fresh=fresh, backend=backend),
+    ):
         plain = [verdict.as_dict() for verdict in run_claims(chosen, progress, lab=lab)]
     write_each(
         lambda: tell(plain, json, lambda: print_ledger(plain, console())),

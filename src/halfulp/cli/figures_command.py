@@ -18,6 +18,7 @@ def figures(
     claims: Path | None = None,
     all: bool = False,
     workers: int | None = None,
+    fresh: bool = False,
     json: Path | None = None,
 ) -> int:
     """Draw a paper's figures from runs made here: halfulp figures --paper A --out DIR
@@ -33,6 +34,7 @@ def figures(
             some minutes on four idle cores.
         all: Measure at the larger scale that the ledger has: more seeds, steps and sizes.
         workers: Processes of one thread each; one for each core, at most four, by default.
+        fresh: Measure again what an earlier call of the same code on this machine has measured.
         json: File to write the figures' data to; - prints it.
     """
     from halfulp.papers.paper_figures import PAPERS, claims_of, drawn_figures
@@ -43,7 +45,8 @@ def figures(
         raise ValueError("all with claims: accepted is one of them; a file of claims has its scale")
     check_folder("out", out)
     check_json(json)
-    measured = _measured(claims_of(paper), all, workers) if claims is None else _read(claims)
+    ids = claims_of(paper)
+    measured = _measured(ids, all, workers, fresh) if claims is None else _read(claims)
     drawn, others = drawn_figures(paper, measured)
     files = figure_files(drawn)
     rows = [(one.number, one.shows, one.differs) for one in others]
@@ -53,15 +56,20 @@ def figures(
         write_bytes(out / name, data)
     write_text(out / "index.html", page)
     said = f"{len(files) // 3} pictures of {len(drawn)} figures and index.html lie in {out}"
+    if earlier := [str(one["id"]) for one in measured if one.get("kept")]:
+        said += f"; of {', '.join(earlier)} an earlier call has measured some or all"
     tell(drawn, json, lambda: say(said))
     return 0
 
 
-def _measured(ids: list[str], whole: bool, workers: int | None) -> list[dict[str, Any]]:
+def _measured(
+    ids: list[str], whole: bool, workers: int | None, fresh: bool
+) -> list[dict[str, Any]]:
     from halfulp.cli.experiments import laboratory
     from halfulp.papers.ledger import run_claims
+    from halfulp.runs.keeping import keeping
 
-    with progress_bar("figures") as progress:
+    with progress_bar("figures") as progress, keeping(fresh=fresh):
         lab = laboratory(whole=whole, workers=workers)
         return [verdict.as_dict() for verdict in run_claims(ids, progress, lab=lab)]
 

@@ -156,10 +156,7 @@ def run_failures(
     ]
     if folder is not None:
         folder.mkdir(exist_ok=True)
-    report = progress or no_progress
-    if workers <= 1 or len(jobs) <= 1:
-        return [_run(job, _share(report, i, len(jobs))) for i, job in enumerate(jobs)]
-    return run_jobs(_run, jobs, workers=workers, progress=report)
+    return run_jobs(_run, jobs, workers=workers, progress=progress)
 
 
 def curves(runs: Sequence[FailureRun], command: str) -> list[Figure]:
@@ -235,12 +232,6 @@ def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
 _Job: TypeAlias = tuple[AttentionChoice, int, int, int, LayerTask | None, Path | None]
 
 
-def _run(job: _Job, report: Progress = no_progress) -> FailureRun:
+def _run(job: _Job) -> FailureRun:
     attention, seed, steps, record_every, task, folder = job
-    return run_failure(
-        attention, seed, steps, record_every, task=task, folder=folder, progress=report
-    )
-
-
-def _share(report: Progress, number: int, count: int) -> Progress:
-    return lambda fraction, message: report((number + fraction) / count, message)
+    return run_failure(attention, seed, steps, record_every, task=task, folder=folder)

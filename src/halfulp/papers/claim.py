@@ -82,6 +82,7 @@ class Claim:
     # the verdict where there is no measurement
     without: Literal["not yet", "needs a GPU"] = "not yet"
     seconds: float = 1.0  # rough cost, for the progress bar
+    timed: bool = False  # it measures times, which are taken anew at every call
 
     @property
     def source(self) -> Literal["papers", "halfulp"]:
@@ -113,6 +114,7 @@ class Verdict:
     pictures: tuple[dict[str, Any], ...] = ()
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     exact: str = ""
+    kept: str = ""  # what of it an earlier call has measured
 
     @property
     def estimates(self) -> str:

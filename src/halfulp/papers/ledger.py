@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from halfulp.papers.claim import Claim, Lab, Verdict, judge_claim
+from halfulp.papers.claim import Claim, Lab, Measured, Verdict, judge_claim
 from halfulp.papers.claims import (
     a_cause,
     a_growth,
@@ -29,6 +30,7 @@ from halfulp.papers.claims import (
     remedies,
     weak_points,
 )
+from halfulp.runs.keeping import keeping, now_keeping
 from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread
 
@@ -64,7 +66,8 @@ CLAIMS: tuple[Claim, ...] = tuple(
 def run_claims(
     ids: Iterable[str] | None = None, progress: Progress | None = None, *, lab: Lab | None = None
 ) -> list[Verdict]:
-    """Measure claims and judge them, in the ledger's order.
+    """Measure claims and judge them, in the ledger's order. Inside of
+    `halfulp.runs.keeping.keeping` what an earlier call measured is taken from it, and said so.
 
     Args:
         ids: which, such as "A13" (any case); all if None. All together take a few minutes on two
@@ -107,28 +110,60 @@ def selected(ids: Iterable[str]) -> tuple[Claim, ...]:
     return tuple(claim for claim in CLAIMS if claim.id in wanted)
 
 
+@dataclass(frozen=True)
+class _Done:
+    """A claim that was measured, in so many seconds."""
+
+    measured: Measured
+    seconds: float
+
+
 def _run(claim: Claim, lab: Lab) -> Verdict:
-    began = time.perf_counter()
-    with one_thread():
-        measured = None if claim.measure is None else claim.measure(lab)
-    assert measured is None or measured.intervals or measured.exact, claim.id
+    done, kept = _measured(claim, lab)
+    measured = done.measured
+    assert claim.measure is None or measured.intervals or measured.exact, claim.id
     return Verdict(
         id=claim.id,
         group=claim.group,
         statement=claim.statement,
         paper=claim.paper,
-        measured="" if measured is None else measured.text,
-        figures={} if measured is None else measured.figures,
+        measured=measured.text,
+        figures=measured.figures,
         rule="" if claim.rule is None else claim.rule.text,
         history=claim.history,
         source=claim.source,
-        verdict=judge_claim(claim, measured),
+        verdict=judge_claim(claim, None if claim.measure is None else measured),
         command=lab.command(claim),
-        seconds=time.perf_counter() - began,
-        pictures=() if measured is None else measured.pictures,
-        intervals={} if measured is None else measured.intervals,
-        exact="" if measured is None else measured.exact,
+        seconds=done.seconds,
+        pictures=measured.pictures,
+        intervals=measured.intervals,
+        exact=measured.exact,
+        kept=kept,
     )
+
+
+def _measured(claim: Claim, lab: Lab) -> tuple[_Done, str]:
+    """What a claim comes to, and what of it an earlier call has measured, in words."""
+    if claim.measure is None:
+        return _Done(Measured({}, ""), 0.0), ""
+    outer = None if claim.timed else now_keeping()
+    if outer is None:
+        return _timed(claim.measure, lab), ""
+    slot = outer.slot("claim", claim.id, lab.seeds, lab.steps, lab.full)
+    if found := outer.take(slot, _Done):
+        return found[0], f"all, measured at {found[1]}"
+    # one more, which counts this claim's runs alone
+    with keeping(fresh=outer.fresh, backend=outer.backend) as inner:
+        done = _timed(claim.measure, lab)
+    if slot is not None:
+        slot.keep(done)
+    return done, inner.said()
+
+
+def _timed(measure: Callable[[Lab], Measured], lab: Lab) -> _Done:
+    began = time.perf_counter()
+    with one_thread():
+        return _Done(measure(lab), time.perf_counter() - began)
 
 
 def _cost(claim: Claim) -> float:

@@ -10,7 +10,6 @@ resumed, and trains on one thread.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from halfulp.experiments.compare_summary import (
     slope_ratio,
     unevenness_of,
 )
+from halfulp.runs.keeping import unfinished_folder
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
 from halfulp.training.attention import AttentionPlan
@@ -162,8 +162,9 @@ def measure_drift(
     Args:
         config: workload, optimizer, steps and batch; attention, precision and seeds are replaced.
         seeds: of weights and data, a set of twin runs for each.
-        folder: where the runs are written, KIND-SEED each, and resumed; None: somewhere temporary,
-            gone afterwards.
+        folder: where the runs are written, KIND-SEED each, and resumed; None: somewhere that is
+            gone afterwards, and there again for the next call where results are kept
+            (`halfulp.runs.keeping`).
         pairs: names of `PAIRS`; all if None.
         checkpoints: how many a run.
         workers: processes.
@@ -176,12 +177,13 @@ def measure_drift(
     chosen = _pairs(pairs)
     kinds = list(dict.fromkeys(kind for pair in chosen for kind in (pair.baseline, pair.run)))
     every = max(1, config.steps // checkpoints)
-    with nullcontext(str(folder)) if folder is not None else tempfile.TemporaryDirectory() as root:
-        Path(root).mkdir(parents=True, exist_ok=True)
+    asked = ("twins", config, tuple(seeds), [pair.name for pair in chosen], every)
+    with unfinished_folder(*asked) if folder is None else nullcontext(folder) as root:
+        root.mkdir(parents=True, exist_ok=True)
         jobs = {
             (kind, seed): (
                 KINDS[kind](_recorded(config, seed, every)),
-                Path(root) / f"{kind}-{seed}",
+                root / f"{kind}-{seed}",
             )
             for seed in seeds
             for kind in kinds

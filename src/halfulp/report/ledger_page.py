@@ -1,8 +1,8 @@
 """The claims ledger on the terminal and on a page, from the plain data of its verdicts.
 
 A verdict is {"id", "statement", "paper", "measured", "estimates", "rule", "history", "source",
-"verdict", "command", "seconds", "pictures"}; pictures, which may be missing, are figures and heat
-maps as `report.heatmap.draw_picture` takes them.
+"verdict", "command", "seconds", "kept", "pictures"}; the last two may be missing, and pictures are
+figures and heat maps as `report.heatmap.draw_picture` takes them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
             ("95 %", "estimates"),
             ("rule", "rule"),
             ("changed", "history"),
+            ("earlier", "kept"),
         ):
-            if verdict[key]:
+            if verdict.get(key):
                 grid.add_row(name, Text(str(verdict[key])))
         to.print(Padding(grid, (0, 0, 1, 4)))
     for verdict in (v for v in verdicts if not v["measured"]):
@@ -102,9 +103,10 @@ def _claim(verdict: Verdict) -> list[dict[str, Any]]:
         ("95 % intervals", "estimates"),
         ("rule", "rule"),
         ("rule changed", "history"),
+        ("of an earlier call", "kept"),
         ("repeat", "command"),
     )
-    pairs = [(name, verdict[key]) for name, key in named if verdict[key]]
+    pairs = [(name, verdict[key]) for name, key in named if verdict.get(key)]
     blocks: list[dict[str, Any]] = [
         {"kind": "heading", "text": f"{verdict['id']}: {verdict['statement']}"},
         {"kind": "facts", "pairs": pairs},

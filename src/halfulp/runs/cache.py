@@ -50,12 +50,14 @@ def name_of(*parts: Any) -> str:
     return hashlib.sha256("\0".join(map(repr, parts)).encode()).hexdigest()
 
 
-def read(name: str) -> tuple[Any, dict[str, Tensor]] | None:
-    """The plain data and tensors of an entry; None where there is none, or none that is whole."""
+def read(name: str, top: Path | None = None) -> tuple[Any, dict[str, Tensor]] | None:
+    """The plain data and tensors of an entry; None where there is none, or none that is whole.
+    `top` is another process's folder.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    path = _path(name)
+    path = _path(name, top)
     if path is None:
         return None
     try:
@@ -73,11 +75,11 @@ def read(name: str) -> tuple[Any, dict[str, Tensor]] | None:
     return plain, tensors
 
 
-def write(name: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+def write(name: str, plain: Any, tensors: Mapping[str, Tensor], top: Path | None = None) -> None:
     """Keep an entry, if the disk lets us: it is never an error that it does not."""
     from safetensors.torch import save
 
-    path = _path(name)
+    path = _path(name, top)
     if path is None:
         return
     data = save(dict(tensors), {"plain": json.dumps(plain), "sha256": _UNKNOWN.decode()})
@@ -89,8 +91,8 @@ def write(name: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
         _evict(path)
 
 
-def _path(name: str) -> Path | None:
-    top = folder()
+def _path(name: str, top: Path | None = None) -> Path | None:
+    top = top or folder()
     return None if top is None else top / name[0] / f"{name[1:]}.safetensors"
 
 

@@ -4,10 +4,12 @@ with another's.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,39 @@ def describe_machine() -> dict[str, Any]:
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
     }
+
+
+@lru_cache(maxsize=8)
+def source_digest(*names: str) -> str:
+    """Return a digest of this package's source files, all or those in some folders and files of it,
+    and of the native library that was built beside them.
+    """
+    top = Path(__file__).parents[1]
+    files = {f for name in names or (".",) for f in ((top / name).rglob("*.py"))}
+    files |= {top / name for name in names if name.endswith(".py")} | {*top.glob("libhalfulp.*")}
+    whole = hashlib.sha256()
+    for file in sorted(files):
+        whole.update(hashlib.sha256(file.read_bytes()).digest())
+        whole.update(str(file.relative_to(top)).encode())
+    return whole.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def bits_of_machine() -> tuple[str, ...]:
+    """Return what of this machine may change the bits of a result."""
+    told = describe_machine()
+    known = ("system", "architecture", "processor", "vector_instructions")
+    return tuple(str(told[name]) for name in known)
+
+
+def bits_of_process() -> tuple[Any, ...]:
+    """Return the settings of this process, threads aside, that may change the bits of a result."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def git_revision() -> str | None:

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread
+
+if TYPE_CHECKING:
+    from halfulp.runs.keeping import Slot
 
 _KILLED = ("TerminatedWorkerError", "KilledWorker", "ActorDiedError", "WorkerCrashedError")
 """What loky, Dask (after it has tried on several workers) and Ray raise for a worker that died."""
@@ -58,7 +61,8 @@ def run_jobs(
     progress: Progress | None = None,
     what: str = "runs",
 ) -> list[Result]:
-    """Return function(job) of every job, in order, on one thread of torch each.
+    """Return function(job) of every job, in order, on one thread of torch each. Inside of
+    `halfulp.runs.keeping.keeping` what an earlier call has measured is taken from it.
 
     Args:
         function: at the top level of a module, so that a worker can find it.
@@ -74,28 +78,45 @@ def run_jobs(
         ValueError: the number of workers or the backend is not accepted.
         WorkerKilledError: a worker process was killed.
     """
+    from halfulp.runs.keeping import now_keeping  # it needs torch
+
     backend, workers = _where.get() or (backend, workers)
     if workers < 1:
         raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
-    report = progress or no_progress
+    report, kept = progress or no_progress, now_keeping()
+    slots: list[Slot | None] = [None for _ in jobs]
     results: dict[int, Result] = {}
+    if kept is not None:
+        slots, results = kept.before(function, jobs, what)
+    missing = [(n, slots[n], job) for n, job in enumerate(jobs) if n not in results]
     calls = (
         _here
         if backend is None and min(workers, len(jobs)) <= 1
         else partial(_spread, workers, backend)
     )
-    for number, result in calls(function, jobs):
-        results[number] = result
+    for number, result in calls(function, missing) if missing else ():
+        results[number], slot = result, slots[number]
+        if slot is not None and not slot.holds():  # of a worker that does not reach the folder
+            slot.keep(result)
         report(len(results) / len(jobs), f"{len(results)} of {len(jobs)} {what}")
     return [results[number] for number in range(len(jobs))]
 
 
-def _here(function: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
-    return (_numbered(function, number, job) for number, job in enumerate(jobs))
+_Named: TypeAlias = tuple[int, "Slot | None", Job]
+"""A job with its number, and where its result is kept."""
+
+
+def _here(
+    function: Callable[[Job], Result], jobs: Sequence[_Named[Job]]
+) -> Iterator[tuple[int, Result]]:
+    return (_numbered(function, job) for job in jobs)
 
 
 def _spread(
-    workers: int, backend: str | None, function: Callable[[Job], Result], jobs: Sequence[Job]
+    workers: int,
+    backend: str | None,
+    function: Callable[[Job], Result],
+    jobs: Sequence[_Named[Job]],
 ) -> Iterator[tuple[int, Result]]:
     """Yield numbers and results as they come."""
     from joblib import Parallel, delayed
@@ -109,9 +130,7 @@ def _spread(
         except ValueError:  # of a backend that gives all results at once, as Ray's
             parallel, counted = Parallel(**options), ""
         try:
-            for found in parallel(
-                delayed(_numbered)(function, number, job) for number, job in enumerate(jobs)
-            ):
+            for found in parallel(delayed(_numbered)(function, job) for job in jobs):
                 done += 1
                 yield found
         except Exception as error:
@@ -127,9 +146,13 @@ def _spread(
             raise WorkerKilledError(said + counted.format(done)) from error
 
 
-def _numbered(function: Callable[[Job], Result], number: int, job: Job) -> tuple[int, Result]:
+def _numbered(function: Callable[[Job], Result], named: _Named[Job]) -> tuple[int, Result]:
+    number, slot, job = named
     with one_thread():
-        return number, function(job)
+        result = function(job)
+    if slot is not None:  # where it was made: whoever waits for it may be gone
+        slot.keep(result)
+    return number, result
 
 
 @contextmanager
