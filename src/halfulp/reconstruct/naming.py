@@ -22,6 +22,7 @@ HARMFUL = 1.25  # times the error that the kernel would make without it: what is
 
 _FORWARD_CAUSES = {
     "operand": ("query", "key", "value"),
+    "weights-normalized": ("algorithm",),
     "scores": ("product", "scores"),
     "prescaled": ("scale_into", "scaled_operand"),
     "row-max": ("row_max", "tie_threshold", "shifted_scores"),
@@ -195,17 +196,16 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             own = float(fit.other.sum()) + fit.floor
             explains = min(1.0, without[where].left) - min(1.0, fit.left)
             harm = math.sqrt(own / before) if before else 1.0
-            if harm > most and explains > 0.05:
+            # above 20 times no rounding that leaves a tenth unexplained is what does it
+            gross = CAUSES[key].kind == "rounding" and harm >= GROSS
+            proven = 1 - min(1.0, fit.left) >= (PROVEN if gross else LIKELY)
+            if harm > most and explains > 0.05 and proven:
                 most, place = harm, where
         if place is None or most < HARMFUL:
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
         share = 1 - min(1.0, with_it[place].left)
-        gross = CAUSES[key].kind == "rounding" and most >= GROSS
-        if share < (PROVEN if gross else LIKELY):
-            harmless += group  # it fits a little better than nothing, and that proves nothing
-            continue
         found.append(Named(CAUSES[key], text, most, place[1], place[0], share))
     found.sort(key=lambda n: -n.harm)
     return found, harmless

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from halfulp.calls import Result
+from halfulp.reconstruct import space
+from halfulp.reconstruct.dataflow import OFF, grad_scores, one_term, spread, unlike
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
@@ -21,7 +24,6 @@ from halfulp.reconstruct.weights_read import (
     backward_weights,
     compared,
     forward_weights,
-    one_key,
 )
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
@@ -29,7 +31,8 @@ USUAL_HEADS = 0.6  # of two heads one always has a little more than half
 USUAL = 0.5  # share of the model's own error that it may hold
 ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 READ = 0.5  # of an error that weights as they were read may leave
-LINEAR = 0.8  # share of it that one free number a row must explain
+HARMFUL = 1.25  # times the model's error: below it, an option that alone shows it is not at fault
+OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 _ONLY: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"window"}), "calls with a window alone", "window"),
@@ -52,6 +55,11 @@ _ONLY: tuple[tuple[frozenset[str], str, str], ...] = (
 )  # fmt: skip
 
 
+_UPSTREAM = {"lse", "backward-scores", "backward-mask", "operand", "grad-tail"}
+"""Causes that weights as dV shows them tell, and that dS then has as well."""
+_OF_P = {"lse", "backward-scores", "weights-disagree"}
+_BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse"}
+_WEIGHTS = {False: "weights", True: "probabilities"}
 _IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
 
@@ -85,18 +93,23 @@ def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
     """One place for each result that keeps more than `share` of its error on some trial."""
     found: list[Place] = []
     every = emulator.fits(model, frozenset(_SHORT))
-    for tensor in _SHORT:
+    order = sorted(_SHORT, key=lambda name: name in ("grad_query", "grad_key"))
+    for tensor in order:  # dV first: what it tells of P the others have from it
         bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
         if not bad:
             continue
         # the long one can neither be read nor be looked through
-        worst = max(bad, key=lambda t: (t != "long", _times(bad[t])))
+        # and few rows say little
+        worst = max(bad, key=lambda t: (t not in ("long", "decode"), _times(bad[t])))
         left, times = bad[worst].left, _times(bad[worst])
         gross = frozenset(t for t in bad if _times(bad[t]) > min(3.0, 0.5 * times))
-        text, cause, alone, read = _told(emulator, model, tensor, worst, gross)
+        text, cause, alone, read = _told(
+            emulator, model, tensor, worst, gross, found, times > HARMFUL
+        )
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = _IN_GRADIENTS.get(cause, cause)
         found.append(Place(tensor, worst, text, cause, left, times, alone, read))
+    found.sort(key=lambda p: list(_SHORT).index(p.tensor))
     return _by_what_is_explained(found, {name for _, name in every})
 
 
@@ -122,6 +135,8 @@ def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]
             p.cause == "gradient-unexplained"
             # an input would show in the others too
             or (p.trials_alone and p.cause == "operand" and len(gradients) == 1)
+            # P is right in the others
+            or (gradients == {"grad_value"} and p.cause in _OF_P)
         )
         else p
         for p in places
@@ -134,9 +149,19 @@ def _times(fit: object) -> float:
 
 
 def _told(
-    emulator: Emulator, model: Model, tensor: str, worst: str, bad: frozenset[str]
+    emulator: Emulator,
+    model: Model,
+    tensor: str,
+    worst: str,
+    bad: frozenset[str],
+    found: list[Place],
+    harmful: bool,
 ) -> tuple[str, str, bool, bool]:
+    """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
+    for text, key in ("", "") if worst == "small" else _silent(observed), _exchanged(observed):
+        if key:
+            return text, key, False, True
     backward = model.way(tensor) if tensor in GRADIENTS else None
     candidate = emulator.tensors(trial, model.forward, backward).get(tensor)
     parts: list[str] = []
@@ -145,13 +170,16 @@ def _told(
     bad = frozenset(trial for trial in bad if not trial.startswith("probe "))
     only = next(((text, key) for trials, text, key in _ONLY
                  if bad and bad <= trials and not seen <= trials), None)  # fmt: skip
+    option = only is not None and only[1] in _OPTIONS and harmful
     if only is not None:
         parts.append(only[0])
         cause = only[1]
-    read = _read(emulator, trial, tensor)
+    one = _one_head(emulator, model, tensor, bad or frozenset({worst}))
+    if one:
+        return "; ".join([*parts, one]), cause if option else "other-data", False, True
+    read = _read(emulator, model, trial, tensor, found)
     if read is not None:
         parts.append(read.text)
-        option = only is not None and only[1] in _OPTIONS
         if read.cause and read.cause != "accumulator":
             return "; ".join(parts), cause if option else read.cause, False, True
         cause = cause if option else read.cause or cause
@@ -161,12 +189,9 @@ def _told(
     rest = torch.where(observed.usable, rest, 0.0)
     expected = torch.where(observed.usable, _like(candidate) - observed.exact, 0.0)
     for text, key in (
-        ("", "") if worst == "small" else _silent(observed),
-        _exchanged(observed),
         _few_values(observed, tensor),
         _head(rest, expected),
         _rows(rest, expected, tensor),
-        _factor(emulator, tensor, worst, rest),
     ):
         if text:
             parts.append(text)
@@ -177,27 +202,64 @@ def _told(
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
 
 
-def _read(emulator: Emulator, trial: Trial, tensor: str) -> Read | None:
-    """What the weights themselves say, where they can be read and explain the result."""
+def _one_head(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> str:
+    """Few heads that alone are wrong, in most calls that are, and the others right."""
+    texts = []
+    for name in bad:
+        trial, observed = emulator.trials[name], emulator.observed[name, tensor]
+        backward = model.way(tensor) if tensor in GRADIENTS else None
+        made = emulator.tensors(trial, model.forward, backward).get(tensor)
+        if observed.value.shape[0] * observed.value.shape[1] < 2:
+            continue
+        if made is None or made.shape[:3] != observed.value.shape[:3]:
+            return ""
+        usual = _like(made) - observed.exact
+        usual = torch.where(observed.usable, usual, 0.0)
+        rest = torch.where(observed.usable, observed.value - _like(made), 0.0)
+        text, _ = _head(rest, usual)
+        energy, noise = (x.square().sum((-1, -2)) for x in (rest, usual))
+        times = energy / noise.clamp_min(1e-300)
+        others = times.flatten().sort().values[: -(-times.numel() // 2)]
+        sure = bool(text) and float(others.max()) < OFF**2
+        texts.append(text if sure else "")
+    return max(texts, key=len) if texts and 2 * sum(map(bool, texts)) > len(texts) else ""
+
+
+def _read(
+    emulator: Emulator, model: Model, trial: Trial, tensor: str, found: list[Place]
+) -> Read | None:
+    """What the readings say, from the weights to the gradient, where they can be read and explain
+    the result.
+    """
+    if tensor in ("grad_query", "grad_key"):
+        first = next((p for p in found if p.tensor == "grad_value" and p.was_read), None)
+        if first is not None and first.cause in _UPSTREAM:
+            return Read(f"as in dV: {first.text}", first.cause)
+        said = grad_scores(emulator.run, trial, tensor)
+        return None if said is None else Read(said.text, said.cause)
     if tensor not in ("out", "grad_value"):
         return None
-    observed = emulator.observed[trial.name, tensor]
-    if tensor == "out":
-        weights = forward_weights(emulator.run, trial)
-        if weights is None:
-            return None
+    observed, dtype = emulator.observed[trial.name, tensor], trial.call.query.dtype
+    backward = tensor == "grad_value"
+    weights = (backward_weights if backward else forward_weights)(emulator.run, trial)
+    if weights is None:
+        return None
+    if backward:
+        made = weights.mT @ trial.grad_out.double()
+    else:
         value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
         made = weights @ value
-    else:
-        weights = backward_weights(emulator.run, trial)
-        if weights is None:
-            return None
-        made = weights.mT @ trial.grad_out.double()
-    read = compared(trial, weights, backward=tensor == "grad_value")
+    exact = weights_of(trial.call, scores_of(trial.call))
+    how = unlike(weights, exact, 2 * spread(dtype) * exact, dtype)
+    read = compared(trial, weights, backward=backward)
+    if not read.cause and how.right:
+        return _after_weights(emulator, model, trial, weights, tensor)
     rest = torch.where(observed.usable, observed.value - made, 0.0)
-    if not read.cause:
-        return _after_weights(emulator, trial, tensor)
-    return read if float(rest.square().sum()) < READ * observed.total else None
+    if float(rest.square().sum()) > READ * observed.total:
+        return _after_weights(emulator, model, trial, weights, tensor)
+    if how.kind in ("rows", "tail") and read.cause in _BY_ROWS:
+        return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
+    return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
 
 
 def _like(candidate: Tensor) -> Tensor:
@@ -206,18 +268,57 @@ def _like(candidate: Tensor) -> Tensor:
     return torch.where(found.isfinite(), found, 0.0)
 
 
-def _after_weights(emulator: Emulator, trial: Trial, tensor: str) -> Read:
-    """What is wrong where the weights are right: one key alone tells values and store from sums."""
+def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
+                   tensor: str) -> Read:  # fmt: skip
+    """What is wrong where the weights are right to what they are read to: bit for bit beside those
+    of recipes they tell another rounding; one term alone tells operands and the store from sums.
+    """
     noise = NOISE[trial.call.query.dtype]
-    if emulator.observed[trial.name, tensor].relative < 2 * noise:
-        return Read(f"the weights are right to {100 * noise:.1g} %", "")
-    told = "the weights are right: what differs is a sum over them, or the store"
-    alone = one_key(emulator.run, trial) if tensor == "out" else None
-    if alone is None:
-        return Read(told, "")
-    if alone:
-        return Read(f"{told}; of one key alone O is its value, so it is the sum", "accumulator")
-    return Read(f"{told}; of one key alone O is not its value", "")
+    told = f"the weights are right to {100 * noise:.1g} %"
+    where = one_term(emulator.run, trial, tensor)
+    if where is None:
+        return Read(f"{told}: what differs is a sum over them, an operand or the store", "")
+    term, result = ("key", "O") if tensor == "out" else ("query", "dV")
+    if where == "sum":
+        other = _other_bits(emulator, model, trial, weights, tensor)
+        if other > OTHER_BITS:
+            told += f"; {100 * other:.2g} % of them are other than any recipe's: they are rounded"
+            return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
+        cause = "accumulator" if tensor == "out" else "grad-accumulator"
+        return Read(f"{told}; of one {term} alone {result} is exact, so it is the sum", cause)
+    if where == "operand":
+        return Read(f"{told}; what they weigh is off before it is summed", "operand")
+    cause = "out" if tensor == "out" else "grad-stored"
+    return Read(f"{told}; {result} is off after it is summed", cause)
+
+
+def _other_bits(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
+                tensor: str) -> float:  # fmt: skip
+    """The share of weights that are read otherwise than any likely recipe would have them read."""
+    backward = tensor == "grad_value"
+
+    def made(candidate: Model) -> float:
+        def run(asked: Trial) -> Result | None:
+            way = candidate.way(tensor) if backward else None
+            got = emulator.tensors(asked, candidate.forward, way)
+            if not got:
+                return None
+            dtype, call = asked.call.query.dtype, asked.call
+            out = got.get("out", torch.zeros_like(asked.grad_out)).to(dtype)
+            if not backward:
+                return Result(out)
+            return Result(out, grad_query=call.query, grad_key=call.key,
+                          grad_value=got["grad_value"].to(dtype))  # fmt: skip
+
+        read = (backward_weights if backward else forward_weights)(run, trial)
+        if read is None or read.shape != weights.shape:
+            return 1.0
+        # another order of sums moves a number by an ulp of its own, here and there
+        return float((read != weights)[weights != 0].double().mean())
+
+    stock = space.STOCK[trial.call.query.dtype]
+    blocks = [Model.of(stock.with_(block_key=w)) for w in (None, 16, 32, 64)]
+    return min(made(m) for m in (model, *space.starts(trial.call.query.dtype), *blocks))
 
 
 def _few_values(observed: Observed, tensor: str) -> tuple[str, str]:
@@ -250,7 +351,7 @@ def _exchanged(observed: Observed) -> tuple[str, str]:
         alike = exact.mT @ got
         best, at = alike.max(0)
         moved = ((best > ALIKE) & (alike.diagonal() < ALIKE)).nonzero().flatten()
-        if len(moved) > 1 and not bool((at[moved] == moved).any()):
+        if len(moved) > (dim == -1) and not bool((at[moved] == moved).any()):
             return (
                 f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}",
                 "layout",
@@ -345,79 +446,3 @@ def _holds(energy: Tensor, usual: Tensor, here: Tensor) -> bool:
     """Whether a place holds nearly all of an error, and not of what is usual as well."""
     most = float(energy[here].sum()) >= CONCENTRATED * float(energy.sum())
     return most and float(usual[here].sum()) <= USUAL * float(usual.sum())
-
-
-def _factor(emulator: Emulator, tensor: str, name: str, rest: Tensor) -> tuple[str, str]:
-    """One free number for every query row: what of the rest is a wrong row sum, P or δ.
-
-    O errs along itself where l is off; dV = Pᵀ dO, dQ = dS K and dK = dSᵀ Q are linear in a factor
-    on each row of P, and in an error of each row's δ.
-    """
-    total = float(rest.square().sum())
-    if total == 0:
-        return "", ""
-    observed = emulator.observed[name, "out"]
-    if tensor == "out":
-        exact = observed.exact
-        along = (rest * exact).sum(-1).square() / exact.square().sum(-1).clamp_min(1e-300)
-        if float(along.sum()) >= LINEAR * total:
-            return "every row of O is off by a factor: its row sum", "row-sum"
-        return "", ""
-    if tensor not in GRADIENTS:
-        return "", ""
-    call, do = emulator.trials[name].call, emulator.trials[name].grad_out.double()
-    if call.groups != 1:
-        return "", ""
-    p, ds = _exact_scores(emulator, name)
-    shares: dict[str, float] = {}
-    for b in range(p.shape[0]):
-        for h in range(p.shape[1]):
-            for kind, share in _explained(
-                tensor,
-                p[b, h],
-                ds[b, h],
-                call.query[b, h].double(),
-                call.key[b, h].double(),
-                do[b, h],
-                rest[b, h],
-            ):
-                shares[kind] = shares.get(kind, 0.0) + share  # fmt: skip
-    for kind in ("delta", "weights"):
-        if shares.get(kind, 0.0) >= LINEAR * total:
-            return {
-                "delta": ("an error of each row's δ makes it", "delta"),
-                "weights": ("a factor on each row of P makes it: lse, or a row sum", "lse"),
-            }[kind]
-    return "", ""
-
-
-def _exact_scores(emulator: Emulator, name: str) -> tuple[Tensor, Tensor]:
-    """P and dS, float64 `[B, H, N, N_k]`."""
-    trial = emulator.trials[name]
-    p = weights_of(trial.call, scores_of(trial.call))
-    dp = trial.grad_out.double() @ trial.call.value.double().mT
-    return p, p * (dp - (dp * p).sum(-1, keepdim=True))
-
-
-def _explained(
-    tensor: str, p: Tensor, ds: Tensor, q: Tensor, k: Tensor, do: Tensor, rest: Tensor
-) -> list[tuple[str, float]]:
-    """How much of the rest of one head each kind of factor explains, squared."""
-    if tensor == "grad_query":  # every row by itself
-        along = {"delta": p @ k, "weights": ds @ k}
-        return [
-            (
-                kind,
-                float(((rest * u).sum(-1).square() / u.square().sum(-1).clamp_min(1e-300)).sum()),
-            )
-            for kind, u in along.items()
-        ]
-    pairs = {"delta": (p, q), "weights": (ds, q)} if tensor == "grad_key" else {"weights": (p, do)}
-    found = []
-    for kind, (left, right) in pairs.items():
-        # rest [N_k, D] = Σ_i x_i left[i] ⊗ right[i]: normal equations in x
-        gram = (left @ left.mT) * (right @ right.mT)
-        b = ((left @ rest) * right).sum(-1)
-        x = torch.linalg.lstsq(gram, b[:, None]).solution[:, 0]
-        found.append((kind, float(b @ x)))
-    return found

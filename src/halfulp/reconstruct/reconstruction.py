@@ -162,8 +162,7 @@ def _found(
     stock, halfulp = space.STOCK[DTYPES[dtype]], recipe_of("halfulp", DTYPES[dtype])
     causes, harmless = named(emulator, model, stock)
     places = [_with_field(p, harmless) for p in unexplained(emulator, model, UNEXPLAINED)]
-    if any(p.was_read for p in places):  # what was read is surer than what explains a part
-        causes = [n for n in causes if n.explained >= PROVEN]
+    causes = [n for n in causes if _holds(n, places)]
     return Reconstruction(
         target=name,
         dtype=dtype,
@@ -186,14 +185,28 @@ def _found(
     )
 
 
+def _holds(cause: Named, places: Sequence[Place]) -> bool:
+    """Whether a cause stands beside what was located: what is wrong first is wrong later as well,
+    and what was read is surer than what explains a part.
+    """
+    forward = cause.tensor in FORWARD
+    own = [p for p in places if (p.tensor in FORWARD) == forward]
+    if any(p.tensor == cause.tensor and p.was_read and p.times > cause.harm for p in own):
+        return cause.explained >= PROVEN and cause.cause.key in {p.cause for p in own}
+    if not forward and any(p.tensor in FORWARD for p in places):
+        return cause.explained >= PROVEN and not any(
+            p.tensor in FORWARD and p.was_read for p in places)  # fmt: skip
+    return cause.explained >= PROVEN or not any(p.was_read for p in own)
+
+
 def _with_field(place: Place, harmless: Sequence[Difference]) -> Place:
-    """A place that trials alone tell, with the cause of what the same result is known to round
-    otherwise.
+    """A place that trials alone tell, or nothing, with the cause of what the same result is known
+    to round otherwise.
     """
     forward = place.tensor in FORWARD
     own = [d for d in harmless if d.cause and place.tensor in d.tensors and (
         d.field is None or (d.field in reads_forward()) == forward)]  # fmt: skip
-    if not place.trials_alone or not own:
+    if not (place.trials_alone or place.cause.endswith("unexplained")) or not own:
         return place
     return replace(place, cause=own[0].cause, text=f"{place.text}, where {own[0].text} is not all")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfulp.calls import EVERYTHING, Call, Result
+from halfulp.calls import Call, Result
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.suggested import ranges
@@ -49,7 +49,8 @@ def forward_weights(run: Run, trial: Trial) -> Tensor | None:
         rows = torch.arange(first, min(first + width, n_key))
         value = torch.zeros_like(call.value)
         value[:, :, rows, rows - first] = 1
-        result = run(replace(trial, name=f"{trial.name}/read", call=replace(call, value=value)))
+        asked = replace(call, value=value)
+        result = run(replace(trial, name=f"{trial.name}/values {first}", call=asked))
         if result is None or not bool(result.out.isfinite().all()):
             return None
         parts.append(result.out.double()[..., : len(rows)])
@@ -66,26 +67,12 @@ def backward_weights(run: Run, trial: Trial) -> Tensor | None:
         rows = torch.arange(first, min(first + width, n))
         grad_out = torch.zeros_like(trial.grad_out)
         grad_out[:, :, rows, rows - first] = 1
-        result = run(replace(trial, name=f"{trial.name}/read", grad_out=grad_out))
+        result = run(replace(trial, name=f"{trial.name}/rows {first}", grad_out=grad_out))
         grad = None if result is None else result.grad_value
         if grad is None or not bool(grad.isfinite().all()):
             return None
         parts.append(grad.double()[..., : len(rows)])
     return torch.cat(parts, -1).mT
-
-
-def one_key(run: Run, trial: Trial) -> bool | None:
-    """Whether O of a single key is its value to the last bit; None where the kernel gives
-    nothing.
-    """
-    call = trial.call
-    key, value = (x[:, :, :1].clone() for x in (call.key, call.value))
-    alone = replace(call, key=key, value=value, sees=EVERYTHING, sinks=None)
-    result = run(replace(trial, name=f"{trial.name}/one key", call=alone))
-    if result is None or result.out.shape != trial.grad_out.shape:
-        return None
-    expected = value.repeat_interleave(call.groups, 1).expand_as(result.out)
-    return torch.equal(result.out, expected)
 
 
 def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:

@@ -1,0 +1,72 @@
+"""What lies between a kernel's inputs and its results is read, and the first that is wrong told."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfulp.reconstruct import panel
+from halfulp.reconstruct.dataflow import grad_scores, mantissa_bits, one_term
+from halfulp.reconstruct.reconstruction import runner
+from halfulp.targets import Target
+from tests.audit.zoo_kernel import TEXTBOOK, TEXTBOOK_PLAN, keep_bits, kernel
+
+TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
+
+
+def planned(**steps):
+    return runner(Target.of(kernel("planned", replace(TEXTBOOK_PLAN, **steps))))
+
+
+@pytest.mark.parametrize("name", ["plain", "sharp", "ragged_causal", "masked", "scaled"])
+def test_nothing_is_wrong_where_nothing_is(name):
+    run = runner(Target.of(TEXTBOOK))
+    for tensor in ("grad_query", "grad_key"):
+        assert grad_scores(run, TRIALS[name], tensor).cause == ""
+    assert one_term(run, TRIALS[name], "out") == "sum"
+    assert one_term(run, TRIALS[name], "grad_value") == "sum"
+
+
+def last_queries(x):
+    return torch.cat([x[:, :, :-16], x[:, :, -16:] * 0.9], 2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "cause", "told"),
+    [
+        ({"grad_scores": lambda p, dp, d, low: keep_bits(p * (dp - d), 4)}, "grad-scores",
+         "comes in 5 bits, in dQ and dK alike"),
+        ({"grad_scores": lambda p, dp, d, low: low(p * (dp - 0.9 * d))}, "no-delta",
+         "δ is 0.9"),
+        ({"delta": lambda do, out, x, low: (do * out).sum(-1, keepdim=True) + 0.5}, "delta",
+         "δ of each row is off"),
+        ({"grad_scores": lambda p, dp, d, low: low(p * (1.02 * dp - d))}, "grad-scores",
+         "dP is 1.02"),
+        ({"add_grad": lambda name, total, block, low: total + block * (
+            1.03 if name == "dq" else 1)}, "grad-scale", "dS is right in dK, in dQ it is 1.03"),
+    ],
+)  # fmt: skip
+def test_the_part_of_the_backward_pass_that_is_wrong_is_told(steps, cause, told):
+    said = grad_scores(planned(**steps), TRIALS["plain"], "grad_query")
+    assert said.cause == cause, said.text
+    assert told in said.text
+
+
+@pytest.mark.parametrize(
+    ("steps", "where"),
+    [
+        ({"read_value": lambda v: keep_bits(v, 4)}, "operand"),
+        ({"store": lambda out, low: low(keep_bits(out, 4))}, "store"),
+        ({"store": lambda out, low: low(out + 1e-3)}, "store"),
+        ({"accumulate": lambda a, r, pv, j, low: low(a * r + pv)}, "sum"),
+    ],
+)
+def test_one_term_tells_operands_and_the_store_from_sums(steps, where):
+    assert one_term(planned(**steps), TRIALS["plain"], "out") == where
+
+
+def test_mantissas_are_counted():
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0))
+    assert mantissa_bits(x.bfloat16().double()) == 8
+    assert mantissa_bits(keep_bits(x, 3).double()) == 4
+    assert mantissa_bits(x[:8]) == 0  # too few to tell
