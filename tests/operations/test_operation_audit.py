@@ -24,6 +24,9 @@ def norm(input, normalized_shape, weight, eps):
 def narrow(x):
     return x
 
+def odd(rows, gamma, group):
+    return rows
+
 def ends(input, normalized_shape, weight, eps):
     raise SystemExit(3)
 """
@@ -144,7 +147,8 @@ def test_the_worst_element_is_named():
     [
         ("torch", "rmsnorm", "did you mean 'rms_norm'"),
         ("torhc", "rms_norm", "did you mean 'torch'"),
-        ("kernel.py:narrow", "rms_norm", "takes .*accepted is rms_norm"),
+        ("kernel.py:narrow", "layer_norm", r"so map it: .*: return narrow\(x=input\)$"),
+        ("kernel.py:odd", "rms_norm", r"return odd\(gamma=weight, rows=..., group=...\)$"),
         ("torch", "./nothing", "has no definition.py, recipes.py, probes.py, targets.py"),
     ],
 )
@@ -163,6 +167,15 @@ def test_an_option_that_a_kernel_does_not_take_is_left_out_and_said():
     report = audit(fixed, op="rms_norm")
     assert report.verdict == "sound"
     assert report.limits == ("does not take eps=0.01 in 1 of 15 calls (large_eps)",)
+
+
+def test_arguments_are_taken_by_the_names_that_others_give_them():
+    def other_order(epsilon, *, gamma, hidden_states):
+        return torch.nn.functional.rms_norm(hidden_states, gamma.shape, gamma, epsilon)
+
+    report = audit(other_order, op="rms_norm", only=["gaussian", "large_eps"], explain=False)
+    assert (seen(report), report.limits) == ("sound", ())
+    assert seen(audit(lambda x: torch.softmax(x, -1), op="softmax", explain=False)) == "stock"
 
 
 @pytest.mark.parametrize("op", ["router", "rope", "embedding"])

@@ -32,6 +32,7 @@ from halfulp.targets.calling import (
     same_bits,
     warned_lines,
 )
+from halfulp.targets.operation_signature import OperationSignature
 from halfulp.targets.state import as_before
 from halfulp.targets.target import Outcome, Target, UnsupportedError
 
@@ -41,34 +42,22 @@ def operation_target(
 ) -> Target:
     """The target of a function with the operation's signature.
 
-    Options that it does not take are left out where they are the operation's own; one annotated
-    `Literal[...]` takes no other values. Raises ValueError for what is no such function.
+    An argument annotated `Literal[...]` takes no other values. Raises ValueError for what is no
+    such function.
     """
     wrong = f"accepted is {operation.signature}"
     if isinstance(function, type) or not callable(function):
         raise ValueError(f"target={name!r}: is no function but {type(function).__name__}; {wrong}")
     documented = (inspect.getdoc(function) or "").strip().split("\n")[0]
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of C
-        takes, declared = None, {}
-    else:
-        _check_positions(operation, signature, name)
-        any_keyword = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        takes = None if any_keyword else frozenset(signature.parameters)
-        declared = _declared(function)
+    taken = OperationSignature.of(operation, function, name)
+    declared = _declared(function)
 
     def call(*args: Any, **options: Any) -> Any:
-        given = dict(options)
-        for option, value in options.items():
-            if takes is None or option in takes:
-                if value not in declared.get(option, (value,)):
-                    raise UnsupportedError(f"does not take {option}={value!r}")
-                continue
-            if value != operation.options.get(option):
-                raise UnsupportedError(f"does not take {option}={value!r}")
-            del given[option]
-        return function(*args, **given)
+        args, keywords = taken.spelled(args, options)
+        for argument, value in keywords.items():
+            if argument in declared and value not in declared[argument]:
+                raise UnsupportedError(f"does not take {argument}={value!r}")
+        return function(*args, **keywords)
 
     return Target(
         name,
@@ -98,27 +87,6 @@ def _declared(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     except Exception:  # annotations that nobody can evaluate
         return {}
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-
-
-def _check_positions(operation: Operation, signature: inspect.Signature, name: str) -> None:
-    """Raise ValueError where a function takes fewer arguments than the operation is called with."""
-    inside = operation.signature.partition("(")[2].rpartition(")")[0].partition("*")[0]
-    expected = [p.strip() for p in inside.split(",") if p.strip()]
-    placed = [p for p in expected if p not in operation.options]
-    try:
-        taken = [p for p in operation.options if p in signature.parameters]
-        signature.bind_partial(*placed, **dict.fromkeys(taken))
-        lacking = [
-            p.name
-            for p in signature.parameters.values()
-            if p.default is p.empty
-            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            and p.name not in (*list(signature.parameters)[: len(placed)], *operation.options)
-        ]
-    except TypeError:
-        lacking = ["fewer arguments"]
-    if lacking:
-        raise ValueError(f"target={name!r}: takes {signature}; accepted is {operation.signature}")
 
 
 def run_operation(target: Target, calls: OperationCalls, *, forward: bool = False) -> Outcome:
