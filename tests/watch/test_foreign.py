@@ -258,7 +258,7 @@ def test_a_step_of_ones_own_beside_an_optimizer_is_one_step():
 
 def test_a_model_without_attention_is_not_tapped_for_ever(monkeypatch):
     opened = []
-    monkeypatch.setattr(watcher_module.Taps, "open", lambda self, **_: opened.append(self))
+    monkeypatch.setattr(watcher_module.Taps, "open", lambda self, *_, **__: opened.append(self))
     model = nn.Linear(2, 2)
     with halfulp.watch(model, every=50):
         for _ in range(120):
@@ -296,7 +296,7 @@ def test_a_measurement_that_fails_harms_nothing(caplog, monkeypatch):
             assert train(model, 2) == plain
     assert watcher.measurements == 0
     (said,) = warnings_of(caplog)
-    assert "blocks.1.attention: OutOfMemoryError: planted)" in said
+    assert "blocks.0.attention, blocks.1.attention (OutOfMemoryError: planted)" in said
 
 
 def test_a_model_compiled_afterwards_is_said_to_be_out_of_sight(caplog):
@@ -341,12 +341,18 @@ def test_what_was_not_seen_is_said(caplog, monkeypatch):
     watched_step(One(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
     (said,) = warnings_of(caplog)
     assert said.startswith(
+        "no attention is measured in step 1 of One: (model) (attention written out in products);"
+    )
+    caplog.clear()
+    watched_step(One(lambda q, k, v: q + k + v))
+    (said,) = warnings_of(caplog)
+    assert said.startswith(
         "no attention was seen in step 1 of One: accepted are F.scaled_dot_product_attention"
     )
     caplog.clear()
     watched_step(One(lambda *x: halfulp.attention(*x, softcap=5.0)))
     (said,) = warnings_of(caplog)
-    assert "(model): softcap is given" in said
+    assert "(model) (softcap is given)" in said
     caplog.clear()
 
     def wrong(query, key, value, *, is_causal=False):

@@ -6,9 +6,11 @@ import copy
 import gc
 import io
 import json
+import re
 import shutil
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +26,6 @@ from tests.watch.gpt import GPT, LAYERS, train
 from tests.watch.test_foreign import One, one_step, watched_step
 from tests.watch.test_watcher import STOCK, hooks_of, warnings_of
 
-STOCK_SOFTMAX = (torch.softmax, functional.softmax, torch.Tensor.softmax)
 SCALER_METHOD = torch.amp.GradScaler._maybe_opt_step
 
 
@@ -145,30 +146,142 @@ def test_layers_that_are_not_seen_are_said_once_by_module_and_reason(caplog):
     assert any("blocks.0.attention" in text for text in report.unseen)
     assert "not all attention measured" in first_line(report)
     assert "attention that was not measured" in str(report).replace("\n", " ")
-    assert (torch.softmax, functional.softmax, torch.Tensor.softmax) == STOCK_SOFTMAX
 
 
-def test_the_method_of_tensors_is_noticed_and_given_back():
-    report = watched_step(GPTLike(lambda s: torch.softmax(s, -1)))
-    assert [text.partition(" (")[0] for text in report.unseen] == ["first"]
-    report = watched_step(GPTLike(lambda s: s.softmax(-1)))
-    assert [text.partition(" (")[0] for text in report.unseen] == ["first"]
-    assert "softmax" not in vars(torch.Tensor)
-    # classes over words are no square, and a router's few experts none of tokens
-    report = watched_step(GPTLike(lambda s: s[..., :5].softmax(-1).sum(-1, keepdim=True) * s))
-    assert not any("written out" in text for text in report.unseen)
+def table_of_docs():
+    """By first column of the table in docs/watch.md: what is said of it."""
+    text = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", text.partition("## What it cannot see")[2], re.M)
+    return dict(rows[1:])
 
 
-class GPTLike(nn.Module):
-    """One attention that is written out, and one that is not."""
+def ways():
+    """Ways to call attention in a module that is not called so, by their name in docs/watch.md."""
+    aten, library, jit = torch.ops.aten, torch.library, torch.jit
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
 
-    def __init__(self, softmax):
+    @library.custom_op("halfulp_test::mix", mutates_args=())
+    def mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return written_out(q, k, v)
+
+    mix.register_autograd(lambda _, grad: (grad,) * 3, setup_context=lambda *_, **__: None)
+
+    @library.custom_op("halfulp_test::packed_attn", mutates_args=())
+    def packed(qkv: torch.Tensor) -> torch.Tensor:
+        return written_out(*qkv.unbind(2))
+
+    packed.register_autograd(
+        lambda _, grad: torch.stack((grad,) * 3, 2), setup_context=lambda *_, **__: None
+    )
+
+    class Mix(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return written_out(q, k, v)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad, grad
+
+    def exponential(q, k, v):
+        weights = (q @ k.mT / 2).exp()
+        return weights / weights.sum(-1, keepdim=True) @ v
+
+    def three(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        return torch.baddbmm(q[..., :1] @ k[..., :1].mT, q, k.mT).softmax(-1).bmm(v)
+
+    def einsum(q, k, v):
+        scores = torch.einsum("bhid,bhjd->bhij", q, k[:, :, :5])
+        return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v[:, :, :5])
+
+    def scripted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(query @ key.transpose(-1, -2), -1) @ value
+
+    script, compiled = jit.script(scripted), torch.compile(written_out, backend="aot_eager")
+    held = functional.scaled_dot_product_attention
+
+    class Child(nn.Module):
+        def forward(self, x):
+            return x * 1
+
+    child = Child()
+    return {
+        "`torch.ops.aten.scaled_dot_product_attention`": aten.scaled_dot_product_attention,
+        "`torch.ops.aten._scaled_dot_product_..._attention`": lambda *x: flash(*x)[0],
+        "PyTorch's function, held where no module's name leads to it": lambda *x: held(*x),
+        "`@` or `matmul`, and a softmax, of PyTorch's or of `torch.ops.aten`": (
+            lambda q, k, v: child(aten._softmax(q @ k.mT, -1, False)) @ v
+        ),
+        "`einsum`, also with other keys than queries": einsum,
+        "`bmm` and `baddbmm` of `[B·H, N, D]`": three,
+        "an exponential and a sum by hand": exponential,
+        "an `autograd.Function`": lambda *x: Mix.apply(*x),
+        "a custom operator of `torch.library`": lambda *x: mix(*x),
+        "a custom operator of packed operands, named like attention": (
+            lambda *x: packed(torch.stack(x, 2))
+        ),
+        "TorchScript": lambda *x: script(*x),
+        "a function under `torch.compile`": lambda *x: compiled(*x),
+    }
+
+
+class Inside(nn.Module):
+    """Attention in a module whose name does not say so, beside one that is measured."""
+
+    def __init__(self, function):
         super().__init__()
-        self.first = One(lambda q, k, v: softmax(q @ k.mT) @ v)
-        self.second = One(functional.scaled_dot_product_attention)
+        self.mixer = One(function)
+        self.seen = One(lambda *x: functional.scaled_dot_product_attention(*x))
 
     def forward(self, x):
-        return self.second(self.first(x).transpose(1, 2).flatten(2))
+        y = self.mixer(x)
+        y = y if y.ndim == 4 else y.unflatten(0, (len(x), -1))
+        return self.seen(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The .grad attribute")
+def test_every_way_to_attention_is_named_by_module_as_the_docs_say(caplog):
+    docs = table_of_docs()
+    for name, function in ways().items():
+        plain, model = Inside(function), Inside(function)
+        one_step(plain)
+        with halfulp.watch(model, every=1) as watcher:
+            one_step(model)
+        report = watcher.report()
+        said = report.unseen[0] if report.unseen else "nothing"
+        assert said == f"mixer ({docs[name].strip('`')})", name
+        assert report.layers == ("seen",)
+        assert all(map(torch.equal, model.parameters(), plain.parameters())), name
+        assert f"not measured: {said}" in warnings_of(caplog)
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        lambda q, k, v: q @ (k.mT @ v),  # linear attention: no weights over tokens
+        lambda q, k, v: (q.mean(2) @ torch.eye(4)).softmax(-1)[:, :, None] * v,
+        lambda q, k, v: q * torch.sigmoid(k) + v,
+    ],
+)
+def test_what_is_no_attention_is_not_named(sound):
+    assert watched_step(Inside(sound)).unseen == ()
+
+
+def test_experts_in_one_product_are_no_attention():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = (nn.Parameter(torch.randn(4, *n)) for n in ((4, 12), (12, 4)))
+
+        def forward(self, q, k, v):
+            x = (q + k + v).transpose(0, 1).flatten(1, 2)
+            y = functional.gelu(x @ self.up.to(x.dtype)) @ self.down
+            return y.unflatten(1, (len(q), -1)).transpose(0, 1)
+
+    assert watched_step(Inside(Experts())).unseen == ()
 
 
 def test_pytorchs_own_layer_with_weights_is_named():

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from halfulp.interpose import ITSELF, module_names
+from halfulp.watch.backward_graph import BackwardGraph
 from halfulp.watch.functions import Asked, Form, Listener, close_taps, listen, open_taps
 
 _OPERANDS = ("query", "key", "value")
 UNANSWERED = "no gradient came back to it"
-WRITTEN_OUT = "attention written out: a softmax over a square of scores"
 NAMED_SO = "named like attention, but no call of a known attention function was seen in it"
-_LEAST_SQUARE = 8  # tokens; smaller squares may be anything
 
 
 @dataclass
@@ -76,8 +75,13 @@ class Taps:
         self._listening = False
         self._before: Listener | None = None
         self._resting = False
-        self.suspects: dict[str, str] = {}  # modules that look like attention, and why
+        self._graph = BackwardGraph()
         self._ran: set[str] = set()  # modules named like attention that ran
+
+    @property
+    def suspects(self) -> dict[str, str]:
+        """Modules that look like attention, and why."""
+        return self._graph.found
 
     @property
     def complete(self) -> bool:
@@ -85,10 +89,11 @@ class Taps:
         waiting = [call for call in self.calls.values() if not call.unseen]
         return bool(waiting) and all(call.taken for call in waiting)
 
-    def open(self, *, leaves: bool = True) -> None:
-        """Listen to every module of the model; called when its forward pass begins, at whose end
-        it `leaves` by itself.
+    def open(self, given: Any, *, leaves: bool = True) -> None:
+        """Listen to every module of the model; called when its forward pass begins on what is
+        given, at whose end it `leaves` by itself.
         """
+        self._graph.known(given)
         open_taps(self, self.functions)
         for name, module in module_names(self.model):
             if module is not self.model:
@@ -104,6 +109,13 @@ class Taps:
         if self._listening:
             listen(self._before)
             self._listening = False
+            self._graph.forget()
+
+    def reached(self, name: str, values: Any) -> None:
+        """Values were made in the module of this name, as far as nobody inside of it made them."""
+        again = torch._C._current_graph_task_id() != -1 and _keeping() == "recomputed"
+        if not self._resting and not again:
+            self._graph.reached(name, values)
 
     def rest(self) -> None:
         """Tap no other pass, and wait for the gradients of this one."""
@@ -120,6 +132,7 @@ class Taps:
             handle.remove()
         self._handles.clear()
         close_taps(self)
+        self._graph.forget()
         for call in self.calls.values():
             if not call.taken and not call.unseen:
                 call.unseen = UNANSWERED
@@ -147,6 +160,20 @@ class Taps:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run an attention function that the module of this name called."""
+        self.reached(name, (args, kwargs))
+        result = self._seen_call(name, form, function, args, kwargs)
+        if not self._resting:
+            self._graph.known(result)
+        return result
+
+    def _seen_call(
+        self,
+        name: str,
+        form: Form,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         again = torch._C._current_graph_task_id() != -1
         if self._resting:
             return function(*args, **kwargs)
@@ -314,12 +341,6 @@ class _Ear:
     ) -> Any:
         return self.taps._call(self.name, form, function, args, kwargs)
 
-    def saw_softmax(self, scores: Tensor) -> None:
-        """A square of scores that is normalized is attention, as far as one can tell."""
-        square = scores.ndim >= 3 and scores.shape[-1] == scores.shape[-2] >= _LEAST_SQUARE
-        if square and scores.requires_grad:
-            self.taps.suspects.setdefault(self.name, WRITTEN_OUT)
-
 
 class Hook:
     """A hook on a module that serves somebody. A copy of the module serves nobody, and a module
@@ -348,12 +369,17 @@ class _Listens(Hook):
     def __init__(self, ear: _Ear, before: list[Listener | None]) -> None:
         self.ear, self.before = ear, before  # a stack: a module may run inside itself
 
-    def __call__(self, _module: nn.Module, _args: Any, *out: Any) -> None:
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any, *out: Any) -> None:
+        taps = self.ear.taps
         if not out:
-            self.before.append(listen(self.ear))
+            outer = listen(self.ear)
+            self.before.append(outer)
+            if isinstance(outer, _Ear) and outer.taps is taps:
+                taps.reached(outer.name, (args, kwargs))
             if self.ear.named_so:
-                self.ear.taps._ran.add(self.ear.name)
+                taps._ran.add(self.ear.name)
         elif self.before:
+            taps.reached(self.ear.name, out)
             listen(self.before.pop())
 
 
@@ -363,15 +389,16 @@ class _Leaves(Hook):
     def __init__(self, taps: Taps) -> None:
         self.taps = taps
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, _module: nn.Module, _args: Any, out: Any) -> None:
+        self.taps.reached(ITSELF, out)
         self.taps.leave()
 
 
 def _hooks(module: nn.Module, ear: _Ear) -> list[Any]:
     hook = _Listens(ear, [])
     return [
-        module.register_forward_pre_hook(hook),
-        module.register_forward_hook(hook, always_call=True),
+        module.register_forward_pre_hook(hook, with_kwargs=True),
+        module.register_forward_hook(hook, with_kwargs=True, always_call=True),
     ]
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from halfulp.attention import attention, attention_varlen, patch
@@ -82,10 +81,6 @@ class Listener(Protocol):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run the function and return what it returned."""
-        ...
-
-    def saw_softmax(self, scores: Tensor) -> None:
-        """A softmax of these is taken, outside of every attention function that is known."""
         ...
 
 
@@ -171,7 +166,6 @@ _KNOWN = (
     ("flash_attn", "flash_attn_qkvpacked_func", _PACKED_FORM),
     ("flash_attn", "flash_attn_kvpacked_func", _PACKED_FORM),
 )
-_SOFTMAX = (torch.nn.functional.softmax, torch.softmax)
 
 _lock = threading.Lock()
 # who taps, and which functions beside the known ones
@@ -230,15 +224,10 @@ def _put_in() -> None:
         mine.append((function, _own_form(function)))
     forms |= {id(function): (function, form) for function, form in mine}
     _replaced.extend((function, _tapped(function, form)) for function, form in forms.values())
-    _replaced.extend((function, _noticed(function)) for function in _SOFTMAX)
-    # a method of every tensor, inherited until somebody taps
-    torch.Tensor.softmax = _noticed(torch.Tensor.softmax)  # type: ignore[method-assign]
     _exchange({id(stock): tapped for stock, tapped in _replaced})
 
 
 def _take_out() -> None:
-    if _replaced:
-        del torch.Tensor.softmax
     _exchange({id(tapped): stock for stock, tapped in _replaced})
     _replaced.clear()
 
@@ -271,17 +260,3 @@ def _tapped(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
             listen(listener)
 
     return tapped
-
-
-def _noticed(softmax: Callable[..., Any]) -> Callable[..., Any]:
-    """A softmax that tells the listener what it is taken of."""
-
-    @functools.wraps(softmax)
-    def noticed(*args: Any, **kwargs: Any) -> Any:
-        listener = listening()
-        scores = args[0] if args else kwargs.get("input")
-        if listener is not None and isinstance(scores, Tensor):
-            listener.saw_softmax(scores)
-        return softmax(*args, **kwargs)
-
-    return noticed

@@ -44,6 +44,7 @@ from halfulp.watch.watching import (
     HeadAlarm,
     WatchReport,
     alarmed_heads,
+    by_reason,
     report_of,
 )
 from halfulp.watch.weights import sigmas
@@ -243,7 +244,7 @@ class Watcher:
                 self._stance = torch.compiler.set_stance("force_eager")
             self._found = {}
             self._taps = Taps(self.model, self.functions, entries_of, self._take)
-            self._taps.open(leaves=leaves)
+            self._taps.open((args, kwargs), leaves=leaves)
 
     def pass_ends(self, output: Any) -> None:
         """A forward pass of the model ends; what it returns may be its loss."""
@@ -377,7 +378,7 @@ class Watcher:
         self._suspects |= taps.suspects
         if not self._found:
             self._notebook.add(self._course.add({"step": self.steps + 1, "measure": {}}))
-            self._failed(calls)
+            self._failed()
             return
         self._layers += [
             call.layer
@@ -412,27 +413,23 @@ class Watcher:
 
     def _name_missed(self) -> None:
         """Say once which attention is not measured, and why."""
-        missed = self._unseen | self._suspects
-        for why in dict.fromkeys(why for why in missed.values() if why != UNANSWERED):
-            names = ", ".join(layer for layer in missed if missed[layer] == why)
-            self._say(f"not measured: {names} ({why})")
+        missed = {layer: why for layer, why in self._unseen.items() if why != UNANSWERED}
+        for said in by_reason(missed | self._suspects):
+            self._say(f"not measured: {said}")
 
-    def _failed(self, calls: Sequence[Foreign]) -> None:
+    def _failed(self) -> None:
         """A pass has been tapped and nothing measured; another is tried soon, and then at the usual
         interval.
         """
         self._failures += 1
         self._due = self._failures < 2 * _PATIENCE
         where = f"step {self.steps + 1} of {type(self.model).__name__}"
-        if not calls:
+        missed = self._unseen | self._suspects
+        if not missed:
             self._say(f"no attention was seen in {where}: accepted are {ACCEPTED}")
-        elif self._failures >= _PATIENCE or any(call.unseen != UNANSWERED for call in calls):
-            whys = "; ".join(
-                f"{call.layer}: {call.unseen}" for call in {c.unseen: c for c in calls}.values()
-            )
-            self._say(
-                f"no attention call could be measured in {where} ({whys}): accepted are {ACCEPTED}"
-            )
+        elif self._failures >= _PATIENCE or any(why != UNANSWERED for why in missed.values()):
+            said = "; ".join(by_reason(missed))
+            self._say(f"no attention is measured in {where}: {said}; accepted are {ACCEPTED}")
 
     def _alarm(self) -> None:
         found = alarmed_heads(list(self._rows), self._layers)

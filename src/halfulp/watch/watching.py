@@ -288,10 +288,6 @@ def report_of(
                 row
                 | {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure}
             )
-    reasons = [
-        f"{', '.join(layer for layer in unseen if unseen[layer] == why)} ({why})"
-        for why in dict.fromkeys(unseen.values())
-    ]
     last = rows[-1]["step"] if rows else None
     found = (*warnings, *out_of_range(rows, layers))
     return WatchReport(
@@ -300,7 +296,7 @@ def report_of(
         tuple(layers),
         tuple(heads),
         tuple(alarmed),
-        tuple(reasons),
+        tuple(by_reason(unseen)),
         last,
         found,
         loss,
@@ -338,6 +334,14 @@ def out_of_range(rows: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> li
         else:
             said.append(f"{titles[name]} is {size:.3g} {where}: beyond {limits[name]:g}")
     return said
+
+
+def by_reason(unseen: Mapping[str, str]) -> list[str]:
+    """What was not measured and why, a reason each."""
+    return [
+        f"{', '.join(layer for layer in unseen if unseen[layer] == why)} ({why})"
+        for why in dict.fromkeys(unseen.values())
+    ]
 
 
 def alarmed_heads(
