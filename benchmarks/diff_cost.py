@@ -4,20 +4,21 @@ memory over what the model takes.
     python -m benchmarks.diff_cost [--layers 12] [--width 768] [--tokens 64] [--rows 1]
 
 Each way runs in a process of its own; passes and comparisons alternate, and the figure is the
-median of the ratios. Memory is the highest resident set beyond what lay there after the model was
+median of the ratios, on the clock and of the processor's time, which other work of the machine
+moves less. Memory is the highest resident set beyond what lay there after the model was
 built and had made one pass.
 """
 
 import argparse
 import gc
 import resource
-import statistics
 import tempfile
 import threading
 import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from halfulp.diff import Setting
@@ -29,6 +30,11 @@ def resident():
     """Bytes that this process holds in memory now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def clocks():
+    """Seconds on the clock and of the processor."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 class Highest:
@@ -78,21 +84,22 @@ def main():
             for _ in range(asked.rounds):
                 gc.collect()
                 base = resident()
-                began = time.perf_counter()
+                began = clocks()
                 with Highest() as peak:
                     for side in (a, b):
                         run(side, batch, gradients=gradients)
-                passes = time.perf_counter() - began
+                passes = clocks() - began
                 alone = max(alone, peak.bytes - base)
                 with tempfile.TemporaryDirectory() as folder, Highest() as peak:
-                    began = time.perf_counter()
+                    began = clocks()
                     TwoSides(a, b, gradients, Path(folder), swaps=False).add(batch)
-                    ratios.append((time.perf_counter() - began) / passes)
+                    ratios.append((clocks() - began) / passes)
                 highest = max(highest, peak.bytes - base)
+            wall, processor = np.median(ratios, 0)
             what = "gradients" if gradients else "forward"
             print(
-                f"{name}, {what}: {statistics.median(ratios):.2f}"
-                f" × the two passes ({passes:.2f} s); memory {highest / size:.2f} × the model's"
+                f"{name}, {what}: {wall:.2f} × the two passes ({passes[0]:.2f} s), {processor:.2f}"
+                f" × their processor time; memory {highest / size:.2f} × the model's"
                 f" beyond it, where the passes alone take {alone / size:.2f} ×",
                 flush=True,
             )

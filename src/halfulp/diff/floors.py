@@ -20,10 +20,11 @@ from halfulp.interpose import Operation, leaves
 from halfulp.interpose.another import Wide
 from halfulp.interpose.operation import mapped
 
-FEW = 2**15
+FEW = 2**14
 """Numbers of the largest operand that a floor is measured on, about."""
+_COARSE = 1e-4  # a rounding that arithmetic in fp32 does not blur
 _SEED = 0x6861_6C66  # one that nobody's operands were drawn from, so that noise is not they
-_ROWS, _COLUMNS = 32, 128  # of a product
+_ROWS, _PRODUCTS = 32, 2**16  # of a product: rows, and numbers of the weights of its columns
 _ONE_BY_ONE = (
     "gelu silu relu sigmoid tanh add sub rsub mul div true_divide rdiv neg pow rpow square sqrt"
     " rsqrt reciprocal exp log sin cos abs clamp clamp_min clamp_max maximum minimum where"
@@ -51,19 +52,22 @@ def floors_of(entries: list[Entry], operation: Operation) -> list[float]:
 def _moved(operation: Operation, step: float) -> float:
     """How far the result moves, relative to it, with operands moved by so much of themselves."""
     generator = torch.Generator().manual_seed(_SEED)
+    wide = torch.float32 if step > _COARSE else torch.float64
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        noise = torch.randn(x.shape, generator=generator).to(x.device)
-        return x.double() * (1 + step * noise.double())
+        noise = torch.randn(x.shape, generator=generator).to(x.device, wide)
+        return torch.addcmul(y := x.to(wide), y, noise, value=step)
 
-    exact, apart = exactly(operation), exactly(operation, moved)
+    exact, apart = exactly(operation, wide), exactly(operation, wide, moved)
     if exact is None or apart is None or torch.finfo(exact.dtype).eps > step / 16:
         return 0.0
-    change = (apart - exact).nan_to_num(0, 0, 0)
-    size = float(exact.nan_to_num(0, 0, 0).square().sum())
-    return math.sqrt(float(change.square().sum()) / size) if size else 0.0
+    change, size = (
+        float(torch.dot(x, x))
+        for x in (y.nan_to_num(0, 0, 0).double().flatten() for y in (apart - exact, exact))
+    )
+    return math.sqrt(change / size) if size else 0.0
 
 
 def sampled(operation: Operation) -> Operation:
@@ -72,10 +76,12 @@ def sampled(operation: Operation) -> Operation:
     every = all(isinstance(x, Tensor) and x.dim() for x in args) and not operation.kwargs
     if operation.name == "linear" and every and len(args) in (2, 3):
         x, weight = args[0].flatten(0, -2) if args[0].dim() > 1 else args[0], args[1]
-        few = [_few(x, 0, _ROWS), *(_few(part, 0, _COLUMNS) for part in (weight, *args[2:]))]
+        columns = max(16, _PRODUCTS // weight.shape[-1])
+        few = [_few(x, 0, _ROWS), *(_few(part, 0, columns) for part in (weight, *args[2:]))]
         return replace(operation, args=tuple(few))
     if operation.name == "addmm" and every and len(args) == 3 and args[0].dim() == 1:
-        few = [_few(args[0], 0, _COLUMNS), _few(args[1], 0, _ROWS), _few(args[2], 1, _COLUMNS)]
+        columns = max(16, _PRODUCTS // args[2].shape[0])
+        few = [_few(args[0], 0, columns), _few(args[1], 0, _ROWS), _few(args[2], 1, columns)]
         return replace(operation, args=tuple(few))
     whole = _WHOLE.get(operation.name)
     if operation.name in _LAST:
@@ -116,22 +122,24 @@ def _few(x: Tensor, dim: int, most: int) -> Tensor:
     return x if x.shape[dim] <= most else x.narrow(dim, 0, most)
 
 
-def exactly(operation: Operation, change: Any = None) -> Tensor | None:
-    """The operation in fp64, or in fp32 where it has no other kernel (None: in neither); a cast
-    rounds nothing.
+def exactly(
+    operation: Operation, wide: torch.dtype = torch.float64, change: Any = None
+) -> Tensor | None:
+    """The operation in fp64 (or as asked), or in fp32 where it has no other kernel (None: in
+    neither); a cast rounds nothing.
     """
     args, kwargs = operation.args, dict(operation.kwargs)
     if change is not None:
         args, kwargs = mapped((args, kwargs), change)
-    for dtype in (torch.float64, torch.float32):
-        wide = Wide(dtype, noted=False)
-        if dtype == torch.float32:  # what was moved is in fp64
+    for dtype in (wide, torch.float32):
+        run = Wide(dtype, noted=False)
+        if dtype != wide:  # what was moved is in fp64
             args, kwargs = mapped((args, kwargs), _single)
         try:
-            found = result_of(wide(replace(operation, args=args, kwargs=kwargs)))
+            found = result_of(run(replace(operation, args=args, kwargs=kwargs)))
         except (RuntimeError, TypeError):
             continue
-        if not wide.refused:
+        if not run.refused:
             return found
     return None
 

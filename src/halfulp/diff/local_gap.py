@@ -21,7 +21,10 @@ BEYOND = {16: 3.0, 32: 24.0}
 float32 differ by their order, which the floor (each operand and the result rounded once) leaves
 out."""
 _CACHED = 2**17
-"""Numbers that are worked on at once in fp64, so that they stay in a core's cache."""
+"""Numbers that are worked on at once, so that they stay in a core's cache, and that a sum in fp32
+may have; sums of them are in fp64."""
+_SUMMED = 1e-30, 1e30
+"""Between which a sum of squares in fp32 is one."""
 LEANS, LEAST_LEAN = 8.0, 0.25
 """From which t on a gap leans, and the least share of it that has to."""
 
@@ -70,20 +73,20 @@ class LocalGap:
         alike = again is None and torch.equal(found, theirs)
         for b, a, mine in _split(_block(sides[0]), *sides):
             if alike:
-                size += float(a.double().square().nan_to_num(0, 0, 0).sum())
+                size += _square(_wide(a).nan_to_num(0, 0, 0))
             else:
                 size += self._add_rows(b, a, None if again is None else mine)
         self.size += size
         self.floor += floor**2 * size
 
     def _add_rows(self, b: Tensor, a: Tensor, mine: Tensor | None) -> float:
-        gap, wide = _difference(b, a), a.double()
+        gap, wide = _difference(b, a), _wide(a)
         square, size = _square(gap), _square(wide)
         if not math.isfinite(square + size):
             finite = b.isfinite() & a.isfinite()
             b, a = (x.masked_fill(~finite, 0) for x in (b, a))
             mine = None if mine is None else mine.masked_fill(~finite, 0)
-            gap, wide = _difference(b, a), a.double()
+            gap, wide = _difference(b, a), _wide(a)
             square, size = _square(gap), _square(wide)
         self.gap += square
         if mine is None:
@@ -91,9 +94,10 @@ class LocalGap:
             return size
         own = _difference(b, mine)
         self.own += _square(own)
-        self.inherited += _square(_difference(mine, a))
-        lengths = wide.square().sum(-1)
-        along = (own * wide).sum(-1)[lengths > 0] / lengths[lengths > 0]
+        wide = wide.to(own.dtype)
+        lengths, along = torch.linalg.vecdot(wide, wide), torch.linalg.vecdot(own, wide)
+        self.inherited += _square(gap - own)
+        along = (along / lengths)[(lengths > 0) & lengths.isfinite()].double()
         self.rows += along.numel()
         self.lean += float(along.sum())
         self.lean_squared += float(along.square().sum())
@@ -178,19 +182,29 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _block(rows: Tensor) -> int:
-    """Rows that are worked on at once in fp64."""
+    """Rows that are worked on at once."""
     return max(1, _CACHED // max(1, rows.shape[-1]))
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _difference(b: Tensor, a: Tensor) -> Tensor:
-    """b − a in fp64, taken in fp32 where that holds both: it is rounded to 2⁻²⁴ of itself."""
+    """b − a in fp32 where that holds both (it is rounded to 2⁻²⁴ of itself), else in fp64."""
     wide = torch.float64 if torch.float64 in (b.dtype, a.dtype) else torch.float32
-    return (b.to(wide) - a.to(wide)).double()
+    return b.to(wide) - a.to(wide)
 
 
 def _square(x: Tensor) -> float:
+    """Σ x², in fp64 where fp32 does not hold it."""
     flat = x.flatten()
-    return float(torch.dot(flat, flat))
+    found = float(torch.dot(flat, flat))
+    if x.dtype == torch.float64 or _SUMMED[0] < found < _SUMMED[1]:
+        return found
+    if not found and not bool(flat.any()):
+        return 0.0
+    return _square(flat.double())
 
 
 def _split(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -204,12 +218,13 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def squares(b: Tensor, a: Tensor) -> tuple[float, float, float]:
-    """Σ (b − a)², Σ a² and Σ (b − a) a, in fp64, a block at a time."""
+    """Σ (b − a)², Σ a² and Σ (b − a) a, a block at a time."""
     found = [0.0, 0.0, 0.0]
     for x, y in blocks(b, a):
-        gap, wide = _difference(x, y), y.double()
-        for i, pair in enumerate(((gap, gap), (wide, wide), (gap, wide))):
-            found[i] += float(torch.dot(*pair))
+        gap, wide = _difference(x, y), _wide(y)
+        found[0] += _square(gap)
+        found[1] += _square(wide)
+        found[2] += float(torch.dot(gap, wide.to(gap.dtype)))
     return found[0], found[1], found[2]
 
 

@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +77,17 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def slots(self) -> list[Slot]:
         """Its tensors, in their order."""
         return list(_slots(self.arguments))
 
-    @property
+    @cached_property
     def asks(self) -> str:
         """What it was asked for, beside its tensors' sizes."""
         return repr(mapped(self.arguments, lambda x: "tensor" if isinstance(x, Slot) else x))
 
-    @property
+    @cached_property
     def coarsest(self) -> torch.dtype:
         """The narrowest format of what it takes and gives."""
         taken = [s.dtype for s in self.slots if s.dtype.is_floating_point]

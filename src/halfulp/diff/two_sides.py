@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class _Stored(Mapping[str, Tensor]):
     """Gradients that lie on disk."""
 
     def __init__(self, tape: Tape, prefix: str, names: Sequence[str]) -> None:
-        self._tape, self._prefix, self._names = tape, prefix, list(names)
+        self._tape, self._prefix, self._names = tape, prefix, names
 
     def __getitem__(self, name: str) -> Tensor:
         found = self._tape.read(self._prefix + name) if name in self._names else None
@@ -75,6 +76,8 @@ class TwoSides:
         self.stands: list[Stand] = []
         self.unseen: dict[str, str] = {}
         self.parameters: dict[str, tuple[float, float, float]] = {}  # gap², size², gap·a
+        self._held: dict[str, Tensor] = {}  # A's gradients, until B's come
+        self._seen: list[str] = []  # parameters whose gradients were compared in this batch
         self.of_tokens = False
 
     def add(self, batch: Any) -> None:
@@ -89,7 +92,10 @@ class TwoSides:
         b = self._compare(batch, number)
         if alike and number == 0 and self._unlike():
             self.gaps.clear()
+            self.parameters.clear()
             self._align(batch)
+            if self.gradients:  # which went as they were compared
+                self._record(batch, number)
             b = self._compare(batch, number)
         if a.outputs.shape != b.outputs.shape:
             raise ValueError(
@@ -100,11 +106,15 @@ class TwoSides:
         self.of_tokens = a.of_tokens
         self.unseen |= {f"A: {path}": why for path, why in a.interposed.unseen.items()}
         self.unseen |= {f"B: {path}": why for path, why in b.interposed.unseen.items()}
-        kept = self._gradients(number) if self.gradients else None
+        kept = None
+        if self.gradients:
+            stored = [_Stored(self._kept, f"{number} {side} ", self._seen) for side in "ab"]
+            kept = stored[0], stored[1]
         self.stands.append(Stand(batch, (a.outputs, b.outputs), (a.loss, b.loss), kept))
 
     def _record(self, batch: Any, number: int) -> Outcome:
         """A's pass, written down."""
+        self._held.clear()
         count, names = 0, self._names[0]
 
         def observe(operation: Operation, given: Any) -> None:
@@ -123,7 +133,7 @@ class TwoSides:
         if self.gradients:
             for name, parameter in self.a.model.named_parameters():
                 if parameter.grad is not None:
-                    self._kept.write(f"{number} a {name}", parameter.grad)
+                    self._held[name], parameter.grad = parameter.grad, None
         return found
 
     def _align(self, batch: Any) -> None:
@@ -174,10 +184,17 @@ class TwoSides:
                 self._pair(operation, result, piece, count)
             count += 1
 
-        return run(
-            self.b, batch, gradients=self.gradients, observe=observe, before=before,
-            piece=piece, seed=number,
-        )  # fmt: skip
+        self._seen = []
+        with ExitStack() as stack:
+            for name, parameter in self.b.model.named_parameters() if self.gradients else ():
+                if parameter.requires_grad:
+                    look = self._on_parameter(name, number)
+                    hook = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
+            return run(
+                self.b, batch, gradients=self.gradients, observe=observe, before=before,
+                piece=piece, seed=number,
+            )  # fmt: skip
 
     def _pair(self, operation: Operation, result: Tensor, piece: Piece, count: int) -> None:
         assert self.aligned is not None
@@ -240,24 +257,27 @@ class TwoSides:
             self._floors[place] = math.hypot(*floors_of([answer, entry], operation))
         return self._floors[place]
 
-    def _gradients(self, number: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        names: list[str] = []
-        for name, parameter in self.b.model.named_parameters():
-            theirs = self._kept.read(f"{number} a {name}")
-            if parameter.grad is None or theirs is None:
-                continue
-            mine = parameter.grad.detach().cpu()
-            if mine.shape != theirs.shape:
-                continue
-            names.append(name)
+    def _on_parameter(self, name: str, number: int) -> Callable[[Tensor], None]:
+        """Holds a gradient of B's against A's when it comes, and lets both go: each side's may be
+        as large as its model.
+        """
+
+        def look(parameter: Tensor) -> None:
+            mine, theirs = parameter.grad, self._held.pop(name, None)
+            parameter.grad = None
+            if name in self._seen:
+                self.unseen[f"B: {name}"] = "its gradient comes in parts; the first was compared"
+            if mine is None or theirs is None or mine.shape != theirs.shape:
+                return
             before = self.parameters.get(name, (0.0, 0.0, 0.0))
-            sums = [x + y for x, y in zip(before, squares(mine, theirs), strict=True)]
-            self.parameters[name] = (sums[0], sums[1], sums[2])
+            sums = [x + y for x, y in zip(before, squares(mine.cpu(), theirs.cpu()), strict=True)]
+            self.parameters[name] = sums[0], sums[1], sums[2]
+            self._seen.append(name)
             if self._swaps:
-                self._kept.write(f"{number} b {name}", parameter.grad)
-        return _Stored(self._kept, f"{number} a ", names), _Stored(
-            self._kept, f"{number} b ", names
-        )
+                self._kept.write(f"{number} a {name}", theirs)
+                self._kept.write(f"{number} b {name}", mine)
+
+        return look
 
     def compared(self) -> Compared:
         """What is known after all batches."""

@@ -79,16 +79,15 @@ def leaves(tree: Any) -> Iterator[Tensor]:
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """The same arguments or results, every leaf changed."""
+    if not isinstance(tree, (tuple, list, dict)):
+        return change(tree)
     if isinstance(tree, dict):
         return {key: mapped(item, change) for key, item in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(mapped(item, change) for item in tree))
-    if isinstance(tree, (list, tuple)):
-        made = [mapped(item, change) for item in tree]
-        same = all(a is b for a, b in zip(made, tree, strict=True))
-        if same:
-            return tree
-        if isinstance(tree, list):
-            return made
-        return type(tree)(made) if hasattr(tree, "n_fields") else tuple(made)  # torch.return_types
-    return change(tree)
+    made = [mapped(item, change) for item in tree]
+    if all(a is b for a, b in zip(made, tree, strict=True)):
+        return tree
+    if isinstance(tree, list):
+        return made
+    return type(tree)(made) if hasattr(tree, "n_fields") else tuple(made)  # torch.return_types
