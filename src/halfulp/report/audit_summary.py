@@ -151,7 +151,7 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     reference = "times_stock" if grade == "defect" else "times_floor"
     worst = max(rows, key=lambda row: row[reference] or 0.0, default=None)
     other = [f for f in failing if f["kind"] in ("non-finite", "lean", "element")]
-    note = "; ".join(dict.fromkeys(f["property"] for f in other))
+    note = _by_kind(dict.fromkeys(f["property"] for f in other))
     if worst is None or (other and not any(f["kind"] == "error" for f in failing)):
         return ProbeRow(
             grade,
@@ -179,6 +179,15 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
         worst["times_floor_lower"],
         note,
     )
+
+
+def _by_kind(properties: Iterable[str]) -> str:
+    """"O leans", "dV leans" and "O element" as "O, dV leans; O element"."""
+    tensors: dict[str, list[str]] = {}
+    for name in properties:
+        tensor, _, kind = name.partition(" ")
+        tensors.setdefault(kind, []).append(tensor)
+    return "; ".join(f"{', '.join(named)} {kind}".rstrip() for kind, named in tensors.items())
 
 
 def relation_rows(report: Report) -> list[RelationRow]:

@@ -100,13 +100,14 @@ def print_summary(reports: Sequence[Report], console: Console) -> None:
 def _probes(report: Report) -> Table:
     table = _table(
         "probe inputs: the worst figure of each, as a multiple of the stock recipe's and of the"
-        " floor's"
+        " floor's",
+        between=1,  # so that a figure's words fit
     )
     table.add_column("")
     table.add_column("probe", no_wrap=True)
     rows = probe_rows(report)
     long = any(len(row.shape) > 20 for row in rows)  # of many symbols: beside it no word would fit
-    table.add_column("size (B, H, N, D)" if of_attention(report) else "size", no_wrap=not long)
+    table.add_column("B, H, N, D" if of_attention(report) else "size", no_wrap=not long)
     table.add_column("figure", overflow="fold", ratio=None if long else 1, min_width=13)
     for name in ("relative", "× stock", "at least", "× floor", "at least"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -144,11 +145,17 @@ def _relations(report: Report) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def _table(title: str, between: int = 2) -> Table:
     from rich.table import Table
 
     return Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=True
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, between, 0, 0),
+        expand=True,
     )
 
 
