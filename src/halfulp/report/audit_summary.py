@@ -182,7 +182,7 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
 
 
 def _by_kind(properties: Iterable[str]) -> str:
-    """"O leans", "dV leans" and "O element" as "O, dV leans; O element"."""
+    """Properties such as `O leans`, `dV leans`, `O element`: "O, dV leans; O element"."""
     tensors: dict[str, list[str]] = {}
     for name in properties:
         tensor, _, kind = name.partition(" ")
