@@ -47,7 +47,9 @@ RIGHT = Unlike("", "right")
 
 
 def spread(dtype: torch.dtype) -> float:
-    """The rms of rounding once to a dtype, relative."""
+    """The rms of rounding once to a dtype, relative; of float32 what sums make of it."""
+    if dtype == torch.float32:
+        return 2.0**-20
     return 2.0 ** -(BITS[dtype] - 1) / math.sqrt(12) / 1.4
 
 
@@ -331,9 +333,10 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
 
 
 def _sigma(read: ReadScores, dtype: torch.dtype) -> Tensor:
-    """What rounding makes: of dS and P, and of δ through O."""
+    """What rounding makes: of dS and P, and of δ through O; below normal numbers it is absolute."""
     delta = read.weights * read.delta_noise
-    return spread(dtype) * (2 * read.exact.square() + delta.square()).sqrt()
+    rounded = spread(dtype) * (2 * read.exact.square() + delta.square()).sqrt()
+    return torch.where(rounded > 0, rounded + torch.finfo(dtype).smallest_normal * spread(dtype), 0)
 
 
 def _held(read: ReadScores, dtype: torch.dtype) -> Unlike:

@@ -31,8 +31,8 @@ from halfulp.reconstruct.naming import (
 )
 from halfulp.reconstruct.order_read import key_order, query_order
 from halfulp.reconstruct.panel import Trial, panel, some_heads
-from halfulp.reconstruct.places import Place, unexplained
-from halfulp.reconstruct.stages import UNEXPLAINED, Stages
+from halfulp.reconstruct.places import UNEXPLAINED, Place, unexplained
+from halfulp.reconstruct.stages import Stages
 from halfulp.targets import Target, check_device, resolve, run_target
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

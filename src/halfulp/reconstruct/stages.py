@@ -18,6 +18,7 @@ from halfulp.reconstruct.descent import Search
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
 from halfulp.reconstruct.evidence import Fits
 from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.places import UNEXPLAINED
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
 from halfulp.reconstruct.weights_read import compared, forward_weights
 
@@ -31,7 +32,6 @@ CLEARLY = 0.35  # of the loss of each result: a named recipe to start from inste
 ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where it costs no more
 FORWARD_SHARE = 0.6  # of the effort
 PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
-UNEXPLAINED = 0.3  # share of an error left from which functions and pairs are tried as well
 
 _PAIRS = {"causal-mask", "mask", "key-tail", "query-tail"}
 _SUMS = {"rescale", "split-merge", "tiles-skipped"}

@@ -22,6 +22,7 @@ VISIBLE = 1e-6  # weights below it may round to 0
 CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
 MOST_KEYS = 320  # of a trial that is read
+SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
@@ -118,7 +119,7 @@ _IN_BACKWARD = {
     "key-tail": "grad-tail", "query-tail": "grad-tail", "row-sum": "lse", "unnormalized": "lse",
     "scale": "backward-scores", "scores": "backward-scores", "exponential": "backward-scores",
     "softcap": "backward-scores", "weights": "probabilities", "rescale": "backward-scores",
-    "split-merge": "backward-scores",
+    "split-merge": "backward-scores", "operand": "backward-scores",
 }  # fmt: skip
 
 
@@ -208,7 +209,11 @@ def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
     alike = _row_factor(call, rows[clear.any(-1)].exp(), common < 8 * noise)
     if spread < noise or spread**2 < (1 - SHARE) * size**2:
         return alike if common > noise / 4 else Read("the weights are right", "")
-    found = _of_scores(call, rest, weight, count) or _of_groups(rest, weight)
+    found = (
+        _of_scores(call, rest, weight, count)
+        or _of_groups(rest, weight)
+        or _of_operands(call, rest, weight)
+    )
     if found is not None:
         return found
     if common > size / 2:
@@ -285,6 +290,29 @@ def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     told = f"features {ranges(off.nonzero().flatten())} of {d} enter the scores"
     size = 1 + float(factor[off].mean())
     return Read(f"{told} {size:.2g} × what they should", "ragged" if abs(size) < 0.1 else "operand")
+
+
+def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
+    """Ratios that are the scores of another Q or K: linear in the operand that is right, in each
+    row or column, on one head.
+    """
+    d = call.query.shape[3]
+    for name, ratios, weights, other in (
+        ("Q", rest[0, 0], weight[0, 0], call.key[0, 0]),
+        ("K", rest[0, 0].mT, weight[0, 0].mT, call.query[0, 0]),
+    ):
+        many = weights.sum(-1).topk(min(SOME, len(weights))).indices
+        y, w = ratios[many], weights[many]
+        n = float(w.sum(-1).mean())
+        if n < 1.25 * d:
+            continue
+        x = torch.cat([other.double(), torch.ones(len(other), 1, dtype=torch.float64)], -1)
+        x = x[None] * w[..., None]
+        left = y * w - (x @ torch.linalg.lstsq(x, (y * w)[..., None]).solution)[..., 0]
+        # what as many random numbers would explain does not count
+        if float(left.square().sum()) * n / (n - d) < (1 - SHARE) * float((y * w).square().sum()):
+            return Read(f"the scores are those of another {name}", "operand")
+    return None
 
 
 def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
