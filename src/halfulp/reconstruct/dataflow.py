@@ -70,10 +70,10 @@ def unlike(
     count = usable.double()
     if float(z.sum()) < OFF**2 * float(count.sum().clamp_min(1)):
         # a place so small that it does not count among all
-        small = _place(z, count, of, least=30.0)
+        small = place_of(z, count, of, least=30.0)
         return small or RIGHT
     size = math.sqrt(float((x - exact).square().sum() / exact.square().sum().clamp_min(1e-300)))
-    place = _place(z, count, of)
+    place = place_of(z, count, of)
     where, kind = ("", "") if place is None else (place.text, place.kind)
     told, how = _fitted(x, exact, weight, float(z.sum()))
     bits = mantissa_bits(x)
@@ -84,7 +84,7 @@ def unlike(
     return Unlike(f"{told}{where}", kind or how, size, bits if bits < BITS[dtype] else 0)
 
 
-def _place(z: Tensor, count: Tensor, of: tuple[str, str], least: float = OFF**2) -> Unlike | None:
+def place_of(z: Tensor, count: Tensor, of: tuple[str, str], least: float = OFF**2) -> Unlike | None:
     """Few heads, rows or columns that hold what differs, where the others are right."""
 
     def few(dims: tuple[int, ...]) -> Tensor | None:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from halfulp.calls import Result
 from halfulp.reconstruct import space
-from halfulp.reconstruct.dataflow import OFF, grad_scores, one_term, spread, unlike
+from halfulp.reconstruct.dataflow import (
+    OFF,
+    Unlike,
+    grad_scores,
+    one_term,
+    place_of,
+    spread,
+    unlike,
+)
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
@@ -27,8 +35,6 @@ from halfulp.reconstruct.weights_read import (
 )
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
-USUAL_HEADS = 0.6  # of two heads one always has a little more than half
-USUAL = 0.5  # share of the model's own error that it may hold
 ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 READ = 0.5  # of an error that weights as they were read may leave
 HARMFUL = 1.25  # times the model's error: below it, an option that alone shows it is not at fault
@@ -163,8 +169,6 @@ def _told(
     for text, key in ("", "") if worst == "small" else _silent(observed), _exchanged(observed):
         if key:
             return text, key, False, True
-    backward = model.way(tensor) if tensor in GRADIENTS else None
-    candidate = emulator.tensors(trial, model.forward, backward).get(tensor)
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     seen = {t for t, name in emulator.observed if name == tensor}
@@ -175,55 +179,37 @@ def _told(
     if only is not None:
         parts.append(only[0])
         cause = only[1]
-    one = _one_head(emulator, model, tensor, bad or frozenset({worst}))
+    one, key = _alone(emulator, model, tensor, bad or frozenset({worst}))
     if one:
-        return "; ".join([*parts, one]), cause if option else "other-data", False, True
+        return "; ".join([*parts, one]), cause if option else key, False, True
     read = _read(emulator, model, trial, tensor, found)
     if read is not None:
         parts.append(read.text)
         if read.cause and read.cause != "accumulator":
             return "; ".join(parts), cause if option else read.cause, False, True
         cause = cause if option else read.cause or cause
-    if candidate is None or candidate.shape[:3] != observed.value.shape[:3]:
-        return "; ".join(parts) or "everywhere", cause, only is not None, False
-    rest = observed.value - _like(candidate)
-    rest = torch.where(observed.usable, rest, 0.0)
-    expected = torch.where(observed.usable, _like(candidate) - observed.exact, 0.0)
-    for text, key in (
-        _few_values(observed, tensor),
-        _head(rest, expected),
-        _rows(rest, expected, tensor),
-    ):
-        if text:
-            parts.append(text)
-            # what masks and heads alone show is not a matter of rows
-            if only is None or only[1] == "ragged" or key in ("unwritten", "elements"):
-                cause = key or cause
+    place, key = _where(emulator, model, tensor, worst)
+    if place is not None:
+        parts.append(place.text.removeprefix(" in "))
+        # what masks and heads alone show is not a matter of rows
+        if only is None or only[1] == "ragged" or key == "elements":
+            cause = key
     alone = only is not None and cause == only[1]
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
 
 
-def _one_head(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> str:
-    """Few heads that alone are wrong, in most calls that are, and the others right."""
-    texts = []
-    for name in bad:
-        trial, observed = emulator.trials[name], emulator.observed[name, tensor]
-        backward = model.way(tensor) if tensor in GRADIENTS else None
-        made = emulator.tensors(trial, model.forward, backward).get(tensor)
-        if observed.value.shape[0] * observed.value.shape[1] < 2:
-            continue
-        if made is None or made.shape[:3] != observed.value.shape[:3]:
-            return ""
-        usual = _like(made) - observed.exact
-        usual = torch.where(observed.usable, usual, 0.0)
-        rest = torch.where(observed.usable, observed.value - _like(made), 0.0)
-        text, _ = _head(rest, usual)
-        energy, noise = (x.square().sum((-1, -2)) for x in (rest, usual))
-        times = energy / noise.clamp_min(1e-300)
-        others = times.flatten().sort().values[: -(-times.numel() // 2)]
-        sure = bool(text) and float(others.max()) < OFF**2
-        texts.append(text if sure else "")
-    return max(texts, key=len) if texts and 2 * sum(map(bool, texts)) > len(texts) else ""
+def _alone(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> tuple[str, str]:
+    """Few heads, or few elements, that alone are wrong in most calls that are."""
+    found = [
+        _where(emulator, model, tensor, name)
+        for name in sorted(bad)
+        if emulator.observed[name, tensor].value[..., 0, 0].numel() > 1
+    ]
+    for kind in ("head", "elements"):
+        some = [(p.text.removeprefix(" in "), cause) for p, cause in found if p and p.kind == kind]
+        if 2 * len(some) > len(found):
+            return max(some, key=lambda told: len(told[0]))
+    return "", ""
 
 
 def _read(
@@ -338,41 +324,24 @@ def _other_bits(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
     return min(made(m) for m in (model, *space.starts(trial.call.query.dtype), *blocks))
 
 
-def _few_values(observed: Observed, tensor: str) -> tuple[str, str]:
-    """A result with fewer distinct numbers in a row than rounding to its format leaves: one that
-    went through a coarser format with a scale of its own.
-    """
-    width = observed.value.shape[-1]
-    if width < 16:
-        return "", ""
-
-    def distinct(x: Tensor) -> float:
-        rows = x.abs().flatten(0, -2)[:64].sort(-1).values
-        return float((rows.diff(dim=-1) > 0).double().mean())
-
-    low = torch.bfloat16 if float((observed.value - observed.value.bfloat16()).abs().max()) == 0 \
-        else torch.float16  # fmt: skip
-    if distinct(observed.value) > 0.8 * distinct(observed.exact.to(low).double()):
-        return "", ""
-    cause = "grad-stored" if tensor in GRADIENTS else "out"
-    return "its rows have few distinct numbers: a coarser format with a scale", cause
-
-
 def _exchanged(observed: Observed) -> tuple[str, str]:
-    """Features, or rows, that are the exact result's in another order."""
-    for dim, name in ((-1, "features"), (-2, "rows")):
-        got, exact = (x.transpose(dim, -1).flatten(0, -2) for x in (observed.value, observed.exact))
+    """Features, rows or heads that are others of the exact result's."""
+    for name, cause in (("features", "layout"), ("rows", "layout"), ("heads", "other-data")):
+        got, exact = (
+            x.flatten(0, 1).flatten(1).mT
+            if name == "heads"
+            else x.transpose(-1 if name == "features" else -2, -1).flatten(0, -2)
+            for x in (observed.value, observed.exact)
+        )
         if got.shape[-1] > got.shape[0]:
             continue
         got, exact = (x / x.norm(dim=0).clamp_min(1e-300) for x in (got, exact))
         alike = exact.mT @ got
         best, at = alike.max(0)
         moved = ((best > ALIKE) & (alike.diagonal() < ALIKE)).nonzero().flatten()
-        if len(moved) > (dim == -1) and not bool((at[moved] == moved).any()):
-            return (
-                f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}",
-                "layout",
-            )
+        # one feature may be like another by chance
+        if len(moved) > (name == "features") and not bool((at[moved] == moved).any()):
+            return f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}", cause
     return "", ""
 
 
@@ -380,7 +349,8 @@ def _silent(observed: Observed) -> tuple[str, str]:
     """Rows that are 0 where exact ones are not."""
     zero = (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
     count = int(zero.sum())
-    if count == 0:
+    lost = float((observed.exact.square() * zero[..., None]).sum())
+    if count == 0 or lost < READ * observed.total:  # what rounds to 0 is not all that is off
         return "", ""
     heads = zero.all(-1)
     if bool(heads.any()) and int(heads.sum()) * zero.shape[-1] == count:
@@ -388,78 +358,33 @@ def _silent(observed: Observed) -> tuple[str, str]:
     return f"{count} of {zero.numel()} rows are 0", "unwritten"
 
 
-def _head(rest: Tensor, expected: Tensor) -> tuple[str, str]:
-    """Few heads that hold it, and no more than half of what the model errs."""
-    energy = rest.square().sum((-1, -2))
-    total, count = float(energy.sum()), energy.numel()
-    if count < 2 or total == 0:
-        return "", ""
-    order = energy.flatten().argsort(descending=True)
-    usual = expected.square().sum((-1, -2)).flatten()
-    for n in range(1, count // 2 + 1):
-        if float(energy.flatten()[order[:n]].sum()) >= CONCENTRATED * total:
-            if float(usual[order[:n]].sum()) > USUAL_HEADS * float(usual.sum()):
-                break
-            places = (
-                ", ".join(
-                    f"({int(i) // energy.shape[1]}, {int(i) % energy.shape[1]})" for i in order[:3]
-                )
-                if n >= 3
-                else ", ".join(
-                    f"({int(i) // energy.shape[1]}, {int(i) % energy.shape[1]})" for i in order[:n]
-                )
-            )
-            return f"head{'s' * (n > 1)} (sequence, head) {places}" + " and others" * (
-                n > 3), "other-data"  # fmt: skip
-    return "", ""
-
-
-def _rows(rest: Tensor, expected: Tensor, tensor: str) -> tuple[str, str]:
-    """A stretch of rows, the edges of blocks, or a few elements that hold it, and no more than half
-    of what the model errs.
+def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Unlike | None, str]:
+    """Where what the model leaves sits, beside what it errs itself: heads, rows or features, with
+    its cause; a few elements.
     """
-    energy = rest.square().sum(-1).sum((0, 1))
-    total, n = float(energy.sum()), len(energy)
-    if total == 0:
-        return "", ""
-    elements = rest.square().flatten()
-    top = elements.topk(min(8, len(elements)))
-    if float(top.values.sum()) >= CONCENTRATED * total and len(elements) > 100:
-        return "a few elements", "elements"
+    observed = emulator.observed[name, tensor]
+    backward = model.way(tensor) if tensor in GRADIENTS else None
+    made = emulator.tensors(emulator.trials[name], model.forward, backward).get(tensor)
+    if made is None or made.shape[:3] != observed.value.shape[:3]:
+        return None, ""
+    rest, usual = (
+        torch.where(observed.usable, x, 0.0)
+        for x in (observed.value - _like(made), _like(made) - observed.exact)
+    )
+    squares = rest.square()
+    top = float(squares.flatten().topk(min(8, squares.numel())).values.sum())
+    others = float(squares.sum()) - top
+    if squares.numel() > 100 and others <= min((1 - CONCENTRATED) / CONCENTRATED * top,
+                                               OFF**2 * float(usual.square().sum())):  # fmt: skip
+        return Unlike("a few elements", "elements"), "elements"
+    noise = usual.square().mean(-1, keepdim=True)
+    noise = noise.clamp_min(1e-3 * float(noise.mean()) + 1e-300)
     whose = "keys" if tensor in ("grad_key", "grad_value") else "queries"
-    tail_cause = "key-tail" if whose == "keys" else "query-tail"
-    if tensor in GRADIENTS:
-        tail_cause = "grad-tail"
-    position = torch.arange(n)
-    candidates: list[tuple[Tensor, str, str]] = []
-    for width in (16, 32, 64, 128):
-        start = (n - 1) // width * width
-        if start > 0 and (n - start) * 2 <= n:
-            candidates.append((position >= start, f"the {whose} from {start} on, of {n}",
-                               tail_cause))  # fmt: skip
-    for count in (1, 8, 16, 32, 64):
-        if count * 2 <= n:
-            candidates.append((position < count, f"the first {count} {whose}", tail_cause))
-    for width in (16, 32, 64, 128):
-        for edge, text in ((width - 1, "last"), (0, "first")):
-            if n > width:
-                candidates.append((position % width == edge, f"the {text} of every {width} {whose}",
-                                   "causal-mask"))  # fmt: skip
-    usual = expected.square().sum(-1).sum((0, 1))
-    for here, text, cause in candidates:
-        if _holds(energy, usual, here):
-            return text, cause
-    columns, usual = (x.square().sum((0, 1, 2)) for x in (rest, expected))
-    d = len(columns)
-    feature = torch.arange(d)
-    for width in (8, 16, 32):
-        for here, text in ((feature >= d - width, "last"), (feature < width, "first")):
-            if d > width and _holds(columns, usual, here):
-                return f"the {text} {width} of {d} features", "ragged"
-    return "", ""
-
-
-def _holds(energy: Tensor, usual: Tensor, here: Tensor) -> bool:
-    """Whether a place holds nearly all of an error, and not of what is usual as well."""
-    most = float(energy[here].sum()) >= CONCENTRATED * float(energy.sum())
-    return most and float(usual[here].sum()) <= USUAL * float(usual.sum())
+    found = place_of(squares / noise, observed.usable.double(), (whose, "features"))
+    if found is None:
+        return None, ""
+    if found.kind == "head":
+        return found, "other-data"
+    if "features" in found.text:
+        return found, "ragged"
+    return found, "grad-tail" if tensor in GRADIENTS else "query-tail"
