@@ -8,6 +8,7 @@ call everything that could make it read beyond a tensor.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -172,6 +173,21 @@ def function(name: str, arguments: str, result: type | None = None) -> Callable[
     found.argtypes = [_TYPES[letter] for letter in arguments]
     found.restype = result
     return found
+
+
+def python_functions(*objects: Any) -> tuple[Callable[..., Any], ...]:
+    """The library's functions that Python calls without ctypes (native/python.cpp); where there are
+    none, such that answer False, by which a call is not for them.
+    """
+    import torch
+
+    try:
+        make = ctypes.PyDLL(library()._name).halfulp_python
+        make.argtypes, make.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.py_object
+        made: tuple[Callable[..., Any], ...] = make(objects, os.fsencode(torch._C.__file__))
+    except (ValueError, AttributeError):  # no library, or none that finds what it needs
+        return (lambda *_: False,) * 5
+    return made
 
 
 def best_isa() -> Isa:

@@ -8,9 +8,11 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from halfulp import ops
 from halfulp.calls import Call, check
+from halfulp.ops import direct
 from halfulp.recipes import Recipe, kernel_recipe
 
 
@@ -115,43 +117,36 @@ def attention(
         ValueError: for what does not fit, or a backend asked for that does not take it; in one
             line.
     """
-    given = (
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-        window, softcap, sinks, causal_offset, dropout_seed,
+    done: Tensor | tuple[Tensor, Tensor] | Literal[False] | None
+    done = not is_compiling() and direct.attend(
+        query, key, value, return_lse, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+        window, softcap, sinks, causal_offset, dropout_seed, recipe, backend,
     )  # fmt: skip
-    like = None if torch.compiler.is_compiling() else _likeness(given, recipe, backend)
-    known = None if like is None else ops.direct.find(like)
-    if known is not None:
-        return ops.direct.attend(known, query, key, value, return_lse)
-    return _by_operator(given, like, recipe, backend, return_lse)
+    if done is not None and done is not False:
+        return done  # type: ignore[no-any-return]
+    some = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    options = (*some, window, softcap, sinks, causal_offset, dropout_seed)
+    found = _by_operator((query, key, value), options, recipe, backend, done is None)
+    return found if return_lse else found[0]
 
 
 def _by_operator(
-    given: tuple[Any, ...], like: Any, recipe: Recipe | str, backend: str | None, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Check a call, prepare it where the next one like it may go the short way, and compute it."""
-    call = check(*given)
-    name, backend = _named(recipe, backend, call.query.dtype)
-    if like is not None:
-        ops.direct.learn(like, given[:3], call, name, backend)
-    out, lse = ops.attend(call, name, backend, mask_gradient=_learns_mask(call))
+    operands: tuple[Tensor, Tensor, Tensor],
+    options: tuple[Any, ...],
+    recipe: Recipe | str,
+    backend: str | None,
+    learns: bool,
+) -> tuple[Tensor, Tensor]:
+    """Check a call, compute out and lse, and prepare the next one like it for the short way where
+    that may be.
+    """
+    call = check(*operands, *options)
+    name, asked = _named(recipe, backend, call.query.dtype)
+    if learns:
+        direct.learn(operands, (*options, recipe, backend), call, name, asked)
+    out, lse = ops.attend(call, name, asked, mask_gradient=_learns_mask(call))
     assert call.shape is not None
-    out = out.reshape(call.shape)
-    return (out, lse.reshape(call.shape[:-1])) if return_lse else out
-
-
-def _likeness(given: tuple[Any, ...], recipe: Recipe | str, backend: str | None) -> Any:
-    """What a call has in common with those that may go the short way; None where it may not."""
-    query, key, value, mask, dropout_p, causal, scale, gqa, window, softcap, sinks, offset, seed = (
-        given
-    )
-    if not (mask is None and sinks is None and dropout_p == 0 and seed is None):
-        return None
-    if type(recipe) is not str or not (causal is True or causal is False):
-        return None
-    return ops.direct.key_of(
-        query, key, value, causal, scale, gqa, recipe, window, softcap, offset, backend
-    )
+    return out.reshape(call.shape), lse.reshape(call.shape[:-1])
 
 
 def explain_dispatch(

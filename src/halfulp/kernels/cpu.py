@@ -203,12 +203,6 @@ def keeps_residual(recipe: str, dtype: torch.dtype) -> bool:
     return recipe == "halfulp" and dtype != torch.float32
 
 
-def contiguous(shape: tuple[int, ...]) -> CTensor:
-    """A contiguous tensor `[B, H, N, D]` of which only the address is missing."""
-    _, h, n, d = shape
-    return CTensor(None, h * n * d, n * d, d)
-
-
 def rows(x: Tensor) -> Tensor:
     """`x`, copied where its rows are not of neighboring elements."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Saved
-from halfulp.ops.direct import plain, unwatched
+from halfulp.ops.direct import plain
 from halfulp.ops.dispatch import choose
 from halfulp.ops.schema import ONCE
 
@@ -18,10 +18,7 @@ def takes(call: Call, recipe: str, backend: str | None) -> bool:
     """Whether the native library computes the sequences of such a call together: where it would
     compute each of them, and nobody looks on.
     """
-    if torch.compiler.is_compiling() or not unwatched():
-        return False
-    given = (call.query, call.key, call.value)
-    if not all(map(plain, given)) or (call.sinks is not None and not plain(call.sinks)):
+    if torch.compiler.is_compiling() or not plain(call.query, call.key, call.value, call.sinks):
         return False
     from halfulp.kernels import cpu
 
