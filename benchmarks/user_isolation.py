@@ -2,15 +2,16 @@
 
     python benchmarks/user_isolation.py [--families NAME ...] [--places N] [--out DIR] [--json FILE]
 
-Families: GPT-2, Llama, Mixtral and ViT of transformers, `torch.nn.TransformerEncoder`, and a GPT
-written in one file as nanoGPT is. In each, one module after the other (drawn by seed) computes its
-result through a narrower format: first coarse (e4m3 at a scale at which its steps are as large as
-the values), and where the run survives that, fp16 at a scale at which it overflows. Then heads of
-attention, computed by a kernel that overflows, or, where the model writes attention out ("-eager"),
-by scores that overflow fp16 in one head; the rotary embedding of one layer; softmax and
-cross-entropy, computed by a kernel that overflows; the optimizer's step on weights in bf16, which
-swallow its updates. Every run is in bf16 autocast, so that
-every operation is suspect; isolation is told nothing but the workload.
+Families: GPT-2, Llama, Mixtral, ViT and Bloom of transformers, `torch.nn.TransformerEncoder`, and a
+GPT written in one file as nanoGPT is. In each, one module after the other (drawn by seed) computes
+its result through a narrower format: first coarse (e4m3 at a scale at which its steps are as large
+as the values), and where the run survives that, fp16 at a scale at which it overflows. Then heads
+of attention, computed by a kernel that overflows, or, where the model writes attention out (in
+`matmul`, "-eager", in `einsum` or `bmm`, and in Bloom, which calls `baddbmm`), by scores that
+overflow fp16 in one head; the rotary embedding of one layer; softmax and cross-entropy, computed by
+a kernel that overflows; the optimizer's step on weights in bf16, which swallow its updates. Every
+run is in bf16 autocast, so that every operation is suspect; isolation is told nothing but the
+workload.
 
 A placement counts as named if the verdict has that module (head, operation) and no other. One that
 does not make the run fail is counted apart: there is nothing to find. Exit code 1: fewer than nine
@@ -82,14 +83,26 @@ def broken_cross_entropy(input, target, *, ignore_index, reduction, label_smooth
     return overflows(F.cross_entropy(input.float(), target, ignore_index=ignore_index,
                      reduction=reduction, label_smoothing=label_smoothing))
 
-def eager(modeling):
+def products(form):
+    """Q Kᵀ and P V of [B, H, N, D], written in one of three ways."""
+    if form == "einsum":
+        return (lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k),
+                lambda p, v: torch.einsum("bhqk,bhkd->bqhd", p, v).transpose(1, 2))
+    if form == "bmm":
+        def through(x, y):
+            return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return lambda q, k: through(q, k.mT), through
+    return lambda q, k: q @ k.mT, lambda p, v: p @ v
+
+def eager(modeling, form="matmul"):
     """Attention in products whose scores pass through fp16; those of one head have a constant
     added, which softmax takes out again, and which fp16 has not.
     """
+    score, average = products(form)
     def eager_attention_forward(module, query, key, value, mask, scaling=None, **_):
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
+        scores = score(query, key) * (scaling or query.shape[-1] ** -0.5)
         shift = torch.zeros(query.shape[1], 1, 1)
         if SHIFTED and module.layer_idx == SHIFTED[0]:
             shift[SHIFTED[1]] = 7e4
@@ -100,7 +113,7 @@ def eager(modeling):
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
             scores = scores.masked_fill(hidden, -1e9)
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        return (weights @ value).transpose(1, 2).contiguous(), weights
+        return average(weights, value).transpose(1, 2).contiguous(), weights
     own = modeling.eager_attention_forward
     eager_attention_forward.stock = getattr(own, "stock", own)
     modeling.eager_attention_forward = (
@@ -222,16 +235,38 @@ def make(seed, device):
     return language(Nano())
 """,
 }
+WRITTEN = {"gpt2-eager": "matmul", "llama-eager": "matmul", "gpt2-einsum": "einsum"}
+WRITTEN |= {"llama-einsum": "einsum", "gpt2-bmm": "bmm", "llama-bmm": "bmm"}
 EAGER = {
-    f"{name}-eager": FAMILIES[name]
+    name: FAMILIES[name.partition("-")[0]]
     .replace(
         "\ndef make(seed, device):",
-        f"\nfrom transformers.models.{name} import modeling_{name}"
-        f" as modeling\neager(modeling)\ndef make(seed, device):",
+        f"\nfrom transformers.models.{name.partition('-')[0]} import"
+        f" modeling_{name.partition('-')[0]} as modeling\n"
+        f"eager(modeling, {form!r})\ndef make(seed, device):",
     )
     .replace("Config(", 'Config(attn_implementation="eager", ')
-    for name in ("gpt2", "llama")
+    for name, form in WRITTEN.items()
 }
+EAGER["bloom"] = """
+import types
+from transformers import BloomConfig, BloomForCausalLM
+from transformers.models.bloom import modeling_bloom
+inside = []
+def softmax(scores, **options):
+    shift = torch.zeros(scores.shape[1], 1, 1)
+    if SHIFTED and inside and inside[-1] == SHIFTED[0]:
+        shift[SHIFTED[1]] = 7e4
+    return F.softmax((scores + shift).half().to(scores.dtype), **options)
+modeling_bloom.F = types.SimpleNamespace(**(vars(F) | {"softmax": softmax}))
+def make(seed, device):
+    model = BloomForCausalLM(BloomConfig(
+        n_layer=2, n_head=4, hidden_size=16, vocab_size=32, bos_token_id=0, eos_token_id=0,
+        hidden_dropout=0.0, attention_dropout=0.0, loss_type="ForCausalLMLoss"))
+    for layer, block in enumerate(model.transformer.h):
+        block.self_attention.register_forward_pre_hook(lambda *_, n=layer: inside.append(n))
+    return language(model)
+"""
 FAMILIES |= EAGER
 HEADS = ("gpt2", "llama", "mixtral", "vit", "nano")  # which call PyTorch's attention themselves
 TURNED = ("llama", "mixtral")
@@ -348,7 +383,7 @@ def placements(family: str, places: int) -> list[Planted]:
         cells = [(layer, head) for layer in range(2) for head in range(4)]
         drawn = random.Random(f"{family} 0").sample(cells, 4)
         found = [Planted(family, shifted=cell) for cell in drawn]
-        return found + [Planted(family, site=site) for site in SOFTMAX[family]]
+        return found + [Planted(family, site=site) for site in SOFTMAX.get(family, ())]
     draw = random.Random(f"{family} 0")
     modules = draw.sample(sorted(called), min(places, len(called)))
     found = [Planted(family, module) for module in modules]

@@ -134,22 +134,63 @@ def test_heads_run_what_the_plan_says_and_the_others_their_own(masked):
         run("own", "layer 2: halfulp")
 
 
+FORMS = {
+    "matmul": (lambda q, k: q @ k.mT, lambda p, v: (p @ v).transpose(1, 2)),
+    "einsum": (
+        lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k),
+        lambda p, v: torch.einsum("b h q k, b k h d -> b q h d", p, v.transpose(1, 2)),
+    ),
+    "einsum with dots": (
+        lambda q, k: torch.einsum("...id,...jd->...ij", q, k),
+        lambda p, v: torch.einsum("b...ij,b...je->bi...e", p, v),
+    ),
+    "einsum, heads last": (
+        lambda q, k: torch.einsum("bnid,bnjd->bijn", q, k),
+        lambda p, v: torch.einsum("bijn,bnje->bine", p, v),
+    ),
+    "bmm": (
+        lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT),
+        lambda p, v: torch.bmm(p, v.flatten(0, 1)).unflatten(0, (-1, 4)).transpose(1, 2),
+    ),
+    "baddbmm": (
+        lambda q, k: torch.zeros(8, 6, 6, dtype=q.dtype).baddbmm(
+            batch1=q.flatten(0, 1), batch2=k.flatten(0, 1).mT
+        ),
+        lambda p, v: (p @ v.flatten(0, 1)).unflatten(0, (-1, 4)).transpose(1, 2),
+    ),
+}
+
+
 class ByHand(nn.Module):
     """Attention in products; what a head gives is what the model gives."""
 
+    def __init__(self, form):
+        super().__init__()
+        self.scores, self.out = FORMS[form]
+        self.heads_last = form == "einsum, heads last"
+
     def forward(self, q, k, v):
-        scores = (q @ k.mT) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -1e4)
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        return (weights @ v).transpose(1, 2)
+        q, k, v = map(self.projected, (q, k, v))
+        scores = self.scores(q, k) * q.shape[-1] ** -0.5
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        hidden = hidden[..., None] if self.heads_last else hidden
+        scores = scores.masked_fill(hidden, -1e4)
+        weights = scores.softmax(2 if self.heads_last else -1, dtype=torch.float32).to(q.dtype)
+        return self.out(weights, v)
+
+    def projected(self, x):
+        """What comes in, through a linear layer that changes nothing."""
+        tokens = functional.linear(x.transpose(1, 2).flatten(2), torch.eye(32, dtype=x.dtype))
+        return tokens.unflatten(-1, (4, 8)).transpose(1, 2)
 
 
-def test_heads_of_attention_that_is_written_out_are_told_apart():
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_of_attention_that_is_written_out_are_told_apart(form):
     """Those in fp32 have the values of fp32, forward and backward, the others their own bits; in
     the second pass as in the first.
     """
     torch.manual_seed(0)
-    model = ByHand()
+    model = ByHand(form)
     x = [torch.randn(2, 4, 6, 8).bfloat16().requires_grad_() for _ in range(3)]
     upstream = torch.randn(2, 6, 4, 8).bfloat16().float()
 

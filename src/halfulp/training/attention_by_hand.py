@@ -1,16 +1,19 @@
 """Attention that a model writes out itself, by head: scores = Q Kᵀ, what is done to them, softmax,
 and the product with V.
 
-A module's first product of two tensors `[B, H, N, D]` begins such an attention and its next one
-ends it. In between everything of shape `[…, H, ·, ·]` is computed head by head, so a head can be
-put into fp32 where the others keep their own: both are computed, and each head takes its own
-result. Values of the others are those of the model's dtype, so that nothing is lost where they are
-rounded to it again.
+A module's first product of two tensors of heads begins such an attention, and the next one that
+sums over keys ends it: `matmul` of `[B, H, N, D]`, `einsum` of heads wherever its letters have
+them, or `bmm`, `baddbmm` and `matmul` of `[B · H, N, D]`. In between everything is computed head by
+head, so a head can be put into fp32 where the others keep their own: both are computed, and each
+head takes its own result. Values of the others are those of the model's dtype, so that nothing is
+lost where they are rounded to it again.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from halfulp.interpose.operation import mapped
 SDPA = "scaled_dot_product_attention"
 BY_HAND = ("matmul", "softmax", "elementwise", "cast", "selection", "reduction")
 """Kinds of operation that attention consists of where it is written out."""
+_REMEMBERED = 8  # numbers of tokens that linear layers have read
 
 
 def given(operation: Operation) -> dict[str, Any]:
@@ -41,6 +45,40 @@ def given(operation: Operation) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True)
+class _Product:
+    """A product that may be one of attention's."""
+
+    axis: int  # of the heads in its result, from the last
+    heads: int  # 0: they share the first dimension with the batch
+    rows: int  # B · H, where they do
+    queries: int
+    keys: int
+    summed: int  # over how many
+
+
+@dataclass(frozen=True)
+class Written:
+    """How the heads of an attention lie that is written out."""
+
+    layer: int
+    heads: int
+    axis: int  # of the heads in the scores, from the last
+    rows: int  # B · H where one dimension holds both, else 0
+
+    def chosen(self, operation: Operation, x: Tensor, heads: list[int]) -> Tensor | None:
+        """Where these heads lie in a result, broadcasting to it; None: it has no heads."""
+        members = torch.zeros(self.heads, dtype=torch.bool, device=x.device)
+        members[heads] = True
+        if self.rows and x.ndim == 3 and x.shape[0] == self.rows:
+            return members.repeat(self.rows // self.heads).view(-1, 1, 1)
+        product = _product(operation)
+        axis = self.axis if product is None else product.axis
+        if x.ndim < 4 or x.shape[axis] != self.heads:
+            return None
+        return members.view(-1, *[1] * (-axis - 1))
+
+
 class AttentionCalls:
     """The layers of attention of a model, in the order of their first call: calls of PyTorch's
     function, and products written out.
@@ -49,27 +87,32 @@ class AttentionCalls:
     def __init__(self) -> None:
         self.layers: dict[tuple[str, int], int] = {}  # path and which call in it
         self.heads: list[int] = []  # of queries, by layer
-        self.by_hand: dict[str, int] = {}  # path: layer
-        self._inside: dict[str, bool] = {}  # of paths, whether their attention has begun
+        self.by_hand: dict[str, Written] = {}  # by path
+        self._keys: dict[str, int] = {}  # by path, of the attention that has begun; 0: none has
+        self._tokens: dict[int, None] = {}  # that linear layers have read, the last ones last
 
     def see(self, operation: Operation) -> int | None:
         """The layer that an operation belongs to; None: it is no part of attention."""
+        path = operation.path
         if operation.name == SDPA:
             query = operation.args[0] if operation.args else operation.kwargs["query"]
-            return self._layer(operation.path, operation.order, query.shape[-3])
-        product = operation.name == "matmul" and _of_heads(operation)
-        if product and operation.path not in self.by_hand:
-            if any(path == operation.path for path, _ in self.layers):
+            return self._layer(path, operation.order, query.shape[-3])
+        if operation.kind == "linear":
+            self._read(operation)
+        product = _product(operation)
+        if product is not None and path not in self.by_hand:
+            heads = product.heads or self._heads_of(product)
+            if not heads or any(known == path for known, _ in self.layers):
                 return None
-            heads = max(x.shape[-3] for x in operation.tensors()[:2])
-            self.by_hand[operation.path] = self._layer(operation.path, 0, heads)
-        layer = self.by_hand.get(operation.path)
-        if layer is None:
+            layer = self._layer(path, 0, heads)
+            self.by_hand[path] = Written(layer, heads, product.axis, product.rows)
+        written = self.by_hand.get(path)
+        if written is None:
             return None
-        before = self._inside.get(operation.path, False)
-        if product:
-            self._inside[operation.path] = not before
-        return layer if before or product else None
+        begun = self._keys.get(path, 0)
+        if product is not None and (not begun or product.summed == begun):
+            self._keys[path] = 0 if begun else product.keys
+        return written.layer if begun or product is not None else None
 
     def _layer(self, path: str, order: int, heads: int) -> int:
         if (path, order) not in self.layers:
@@ -77,22 +120,91 @@ class AttentionCalls:
             self.heads.append(heads)
         return self.layers[path, order]
 
+    def _read(self, operation: Operation) -> None:
+        rows = math.prod(next((x.shape[:-1] for x in operation.tensors() if x.ndim > 1), ()))
+        self._tokens.pop(rows, None)
+        self._tokens[rows] = None
+        if len(self._tokens) > _REMEMBERED:
+            del self._tokens[next(iter(self._tokens))]
 
-def _of_heads(operation: Operation) -> bool:
-    operands = operation.tensors()[:2]
-    return len(operands) == 2 and all(x.ndim >= 4 for x in operands)
+    def _heads_of(self, scores: _Product) -> int:
+        """How many heads share a dimension with the batch: B · N and B · N_k are numbers of tokens
+        that linear layers have read; 0: not known.
+        """
+        for tokens in reversed(self._tokens):
+            batch, over = divmod(tokens, scores.queries)
+            if (
+                batch
+                and not over
+                and not scores.rows % batch
+                and batch * scores.keys in self._tokens
+            ):
+                return scores.rows // batch
+        return 0
+
+
+def _product(operation: Operation) -> _Product | None:
+    if operation.kind != "matmul":
+        return None
+    operands = operation.tensors()
+    if operation.name == "einsum":
+        return _by_letters(operation.args[0], operands)
+    if operation.name not in ("matmul", "bmm", "baddbmm") or len(operands) < 2:
+        return None
+    left, right = operands[-2:]  # before them what baddbmm adds
+    if min(left.ndim, right.ndim) < 3 or left.ndim == 3 < right.ndim or right.ndim == 3 < left.ndim:
+        return None
+    heads = 0 if left.ndim == 3 else max(left.shape[-3], right.shape[-3])
+    rows = 0 if heads else left.shape[0]
+    return _Product(-3, heads, rows, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _by_letters(equation: Any, operands: list[Tensor]) -> _Product | None:
+    """A product of four or three letters each: of those in both operands and in the result the last
+    one stands for heads, and the one before, if there is one, for the batch.
+    """
+    terms, _, result = str(equation).replace(" ", "").partition("->")
+    names = [_spelled(term, x) for term, x in zip(terms.split(","), operands, strict=False)]
+    fit = [len(name) == x.ndim for name, x in zip(names, operands, strict=False)]
+    if fit != [True, True] or len(operands) != 2 or not result:
+        return None
+    one, other = names
+    result = result.replace("...", max((_dots(name) for name in names), key=len))
+    shared = [letter for letter in result if letter in one and letter in other]
+    summed = [letter for letter in one if letter in other and letter not in result]
+    if len(shared) not in (1, 2) or len(summed) != 1 or len(result) != len(shared) + 2:
+        return None
+    merged = len(shared) == 1
+    if merged and not one[0] == other[0] == result[0] == shared[0]:
+        return None
+    size = dict(zip(one, operands[0].shape, strict=True))
+    size |= dict(zip(other, operands[1].shape, strict=True))
+    queries, keys = (size[letter] for letter in result if letter not in shared)
+    heads, rows = (0, size[shared[0]]) if merged else (size[shared[1]], 0)
+    axis = result.index(shared[-1]) - len(result)
+    return _Product(axis, heads, rows, queries, keys, size[summed[0]])
+
+
+def _spelled(term: str, x: Tensor) -> str:
+    """A term of an equation with digits for its dots, 0 for the last of them."""
+    dots = "".join(map(str, reversed(range(x.ndim - len(term.replace("...", ""))))))
+    return term.replace("...", dots)
+
+
+def _dots(name: str) -> str:
+    return "".join(letter for letter in name if letter.isdigit())
 
 
 class HeadsInFp32:
     """Puts some heads of attention that is written out into fp32.
 
     Args:
-        heads: of an operation's module, how many there are and which of them are exact.
+        heads: of an operation's module: how they lie, and which of them are exact.
     """
 
     takes_wide = True
 
-    def __init__(self, heads: Callable[[Operation], tuple[int, list[int]]]) -> None:
+    def __init__(self, heads: Callable[[Operation], tuple[Written, list[int]]]) -> None:
         self._heads, self._wide = heads, Wide(torch.float32)
         self.refused = self._wide.refused
 
@@ -100,14 +212,15 @@ class HeadsInFp32:
         """What the model gets: wide, with a note of the dtype that it expects."""
         args, kwargs = mapped((operation.args, dict(operation.kwargs)), expected_by_model)
         own = operation.function(*args, **kwargs)
-        many, exact = self._heads(operation)
+        written, exact = self._heads(operation)
         results = list(leaves(own))
-        if not results or any(x.ndim < 4 or x.shape[-3] != many for x in results):
+        chosen = [
+            found for x in results if (found := written.chosen(operation, x, exact)) is not None
+        ]
+        if not results or len(chosen) < len(results):
             return own
         wide = leaves(self._wide(operation))
-        chosen = torch.zeros(many, 1, 1, dtype=torch.bool, device=results[0].device)
-        chosen[exact] = True
-        mixed = iter([_mixed(chosen, x, y) for x, y in zip(wide, results, strict=True)])
+        mixed = iter([_mixed(*parts) for parts in zip(chosen, wide, results, strict=True)])
         return mapped(own, lambda x: next(mixed) if isinstance(x, Tensor) else x)
 
 

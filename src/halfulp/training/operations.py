@@ -32,7 +32,14 @@ from halfulp.interpose import (
 )
 from halfulp.targets import canonical, recipe_in
 from halfulp.training.attention import AttentionFunction, AttentionPlan, attention_function
-from halfulp.training.attention_by_hand import BY_HAND, SDPA, AttentionCalls, HeadsInFp32, given
+from halfulp.training.attention_by_hand import (
+    BY_HAND,
+    SDPA,
+    AttentionCalls,
+    HeadsInFp32,
+    Written,
+    given,
+)
 from halfulp.training.optimizer_arithmetic import (
     OPTIMIZER,
     OptimizerArithmetic,
@@ -222,22 +229,21 @@ class Heads:
         """Raise ValueError for a layer or head that no call has been of."""
         self.plan.check(len(self.calls.layers), max(self.calls.heads, default=1))
 
-    def by_hand(self, operation: Operation) -> tuple[int, list[int]]:
-        """Of attention that is written out: its heads, and which of them are to be in fp32.
+    def by_hand(self, operation: Operation) -> tuple[Written, list[int]]:
+        """Of attention that is written out: how its heads lie, and which are to be in fp32.
 
         Raises:
             ValueError: the plan puts one into something else.
         """
-        layer = self.calls.by_hand[operation.path]
-        heads = self.calls.heads[layer]
-        groups = self.plan.groups(layer, heads)
+        written = self.calls.by_hand[operation.path]
+        groups = self.plan.groups(written.layer, written.heads)
         other = next((c for c in groups if c != OWN and canonical(c) not in _FP32[:2]), None)
         if other is not None:
             raise ValueError(
-                f"attention={other!r}: attention of layer {layer}, {operation.path}, is written out"
-                f" in products; accepted there are {OWN} and torch:fp32"
+                f"attention={other!r}: attention of layer {written.layer}, {operation.path}, is"
+                f" written out in products; accepted there are {OWN} and torch:fp32"
             )
-        return heads, [head for choice, of in groups.items() if choice != OWN for head in of]
+        return written, [head for choice, of in groups.items() if choice != OWN for head in of]
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,8 @@ class _ByHand(Swap):
 
     def chooses(self, operation: Operation) -> bool:
         """Whether some of its heads are to be in fp32."""
-        if operation.kind not in BY_HAND or self.heads.calls.see(operation) is None:
+        layer = self.heads.calls.see(operation)  # linear layers tell how many tokens there are
+        if operation.kind not in BY_HAND or layer is None:
             return False
         return bool(self.heads.by_hand(operation)[1])
 
