@@ -13,6 +13,7 @@ from halfulp import cli
 from halfulp.isolate.isolation import isolate
 from halfulp.isolate.rule import Rule, judge_rows, read_curves, rule_for
 from halfulp.isolate.sites import layout_of, only_sites, without_sites
+from halfulp.training.attention import AttentionPlan
 from halfulp.training.loop import train
 from halfulp.training.operations import OperationPlan
 from halfulp.training.user_model import user_run
@@ -81,6 +82,34 @@ def broken(query, key, value, *, is_causal, scale):
 
 def wild(seed, device):
     return make(seed, device, rate=1e4)
+
+class Pushed(torch.autograd.Function):
+    """The values of q; its gradient also says that q · k, of the k that all share, should grow."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        ctx.save_for_backward(k)
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (k,) = ctx.saved_tensors
+        return grad - k.mean((0, 2), keepdim=True), None
+
+def pushed(query, key, value, *, is_causal, scale):
+    return F.scaled_dot_product_attention(
+        Pushed.apply(query, key), key, value, is_causal=is_causal, scale=scale)
+
+def shared(seed, device):
+    """All keys share a part, whose score softmax takes out again."""
+    model, _, _ = make(seed, device)
+    for block in model.blocks:
+        block.qkv.bias.data[16:32] = 3
+
+    def batch(step):
+        return torch.randint(13, (4, 10), generator=torch.Generator().manual_seed(step))
+
+    return model, torch.optim.SGD([model.blocks[1].qkv.weight], lr=1e-2), batch
 '''
 
 
@@ -135,6 +164,21 @@ def test_a_planted_head_is_named_by_command(tmp_path, file, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "verdict Head 2 of layer 1, attention in blocks.1 (Block); 1 of 1 seed" in said
     assert "--attention 'layer 1 head 2: torch:fp32'" in said
+
+
+def test_scores_that_run_away_though_the_loss_holds_are_a_failure_where_they_are_measured(
+    tmp_path, file
+):
+    plan = AttentionPlan.of("own", f"layer 1 head 2: {file}:pushed")
+    config = user_run(f"{file}:shared", steps=8, metrics_every=1, autocast="bf16")
+    config = replace(config, attention=plan)
+    blind = isolate(config, out=tmp_path / "blind", seeds=(0,), workers=1)
+    assert blind.verdict == "The run does not fail: it survives on 1 of 1 seeds."
+    found = isolate(replace(config, measure_every=2), out=tmp_path / "out", seeds=(0,), workers=1)
+    assert found.places == ((1, 2),), found.verdict
+    failed = next(rung for rung in found.rungs if rung.name == "original").runs[0]
+    assert "of layer 1, head 2" in failed.reason
+    assert "times the twin's at step" in failed.reason
 
 
 def test_what_fp32_does_not_save_is_not_blamed_on_rounding(tmp_path, file):

@@ -23,6 +23,7 @@ from halfulp.training.config import UserModel
 from halfulp.training.loop import train
 from halfulp.training.run_json import config_as_dict, config_from_dict, read_config
 from halfulp.training.user_model import CONTRACT, user_run
+from halfulp.training.workload import build_workload
 
 MODEL = """
 import os, signal
@@ -210,7 +211,6 @@ def test_micro_batches_are_rows_of_the_batch(tmp_path, made):
         ("optimizer.learning_rate=0.1", "is what its optimizer has"),
         ("data_seed=3", "is given one seed"),
         ("batch=3", "is the 6 rows that its batches have"),
-        ("measure_every=10", "halfulp.watch measures attention in it"),
     ],
 )
 def test_fields_that_the_function_decides_are_refused(tmp_path, made, field, says, capsys):
@@ -229,6 +229,62 @@ def test_the_example_of_the_document_trains(tmp_path):
     run = train(user_run(f"{tmp_path / 'my.py'}:make", steps=20, metrics_every=1))
     assert run.curve("loss")[-1] < run.curve("loss")[0]
     assert " ".join(CONTRACT.split("->")[0].split()) in document
+
+
+SCORED = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Layer(nn.Module):
+    def __init__(self, by_hand):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.v_proj = nn.Linear(8, 8)
+        self.drop, self.by_hand = nn.Dropout(0.1), by_hand
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2)
+                   for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.by_hand:
+            scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) / 2
+            out = torch.bmm(scores.softmax(-1), v.flatten(0, 1)).unflatten(0, (-1, 2))
+        else:
+            out = functional.scaled_dot_product_attention(q, k, v)
+        return x + self.drop(out.transpose(1, 2).flatten(2))
+
+def make(seed, device):
+    model = nn.Sequential(Layer(True), Layer(False))
+    def loss(model, x):
+        return model(x).square().mean()
+    return model, torch.optim.Adam(model.parameters()), lambda step: torch.randn(6, 5, 8), loss
+"""
+
+
+def test_scores_and_sigmas_are_measured_and_the_run_keeps_its_bits(tmp_path, made):
+    (tmp_path / "scored.py").write_text(SCORED)
+    config = user_run(f"{tmp_path / 'scored.py'}:make", steps=4, metrics_every=1)
+    plain, run = train(config), train(replace(config, measure_every=3))
+    assert plain.curve("loss") == run.curve("loss")
+    weights = (dict(one.workload.model.named_parameters()) for one in (plain, run))
+    assert all(torch.equal(*pair) for pair in zip(*(w.values() for w in weights), strict=True))
+    assert [row["step"] for row in run.measures] == [1, 3]
+    halves = train(replace(config, measure_every=3, accumulation=2)).measures[0]["measure"]
+    fresh = build_workload(config.workload, config.attention, seed=0, data_seed=0)
+    first, model, x = run.measures[0]["measure"], fresh.model, fresh.batch(np.arange(6), 1)
+    q, k = (
+        getattr(model[0], name)(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        for name in ("q_proj", "k_proj")
+    )
+    assert first["max_score"][0] == pytest.approx((q @ k.mT / 2).amax((0, 2, 3)).tolist(), rel=1e-5)
+    for layer in range(2):
+        for name, by in (("sigma_query", "q_proj"), ("sigma_key", "k_proj")):
+            heads = getattr(model[layer], by).weight.view(2, 4, 8)
+            exact = torch.linalg.matrix_norm(heads, 2).tolist()
+            assert first[name][layer] == pytest.approx(exact, rel=1e-3)
+    assert halves["max_score"][0] == pytest.approx(first["max_score"][0], rel=1e-5)
+    with pytest.raises(ValueError, match="measure_every=2: no attention of the model is seen"):
+        train(user_run(made, steps=4, measure_every=2))
 
 
 def test_what_models_return_is_read(tmp_path):

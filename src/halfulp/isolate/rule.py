@@ -89,7 +89,9 @@ class Rule:
                 f"failed: a number is not finite, or the loss (median of {n} steps) is over"
                 f" {self.loss_factor:g} times its lowest (smallest median of {n} steps before), or"
                 f" over {self.behind:g} times that of the twin, the same run with everything in"
-                f" fp32{lost}; survived: otherwise"
+                f" fp32{lost}, or, where the run measures them, for {n} steps the largest score or"
+                f" a σ of W_Q or W_K is over {self.run_away:g} times the twin's; survived:"
+                " otherwise"
             )
         return (
             f"failed: a number is not finite, or the loss (median of {n} steps) is over"

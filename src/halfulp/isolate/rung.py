@@ -93,9 +93,11 @@ class RungRun:
 def rung_config(config: RunConfig, horizon: int) -> RunConfig:
     """Return the run with enough lines of metrics, measurements and checkpoints for the ladder."""
     metrics = min(config.metrics_every, max(1, horizon // _POINTS))
-    # whose metrics hold all that the rule looks at
-    measured = not isinstance(config.workload, LayerTask | UserModel)
-    measure = (config.measure_every or max(1, horizon // _POINTS)) if measured else 0
+    measure = config.measure_every or max(1, horizon // _POINTS)
+    if isinstance(config.workload, LayerTask):
+        measure = 0  # its metrics hold all that the rule looks at
+    elif isinstance(config.workload, UserModel):  # where it was asked for
+        measure = min(config.measure_every, max(1, horizon // _POINTS))
     checkpoint = max(_LEAST, -(-horizon // _CHECKPOINTS))
     return replace(
         config, metrics_every=metrics, measure_every=measure, checkpoint_every=checkpoint, keep=0

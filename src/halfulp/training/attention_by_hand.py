@@ -68,15 +68,28 @@ class Written:
 
     def chosen(self, operation: Operation, x: Tensor, heads: list[int]) -> Tensor | None:
         """Where these heads lie in a result, broadcasting to it; None: it has no heads."""
+        axis, turns = self._lie(operation, x)
         members = torch.zeros(self.heads, dtype=torch.bool, device=x.device)
         members[heads] = True
+        return members.repeat(turns).view(-1, *[1] * (-axis - 1)) if axis else None
+
+    def by_head(self, operation: Operation, x: Tensor) -> Tensor | None:
+        """A result with its heads first, `[H, …]`; None: it has no heads."""
+        axis, turns = self._lie(operation, x)
+        if not axis:
+            return None
+        x = x.movedim(axis, 0)
+        return x.view(turns, self.heads, *x.shape[1:]).movedim(1, 0) if turns > 1 else x
+
+    def _lie(self, operation: Operation, x: Tensor) -> tuple[int, int]:
+        """The dimension of a result's heads, from the last, and how many batch entries share it; 0:
+        it has no heads.
+        """
         if self.rows and x.ndim == 3 and x.shape[0] == self.rows:
-            return members.repeat(self.rows // self.heads).view(-1, 1, 1)
+            return -3, self.rows // self.heads  # the heads of an entry in turn
         product = _product(operation)
         axis = self.axis if product is None else product.axis
-        if x.ndim < 4 or x.shape[axis] != self.heads:
-            return None
-        return members.view(-1, *[1] * (-axis - 1))
+        return (axis, 1) if x.ndim >= 4 and x.shape[axis] == self.heads else (0, 0)
 
 
 class AttentionCalls:
@@ -87,6 +100,7 @@ class AttentionCalls:
     def __init__(self) -> None:
         self.layers: dict[tuple[str, int], int] = {}  # path and which call in it
         self.heads: list[int] = []  # of queries, by layer
+        self.widths: list[int] = []  # D, by layer
         self.by_hand: dict[str, Written] = {}  # by path
         self._keys: dict[str, int] = {}  # by path, of the attention that has begun; 0: none has
         self._tokens: dict[int, None] = {}  # that linear layers have read, the last ones last
@@ -96,7 +110,7 @@ class AttentionCalls:
         path = operation.path
         if operation.name == SDPA:
             query = operation.args[0] if operation.args else operation.kwargs["query"]
-            return self._layer(path, operation.order, query.shape[-3])
+            return self._layer(path, operation.order, query.shape[-3], query.shape[-1])
         if operation.kind == "linear":
             self._read(operation)
         product = _product(operation)
@@ -104,7 +118,7 @@ class AttentionCalls:
             heads = product.heads or self._heads_of(product)
             if not heads or any(known == path for known, _ in self.layers):
                 return None
-            layer = self._layer(path, 0, heads)
+            layer = self._layer(path, 0, heads, product.summed)
             self.by_hand[path] = Written(layer, heads, product.axis, product.rows)
         written = self.by_hand.get(path)
         if written is None:
@@ -114,10 +128,11 @@ class AttentionCalls:
             self._keys[path] = 0 if begun else product.keys
         return written.layer if begun or product is not None else None
 
-    def _layer(self, path: str, order: int, heads: int) -> int:
+    def _layer(self, path: str, order: int, heads: int, width: int) -> int:
         if (path, order) not in self.layers:
             self.layers[path, order] = len(self.layers)
             self.heads.append(heads)
+            self.widths.append(width)
         return self.layers[path, order]
 
     def _read(self, operation: Operation) -> None:

@@ -219,8 +219,3 @@ def _check_user(run: RunConfig, made: UserModel) -> None:
             f"batch={run.batch}: accepted with a model of your own is the {made.rows} rows that its"
             " batches have"
         )
-    if run.measure_every:
-        raise ValueError(
-            f"measure_every={run.measure_every}: accepted with a model of your own is 0;"
-            " halfulp.watch measures attention in it"
-        )

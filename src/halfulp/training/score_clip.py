@@ -57,12 +57,8 @@ class ScoreClip:
         is written out.
         """
         if operation.name == SDPA:
-            named = given(operation)
-            query, key, value = (_four(named[name]) for name in ("query", "key", "value"))
-            lengths = query.shape[-2], key.shape[-2]
-            sees = sees_of(named["attn_mask"], named["is_causal"], None, 0, lengths)
-            call = Call(query, key, value, sees, scale_of(named["scale"], query.shape[-1]))
-            self._keep((operation.path, query.shape[-1]), largest_scores(call))
+            call = call_of(operation)
+            self._keep((operation.path, call.query.shape[-1]), largest_scores(call))
             return
         scores = operation.tensors()[0] if operation.kind == "softmax" else None
         if scores is None or scores.ndim != 4:
@@ -142,6 +138,15 @@ def largest_scores(call: Call) -> Tensor:
         scores = query[:, :, rows] @ key * call.scale
         found.append(call.sees.apply(scores, rows, cols, 1.0).amax((0, 2, 3)))
     return torch.stack(found).amax(0)
+
+
+def call_of(operation: Operation) -> Call:
+    """A call of PyTorch's attention that a model makes."""
+    named = given(operation)
+    query, key, value = (_four(named[name]) for name in ("query", "key", "value"))
+    lengths = query.shape[-2], key.shape[-2]
+    sees = sees_of(named["attn_mask"], named["is_causal"], None, 0, lengths)
+    return Call(query, key, value, sees, scale_of(named["scale"], query.shape[-1]))
 
 
 def _four(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from halfulp.training.optimizer_arithmetic import OPTIMIZER, choices, trained
 from halfulp.training.score_clip import ScoreClip
 from halfulp.training.updates import Updates
 from halfulp.training.user_model import UserWorkload
+from halfulp.training.user_scores import UserScores
 from halfulp.training.workload import Workload
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,8 +59,11 @@ class Session:
         self.updates = Updates(config, named, workload.parts, before, chosen)
         self.optimizer = self.updates.optimizer
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.autocast == "fp16")
-        self.monitor = None
-        if config.measure_every:
+        self.monitor, self.scores = None, None
+        if isinstance(workload, UserWorkload) and config.measure_every:
+            self.scores = UserScores(workload.model, config.measure_every)
+            workload.observers.append(self.scores.saw)
+        elif config.measure_every:
             from halfulp.watch.monitor import Monitor
 
             self.monitor = Monitor(workload.model, config.measure_every)
@@ -83,7 +87,10 @@ class Session:
         )
         self.optimizer.zero_grad()
         self._seed(number)
+        measured = self.scores is not None and self.scores.begin(number)
         self.loss = self._gradients(number)
+        if measured and self.scores is not None:
+            rows.append({"step": number, "measure": self.scores.end()})
         shown = (
             number % config.metrics_every == 0
             or number == config.steps
@@ -135,7 +142,8 @@ class Session:
         if most is None:
             return None
         if isinstance(self.workload, UserWorkload):
-            clip = self.workload.clip = ScoreClip(most, dict(module_names(model)))
+            clip = ScoreClip(most, dict(module_names(model)))
+            self.workload.observers.append(clip.saw)
             return clip
         from halfulp.watch.passes import attention_modules
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halfulp.interpose import Kernel, Operation, interpose
+from halfulp.interpose import Kernel, Observe, Operation, interpose
 from halfulp.recipes import hash_seed
 from halfulp.targets.calling import one_line
 from halfulp.targets.loading import load_function
@@ -30,7 +30,6 @@ from halfulp.training.config import RunConfig, UserModel
 from halfulp.training.determinism import own_generators, seed_generators
 from halfulp.training.operations import OWN, OperationPlan, check_seen, swaps_of
 from halfulp.training.optimizer_arithmetic import OPTIMIZER, trained
-from halfulp.training.score_clip import ScoreClip
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """loss(model, batch), where model may be a wrapper of the one that was made (DDP, FSDP)."""
@@ -74,7 +73,7 @@ class UserWorkload:
         self.config, self.seed, self.device = config, seed, torch.device(device)
         self.swaps, self._heads = swaps_of(plan, operations, own)
         self._operations = operations
-        self.clip: ScoreClip | None = None  # looks at the scores of every pass
+        self.observers: list[Observe] = []  # shown every operation of every pass
         self._checked = False  # whether the plans were held against what the model computes
         function, module = load_named(config.make)
         self.source: dict[str, Any] = {"data": "made by the model's own function"}
@@ -144,7 +143,7 @@ class UserWorkload:
         Raises:
             ValueError: a plan names what the model has not, known after the first pass.
         """
-        see = None if self.clip is None else self.clip.saw
+        see = self._see if self.observers else None
         if self._checked or not self.swaps:
             with (
                 interpose(self.model, see, swaps=self.swaps) if see or self.swaps else nullcontext()
@@ -168,6 +167,10 @@ class UserWorkload:
         for swap in self.swaps:
             if isinstance(swap.run, Kernel):
                 swap.run.check()
+
+    def _see(self, operation: Operation, found: Any) -> None:
+        for observe in self.observers:
+            observe(operation, found)
 
     def figures(self) -> dict[str, float]:
         """None beyond the loss."""
