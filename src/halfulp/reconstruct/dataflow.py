@@ -377,7 +377,7 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     told = f"dS {how.text}, in dQ and dK alike"
     if how.kind == "head":
         return Said(told, "other-data")
-    if how.kind in ("rows", "tail"):
+    if how.kind == "tail":
         return Said(told, "grad-tail")
     # dS errs with itself where it, or P, is rounded; with P dP where dP is
     if how.kind == "noise" and _likelier(read, read.weights * read.grad_weights):

@@ -22,7 +22,6 @@ HARMFUL = 1.25  # times the error that the kernel would make without it: what is
 
 _FORWARD_CAUSES = {
     "operand": ("query", "key", "value"),
-    "weights-normalized": ("algorithm",),
     "scores": ("product", "scores"),
     "prescaled": ("scale_into", "scaled_operand"),
     "row-max": ("row_max", "tie_threshold", "shifted_scores"),
@@ -140,6 +139,8 @@ def _forward_cause(way: Way, key: tuple[str, str]) -> str:
     kind, name = key
     if kind == "twist":
         return _twist_cause(way, name)
+    if name == "algorithm" and way.recipe.algorithm == "standard":
+        return "weights-normalized"
     every = {n: cause for cause, names in _FORWARD_CAUSES.items() for n in names}
     return every.get(name) or _backward_field(name)
 
@@ -201,7 +202,8 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             proven = 1 - min(1.0, fit.left) >= (PROVEN if gross else LIKELY)
             if harm > most and explains > 0.05 and proven:
                 most, place = harm, where
-        if place is None or most < HARMFUL:
+        # one algorithm is as good as another
+        if place is None or most < HARMFUL or key == "weights-normalized":
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
