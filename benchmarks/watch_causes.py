@@ -8,8 +8,8 @@ harmed: 1.5 times the sound twin's loss and 0.2 above it (rounding: 3 times and 
 median of 8 steps. Rounding in attention is the README's failing program, from weights of another
 seed each, and its twin is the same inside `halfulp.patch()`. From the repository root:
 
-    python benchmarks/watch_causes.py [--seeds N] [--architecture NAME ...] [--plant NAME ...]
-        [--json FILE]
+    python benchmarks/watch_causes.py [--seeds N] [--first N] [--architecture NAME ...]
+        [--plant NAME ...] [--json FILE]
 
 It takes about 8 seconds a run on one core.
 """
@@ -112,6 +112,7 @@ def main() -> None:
     )
     plants = [*CAUSES, "rounding"]
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
     parser.add_argument(
         "--architecture", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES)
     )
@@ -121,7 +122,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
-    for seed in range(asked.seeds):
+    for seed in range(asked.first, asked.first + asked.seeds):
         for architecture in asked.architecture:
             sound = None
             for plant in asked.plant:

@@ -12,6 +12,8 @@ import halfulp
 from halfulp import cli
 from halfulp.training.checkpoint import load_checkpoint
 from halfulp.training.from_snapshot import run_of_snapshot
+from halfulp.training.loop import train
+from halfulp.training.run_json import read_config
 from tests.isolate.test_user_model import MODEL
 
 
@@ -32,6 +34,33 @@ def test_a_snapshot_without_moments_begins_anew_and_says_so(tmp_path):
     assert all(torch.equal(state.model[name], p) for name, p in model.named_parameters())
     with pytest.raises(ValueError, match="accepted"):
         run_of_snapshot(tmp_path / "nothing", f"{tmp_path}/mine.py:make", 3, tmp_path / "no")
+
+
+def test_a_grad_scaler_goes_on_from_a_snapshot(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    space: dict = {}
+    exec(compile(MODEL, "mine.py", "exec"), space)
+    torch.manual_seed(5)
+    model, adam, batch = space["make"](0, "cpu")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    followed = []
+    with halfulp.watch(model) as watcher:
+        for step in range(14):
+            if step == 8:
+                kept = scaler.state_dict()
+                watcher.snapshot(tmp_path / "snap")
+            with torch.autocast("cpu", torch.float16):
+                loss = model(batch(step))
+            scaler.scale(loss).backward()
+            scaler.step(adam)
+            scaler.update()
+            adam.zero_grad()
+            followed.append(loss.item())
+    assert kept["scale"] < 2.0**20, "steps were left out before"
+    done = run_of_snapshot(tmp_path / "snap", f"{tmp_path}/mine.py:make", 6, tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{done}").scaler == kept
+    went_on = train(read_config(tmp_path / "run"), tmp_path / "run", resume=True)
+    assert went_on.curve("loss")[-1] == followed[-1]
 
 
 def test_a_watched_training_is_taken_apart_from_a_snapshot(tmp_path, capsys):

@@ -20,6 +20,7 @@ from halfulp.prescribe.candidates import Remedy
 from halfulp.prescribe.prescribing import prescribe
 from halfulp.prescribe.trials import Control, Seen, Trial, ranked
 from halfulp.training.journal import read_rows
+from halfulp.training.loop import train
 from halfulp.training.user_model import user_run
 
 MORE = """
@@ -27,6 +28,15 @@ def rising(seed, device):
     '''Whatever is done, a weight grows.'''
     model, adam, batch = make(seed, device)
     adam.register_step_post_hook(lambda *_: model.head.weight.data.mul_(1.2))
+    return model, adam, batch
+
+def late(seed, device):
+    '''From step 9 on its sign changes besides.'''
+    model, adam, batch = make(seed, device)
+    def grow(*_):
+        steps = adam.state[model.head.weight]["step"]
+        model.head.weight.data.mul_(-2.0 if steps > 8 else 1.0)
+    adam.register_step_post_hook(grow)
     return model, adam, batch
 
 def fast(seed, device):
@@ -190,6 +200,30 @@ def test_a_snapshot_is_gone_on_with_in_several_orders(tmp_path, file, capsys):
     assert (runs[1] / "metrics.jsonl").stat().st_mtime_ns == written
     assert cli.main(["report", str(out)]) == 0
     assert "Nothing tried here helps" in (out / "report.html").read_text()
+
+
+def test_a_run_folder_is_gone_on_with_from_its_last_good_checkpoint(tmp_path, file):
+    run = replace(run_of(file, "late", steps=24), checkpoint_every=4, keep=9)
+    folder = tmp_path / "run"
+    recorded = train(run, folder).curve("loss")
+    name = f"{file}:late"
+    found = prescribe(
+        folder, out=tmp_path / "out", workload=name, seeds=2, only=("rate-tenth",), workers=1
+    )
+    assert found.start == 8, "the last checkpoint before it goes wrong"
+    assert any(text.startswith("the recorded run failed: ") for text in found.symptoms)
+    rungs = tmp_path / "out" / "rungs" / "original"
+    went_on = losses(rungs / "seed-0")
+    assert went_on == list(recorded[found.start : found.start + len(went_on)])
+    assert losses(rungs / "seed-1")[0] != went_on[0], "other batches, in another order"
+    assert found.verdict.startswith("Nothing tried here helps")
+    other = prescribe(
+        folder, out=tmp_path / "two", workload=name, seeds=2, only=("rate-tenth",), workers=1,
+        from_step=4, steps=6,
+    )  # fmt: skip
+    assert (other.start, other.horizon) == (4, 10)
+    with pytest.raises(ValueError, match=r"from_step=5: accepted are 0 and .*4, 8"):
+        prescribe(folder, out=tmp_path / "no", workload=name, from_step=5)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 
 import halfulp
 from halfulp.runs.threads import one_thread
-from halfulp.watch.health import Step
-from halfulp.watch.troubles import CAUSES, Seen, find, jumps, rises
+from halfulp.watch.health import Step, jumps, rises
+from halfulp.watch.troubles import CAUSES, Seen, find
 from tests.watch.breaking import CAUSES as PLANTS
 from tests.watch.breaking import broken
 
@@ -38,12 +38,12 @@ def kinds(series, rows=(), first=3.0, **more) -> list[str]:
     return [one.kind for one in find(seen)]
 
 
-def weighed(count, sizes=lambda name, i: 1.0, update=1e-3) -> list[dict]:
+def weighed(count, sizes=lambda name, i: 1.0, more=(), update=1e-3) -> list[dict]:
     return [
         {
             "step": 10 * i + 1,
             "measure": {},
-            "weights": {x: {"rms": sizes(x, i), "update": update} for x in "abcdef"},
+            "weights": {x: {"rms": sizes(x, i), "update": update} for x in [*"abcdef", *more]},
         }
         for i in range(count)
     ]
@@ -68,6 +68,11 @@ def test_one_bad_step_is_the_batch_and_a_slow_one_is_not():
     norms = noisy(1.0, 60)
     norms[49] = 9.0  # the update before was none like the others
     assert kinds(steps(losses, norms)) == []
+    losses[50], norms[50] = 3.0, 12.0  # but it left the next batches alone, so it was small
+    assert kinds(steps(losses, norms)) == ["bad_batch"]
+    losses[52] = 3.0
+    assert kinds(steps(losses[:54], norms[:54])) == []
+    losses[52], norms = 1.0, None
     rates = [1e-3] * 48 + [1e-2] * 12
     assert kinds(steps(losses, rate=rates)) == [], "the rate had risen"
 
@@ -107,6 +112,10 @@ def test_one_matrix_that_grows_is_told_from_all_that_do():
     assert kinds(losses, weighed(8, one)) == ["exploding_layer"]
     assert kinds(losses, weighed(8, lambda _, i: 1.3**i)) == []
     assert kinds(losses, weighed(8, lambda name, i: 6 - 5 * 0.5**i if name == "c" else 1.0)) == []
+    # all query weights of a model whose attention forms
+    layers = [f"layers.{i}.q" for i in range(3)]
+    grows = weighed(8, lambda name, i: 1.3**i if name in layers else 1.0, layers)
+    assert kinds(losses, grows) == []
 
 
 def test_every_cause_says_its_rule_and_its_fix():

@@ -26,6 +26,7 @@ Row: TypeAlias = Mapping[str, Any]
 RUN_AWAY = ("max_score", "sigma_query", "sigma_key")
 """Figures that are held against the twin's, where a run records them."""
 DRIFT = "mean_score"
+_LEAST = 5e-324  # that a loss may be 0 and another so many times it
 BEHIND = 1.05
 """Sound bf16 was at most 1.4 % behind fp32 in 24 runs of six small models over 40 steps, and up to
 2 % where a loss falls steeply."""
@@ -322,7 +323,8 @@ class Watcher:
             or median <= self.rule.loss_factor * self._best[earlier - 1]
         ):
             return None
-        return f"loss {median:.2g}, {median / self._best[earlier - 1]:.1f} times its best"
+        best = max(self._best[earlier - 1], _LEAST)
+        return f"loss {median:.2g}, {median / best:.1f} times its best"
 
     def _behind(self, step: int, median: float) -> str | None:
         """Whether the loss is above the twin's at the same steps."""
@@ -334,7 +336,7 @@ class Watcher:
         if median < self.rule.least_loss:
             return None
         if median > self.rule.behind * best:
-            return f"loss {median:.3g}, {median / best:.2f} times the twin's"
+            return f"loss {median:.3g}, {median / max(best, _LEAST):.2f} times the twin's"
         gap = twin.steps[1] - twin.steps[0] if len(twin.steps) > 1 else step
         begun = bisect.bisect_right(twin.steps, twin.steps[0] - gap + self.patience)
         start = statistics.median(twin.values[: max(1, begun)])

@@ -47,7 +47,8 @@ def run_of_snapshot(folder: Path, workload: str, steps: int, out: Path) -> int:
     device = "cpu" if "cuda" not in found.about.get("autocast", {}) else "cuda"
     precision = _AUTOCAST.get(found.about.get("autocast", {}).get(device, ""), "none")
     config = user_run(workload, device=device, steps=done + steps, autocast=precision)
-    state = Checkpoint(done, found.model, found.optimizer, numbers=_numbers(found))
+    scaler = found.about.get("scaler", {}) if precision == "fp16" else {}
+    state = Checkpoint(done, found.model, found.optimizer, {}, scaler, _numbers(found))
     if not found.optimizer:
         warnings.warn(
             f"{folder}: it holds no state of the optimizer, whose moments begin anew", stacklevel=2

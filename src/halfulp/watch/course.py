@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from halfulp.watch.alarms import Alarms
@@ -42,6 +43,7 @@ class Course:
         self.weights: dict[str, dict[str, float]] = {}  # of the step that is being measured
         self._moved: Moved | None = None
         self._rate, self._scale = math.nan, math.nan
+        self._scaler: weakref.ref[GradScaler] | None = None  # that scaled the last loss
         self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
         self._returned_loss = False  # by the last pass
 
@@ -71,8 +73,9 @@ class Course:
             self.health.saw_loss(self._scaled[1] if scaled and self._scaled else begun_at)
             self._returned_loss = True
 
-    def scaled(self, loss: Tensor, scaled: Tensor) -> None:
+    def scaled(self, scaler: GradScaler, loss: Tensor, scaled: Tensor) -> None:
         """A GradScaler has scaled a loss."""
+        self._scaler = weakref.ref(scaler)
         self._scaled = (weakref.ref(scaled), loss.detach())
 
     def clips(self, grads: Sequence[Tensor], norm: Tensor) -> None:
@@ -107,7 +110,9 @@ class Course:
         if measured and self._moved is None:
             self._moved = Moved(self.model)
         if self.snapshots.wanted is not None:
-            about = {"loss": self.health.loss_text(), "scale": self._scale}
+            scaler = None if self._scaler is None else self._scaler()
+            about: dict[str, Any] = {"loss": self.health.loss_text()}
+            about |= {"scaler": {} if scaler is None else scaler.state_dict()}
             about |= {"causes": [str(one) for one in (*alarms, *self.causes.found)]}
             about |= {"found": self._found(alarms)}
             self.snapshots.take(step, optimizer, about)

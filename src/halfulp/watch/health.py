@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,9 @@ from torch import Tensor
 
 HISTORY = 512
 """Steps that are remembered."""
+BEFORE = 32  # steps that a step is compared with
+LEAST = 16  # of them that must be known
+SHARE = 0.1  # of its median, at least, by which a loss has risen
 _FIRST = 8  # losses that a run began at
 _SAMPLE = 4096  # numbers of a batch's tensor that tell it from others
 
@@ -131,6 +134,45 @@ class Health:
             return ""
         at_best = f", lowest {self.lowest:.4g}" if self.lowest < last else ""
         return f"loss {last:.4g}{at_best if math.isfinite(self.lowest) else ''}"
+
+
+def jumps(values: Sequence[float], at: int) -> float:
+    """How far a value lies above the `BEFORE` values before it, in robust standard deviations (1.48
+    × the median distance from their median, 2 % of that median at least); NaN where too few are
+    known.
+    """
+    before = [x for x in values[max(0, at - BEFORE) : at] if math.isfinite(x)]
+    if len(before) < LEAST or not math.isfinite(values[at]):
+        return math.nan
+    middle = statistics.median(before)
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in before)
+    return (values[at] - middle) / max(spread, 0.02 * abs(middle), 1e-12)
+
+
+def rises(steps: Sequence[Step], first: float = math.nan) -> tuple[int, float, float] | None:
+    """Whether the loss rises: the step since when, its lowest median of 8 steps and the last one.
+
+    It does where the last median of 8 is `SHARE` and 4 robust standard deviations above the lowest,
+    and by `SHARE` of what the loss had fallen since the first of the run; and where it is higher
+    than the one 8 steps ago.
+    """
+    known = [(step.number, step.loss) for step in steps if math.isfinite(step.loss)]
+    if len(known) < 24:
+        return None
+    medians = [
+        statistics.median(loss for _, loss in known[i : i + 8]) for i in range(len(known) - 7)
+    ]
+    lowest = min(range(len(medians) - 8), key=medians.__getitem__)
+    at_best = [loss for _, loss in known[max(0, lowest - 8) : lowest + 16]]
+    spread = 1.4826 * statistics.median(abs(x - medians[lowest]) for x in at_best)
+    last = medians[-1]
+    fallen = first - medians[lowest] if math.isfinite(first) else 0.0
+    least = max(4 * spread, SHARE * abs(medians[lowest]), SHARE * fallen)
+    if last - medians[lowest] <= least or last <= medians[-9]:
+        return None
+    half = medians[lowest] + (last - medians[lowest]) / 4
+    since = next(i for i in range(lowest, len(medians)) if medians[i] > half)
+    return known[since][0], medians[lowest], last
 
 
 def sentences_of(numbers: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ class Hearer(Protocol):
         """A backward pass begins at this tensor of one number."""
         ...
 
-    def heard_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+    def heard_scaled(self, scaler: GradScaler, loss: Tensor, scaled: Tensor) -> None:
         """A GradScaler has scaled a loss."""
         ...
 
@@ -89,7 +89,7 @@ def _scale(stock: Callable[..., Any]) -> Callable[..., Any]:
         scaled = stock(self, outputs)
         if isinstance(outputs, Tensor) and scaled is not outputs:
             for who in list(_hearers):
-                who.heard_scaled(outputs, scaled)
+                who.heard_scaled(self, outputs, scaled)
         return scaled
 
     return scale

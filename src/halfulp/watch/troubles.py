@@ -18,13 +18,11 @@ from itertools import pairwise
 from typing import Any
 
 from halfulp.watch.calls import HIDDEN
-from halfulp.watch.health import Step
+from halfulp.watch.health import BEFORE, LEAST, SHARE, Step, jumps, rises
 
-BEFORE = 32  # steps that a step is compared with
-LEAST = 16  # of them that must be known
 JUMP = 8.0  # robust standard deviations: a loss or a gradient that jumps
 CALM = 4.0  # and what does not jump
-SHARE = 0.1  # of its median, at least, by which a loss has risen
+AFTER = 3  # steps that must be calm again where the one before was not
 RATIO = 0.1  # of a matrix that a step changes: far beyond what trains (1e-4 to 3e-2)
 DISTINCT, REPEATED = 16, 8  # batches that differed before, and then came again one after the other
 SKIPS = 4  # steps in 32 that a GradScaler leaves out, after its first 32
@@ -113,45 +111,6 @@ def find(seen: Seen) -> list[Finding]:
     return found
 
 
-def jumps(values: Sequence[float], at: int) -> float:
-    """How far a value lies above the `BEFORE` values before it, in robust standard deviations (1.48
-    × the median distance from their median, 2 % of that median at least); NaN where too few are
-    known.
-    """
-    before = [x for x in values[max(0, at - BEFORE) : at] if math.isfinite(x)]
-    if len(before) < LEAST or not math.isfinite(values[at]):
-        return math.nan
-    middle = statistics.median(before)
-    spread = 1.4826 * statistics.median(abs(x - middle) for x in before)
-    return (values[at] - middle) / max(spread, 0.02 * abs(middle), 1e-12)
-
-
-def rises(steps: Sequence[Step], first: float = math.nan) -> tuple[int, float, float] | None:
-    """Whether the loss rises: the step since when, its lowest median of 8 steps and the last one.
-
-    It does where the last median of 8 is `SHARE` and 4 robust standard deviations above the lowest,
-    and by `SHARE` of what the loss had fallen since the first of the run; and where it is higher
-    than the one 8 steps ago.
-    """
-    known = [(step.number, step.loss) for step in steps if math.isfinite(step.loss)]
-    if len(known) < 24:
-        return None
-    medians = [
-        statistics.median(loss for _, loss in known[i : i + 8]) for i in range(len(known) - 7)
-    ]
-    lowest = min(range(len(medians) - 8), key=medians.__getitem__)
-    at_best = [loss for _, loss in known[max(0, lowest - 8) : lowest + 16]]
-    spread = 1.4826 * statistics.median(abs(x - medians[lowest]) for x in at_best)
-    last = medians[-1]
-    fallen = first - medians[lowest] if math.isfinite(first) else 0.0
-    least = max(4 * spread, SHARE * abs(medians[lowest]), SHARE * fallen)
-    if last - medians[lowest] <= least or last <= medians[-9]:
-        return None
-    half = medians[lowest] + (last - medians[lowest]) / 4
-    since = next(i for i in range(lowest, len(medians)) if medians[i] > half)
-    return known[since][0], medians[lowest], last
-
-
 def _not_finite(seen: Seen) -> list[Finding]:
     bad = [
         step
@@ -192,7 +151,7 @@ def _bad_batch(seen: Seen) -> list[Finding]:
     found: list[Finding] = []
     if {"rate_too_high", "broken_mask"} & {*seen.known}:
         return found
-    for at in range(max(LEAST, len(losses) - seen.new), len(losses)):
+    for at in range(max(LEAST, len(losses) - seen.new - AFTER), len(losses)):
         step = seen.steps[at]
         loss, norm = jumps(losses, at), jumps(norms, at)
         middle = statistics.median(losses[max(0, at - BEFORE) : at])
@@ -205,8 +164,14 @@ def _bad_batch(seen: Seen) -> list[Finding]:
         earlier = [x for x in (jumps(losses, i) for i in range(at - 3, at)) if math.isfinite(x)]
         rates = [x.learning_rate for x in list(seen.steps)[max(0, at - BEFORE) : at]]
         usual = statistics.median(rates[:-3] or rates)
-        restless = any(x > CALM for x in before) or any(x > max(CALM, loss / 3) for x in earlier)
-        if restless or max(rates) > 1.5 * usual > 0:
+        restless = max(before, default=0.0)
+        if restless > CALM:  # the weights may be to blame, unless the next batches are as before
+            after = [jumps(losses, i) for i in range(at + 1, min(at + 1 + AFTER, len(losses)))]
+            if restless > norm or len(after) < AFTER or not max(after) <= CALM:
+                continue
+        elif at < len(losses) - seen.new:
+            continue
+        if any(x > max(CALM, loss / 3) for x in earlier) or max(rates) > 1.5 * usual > 0:
             continue
         evidence = {"loss": step.loss, "median before": middle, "loss's jump": loss}
         evidence["gradient norm's jump"] = norm
@@ -271,7 +236,7 @@ def _broken_mask(seen: Seen) -> list[Finding]:
                 found.append(Finding("broken_mask", last["step"], last["step"], layer, evidence))
     groups: dict[str, dict[str, float]] = {}
     for layer, share in now.items():
-        groups.setdefault(re.sub(r"\d+", "*", layer), {})[layer] = share
+        groups.setdefault(_pattern(layer), {})[layer] = share
     for alike in groups.values():
         sighted = [layer for layer, share in alike.items() if share > 0.4]
         others = [layer for layer, share in alike.items() if share < 0.1]
@@ -289,29 +254,38 @@ def _broken_mask(seen: Seen) -> list[Finding]:
 
 def _exploding(seen: Seen) -> list[Finding]:
     rows = [row for row in seen.rows if row.get("weights")][-10:]
-    if len(rows) < 4:
+    if len(rows) < 4 or "broken_mask" in seen.known:
         return []
-    names = rows[-1]["weights"]
     growths = {}
-    for name in names:
+    for name in rows[-1]["weights"]:
         sizes = [row["weights"].get(name, {}).get("rms") or math.nan for row in rows]
         if all(math.isfinite(x) and x > 0 for x in sizes):
             growths[name] = sizes
     if len(growths) < 3:
         return []
     total = {name: sizes[-1] / sizes[0] for name, sizes in growths.items()}
-    usual = statistics.median(total.values())
     level = statistics.median(sizes[-1] for sizes in growths.values())
-    worst = max(total, key=total.__getitem__)
-    sizes = growths[worst]
     spans = [b["step"] - a["step"] for a, b in pairwise(rows)]
-    slopes = [math.log(b / a) / span for a, b, span in zip(sizes, sizes[1:], spans, strict=False)]
-    # what grows from a small start slows down; what explodes does not
-    goes_on = min(slopes[-2:]) > max(0.8 * statistics.mean(slopes), 0.1 / max(spans)) > 0
-    if total[worst] < GROWN or total[worst] < GROWN * usual or not goes_on or sizes[-1] < 3 * level:
-        return []
-    evidence = {"rms": sizes[-1], "grown by": total[worst], "others by": usual}
-    return [Finding("exploding_layer", rows[-1]["step"], rows[0]["step"], worst, evidence)]
+    for worst in sorted(total, key=total.__getitem__, reverse=True):
+        # its like in other layers may have reason to grow as it does, of all matrices half
+        like = [
+            x for name, x in total.items() if name != worst and _pattern(name) == _pattern(worst)
+        ]
+        usual = max(statistics.median(x) for x in (list(total.values()), like) if x)
+        sizes = growths[worst]
+        if total[worst] < GROWN * max(1.0, usual) or sizes[-1] < 3 * level:
+            continue
+        slopes = [math.log(b / a) / n for a, b, n in zip(sizes, sizes[1:], spans, strict=False)]
+        # what grows from a small start slows down; what explodes does not
+        if min(slopes[-2:]) > max(0.8 * statistics.mean(slopes), 0.1 / max(spans)) > 0:
+            evidence = {"rms": sizes[-1], "grown by": total[worst], "others by": usual}
+            return [Finding("exploding_layer", rows[-1]["step"], rows[0]["step"], worst, evidence)]
+    return []
+
+
+def _pattern(name: str) -> str:
+    """What names of the same part of every layer have in common."""
+    return re.sub(r"\d+", "*", name)
 
 
 def _collapsed(seen: Seen) -> list[Finding]:
@@ -424,8 +398,9 @@ CAUSES: dict[str, Cause] = {
         "The loss jumps in a step whose weights came from ordinary updates: it is what was fed",
         f"a loss more than {JUMP:g} robust standard deviations and {2 * SHARE:.0%} above the"
         f" {BEFORE} before it (a gradient norm {2 * JUMP:g} above, where no loss is shown), while"
-        f" no gradient norm of the 3 steps before is beyond {CALM:g}, nor a loss beyond a third of"
-        " that jump, and the learning rate has not risen",
+        f" no gradient norm of the 3 steps before is beyond {CALM:g} (or none beyond its own, and"
+        f" the {AFTER} losses after it are as before), nor a loss beyond a third of that jump, and"
+        " the learning rate has not risen",
         "look at the data of that step; clip gradients, or leave out steps like it",
         _bad_batch,
     ),
@@ -440,8 +415,9 @@ CAUSES: dict[str, Cause] = {
     "exploding_layer": Cause(
         "exploding layer",
         "One matrix grows without the others, and does not slow down",
-        f"over at most 10 measurements a matrix has grown to {GROWN:g} times its size and that of"
-        " the median matrix's growth, is three times as large as the median matrix, and grows on",
+        f"over at most 10 measurements a matrix has grown to {GROWN:g} times its size, and by as"
+        " much more than the median matrix and the median of its like in other layers; it is three"
+        " times as large as the median matrix, and grows on; and no mask is broken",
         "look at its initialization, its learning rate and its weight decay; normalize its output",
         _exploding,
     ),

@@ -264,10 +264,10 @@ class Watcher:
         if self._here():
             self._course.backward_begins(begun_at)
 
-    def heard_scaled(self, loss: Tensor, scaled: Tensor) -> None:
+    def heard_scaled(self, scaler: GradScaler, loss: Tensor, scaled: Tensor) -> None:
         """A GradScaler has scaled a loss."""
         if self._here():
-            self._course.scaled(loss, scaled)
+            self._course.scaled(scaler, loss, scaled)
 
     def heard_norm(self, grads: list[Tensor], norm: Tensor) -> None:
         """A gradient norm was computed to clip by it."""
