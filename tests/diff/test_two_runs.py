@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from halfulp.cli import main
+from halfulp.diff.run_sides import RunSide
 from halfulp.diff.two_runs import diff_runs
-from halfulp.training.checkpoint import load_weights
+from halfulp.training.checkpoint import load_weights, model_tensors
+from halfulp.training.trust import trusted
 
 MODEL = """
 import torch
@@ -39,7 +41,14 @@ def make(seed, device):
     start = torch.arange(6)[:, None] + torch.arange(8)
     batch = lambda step: {"input_ids": (start + step) % 13}
     return model, torch.optim.SGD(model.parameters(), 0.5), batch, loss
+
+
+def scheduled(seed, device):
+    model, _, batch, loss = make(seed, device)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    return model, (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)), batch, loss
 """
+PARTS = ("--set", "optimizer.clip=0.3", "--set", "accumulation=2")
 
 
 def train(*line):
@@ -59,6 +68,10 @@ def runs(tmp_path_factory):
             ("seed", ("--seed", "1")),
         ):
             train("my.py:make", "--steps", "4", "--out", out, *more)
+        real = ("my.py:scheduled", "--steps", "6", *PARTS)
+        train(*real, "--out", "real")
+        train(*real, "--out", "half", "--set", "autocast=fp16")
+        train(*real, "--out", "parts", "--set", "accumulation=3")
         train("seconds", "--steps", "4", "--out", "flash")
         train("seconds", "--steps", "4", "--out", "math", "--attention", "sdpa:math")
         train("seconds", "--steps", "4", "--out", "slow", "--set", "optimizer.learning_rate=5e-4")
@@ -119,6 +132,34 @@ def test_curves_and_weights_are_measured_from_what_lies_there(runs):
     assert found.same_weights.p_formats > 0.05
     assert found.own_weights.first.place == "embed embedding"
     assert found.own_weights.what == "log-probabilities"
+
+
+@pytest.mark.parametrize("name", ["real", "half"])
+def test_steps_after_a_checkpoint_are_those_of_the_run(runs, name):
+    side = RunSide.of(runs / name)
+    side = RunSide.of(runs / name, trusted(side.config, runs / name, True, None))
+    setting = side.setting(side.weights(2), name)
+    step = side.steps_from(side.checkpoint(2))(setting.model)
+    for k, batch in enumerate(side.batches(2, 4)):
+        step.gradients(setting, batch, lambda _: None, 0)
+        step.make(setting.model, k)
+    made = model_tensors(setting.model)
+    assert all(torch.equal(x, made[at]) for at, x in side.weights(6).items())
+
+
+def test_runs_are_trained_on_from_a_checkpoint(runs, capsys):
+    line = ["--workload", "my.py:scheduled", "--at", "2", "--steps", "2", "--json", "steps.json"]
+    assert main(["diff", "real", "parts", *line]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "accumulation: 2 → 3" in said
+    found = json.loads(Path("steps.json").read_text())
+    assert found["verdict"] == "within rounding"
+    after = found["same_weights"]["after"]
+    assert after["optimizer"] == "AdamW"
+    assert [x["step"] for x in after["steps"]] == [0, 1, 2]
+    rows = [json.loads(x) for x in Path("real/metrics.jsonl").read_text().splitlines()]
+    first = after["steps"][0]["losses"][0]  # of two stretches
+    assert min(x["loss"] for x in rows[2:]) <= first <= max(x["loss"] for x in rows[2:])
 
 
 def test_kernels_of_one_precision_are_within_rounding_and_another_is_named(runs):

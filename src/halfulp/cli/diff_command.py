@@ -86,8 +86,9 @@ def diff(
         no_swaps: Do not swap groups of operations to see which carries the gap.
         most: Groups of operations to swap.
         repetitions: Passes with random roundings, for the chance.
-        steps: Train both sides so many steps as well, with the optimizers that the functions make,
-            and compare loss, outputs, gradients and weights after each; without dropout.
+        steps: Train both sides so many steps as well, with the optimizers that the functions make
+            (two run folders: from a's checkpoint, each as its run was trained), and compare loss,
+            outputs, gradients and weights after each; without dropout.
         seed: Given to the functions; both sides have the same.
         device: Given to the functions.
         runs: What two run folders are compared with.
@@ -108,7 +109,7 @@ def diff(
     with progress_bar("diff") as progress:
         found: Any
         if kinds[0] == RUN:
-            options |= vars(runs) | {"batches": batches, "progress": progress}
+            options |= vars(runs) | {"batches": batches, "steps": steps, "progress": progress}
             found = diff_runs(Path(a), Path(b), **options)
         elif kinds[0] == RECORDING:
             found = compare_recordings(a, b)
@@ -131,8 +132,8 @@ def _kind(side: str) -> str:
 def _check_kinds(a: str, b: str, kinds: list[str], steps: int) -> None:
     if kinds[0] != kinds[1]:
         raise ValueError(f"a={a!r} is {kinds[0]} and b={b!r} {kinds[1]}: {MIXED}")
-    if steps and SETTING not in kinds:
-        raise ValueError(f"steps={steps}: accepted with two settings")
+    if steps and RECORDING in kinds:
+        raise ValueError(f"steps={steps}: accepted with two settings or two run folders")
 
 
 def _made(

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfulp.diff.one_step import Step
 from halfulp.diff.setting import Setting
 from halfulp.runs.results import Progress, no_progress
 
@@ -51,11 +52,10 @@ def diff(
         most: groups that are swapped.
         steps: train a copy of both models (in the mode that they are in, on the same batches one
             after the other) so many steps as well, and compare loss, outputs, gradients and weights
-            after each. What a training does beside that, such as clipping, is not done; dropout
-            draws alike on both sides only where both draw as often.
-        optimizer: makes, of a model, its optimizer or a pair of one and its scheduler; a pair of
-            functions is A's and B's. Needed for steps, e.g. `lambda model:
-            torch.optim.AdamW(model.parameters())`.
+            after each. Dropout draws alike on both sides only where both draw as often.
+        optimizer: makes, of a model, its optimizer, a pair of one and its scheduler, or a `Step`
+            (which also clips, accumulates, scales the loss); a pair of functions is A's and B's.
+            Needed for steps, e.g. `lambda model: torch.optim.AdamW(model.parameters())`.
         folder: where results lie meanwhile; by default the system's folder for temporary files.
         progress: called with the fraction done and what is being worked on.
 
@@ -101,4 +101,4 @@ def _optimizers(steps: int, optimizer: Any) -> tuple[MakeOptimizer, MakeOptimize
     return optimizer if isinstance(optimizer, tuple) or optimizer is None else (optimizer,) * 2
 
 
-__all__ = ["Setting", "diff"]
+__all__ = ["Setting", "Step", "diff"]

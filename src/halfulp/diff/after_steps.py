@@ -18,18 +18,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halfulp.diff.difference import GroupShare, group_share
+from halfulp.diff.difference import GroupShare, shares_of
 from halfulp.diff.local_gap import squares, step_of
 from halfulp.diff.noise import MARGIN, Chance, Moved, chance
-from halfulp.diff.setting import Setting, run
+from halfulp.diff.one_step import step_of_training
+from halfulp.diff.setting import Setting
 from halfulp.diff.shares import Carried, Group, Swapped, grouped, part_of_gap, share_of
 from halfulp.diff.tape import Tape
 from halfulp.interpose import Swap
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], Any]
-"""Of a model's parameters: an optimizer, or a pair of one and its learning-rate scheduler."""
+"""Of a model's parameters: an optimizer, a pair of one and its learning-rate scheduler, or a
+`Step`."""
 Swaps: TypeAlias = Callable[[Setting, int], Sequence[Swap]]
-"""Of the copy that is trained and the step."""
+"""Of the copy that is trained and the number of the pass."""
 STRETCHES = 2
 """Stretches of batches that both sides are trained on, each from the same weights."""
 
@@ -139,18 +141,18 @@ class Training:
         swaps: Swaps | None = None,
     ) -> None:
         setting = _trainee((self.a, self.b)[side])
-        made = self._optimizers[side](setting.model)
-        optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
-        self.optimizer = type(optimizer).__name__
+        step = step_of_training(self._optimizers[side](setting.model))
+        self.optimizer = type(step.optimizer).__name__
         for k in range(self.count + 1):
             number = stretch * (self.count + 1) + k
             batch = self._batches[number % len(self._batches)]
-            chosen = None if swaps is None else swaps(setting, k)
-            see(k, setting.model, run(setting, batch, gradients=True, swaps=chosen, seed=number))
+
+            def chosen(part: int, k: int = k) -> Sequence[Swap] | None:
+                return None if swaps is None else swaps(setting, k * step.accumulation + part)
+
+            see(k, setting.model, step.gradients(setting, batch, chosen, number))
             if k < self.count:
-                optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
+                step.make(setting.model, k)
 
     def first(self) -> None:
         """A's own training, written down."""
@@ -279,17 +281,23 @@ def after_steps(
     if swapped is not None and any(x for gaps in b for x in gaps.weights[-1].values()):
         groups = grouped(list(swapped.gaps.values()))[:most]
         carried = [training.carried(group, swapped, b) for group in groups]
+        carried.sort(key=_last_first)
+        layers = grouped(carried[0].group.members, by_layer=True) if carried else []
+        if 1 < len(layers) <= most:
+            inside = [training.carried(Group(x.name, x.members), swapped, b) for x in layers]
+            carried += sorted(inside, key=_last_first)
     every = {name for name, _ in training.b.model.named_parameters()}
     return AfterSteps(
         training.optimizer, STRETCHES, formats, steps, _growth(b),
         _growth([gaps for one in noise for gaps in one]),
         tuple(_modules(training, b, noise, sorted(names))),
-        tuple(sorted(map(group_share, carried), key=_last_first)), tuple(sorted(every - names)),
+        shares_of(carried), tuple(sorted(every - names)),
     )  # fmt: skip
 
 
-def _last_first(group: GroupShare) -> float:
-    return -group.out.get("weights", (-math.inf, None))[0]
+def _last_first(carried: Carried) -> float:
+    found = next((x.share for x in carried.out if x.of == "weights"), math.nan)
+    return math.inf if math.isnan(found) else -found
 
 
 def _at_step(

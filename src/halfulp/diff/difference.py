@@ -172,7 +172,7 @@ def summed_up(
         losses=tuple(x.losses for x in compared.stands),
         first=None if first is None else _row(first),
         operations=tuple(map(_row, compared.gaps.values())),
-        groups=tuple(group_share(x, _is_layer(x, carried)) for x in carried),
+        groups=shares_of(carried),
         gradients={
             name: (math.sqrt(gap / size) if size else 0.0, along / size if size else 0.0)
             for name, (gap, size, along) in compared.parameters.items()
@@ -230,8 +230,12 @@ def _row(gap: LocalGap) -> OperationGap:
     )  # fmt: skip
 
 
-def group_share(carried: Carried, layer: bool = False) -> GroupShare:
-    """What swapping a group did, as data."""
+def shares_of(carried: Sequence[Carried]) -> tuple[GroupShare, ...]:
+    """What swapping groups, and layers of the first one after them, did, as data."""
+    return tuple(_group_share(x, _is_layer(x, carried)) for x in carried)
+
+
+def _group_share(carried: Carried, layer: bool) -> GroupShare:
 
     def shares(found: Sequence[Any]) -> dict[str, tuple[float, float | None]]:
         return {x.of: (x.share, _known(x.error)) for x in found if math.isfinite(x.share)}

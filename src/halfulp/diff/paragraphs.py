@@ -10,8 +10,16 @@ from halfulp.diff.difference import GroupShare
 ROWS = 12
 
 
-def group_table(groups: Sequence[GroupShare], columns: Sequence[str], width: int) -> str:
-    """What each group carries, both ways."""
+def group_tables(groups: Sequence[GroupShare], columns: Sequence[str], width: int) -> str:
+    """What each group carries, both ways, and each layer of the first one."""
+    whole, layers = ([x for x in groups if x.layer is layer] for layer in (False, True))
+    said = [_group_table(whole, columns, width)]
+    if layers:
+        said += ["", f"Layers of {whole[0].name}:", _group_table(layers, columns, width)]
+    return "\n".join(said)
+
+
+def _group_table(groups: Sequence[GroupShare], columns: Sequence[str], width: int) -> str:
     lines = [["carries of the gap in", "", *columns]]
     for group in groups[:ROWS]:
         for way, shares in (("into A", group.into), ("out of B", group.out)):

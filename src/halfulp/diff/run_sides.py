@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from halfulp.diff.after_steps import MakeOptimizer
+from halfulp.diff.one_step import Step
 from halfulp.diff.setting import Setting, tensors_in
 from halfulp.interpose import Operation, Swap
 from halfulp.training.attention import Attend, AttentionPlan
 from halfulp.training.checkpoint import (
     Checkpoint,
     checkpoint_steps,
+    load_checkpoint,
     load_weights,
     model_tensors,
     restore,
@@ -29,8 +32,10 @@ from halfulp.training.config import RunConfig, UserModel
 from halfulp.training.determinism import own_generators
 from halfulp.training.journal import Row, read_rows, recorded_order
 from halfulp.training.operations import OWN, OperationPlan
+from halfulp.training.optimizer_arithmetic import OPTIMIZER
 from halfulp.training.run_json import config_from_dict, read_record
 from halfulp.training.trust import named_code
+from halfulp.training.updates import Updates
 from halfulp.training.workload import Workload, build_workload
 
 _WIDE = ("sdpa", "sdpa:fp32", "recipe:FP32", "recipe:FP64")
@@ -99,6 +104,14 @@ class RunSide:
         """Whether its model can be made: all code is halfulp's, or trusted."""
         return self.trusted or not named_code(self.config)
 
+    def checkpoint(self, step: int) -> Checkpoint:
+        """Of a step, with the optimizer's state.
+
+        Raises:
+            ValueError: it is torn.
+        """
+        return load_checkpoint(self.folder / "checkpoints" / f"step-{step}")
+
     def weights(self, step: int) -> dict[str, Tensor]:
         """Of the checkpoint of a step.
 
@@ -165,6 +178,41 @@ class RunSide:
             made.model.eval(), name, autocast=autocast, swaps=swaps,
             forward=with_outputs(made.loss),
         )  # fmt: skip
+
+    def steps_from(self, start: Checkpoint) -> MakeOptimizer:
+        """What makes this run's steps after a checkpoint: its optimizer with the state that lies
+        there, its rates, micro-batches, clipping and the scale of fp16.
+
+        Raises:
+            ValueError: they are made with changes that a copy is not trained with.
+        """
+        config, changed = self.config, self.config.adjusted
+        arithmetic = [one for one in config.operations.assignments if OPTIMIZER in one.kinds]
+        if arithmetic or changed.most_score is not None:
+            what = "another arithmetic of its optimizer" if arithmetic else "QK-clip"
+            raise ValueError(
+                f"steps: {str(self.folder)!r} was trained with {what}; accepted are runs without"
+            )
+
+        def make(model: nn.Module) -> Step:
+            made = self.made()
+            before = {id(x): name for name, x in made.model.named_parameters()}
+            parameters = dict(model.named_parameters())
+            updates = Updates(config, parameters, made.parts, before, {})
+            updates.replay(start.step)
+            restore(replace(start, model=model_tensors(model)), model, updates.optimizer)
+            updates.adjust(None)
+            scaler = torch.amp.GradScaler(
+                torch.device(config.device).type, enabled=config.autocast == "fp16"
+            )
+            if start.scaler and scaler.is_enabled():
+                scaler.load_state_dict(start.scaler)
+            return Step(
+                updates.optimizer, updates.scheduler, config.optimizer.clip, config.accumulation,
+                scaler, lambda k: updates.begin(start.step + k + 1),
+            )  # fmt: skip
+
+        return make
 
     def batches(self, step: int, count: int) -> list[Any]:
         """The batches that the run reads after a step; from its beginning, where it has ended.

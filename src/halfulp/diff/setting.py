@@ -144,8 +144,11 @@ def run(
     swaps: Sequence[Swap] | None = None,
     piece: Piece | None = None,
     seed: int = 0,
+    backward: Callable[[Tensor], None] | None = None,
 ) -> Outcome:
-    """One pass over a batch. Gradients, if asked for, are in the parameters' `.grad` afterwards."""
+    """One pass over a batch. Gradients, if asked for, are in the parameters' `.grad` afterwards;
+    `backward` of the loss instead adds to what is there.
+    """
     piece = Piece() if piece is None else piece
     model, reading = setting.model, False
 
@@ -158,7 +161,7 @@ def run(
         model.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         stack.enter_context(setting.context() if setting.context else nullcontext())
-        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(torch.set_grad_enabled(gradients or backward is not None))
         seen = stack.enter_context(interpose(
             vars(setting)["_called"], None if observe is None else seen_by, before=before,
             swaps=setting.own_swaps if swaps is None else swaps,
@@ -167,8 +170,8 @@ def run(
             given = _calls(setting, batch, piece)
             reading = True
             loss, outputs, of_tokens = _read(given, batch, setting)
-        if gradients and loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+        if loss is not None and (gradients or backward is not None):
+            (backward or Tensor.backward)(loss)
     value = None if loss is None else float(loss.detach().double())
     return Outcome(value, outputs, of_tokens, seen)
 
@@ -190,7 +193,7 @@ def _calls(setting: Setting, batch: Any, piece: Piece) -> list[Any]:
     while piece.start < piece.total:
         length = 1 if tokens and piece.start else (setting.decode or setting.pieces or 1)
         piece.length = min(length, piece.total - piece.start)
-        part = _cut(batch, int(tokens), piece.start, piece.length, piece.total)
+        part = cut(batch, int(tokens), piece.start, piece.length, piece.total)
         if tokens:
             part = dict(part) if isinstance(part, Mapping) else {"input_ids": part}
             part = {k: x for k, x in part.items() if k not in ("labels", "attention_mask")}
@@ -202,16 +205,18 @@ def _calls(setting: Setting, batch: Any, piece: Piece) -> list[Any]:
     return found
 
 
-def _cut(batch: Any, dim: int, start: int, length: int, total: int) -> Any:
-    def cut(x: Any) -> Any:
+def cut(batch: Any, dim: int, start: int, length: int, total: int) -> Any:
+    """A part of a batch: of every tensor that has so many entries along a dimension."""
+
+    def part(x: Any) -> Any:
         fits = isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == total
         return x.narrow(dim, start, length) if fits else x
 
     if isinstance(batch, Mapping):
-        return {name: cut(x) for name, x in batch.items()}
+        return {name: part(x) for name, x in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(cut(x) for x in batch)
-    return cut(batch)
+        return type(batch)(part(x) for x in batch)
+    return part(batch)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:

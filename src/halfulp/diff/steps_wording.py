@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from halfulp.diff.after_steps import AfterSteps, AtStep
 from halfulp.diff.noise import LEVEL, MARGIN
-from halfulp.diff.paragraphs import chance_text, group_table, table, wrapped
+from halfulp.diff.paragraphs import chance_text, group_tables, table, wrapped
 
 ROWS, MODULES = 8, 8
 
@@ -31,7 +31,7 @@ def after_text(found: AfterSteps, width: int) -> str:
         said += ["", table(_modules(found), width)]
     if found.groups:
         said += ["", f"After {last.step} steps:"]
-        said += [group_table(found.groups, ("outputs", "gradients", "weights"), width)]
+        said += [group_tables(found.groups, ("outputs", "gradients", "weights"), width)]
     if found.unmatched:
         said += [wrapped(f"A has no such parameter: {', '.join(found.unmatched[:4])}.", width)]
     return "\n".join(said)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from halfulp.diff.after_steps import STRETCHES
 from halfulp.diff.difference import Difference
 from halfulp.diff.local_gap import BEYOND, step_of
 from halfulp.diff.noise import LEVEL
@@ -90,6 +91,9 @@ class RunDifference:
     @property
     def exit_code(self) -> int:
         """0: identical, or within rounding; 1: more; 2: not known."""
+        late = None if self.same_weights is None else self.same_weights.after
+        if late is not None and late.p is not None and late.p < LEVEL:
+            return 1
         return {"beyond rounding": 1, "unknown": 2}.get(self.verdict, 0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,6 +123,7 @@ def diff_runs(
     attribute: bool = True,
     repetitions: int = 2,
     most: int = 12,
+    steps: int = 0,
     trust: bool = False,
     workload: str | None = None,
     progress: Progress | None = None,
@@ -132,6 +137,8 @@ def diff_runs(
         beside: run folders that differ from a in their seed, for scale.
         batches: of a's that both models are run on.
         gradients, attribute, repetitions, most: of those passes, as of `halfulp.diff`.
+        steps: train copies of both so many steps from a's checkpoint, its weights and its
+            optimizer's state, each as its run was trained, on a's next batches.
         trust: run the code that the folders name as their model or attention.
         workload: the caller's own word for the function that makes the model of both.
         progress: called with the fraction done and what is being worked on.
@@ -156,7 +163,7 @@ def diff_runs(
     passes: tuple[Difference | None, Difference | None] = None, None
     if common and one.runs and other.runs:
         options: dict[str, Any] = {"gradients": gradients, "attribute": attribute}
-        options |= {"repetitions": repetitions, "most": most}
+        options |= {"repetitions": repetitions, "most": most, "steps": steps}
         passes = _passes(one, other, at or common[-1], batches, options, changes, told)
     elif common:
         code = named_code(other.config if one.runs else one.config)
@@ -290,23 +297,26 @@ def _passes(
     told: Progress,
 ) -> tuple[Difference | None, Difference | None]:
     """One pass of each run's arithmetic with A's weights, and with each run's own."""
-    batches = one.batches(step, count)
+    trained = options["steps"]
+    batches = one.batches(step, max(count, STRETCHES * (trained + 1) if trained else 0))
     mine, theirs = one.weights(step), other.weights(step)
 
-    def compare(a: Setting, b: Setting, part: float, what: str) -> Difference:
+    def compare(a: Setting, b: Setting, part: float, what: str, **more: Any) -> Difference:
         return compared(
-            a, b, batches, folder=None, **options,
+            a, b, batches, folder=None, **(dict(options) | more),
             progress=lambda done, said: told(part + 0.45 * done, f"{what}: {said}"),
         )  # fmt: skip
 
     same = own = None
     a = one.setting(mine, f"{one.folder.name} (step {step})")
-    if any(_field(change) in _ARITHMETIC for change in changes):
+    if trained or any(_field(change) in _ARITHMETIC for change in changes):
         b = other.setting(mine, f"{other.folder.name}'s arithmetic")
-        same = compare(a, b, 0.1, "arithmetic")
+        start = one.checkpoint(step)
+        makers = (one.steps_from(start), other.steps_from(start)) if trained else None
+        same = compare(a, b, 0.1, "arithmetic", optimizers=makers)
     if any(not torch.equal(x, theirs[name]) for name, x in mine.items()):
         b = other.setting(theirs, f"{other.folder.name} (step {step})")
-        own = compare(a, b, 0.55, "weights")
+        own = compare(a, b, 0.55, "weights", steps=0)
     return same, own
 
 
@@ -334,6 +344,10 @@ def _verdict(
         return "beyond rounding", f"in one pass with the same weights: {'; '.join(named)}{but}"
     if same is not None and same.verdict != "unknown" and not sums:
         return "within rounding", f"in one pass with the same weights: {'; '.join(named)}"
+    after = None if same is None else same.after
+    if sums and after is not None and after.p is not None:
+        why = f"after {len(after.steps) - 1} steps from the same weights: {'; '.join(named + sums)}"
+        return ("beyond rounding" if after.p < LEVEL else "within rounding"), why
     if sums:
         return "unknown", f"a pass over a whole batch does not show {'; '.join(sums)}"
     if named:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from halfulp.diff.difference import Difference, OperationGap, reason
 from halfulp.diff.noise import LEVEL
-from halfulp.diff.paragraphs import ROWS, chance_text, group_table, table, wrapped
+from halfulp.diff.paragraphs import ROWS, chance_text, group_tables, table, wrapped
 from halfulp.diff.steps_wording import after_text
 
 
@@ -20,14 +20,10 @@ def without_verdict(found: Difference, width: int) -> str:
     said = [_sizes(found, width)]
     if found.first is not None and found.verdict != "identical":
         said += ["", wrapped(f"First to part: {reason(found.first)}.", width)]
-    groups = [x for x in found.groups if not x.layer]
     columns = ["outputs", *(["loss"] if any(x is not None for x, _ in found.losses) else [])]
     columns += ["gradients"] if found.gradients else []
-    if groups:
-        said += ["", group_table(groups, columns, width)]
-        layers = [x for x in found.groups if x.layer]
-        if layers:
-            said += ["", f"Layers of {groups[0].name}:", group_table(layers, columns, width)]
+    if found.groups:
+        said += ["", group_tables(found.groups, columns, width)]
     parting = [x for x in found.operations if not x.same and x.own and (x.beyond or not x.exact)]
     if parting and found.verdict != "identical":
         said += ["", _operation_table(parting, width)]
