@@ -7,7 +7,7 @@ A cause is named on evidence or not at all: what the reconstruction leaves unexp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from halfulp.audit.inputs import Case, Inputs
@@ -74,22 +74,23 @@ def operation_causes(
     """
     defects = [f for f in findings if f.grade == "defect"]
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
-    causes = [_of_broken(broken)] if broken else []
+    causes: list[Diagnosis] = []
     unsteady = [f for f in defects if f.property.startswith("same call twice")]
     if unsteady:
         causes.append(Diagnosis(CAUSES["unstable"], unsteady[0].figure))
     tensors: dict[Case, dict[str, None]] = {}
     for f in defects:
-        if f not in broken and f.case is not None and f.kind != "relation":
+        if f.case is not None and f.kind != "relation":
             tensors.setdefault(f.case, {})[f.tensor] = None
-    failures = []
-    for case, failing in list(tensors.items())[:FAILURES]:
-        known = references(case)
-        failures.append(Failure(known.inputs, known.truth, tuple(failing)))
+    cases = list(tensors.items())[:FAILURES]
+    failures = [Failure(references(case).inputs, tuple(failing)) for case, failing in cases]
     found = of_operation(run, failures)
-    if found is not None:
+    if found is not None and (found.share or found.cause == "random" or not broken):
         share = f": explains {100 * found.share:.0f} % of its error" if found.share else ""
         causes.append(Diagnosis(CAUSES[found.cause], f"{found.text}{share}"))
+    elif broken:
+        of = _of_broken(broken)
+        causes.append(replace(of, evidence=f"{of.evidence}{f': {found.text}' if found else ''}"))
     return tuple(causes)
 
 

@@ -23,13 +23,24 @@ from halfulp.operations.operation_data import (
     Tensors,
 )
 from halfulp.operations.reading import ATTENTION, operation_named, operation_names
-from halfulp.operations.seam import OPERAND, PLACE, Rounding, Steps, disturbed, exactly
+from halfulp.operations.seam import (
+    OF_DTYPE,
+    OPERAND,
+    PLACE,
+    STOCHASTIC,
+    Rounding,
+    Steps,
+    disturbed,
+    exactly,
+)
 
 __all__ = [
     "ATTENTION",
     "DTYPES",
+    "OF_DTYPE",
     "OPERAND",
     "PLACE",
+    "STOCHASTIC",
     "BuiltIn",
     "Operand",
     "Operation",

@@ -5,7 +5,8 @@ inputs until one of them errs as it does.
 from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import Named
-from halfulp.reconstruct.operation_reconstruction import Failure, FoundWay, of_operation
+from halfulp.reconstruct.operation_reconstruction import FoundWay, of_operation
+from halfulp.reconstruct.operation_trials import Failure
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.reconstruction import of_kernel, reconstruct
 

@@ -193,10 +193,20 @@ _OPERATION: tuple[tuple[str, Kind, str, str, str], ...] = (
     ("term-missing", "function", "a term of the gradient is left out",
      "Liger-Kernel PR 1432 (gradients 4 to 23 % off)", LOST),
     ("exchanged", "function", "two gradients are exchanged", "hand-written backward passes", LOST),
+    ("limited", "function", "a value is held within limits that the operation does not have",
+     "clamps against overflow", WRONG),
+    ("random", "rounding", "random numbers of stochastic rounding are shared, biased or missing",
+     "Primus-Turbo PR 365 (a zero seed defeats stochastic rounding)", LEAN),
+    ("block-scale", "function", "numbers are quantized by another scale than their block's",
+     "DeepGEMM 189 (10 × the error by the layout of scales)", NOISE),
+    ("block-codes", "function", "numbers are quantized to other codes than the format's",
+     "OCP Microscaling Formats 1.0 (subnormal codes, ties, saturation)", NOISE),
     ("operation-function", "unexplained", "another function is computed than the one asked for",
      _NONE, WRONG),
     ("operation-unexplained", "unexplained", "an error that nothing tried explains", _NONE,
      FORWARD),
+    ("operation-place", "unexplained", "an error that nothing tried explains begins at a known"
+     " step, or sits at a known place", _NONE, FORWARD),
 )  # fmt: skip
 
 CAUSES: dict[str, Cause] = {

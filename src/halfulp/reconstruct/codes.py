@@ -81,8 +81,13 @@ CODES: dict[str, str] = {
     "factor": "HU524",
     "term-missing": "HU525",
     "exchanged": "HU526",
+    "limited": "HU527",
+    "random": "HU528",
+    "block-scale": "HU529",
+    "block-codes": "HU530",
     "operation-function": "HU541",
     "operation-unexplained": "HU542",
+    "operation-place": "HU543",
 }
 """By the key of the cause in `causes.CAUSES`."""
 

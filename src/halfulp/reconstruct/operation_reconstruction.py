@@ -1,27 +1,41 @@
 """What a kernel of an operation does, found in its own error: the definition is computed in every
 known way, and the one whose results are the kernel's explains it.
+
+Ways that explain a failing call equally well are told apart on a call of every probe: one that is
+wrong where the kernel is right is not what it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from halfulp.operations import OperationCalls, OperationResult, Rounding, Tensors
-from halfulp.reconstruct.operation_ways import Way, computed, first_calls, ways
+from halfulp.operations import Rounding
+from halfulp.reconstruct.operation_blocks import block_ways
+from halfulp.reconstruct.operation_places import Place, further_ways, place
+from halfulp.reconstruct.operation_random import random_cause
+from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, trial
+from halfulp.reconstruct.operation_ways import Way, ways
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
 ALL = 0.995  # share from which on no other case is looked at
 WHOLLY = 0.9  # share from which on nothing more is looked for
-FURTHER = 0.1  # share that a second way must add
-CALLS = 1  # of a case, on which every way is tried
-LARGEST = 2**15  # elements of a call that is computed some hundred times
-OTHERWISE = frozenset({"option", "end", "neighbor", "factor", "term-missing", "exchanged"})
+FURTHER = 0.1  # share that a first way must have, or a further way must add
+TOGETHER = 3  # ways at most
+RIVALS = 0.2  # ways that explain so much less than the best are told apart from it
+MOST = 12  # of them
+EQUAL = 1e-3  # of two ways that explain alike the one that is tried first is named
+OTHERWISE = frozenset(
+    {"option", "end", "neighbor", "factor", "term-missing", "exchanged", "limited"}
+)
 """Causes that are no rounding: such a way computes the kernel's own function or it does not."""
 LEFT = 0.05  # share of the error, beside what rounding makes, that such a way may leave
+CASES = 3  # that are looked at until one is explained
+WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
+
+
+_Tried = tuple[Rounding, float, Way]
 
 
 @dataclass(frozen=True)
@@ -31,129 +45,131 @@ class FoundWay:
     cause: str  # its key in `CAUSES`
     text: str
     share: float  # of the squared error of the tensor
+    fits: float  # how well it fits the other calls: below 0 where it is wrong and the kernel is not
     tensor: str
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A case that fails: its calls, what is exact, and the tensors that fail, the worst first."""
-
-    calls: OperationCalls
-    truth: Tensors
-    failing: tuple[str, ...]
-
-
-def of_operation(
-    run: Callable[[OperationCalls], OperationResult | None], failures: Sequence[Failure]
-) -> FoundWay | None:
+def of_operation(run: Run, failures: Sequence[Failure]) -> FoundWay | None:
     """The way that explains most of an error on any of these cases; where none explains enough, one
-    that says so of the first. None where the kernel gives nothing.
+    that says where the first's error is. None where the kernel gives nothing.
     """
+    if not failures:
+        return None
+    trials = [one for f in failures if (one := trial(run, f.calls, f.failing)) is not None]
+    others = panel(run, failures[0].calls)
     found: list[FoundWay] = []
-    for failure in failures:
-        some = first_calls(failure.calls, CALLS)
-        if sum(x.numel() for x in some.operands.values()) > LARGEST:
-            continue
-        result = run(some)
-        if result is None:
-            continue
-        kernel = {n: x.double() for n, x in result.tensors.items() if n in failure.truth}
-        exact = {n: failure.truth[n][:CALLS].double() for n in kernel}
-        failing = tuple(name for name in failure.failing if name in kernel)
-        if failing:
-            found.append(_Judge(some, kernel, exact, failing).found())
-            if found[-1].share >= ALL:
-                break
-    # where one case is off by no more than rounding may be, it is not another function
-    return max(found, key=lambda w: (w.share, w.cause != "operation-function"), default=None)
+    for one in [t for t in (*trials, *others) if t.failing][:CASES]:
+        rest = [t for t in (*trials, *others) if t is not one]
+        found.append(_Judge(one, rest, thorough=not found).found())
+        if found[-1].share >= ALL and found[-1].fits >= WRONG:
+            break
+    best = max(found, key=_rank, default=None)
+    if best is not None and not best.share:
+        for failure in failures:
+            if text := random_cause(run, failure.calls):
+                return FoundWay("random", text, 0.0, 0.0, failure.failing[0])
+    return best
+
+
+def _rank(found: FoundWay) -> tuple[float, int]:
+    """Where one case is off by no more than rounding may be, it is not another function."""
+    order = ("operation-function", "operation-unexplained", "operation-place")
+    known = order.index(found.cause) if found.cause in order else len(order)
+    return found.share + min(0.0, found.fits), known
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """One case: what the kernel gave, what is exact, and which tensors fail."""
+    """One call that fails, and others that tell alike ways apart."""
 
-    calls: OperationCalls
-    kernel: Tensors
-    exact: Tensors
-    failing: tuple[str, ...]
+    trial: Trial
+    others: list[Trial]
+    thorough: bool  # whether to go on where no common way explains
 
     def found(self) -> FoundWay:
-        """The best way, and a second beside it where the two explain more together."""
-        operation, tried = self.calls.operation, tuple(ways(self.calls))
+        """The best way, and up to two beside it where they explain more together."""
+        operation = self.trial.calls.operation
         bases = [operation.stock, operation.floor]
         if bases[0].steps == bases[1].steps:
             del bases[0]
-        start = max(self.share(base, ()) for base in bases)
-        found = [(self.share(base, (way,)), base, way) for base in bases for way in tried]
-        best, base, first = max(found, key=lambda trial: trial[0])
-        constant = self._constant()
-        if constant is not None and best < WHOLLY:
-            return constant
-        text, causes = first.text, {first.cause}
-        if FURTHER < best < WHOLLY:
-            more = [(self.share(base, (first, way)), way) for way in tried if way is not first]
-            share, second = max(more, key=lambda trial: trial[0])
-            if share > best + FURTHER:
-                best, text = share, f"{first.text}; {second.text}"
-                causes.add(second.cause)
-        most = max(LEFT, 4 * self._of_rounding()) if causes & OTHERWISE else 1.0
-        if best < EXPLAINS or 1 - best > min(most, EXPLAINS * (1 - start)):
-            return self._unexplained(best, first)
-        return FoundWay(first.cause, text, best, self.failing[0])
+        start = max(self.trial.share(base, ()) for base in bases)
+        tried = list(ways(self.trial.calls))
+        found = [
+            (base, *self.trial.best(base, (), way))
+            for base in bases
+            for way in (*block_ways(self.trial.calls, base), *tried)
+        ]
+        if self.thorough and not self._whole(found):
+            further = [(base, way) for base in bases for way in further_ways(self.trial, base)]
+            found += [(base, *self.trial.best(base, (), way)) for base, way in further]
+        base, share, way, fits = self._told_apart(found)
+        chosen: tuple[Way, ...] = (way,)
+        while FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
+            more = [(base, *self.trial.best(base, chosen, way)) for way in tried]
+            base, risen, way = max(more, key=_share)
+            if risen < share + max(FURTHER, (1 - share) / 3):
+                break
+            share, chosen = risen, (*chosen, way)
+        of_rounding = self._rounding() / max(
+            1e-300, sum(self.trial.errors[n] for n in self.trial.failing)
+        )
+        otherwise = {w.cause for w in chosen} & OTHERWISE
+        most = max(LEFT, 4 * of_rounding) if otherwise else 1.0
+        wrong = share + min(0.0, fits) < EXPLAINS
+        if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
+            return self._unexplained(share, chosen, base)
+        text = "; ".join(str(way) for way in chosen)
+        return FoundWay(chosen[0].cause, text, share, fits, self.trial.failing[0])
 
-    def share(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """How much of the failing tensors' squared errors these ways explain, less what they make
-        wrong of the others.
-        """
-        try:
-            emulated = computed(self.calls, base, chosen)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-            return -1.0  # a definition has no value there
-        shares, wrong = [], []
-        for name, kernel in self.kernel.items():
-            if not kernel.is_floating_point() or emulated[name].shape != kernel.shape:
-                continue
-            if bool((kernel.isfinite() & ~emulated[name].isfinite()).any()):
-                return -1.0
-            left = _power(kernel - emulated[name].double())
-            error = _power(kernel - self.exact[name])
-            if name in self.failing:
-                shares.append(1 - left / max(error, 1e-300))
-            else:  # in tenths of its size, so that what rounding makes counts for nothing
-                wrong.append(min(1.0, 10 * left / max(_power(self.exact[name]), 1e-300)))
-        return sum(shares) / len(shares) - sum(wrong) / max(1, len(wrong))
+    def _whole(self, found: list[_Tried]) -> bool:
+        """Whether a way leaves no more than rounding may make."""
+        base, share, way = max(found, key=_share)
+        emulated = self.trial.emulated(base, (way,))
+        if share < WHOLLY or emulated is None:
+            return False
+        names = self.trial.failing
+        rest = sum(self.trial.left(emulated, name) for name in names)
+        return rest <= max(16 * self._rounding(), 1e-6 * sum(self.trial.errors[n] for n in names))
 
-    def _of_rounding(self) -> float:
-        """The share of the failing tensors' squared errors that the floor makes."""
-        floor = computed(self.calls, self.calls.operation.floor, ())
-        made = sum(_power(floor[name].double() - self.exact[name]) for name in self.failing)
-        errors = sum(_power(self.kernel[name] - self.exact[name]) for name in self.failing)
-        return made / max(errors, 1e-300)
+    def _rounding(self) -> float:
+        return sum(self.trial.rounding[name] for name in self.trial.failing)
 
-    def _constant(self) -> FoundWay | None:
-        """Where a tensor is so many times what it should be, up to what rounding makes."""
-        name, floor = self.failing[0], computed(self.calls, self.calls.operation.floor, ())
-        kernel, exact = self.kernel[name], self.exact[name]
-        factor = float((kernel * exact).sum() / max(_power(exact), 1e-300))
-        left, error = _power(kernel - factor * exact), _power(kernel - exact)
-        rounding = _power(floor[name].double() - exact)
-        most = min(max(4 * rounding, (1 - WHOLLY) ** 2 * error), (1 - WHOLLY) * error)
-        if not abs(factor - 1) > 0.02 or left > most:
+    def _told_apart(self, found: list[_Tried]) -> tuple[Rounding, float, Way, float]:
+        """Of ways that explain about as much as the best the one that fits the other calls too."""
+        best = max(found, key=_share)[1]
+        rivals = [one for one in found if one[1] >= best - RIVALS]
+        rivals = sorted(rivals, key=_share, reverse=True)[:MOST]
+        if best < FURTHER:
+            return (*rivals[0], 0.0)
+        others = [self._fit(base, way) for base, _, way in rivals]
+        most = max((fit for fit in others if fit is not None), default=0.0)
+        fits = [max(0.0, most) if fit is None else fit for fit in others]
+        scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
+        order = {id(way): number for number, (_, _, way) in enumerate(found)}
+        alike = [
+            (*one, fit)
+            for one, fit, score in zip(rivals, fits, scores, strict=True)
+            if score >= max(scores) - EQUAL
+        ]
+        return min(alike, key=lambda one: order[id(one[2])])
+
+    def _fit(self, base: Rounding, way: Way) -> float | None:
+        """How well a way does on the other calls; None where it is of this call alone."""
+        if way.here:
             return None
-        if not bool((kernel != 0).any()):
-            return FoundWay("term-missing", f"{name} is 0 throughout", 1.0, name)
-        text = f"{name} is {factor:.4g} times what it should be"
-        return FoundWay("factor", text, 1 - left / error, name)
+        return sum(t.share(base, (way,)) for t in self.others) / max(1, len(self.others))
 
-    def _unexplained(self, best: float, way: Way) -> FoundWay:
-        name = self.failing[0]
-        exact, error = _power(self.exact[name]), _power(self.kernel[name] - self.exact[name])
-        relative = (error / exact) ** 0.5 if exact else float("inf")
-        key = "operation-function" if relative > GROSS else "operation-unexplained"
-        nearest = f"; nearest is: {way.text} ({100 * best:.0f} %)" if best > FURTHER else ""
-        off = f"is {100 * relative:.2g} % off" if exact else "is not 0"
-        return FoundWay(key, f"{name} {off}{nearest}", 0.0, name)
+    def _unexplained(self, share: float, chosen: tuple[Way, ...], base: Rounding) -> FoundWay:
+        found: Place = place(self.trial, base)
+        nearest = "; ".join(str(way) for way in chosen)
+        nearest = f"; nearest is: {nearest} ({100 * share:.0f} %)" if share > EXPLAINS else ""
+        key = "operation-unexplained"
+        if found.told:
+            key = "operation-place"
+        elif found.relative > GROSS:
+            key = "operation-function"
+        return FoundWay(key, f"{found.text}{nearest}", 0.0, 0.0, self.trial.failing[0])
 
 
-def _power(x: Tensor) -> float:
-    return float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
+def _share(one: _Tried) -> float:
+    return one[1]

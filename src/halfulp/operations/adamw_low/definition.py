@@ -57,10 +57,13 @@ def define(step: Seam, x: Tensors, o: Options) -> Tensors:
     keep = 1 - o["lr"] * o["weight_decay"]
     for number, grad in enumerate(x["grads"], o["step"]):
         first = step("first", o["beta1"] * first + (1 - o["beta1"]) * grad)
-        second = step("second", o["beta2"] * second + (1 - o["beta2"]) * grad * grad)
-        mean = first / (1 - o["beta1"] ** number)
-        size = (second / (1 - o["beta2"] ** number)).sqrt() + o["eps"]
-        param = step("stored", param * keep - step("move", o["lr"] * mean / size))
+        second = step(
+            "second", o["beta2"] * second + (1 - o["beta2"]) * step("_squared", grad * grad)
+        )
+        mean = step("_mean", first / (1 - o["beta1"] ** number))
+        size = step("_size", (second / (1 - o["beta2"] ** number)).sqrt() + o["eps"])
+        move = step("move", o["lr"] * mean / size)
+        param = step("stored", step("_decayed", param * keep) - move)
     update = step("returned", param) - x["param"]
     return {**_with_means(update), "exp_avg": first, "exp_avg_sq": second}
 

@@ -41,10 +41,10 @@ def define(step: Seam, x: Tensors, o: Options) -> Tensors:
     param, grad = x["param"], x["grad"]
     first = step("first", x["exp_avg"] * o["beta1"]) + step("new", grad * (1 - o["beta1"]))
     second = step("second", x["exp_avg_sq"] * o["beta2"])
-    second = second + step("square", grad * grad * (1 - o["beta2"]))
-    mean = first / (1 - o["beta1"] ** o["step"])
-    size = (second / (1 - o["beta2"] ** o["step"])).sqrt() + o["eps"]
-    decayed = step("decayed", param * (1 - o["lr"] * o["weight_decay"]))
+    second = second + step("square", step("_squared", grad * grad) * (1 - o["beta2"]))
+    mean = step("_mean", first / (1 - o["beta1"] ** o["step"]))
+    size = step("_size", (second / (1 - o["beta2"] ** o["step"])).sqrt() + o["eps"])
+    decayed = step("decayed", step("_param", param) * (1 - o["lr"] * o["weight_decay"]))
     stored = step("_stored", decayed - step("moved", o["lr"] * mean / size))
     update = stored - param
     return {"update": update, "exp_avg": first, "exp_avg_sq": second}

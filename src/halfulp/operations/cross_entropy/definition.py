@@ -41,7 +41,7 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     smoothing, z_scale = options["label_smoothing"], options["lse_square_scale"]
     seen = target != options["ignore_index"]
     right = torch.where(seen, target, 0)[:, None]
-    largest = rows.amax(-1, keepdim=True)
+    largest = step("_maximum", rows.amax(-1, keepdim=True))
     weights = step("weights", step("_shifted", rows - largest).exp())
     row_sum = step("row_sum", step("_summed", weights).sum(-1, keepdim=True))
     lse = step("lse", largest + row_sum.log())
@@ -49,7 +49,8 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     if smoothing:
         loss = loss + smoothing * step("others", lse - rows).mean(-1, keepdim=True)
     loss = (loss + z_scale * lse * lse)[:, 0]
-    p = step("_probabilities", weights / row_sum)
+    p = step("_log_probabilities", (weights / row_sum).log()).exp()
+    p = step("_probabilities", p)
     wanted = torch.zeros_like(rows).scatter(1, right, 1 - smoothing) + smoothing / rows.shape[1]
     unit = p - wanted + 2 * z_scale * lse * p
     count = seen.sum().clamp_min(1) if options["reduction"] == "mean" else 1

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from halfulp.operations.gated_unit import gated
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
 
 SIGNATURE = "geglu(gate, up, *, approximate)"
 OPERANDS = (Operand("gate", "T D"), Operand("up", "T D"))
 RESULTS = (Output("output", "T D"),)
 SIZES = (Sizes.given(T=24, D=256), Sizes.given(T=16, D=1024), Sizes.given(T=33, D=250))
+_TANH = math.sqrt(2 / math.pi)
 OPTIONS: dict[str, Any] = {"approximate": "none"}  # or "tanh"
 
 
 def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     """T rows of D features."""
-    gate = x["gate"]
-    activated = step(
-        "activated", torch.nn.functional.gelu(gate, approximate=options["approximate"])
-    )
-    return {"output": activated * x["up"]}
+    gate = x["gate"].detach()
+    if options["approximate"] == "tanh":
+        inner = step("_inner", _TANH * (gate + 0.044715 * gate**3))
+        below = step("_below", torch.sigmoid(2 * inner))
+        density = 2 * below * (1 - below) * _TANH * (1 + 3 * 0.044715 * gate * gate)
+    else:
+        below = step("_below", 0.5 * torch.erfc(-gate * 0.5**0.5))
+        density = (-0.5 * gate * gate).exp() / math.sqrt(2 * math.pi)
+    return gated(step, x, gate * below, below + gate * density)
 
 
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -36,7 +36,8 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     """T tokens, E experts, the K best of which are chosen."""
     logits = x["logits"]
     chosen = logits.detach().topk(options["k"], -1).indices
-    powers = step("powers", (logits - logits.detach().amax(-1, keepdim=True)).exp())
+    largest = step("_maximum", logits.detach().amax(-1, keepdim=True))
+    powers = step("powers", (step("_logits", logits) - largest).exp())
     weights = step(
         "weights", powers / step("row_sum", step("_summed", powers).sum(-1, keepdim=True))
     )

@@ -18,7 +18,8 @@ OPTIONS: dict[str, Any] = {}
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     """T rows of V scores; the gradient y ∘ (dy − Σ dy ∘ y) is taken from `kept`, as kernels do."""
     rows = x["input"].detach()
-    weights = step("weights", step("_shifted", rows - rows.amax(-1, keepdim=True)).exp())
+    largest = step("_maximum", rows.amax(-1, keepdim=True))
+    weights = step("weights", step("_shifted", rows - largest).exp())
     row_sum = step("row_sum", step("_summed", weights).sum(-1, keepdim=True))
     kept = step("kept", weights * step("_reciprocal", 1 / row_sum))
     zero = (x["input"] - rows).nan_to_num()  # 0, whose gradient is that of the scores

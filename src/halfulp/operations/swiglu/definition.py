@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from halfulp.operations.gated_unit import gated
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
 
 SIGNATURE = "swiglu(gate, up)"
@@ -17,9 +18,10 @@ OPTIONS: dict[str, Any] = {}
 
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     """T rows of D features."""
-    gate = x["gate"]
-    activated = step("activated", torch.nn.functional.silu(gate))
-    return {"output": activated * x["up"]}
+    gate = x["gate"].detach()
+    sigmoid = step("_sigmoid", torch.sigmoid(gate))
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return gated(step, x, gate * sigmoid, slope)
 
 
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:

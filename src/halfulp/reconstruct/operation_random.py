@@ -1,0 +1,89 @@
+"""What is wrong with the random numbers of stochastic rounding, read off what comes out: no way to
+compute the definition can draw the kernel's own.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from halfulp.formats import round_to
+from halfulp.operations import OF_DTYPE, STOCHASTIC, OperationCalls, defined, emulated
+from halfulp.reconstruct.operation_trials import Run
+
+SURE = 6.0  # standard deviations from which on a mean is no chance
+SHARED = 4.0  # times the variance of means that independent numbers have
+APART = 1.3  # times the error that they make
+BINS = 8  # of the share of a step that is cut off
+
+
+def random_cause(run: Run, calls: OperationCalls) -> str:
+    """What is wrong in words; nothing where the recipe does not round stochastically."""
+    if STOCHASTIC not in calls.operation.stock.steps.values():
+        return ""
+    result = run(calls)
+    name = calls.operation.results[0].name
+    if result is None or name not in result.tensors:
+        return ""
+    exact = defined(calls)[name]
+    own = result.tensors[name].double() - exact
+    stock = emulated(calls, calls.operation.stock)[name].double() - exact
+    if not bool(own.isfinite().all()) or own.ndim != 3 or not bool(stock.any()):
+        return ""
+    return _shared(own, stock) or _probability(own, exact, calls.dtype) or _size(own, stock)
+
+
+def _shared(own: Tensor, stock: Tensor) -> str:
+    """Whether means along a size vary more than those of independent numbers."""
+    spread = (own.var() / stock.var()).clamp_min(1.0)
+    rows, columns = (own.mean(d).var() / stock.mean(d).var() / spread > SHARED for d in (2, 1))
+    if rows and columns:
+        return "all elements share random numbers"
+    if rows or columns:
+        return f"the elements of a {'row' if rows else 'column'} share random numbers"
+    half = own.shape[2] // 2
+    for lag in range(1, half + 1):
+        a, b = own[..., lag:].flatten(), own[..., :-lag].flatten()
+        if float((a * b).mean() / own.square().mean()) > 1 / SHARED:
+            return f"random numbers repeat after {lag} elements of a row"
+    return ""
+
+
+def _probability(own: Tensor, exact: Tensor, dtype: str) -> str:
+    """Whether numbers go up as often as what is cut off says, where results are one rounding."""
+    below = round_to(exact, OF_DTYPE[dtype], rounding="down")
+    step = round_to(exact, OF_DTYPE[dtype], rounding="up") - below
+    between = step > 0
+    due = ((exact - below) / step)[between]
+    up = ((own + exact - below) / step)[between]
+    if not due.numel() or not bool(((up == 0) | (up == 1)).all()):
+        return ""
+    signs = exact[between] < 0
+    worst, text = SURE, ""
+    for low in range(BINS):
+        for sign in (False, True):
+            here = (due * BINS >= low) & (due * BINS < low + 1) & (signs == sign)
+            if int(here.sum()) < 30:
+                continue
+            p, seen = float(due[here].mean()), float(up[here].mean())
+            off = abs(seen - p) / max(1e-9, (p * (1 - p) / float(here.sum())) ** 0.5)
+            if off > worst:
+                of = "negative numbers" if sign else "positive numbers"
+                worst, text = (
+                    off,
+                    (
+                        f"random numbers are biased: {of} go up with probability {seen:.2f} where"
+                        f" {p:.2f} is due"
+                    ),
+                )
+    return text
+
+
+def _size(own: Tensor, stock: Tensor) -> str:
+    """Whether the error as a whole is another than independent numbers make."""
+    mean = own.mean() / (stock.std() / stock.numel() ** 0.5)
+    if abs(float(mean)) > SURE:
+        return f"random numbers are biased: results lean by {float(mean):.0f} standard deviations"
+    ratio = float(own.std() / stock.std())
+    if ratio > APART:
+        return f"random numbers are not independent of step to step: {ratio:.2g} × the error"
+    return "" if ratio > 1 / APART else f"what is rounded is not random: {ratio:.2g} × the error"

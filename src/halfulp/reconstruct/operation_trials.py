@@ -1,0 +1,200 @@
+"""Calls of an operation on which a kernel is held against what a way to compute it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfulp.operations import (
+    OperationCalls,
+    OperationResult,
+    Rounding,
+    Tensors,
+    defined,
+    drawn_calls,
+)
+from halfulp.reconstruct.operation_ways import Way, computed, first_calls, sizes_of
+
+Run = Callable[[OperationCalls], OperationResult | None]
+
+LARGEST = 2**15  # elements of a call that is computed some hundred times
+ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in both
+BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that fails: its calls and the tensors that fail, the worst first."""
+
+    calls: OperationCalls
+    failing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call: what the kernel gave, what is exact, how much of their difference rounding the
+    results makes, and which tensors are off by more.
+    """
+
+    calls: OperationCalls
+    kernel: Tensors
+    exact: Tensors
+    errors: dict[str, float]  # squared, of the kernel
+    rounding: dict[str, float]  # squared, of the floor
+    failing: tuple[str, ...]
+    known: dict[Any, Tensors] = field(default_factory=dict)  # of the bases
+
+    def left(self, emulated: Tensors, name: str) -> float:
+        """The squared distance of the kernel from an emulation."""
+        return power(self.kernel[name], emulated[name], self.exact[name])
+
+    def best(self, base: Rounding, chosen: tuple[Way, ...], way: Way) -> tuple[float, Way]:
+        """The share that one more way explains, and the way: in both passes or in one alone, since
+        kernels compute a value again or keep it.
+        """
+        both = self.emulated(base, (*chosen, way))
+        found = (self.of(both), way)
+        if both is None or not self.calls.grads:
+            return found
+        none = self.emulated(base, chosen)
+        for alone in ("forward", "backward"):
+            own, other = (both, none) if alone == "forward" else (none, both)
+            mixed = _mixed(own, other)
+            if mixed is not None and (share := self.of(mixed)) > found[0] + ONE_PASS:
+                found = (share, replace(way, alone=alone))
+        return found
+
+    def share(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
+        """How much of the failing tensors' squared errors these ways explain, less what they make
+        wrong of the others: 1 for all, below 0 for less than nothing.
+        """
+        return self.of(self.emulated(base, chosen))
+
+    def of(self, emulated: Tensors | None) -> float:
+        """The share of an emulation."""
+        if emulated is None:
+            return -1.0
+        shares, wrong = [], []
+        for name, error in self.errors.items():
+            left = self.left(emulated, name)
+            if name in self.failing:
+                shares.append(max(-1.0, 1 - left / max(error, 1e-300)))
+            elif left > 4 * max(error, self.rounding[name]):
+                size = max(_square(self.exact[name]), 1e-300)
+                wrong.append(min(1.0, 10 * left / size) if self.failing else 1.0)
+            else:
+                wrong.append(0.0)
+        found = sum(shares) / len(shares) if shares else 0.0
+        return found - sum(wrong) / max(1, len(wrong))
+
+    def emulated(self, base: Rounding, chosen: tuple[Way, ...]) -> Tensors | None:
+        """What a kernel of these ways gives; None where a definition has no value there."""
+        key = (base.name, tuple((way.text, way.alone) for way in chosen))
+        if any(way.alone for way in chosen):
+            own, other = (tuple(replace(w, alone="") for w in chosen if w.alone != no)
+                          for no in ("backward", "forward"))  # fmt: skip
+            return _mixed(self.emulated(base, own), self.emulated(base, other))
+        if key in self.known:
+            return self.known[key]
+        try:
+            found = computed(self.calls, base, chosen)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            return None
+        if any(found[name].shape != x.shape for name, x in self.kernel.items()):
+            return None
+        emulated = {name: found[name].double() for name in self.kernel}
+        if not chosen:
+            self.known[key] = emulated
+        return emulated
+
+
+def _mixed(forward: Tensors | None, backward: Tensors | None) -> Tensors | None:
+    """Results of one emulation, gradients of another."""
+    if forward is None or backward is None:
+        return None
+    return {n: (backward if n.startswith("grad_") else forward)[n] for n in forward}
+
+
+def power(a: Tensor, b: Tensor, scale: Tensor) -> float:
+    """The squared distance; where one of two is not finite it counts as large."""
+    one = a.isfinite() != b.isfinite()
+    apart = (a - b).nan_to_num(0.0, 0.0, 0.0).square().sum()
+    each = _square(scale) / max(1, scale.numel()) + float(scale.numel() == 0)
+    return float(apart) + BROKEN * float(one.sum()) * max(each, 1e-300)
+
+
+def _square(x: Tensor) -> float:
+    return float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
+
+
+def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> Trial | None:
+    """One call of these, made small where it is too large; where it is not known what fails,
+    tensors that are twice as far off as both recipes. None where the kernel gives nothing.
+    """
+    some = _small(first_calls(calls, 1))
+    result = run(some) if some is not None else None
+    if some is None or result is None:
+        return None
+    truth = defined(some)
+    kernel = {
+        name: x.double()
+        for name, x in result.tensors.items()
+        if name in truth and x.is_floating_point() and x.shape == truth[name].shape
+    }
+    exact = {name: truth[name].double() for name in kernel}
+    operation = some.operation
+    floor, stock = (computed(some, base, ()) for base in (operation.floor, operation.stock))
+    errors = {name: power(x, exact[name], exact[name]) for name, x in kernel.items()}
+    made = {n: power(floor[n].double(), exact[n], exact[n]) for n in kernel}
+    other = {n: power(stock[n].double(), exact[n], exact[n]) for n in kernel}
+    if failing is None:
+        off = [
+            n for n in kernel if errors[n] > 2 * max(made[n], other[n]) + 1e-12 * _square(exact[n])
+        ]
+        failing = tuple(sorted(off, key=lambda n: -errors[n] / max(_square(exact[n]), 1e-300)))
+    else:
+        failing = tuple(n for n in failing if errors.get(n, 0.0) > 0)
+    return Trial(some, kernel, exact, errors, made, failing)
+
+
+def _small(calls: OperationCalls) -> OperationCalls | None:
+    """A call of few enough elements, of rows that do not depend on each other no more than that."""
+    operation, elements = calls.operation, sum(x.numel() for x in calls.operands.values())
+    shapes = {o.name: o.shape.split() for o in operation.operands}
+    shapes |= {f"grad_{r.name}": r.shape.split() for r in operation.results}
+    for symbol, size in sizes_of(calls).items():
+        if elements <= LARGEST or symbol not in operation.independent:
+            continue
+        keep = max(2, size * LARGEST // elements)
+        calls = replace(
+            calls,
+            operands={n: _narrowed(x, shapes[n], symbol, keep) for n, x in calls.operands.items()},
+            grads={n: _narrowed(x, shapes[n], symbol, keep) for n, x in calls.grads.items()},
+        )
+        elements = sum(x.numel() for x in calls.operands.values())
+    return calls if elements <= LARGEST else None
+
+
+def _narrowed(x: Tensor, shape: list[str], symbol: str, keep: int) -> Tensor:
+    if symbol not in shape:
+        return x
+    dim = 1 + shape.index(symbol)
+    return x.narrow(dim, 0, min(keep, x.shape[dim])).contiguous()
+
+
+def panel(run: Run, like: OperationCalls, seed: int = 0) -> list[Trial]:
+    """A call of every probe at the operation's first size."""
+    operation, found = like.operation, []
+    for probe in operation.probes:
+        sizes = operation.sizes[0].with_(**{**probe.sizes, "calls": 1})
+        if sizes.work > 4 * LARGEST:
+            continue
+        generator = torch.Generator().manual_seed(seed)
+        one = trial(run, drawn_calls(operation, probe.name, sizes, like.dtype, generator), None)
+        if one is not None:
+            found.append(one)
+    return found
