@@ -64,7 +64,7 @@ def of_operation(run: Run, failures: Sequence[Failure]) -> FoundWay | None:
         if found[-1].share >= ALL and found[-1].fits >= WRONG:
             break
     best = max(found, key=_rank, default=None)
-    if best is not None and not best.share:
+    if best is not None and not (best.share and best.cause in OTHERWISE):
         for failure in failures:
             if text := random_cause(run, failure.calls):
                 return FoundWay("random", text, 0.0, 0.0, failure.failing[0])

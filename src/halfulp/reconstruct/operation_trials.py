@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfulp.operations import (
+    STOCHASTIC,
     OperationCalls,
     OperationResult,
     Rounding,
@@ -22,6 +23,7 @@ from halfulp.reconstruct.operation_ways import Way, computed, first_calls, sizes
 Run = Callable[[OperationCalls], OperationResult | None]
 
 LARGEST = 2**15  # elements of a call that is computed some hundred times
+SAME = 0.05  # share of an error that may be left of what is not random after all
 ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in both
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
 
@@ -58,6 +60,8 @@ class Trial:
         """
         both = self.emulated(base, (*chosen, way))
         found = (self.of(both), way)
+        if self._random(way) and not self._same(both):
+            return -1.0, way
         if both is None or not self.calls.grads:
             return found
         none = self.emulated(base, chosen)
@@ -68,11 +72,26 @@ class Trial:
                 found = (share, replace(way, alone=alone))
         return found
 
+    def _random(self, way: Way) -> bool:
+        """Whether a step is altered that common kernels round stochastically."""
+        steps = self.calls.operation.stock.steps
+        return any(steps.get(name) == STOCHASTIC for name in way.steps)
+
+    def _same(self, emulated: Tensors | None) -> bool:
+        """Whether the first result is the kernel's own, element by element."""
+        name = self.calls.operation.results[0].name
+        if emulated is None or name not in self.kernel:
+            return False
+        return self.left(emulated, name) <= SAME * self.errors[name]
+
     def share(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """How much of the failing tensors' squared errors these ways explain, less what they make
         wrong of the others: 1 for all, below 0 for less than nothing.
         """
-        return self.of(self.emulated(base, chosen))
+        emulated = self.emulated(base, chosen)
+        if any(self._random(way) for way in chosen) and not self._same(emulated):
+            return -1.0
+        return self.of(emulated)
 
     def of(self, emulated: Tensors | None) -> float:
         """The share of an emulation."""
