@@ -12,6 +12,7 @@ struct Forward {
   const halfulp_call& c;
   Width<E> wd, wv;
   long keys;  // of a head, in whole panels
+  long held;  // of them as operands
   long step;  // keys of a block
   bool few;   // rows, for which nothing is packed that needs not be
   bool once;  // this unit has one block of rows, for which a block of keys is packed when its turn comes
@@ -23,6 +24,7 @@ struct Forward {
 
   Forward(const Plan& p, char* base)
       : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)),
+        held(c.n_key / kPanel * kPanel + width_of(c.n_key % kPanel)),
         step(c.recipe == HALFULP_RECIPE_PUBLISHED ? kTieKeys : BK),
         few(c.n_query <= Multiply<E>::few), once(few || p.groups * p.row_blocks == p.spans), packed_keys(once ? least(step, keys) : keys), packed_from(0) {
     Scratch s{base};
@@ -74,13 +76,16 @@ struct Forward {
     return last > 0 ? end_key(c, last - 1) : 0;
   }
 
+  // Keys of a panel as operands, of which `real` exist: floats go by sixteen where that is all there are.
+  static long width_of(long real) { return KP == 1 && real > 0 && real <= 16 ? 16 : panel_width(real); }
+
   // K and V of one head as operands.
   void pack(long b, long hk, long from, long end) {
     packed_from = from;
     for (long j = from; j < end; j += kPanel) {
-      const long real = least(kPanel, c.n_key - j), width = panel_width(real);
-      panel_over_features<E>(rows_of_panel<E>(c.key, b, hk, j, real, wd, rows), width, wd, key_at(j));
-      const Rows v = rows_of_panel<E>(c.value, b, hk, j, real, wv, rows);
+      const long real = least(kPanel, c.n_key - j), width = width_of(real);
+      panel_over_features<E>(rows_of_panel<E>(c.key, b, hk, j, real, wd, rows, width), width, wd, key_at(j));
+      const Rows v = rows_of_panel<E>(c.value, b, hk, j, real, wv, rows, width);
       odd[j / kPanel] = large_panel<E>(v, real, wv) && infinite_panel<E>(v, real, wv);
       for (long col = 0; col < wv.columns; col += 64) {
         pair_rows<E>(v, width, col, wv.panel(col), value_at(col, j), wv.panel(col));
@@ -129,8 +134,8 @@ struct Forward {
                                 rows_of_panel<E>(c.key, b, h / plan.groups, j, real, wd, rows), width, wd.units, to, BK,
                                 scale);
         else
-          Multiply<E>::template group<kSet>(rows_in(g), q, row_stride(wd), key_at(j), panel_width(real), width, wd.units,
-                                            to, BK, &scale);
+          Multiply<E>::template group<kSet>(rows_in(g), q, row_stride(wd), key_at(j), width_of(real),
+                                            least(width, width_of(real)), wd.units, to, BK, &scale);
       }
     float rescale[kRows];
     for (long g = 0; g < groups; ++g)
@@ -142,7 +147,7 @@ struct Forward {
         if (!span[g].empty())
           Multiply<E>::template group<kScaleAdd>(
               rows_in(g), weights + (G * g * BK + span[g].from - k0) / KP, BK / KP, value_at(col, span[g].from),
-              wv.panel(col), wv.panel(col), (span[g].to - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
+              wv.panel(col), wv.panel(col), (least(span[g].to, held) - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
               rescale + G * g);
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       if (odd[j / kPanel]) add_odd(b, h / plan.groups, k0, j, span);

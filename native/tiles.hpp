@@ -1,7 +1,8 @@
 // Matrix products on packed operands, and the packing.
 //
-// A operand: [m][k units], rows `lda` apart. B operand: panels [k units][width], width 64 or 32. C: floats. Each element
-// of C is one accumulator that takes the k units in increasing order, so its bits depend on nothing but the operands.
+// A operand: [m][k units], rows `lda` apart. B operand: panels [k units][width], width 64, 32 or 16. C: floats. Each
+// element of C is one accumulator that takes the k units in increasing order, so its bits depend on nothing but the
+// operands.
 #pragma once
 #include "call.hpp"
 
@@ -51,6 +52,7 @@ static inline void strip(const Unit* A, long lda, const Unit* B, long ldb, long 
                          const float* factor) {
   if constexpr (kTileVectors == 4) {
     if (width == 64) return tile<E, MR, 4, mode>(A, lda, B, ldb, K, C, ldc, factor);
+    if (width == 16) return tile<E, MR, 1, mode>(A, lda, B, ldb, K, C, ldc, factor);
     return tile<E, MR, 2, mode>(A, lda, B, ldb, K, C, ldc, factor);
   } else {
     for (long n = 0; n < width; n += 16) tile<E, MR, 1, mode>(A, lda, B + n, ldb, K, C + n, ldc, factor);
@@ -170,8 +172,8 @@ static inline long panel_width(long real) { return least(kPanel, up(real, kHalf)
 
 template <class E>
 static inline Rows rows_of_panel(const halfulp_tensor& x, long b, long h, long from, long valid, Width<E> w,
-                                 Unit* copy) {
-  const long width = panel_width(valid);
+                                 Unit* copy, long width = 0) {
+  if (width == 0) width = panel_width(valid);
   if (E::elements_are_units && valid == width && w.d % (16 * E::KP) == 0 && w.d == w.columns && x.row % E::KP == 0) {
     const auto* first = static_cast<const typename E::Element*>(x.data) + b * x.batch + h * x.head + from * x.row;
     if (reinterpret_cast<uintptr_t>(first) % sizeof(Unit) == 0)

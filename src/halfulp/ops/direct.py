@@ -123,7 +123,9 @@ def _statistics(kept: Tensor, rows: torch.Size) -> tuple[Tensor, ...]:
 # False for one that goes the operator's way.
 plain, attend, _learn, _forward, _backward = python_functions(
     None, False, True, Tensor, torch.nn.Parameter, torch.strided, tuple, torch.empty_like,
-    torch.get_num_threads, last_run, _Direct.apply,
+    torch.get_num_threads, last_run,
+    # past what Function.apply asks again, a tenth of a small call's training
+    super(torch.autograd.Function, _Direct).apply,
     # batches of `is_grads_batched` are no transform
     torch._C._functorch.is_legacy_batchedtensor, _WATCHERS,
 )  # fmt: skip
