@@ -43,7 +43,8 @@ def make(seed, device):
     halving = torch.optim.lr_scheduler.StepLR(adam, 3, 0.5)
 
     def batch(step):
-        if step == 5 and armed.exists() and os.environ.get("RANK") == "1":
+        killed = armed.exists() and step == int(armed.read_text())
+        if killed and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.randint(11, (4, 6)).cumsum(1) % 11
 
@@ -69,7 +70,7 @@ with world("ddp", "cpu") as group:
         torch.distributed.barrier()  # until the one that leads has written
         train(config, out / f"{parallel}-cut", parallel=parallel, resume=True)
     if group.leads:
-        (out / "armed").touch()
+        (out / "armed").write_text("5")
     torch.distributed.barrier()
     train(config, out / "killed", parallel="fsdp")
 """
@@ -80,13 +81,17 @@ def out(tmp_path_factory):
     out = tmp_path_factory.mktemp("user-distributed")
     (out / "mine.py").write_text(MODEL)
     (out / "process.py").write_text(PROCESS)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line = [sys.executable, *launch, str(out / "process.py"), str(out)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    killed(2, str(out / "process.py"), str(out))
+    return out
+
+
+def killed(processes: int, *command: str) -> None:
+    """Run a command in so many processes, one of which kills itself."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    line = [sys.executable, *launch, *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode != 0
     assert "Signal 9 (SIGKILL)" in done.stderr
-    (out / "armed").unlink()
-    return out
 
 
 def losses(folder):
@@ -112,9 +117,15 @@ def test_two_processes_give_the_losses_of_one_and_resume_exactly(out, parallel):
     assert losses(out / parallel) != pytest.approx(plain, rel=2e-5), "the plan of operations ran"
 
 
-def test_a_run_that_was_killed_in_two_processes_goes_on_in_one(out):
+def test_a_run_that_was_killed_goes_on_in_another_number_of_processes(out):
+    """By FSDP2 in two, then by DDP in four (one row each), killed again, then in one."""
     folder = out / "killed"
+    (out / "armed").write_text("7")
+    resume = ["train", "--resume", str(folder), "--workload", f"{out}/mine.py:make"]
+    killed(4, "-m", "halfulp", *resume, "--parallel", "ddp")
+    (out / "armed").unlink()
     with one_thread():
         run = train(read_config(folder), folder, resume=True)
-    assert (run.status, read_record(folder)["resumed"][0]["step"]) == ("done", 4)
+    assert run.status == "done"
+    assert [one["step"] for one in read_record(folder)["resumed"]] == [4, 6]
     assert losses(folder) == pytest.approx(losses(out / "fsdp"), rel=2e-5)
