@@ -170,6 +170,10 @@ def test_a_recording_is_safetensors_and_json_and_whole_or_not_there(folder, caps
     [
         (["diff", "my.py:make", "autocats=bf16"], "did you mean 'autocast'"),
         (["diff", "my.py:make", "pieces=x"], "accepted is a whole number from 1"),
+        (
+            ["diff", "old.rec", "new.rec"],
+            "a='old.rec': there is no such folder; accepted are 'file",
+        ),
         (["diff", "my.py:lone", "pieces=1"], "makes no batches"),
         (["diff", "my.py:wrong", "pieces=1"], "returns int; make(seed, device)"),
         (["diff", "my.py:nothing", "pieces=1"], "a='my.py:nothing': my.py has no 'nothing'"),

@@ -130,6 +130,11 @@ def _kind(side: str) -> str:
 
 
 def _check_kinds(a: str, b: str, kinds: list[str], steps: int) -> None:
+    if kinds[0] == SETTING and ":" not in a:
+        raise ValueError(
+            f"a={a!r}: there is no such folder; accepted are 'file.py:function', 'module:function',"
+            " and a folder that `halfulp record` or `halfulp train` wrote"
+        )
     if kinds[0] != kinds[1]:
         raise ValueError(f"a={a!r} is {kinds[0]} and b={b!r} {kinds[1]}: {MIXED}")
     if steps and RECORDING in kinds:

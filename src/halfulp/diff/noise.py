@@ -27,7 +27,8 @@ LEVEL = 0.01
 """Below which a chance speaks against rounding."""
 LEAST = 4
 """Sequences from which on a chance is told."""
-_FAR = 1e3
+FAR = 1e3
+"""A gap of so many times rounding counts as no more."""
 _EXACT = ("other", "selection", "custom")  # may count, or choose, which no rounding touches
 
 
@@ -114,7 +115,7 @@ def chance(gaps: Sequence[Tensor], noise: Sequence[Sequence[Tensor]]) -> Chance:
         none = not bool((sizes > 0).any())
         return Chance(1.0 if none else 0.0, 0.0 if none else math.inf, count, lean, lean_t, lean_p)
     # one that does not differ at all counts as one that hardly does, and the other way round
-    logs = ratios.clamp(1 / _FAR, _FAR).log()
+    logs = ratios.clamp(1 / FAR, FAR).log()
     mean, t = _t(logs - math.log(MARGIN))
     p = student_tail(t, count - 1) if count >= LEAST else math.nan
     return Chance(p, math.exp(mean) * MARGIN, count, lean, lean_t, lean_p)

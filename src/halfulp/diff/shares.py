@@ -89,7 +89,8 @@ class Stand:
     batch: Any
     outputs: tuple[Tensor, Tensor]  # A's and B's
     losses: tuple[float | None, float | None]
-    gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
+    # A's and B's by parameter, where both have one
+    gradients: Callable[[str], tuple[Tensor, Tensor] | None] | None = None
 
 
 class Swapped:
@@ -217,13 +218,12 @@ class Swapped:
     @staticmethod
     def _of_gradients(setting: Setting, stand: Stand, side: int) -> tuple[float, float]:
         assert stand.gradients is not None
-        mine, theirs = stand.gradients
         along = size = 0.0
         for name, parameter in setting.model.named_parameters():
-            if parameter.grad is None or name not in mine or name not in theirs:
-                continue
-            part = part_of_gap(mine[name], theirs[name], parameter.grad.cpu(), side)
-            along, size = along + part[0], size + part[1]
+            both = None if parameter.grad is None else stand.gradients(name)
+            if parameter.grad is not None and both is not None:
+                part = part_of_gap(*both, parameter.grad.cpu(), side)
+                along, size = along + part[0], size + part[1]
         return along, size
 
 

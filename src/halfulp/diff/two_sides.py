@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,6 @@ from halfulp.diff.shares import Carried, Group, Stand, Swapped, grouped
 from halfulp.diff.tape import Entry, Tape, constants, entry_of, result_of
 from halfulp.interpose import Operation
 from halfulp.runs.results import Progress, no_progress
-
-
-class _Stored(Mapping[str, Tensor]):
-    """Gradients that lie on disk."""
-
-    def __init__(self, tape: Tape, prefix: str, names: Sequence[str]) -> None:
-        self._tape, self._prefix, self._names = tape, prefix, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        found = self._tape.read(self._prefix + name) if name in self._names else None
-        if found is None:
-            raise KeyError(name)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class TwoSides:
@@ -106,10 +88,7 @@ class TwoSides:
         self.of_tokens = a.of_tokens
         self.unseen |= {f"A: {path}": why for path, why in a.interposed.unseen.items()}
         self.unseen |= {f"B: {path}": why for path, why in b.interposed.unseen.items()}
-        kept = None
-        if self.gradients:
-            stored = [_Stored(self._kept, f"{number} {side} ", self._seen) for side in "ab"]
-            kept = stored[0], stored[1]
+        kept = partial(self._both, number) if self.gradients else None
         self.stands.append(Stand(batch, (a.outputs, b.outputs), (a.loss, b.loss), kept))
 
     def _record(self, batch: Any, number: int) -> Outcome:
@@ -278,6 +257,11 @@ class TwoSides:
                 self._kept.write(f"{number} b {name}", mine)
 
         return look
+
+    def _both(self, number: int, name: str) -> tuple[Tensor, Tensor] | None:
+        """A's and B's gradient of a parameter in a batch, from disk."""
+        a, b = (self._kept.read(f"{number} {side} {name}") for side in "ab")
+        return None if a is None or b is None else (a, b)
 
     def compared(self) -> Compared:
         """What is known after all batches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfulp.diff.difference import Difference, OperationGap, reason
-from halfulp.diff.noise import LEVEL
+from halfulp.diff.noise import FAR, LEVEL
 from halfulp.diff.paragraphs import ROWS, chance_text, group_tables, table, wrapped
 from halfulp.diff.steps_wording import after_text
 
@@ -43,7 +43,9 @@ def headline(found: Difference) -> str:
     if found.verdict == "within rounding":
         said = f"halfulp.diff: {a} and {b} differ within rounding{chance}, on {over}"
         if found.first is not None and found.first.beyond:
-            said += ", as a whole; one operation differs by more"
+            more = sum(x.beyond for x in found.operations)
+            which = "one operation differs" if more == 1 else f"{more} operations differ"
+            said += f", as a whole; {which} by more"
         return f"{said}."
     if found.verdict == "unknown":
         return (
@@ -67,7 +69,8 @@ def _sizes(found: Difference, width: int) -> str:
             f" ({'leans' if found.lean_p < LEVEL else 'no lean'}, p = {chance_text(found.lean_p)})"
         )
     if found.ratio is not None:
-        said += f"; {found.ratio:.3g} × what rounding in A's formats makes"
+        times = f"{found.ratio:.3g}" if found.ratio < 0.99 * FAR else f"{FAR:g} or more"
+        said += f"; {times} × what rounding in A's formats makes"
     known = [(x, y) for x, y in found.losses if x is not None and y is not None]
     if known:
         a, b = (sum(side) / len(known) for side in zip(*known, strict=True))
