@@ -82,6 +82,7 @@ def main():
             for side in (a, b):
                 run(side, batch, gradients=gradients)
             for _ in range(asked.rounds):
+                model.zero_grad(set_to_none=True)
                 gc.collect()
                 base = resident()
                 began = clocks()
