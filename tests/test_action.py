@@ -111,4 +111,6 @@ def test_every_cause_has_a_code_and_a_page_of_its_own():
         assert f"Reports know it as `{key}`." in " ".join(text.split())
         for part in ("## Seen in public", "## How to mend it", "```diff\n-", "\n+"):
             assert part in text
+        if re.match("HU[13]|HU50", code):  # another arithmetic, which prescribe has, may end it
+            assert "`halfulp prescribe` [tries](../prescribe.md#what-is-tried)" in text
         assert f"| [{code}]({code}.md) | {CAUSES[key].name} |" in listed
