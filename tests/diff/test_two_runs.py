@@ -149,7 +149,8 @@ def test_steps_after_a_checkpoint_are_those_of_the_run(runs, name):
 
 def test_runs_are_trained_on_from_a_checkpoint(runs, capsys):
     line = ["--workload", "my.py:scheduled", "--at", "2", "--steps", "2", "--json", "steps.json"]
-    assert main(["diff", "real", "parts", *line]) == 0
+    assert main(["diff", "real", "parts", *line, "--html", "steps.html"]) == 0
+    assert "Both sides trained by AdamW" in (runs / "steps.html").read_text()
     said = " ".join(capsys.readouterr().out.split())
     assert "accumulation: 2 → 3" in said
     found = json.loads(Path("steps.json").read_text())

@@ -28,9 +28,7 @@ def diff_page(plain: Mapping[str, Any], said: str, command: str) -> str:
         {"heading": "What carries the gap", "finding": "", "blocks": [_groups(plain)]},
         {"heading": "Operations that differ", "finding": "", "blocks": [_operations(plain)]},
     ]
-    if plain["after"] is not None:
-        blocks = [_steps(plain["after"])]
-        sections.append({"heading": "After some steps", "finding": "", "blocks": blocks})
+    sections += _after(plain)
     title = f"{plain['names'][0]} and {plain['names'][1]}"
     shown = [section for section in sections if section["finding"] or section["blocks"][0]["rows"]]
     return page(title, LEAD, shown, footer=f"Repeat everything on this page: {command}")
@@ -74,6 +72,7 @@ def runs_page(plain: Mapping[str, Any], said: str, command: str) -> str:
         if plain[key] is not None:
             shown = [x for x in (_groups(plain[key]), _operations(plain[key])) if x["rows"]]
             sections.append({"heading": heading, "finding": "", "blocks": shown})
+            sections += _after(plain[key])
     title = f"{plain['names'][0]} and {plain['names'][1]}"
     return page(title, LEAD, sections, footer=f"Repeat everything on this page: {command}")
 
@@ -116,6 +115,15 @@ def _operations(plain: Mapping[str, Any]) -> dict[str, Any]:
         "rows": rows,
         "caption": "leans: the mean of own along A's rows, as a share of them, and its t.",
     }
+
+
+def _after(plain: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The section of both sides' training, if they were trained."""
+    after = plain["after"]
+    if after is None:
+        return []
+    blocks = [x for x in (_steps(after), _groups(after)) if x["rows"]]
+    return [{"heading": "After some steps", "finding": "", "blocks": blocks}]
 
 
 def _steps(after: Mapping[str, Any]) -> dict[str, Any]:
