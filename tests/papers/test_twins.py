@@ -191,9 +191,7 @@ def planted_lab(
             line = [slope * (step + 0.1 * seed) for step in range(1, 7)]
             values = tuple(x + wobble.get(name, 0.0) * (-1) ** i for i, x in enumerate(line))
             drifts.append(drift(seed, values, name))
-    return Lab(
-        seeds=seeds, kept={"drift": DriftResult(CompareResult(tuple(drifts), "command"), {})}
-    )
+    return Lab(seeds=seeds, kept={"drift": DriftResult(CompareResult(tuple(drifts), "command"))})
 
 
 AS_IN_THE_PAPER = {
@@ -241,7 +239,7 @@ def test_a_slope_that_cannot_be_told_from_zero_is_not_compared() -> None:
         else one
         for one in drifts
     ]
-    lab.kept["drift"] = DriftResult(CompareResult(tuple(turned), "command"), {})
+    lab.kept["drift"] = DriftResult(CompareResult(tuple(turned), "command"))
     plain, other = (run_claims(["B8a"], lab=x)[0] for x in (planted_lab(AS_IN_THE_PAPER, {}), lab))
     assert "flash's is steeper by -0.05" in plain.measured
     assert "cannot be told from 0" in other.measured

@@ -24,7 +24,7 @@ from halfulp.attention import emulate
 from halfulp.isolate.rule import RULE, Outcome, judge
 from halfulp.recipes import RECIPES, Recipe
 from halfulp.runs.parallel import run_jobs
-from halfulp.runs.results import Figure, Progress, Series, no_progress, plain_numbers
+from halfulp.runs.results import Figure, Progress, Series, plain_numbers
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionFunction, attention_function
 from halfulp.training.config import LayerTask
@@ -74,9 +74,7 @@ def run_failure(
     record_every: int = 50,
     *,
     task: LayerTask | None = None,
-    label: str | None = None,
     folder: Path | None = None,
-    progress: Progress | None = None,
 ) -> FailureRun:
     """Train the layer once, on one thread, and say what became of it.
 
@@ -88,9 +86,7 @@ def run_failure(
         steps: optimizer steps.
         record_every: steps between two points of the curves.
         task: sizes and learning rate.
-        label: the run's name in the result; by default that of the attention.
         folder: where to write the run; None trains in memory.
-        progress: called at every recorded point.
 
     Raises:
         ValueError: the attention is not known or a number is out of range.
@@ -107,21 +103,15 @@ def run_failure(
         metrics_every=record_every,
         measure_every=0,
     )
-    label, report = label or name, progress or no_progress
     with one_thread():
-        run = train(
-            config,
-            folder,
-            own=own,
-            progress=lambda done, said: report(done, f"{label}, seed {seed}, {said}"),
-        )
+        run = train(config, folder, own=own)
     if run.status == "interrupted":
         raise KeyboardInterrupt
     broke_at = run.steps[-1] if run.status == "failed" else None
     drawn = {curve: run.curve(curve) for curve in CURVES}
     outcome, reason = judge(drawn["loss"], drawn["mean_score"], broke_at)
     return FailureRun(
-        label, seed, run.steps, **drawn, broke_at=broke_at, outcome=outcome, reason=reason
+        name, seed, run.steps, **drawn, broke_at=broke_at, outcome=outcome, reason=reason
     )
 
 
@@ -229,9 +219,8 @@ def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
     return Series(name, tuple(steps), median, low, high)
 
 
-_Job: TypeAlias = tuple[AttentionChoice, int, int, int, LayerTask | None, Path | None]
-
-
-def _run(job: _Job) -> FailureRun:
+def _run(
+    job: tuple[AttentionChoice, int, int, int, LayerTask | None, Path | None],
+) -> FailureRun:
     attention, seed, steps, record_every, task, folder = job
     return run_failure(attention, seed, steps, record_every, task=task, folder=folder)

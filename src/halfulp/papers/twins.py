@@ -91,12 +91,9 @@ PAPER = (FLASH, INITIALIZATION, *LOW_PRECISION, REPEATED)
 
 @dataclass(frozen=True)
 class DriftResult:
-    """The drifts of one workload, what the paper's ratio comes to, and the folders of the runs by
-    kind and seed.
-    """
+    """The drifts of one workload, and what the paper's ratio comes to."""
 
     compared: CompareResult
-    folders: dict[tuple[str, int], Path]
 
     def ratio(self, low_precision: str) -> Interval:
         """How many times as steep the drift of low precision is as that of flash attention."""
@@ -188,7 +185,7 @@ def measure_drift(
             for seed in seeds
             for kind in kinds
         }
-        train_all(list(jobs.values()), workers, progress)
+        run_jobs(_train, list(jobs.values()), workers=workers, progress=progress)
         folders = {key: path for key, (_, path) in jobs.items()}
         drifts = [
             _drift(pair, seed, folders[pair.baseline, seed], folders[pair.run, seed])
@@ -196,16 +193,7 @@ def measure_drift(
             for seed in seeds
         ]
     caption = "Checkpoints of twin runs that share their data; each trained on one thread."
-    return DriftResult(CompareResult(tuple(drifts), command, caption), folders)
-
-
-def train_all(
-    jobs: Sequence[tuple[RunConfig, Path]], workers: int = 2, progress: Progress | None = None
-) -> None:
-    """Train every configuration into its folder, each on one thread; a run that is done already is
-    left as it is.
-    """
-    run_jobs(_train, jobs, workers=workers, progress=progress)
+    return DriftResult(CompareResult(tuple(drifts), command, caption))
 
 
 def _train(job: tuple[RunConfig, Path]) -> None:
