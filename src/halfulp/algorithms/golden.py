@@ -13,8 +13,8 @@ from torch import Tensor
 from halfulp.algorithms.problem import divisor_of, shift_of
 from halfulp.calls import Call, Dropout, Gradients, Result, Sees
 
-# fp64 scores of one head held at once: 4 MiB a matrix, a handful of matrices in the cache
-CHUNK_ELEMENTS = 2**19
+# fp64 scores held at once: 512 KiB a matrix, so that all of them stay in a core's cache
+CHUNK_ELEMENTS = 2**16
 
 
 def golden(call: Call, grad_out: Tensor | None = None, grad_lse: Tensor | None = None) -> Result:
@@ -23,46 +23,66 @@ def golden(call: Call, grad_out: Tensor | None = None, grad_lse: Tensor | None =
 
     δ is rowsum(dP ∘ P), free of O's rounding. Fully masked rows: out 0, lse −inf, gradients 0.
     Inputs are taken as they are (any float dtype) and results are float64. Memory beside inputs and
-    results: a few blocks of 2¹⁹ scores.
+    results: a few blocks of 2¹⁶ scores.
     """
     q, k, v = call.query.double(), call.key.double(), call.value.double()
-    do = None if grad_out is None else grad_out.double()
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_zeros(q.shape[:3])
-    learned = (
+    batch, heads, key_heads, groups = *q.shape[:2], k.shape[1], call.groups
+
+    def by_key_head(x: Tensor) -> Tensor:
+        """`[B, H, ...]` → `[B·H_k, heads of queries that share a key head, ...]`"""
+        return x.reshape(batch * key_heads, groups, *x.shape[2:])
+
+    out = q.new_empty(batch * key_heads, groups, q.shape[2], v.shape[3])
+    lse = q.new_empty(out.shape[:-1])
+    sinks, mask = (
         None if x is None or x.dtype == torch.bool else torch.zeros_like(x, dtype=torch.float64)
         for x in (call.sinks, call.sees.mask)
     )
-    grads = Gradients(*(torch.zeros_like(x) for x in (q, k, v)), *learned)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            head, of_key = _Head.of(call, b, h), (b, h // call.groups)
-            for rows, cols in _blocks(call):
-                operands = (q[b, h, rows], k[of_key][cols], v[of_key][cols])
-                d_out, d_lse = (None if x is None else x[b, h, rows] for x in (do, grad_lse))
-                out[b, h, rows], lse[b, h, rows], part = head.block(
-                    rows, cols, *operands, d_out, d_lse
-                )
-                if part is None:
-                    continue
-                grads.query[b, h, rows] = part.query
-                grads.key[of_key][cols] += part.key
-                grads.value[of_key][cols] += part.value
-                if grads.sinks is not None and part.sinks is not None:
-                    grads.sinks[h] += part.sinks
-                if grads.mask is not None and part.mask is not None:
-                    tile = Sees(mask=_of_head(grads.mask, b, h)).tile(rows, cols)
-                    tile += part.mask.sum_to_size(tile.shape)
-    if do is None:
+    by_sink = None if sinks is None else lse.new_zeros(lse.shape[:2])
+    k, v, q = k.flatten(0, 1), v.flatten(0, 1), by_key_head(q)
+    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    given = [None if x is None else by_key_head(x.double()) for x in (grad_out, grad_lse)]
+    for own in _own(call):
+        part = _Heads.of(call, own)
+        for rows, cols in _blocks(call):
+            do, d_lse = (None if x is None else x[own][:, :, rows] for x in given)
+            operands = (q[own][:, :, rows], k[own][:, cols], v[own][:, cols])
+            out[own][:, :, rows], lse[own][:, :, rows], grads = part.block(
+                rows, cols, *operands, do, d_lse
+            )
+            if grads is None:
+                continue
+            dq[own][:, :, rows] = grads.query
+            dk[own][:, cols] += grads.key
+            dv[own][:, cols] += grads.value
+            if by_sink is not None and grads.sinks is not None:
+                by_sink[own] += grads.sinks
+            if mask is not None and grads.mask is not None:
+                tile = Sees(mask=_of_heads(mask, call, own)).tile(rows, cols)
+                tile += grads.mask[0].sum_to_size(tile.shape)
+    out, lse, dq = (x.view(batch, heads, *x.shape[2:]) for x in (out, lse, dq))
+    if grad_out is None:
         return Result(out, lse)
-    return Result(out, lse, grads.query, grads.key, grads.value, grads.sinks, grads.mask)
+    sinks = None if by_sink is None else by_sink.view(batch, heads).sum(0)
+    dk, dv = (x.view(batch, key_heads, *x.shape[1:]) for x in (dk, dv))
+    return Result(out, lse, dq, dk, dv, sinks, mask)
+
+
+def _own(call: Call) -> Iterator[slice]:
+    """Which key heads of all batch entries are computed at once: one where a mask is, whose parts
+    need no copies then.
+    """
+    total = call.key.shape[0] * call.key.shape[1]
+    scores = call.groups * call.query.shape[2] * call.key.shape[2]
+    step = 1 if call.sees.mask is not None else max(1, CHUNK_ELEMENTS // max(1, scores))
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
 def _blocks(call: Call) -> Iterator[tuple[slice, slice]]:
     """Blocks of query rows, each with the keys that one of them sees, at least one."""
     n, n_k = call.query.shape[2], call.key.shape[2]
     least, greatest = call.bounds
-    at_once = max(1, CHUNK_ELEMENTS // max(1, n_k))
+    at_once = max(1, CHUNK_ELEMENTS // max(1, n_k * call.groups))
     for start in range(0, n, at_once):
         rows = slice(start, min(start + at_once, n))
         stop = n_k if greatest is None else max(1, min(rows.stop + greatest, n_k))
@@ -70,29 +90,32 @@ def _blocks(call: Call) -> Iterator[tuple[slice, slice]]:
         yield rows, slice(min(first, stop - 1), stop)
 
 
-def _of_head(mask: Tensor, b: int, h: int) -> Tensor:
-    """The `[N or 1, N_k or 1]` part of one head, a view."""
+def _of_heads(mask: Tensor, call: Call, own: slice) -> Tensor:
+    """The `[groups or 1, N or 1, N_k or 1]` part of one key head, a view."""
+    b, h = divmod(own.start, call.key.shape[1])
     mask = mask[(None,) * (4 - mask.ndim)]
-    return mask[min(b, mask.shape[0] - 1), min(h, mask.shape[1] - 1)]
+    of_batch = mask[min(b, mask.shape[0] - 1)]
+    heads = slice(h * call.groups, (h + 1) * call.groups)
+    return of_batch if of_batch.shape[0] == 1 else of_batch[heads]
 
 
-class _Head(NamedTuple):
-    """One head of one batch entry."""
+class _Heads(NamedTuple):
+    """Some key heads, each with the heads of queries that share it."""
 
     call: Call
     sees: Sees
-    sink: Tensor | None  # a number
-    number: Tensor  # b·H + h, which dropout counts by
+    sinks: Tensor | None  # `[key heads, groups, 1, 1]`
+    numbers: Tensor  # `[key heads, groups]`, b·H + h, which dropout counts by
 
     @classmethod
-    def of(cls, call: Call, b: int, h: int) -> _Head:
-        sees, mask = call.sees, call.sees.mask
-        own = Sees(
-            sees.causal, sees.window, sees.offset, None if mask is None else _of_head(mask, b, h)
-        )
-        sink = None if call.sinks is None else call.sinks[h].double()
-        number = torch.tensor(b * call.query.shape[1] + h, device=call.query.device)
-        return cls(call, own, sink, number)
+    def of(cls, call: Call, own: slice) -> _Heads:
+        sees, (batch, heads) = call.sees, call.query.shape[:2]
+        if sees.mask is not None:
+            sees = Sees(sees.causal, sees.window, sees.offset, _of_heads(sees.mask, call, own))
+        numbers = torch.arange(batch * heads, device=call.query.device)
+        numbers = numbers.view(-1, call.groups)[own]
+        sinks = None if call.sinks is None else call.sinks.double()[numbers % heads, None, None]
+        return cls(call, sees, sinks, numbers)
 
     def block(
         self,
@@ -104,43 +127,46 @@ class _Head(NamedTuple):
         do: Tensor | None,
         d_lse: Tensor | None,
     ) -> tuple[Tensor, Tensor, Gradients | None]:
-        """Out and lse of a block of query rows, all the keys that it sees at hand; with `do` its
-        part of the gradients, that of the mask `[rows, cols]`.
+        """Out and lse of a block of query rows `[key heads, groups, rows, D]`, all the keys
+        `[key heads, N_k, D]` that it sees at hand; with `do` its part of the gradients, that of the
+        mask `[..., rows, cols]`.
         """
-        call, slope = self.call, None
-        s = (q @ k.mT).mul_(call.scale)
+        call, slope, split = self.call, None, q.shape[:3]
+        q = q.flatten(1, 2)  # heads that share keys are so many more rows
+        s = (q @ k.mT).mul_(call.scale).view(*split, k.shape[1])
         if call.softcap:
             t = torch.tanh(s / call.softcap)
             s, slope = t * call.softcap, 1 - t * t
         p = self.sees.apply(s, rows, cols, 1.0)
         m = p.amax(-1, keepdim=True)
-        if self.sink is not None:
-            m = torch.maximum(m, self.sink)
+        if self.sinks is not None:
+            m = torch.maximum(m, self.sinks)
         p = p.sub_(shift_of(m)).exp_()
         l = p.sum(-1, keepdim=True)
-        of_sink = None if self.sink is None else (self.sink - shift_of(m)).exp()
+        of_sink = None if self.sinks is None else (self.sinks - shift_of(m)).exp()
         l = l if of_sink is None else l + of_sink
         lse = (m + l.log()).squeeze(-1)
         p /= divisor_of(l, m)
         factor = None if call.dropout is None else self._kept(call.dropout, rows, cols)
-        kept = p if factor is None else p * factor
-        out = kept @ v
+        kept = (p if factor is None else p * factor).flatten(1, 2)
+        out = (kept @ v).view(*split, v.shape[2])
         if do is None:
             return out, lse, None
+        do = do.flatten(1, 2)
         dv = kept.mT @ do
-        dp = do @ v.mT
+        dp = (do @ v.mT).view(*split, v.shape[1])
         dp = dp if factor is None else dp * factor
         delta = (dp * p).sum(-1, keepdim=True)
         if d_lse is not None:
-            delta -= torch.where(lse == -torch.inf, 0.0, d_lse.double())[:, None]
+            delta -= torch.where(lse == -torch.inf, 0.0, d_lse)[..., None]
         if of_sink is not None:
-            of_sink = -(of_sink / divisor_of(l, m) * delta).sum()
+            of_sink = -(of_sink / divisor_of(l, m) * delta).sum((2, 3))
         of_mask = ds = dp.sub_(delta).mul_(p)
-        ds = ds if slope is None else ds * slope
-        dq, dk = (ds @ k).mul_(call.scale), (ds.mT @ q).mul_(call.scale)
-        return out, lse, Gradients(dq, dk, dv, of_sink, of_mask)
+        ds = (ds if slope is None else ds * slope).flatten(1, 2)
+        dq = (ds @ k).mul_(call.scale).view(*split, k.shape[2])
+        return out, lse, Gradients(dq, (ds.mT @ q).mul_(call.scale), dv, of_sink, of_mask)
 
     def _kept(self, dropout: Dropout, rows: slice, cols: slice) -> Tensor:
         """What dropout multiplies the weights by."""
         queries = self.call.query.shape[2]
-        return dropout.keep(self.number, rows, cols, queries).double() * dropout.scale
+        return dropout.keep(self.numbers, rows, cols, queries).double() * dropout.scale

@@ -9,6 +9,7 @@ that make the tensor up, so that fp32 dust is never compared with zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from halfulp.audit.inputs import Inputs
 from halfulp.audit.probes import Probe
 from halfulp.calls import Result
-from halfulp.formats import BF16, FP16, FP32, Format, ulp
+from halfulp.formats import BF16, FP16, FP32, Format
+from halfulp.formats.general import power_of_two_below
 
 FORMAT_OF: dict[torch.dtype, Format] = {
     torch.bfloat16: BF16,
@@ -229,41 +231,36 @@ def measure(
         got, exact = getattr(result, name), getattr(truth, name)
         if got is None or exact is None:
             continue
-        got = got.double()
-        representable = exact.abs() <= fmt.max  # neither NaN nor infinite
-        # a sum is finite where its terms are, and takes one pass
-        bad = 0 if math.isfinite(got.sum()) else int((~got.isfinite() & representable).sum())
         if name == "lse":
-            bad = int(
-                (
-                    got.isnan()
-                    | (got == torch.inf)
-                    | ((got == -torch.inf) != (exact == -torch.inf))
-                ).sum()
+            got = got.double()
+            wrong = (
+                got.isnan() | (got == torch.inf) | ((got == -torch.inf) != (exact == -torch.inf))
             )
-        if bad:
-            nonfinite[name] = bad
+            if wrong.any():
+                nonfinite[name] = int(wrong.sum())
+            else:
+                figures.append(_lse_figure(got, exact, fmt))
             continue
-        if name == "lse":
-            figures.append(_lse_figure(got, exact, fmt))
+        seen = _compared(got, exact, fmt, leans=not alone)
+        if seen.bad:
+            nonfinite[name] = seen.bad
             continue
-        difference = got - exact
-        if not representable.all():
-            difference = torch.where(representable, difference, 0.0)
-        allowed = _allowed(name, exact, noise)
-        label = f"{SHORT[name]} error"
-        figures.append(
-            plain_figure(
-                label, name, difference, exact, getattr(noise, name), allowed, fmt.unit_roundoff
-            )
+        own = getattr(noise, name)
+        # what rounding the result itself, and for dQ and dK rounding O, may do
+        allowed = (seen.size, getattr(noise.delta, name, torch.zeros_like(seen.size)))
+        label, terms = f"{SHORT[name]} error", exact.shape[2] * exact.shape[3]
+        figure = plain_figure(
+            label, name, seen.error, seen.size, terms, own, allowed, fmt.unit_roundoff
         )
-        peak = _peak(got, difference, exact, fmt.unit_roundoff, figures[-1])
-        figures[-1] = replace(figures[-1], peak=peak)
+        figures.append(replace(figure, peak=_peak(got, exact, seen, fmt.unit_roundoff, figure)))
         if alone:
             continue
-        leans.append(Lean(name, lean_along(difference, exact, getattr(noise, name), fmt)))
+        leans.append(Lean(name, _lean(seen.along, seen.size, own, fmt)))
         if in_ulps:
-            ulps[name] = error_in_ulps(difference, exact, fmt)
+            off = got.double().sub_(exact)
+            if not bool((seen.largest <= fmt.max).all()):  # beyond there is no ulp to be off by
+                off.masked_fill_(~(exact.abs() <= fmt.max), 0.0)
+            ulps[name] = error_in_ulps(off, exact, fmt)
     if not alone:
         figures += _sums(result, truth, noise, x, fmt, probe, nonfinite)
     if probe is not None and probe.judged_by is not None:
@@ -274,38 +271,69 @@ def measure(
     return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """One tensor of a result against golden, per head `[S]`."""
+
+    bad: int  # elements that are not finite where golden is; then nothing else counts
+    error: Tensor
+    size: Tensor
+    largest: Tensor  # of golden's finite elements
+    peak: Tensor
+    at: Tensor
+    along: Tensor  # the error's projection on golden, not divided
+
+
+_AT_ONCE = 2**15
+"""Elements that are compared at once: what stays in a core's cache takes a quarter of the time."""
+
+
+def _slabs(samples: int, terms: int) -> Iterator[slice]:
+    step = max(1, _AT_ONCE // max(1, terms))
+    return (slice(start, start + step) for start in range(0, samples, step))
+
+
+def _compared(got: Tensor, exact: Tensor, fmt: Format, leans: bool) -> _Compared:
+    got, exact = (x.flatten(2).flatten(0, 1) for x in (got, exact))
+    bad, parts = 0, []
+    for slab in _slabs(*exact.shape):
+        truth = exact[slab]
+        off, size = got[slab].double().sub_(truth), truth.abs()
+        largest = size.amax(1)
+        if not bool((largest <= fmt.max).all()):  # golden is infinite, NaN, or overflows
+            off.masked_fill_(~(size <= fmt.max), 0.0)
+            largest = size.nan_to_num_(0.0, 0.0).amax(1)
+        error = torch.linalg.vector_norm(off, dim=1)
+        if not math.isfinite(error.sum()):
+            bad += int((~off.isfinite()).sum())
+        along = (off * truth).sum(1) if leans else error
+        size = torch.linalg.vector_norm(truth, dim=1)
+        parts.append((error, size, largest, *off.abs_().max(1), along))
+    return _Compared(bad, *map(torch.cat, zip(*parts, strict=True)))
+
+
 def _norm(x: Tensor) -> Tensor:
     """`[B, H, ...]` → `[B·H]` Euclidean norms."""
-    return x.flatten(2).square().sum(-1).sqrt().flatten()
+    norm: Tensor = torch.linalg.vector_norm(x.flatten(2), dim=-1)
+    return norm.flatten()
 
 
 def plain_figure(
     name: str,
     tensor: str,
-    difference: Tensor,
-    exact: Tensor,
+    error: Tensor,
+    size: Tensor,
+    terms: float,
     noise: Tensor,
     allowed: tuple[Tensor, Tensor],
     u: float,
 ) -> Figure:
-    """`allowed` is (own, through δ), in unit roundoffs `u` as `noise` is."""
-    slack = noise * (u * _SLACK) + _TINY * (difference.numel() / noise.numel()) ** 0.5
+    """Of norms of the error and of golden `[S]` over so many `terms`; `allowed` is (own, through
+    δ), in unit roundoffs `u` as `noise` is.
+    """
+    slack = noise * (u * _SLACK) + _TINY * terms**0.5
     own, through_delta = (_ROUNDING * u * x for x in allowed)
-    return Figure(
-        name,
-        tensor,
-        _norm(difference),
-        slack,
-        own,
-        through_delta,
-        torch.maximum(_norm(exact), noise),
-    )
-
-
-def _allowed(name: str, exact: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """What rounding the result itself, and for dQ and dK rounding O, may do."""
-    own = _norm(exact)
-    return own, getattr(noise.delta, name, torch.zeros_like(own))
+    return Figure(name, tensor, error, slack, own, through_delta, torch.maximum(size, noise))
 
 
 def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
@@ -333,17 +361,13 @@ def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
     )
 
 
-def _peak(got: Tensor, difference: Tensor, exact: Tensor, u: float, figure: Figure) -> Peak:
-    error, at = difference.abs().flatten(2).flatten(0, 1).max(-1)
+def _peak(got: Tensor, exact: Tensor, seen: _Compared, u: float, figure: Figure) -> Peak:
     there, expected = (
-        x.flatten(2).flatten(0, 1).gather(1, at[:, None])[:, 0] for x in (got, exact)
+        x.flatten(2).flatten(0, 1).gather(1, seen.at[:, None])[:, 0].double() for x in (got, exact)
     )
-    largest = exact.abs().flatten(2).amax(-1).flatten()
-    if not math.isfinite(largest.sum()):
-        largest = torch.where(exact.isfinite(), exact, 0.0).abs().flatten(2).amax(-1).flatten()
-    natural = figure.through_delta / (difference.shape[2] * difference.shape[3]) ** 0.5
-    own = torch.stack([u * largest, figure.slack, natural]).amax(0)
-    return Peak(error, own, at, there, expected, tuple(difference.shape))
+    natural = figure.through_delta / (exact.shape[2] * exact.shape[3]) ** 0.5
+    own = torch.stack([u * seen.largest, figure.slack, natural]).amax(0)
+    return Peak(seen.peak, own, seen.at, there, expected, tuple(exact.shape))
 
 
 def excess(got: Figure, stock: Figure) -> Tensor:
@@ -356,26 +380,36 @@ def excess(got: Figure, stock: Figure) -> Tensor:
 
 
 def lean_along(difference: Tensor, exact: Tensor, noise: Tensor, fmt: Format) -> Tensor:
+    """Per sample of `[S, 1, ...]`, the projection of the error on golden over golden, in unit
+    roundoffs.
+    """
+    return _lean((difference * exact).flatten(1).sum(1), _norm(exact), noise, fmt)
+
+
+def _lean(along: Tensor, size: Tensor, noise: Tensor, fmt: Format) -> Tensor:
     """0 where the golden value is itself no larger than rounding noise: there is nothing to lean
     along.
     """
-    power = exact.flatten(2).square().sum(-1).flatten()
-    along = (difference * exact).flatten(2).sum(-1).flatten()
-    return (
-        torch.where(
-            power > (noise * fmt.unit_roundoff).square(), along / power.clamp_min(1e-300), 0.0
-        )
-        / fmt.unit_roundoff
-    )
+    there = size > noise * fmt.unit_roundoff
+    return torch.where(there, along / size.square().clamp_min(1e-300), 0.0) / fmt.unit_roundoff
 
 
 def error_in_ulps(difference: Tensor, exact: Tensor, fmt: Format) -> tuple[float, float, float]:
     """Mean |error|, largest |error| and mean error along the golden value's sign, in ulps of it; of
     1/16 of the tensor's RMS where it is smaller.
     """
-    rms = exact.square().mean().sqrt()
-    steps = difference / ulp(exact.abs().clamp_min(rms / 16), fmt).double()
-    return float(steps.abs().mean()), float(steps.abs().max()), float((steps * exact.sign()).mean())
+    least = float(torch.linalg.vector_norm(exact)) / exact.numel() ** 0.5 / 16
+    least, most = max(least, fmt.min_normal), 2.0**fmt.max_exponent
+    parts = []
+    slabs = (torch.split(x.flatten(), _AT_ONCE) for x in (difference, exact))
+    for off, truth in zip(*slabs, strict=True):
+        # an ulp is 2^-mantissa_bits of this
+        steps = off / power_of_two_below(truth.abs().clamp_min_(least)).clamp_(max=most)
+        signed = torch.dot(steps, truth.sign())
+        parts.append(torch.stack([steps.abs_().sum(), steps.max(), signed]))
+    found = torch.stack(parts) * 2.0**fmt.mantissa_bits
+    total, largest, signed = found[:, 0].sum(), found[:, 1].max(), found[:, 2].sum()
+    return float(total) / exact.numel(), float(largest), float(signed) / exact.numel()
 
 
 def _sums(
@@ -401,14 +435,9 @@ def _sums(
         got, exact = getattr(result, name), getattr(truth, name)
         if got is None or exact is None or name in bad or not whole:
             continue
-        difference, of_exact = (
-            (got.double() - exact).sum(2, keepdim=True),
-            exact.sum(2, keepdim=True),
-        )
-        scale = getattr(noise, name)
-        found.append(
-            plain_figure(label, name, difference, of_exact, scale, allowed[name], fmt.unit_roundoff)
-        )
+        error, size = (_norm(t.sum(2, keepdim=True)) for t in (got.double().sub_(exact), exact))
+        scale, terms, u = getattr(noise, name), exact.shape[3], fmt.unit_roundoff
+        found.append(plain_figure(label, name, error, size, terms, scale, allowed[name], u))
     if (
         probe is not None
         and probe.shared_feature
@@ -416,17 +445,12 @@ def _sums(
         and "grad_query" not in bad
     ):
         along = result.grad_query[..., :1].double() / (x.scale * probe.shared_feature)
-        label, nothing = "row sums of dS (δ's error)", torch.zeros_like(along)
-        through_delta = (torch.zeros_like(noise.row_sums), noise.delta.row_sums)
+        error, scale = _norm(along), noise.row_sums
+        label = "row sums of dS (δ's error)"
         found.append(
             plain_figure(
-                label,
-                "grad_query",
-                along,
-                nothing,
-                noise.row_sums,
-                through_delta,
-                fmt.unit_roundoff,
+                label, "grad_query", error, torch.zeros_like(error), along.shape[2], scale,
+                (torch.zeros_like(scale), noise.delta.row_sums), fmt.unit_roundoff,
             )
-        )
+        )  # fmt: skip
     return found

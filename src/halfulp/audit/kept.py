@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from halfulp import __version__, native
 from halfulp.audit.inputs import Case
+from halfulp.operations import ATTENTION, operation_names
 from halfulp.runs import cache
 from halfulp.runs.machine import bits_of_machine, bits_of_process, source_digest
 from halfulp.runs.values import decoded, encoded
 
 _MADE_BY = (
-    "formats", "recipes", "calls", "algorithms", "attention", "audit", "runs/values.py"
+    "formats", "recipes", "calls", "algorithms", "attention", "operations", "audit",
+    "runs/values.py",
 )  # fmt: skip
 """The sources that decide a reference's bits; the rest of the package may change without a word."""
 
@@ -44,15 +47,37 @@ def _made_by() -> tuple[str, ...]:
     return (*versions, *bits_of_machine())
 
 
+def _lasts(case: Case) -> bool:
+    """Whether it is kept: not of an operation in a user's folder, whose files are nobody's."""
+    ours = case.operation in (ATTENTION, *operation_names())
+    return ours and cache.folder() is not None
+
+
 def read(case: Case, kind: type[T]) -> T | None:
     """What was kept of a case, None where nothing is that has this form."""
-    found = cache.read(name_of(case)) if cache.folder() is not None else None
-    return None if found is None else decoded(kind, *found)
+    found = cache.read(name_of(case)) if _lasts(case) else None
+    if found is None:
+        return None
+    try:
+        plain, shapes = found[0]["value"], found[0]["shapes"]
+        tensors: dict[str, Tensor] = {}
+        for dtype, whole in found[1].items():
+            own = shapes[dtype]
+            parts = torch.split(whole, [math.prod(shape) for shape in own.values()])
+            tensors |= {n: x.view(own[n]) for n, x in zip(own, parts, strict=True)}
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
+        return None
+    return decoded(kind, plain, tensors)
 
 
 def write(case: Case, value: Any) -> None:
     """Keep a dataclass of tensors, numbers, texts, tuples, dictionaries and dataclasses."""
-    if cache.folder() is not None:
+    if _lasts(case):
         tensors: dict[str, Tensor] = {}
         plain = encoded(value, tensors)
-        cache.write(name_of(case), plain, tensors)
+        # one tensor a dtype, since a file of a hundred takes longer to read than to compute
+        shapes: dict[str, dict[str, list[int]]] = {}
+        for name, x in tensors.items():
+            shapes.setdefault(str(x.dtype), {})[name] = [*x.shape]
+        whole = {d: torch.cat([tensors[n].flatten() for n in own]) for d, own in shapes.items()}
+        cache.write(name_of(case), {"value": plain, "shapes": shapes}, whole)

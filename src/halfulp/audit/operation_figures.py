@@ -40,30 +40,51 @@ _DUST = 2.0**-7  # of a unit roundoff: what fp32 in any order may make
 
 
 @dataclass(frozen=True)
+class OperationStandard:
+    """What rounding makes of one case: kept on disk."""
+
+    noise: dict[str, Tensor]  # root mean square an element, every step rounded by 1, by row
+    stock: Measured
+    floor: Measured
+
+
+@dataclass(frozen=True)
 class OperationReferences:
     """One case's calls and what is known of them."""
 
     inputs: OperationCalls
     probe: OperationProbe
     truth: Tensors  # fp64, `[calls, ...]`
-    noise: Tensors  # root mean square an element of what rounding every step by 1 makes, by row
-    stock: Measured
-    floor: Measured
+    standard: OperationStandard
+
+    @property
+    def noise(self) -> Tensors:
+        """The natural noise of every tensor."""
+        return self.standard.noise
+
+    @property
+    def stock(self) -> Measured:
+        """The stock recipe's figures."""
+        return self.standard.stock
+
+    @property
+    def floor(self) -> Measured:
+        """The floor's figures."""
+        return self.standard.floor
 
     def measure(self, result: OperationResult) -> Measured:
         """What is measured of a target's result on this case."""
         return _measured(result.tensors, self.inputs, self.truth, self.noise)
 
 
-def operation_references(calls: OperationCalls, probe: OperationProbe) -> OperationReferences:
-    """Golden, natural noise, stock and floor of some calls."""
-    truth = defined(calls)
+def operation_standard(calls: OperationCalls, truth: Tensors) -> OperationStandard:
+    """Natural noise, stock and floor of some calls."""
     noise = _natural_noise(calls, truth)
     stock, floor = (
         _measured(emulated(calls, recipe), calls, truth, noise)
         for recipe in (calls.operation.stock, calls.operation.floor)
     )
-    return OperationReferences(calls, probe, truth, noise, stock, floor)
+    return OperationStandard(noise, stock, floor)
 
 
 def _rows(name: str, calls: OperationCalls, x: Tensor) -> int:
@@ -123,8 +144,9 @@ def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Te
         natural = (dust.square().sum((1, 2)) * size.shape[-1]).sqrt()
         own = size.flatten(2).square().sum(-1).sqrt().flatten()
         allowed = (own * (fmt.unit_roundoff / _unit(calls)), torch.zeros_like(own))
+        error, terms = off.flatten(2).square().sum(-1).sqrt().flatten(), off[0].numel()
         figure = plain_figure(
-            f"{short(name)} error", name, off, size, natural, allowed, _unit(calls)
+            f"{short(name)} error", name, error, own, terms, natural, allowed, _unit(calls)
         )
         peak = _peak(off, size, dust, fmt.unit_roundoff, _unit(calls), got, exact)
         figures.append(replace(figure, peak=peak))

@@ -4,9 +4,10 @@ floor of the format, each measured once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +17,17 @@ from halfulp.attention import emulate, golden
 from halfulp.audit import kept
 from halfulp.audit.figures import Measured, Noise, measure, natural_noise
 from halfulp.audit.inputs import Case, Inputs
-from halfulp.audit.operation_figures import operation_references
+from halfulp.audit.operation_figures import (
+    OperationReferences,
+    OperationStandard,
+    operation_standard,
+)
 from halfulp.audit.probes import Probe, probe_named
-from halfulp.calls import Result
-from halfulp.operations import ATTENTION
+from halfulp.calls import Result, gradients_of
+from halfulp.operations import ATTENTION, OperationCalls, defined
 from halfulp.recipes import Recipe
+
+T = TypeVar("T")
 
 STOCK: dict[str, Recipe] = {
     "bfloat16": recipes.BF16_FLASH2,
@@ -154,23 +161,31 @@ def emulated(x: Inputs, recipe: Recipe) -> Result:
 def _emulated(x: Inputs, recipe: Recipe) -> Result:
     q, k, v = (t.detach().requires_grad_() for t in x.operands)
     out, lse = emulate(q, k, v, recipe=recipe, return_lse=True, **x.options(seeded=True))
-    grads = torch.autograd.grad(out, (q, k, v), x.grad_out)
+    grads = gradients_of([out], [x.grad_out], (q, k, v))
     return Result(out.detach(), lse.detach(), *grads)
 
 
 @lru_cache(maxsize=1024)
 def references(case: Case) -> Any:
     """`References` of a case; their figures are kept in this process and on disk, so that auditing
-    many targets, today or tomorrow, pays for them once. `OperationReferences` of another
-    operation's, which cost little, are kept in this process.
+    many targets, today or tomorrow, pays for them once; `OperationReferences` of another
+    operation's.
     """
-    if case.operation != ATTENTION:
-        return operation_references(calls := case.inputs(), calls.operation.probe(case.probe))
-    standard = kept.read(case, Standard)
-    if standard is None:
-        standard = _standard(case)
-        kept.write(case, standard)
-    return References(case, standard)
+    if case.operation == ATTENTION:
+        return References(case, _kept(case, Standard, lambda: _standard(case)))
+    calls: OperationCalls = case.inputs()
+    truth = defined(calls)
+    standard = _kept(case, OperationStandard, lambda: operation_standard(calls, truth))
+    return OperationReferences(calls, calls.operation.probe(case.probe), truth, standard)
+
+
+def _kept(case: Case, kind: type[T], computed: Callable[[], T]) -> T:
+    """As it is on disk; else computed, and kept there."""
+    found = kept.read(case, kind)
+    if found is None:
+        found = computed()
+        kept.write(case, found)
+    return found
 
 
 def _standard(case: Case) -> Standard:

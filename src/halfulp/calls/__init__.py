@@ -7,7 +7,7 @@ caller of PyTorch's function may hand over, and is the only place that judges ar
 from halfulp.calls.call import TENSORS, Call, Flat
 from halfulp.calls.check import check, check_given, is_causal_bias, scale_of, sees_of
 from halfulp.calls.dropout import Dropout, draw_seed
-from halfulp.calls.returned import Gradients, Result, Saved
+from halfulp.calls.returned import Gradients, Result, Saved, gradients_of
 from halfulp.calls.sees import EVERYTHING, Sees
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check",
     "check_given",
     "draw_seed",
+    "gradients_of",
     "is_causal_bias",
     "scale_of",
     "sees_of",

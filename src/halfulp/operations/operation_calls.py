@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfulp.calls import gradients_of
 from halfulp.operations.operation_data import Operation, Sizes, Tensors
 from halfulp.operations.seam import Change, Rounding, Steps, exactly
 
@@ -122,8 +123,11 @@ def _evaluated(calls: OperationCalls, change: Change, compute: torch.dtype) -> T
         if leaves:
             outs = [results[name.removeprefix("grad_")] for name in calls.grads]
             given = [g[number].to(o.dtype) for g, o in zip(calls.grads.values(), outs, strict=True)]
-            grads = torch.autograd.grad(outs, [x[name] for name in leaves], given)
-            results |= {f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}
+            grads = gradients_of(outs, given, [x[name] for name in leaves])
+            for name, grad in zip(leaves, grads, strict=True):
+                if grad is None:
+                    raise ValueError(f"{operation.name}: no result depends on {name}")
+                results[f"grad_{name}"] = grad
         for name, t in results.items():
             stacked.setdefault(name, []).append(t.detach())
     return {name: torch.stack(parts) for name, parts in stacked.items()}

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from halfulp.calls import gradients_of
 from halfulp.operations import (
     Operation,
     OperationCalls,
@@ -189,9 +190,7 @@ def _differentiated(
             text = f"returns {name.removeprefix('grad_')} of shape {tuple(x.shape)}: expected"
             return Outcome(None, f"{text} {tuple(g.shape)}", "error")
     try:
-        grads = torch.autograd.grad(
-            [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
-        )
+        grads = gradients_of([x for x, _ in pairs], [g.to(x.dtype) for x, g in pairs], leaves)
     except NotImplementedError as error:
         notes = (FORWARD_ONLY, f"backward pass refuses: {one_line(error)}")
         return replace(outcome, notes=notes)

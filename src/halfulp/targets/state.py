@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import gc
 import math
+import operator
 import os
 import random
 import sys
@@ -69,8 +70,10 @@ def _put_back(functions: list[tuple[Any, dict[str, Any]]]) -> list[str]:
     replaced = []
     for owner, before in functions:
         now = vars(owner)
+        # thousands of names after every call, nearly always the same objects
+        if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+            continue
         for name, function in before.items():
-            # thousands of names after every call, nearly always the same objects: that comes first
             current = now.get(name)
             if current is function or not callable(function):
                 continue
