@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from halfulp.audit import Case, Shape, invariants
+from halfulp.audit.diagnosis import diagnose
+from halfulp.audit.gathering import call
 from halfulp.audit.references import references
 from halfulp.audit.relation_replay import RELATIONS
 from halfulp.audit.run import runner
 from halfulp.audit.verdict import LIMITS, beside, errors_of, judge_relation
 from halfulp.targets import Target
+from halfulp.targets.calling import CONSTANT_LSE
 
 SHAPE = Shape(2, 4, 48, 48, 16)
 LEVEL = 1e-3
@@ -142,3 +145,61 @@ def test_a_kernel_without_lse_or_mask_is_not_asked_for_them():
     x = reference.inputs
     for relation in (invariants.split_keys, invariants.padded_keys, invariants.later_chunk):
         assert relation(run, replace(x), run(x)) == []
+
+
+def with_lse_of(factor):
+    """A sound kernel whose lse has so many times its gradient."""
+
+    def call(query, key, value, *, is_causal, scale):
+        out, lse = good(query, key, value, is_causal, scale)
+        still = lse.detach()
+        return out, still if factor is None else still + factor(scale) * (lse - still)
+
+    return call
+
+
+LOST = {"ignored": lambda _: 0.0, "wrong sign": lambda _: -1.0, "without scale": lambda s: 1 / s}
+
+
+@pytest.mark.parametrize("fault", [None, *LOST])
+def test_a_gradient_of_lse_is_asked_for(fault):
+    found = judged("lse in the loss", with_lse_of(LOST.get(fault, lambda _: 1.0)))
+    assert {name for name, (beyond, _, _) in found.items() if beyond} == (
+        {"grad_query", "grad_key"} if fault else set()
+    )
+
+
+def test_an_lse_without_gradient_is_said_and_accuses_nobody():
+    x = references(Case("free_feature", SHAPE)).inputs
+    target = Target.of(with_lse_of(None))
+    run = runner(target)
+    assert invariants.lse_in_the_loss(run, x, run(x)) == []
+    outcome = call(target, replace(x, grad_lse=torch.ones(x.query.shape[:3])), "cpu", False)
+    assert (outcome.kind, outcome.refusal) == ("unsupported", CONSTANT_LSE)
+
+
+def writes_all_but(rows):
+    """A kernel that leaves the rows beyond the last whole tile, every other call, or none."""
+    calls = []
+
+    def kernel(query, key, value, *, is_causal, scale):
+        out, _ = good(query, key, value, is_causal, scale)
+        calls.append(query.shape)
+        n = query.shape[2]
+        left = {"tail": n % 16, "second": 3 * (len(calls) % 2), "none": 0}[rows]
+        written = torch.empty_like(out)
+        written[:, :, : n - left] = out[:, :, : n - left]
+        return written
+
+    return kernel
+
+
+@pytest.mark.parametrize("rows", ["tail", "second", "none"])
+def test_what_is_never_written_shows_in_memory_full_of_nan(rows):
+    x, run = references(Case("free_feature", SHAPE)).inputs, runner(Target.of(writes_all_but(rows)))
+    found = invariants.filled_memory(run, x, run(x))
+    findings = [judge_relation(each, None, LEVEL, LIMITS["bfloat16"]) for each in found]
+    broken = [each for each in findings if each is not None]
+    assert bool(broken) == (rows != "none")
+    assert [d.cause.key for d in diagnose(broken, None)] == ["unwritten"] * bool(broken)
+    assert not torch.are_deterministic_algorithms_enabled()

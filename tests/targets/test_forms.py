@@ -135,6 +135,10 @@ def into_all_but_the_last(q, k, v, out, *, causal=False, sm_scale=None):
     out[:, :, :-1] = good(q, k, v, causal, sm_scale)[0][:, :, :-1]
 
 
+def into_nan(q, k, v, out, *, causal=False, sm_scale=None):
+    out.copy_(q.sum(-1, keepdim=True) * math.nan)
+
+
 def with_lse(q, k, v, out, lse, *, causal=False, sm_scale=None):
     for buffer, x in zip((out, lse), good(q, k, v, causal, sm_scale), strict=True):
         buffer.copy_(x)
@@ -290,7 +294,8 @@ def test_what_is_written_to_is_said_by_its_role():
 
 def test_what_is_never_written_is_said():
     x = [torch.randn(1, 2, 5, 4) for _ in range(3)]
-    for kernel, notes in ((into, ()), (into_all_but_the_last, (UNWRITTEN,))):
+    kernels = {into: (), into_all_but_the_last: (UNWRITTEN,), into_nan: ()}
+    for kernel, notes in kernels.items():
         assert run_target(Target.of(kernel), *x, is_causal=False, scale=None).notes == notes
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from halfulp.audit.figures import short
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.probes import probes_with
 from halfulp.audit.references import references
@@ -99,23 +100,39 @@ def _inputs(trial: Trial) -> Inputs:
     return Inputs(**call, grad_out=trial.grad_out)
 
 
-def diagnose(findings: Sequence[Finding], found: Reconstruction | None) -> tuple[Diagnosis, ...]:
+RELATION_CAUSES = {
+    "same call twice": "unstable",
+    "NaN confined": "nan-escapes",
+    "lse in the loss": "lse-gradient",
+}
+"""What a broken relation is a proof of."""
+
+
+def diagnose(
+    findings: Sequence[Finding], found: Reconstruction | None, unwritten: bool = False
+) -> tuple[Diagnosis, ...]:
     """The causes: of what is not finite, then of the other defects; of stock findings where nothing
-    is worse. Without a reconstruction only what findings themselves prove.
+    is worse. Without a reconstruction only what findings themselves prove. `unwritten`: a tensor
+    for results is known to have been left as it was given.
     """
     defects = tuple(f for f in findings if f.grade == "defect")
     if not defects:
         return _stock(findings, found)
+    left = [f for f in defects if f.property.startswith("memory full of NaN")]
+    if unwritten or left:  # it explains the rest, or hides what does
+        tensors = ", ".join(dict.fromkeys(short(f.tensor) for f in left)) or "O"
+        text = f"{tensors}: what memory held before shows in the results"
+        return (Diagnosis(CAUSES["unwritten"], text),)
+    causes: list[Diagnosis] = []
+    for name, key in RELATION_CAUSES.items():
+        shown = [f for f in defects if f.property.startswith(f"{name}: ")]
+        if shown:
+            causes.append(Diagnosis(CAUSES[key], f"{shown[0].property}: {shown[0].figure}"))
+            defects = tuple(f for f in defects if f not in shown)
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
     rest = tuple(f for f in defects if f not in broken and not _same_place(f, broken))
-    causes = [_of_broken(broken)] if broken else []
-    unsteady = [f for f in rest if f.property.startswith("same call twice")]
-    if unsteady:
-        causes.append(Diagnosis(CAUSES["unstable"], unsteady[0].figure))
-        rest = tuple(f for f in rest if f not in unsteady)
-    if any(f.property.startswith("NaN confined") for f in rest):
-        causes.append(Diagnosis(CAUSES["nan-escapes"], "a planted NaN is found elsewhere"))
-        rest = tuple(f for f in rest if not f.property.startswith("NaN confined"))
+    if broken:
+        causes.insert(0, _of_broken(broken))
     if rest:
         causes += _explained(rest, found)
     return tuple({d.cause.key: d for d in reversed(causes)}.values())[::-1]

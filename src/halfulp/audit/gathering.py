@@ -110,17 +110,23 @@ def call(target: Target, x: Inputs | OperationCalls, device: str, forward: bool)
     """The target's results on given inputs, on the CPU."""
     if isinstance(x, OperationCalls):
         with torch.random.fork_rng([]):
-            torch.manual_seed(0)  # a kernel that rounds stochastically draws from it
+            _seed(0, device)  # a kernel that rounds stochastically draws from it
             return _on_cpu(run_operation(target, x.to(device), forward=forward), device)
     if x.dropout is not None and "dropout_p" in target.accepts and not target.same_dropout:
         return Outcome(None, "drops weights of its own, which nobody else knows", "unsupported")
     x = x.to(device)
     with torch.random.fork_rng([]):
-        torch.manual_seed(x.generator_seed)  # a kernel with dropout draws its seed
+        _seed(x.generator_seed, device)  # a kernel with dropout draws its seed
         asked = x.options() | {"manner": x.manner}
         grad_out = None if forward else x.grad_out
-        outcome = run_target(target, x.query, x.key, x.value, grad_out, **asked)
+        tensors = (x.query, x.key, x.value, grad_out)
+        outcome = run_target(target, *tensors, grad_lse=None if forward else x.grad_lse, **asked)
     return _on_cpu(outcome, device)
+
+
+def _seed(seed: int, device: str) -> None:
+    # torch.manual_seed writes down where it was called for each device that is not there
+    (torch.default_generator.manual_seed if device == "cpu" else torch.manual_seed)(seed)
 
 
 def _on_cpu(outcome: Outcome, device: str) -> Outcome:

@@ -38,6 +38,7 @@ class Inputs(Call):
     """
 
     grad_out: Tensor
+    grad_lse: Tensor | None = None  # `[B, H, N]`, of a loss that lse is in
     generator_seed: int = 0
     manner: str = PLAIN  # how the kernel is called: `targets.manner`
 
@@ -111,7 +112,7 @@ class Case:
             name: drawn[name].to(DTYPES[self.dtype])
             for name in ("query", "key", "value", "grad_out")
         }
-        p, drawn_seed = asked.get("dropout_p", 0.0), seed_drawn(self.seed)
+        p = asked.get("dropout_p", 0.0)
         return Inputs(
             **operands,
             sees=Sees(
@@ -123,7 +124,7 @@ class Case:
             scale=1 / math.sqrt(self.shape.head_dim) if probe.scale is None else probe.scale,
             softcap=asked.get("softcap", 0.0),
             sinks=drawn.get("sinks"),
-            dropout=Dropout(p, drawn_seed) if p else None,
+            dropout=Dropout(p, seed_drawn(self.seed)) if p else None,
             generator_seed=self.seed,
             manner=probe.manner,
         ).to(device)

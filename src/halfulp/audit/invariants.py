@@ -8,6 +8,7 @@ whatever the golden value says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from halfulp.audit.figures import GRADIENTS
 from halfulp.audit.inputs import Inputs
 from halfulp.calls import Result, Sees
+from halfulp.targets.manner import FILLED
 
 Run = Callable[[Inputs], Result | None]
 TENSORS = ("out", *GRADIENTS)
@@ -67,6 +69,53 @@ def repeated_call(run: Run, x: Inputs, base: Result) -> list[Relation]:
         if again is None
         else _relation("same call twice", base, {name: getattr(again, name) for name in TENSORS})
     )
+
+
+def filled_memory(run: Run, x: Inputs, _: Result) -> list[Relation]:
+    """Sequences that no tile divides, twice in memory that was full of NaN before: every element of
+    the results is written, and no other is read.
+    """
+    n = max(1, x.query.shape[2] - 5)
+    cut: dict[str, Any] = {name: getattr(x, name)[:, :, :n].contiguous() for name in OPERANDS}
+    short = replace(x, **cut)
+    filled = replace(short, manner=f"contiguous/contiguous/{FILLED}")
+    runs = [found for y in (short, filled, filled) if (found := run(y)) is not None]
+    shown = []
+    for name in TENSORS:
+        finite = [t.isfinite() for found in runs if (t := getattr(found, name)) is not None]
+        if len(finite) == 3:
+            # what is never a number says nothing of memory
+            same = torch.stack(finite).all(0) | ~torch.stack(finite).any(0)
+            none, share = torch.zeros(1, dtype=torch.float64), float(same.double().mean())
+            shown.append(Relation("memory full of NaN", name, none, share, bool(same.all())))
+    return shown
+
+
+def lse_in_the_loss(run: Run, x: Inputs, base: Result) -> list[Relation]:
+    """With ± a power of two as lse's gradient, dQ and dK are more by what the kernel itself gives
+    on values that are the keys: scale · dL ∘ (P K), and scale · Pᵀ (dL ∘ Q). dL makes about a
+    quarter of dQ. Of a kernel that gives lse, whose gradient can be asked for.
+    """
+    if base.lse is None or base.grad_query is None:
+        return []
+    signs = torch.randint(2, base.lse.shape, generator=torch.Generator().manual_seed(11)) * 2.0 - 1
+    signs = signs.to(x.query.device)
+    of_keys = run(replace(x, value=x.key, grad_out=x.query * signs[..., None].to(x.query.dtype)))
+    if of_keys is None or of_keys.grad_value is None:
+        return []
+    of_query, of_key = signs[..., None] * of_keys.out.double(), of_keys.grad_value.double()
+    share = float(base.grad_query.double().norm() / (x.scale * of_query.norm()))
+    if not 0 < share < math.inf:
+        return []
+    size = 2.0 ** round(math.log2(share / 4))
+    other = run(replace(x, grad_lse=signs * size))
+    if other is None:
+        return []
+    undone = {"out": other.out, "grad_value": other.grad_value}
+    for name, more in (("grad_query", of_query), ("grad_key", of_key)):
+        got = getattr(other, name)
+        undone[name] = None if got is None else got.double() - x.scale * size * more
+    return _relation("lse in the loss", base, undone)
 
 
 def powers_of_two(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -325,6 +374,8 @@ def _times(x: Tensor | None, factor: float) -> Tensor | None:
 
 PLAIN = (
     repeated_call,
+    filled_memory,
+    lse_in_the_loss,
     powers_of_two,
     batch_position,
     batch_composition,

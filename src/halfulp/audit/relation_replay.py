@@ -17,6 +17,8 @@ from halfulp.operations import ATTENTION, operation_named
 
 RELATIONS = {
     "same call twice": invariants.repeated_call,
+    "memory full of NaN": invariants.filled_memory,
+    "lse in the loss": invariants.lse_in_the_loss,
     "power-of-two scaling": invariants.powers_of_two,
     "batch position": invariants.batch_position,
     "batch composition": invariants.batch_composition,

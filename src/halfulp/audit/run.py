@@ -50,6 +50,7 @@ from halfulp.targets import (
     operation_target,
     resolve,
 )
+from halfulp.targets.calling import UNWRITTEN
 
 
 def runner(
@@ -232,7 +233,8 @@ def _explained(
     found = None
     if asked.explain and gathered.measured:
         found = reconstructed(run, asked.target.name, asked.dtype, findings)
-    return found, diagnose(findings, found)
+    unwritten = any(UNWRITTEN in outcome.notes for _, outcome in gathered.calls())
+    return found, diagnose(findings, found, unwritten)
 
 
 def _target(

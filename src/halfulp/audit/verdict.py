@@ -294,7 +294,9 @@ def judge_relation(
         return Finding("defect", "relation", name, relation.tensor, None, text, times)
 
     if not relation.confined:
-        return broken("NaN or Inf outside the poisoned rows and heads", float("inf"))
+        nan = relation.invariant == "NaN confined"
+        where = "outside the poisoned rows and heads" if nan else "where memory held NaN before"
+        return broken(f"NaN or Inf {where}", float("inf"))
     if (
         stock is None
         or relation.difference.numel() != stock.error.numel()

@@ -137,6 +137,8 @@ _FUNCTION = (
      " 1065 (no softcap in the backward pass)", WRONG),
     ("sinks", "attention sinks are left out, or enter wrongly", "rocm-libraries issue 12227 (the"
      " sink counted twice)", WRONG),
+    ("lse-gradient", "the gradient of lse is left out, or enters δ wrongly", "FlashAttention-2's"
+     " own lse, whose gradient is ignored (\"for testing only\")", LOST),
     ("grad-tail", "gradients leave out a part of the sequence", _BLOCKS, LOST),
 )  # fmt: skip
 

@@ -57,6 +57,7 @@ CODES: dict[str, str] = {
     "window": "HU223",
     "softcap": "HU224",
     "sinks": "HU225",
+    "lse-gradient": "HU226",
     "underflow": "HU301",
     "exp-of-lse": "HU302",
     "masked-row": "HU303",

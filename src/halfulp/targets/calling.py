@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.calls import Result
+from halfulp.calls import Result, gradients_of
 from halfulp.targets.form import BHND
 from halfulp.targets.forming import FormedCall, Passed, formed, joined
-from halfulp.targets.manner import PLAIN, parted
+from halfulp.targets.manner import FILLED, PLAIN, filled, parted
 from halfulp.targets.signature import OPTIONAL
 from halfulp.targets.state import as_before
 from halfulp.targets.target import Outcome, Target, UnsupportedError
@@ -28,6 +28,7 @@ MODIFIES = "modifies its inputs"
 LEAVES = "leaves changed (put back)"
 FORWARD_ONLY = "not differentiable"
 UNWRITTEN = "leaves elements of out as they were given, NaN"
+CONSTANT_LSE = "lse is not differentiable"
 
 
 def run_target(
@@ -39,13 +40,15 @@ def run_target(
     *,
     is_causal: bool,
     scale: float | None,
+    grad_lse: Tensor | None = None,
     manner: str = PLAIN,
     **options: Any,
 ) -> Outcome:
     """Call a target on `query [B, H, N, D]` …, and with `grad_out [B, H, N, D_v]` take its
-    gradients by autograd. `options` are those of `signature.OPTIONAL` that are asked for; `manner`
-    says what memory the tensors lie in and how often it is called (`targets.manner`), the target's
-    own form which tensors it is given (`targets.form`).
+    gradients by autograd, with `grad_lse [B, H, N]` those of a loss that lse is in, too; one whose
+    lse has none does not take it. `options` are those of `signature.OPTIONAL` that are asked for;
+    `manner` says what memory the tensors lie in and how often it is called (`targets.manner`), the
+    target's own form which tensors it is given (`targets.form`).
 
     NaN and infinities are results. NotImplementedError, ValueError and AssertionError of the
     forward pass are the target's way to refuse arguments (kind "refused"); what it declares not to
@@ -62,8 +65,9 @@ def run_target(
             return Outcome(None, f"does not take {name}", "unsupported")
     form = target.form or BHND
     if target.elsewhere is not None:
-        asked = {"is_causal": is_causal, "scale": scale, "manner": manner} | options
-        return target.elsewhere(query, key, value, grad_out, asked | {"form": str(form)})
+        asked = {"is_causal": is_causal, "scale": scale, "manner": manner, "form": str(form)}
+        asked |= options | ({} if grad_lse is None else {"grad_lse": grad_lse})
+        return target.elsewhere(query, key, value, grad_out, asked)
     if "G" in form.dims("key"):
         options.pop("enable_gqa", None)
     offset = key.shape[2] - query.shape[2] if is_causal and form.ends else 0
@@ -71,13 +75,10 @@ def run_target(
         return Outcome(None, "ends a causal mask's diagonal at the last key", "unsupported")
     grad_out = None if form.forward_only else grad_out
     given = {name: x for name, x in options.items() if isinstance(x, Tensor)}
-    lent = {name: x.detach().clone() for name, x in given.items()}
     operands = {"query": query, "key": key, "value": value}
     wide = torch.float32 if form.autocast else query.dtype
-    lent |= {name: x.detach().to(wide, copy=True) for name, x in operands.items()}
-    if grad_out is not None:
-        lent["grad_out"] = grad_out.detach()
-        lent |= {name: lent[name].requires_grad_() for name in operands}
+    reach = {} if grad_out is None else {"grad_out": grad_out, "grad_lse": grad_lse}
+    lent = _lent(operands, given, reach, wide)
     passed: list[Passed] = []
     autocast = torch.autocast(query.device.type, query.dtype, form.autocast)
     with (
@@ -86,9 +87,10 @@ def run_target(
     ):
         warnings.simplefilter("always")
         asked = {"is_causal": is_causal, "scale": scale} | options
-        inside = autocast if form.autocast else contextlib.nullcontext()
-        outcome = _call(target, lent, asked, parted(manner), passed, inside)
-    notes = outcome.notes + warned_lines(warned)
+        with filled() if manner.endswith(FILLED) else contextlib.nullcontext():
+            inside = autocast if form.autocast else contextlib.nullcontext()
+            outcome = _call(target, lent, asked, parted(manner), passed, inside)
+    notes = outcome.notes + warned_lines([] if manner.endswith(FILLED) else warned)
     passed += [(name, lent[name], x) for name, x in given.items()]
     touched = dict.fromkeys(name for name, x, before in passed if not same_bits(x, before))
     if touched:
@@ -97,10 +99,29 @@ def run_target(
         left = [what for what in left if "random numbers" not in what]  # drawn, as was asked
     if left:
         notes += (f"{LEAVES}: {', '.join(left)}",)
-    if form.autocast and outcome.result is not None:
-        tensors = {n: x.to(query.dtype) for n, x in outcome.result.given().items() if n != "lse"}
-        outcome = replace(outcome, result=replace(outcome.result, **tensors))
-    return replace(outcome, notes=tuple(dict.fromkeys(notes)))
+    result = outcome.result
+    if form.autocast and result is not None:
+        result = _narrow(result, query.dtype)
+    return replace(outcome, result=result, notes=tuple(dict.fromkeys(notes)))
+
+
+def _lent(
+    operands: dict[str, Tensor],
+    given: dict[str, Tensor],
+    reach: dict[str, Tensor | None],
+    wide: torch.dtype,
+) -> dict[str, Tensor]:
+    """Copies of what a call is given, that require gradients where any `reach` its results."""
+    lent = {name: x.detach().clone() for name, x in given.items()}
+    lent |= {name: x.detach() for name, x in reach.items() if x is not None}
+    for name, x in operands.items():
+        lent[name] = x.detach().to(wide, copy=True).requires_grad_(bool(reach))
+    return lent
+
+
+def _narrow(result: Result, dtype: torch.dtype) -> Result:
+    tensors = {name: x.to(dtype) for name, x in result.given().items() if name != "lse"}
+    return replace(result, **tensors)
 
 
 def attempted(
@@ -139,12 +160,14 @@ def _call(
     except UnsupportedError as error:
         return Outcome(None, str(error), "unsupported")
     outs, kept = [], []
+    logs: list[Tensor | None] = []
     notes: tuple[str, ...] = ()
     for call in calls:
         passed += call.lent
         given = options if not call.named else options | {"named": call.named}
         with inside:
             for _ in range(2 if often == "twice" else 1):
+                call.clear()
                 returned, failed = attempted(target, call.tensors, given)
                 if failed is not None:
                     return failed
@@ -152,22 +175,29 @@ def _call(
             out, lse, notes = _unpacked(call.returned(returned), leaves[0], call)
             if isinstance(out, str):
                 return Outcome(None, out, "error")
-            if "out" in call.buffers and out.isnan().any():
+            if call.unwritten:
                 notes += (UNWRITTEN,)
             outs.append(out)
-            kept.append((call.read(out.detach().clone()), None if lse is None else lse.clone()))
+            logs.append(lse)
+            kept.append(call.read(out.detach().clone()))
         except Exception as error:  # a class of tensors that cannot be looked at
             found = f"returns what cannot be read, {type(returned).__name__}: {one_line(error)}"
             return Outcome(None, found, "error")
-    result = Result(joined([out for out, _ in kept], leaves[0]))
-    if all(lse is not None for _, lse in kept):
-        result = replace(result, lse=joined([lse for _, lse in kept if lse is not None], leaves[0]))
+    result = Result(joined(kept, leaves[0]))
+    given_logs = [lse for lse in logs if lse is not None]
+    if len(given_logs) == len(logs):
+        result = replace(result, lse=joined([x.detach().clone() for x in given_logs], leaves[0]))
     if "grad_out" not in lent:
         return Outcome(result, None, "ok", notes)
     if not all(out.requires_grad for out in outs):
         return Outcome(result, None, "ok", (FORWARD_ONLY, *notes))
     grads = _grads(calls, lent["grad_out"].to(outs[0].dtype), grad_memory, leaves[0])
     passed += [("grad_out", g, g.clone()) for g in grads]
+    if "grad_lse" in lent:
+        if result.lse is None or not all(lse.requires_grad for lse in given_logs):
+            return Outcome(None, CONSTANT_LSE, "unsupported")
+        outs += given_logs
+        grads += _parted(lent["grad_lse"].to(result.lse.dtype), len(calls), leaves[0])
     passes = 1 + (often == "backward-twice")
     return _differentiated(result, (outs, grads), leaves, notes, passes)
 
@@ -176,10 +206,17 @@ def _grads(calls: list[FormedCall], grad_out: Tensor, memory: str, like: Tensor)
     """What reaches the result of each call."""
     if len(calls) == 1:
         return [calls[0].grad(grad_out, memory)]
-    parts = [row[None] for row in grad_out]
-    if len(calls) > like.shape[0]:
-        parts = [part[None, None] for row in grad_out for part in row]
+    parts = _parted(grad_out, len(calls), like)
     return [call.grad(part, memory) for call, part in zip(calls, parts, strict=True)]
+
+
+def _parted(x: Tensor, calls: int, like: Tensor) -> list[Tensor]:
+    """`[B, H, ...]` in the parts of so many calls: `joined`'s inverse."""
+    if calls == 1:
+        return [x]
+    if calls > like.shape[0]:
+        return [part[None, None] for row in x for part in row]
+    return [row[None] for row in x]
 
 
 def _differentiated(
@@ -192,9 +229,7 @@ def _differentiated(
     outs, grad_outs = results
     try:
         for left in reversed(range(passes)):
-            grads = torch.autograd.grad(
-                outs, leaves, grad_outs, allow_unused=True, retain_graph=left > 0
-            )
+            grads = gradients_of(outs, grad_outs, leaves, keep_graph=left > 0)
     except NotImplementedError as error:
         refused = f"backward pass refuses: {one_line(error)}"
         return Outcome(kept, None, "ok", (FORWARD_ONLY, refused, *notes))
@@ -209,7 +244,7 @@ def _differentiated(
     notes += tuple(
         f"no gradient for {name}" for name, g in zip(names, grads, strict=True) if g is None
     )
-    kept_grads = {
+    kept_grads: dict[str, Any] = {
         f"grad_{name}": None if g is None else g.clone()
         for name, g in zip(names, grads, strict=True)
     }
@@ -243,20 +278,22 @@ def _unpacked(
         if lse is not None
         else (f"a second result that is no lse of shape {call.shape[:-1]} was ignored",)
     )
-    return returned, None if lse is None else lse.detach(), notes
+    return returned, lse, notes
 
 
 def _layout(x: Tensor) -> str:
     return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality, so that NaN equals itself and −0 differs from 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(
-        a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8)
-    )
+    whole = _BITS.get(a.element_size(), torch.uint8)
+    return torch.equal(a.detach().contiguous().view(whole), b.detach().contiguous().view(whole))
 
 
 def warned_lines(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:

@@ -47,6 +47,8 @@ def flash_attn_target(name: str) -> Target:
         if isinstance(returned, Tensor):
             return returned.transpose(1, 2)
         out, lse, *_ = returned
+        if lse is not None and name != "flash_attn:4":  # it is documented as ignoring its gradient
+            lse = lse.detach()
         return out.transpose(1, 2) if lse is None else (out.transpose(1, 2), lse)
 
     return Target(name, call, frozenset({"enable_gqa"}), text, no_flash_attn(modules))

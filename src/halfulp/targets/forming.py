@@ -28,6 +28,7 @@ Passed = tuple[str, Tensor, Tensor]
 """What a kernel is lent and may not write to: its name, itself, and its elements before."""
 
 _FILLER = 3.0
+_BITS, _MARK = {2: torch.int16, 4: torch.int32, 8: torch.int64}, 0x25
 _AXES = {"T": "N", "S": "N", "G": "H"}  # what a dimension is of one sequence
 
 
@@ -54,6 +55,20 @@ class FormedCall:
         sizes = {"B": len(self.lengths), "H": self.heads, "N": self.lengths[0]}
         sizes |= {"T": sum(self.lengths), "D": self.value_dim}
         return tuple(sizes[d] for d in dims)
+
+    def clear(self) -> None:
+        """Fill what results are written into with a NaN that no arithmetic makes."""
+        for x in self.buffers.values():
+            x.fill_(math.nan).view(_BITS[x.element_size()]).add_(_MARK)
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether some of it is as it was filled."""
+        marks = (torch.full_like(x, math.nan) for x in self.buffers.values())
+        return any(
+            bool((x.view(_BITS[x.element_size()]) - _MARK == m.view(_BITS[m.element_size()])).any())
+            for x, m in zip(self.buffers.values(), marks, strict=True)
+        )
 
     def returned(self, given: Any) -> Any:
         """What the kernel gives: what it wrote, where it returns nothing."""
@@ -194,7 +209,7 @@ def _one(
         if argument.role in ("out", "lse"):
             shape = call._shape(form.dims(argument.role) or _lse_dims(form))
             kind = query.dtype if argument.role == "out" else torch.float32
-            given[argument.name] = torch.full(shape, math.nan, dtype=kind, device=query.device)
+            given[argument.name] = torch.empty(shape, dtype=kind, device=query.device)
             call.buffers[argument.role] = given[argument.name]
         elif not argument.role:
             given[argument.name] = argument.constant

@@ -4,6 +4,9 @@ its backward pass are run.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -20,16 +23,35 @@ CALLS = ("once", "twice", "backward-twice")
 first. Backward-twice: those of a second pass through the same graph.
 """
 
+FILLED = "filled"
+"""Called once, all memory that torch allocates for it full of NaN before: what is never written
+shows, which else holds what an earlier call left there.
+"""
+
 PLAIN = "contiguous/contiguous/once"
 
 
 def parted(manner: str) -> tuple[str, str, str]:
     """Memory, memory of dO, and calls; ValueError for anything else."""
     parts = manner.split("/")
-    known = (MEMORY, GRAD_MEMORY, CALLS)
+    known = (MEMORY, GRAD_MEMORY, (*CALLS, FILLED))
     if len(parts) != 3 or any(part not in names for part, names in zip(parts, known, strict=True)):
         raise ValueError(f"manner={manner!r}: accepted is MEMORY/MEMORY OF dO/CALLS")
     return parts[0], parts[1], parts[2]
+
+
+@contextlib.contextmanager
+def filled() -> Iterator[None]:
+    """Memory that torch allocates is full of NaN, and of the largest integers: what it does where
+    algorithms shall be deterministic (`torch.utils.deterministic`).
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def laid_out(x: Tensor, memory: str, rows: int | None = None) -> Tensor:
