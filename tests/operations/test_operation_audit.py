@@ -210,7 +210,7 @@ def test_a_kernel_says_which_values_of_an_option_it_takes():
         ("rms_norm", "weight_grad_low", "grad-sum-low", "the gradient of weights"),
         ("rms_norm", "eps_fixed", "option", "eps is taken as 1e-06 instead of 0.01"),
         ("rms_norm", "tail_dropped", "end", "squares ends at 64 of 77"),
-        ("softmax", "out_cut", "result-cut", "output is cut to bf16"),
+        ("softmax", "out_cut", "step-low", "kept is cut to bf16"),
         ("softmax", "no_inner", "term-missing", "the gradient of inner"),
         ("swiglu", "swapped_gradients", "exchanged", "grad_gate and grad_up are exchanged"),
         ("sum", "mean", "factor", "times what it should be"),

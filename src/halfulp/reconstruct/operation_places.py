@@ -21,6 +21,7 @@ UNKNOWNS = 0.6  # of the numbers that fail, which the values of such a step may 
 SITS = 0.9  # share of an error that sits where it is said to
 FEW = 0.34  # of the elements that may be
 FACTOR = 0.02  # a constant that is nearer to 1 is none
+NOTHING = 1e-3  # and one that is nearer to 0 leaves out
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _fitted_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
     calls = trial.calls
 
     def of_step(name: str, factor: float) -> Way:
-        cause = "factor" if abs(factor) > FACTOR else "term-missing"
+        cause = "factor" if abs(factor) > NOTHING else "term-missing"
         text = f"{said(name)} is {factor:.4g} times what it should be"
         text = text if cause == "factor" else f"{said(name)} is left out"
         return Way(cause, text, {name: partial(torch.mul, other=factor)}, here=True)

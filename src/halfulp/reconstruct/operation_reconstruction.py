@@ -24,7 +24,7 @@ FURTHER = 0.1  # share that a first way must have, or a further way must add
 TOGETHER = 3  # ways at most
 RIVALS = 0.2  # ways that explain so much less than the best are told apart from it
 MOST = 12  # of them
-EQUAL = 1e-3  # of two ways that explain alike the one that is tried first is named
+EQUAL = 1e-3  # at most; of two ways that explain alike the one that is tried first is named
 OTHERWISE = frozenset(
     {"option", "end", "neighbor", "factor", "term-missing", "exchanged", "limited"}
 )
@@ -110,9 +110,7 @@ class _Judge:
             if risen < share + max(FURTHER, (1 - share) / 3):
                 break
             share, chosen = risen, (*chosen, way)
-        of_rounding = self._rounding() / max(
-            1e-300, sum(self.trial.errors[n] for n in self.trial.failing)
-        )
+        of_rounding = self._of_rounding()
         otherwise = {w.cause for w in chosen} & OTHERWISE
         most = max(LEFT, 4 * of_rounding) if otherwise else 1.0
         wrong = share + min(0.0, fits) < EXPLAINS
@@ -134,6 +132,10 @@ class _Judge:
     def _rounding(self) -> float:
         return sum(self.trial.rounding[name] for name in self.trial.failing)
 
+    def _of_rounding(self) -> float:
+        errors = sum(self.trial.errors[name] for name in self.trial.failing)
+        return self._rounding() / max(1e-300, errors)
+
     def _told_apart(self, found: list[_Tried]) -> tuple[Rounding, float, Way, float]:
         """Of ways that explain about as much as the best the one that fits the other calls too."""
         best = max(found, key=_share)[1]
@@ -146,10 +148,11 @@ class _Judge:
         fits = [max(0.0, most) if fit is None else fit for fit in others]
         scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
         order = {id(way): number for number, (_, _, way) in enumerate(found)}
+        equal = min(EQUAL, 4 * self._of_rounding())
         alike = [
             (*one, fit)
             for one, fit, score in zip(rivals, fits, scores, strict=True)
-            if score >= max(scores) - EQUAL
+            if score >= max(scores) - equal
         ]
         return min(alike, key=lambda one: order[id(one[2])])
 
