@@ -14,7 +14,7 @@ from halfulp.operations import Rounding
 from halfulp.reconstruct.operation_blocks import block_ways
 from halfulp.reconstruct.operation_places import Place, further_ways, place
 from halfulp.reconstruct.operation_random import random_cause
-from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, trial
+from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
 from halfulp.reconstruct.operation_ways import Way, ways
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
@@ -130,7 +130,12 @@ class _Judge:
         return rest <= max(16 * self._rounding(), 1e-6 * sum(self.trial.errors[n] for n in names))
 
     def _rounding(self) -> float:
-        return sum(self.trial.rounding[name] for name in self.trial.failing)
+        """What rounding makes of results of the kernel's size, which may be much smaller."""
+        found = 0.0
+        for name in self.trial.failing:
+            own, due = (square(x[name]) for x in (self.trial.kernel, self.trial.exact))
+            found += self.trial.rounding[name] * (own / due if 0 < own < due else 1.0)
+        return found
 
     def _of_rounding(self) -> float:
         errors = sum(self.trial.errors[name] for name in self.trial.failing)

@@ -103,7 +103,7 @@ class Trial:
             if name in self.failing:
                 shares.append(max(-1.0, 1 - left / max(error, 1e-300)))
             elif left > 4 * max(error, self.rounding[name]):
-                size = max(_square(self.exact[name]), 1e-300)
+                size = max(square(self.exact[name]), 1e-300)
                 wrong.append(min(1.0, 10 * left / size) if self.failing else 1.0)
             else:
                 wrong.append(0.0)
@@ -142,11 +142,12 @@ def power(a: Tensor, b: Tensor, scale: Tensor) -> float:
     """The squared distance; where one of two is not finite it counts as large."""
     one = a.isfinite() != b.isfinite()
     apart = (a - b).nan_to_num(0.0, 0.0, 0.0).square().sum()
-    each = _square(scale) / max(1, scale.numel()) + float(scale.numel() == 0)
+    each = square(scale) / max(1, scale.numel()) + float(scale.numel() == 0)
     return float(apart) + BROKEN * float(one.sum()) * max(each, 1e-300)
 
 
-def _square(x: Tensor) -> float:
+def square(x: Tensor) -> float:
+    """The sum of squares of what is finite."""
     return float(x.nan_to_num(0.0, 0.0, 0.0).square().sum())
 
 
@@ -172,9 +173,9 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
     other = {n: power(stock[n].double(), exact[n], exact[n]) for n in kernel}
     if failing is None:
         off = [
-            n for n in kernel if errors[n] > 2 * max(made[n], other[n]) + 1e-12 * _square(exact[n])
+            n for n in kernel if errors[n] > 2 * max(made[n], other[n]) + 1e-12 * square(exact[n])
         ]
-        failing = tuple(sorted(off, key=lambda n: -errors[n] / max(_square(exact[n]), 1e-300)))
+        failing = tuple(sorted(off, key=lambda n: -errors[n] / max(square(exact[n]), 1e-300)))
     else:
         failing = tuple(n for n in failing if errors.get(n, 0.0) > 0)
     return Trial(some, kernel, exact, errors, made, failing)
