@@ -214,6 +214,8 @@ def test_a_kernel_says_which_values_of_an_option_it_takes():
         ("softmax", "no_inner", "term-missing", "the gradient of inner"),
         ("swiglu", "swapped_gradients", "exchanged", "grad_gate and grad_up are exchanged"),
         ("sum", "mean", "factor", "times what it should be"),
+        ("swiglu", "clamped", "limited", "activated is held within ±10 in the forward pass alone"),
+        ("quantize", "scale_of_neighbor", "block-scale", "scales are the neighboring block's"),
     ],
 )
 def test_the_cause_is_what_errs_as_the_kernel_does(op, fault, key, text):
@@ -224,11 +226,18 @@ def test_the_cause_is_what_errs_as_the_kernel_does(op, fault, key, text):
     assert re.search(r"explains (9\d|100) % of its error", report.evidence[0])
 
 
-def test_what_nothing_explains_is_called_so():
+def test_random_numbers_that_elements_share_are_named():
+    (kernel,) = [k.fn for k in KERNELS if (k.op, k.name) == ("stochastic_round", "a_number_a_row")]
+    report = audit(kernel, op="stochastic_round")
+    assert report.causes[0].key == "random"
+    assert report.evidence == ("the elements of a row share random numbers",)
+
+
+def test_what_nothing_explains_is_told_by_its_place():
     def noisy(input, dim):
         noise = torch.randn(input.shape, generator=torch.Generator().manual_seed(1))
         return torch.softmax(input.float(), dim).mul(1 + 0.02 * noise).to(input.dtype)
 
     report = audit(noisy, op="softmax", only=["gaussian"])
-    assert report.causes[0].key == "operation-unexplained", report.evidence
-    assert "% off" in report.evidence[0]
+    assert report.causes[0].key == "operation-place", report.evidence
+    assert report.evidence[0] == "output is 2 % off; it begins at kept, by 2 %"
