@@ -1,6 +1,6 @@
 """How often `halfulp reconstruct` names the right cause of a fault it was not written against.
 
-    python -m benchmarks.reconstruct_faults [--set first|second|third] [--only NAME] [--json FILE]
+    python -m benchmarks.reconstruct_faults [--set first|…|fourth] [--only NAME] [--json FILE]
 
 Every set was frozen before the search saw it (docs/reconstruct.md has its first figures and the
 later ones); what counts as right is said in `unseen.verdict`. Rates have 95 % intervals of Wilson.
@@ -22,7 +22,7 @@ from halfulp.reconstruct import reconstruct
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--set", default="first", choices=("first", "second", "third"))
+    parser.add_argument("--set", default="first", choices=("first", "second", "third", "fourth"))
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

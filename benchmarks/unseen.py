@@ -11,31 +11,40 @@ from typing import Any
 @dataclass(frozen=True)
 class Fault:
     """A kernel, or the name of a target, and the keys of causes that are right for it; none for a
-    sound one.
+    sound one. Keys of `second` are those of another fault that is in it as well; named first, those
+    of `vague` are near enough not to be wrong.
     """
 
     name: str
     right: frozenset[str]
     fn: Callable[..., Any] | str
     dtype: str = "bfloat16"
+    vague: frozenset[str] = frozenset()
+    second: frozenset[str] = frozenset()
 
 
 def verdict(found: Any, fault: Fault) -> tuple[str, list[str]]:
     """right, vague or wrong, and the keys that are named, the first first.
 
     Right: what is named first is the fault's cause or its place; of a fault that does no harm its
-    field; of a sound kernel nothing. Vague: nothing is named, or the right one behind another.
+    field; of two faults both, in either order; of a sound kernel nothing. Vague: nothing is named,
+    or the right one behind another, or one of two, or what the set calls vague.
     """
     named = [n.cause.key for n in found.causes] + [p.cause for p in found.places]
+    harmless = [d.cause for d in found.harmless if d.cause]
     if not named and fault.right:  # a field that rounds otherwise than stock and does no harm
-        named = [d.cause for d in found.harmless if d.cause]
+        named = harmless
     named = list(dict.fromkeys(named))
     if not fault.right:
         return ("right" if not named else "vague" if not found.causes else "wrong"), named
-    if named and named[0] in fault.right:
-        return "right", named
-    honest = not named or named[0].endswith("unexplained")
-    if honest or set(named) & fault.right:
+    either = fault.right | fault.second
+    if named and named[0] in either:
+        both = not fault.second or all(
+            part & {*named, *harmless} for part in (fault.right, fault.second)
+        )
+        return ("right" if both else "vague"), named
+    honest = not named or named[0].endswith("unexplained") or named[0] in fault.vague
+    if honest or set(named) & either:
         return "vague", named
     return "wrong", named
 
