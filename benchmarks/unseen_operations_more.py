@@ -12,7 +12,6 @@ from benchmarks.unseen import OperationFault
 from torch import Tensor
 from torch.nn import functional
 
-
 FAULTS_MORE: list[OperationFault] = []
 SOUND_MORE: list[OperationFault] = []
 

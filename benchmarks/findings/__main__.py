@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ GROUPS = {
     "torchao_kernels": ("torchao", ("bfloat16",)),
     "bitsandbytes_kernels": ("bitsandbytes", ("bfloat16",)),
     "liger_kernels": ("liger-kernel", ("float16", "float32")),
+    "triton_tutorials": ("triton", ("float16", "float32")),
     "jax_kernels": ("jax", ("bfloat16",)),
 }
 ATTENTION = ("sdpa:math", "sdpa:flash", "eager", "transformers:sdpa", "flex")
@@ -113,6 +115,9 @@ def main() -> None:
             release = version(package)
         except PackageNotFoundError:
             console.print(f"{group}: left out, {package} is not installed")
+            continue
+        if group == "triton_tutorials" and "TRITON_TUTORIALS" not in os.environ:
+            console.print(f"{group}: left out, TRITON_TUTORIALS names no folder of tutorials")
             continue
         asked = [(*s, dtype) for s in subjects(group) for dtype in dtypes]
         # stochastic_round gives bf16 whatever it is given
