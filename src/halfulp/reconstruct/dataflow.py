@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,49 +181,33 @@ def _slope(trial: Trial) -> Tensor | float:
     return 1 - torch.tanh(plain / call.softcap).square()
 
 
-def through_keys(run: Run, trial: Trial, numbers: Tensor | float = 1.0) -> ReadScores | None:
-    """dS of the last D keys, by dQ: they are unit vectors times `numbers`, and the others 0."""
-    call = trial.call
-    n_key, width = call.key.shape[2:]
-    some = torch.arange(max(0, n_key - width), n_key)
-    unit = _unit(trial)
-    key = torch.zeros_like(call.key)
-    factor = numbers if isinstance(numbers, float) else numbers[: len(some)]
-    key[:, :, some, some - some[0]] = unit * factor
-    asked = replace(trial, name=f"{trial.name}/unit keys", call=replace(call, key=key))
-    result = run(asked)
-    if result is None or result.grad_query is None:
-        return None
-    read = result.grad_query.double()[..., : len(some)] / (unit * call.scale * factor)
-    p, dp, delta, noise = _exact(asked)
-    exact = (p * (dp - delta) * _slope(asked))[..., some]
-    return ReadScores(read, exact, p[..., some], dp[..., some], delta, noise)
-
-
-def through_queries(run: Run, trial: Trial, numbers: Tensor | float = 1.0) -> ReadScores | None:
-    """dSᵀ of the last D queries, by dK: they are unit vectors times `numbers`, and the others 0.
-    None for groups.
+def shown(run: Run, trial: Trial, tensor: str, numbers: Tensor | float = 1.0) -> ReadScores | None:
+    """dS of the last D keys as dQ shows it, or of the last D queries as dK does: they are unit
+    vectors times `numbers`, and the others 0. None for dK of groups, which is a sum.
     """
-    call = trial.call
-    n, width = call.query.shape[2:]
-    if call.groups != 1:
+    call, by_keys = trial.call, tensor == "grad_query"
+    if not by_keys and call.groups != 1:
         return None
+    name = "key" if by_keys else "query"
+    operand = torch.zeros_like(getattr(call, name))
+    n, width = operand.shape[2:]
     some = torch.arange(max(0, n - width), n)
-    unit = _unit(trial)
-    query = torch.zeros_like(call.query)
     factor = numbers if isinstance(numbers, float) else numbers[: len(some)]
-    query[:, :, some, some - some[0]] = unit * factor
-    asked = replace(trial, name=f"{trial.name}/unit queries", call=replace(call, query=query))
+    unit = _unit(trial)
+    operand[:, :, some, some - some[0]] = unit * factor
+    changed: dict[str, Any] = {name: operand}
+    asked = replace(trial, name=f"{trial.name}/{name}", call=replace(call, **changed))
     result = run(asked)
-    if result is None or result.grad_key is None:
+    got = None if result is None else getattr(result, tensor)
+    if got is None:
         return None
-    read = result.grad_key.double()[..., : len(some)].mT
-    read = read / (unit * call.scale * (factor if isinstance(factor, float) else factor[:, None]))
+    read = got.double()[..., : len(some)] / (unit * call.scale * factor)
     p, dp, delta, noise = _exact(asked)
-    p, dp, delta, noise = (x[..., some, :] for x in (p, dp, delta, noise))
-    slope = _slope(asked)
-    slope = slope if isinstance(slope, float) else slope[..., some, :]
-    return ReadScores(read, p * (dp - delta) * slope, p, dp, delta, noise)
+    exact = p * (dp - delta) * _slope(asked)
+    if by_keys:
+        return ReadScores(read, exact[..., some], p[..., some], dp[..., some], delta, noise)
+    exact, p, dp, delta, noise = (x[..., some, :] for x in (exact, p, dp, delta, noise))
+    return ReadScores(read.mT, exact, p, dp, delta, noise)
 
 
 def one_term(run: Run, trial: Trial, tensor: str) -> str | None:
@@ -302,7 +287,7 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     which of its parts; None where it cannot be read.
     """
     dtype = trial.call.query.dtype
-    seen = {"grad_query": through_keys(run, trial), "grad_key": through_queries(run, trial)}
+    seen = {name: shown(run, trial, name) for name in ("grad_query", "grad_key")}
     found = {name: _held(r, dtype) for name, r in seen.items() if r is not None}
     own = found.get(tensor)
     if own is None:
@@ -310,9 +295,8 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     other = found.get("grad_key" if tensor == "grad_query" else "grad_query", own)
     short = {"grad_query": "dQ", "grad_key": "dK"}
     if own.right:
-        ask = through_keys if tensor == "grad_query" else through_queries
         numbers = 1 + torch.linspace(0.01, 0.97, trial.call.query.shape[3])
-        again = ask(run, trial, numbers.to(dtype))
+        again = shown(run, trial, tensor, numbers.to(dtype))
         how = RIGHT if again is None else _held(again, dtype)
         if not how.right and how.kind in ("column-factor", "row-factor", "noise"):
             of = "K" if tensor == "grad_query" else "Q"

@@ -377,8 +377,10 @@ def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Un
     if squares.numel() > 100 and others <= min((1 - CONCENTRATED) / CONCENTRATED * top,
                                                OFF**2 * float(usual.square().sum())):  # fmt: skip
         return Unlike("a few elements", "elements"), "elements"
-    noise = usual.square().mean(-1, keepdim=True)
-    noise = noise.clamp_min(1e-3 * float(noise.mean()) + 1e-300)
+    usual = usual.square()
+    mean = float(usual.mean()) + 1e-300  # what it errs is larger in some rows and some features
+    rows, features = (usual.mean(dim, keepdim=True) for dim in (-1, (0, 1, 2)))
+    noise = rows.clamp_min(1e-3 * mean) * features.clamp_min(1e-3 * mean) / mean
     whose = "keys" if tensor in ("grad_key", "grad_value") else "queries"
     found = place_of(squares / noise, observed.usable.double(), (whose, "features"))
     if found is None:

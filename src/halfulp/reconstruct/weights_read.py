@@ -108,9 +108,10 @@ def _small(call: Call, exact: Tensor, lost: Tensor) -> str | None:
     seen = (exact > VISIBLE) & ~lost
     for size, told in ((exact / largest.clamp_min(1e-300), " of their row's largest"), (exact, "")):
         kept = size[seen].sort().values
-        least = float(kept[len(kept) // 100]) if len(kept) else 0.0
-        if float((size[lost] > 1.5 * least).double().mean()) < 0.05:
-            return f"weights below about {least:.2g}{told} are 0"
+        gone = size[lost].sort().values
+        most = float(gone[len(gone) * 19 // 20])  # beside the maximum so far, some that are kept
+        if len(kept) and most < float(kept[len(kept) // 10]):
+            return f"weights below about {most:.2g}{told} are 0"
     return None
 
 
