@@ -95,7 +95,8 @@ def cross_entropy(fault=""):
             p = (low(rows - lse) if fault == "log_probabilities_low" else rows - lse).exp()
             p = low(p) if fault == "probabilities_low" else p
             smoothing = 0.0 if fault == "smoothing_forward_only" else label_smoothing
-            unit = p - smoothing / x.shape[1]
+            others = x.shape[1] - (fault == "smoothing_of_others")
+            unit = p - smoothing / others
             unit[tokens, right] -= 1 - smoothing
             if fault != "no_z_gradient":
                 unit = unit + 2 * lse_square_scale * lse * p
@@ -166,6 +167,7 @@ CROSS_ENTROPY_FAULTS = (
     "log_probabilities_low",
     "probabilities_low",
     "smoothing_forward_only",
+    "smoothing_of_others",
     "no_z_gradient",
     "mean_of_all",
     "ignored_gradient",

@@ -52,6 +52,8 @@ def rms(fault=""):
                 grad_weight = summed_low(terms)
             elif fault == "weight_grad_one_block":
                 grad_weight = terms[: max(1, len(terms) - 1)].sum(0)
+            elif fault == "weight_grad_whole_tiles":
+                grad_weight = terms[: max(1, len(terms) // 8 * 8)].sum(0)
             else:
                 grad_weight = terms.sum(0)
             return grad_rows.to(x.dtype), grad_weight.to(w.dtype)
@@ -132,6 +134,8 @@ def layer(fault=""):
             low_weight, low_bias = fault == "weight_grad_low", fault == "bias_grad_low"
             grad_weight = summed_low(terms) if low_weight else terms.sum(0)
             grad_bias = summed_low(dy) if low_bias else dy.sum(0)
+            if fault == "bias_grad_parts_low":
+                grad_bias = torch.stack([low(part.sum(0)) for part in dy.split(64)]).sum(0)
             return grad_rows.to(x.dtype), grad_weight.to(w.dtype), grad_bias.to(w.dtype)
 
         return by_hand(forward, backward, input, weight, bias)
@@ -169,6 +173,7 @@ RMS_FAULTS = (
     "inner_without_weight",
     "weight_grad_low",
     "weight_grad_one_block",
+    "weight_grad_whole_tiles",
 )
 LAYER_FAULTS = (
     "mean_low",
@@ -181,6 +186,7 @@ LAYER_FAULTS = (
     "no_mean_term",
     "weight_grad_low",
     "bias_grad_low",
+    "bias_grad_parts_low",
 )
 NORMS = (
     *(OperationKernel("rms_norm", fault, rms(fault)) for fault in RMS_FAULTS),

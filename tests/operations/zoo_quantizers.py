@@ -120,6 +120,8 @@ def stochastic(fault=""):
             noise = noise // 2
         if fault == "two_bits":
             noise = noise // 2**14 * 2**14
+        if fault == "three_bits":
+            noise = noise // 2**13 * 2**13
         if fault == "nearest":
             noise = noise * 0 + 2**15
         if fault == "sum_of_two":
@@ -172,6 +174,7 @@ STOCHASTIC_FAULTS = (
     "zero_seed",
     "half_the_range",
     "two_bits",
+    "three_bits",
     "nearest",
     "sum_of_two",
     "after_nearest",

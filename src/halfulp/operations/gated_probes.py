@@ -8,7 +8,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, odd_width, with_
+from halfulp.operations.random_tensors import normal, odd_sizes, with_
 
 
 def plain(sizes: Sizes, g: torch.Generator) -> Tensors:
@@ -79,5 +79,5 @@ def gated(tail: Probe, root: float, *own: Probe) -> tuple[Probe, ...]:
             with_(plain, gate=torch.abs, up=torch.abs),
         ),
         *own,
-        odd_width(plain),
+        odd_sizes(plain),
     )

@@ -36,12 +36,21 @@ def outlier(draw: Draw, feature: int = 3, factor: float = 300.0) -> Draw:
     return drawn
 
 
-def odd_width(
+def opposed(x: Tensor) -> Tensor:
+    """The same tokens `[T, ...]` with a second half that nearly takes back the first: what is left
+    of their sum is small beside what its parts lose.
+    """
+    half = len(x) // 2
+    x[half : 2 * half] = -x[:half] * (1 + 2.0**-5 * x[half : 2 * half].sign())
+    return x
+
+
+def odd_sizes(
     draw: Draw,
     symbol: str = "D",
     width: int = 77,
-    exposes: str = "features past the last whole vector",
+    exposes: str = "rows and features past the last whole block",
 ) -> OperationProbe:
-    """The probe of rows whose width is no multiple of any block."""
+    """The probe of as many rows, each of a width, as are no multiple of any block."""
     source = "masked loads of Triton kernels, ragged tiles"
-    return OperationProbe("odd_width", exposes, source, draw, sizes={symbol: width})
+    return OperationProbe("odd_sizes", exposes, source, draw, sizes={"T": 37, symbol: width})

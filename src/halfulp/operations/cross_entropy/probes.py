@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, odd_width, with_
+from halfulp.operations.random_tensors import normal, odd_sizes, with_
 
 INDEPENDENT = ("T",)
 
@@ -101,11 +101,19 @@ PROBES = (
         sizes={"T": 8, "V": 2048},
     ),
     Probe(
+        "small_vocabulary",
+        "a share that counts one class too few",
+        "torch.nn.functional, label_smoothing (1 / V of it, the right class included)",
+        _plain,
+        options={"label_smoothing": 0.1},
+        sizes={"V": 5},
+    ),
+    Probe(
         "z_loss",
         "the gradient of z-loss",
         "PaLM, arXiv 2204.02311; Liger-Kernel's lse_square_scale",
         _plain,
         options={"lse_square_scale": 1e-2},
     ),
-    odd_width(_plain, "V", exposes="a vocabulary that is no multiple of the block"),
+    odd_sizes(_plain, "V", exposes="rows and a vocabulary that are no multiples of a block"),
 )

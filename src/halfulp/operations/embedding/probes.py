@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal, odd_width
+from halfulp.operations.random_tensors import normal, odd_sizes, opposed
 
 INDEPENDENT = ("T",)
 
@@ -39,6 +39,13 @@ def _mixed(sizes: Sizes, g: torch.Generator) -> Tensors:
     return x
 
 
+def _opposed(sizes: Sizes, g: torch.Generator) -> Tensors:
+    x = _drawn()(sizes, g)
+    half = sizes["T"] // 2
+    x["input"][half:] = x["input"][:half]
+    return x | {"grad_output": opposed(normal(g, sizes["T"], sizes["D"]))}
+
+
 _REPEATED = "PyTorch's own gradient on a CPU (docs/operations.md)"
 
 PROBES = (
@@ -58,6 +65,13 @@ PROBES = (
     ),
     Probe("runs", "equal neighbors", _REPEATED, _neighbors),
     Probe("large_first", "small addends after a large one", _REPEATED, _mixed),
+    Probe(
+        "opposed_tokens",
+        "parts of a row's sum that are rounded before they are summed",
+        "jax PR 40128 (rounded before a cancelling sum)",
+        _opposed,
+        sizes={"T": 512, "V": 8, "D": 8},
+    ),
     Probe("distinct", "rows that no token names", "zeros that are not written", _drawn(3)),
     Probe(
         "padding",
@@ -67,5 +81,5 @@ PROBES = (
         options={"padding_idx": 1},
     ),
     Probe("one_token", "sizes of one", "decode", _drawn(), sizes={"T": 1}),
-    odd_width(_drawn()),
+    odd_sizes(_drawn()),
 )

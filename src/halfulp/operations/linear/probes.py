@@ -85,7 +85,7 @@ PROBES = (
         "what lies past the last whole tile",
         "masked loads of Triton kernels, ragged tiles",
         _plain,
-        sizes={"T": 7, "K": 77, "N": 19},
+        sizes={"T": 37, "K": 77, "N": 19},
     ),
     Probe("one_token", "decode: one row", "decode", _plain, sizes={"T": 1}),
 )

@@ -111,13 +111,14 @@ PROBES = (
         "torch.nn.functional, label_smoothing",
         _plain,
         options={"label_smoothing": 0.1},
+        sizes={"V": 5},
     ),
     Probe(
         "odd_sizes",
         "what lies past the last whole chunk or block",
         "masked loads of Triton kernels, ragged tiles",
         _plain,
-        sizes={"T": 19, "K": 33, "V": 77},
+        sizes={"T": 37, "K": 33, "V": 77},
     ),
     Probe("one_token", "sizes of one", "decode", _plain, sizes={"T": 1}),
 )

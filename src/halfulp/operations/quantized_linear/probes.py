@@ -147,7 +147,7 @@ def _of(name: str) -> tuple[Probe, ...]:
             "a last block that is not whole",
             "masked loads of Triton kernels, ragged tiles",
             _plain,
-            {"T": 7, "K": 77, "N": 19},
+            {"T": 37, "K": 77, "N": 19},
         ),
     )
     of_one_a_family = ("long_input", "long_weight")

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal, odd_width, outlier
+from halfulp.operations.random_tensors import normal, odd_sizes, outlier
 
 INDEPENDENT = ("T", "H")
 
@@ -73,5 +73,5 @@ PROBES = (
         "Qwen's key bias",
         outlier(_at(5, 3), 1, 200.0),
     ),
-    odd_width(_at(100, 3), width=36),
+    odd_sizes(_at(100, 3), width=36),
 )

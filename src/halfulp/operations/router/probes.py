@@ -51,6 +51,13 @@ PROBES = (
         "sglang 38695",
         with_(_near_ties, logits=lambda x: x * 4),
     ),
+    Probe(
+        "near_ties_low",
+        "a choice made among rounded probabilities, which small logits hardly move",
+        "sglang 38695",
+        with_(_plain, logits=lambda x: x / 512),
+        sizes={"T": 37},
+    ),
     Probe("ties", "an expert chosen twice", "sglang 38695", _ties),
     Probe(
         "large",

@@ -36,7 +36,8 @@ PROBES = (
     Probe("quarter", "a probability that is off", _BIAS, _at(0.25)),
     Probe("half", "numbers that elements share", _SEED, _at(0.5)),
     Probe("three_quarters", "a probability that is off", _BIAS, _at(0.75)),
-    Probe("eighth", "random numbers of too few bits", _BIAS, _at(0.125)),
+    Probe("eighth", "random numbers of two bits", _BIAS, _at(0.125)),
+    Probe("uneven", "random numbers of three bits or fewer", _BIAS, _at(0.62)),
     Probe("negative", "a direction that hangs on the sign", _BIAS, _at(0.25, -1.0)),
     Probe("exact", "numbers that need no rounding", _BIAS, _at(0.0)),
 )
