@@ -8,7 +8,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal, odd_sizes, opposed, outlier, with_
+from halfulp.operations.random_tensors import normal, odd_sizes, opposed_tokens, outlier, with_
 
 CANCELLING = "jax PR 40128 (rounded before a cancelling sum)"
 REDUCED = "Liger-Kernel PR 950 (dW of a norm reduced in bf16)"
@@ -42,12 +42,6 @@ def normed(
         x["input"] *= torch.logspace(least, 2, sizes["T"])[:, None]
         return x
 
-    def opposed_tokens(sizes: Sizes, g: torch.Generator) -> Tensors:
-        x = plain(sizes, g)
-        half = sizes["T"] // 2
-        x["input"][half : 2 * half] = x["input"][:half]
-        return x | {"grad_output": opposed(normal(g, *x["input"].shape))}
-
     return (
         Probe(
             "small_rows",
@@ -74,7 +68,7 @@ def normed(
             "opposed_tokens",
             "parts of dW's sum that are rounded before they are summed",
             CANCELLING,
-            opposed_tokens,
+            opposed_tokens(plain),
             sizes=MANY_TOKENS,
         ),
         Probe("mixed_rows", "a factor of another row", "pytorch issue 190828", mixed),

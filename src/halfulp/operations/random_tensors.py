@@ -36,13 +36,19 @@ def outlier(draw: Draw, feature: int = 3, factor: float = 300.0) -> Draw:
     return drawn
 
 
-def opposed(x: Tensor) -> Tensor:
-    """The same tokens `[T, ...]` with a second half that nearly takes back the first: what is left
-    of their sum is small beside what its parts lose.
+def opposed_tokens(draw: Draw) -> Draw:
+    """The same draw with a second half of its tokens that nearly takes back the first: what is
+    left of a sum over tokens is small beside what its parts lose.
     """
-    half = len(x) // 2
-    x[half : 2 * half] = -x[:half] * (1 + 2.0**-5 * x[half : 2 * half].sign())
-    return x
+
+    def drawn(sizes: Sizes, generator: torch.Generator) -> Tensors:
+        x, half = draw(sizes, generator), sizes["T"] // 2
+        x["input"][half : 2 * half] = x["input"][:half]
+        grad = normal(generator, sizes["T"], sizes["D"])
+        grad[half : 2 * half] = -grad[:half] * (1 + 2.0**-5 * grad[half : 2 * half].sign())
+        return x | {"grad_output": grad}
+
+    return drawn
 
 
 def odd_sizes(

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal, odd_sizes, opposed
+from halfulp.operations.random_tensors import normal, odd_sizes, opposed_tokens
 
 INDEPENDENT = ("T",)
 
@@ -39,13 +39,6 @@ def _mixed(sizes: Sizes, g: torch.Generator) -> Tensors:
     return x
 
 
-def _opposed(sizes: Sizes, g: torch.Generator) -> Tensors:
-    x = _drawn()(sizes, g)
-    half = sizes["T"] // 2
-    x["input"][half:] = x["input"][:half]
-    return x | {"grad_output": opposed(normal(g, sizes["T"], sizes["D"]))}
-
-
 _REPEATED = "PyTorch's own gradient on a CPU (docs/operations.md)"
 
 PROBES = (
@@ -69,7 +62,7 @@ PROBES = (
         "opposed_tokens",
         "parts of a row's sum that are rounded before they are summed",
         "jax PR 40128 (rounded before a cancelling sum)",
-        _opposed,
+        opposed_tokens(_drawn()),
         sizes={"T": 512, "V": 8, "D": 8},
     ),
     Probe("distinct", "rows that no token names", "zeros that are not written", _drawn(3)),
