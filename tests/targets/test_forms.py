@@ -54,6 +54,25 @@ def packed_first(qkv, *, causal, softmax_scale):
     return good(*qkv.unbind(0), causal, softmax_scale)[0]
 
 
+def packed_first_coarse(qkv, *, causal, softmax_scale):
+    """Its values are kept in steps of 1/16."""
+    q, k, v = qkv.unbind(0)
+    return packed_first(
+        torch.stack([q, k, v + (torch.round(v * 16) / 16 - v).detach()]),
+        causal=causal, softmax_scale=softmax_scale,
+    )  # fmt: skip
+
+
+def packed_pairs_swapped(q, kv, *, causal, softmax_scale):
+    return packed_pairs(q, kv.flip(2), causal=causal, softmax_scale=softmax_scale)
+
+
+def by_tokens_more(q, k, v, *, causal, softmax_scale):
+    """The gradient of its keys is 1 % too large."""
+    still = k.detach()
+    return by_tokens(q, still + 1.01 * (k - still), v, causal=causal, softmax_scale=softmax_scale)
+
+
 def packed_pairs(q, kv, *, causal, softmax_scale):
     return by_tokens(q, *kv.unbind(2), causal=causal, softmax_scale=softmax_scale)
 
@@ -182,9 +201,14 @@ def under_autocast(q, k, v, *, is_causal, scale):
 
 CASES = {
     "packed": (packed, packed_swapped, None, "qkv[B,N,3,H,D]"),
-    "packed, found out": (packed_first, None, None, "qkv[3,B,H,N,D] -> out[B,H,N,D]"),
-    "packed pairs": (packed_pairs, None, None, "q[B,N,H,D], kv[B,N,2,H,D]"),
-    "by tokens": (by_tokens, None, None, FORMS["BNHD"]),
+    "packed, found out": (
+        packed_first,
+        packed_first_coarse,
+        None,
+        "qkv[3,B,H,N,D] -> out[B,H,N,D]",
+    ),
+    "packed pairs": (packed_pairs, packed_pairs_swapped, None, "q[B,N,H,D], kv[B,N,2,H,D]"),
+    "by tokens": (by_tokens, by_tokens_more, None, FORMS["BNHD"]),
     "varlen": (varlen, varlen_border, None, "q[T,H,D], k[T,H,D], v[T,H,D], cu_seqlens_q"),
     "varlen packed": (varlen_packed, varlen_longest, None, "qkv[T,3,H,D], cu_seqlens, max_seqlen"),
     "cache": (cache, cache_one_length, None, FORMS["cache"]),
@@ -223,8 +247,7 @@ def test_a_sound_kernel_is_judged_and_a_fault_is_caught(case):
     assert (report.exit_code, report.missing) == (0, ())
     assert report.form.startswith(known)
     assert ("called as", report.form) in facts(report.as_dict())
-    if faulty is not None:
-        assert audit(faulty, form=form, explain=False).verdict == "defect"
+    assert audit(faulty, form=form, explain=False).verdict == "defect"
 
 
 @pytest.mark.usefixtures("small_plan")
