@@ -384,6 +384,8 @@ def _of_options(calls: OperationCalls) -> Iterator[Way]:
         others = [operation.options[name]] + [p.options.get(name, value) for p in operation.probes]
         if isinstance(value, float):
             others += [0.0, 10 * value, float(torch.tensor(value).bfloat16())]
+        if isinstance(value, int) and not isinstance(value, bool):
+            others += [value - 1, value + 1]  # counted from another number
         tried = {repr(value)}
         for other in others:
             if repr(other) not in tried:
