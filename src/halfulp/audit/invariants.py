@@ -86,7 +86,8 @@ def filled_memory(run: Run, x: Inputs, _: Result) -> list[Relation]:
         if len(finite) == 3:
             # what is never a number says nothing of memory
             same = torch.stack(finite).all(0) | ~torch.stack(finite).any(0)
-            none, share = torch.zeros(1, dtype=torch.float64), float(same.double().mean())
+            none = torch.zeros(1, dtype=torch.float64)
+            share = float((getattr(runs[0], name) == getattr(runs[2], name)).double().mean())
             shown.append(Relation("memory full of NaN", name, none, share, bool(same.all())))
     return shown
 
