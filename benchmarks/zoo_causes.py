@@ -21,6 +21,7 @@ rms_norm no_inner: missing @ squares mean_square inverse_rms
 rms_norm inner_without_weight: missing option factor @ squares mean_square inverse_rms weight
 rms_norm weight_grad_low: summed @ weight
 rms_norm weight_grad_one_block: end @ weight
+rms_norm weight_grad_whole_tiles: end @ weight
 layer_norm mean_low: rounded @ mean
 layer_norm one_pass_low: rounded summed @ squares variance
 layer_norm unbiased: factor @ variance squares
@@ -31,6 +32,7 @@ layer_norm out_cut: rounded @ output
 layer_norm no_mean_term: missing @ mean
 layer_norm weight_grad_low: summed @ weight
 layer_norm bias_grad_low: summed @ bias
+layer_norm bias_grad_parts_low: summed rounded @ bias
 softmax no_shift: missing overflow @ maximum largest shifted input
 softmax maximum_from_zero: limited overflow @ maximum largest shifted input
 softmax first_block_maximum: end overflow @ maximum largest shifted input
@@ -50,6 +52,7 @@ cross_entropy lse_low: rounded @ lse
 cross_entropy log_probabilities_low: rounded @ log_probabilities
 cross_entropy probabilities_low: rounded @ probabilities
 cross_entropy smoothing_forward_only: option missing @ label_smoothing smoothing
+cross_entropy smoothing_of_others: option factor @ label_smoothing smoothing
 cross_entropy no_z_gradient: option missing @ lse_square_scale z_loss
 cross_entropy mean_of_all: factor option @ count reduction times loss
 cross_entropy ignored_gradient: option missing @ ignore_index seen
@@ -173,6 +176,7 @@ linear_cross_entropy tail_of_vocabulary: end @ row_sum summed weights V
 linear_cross_entropy lse_low: rounded @ lse
 linear_cross_entropy probabilities_low: rounded @ probabilities
 linear_cross_entropy smoothing_forward_only: option missing @ label_smoothing smoothing
+cross_entropy smoothing_of_others: option factor @ label_smoothing smoothing
 linear_cross_entropy ignored_gradient: option missing @ ignore_index seen
 linear_cross_entropy mean_of_all: factor option @ count reduction times loss
 linear_cross_entropy means_of_chunks: factor @ count loss
@@ -195,6 +199,7 @@ stochastic_round one_number: random
 stochastic_round zero_seed: random rounded
 stochastic_round half_the_range: random
 stochastic_round two_bits: random
+stochastic_round three_bits: random
 stochastic_round nearest: random rounded
 stochastic_round sum_of_two: random
 stochastic_round after_nearest: random rounded

@@ -270,8 +270,9 @@ class Tiled(torch.autograd.Function):
         exact, lse, _ = forward(call)
         out = call.plan.store(exact, call.low)
         ctx.call, ctx.kept = call, (out, exact, lse)
-        ctx.mark_non_differentiable(lse)
-        return out.to(query.dtype), lse.squeeze(-1)
+        given = lse.squeeze(-1)
+        ctx.mark_non_differentiable(given)
+        return out.to(query.dtype), given
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -282,13 +282,12 @@ def test_a_compiled_function_is_one_of_its_signature():
     assert torch.equal(again.out, wanted.out)
 
 
-@pytest.mark.parametrize("case", [name for name, each in CASES.items() if each[1] is not None])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "autocast"])
 def test_forms_change_nothing_that_exact_arithmetic_gives(case):
     """In fp32 every form's kernel gives what the same kernel on plain tensors does."""
-    kernel, _, form, _ = CASES[case]
-    if case == "autocast":
-        return
-    target = Target.of(kernel, form=form)
+    kernel, _, form, known = CASES[case]
+    found_by_result = case in ("packed, found out", "by tokens")  # which an audit finds
+    target = Target.of(kernel, form=known if found_by_result else form)
     generator = torch.Generator().manual_seed(1)
     rows = 1 if target.form.decodes else 9
     q, k, v, do = (torch.randn(3, 2, n, 4, generator=generator) for n in (rows, 9, 9, rows))
