@@ -15,6 +15,7 @@ from halfulp.operations.operation_calls import (
 )
 from halfulp.operations.operation_data import (
     BuiltIn,
+    Define,
     Operand,
     Operation,
     OperationProbe,
@@ -42,6 +43,7 @@ __all__ = [
     "PLACE",
     "STOCHASTIC",
     "BuiltIn",
+    "Define",
     "Operand",
     "Operation",
     "OperationCalls",

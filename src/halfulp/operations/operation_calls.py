@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import gradients_of
-from halfulp.operations.operation_data import Operation, Sizes, Tensors
+from halfulp.operations.operation_data import Define, Operation, Sizes, Tensors
 from halfulp.operations.seam import Change, Rounding, Steps, exactly
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -98,16 +98,20 @@ def emulated(calls: OperationCalls, recipe: Rounding, seed: int = 0) -> Tensors:
     return changed(calls, recipe.change(calls.dtype, seed))
 
 
-def changed(calls: OperationCalls, change: Change) -> Tensors:
-    """The same with each step changed so, each result and gradient too: as `result_NAME`."""
-    found = _evaluated(calls, change, torch.float32)
+def changed(calls: OperationCalls, change: Change, define: Define | None = None) -> Tensors:
+    """The same with each step changed so, each result and gradient too: as `result_NAME`; of
+    another definition where one is given.
+    """
+    found = _evaluated(calls, change, torch.float32, define)
     dtypes = {name: kinds[0] for name, (_, kinds) in calls.expected().items()}
     return {
         name: change(f"result_{name}", x).to(dtypes.get(name, x.dtype)) for name, x in found.items()
     }
 
 
-def _evaluated(calls: OperationCalls, change: Change, compute: torch.dtype) -> Tensors:
+def _evaluated(
+    calls: OperationCalls, change: Change, compute: torch.dtype, define: Define | None = None
+) -> Tensors:
     operation, step = calls.operation, Steps(change)
     leaves = [x.name for x in operation.differentiable] if calls.grads else []
     stacked: dict[str, list[Tensor]] = {}
@@ -119,7 +123,7 @@ def _evaluated(calls: OperationCalls, change: Change, compute: torch.dtype) -> T
         for name in leaves:
             x[name].requires_grad_()
         with torch.set_grad_enabled(bool(leaves)):
-            results = operation.define(step, x, calls.options)
+            results = (define or operation.define)(step, x, calls.options)
         if leaves:
             outs = [results[name.removeprefix("grad_")] for name in calls.grads]
             given = [g[number].to(o.dtype) for g, o in zip(calls.grads.values(), outs, strict=True)]

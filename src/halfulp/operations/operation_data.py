@@ -95,6 +95,7 @@ class Output:
     rows: int | None = None
 
 
+Define = Callable[[Seam, Tensors, Options], Tensors]
 Draw = Callable[[Sizes, torch.Generator], Tensors]
 
 
@@ -138,7 +139,9 @@ class Operation:
     sizes: tuple[Sizes, ...]  # of a quick audit the first, of a full one all
     options: Mapping[str, Any]
     # (step, operands, options) -> results, in whatever dtype the operands are
-    define: Callable[[Seam, Tensors, Options], Tensors]
+    define: Define
+    # the same as eager code writes it, where autograd's own gradient is another arithmetic
+    eager: tuple[Define, ...]
     # what a target is called with: (operands, options) -> (args, keywords)
     arguments: Callable[[Tensors, Options], tuple[tuple[Any, ...], dict[str, Any]]]
     # results by name of what a target returned

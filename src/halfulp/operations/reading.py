@@ -95,6 +95,7 @@ def _assembled(name: str, folder: str, files: dict[str, ModuleType]) -> Operatio
         sizes=of(definition, "SIZES"),
         options=of(definition, "OPTIONS"),
         define=of(definition, "define"),
+        eager=getattr(definition, "EAGER", ()),
         arguments=of(definition, "arguments"),
         read=getattr(definition, "read", partial(_whole, results)),
         stock=of(recipes, "STOCK"),

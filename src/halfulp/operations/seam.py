@@ -94,12 +94,25 @@ def disturbed(generator: torch.Generator, by: float) -> Change:
     return change
 
 
-def inverse_root(step: Callable[[str, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
-    """1 / √x of a norm at its step, whose gradient takes the number that the step gave, as kernels
-    do, which keep it for the backward pass.
+Seen = Callable[[str, Tensor], Tensor]
+
+
+def over_root(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
+    """rows / √x of a norm, 1 / √x at its step, whose gradient takes the number that the step gave,
+    as kernels do, which keep it for the backward pass.
     """
     kept = step(name, torch.rsqrt(x.detach()))
-    return kept - 0.5 * kept**3 * (x - x.detach())
+    return rows * (kept - 0.5 * kept**3 * (x - x.detach()))
+
+
+def times_rsqrt(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
+    """The same as eager code has it, with autograd's gradient."""
+    return rows * step(name, torch.rsqrt(x))
+
+
+def over_sqrt(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
+    """The same with a division."""
+    return rows / step(name, torch.sqrt(x))
 
 
 class _Changed(torch.autograd.Function):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from halfulp.operations import Rounding
 from halfulp.reconstruct.operation_blocks import block_ways
+from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_places import Place, further_ways, place
 from halfulp.reconstruct.operation_random import random_cause
 from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
@@ -94,11 +95,16 @@ class _Judge:
             del bases[0]
         start = max(self.trial.share(base, ()) for base in bases)
         tried = list(ways(self.trial.calls))
-        found = [
-            (base, *self.trial.best(base, (), way))
-            for base in bases
-            for way in (*block_ways(self.trial.calls, base), *tried)
-        ]
+        floor = operation.floor
+        eager = [(floor, *self.trial.best(floor, (), way)) for way in eager_ways(self.trial.calls)]
+        found: list[_Tried] = []
+        if not eager or max(eager, key=_share)[1] < ALL:
+            found = [
+                (base, *self.trial.best(base, (), way))
+                for base in bases
+                for way in (*block_ways(self.trial.calls, base), *tried)
+            ]
+        found += eager
         if self.thorough and not self._whole(found):
             further = [(base, way) for base in bases for way in further_ways(self.trial, base)]
             found += [(base, *self.trial.best(base, (), way)) for base, way in further]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from halfulp.formats import BF16, FP16, FP32, FP64, OCP_E4M3, OCP_E5M2, Format, round_to
 from halfulp.operations import (
+    OF_DTYPE,
     PLACE,
     OperationCalls,
     Rounding,
@@ -28,7 +30,6 @@ from halfulp.operations import (
 
 Alter = Callable[[Tensor], Tensor]
 
-_OWN = {"bfloat16": BF16, "float16": FP16, "float32": FP32}
 _BLOCKS = (1, 8, 16, 32)  # terms that are summed exactly before the running sum is rounded
 _LIMITS = (1.0, 7.0, 10.0, 20.0, 30.0, 50.0, 88.0, 240.0, 448.0, 57344.0, 65504.0)
 _ENDS = (8, 16, 32, 64)  # blocks past the last of which an end is left out
@@ -52,6 +53,8 @@ class Way:
     results: Callable[[Tensors], Tensors] | None = None
     here: bool = False  # of this call alone: its numbers are not those of others
     alone: str = ""  # "forward" or "backward": in that pass alone
+    # the definition, and what rounds in place of a recipe while it runs
+    eager: Callable[[], tuple[Any, Any]] | None = None
 
     def __str__(self) -> str:
         return f"{self.text} in the {self.alone} pass alone" if self.alone else self.text
@@ -59,8 +62,12 @@ class Way:
 
 def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Tensors:
     """The results and gradients of a kernel that is `base` but for these ways."""
-    rounded = base.change(calls.dtype)
+    rounded, define = base.change(calls.dtype), calls.operation.define
+    running_as: AbstractContextManager[Any] = nullcontext()
     for way in ways:
+        if way.eager is not None:
+            define, rounded = way.eager()
+            running_as = rounded
         if way.options:
             calls = replace(calls, options={**calls.options, **way.options})
         if way.operands is not None:
@@ -78,7 +85,8 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
                 return way.formats[name](value)
         return rounded(name, value)
 
-    found = changed(calls, change)
+    with running_as:
+        found = changed(calls, change, define)
     for way in ways:
         if way.results is not None:
             found = way.results(found)
@@ -147,7 +155,7 @@ def said(name: str) -> str:
     return back + name.removeprefix("grad_").lstrip(PLACE)
 
 
-def shapes_of_steps(calls: OperationCalls) -> dict[str, torch.Size]:
+def shapes_of_steps(calls: OperationCalls, define: Any = None) -> dict[str, torch.Size]:
     """The steps of the definition on these calls, forward and backward, and their shapes."""
     shapes: dict[str, torch.Size] = {}
 
@@ -155,8 +163,8 @@ def shapes_of_steps(calls: OperationCalls) -> dict[str, torch.Size]:
         shapes[name] = exact.shape
         return exact
 
-    defined(first_calls(calls, 1), seen)
-    return shapes
+    changed(first_calls(calls, 1), seen, define)
+    return {n: shape for n, shape in shapes.items() if not n.startswith("result_")}
 
 
 def first_calls(calls: OperationCalls, count: int) -> OperationCalls:
@@ -166,7 +174,7 @@ def first_calls(calls: OperationCalls, count: int) -> OperationCalls:
 
 
 def _of_steps(calls: OperationCalls) -> Iterator[Way]:
-    own = _OWN[calls.dtype] if calls.dtype != "float32" else BF16
+    own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
     widest = max(x[0].numel() for x in calls.operands.values())
     shapes = shapes_of_steps(calls)
     low = {name: _rounded(own) for name in shapes if not name.startswith(PLACE)}
@@ -334,7 +342,7 @@ def _sum_in_blocks(x: Tensor, index: Tensor, own: Format, block: int) -> Tensor:
 
 def _of_results(calls: OperationCalls) -> Iterator[Way]:
     expected = calls.expected()
-    own = _OWN[calls.dtype]
+    own = OF_DTYPE[calls.dtype]
     for name, (_, kinds) in expected.items():
         if not kinds[0].is_floating_point:
             continue

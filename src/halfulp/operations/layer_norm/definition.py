@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
-from halfulp.operations.seam import inverse_root
+from halfulp.operations.seam import over_root, over_sqrt, times_rsqrt
 
 SIGNATURE = "layer_norm(input, normalized_shape, weight, bias, eps)"
 OPERANDS = (Operand("input", "T D"), Operand("weight", "D"), Operand("bias", "D"))
@@ -14,15 +15,27 @@ SIZES = (Sizes.given(T=24, D=256), Sizes.given(T=40, D=1024), Sizes.given(T=33, 
 OPTIONS = {"eps": 1e-5}
 
 
-def define(step: Seam, x: Tensors, options: Options) -> Tensors:
+def define(
+    step: Seam, x: Tensors, options: Options, over: Any = over_root, squared: bool = True
+) -> Tensors:
     """T rows of D features."""
     rows = x["input"]
     centered = step("centered", rows - step("mean", rows.mean(-1, keepdim=True)))
-    variance = step("variance", step("squares", centered * centered).mean(-1, keepdim=True))
-    inverse = inverse_root(step, "inverse_deviation", variance + options["eps"])
-    normalized = step("normalized", centered * inverse)
+    if squared:
+        variance = step("variance", step("squares", centered.square()).mean(-1, keepdim=True))
+    else:
+        variance = step("variance", rows.var(-1, keepdim=True, unbiased=False))
+    scaled = over(step, "inverse_deviation", centered, variance + options["eps"])
+    normalized = step("normalized", scaled)
     weighted = step("weighted", normalized * step("weights", x["weight"].expand_as(rows)))
     return {"output": weighted + step("biases", x["bias"].expand_as(rows))}
+
+
+EAGER = tuple(
+    partial(define, over=over, squared=squared)
+    for squared in (True, False)
+    for over in (times_rsqrt, over_sqrt)
+)
 
 
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:

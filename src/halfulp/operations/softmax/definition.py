@@ -33,6 +33,16 @@ def _inner(step: Seam, terms: Tensor) -> Tensor:
     return step("_inner_terms", total.expand_as(terms))
 
 
+def _quotient(step: Seam, x: Tensors, _: Options) -> Tensors:
+    """exp(x − max) / Σ, whose gradient is autograd's, which passes through the maximum as well."""
+    largest = x["input"].max(-1, keepdim=True).values
+    weights = step("weights", step("_shifted", x["input"] - largest).exp())
+    return {"output": weights / step("row_sum", weights.sum(-1, keepdim=True))}
+
+
+EAGER = (_quotient,)
+
+
 def arguments(x: Tensors, _: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As torch.nn.functional.softmax is called."""
     return (x["input"], -1), {}

@@ -1,0 +1,66 @@
+"""Eager code in low precision: every operation of both passes rounds what it gives, or all from one
+step on, before which operands are cast up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from halfulp.operations import DTYPES, OF_DTYPE, Define, OperationCalls
+from halfulp.reconstruct.operation_ways import Way, said, shapes_of_steps
+
+
+def eager_ways(calls: OperationCalls) -> Iterator[Way]:
+    """The definition as eager code, in the operands' format throughout first."""
+    if calls.dtype == "float32":
+        return
+    operation, own = calls.operation, OF_DTYPE[calls.dtype]
+    both = f"every step of both passes is rounded to {own}, as eager code does"
+    definitions = operation.eager or (operation.define,)
+    for define in definitions:
+        yield Way("step-low", both, eager=partial(_ran, define, calls.dtype, ""))
+    for name in shapes_of_steps(calls, definitions[0]):
+        if not name.startswith("grad_"):
+            text = f"{both}, from {said(name)} on"
+            yield Way("step-low", text, eager=partial(_ran, definitions[0], calls.dtype, name))
+
+
+def _ran(define: Define, dtype: str, since: str) -> tuple[Define, _Eager]:
+    return define, _Eager(dtype, since)
+
+
+class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operation in low precision, once the step `since` is passed and until a gradient
+    arrives there; autograd's own operations as well.
+    """
+
+    def __init__(self, dtype: str, since: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.low, self.since, self.on = DTYPES[dtype], since, not since
+        self.before: list[str] = []  # steps up to that one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.on or any(r.alias_info for r in func._schema.returns):
+            return func(*args, **(kwargs or {}))
+        found = func(*tree_map(self._as(self.low), args), **(kwargs or {}))
+        return tree_map(self._as(torch.float32), found)
+
+    def _as(self, dtype: torch.dtype) -> Callable[[Any], Any]:
+        return lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    def __call__(self, name: str, exact: Tensor) -> Tensor:
+        """What is kept of a step: all of it where nothing is low yet."""
+        if self.since and not self.on and not name.startswith("grad_"):
+            self.before.append(name)
+            self.on = name == self.since
+        elif name.removeprefix("grad_") in self.before:
+            self.on = False
+        low = self._as(self.low)(exact) if name.removeprefix("grad_") == self.since else exact
+        return low.to(exact.dtype)
