@@ -207,6 +207,8 @@ class Measured:
     ulps: dict[str, tuple[float, float, float]] = field(
         default_factory=dict
     )  # tensor → mean and largest |error|, mean signed error, in ulps
+    # tensor → how many times its worst element is beyond a target's `rounding_bound`, in words too
+    beyond: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
 def measure(

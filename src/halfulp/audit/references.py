@@ -23,6 +23,7 @@ from halfulp.audit.operation_figures import (
     operation_standard,
 )
 from halfulp.audit.probes import Probe, probe_named
+from halfulp.audit.rounding_bound import beyond_rounding
 from halfulp.calls import Result, gradients_of
 from halfulp.operations import ATTENTION, OperationCalls, defined
 from halfulp.recipes import Recipe
@@ -107,7 +108,8 @@ class References:
         """What is measured of a target's result on this case."""
         probe = self.probe
         in_ulps = probe is None or not probe.elements_only
-        return measure(result, self.truth, self.noise, self.inputs, probe, in_ulps=in_ulps)
+        found = measure(result, self.truth, self.noise, self.inputs, probe, in_ulps=in_ulps)
+        return replace(found, beyond=beyond_rounding(result, self.truth, self.inputs))
 
 
 MOST_HELD = 2**29

@@ -50,7 +50,8 @@ def _severity(measured: Measured, reference: References, finding: Finding, limit
     if finding.kind == "element":
         own = (f for f in measured.figures if f.tensor == finding.tensor and f.peak is not None)
         beyond = (float(excess(f, by_name[f.name]).max()) for f in own if f.name in by_name)
-        return max(beyond, default=0.0) / (PEAK * limits.stock)
+        proven = measured.beyond.get(finding.tensor, (0.0, ""))[0]
+        return max(max(beyond, default=0.0) / (PEAK * limits.stock), proven)
     for got in measured.figures:
         if got.name == finding.property:
             allowed = torch.maximum(

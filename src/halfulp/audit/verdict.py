@@ -234,11 +234,16 @@ def _leans(case: Case, measured: Measured, reference: References, level: float) 
 
 
 def _elements(case: Case, measured: Measured, reference: References) -> list[Finding]:
-    """The tensor whose worst element is farthest beyond what rounding can do, if any is.
-
-    No test but a bound, twice what sound kernels reach (docs/log.md): one wrong head of many makes
-    the variance that a test of means would hold it against.
+    """The tensor whose worst element is farthest beyond what rounding can do, if any is: by proof
+    on short rows, else by a bound that is measured, which sound kernels keep away from
+    (docs/log.md). One wrong head of many makes the variance that a test of means would hold it
+    against.
     """
+    if measured.beyond:
+        # gradients inherit O's errors
+        tensor = max(measured.beyond, key=lambda name: (name == "out", measured.beyond[name]))
+        ratio, text = measured.beyond[tensor]
+        return [Finding("defect", "element", f"{short(tensor)} element", tensor, case, text, ratio)]
     stock = {f.name: f for f in reference.stock.figures}
     limit = PEAK * LIMITS[case.dtype].stock
     found = []

@@ -1,0 +1,85 @@
+"""How far rounding alone can take every element of a short call's results: an a-priori bound.
+
+Assumed of a kernel: operands are multiplied as they are given; scores, their exponentials, dP, δ
+and sums are fp32, in any order (Higham 2002, ch. 3: γ_n = n u / (1 - n u)); weights and dS are
+rounded to the audited format up to twice, O once before δ is made of it, every result once a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfulp.audit.figures import FORMAT_OF, GRADIENTS, short
+from halfulp.audit.inputs import Inputs
+from halfulp.calls import Result
+from halfulp.formats import FP32
+
+_MOST_KEYS = 128  # beyond, γ_n leaves gross faults alone
+_FLUSHED = 2**8 * FP32.min_normal  # what sums of terms that underflow in fp32 lose
+_EXPONENTIAL = 2.0**-17  # what a polynomial of degree 4 is off by
+
+
+def beyond_rounding(result: Result, truth: Result, x: Inputs) -> dict[str, tuple[float, str]]:
+    """By tensor that passes its bound, how many times and where; {} of calls it is not made for."""
+    mask, more = x.sees.mask, x.softcap or x.sinks is not None or x.dropout is not None
+    plain = not more and (mask is None or mask.dtype == torch.bool)
+    if not plain or truth.lse is None or x.key.shape[2] > _MOST_KEYS:
+        return {}
+    found = {}
+    for name, most in rounding_bounds(x, truth).items():
+        got, exact = getattr(result, name), getattr(truth, name)
+        if got is not None and exact is not None and bool(got.isfinite().all()):
+            over = (got.double() - exact).abs_().div_(most).nan_to_num_(0.0, 0.0)
+            place = tuple(int(i) for i in torch.unravel_index(over.argmax(), over.shape))
+            ratio, told = float(over[place]), f"element {place} of {short(name)}"
+            told += f" is {float(got[place]):.3g}, expected {float(exact[place]):.3g}"
+            if ratio > 1:
+                found[name] = (ratio, f"{told}: {ratio:.3g} × beyond what rounding can do")
+    return found
+
+
+def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
+    """The bound of every element of O, dQ, dK and dV: of golden's O, lse and δ, in fp32, which is
+    off by far less than sound kernels stay below it.
+
+    A weight's exponent is off by at most h; the weight, by the numerator's and the row sum's, by
+    the factor 1 + r, 1 + r = e^h / Σ_j P_j e^-h_j. Then |ΔO| <= Σ P r |V|, and with it dS is off by
+    P r |dP - δ| + P (1 + r) (γ |dO| |V|ᵀ + |dO| |ΔO| + γ |dO| |O|).
+    """
+    fmt, t = FORMAT_OF[x.query.dtype], FP32.unit_roundoff
+    least = max(2 * (u := fmt.unit_roundoff) * fmt.min_normal, _FLUSHED)
+    groups, (n, width) = x.query.shape[1] // x.key.shape[1], truth.out.shape[2:]
+    q, do, out = x.query.float(), x.grad_out.float(), truth.out.float().nan_to_num_(0.0)
+    k, v = (y.float().repeat_interleave(groups, 1) for y in (x.key, x.value))
+    assert truth.lse is not None
+    s, terms = q @ k.mT * x.scale, k.shape[2]
+    seen = x.sees.apply(s, slice(0, n), slice(0, terms), 1.0)
+    p = torch.exp(seen - truth.lse.float().unsqueeze(-1)).nan_to_num_(0.0)
+    s = s.abs().masked_fill_(p == 0, 0.0)
+    h = (q.abs() @ k.abs().mT).mul_(x.scale * _gamma(q.shape[3] + 4, t))
+    h += (s + s.amax(-1, keepdim=True)).mul_(4 * t) + (2 * u + _EXPONENTIAL + _gamma(2 * terms, t))
+    total = 1 - (p * -torch.expm1(-h)).sum(-1, keepdim=True)
+    far = h.exp_().div_(total).sub_(1)
+    wrong = p * far + least * (p > 0)
+    of_out = (wrong @ v.abs()).mul_(1 + u).add_(out.abs(), alpha=u).add_(least)
+    bounds = {"out": of_out}
+    if truth.grad_query is None:
+        return bounds
+    delta, both, g = (do * out).sum(-1, keepdim=True), do.abs(), _gamma(width + 4, t)
+    ds = (do @ v.mT).sub_(delta).abs_()
+    moved = (both @ v.abs().mT).mul_(g) + (both * (of_out + g * out.abs())).sum(-1, keepdim=True)
+    off = (p * (far + 1)).mul_(moved.add_(ds * (2 * u))).add_(wrong * ds).add_(least * (p > 0))
+    again = 2 * u + _gamma(groups * max(n, terms) + 4, t)
+    off.add_(off + p * ds, alpha=again).mul_(x.scale)
+    most_of = (off @ k.abs(), off.mT @ q.abs(), wrong.add_(wrong + p, alpha=again).mT @ both)
+    for name, most in zip(GRADIENTS, most_of, strict=True):
+        shared = name != "grad_query" and groups > 1
+        bounds[name] = (
+            most.view(*x.key.shape[:2], groups, terms, -1).sum(2) if shared else most
+        ).add_(least)
+    return bounds
+
+
+def _gamma(n: int, u: float) -> float:
+    return n * u / (1 - n * u)
