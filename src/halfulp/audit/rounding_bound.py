@@ -15,7 +15,8 @@ from halfulp.audit.inputs import Inputs
 from halfulp.calls import Result
 from halfulp.formats import FP32
 
-_MOST_KEYS = 128  # beyond, γ_n leaves gross faults alone
+_MOST_KEYS, _MOST = 128, 2**16
+"""Keys, beyond which γ_n leaves gross faults alone, and elements of the query: 2 % of an audit."""
 _FLUSHED = 2**8 * FP32.min_normal  # what sums of terms that underflow in fp32 lose
 _EXPONENTIAL = 2.0**-17  # what a polynomial of degree 4 is off by
 
@@ -24,7 +25,8 @@ def beyond_rounding(result: Result, truth: Result, x: Inputs) -> dict[str, tuple
     """By tensor that passes its bound, how many times and where; {} of calls it is not made for."""
     mask, more = x.sees.mask, x.softcap or x.sinks is not None or x.dropout is not None
     plain = not more and (mask is None or mask.dtype == torch.bool)
-    if not plain or truth.lse is None or x.key.shape[2] > _MOST_KEYS:
+    short_rows = x.key.shape[2] <= _MOST_KEYS and x.query.numel() <= _MOST
+    if not (plain and short_rows) or truth.lse is None:
         return {}
     found = {}
     for name, most in rounding_bounds(x, truth).items():
