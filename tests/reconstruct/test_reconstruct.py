@@ -10,7 +10,7 @@ import torch
 
 from halfulp import cli, emulate
 from halfulp.recipes import recipe_named, recipe_text
-from halfulp.reconstruct import CAUSES, reconstruct
+from halfulp.reconstruct import CAUSES, reconstruct, reconstruct_operation
 from tests.audit import zoo
 
 ZOO = {kernel.name: kernel for kernel in (*zoo.FAULTY, *zoo.SOUND)}
@@ -146,3 +146,31 @@ def test_the_command_prints_the_recipe_its_shares_and_plain_data(capsys, monkeyp
     assert plain["understood"]
     assert cli.main(["reconstruct", "sdpaa"]) == 2
     assert "target='sdpaa': accepted is" in capsys.readouterr().err
+
+
+def test_the_command_says_what_a_kernel_of_another_operation_does(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "120")
+    kernel = tmp_path / "gated.py"
+    kernel.write_text(
+        "import torch\n\n\ndef gated(gate, up):\n    return gate * torch.sigmoid(gate) * up\n"
+    )
+    asked = ["reconstruct", "--op", "swiglu", f"{kernel}:gated", "--in-process"]
+    assert cli.main(asked) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "every step of both passes is rounded to bf16, as eager code does: explains 100 %" in said
+    )
+    assert cli.main([*asked, "--json", "-"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["found"]["cause"] == "step-low"
+    assert plain["found"]["rivals"][0][0] == plain["found"]["text"]
+    assert cli.main(["reconstruct", "--op", "swiglu", "torch", "--in-process"]) == 0
+    assert "errs by no more than its recipes on 10 calls" in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match=r"gives no result on any of the inputs \(.*\); accepted is"
+    ):
+        reconstruct_operation(_silent, "swiglu")
+
+
+def _silent(gate, up):
+    raise NotImplementedError("not today")

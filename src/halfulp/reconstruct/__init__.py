@@ -5,6 +5,7 @@ inputs until one of them errs as it does.
 from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import Named
+from halfulp.reconstruct.operation_asked import OperationReconstruction, reconstruct_operation
 from halfulp.reconstruct.operation_reconstruction import FoundWay, of_operation
 from halfulp.reconstruct.operation_trials import Failure
 from halfulp.reconstruct.panel import Trial
@@ -16,9 +17,11 @@ __all__ = [
     "Failure",
     "FoundWay",
     "Named",
+    "OperationReconstruction",
     "Reconstruction",
     "Trial",
     "of_kernel",
     "of_operation",
     "reconstruct",
+    "reconstruct_operation",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from halfulp.operations import Rounding
 from halfulp.reconstruct.operation_blocks import block_ways
@@ -48,16 +49,28 @@ class FoundWay:
     share: float  # of the squared error of the tensor
     fits: float  # how well it fits the other calls: below 0 where it is wrong and the kernel is not
     tensor: str
+    rivals: tuple[Rival, ...] = ()  # ways that were weighed, the one that is named first
 
 
-def of_operation(run: Run, failures: Sequence[Failure]) -> FoundWay | None:
-    """The way that explains most of an error on any of these cases; where none explains enough, one
-    that says where the first's error is. None where the kernel gives nothing.
+class Rival(NamedTuple):
+    """A way that explains about as much as the best."""
+
+    text: str
+    share: float
+    fits: float
+
+
+def of_operation(
+    run: Run, failures: Sequence[Failure], others: Sequence[Trial] | None = None
+) -> FoundWay | None:
+    """The way that explains most of an error on any of these cases, or of the `others`, which are a
+    call of every probe where they are not given; where none explains enough, one that says where
+    the first's error is. None where nothing errs, or the kernel gives nothing.
     """
-    if not failures:
-        return None
     trials = [one for f in failures if (one := trial(run, f.calls, f.failing)) is not None]
-    others = panel(run, failures[0].calls)
+    if others is None:
+        of = failures[0].calls if failures else None
+        others = panel(run, of.operation, of.dtype) if of is not None else ()
     found: list[FoundWay] = []
     for one in [t for t in (*trials, *others) if t.failing][:CASES]:
         rest = [t for t in (*trials, *others) if t is not one]
@@ -66,9 +79,10 @@ def of_operation(run: Run, failures: Sequence[Failure]) -> FoundWay | None:
             break
     best = max(found, key=_rank, default=None)
     if best is not None and not (best.share and best.cause in OTHERWISE):
-        for failure in failures:
-            if text := random_cause(run, failure.calls):
-                return FoundWay("random", text, 0.0, 0.0, failure.failing[0])
+        asked = [(f.calls, f.failing) for f in failures]
+        for calls, failing in asked or [(t.calls, t.failing) for t in others if t.failing]:
+            if text := random_cause(run, calls):
+                return FoundWay("random", text, 0.0, 0.0, failing[0])
     return best
 
 
@@ -108,7 +122,7 @@ class _Judge:
         if self.thorough and not self._whole(found):
             further = [(base, way) for base in bases for way in further_ways(self.trial, base)]
             found += [(base, *self.trial.best(base, (), way)) for base, way in further]
-        base, share, way, fits = self._told_apart(found)
+        (base, share, way), fits, rivals = self._told_apart(found)
         chosen: tuple[Way, ...] = (way,)
         while FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
             more = [(base, *self.trial.best(base, chosen, way)) for way in tried]
@@ -123,7 +137,7 @@ class _Judge:
         if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
             return self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
-        return FoundWay(chosen[0].cause, text, share, fits, self.trial.failing[0])
+        return FoundWay(chosen[0].cause, text, share, fits, self.trial.failing[0], rivals)
 
     def _whole(self, found: list[_Tried]) -> bool:
         """Whether a way leaves no more than rounding may make."""
@@ -147,25 +161,27 @@ class _Judge:
         errors = sum(self.trial.errors[name] for name in self.trial.failing)
         return self._rounding() / max(1e-300, errors)
 
-    def _told_apart(self, found: list[_Tried]) -> tuple[Rounding, float, Way, float]:
+    def _told_apart(self, found: list[_Tried]) -> tuple[_Tried, float, tuple[Rival, ...]]:
         """Of ways that explain about as much as the best the one that fits the other calls too."""
         best = max(found, key=_share)[1]
         rivals = [one for one in found if one[1] >= best - RIVALS]
         rivals = sorted(rivals, key=_share, reverse=True)[:MOST]
         if best < FURTHER:
-            return (*rivals[0], 0.0)
+            return rivals[0], 0.0, ()
         others = [self._fit(base, way) for base, _, way in rivals]
         most = max((fit for fit in others if fit is not None), default=0.0)
         fits = [max(0.0, most) if fit is None else fit for fit in others]
         scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
         order = {id(way): number for number, (_, _, way) in enumerate(found)}
         equal = min(EQUAL, 4 * self._of_rounding())
-        alike = [
-            (*one, fit)
-            for one, fit, score in zip(rivals, fits, scores, strict=True)
-            if score >= max(scores) - equal
-        ]
-        return min(alike, key=lambda one: order[id(one[2])])
+        rows = list(zip(rivals, fits, scores, strict=True))
+        alike = [row for row in rows if row[2] >= max(scores) - equal]
+        named = min(alike, key=lambda row: order[id(row[0][2])])
+        rows.sort(key=lambda row: (row is not named, -row[2]))
+        told: dict[str, Rival] = {}
+        for one, fit, _ in rows:
+            told.setdefault(str(one[2]), Rival(str(one[2]), one[1], fit))
+        return named[0], named[1], tuple(told.values())
 
     def _fit(self, base: Rounding, way: Way) -> float | None:
         """How well a way does on the other calls; None where it is of this call alone."""

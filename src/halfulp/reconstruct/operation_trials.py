@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfulp.operations import (
     STOCHASTIC,
+    Operation,
     OperationCalls,
     OperationResult,
     Rounding,
@@ -206,15 +207,15 @@ def _narrowed(x: Tensor, shape: list[str], symbol: str, keep: int) -> Tensor:
     return x.narrow(dim, 0, min(keep, x.shape[dim])).contiguous()
 
 
-def panel(run: Run, like: OperationCalls, seed: int = 0) -> list[Trial]:
+def panel(run: Run, operation: Operation, dtype: str, seed: int = 0) -> list[Trial]:
     """A call of every probe at the operation's first size."""
-    operation, found = like.operation, []
+    found = []
     for probe in operation.probes:
         sizes = operation.sizes[0].with_(**{**probe.sizes, "calls": 1})
         if sizes.work > 4 * LARGEST:
             continue
         generator = torch.Generator().manual_seed(seed)
-        one = trial(run, drawn_calls(operation, probe.name, sizes, like.dtype, generator), None)
+        one = trial(run, drawn_calls(operation, probe.name, sizes, dtype, generator), None)
         if one is not None:
             found.append(one)
     return found

@@ -32,6 +32,22 @@ def print_reconstruction(found: Mapping[str, Any], to: Console) -> None:
     )
 
 
+def print_operation(found: Mapping[str, Any], to: Console) -> None:
+    """Print the plain data of another operation's."""
+    to.print(Text.assemble((found["target"], "bold"), ": ", found["text"]))
+    rivals = found["found"]["rivals"] if found["found"] else ()
+    if rivals:
+        table = Table("explains", "on other calls", "what it may do", box=None, pad_edge=False)
+        for text, share, fits in rivals:
+            table.add_row(f"{100 * share:.1f} %", f"{100 * fits:.1f} %", text)
+        to.print()
+        to.print(table)
+    to.print()
+    for name, share in found["recipes"].items():
+        to.print(f"the recipe {name} explains {100 * max(0.0, share):.0f} % of all its error")
+    to.print(f"{found['calls']} calls, {found['seconds']:.1f} s, {found['dtype']}", style="dim")
+
+
 def _explained(found: Mapping[str, Any]) -> Table:
     names = ("result", "explained", "", "cosine", "as stock", "× stock", "× halfulp")
     table = Table(*names, box=None, pad_edge=False)

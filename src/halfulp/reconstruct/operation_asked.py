@@ -1,0 +1,109 @@
+"""`reconstruct_operation`: call a kernel of any operation on every probe, and find what errs as it
+does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from halfulp.operations import DTYPES, OperationCalls, OperationResult, operation_named
+from halfulp.reconstruct.found import WELL
+from halfulp.reconstruct.operation_reconstruction import FoundWay, of_operation
+from halfulp.reconstruct.operation_trials import panel
+from halfulp.targets import Target, check_device, operation_target, resolve, run_operation
+
+
+@dataclass(frozen=True)
+class OperationReconstruction:
+    """What a kernel of an operation does, and how much of its error that explains."""
+
+    target: str
+    operation: str
+    dtype: str
+    found: FoundWay | None  # None: nothing is off by more than both recipes make it
+    recipes: dict[str, float]  # the mean share of the error, over all calls, that each explains
+    calls: int
+    seconds: float
+
+    @property
+    def understood(self) -> bool:
+        """Whether nothing is worse than the recipes, or a way explains it."""
+        return self.found is None or self.found.share >= WELL
+
+    @property
+    def sentence(self) -> str:
+        """One line: what it does."""
+        if self.found is None:
+            return f"errs by no more than its recipes on {self.calls} calls, one of every probe"
+        share = f": explains {100 * self.found.share:.0f} % of {self.found.tensor}'s error"
+        return f"{self.found.text}{share if self.found.share else ''}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "text": self.sentence, "understood": self.understood}
+
+    def __str__(self) -> str:
+        return f"{self.target}: {self.sentence}"
+
+
+def reconstruct_operation(
+    target: str | Target | Callable[..., Any],
+    op: str,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    seed: int = 0,
+) -> OperationReconstruction:
+    """Find what explains the errors of a kernel of an operation, as `reconstruct` does for
+    attention.
+
+    Args:
+        target: a name, "file.py:function", or a function as `halfulp.audit` takes it.
+        op: one of `halfulp ls operations` but attention, or a folder that defines another.
+        dtype: "bfloat16", "float16" or "float32".
+        device: where the target runs; ways are emulated on the CPU.
+        seed: of the inputs.
+
+    Raises:
+        ValueError: for an unknown target, operation, dtype or device, or a kernel that gives no
+            result on any probe.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    check_device(device)
+    operation, began, said = operation_named(op), time.perf_counter(), ["no reason given"]
+    if isinstance(target, str):
+        chosen = resolve(target, operation=op)
+    elif isinstance(target, Target):
+        chosen = target
+    else:
+        chosen = operation_target(operation, target, getattr(target, "__name__", "kernel"))
+
+    def run(calls: OperationCalls) -> OperationResult | None:
+        outcome = run_operation(chosen, calls.to(device))
+        if not isinstance(outcome.result, OperationResult):
+            said.append(outcome.refusal or said[0])
+            return None
+        return OperationResult({n: x.cpu() for n, x in outcome.result.tensors.items()})
+
+    trials = panel(run, operation, dtype, seed)
+    if not trials:
+        raise ValueError(
+            f"target={chosen.name!r}: gives no result on any of the inputs ({said[-1]});"
+            f" accepted is {operation.signature}"
+        )
+    found = of_operation(run, (), trials)
+    errs = [
+        replace(t, failing=n) for t in trials if (n := tuple(n for n in t.errors if t.errors[n]))
+    ]
+    recipes = {
+        recipe.name: fmean(t.share(recipe, ()) for t in errs) if errs else 1.0
+        for recipe in (operation.stock, operation.floor)
+    }
+    return OperationReconstruction(
+        chosen.name, op, dtype, found, recipes, len(trials), time.perf_counter() - began
+    )
