@@ -133,6 +133,13 @@ def paged_whole_pages(q, k_cache, v_cache, block_table, cache_seqlens, scale):
     return paged(q, k_cache, v_cache, block_table, whole, scale)
 
 
+def paged_in_halves(q, k_cache, v_cache, block_table, cache_seqlens, scale):
+    """Takes pages of 32 rows for pages of 16, twice as many."""
+    halves = (c.flatten(0, 1).unflatten(0, (-1, 16)) for c in (k_cache, v_cache))
+    twice = block_table.repeat_interleave(2, 1)
+    return paged(q, *halves, twice, cache_seqlens, scale)
+
+
 def decode(q, k, v, sm_scale):
     out, _ = good(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), False, sm_scale)
     return out[:, :, 0]
@@ -199,6 +206,7 @@ def under_autocast(q, k, v, *, is_causal, scale):
         return good(q, k, v, is_causal, scale)[0]
 
 
+PAGES_OF_32 = FORMS["paged"].replace("S", "32")
 CASES = {
     "packed": (packed, packed_swapped, None, "qkv[B,N,3,H,D]"),
     "packed, found out": (
@@ -213,6 +221,7 @@ CASES = {
     "varlen packed": (varlen_packed, varlen_longest, None, "qkv[T,3,H,D], cu_seqlens, max_seqlen"),
     "cache": (cache, cache_one_length, None, FORMS["cache"]),
     "paged": (paged, paged_whole_pages, None, FORMS["paged"]),
+    "pages of 32": (paged, paged_in_halves, PAGES_OF_32, PAGES_OF_32),
     "decode": (decode, decode_shared, "q[B,H,D], k[B,N,G,D], v[B,N,G,D]", "q[B,H,D], k[B,N,G,D]"),
     "out": (into, into_all_but_the_last, None, f"{FORMS['BHND']}, out"),
     "out and lse": (with_lse, with_lse_base_2, None, f"{FORMS['BHND']}, out, lse"),
@@ -336,6 +345,7 @@ def test_a_program_and_a_replay_call_in_the_form():
     [
         *FORMS,
         "qkv[T,3,H,D], cu_seqlens, n=64, causal=causal_end",
+        PAGES_OF_32,
         "q[N,H,D], k[N,H,D], v[N,H,D] -> out[H,N,D] under autocast",
     ],
 )
@@ -355,6 +365,8 @@ def test_a_form_is_its_line(text):
         ("qkv[B,B,3,N,H,D]", "is no order of dimensions"),
         ("qkv[T,3,H,D]", "T needs cu_seqlens; one sequence a call is N"),
         ("q[B,H,D], k[P,S,H,D], v[P,S,H,D]", "P needs block_table"),
+        ("q[B,H,D], k[B,32,H,D], v[B,32,H,D], block_table", "k has a dimension '32'"),
+        ("q[B,H,D], k[P,32,H,D], v[P,64,H,D], block_table", "hold as many rows"),
         ("qkv[B,N,3,H,D], q[B,N,H,D]", "must hold"),
         ("qkv[B,N,3,H,D], cu_seqlen", "such as cu_seqlen=cu_seqlens, or a value"),
         ("qkv[B,N,3,H,D], flag=is_casual", "did you mean is_causal"),

@@ -29,7 +29,7 @@ DIMS = {
     "D": "features",
     "T": "tokens of all sequences, one sequence after the other",
     "S": "rows of a cache, more than are used",
-    "P": "pages of a cache, of S rows each",
+    "P": "pages of a cache, of S rows each: 16, or a number in place of S",
     "2": "K and V",
     "3": "Q, K and V",
 }
@@ -54,6 +54,9 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 """Our name of what a form gives beside options: what kernels call it."""
 
+PAGE = 16
+"""Rows of a page where a form does not say them."""
+
 TENSORS = ("query", "key", "value", "qkv", "kv")
 BUFFERS = ("out", "lse")
 END = "causal_end"
@@ -71,10 +74,12 @@ class Argument:
     role: str
     dims: tuple[str, ...] = ()
     constant: Any = None
+    page: int = PAGE  # rows of a page, which a line may say in place of S
 
     def __str__(self) -> str:
         known = self.name in ROLES.get(self.role, ()) or self.name in SPELLINGS.get(self.role, ())
-        text = self.name + (f"[{','.join(self.dims)}]" if self.dims else "")
+        dims = [str(self.page) if d == "S" and self.page != PAGE else d for d in self.dims]
+        text = self.name + (f"[{','.join(dims)}]" if dims else "")
         if not self.role:
             return f"{text}={self.constant!r}"
         return text if known else f"{text}={self.role}"
@@ -155,6 +160,11 @@ class Form:
     def ragged(self) -> bool:
         """Whether sequences of other lengths may lie beside those that are audited."""
         return bool({"T", "S"} & {d for a in self.tensors for d in a.dims})
+
+    @property
+    def page(self) -> int:
+        """Rows of a cache's page."""
+        return self.tensors[-1].page
 
     @property
     def decodes(self) -> bool:
@@ -248,6 +258,9 @@ def _argument(item: str, text: str) -> Argument:
         raise _wrong(text, f"{item!r} is no argument")
     name, dims, value = matched.groups()
     letters = tuple(d.strip() for d in dims.split(",")) if dims is not None else ()
+    page = next((int(d) for d in letters if d.isdecimal() and d not in DIMS), PAGE)
+    if "P" in letters and 1 < page <= 4096:
+        letters = tuple("S" if d == str(page) else d for d in letters)
     for letter in letters:
         if letter not in DIMS:
             raise _wrong(text, f"{name} has a dimension {letter!r}")
@@ -257,9 +270,9 @@ def _argument(item: str, text: str) -> Argument:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f", such as {name}={known[near[0]]}" if near else f", such as {name}=is_causal"
             raise _wrong(text, f"what {name} means is not known: say it{hint}, or a value")
-        return Argument(name, known[name], letters)
+        return Argument(name, known[name], letters, page=page)
     if value in (*ROLES, *SPELLINGS, END):
-        return Argument(name, value, letters)
+        return Argument(name, value, letters, page=page)
     try:
         return Argument(name, "", (), ast.literal_eval(value))
     except (ValueError, SyntaxError):
@@ -289,6 +302,8 @@ def _check(form: Form, text: str) -> None:
         raise _wrong(text, "T needs cu_seqlens; one sequence a call is N")
     if "P" in letters and "block_table" not in roles:
         raise _wrong(text, "P needs block_table")
+    if len({a.page for a in form.tensors if a.role != "query"}) > 1:
+        raise _wrong(text, "pages of keys and of values hold as many rows")
     if {"S", "T"} <= letters:
         raise _wrong(text, "S and T go together in no form that is known here")
 

@@ -17,12 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.targets.form import ROLES, Form
+from halfulp.targets.form import PAGE, ROLES, Form
 from halfulp.targets.manner import laid_out
 from halfulp.targets.target import UnsupportedError
-
-PAGE = 16
-"""Rows of a page."""
 
 Passed = tuple[str, Tensor, Tensor]
 """What a kernel is lent and may not write to: its name, itself, and its elements before."""
@@ -201,7 +198,7 @@ def _one(
         name: _among(list(x), audited, lengths[name])
         for name, x in zip(lengths, operands, strict=True)
     }
-    table = _table(k_lengths) if form.of("block_table") else None
+    table = _table(k_lengths, form.page) if form.of("block_table") else None
     built = _tensors(form, sequences, table, memory)
     call = FormedCall((), {}, form, q_lengths, audited, query.shape[1], value.shape[3])
     given: dict[str, Any] = dict(built)
@@ -262,20 +259,22 @@ def _tensors(
     for argument in form.tensors:
         parts = [sequences[role] for role in held.get(argument.role, (argument.role,))]
         inner = tuple(d for d in argument.dims if d not in ("2", "3"))
-        arranged = [_arranged(part, inner, table) for part in parts]
+        arranged = [_arranged(part, inner, table, form.page) for part in parts]
         axis = next((i for i, d in enumerate(argument.dims) if d in ("2", "3")), None)
         x = arranged[0] if axis is None else torch.stack(arranged, axis)
         built[argument.name] = laid_out(x, memory, None)
     return built
 
 
-def _arranged(parts: Sequence[Tensor], dims: Sequence[str], table: Tensor | None = None) -> Tensor:
+def _arranged(
+    parts: Sequence[Tensor], dims: Sequence[str], table: Tensor | None = None, page: int = PAGE
+) -> Tensor:
     """Sequences `[H, N, D]` as one tensor of these dimensions."""
     if "T" in dims:
         x, have = torch.cat(list(parts), 1), "HTD"
     elif "P" in dims:
         assert table is not None
-        x, have = _paged(parts, table), "PHSD"
+        x, have = _paged(parts, table, page), "PHSD"
     elif "S" in dims:
         capacity = -(-max(p.shape[1] for p in parts) // PAGE) * PAGE + PAGE
         x, have = torch.stack([_filled(p, capacity) for p in parts]), "BHSD"
@@ -294,11 +293,11 @@ def _filled(part: Tensor, rows: int) -> Tensor:
     return torch.cat([part, beyond], 1)
 
 
-def _table(lengths: Sequence[int]) -> Tensor:
+def _table(lengths: Sequence[int], page: int) -> Tensor:
     """Which page holds which rows of which sequence `[B, most pages]`: none where its neighbor's
     is, page 0 nobody's.
     """
-    counts = [-(-n // PAGE) for n in lengths]
+    counts = [-(-n // page) for n in lengths]
     order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5))
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for i, count in enumerate(counts):
@@ -306,14 +305,14 @@ def _table(lengths: Sequence[int]) -> Tensor:
     return table
 
 
-def _paged(parts: Sequence[Tensor], table: Tensor) -> Tensor:
+def _paged(parts: Sequence[Tensor], table: Tensor, page: int) -> Tensor:
     """The pages `[P, H, S, D]` of sequences `[H, N, D]`."""
     first = parts[0]
-    free = first.new_full((first.shape[0], PAGE, first.shape[2]), _FILLER)
+    free = first.new_full((first.shape[0], page, first.shape[2]), _FILLER)
     pages, order = [free], [0]
     for part, row in zip(parts, table.tolist(), strict=True):
-        count = -(-part.shape[1] // PAGE)
-        pages += list(torch.chunk(_filled(part, count * PAGE), count, 1))
+        count = -(-part.shape[1] // page)
+        pages += list(torch.chunk(_filled(part, count * page), count, 1))
         order += row[:count]
     places = torch.argsort(torch.tensor(order, device=first.device))
     return torch.stack(pages)[places]
