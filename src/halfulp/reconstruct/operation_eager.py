@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from halfulp.operations import DTYPES, OF_DTYPE, Define, OperationCalls
-from halfulp.reconstruct.operation_ways import Way, said, shapes_of_steps
+from halfulp.reconstruct.operation_ways import TOLD, Way, said, shapes_of_steps
 
 
 def eager_ways(calls: OperationCalls) -> Iterator[Way]:
@@ -22,14 +22,15 @@ def eager_ways(calls: OperationCalls) -> Iterator[Way]:
     if calls.dtype == "float32":
         return
     operation, own = calls.operation, OF_DTYPE[calls.dtype]
-    both = f"every step of both passes is rounded to {own}, as eager code does"
     definitions = operation.eager or (operation.define,)
+    steps = [n for n in shapes_of_steps(calls, definitions[0]) if not n.startswith("grad_")]
+    names = ", ".join(map(said, steps[:TOLD])) + " …" * (len(steps) > TOLD)
+    both = f"every step of both passes ({names}) is rounded to {own}, as eager code does"
     for define in definitions:
         yield Way("step-low", both, eager=partial(_ran, define, calls.dtype, ""))
-    for name in shapes_of_steps(calls, definitions[0]):
-        if not name.startswith("grad_"):
-            text = f"{both}, from {said(name)} on"
-            yield Way("step-low", text, eager=partial(_ran, definitions[0], calls.dtype, name))
+    for name in steps:
+        text = f"{both.replace(f' ({names})', '')}, from {said(name)} on"
+        yield Way("step-low", text, eager=partial(_ran, definitions[0], calls.dtype, name))
 
 
 def _ran(define: Define, dtype: str, since: str) -> tuple[Define, _Eager]:
