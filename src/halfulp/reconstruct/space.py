@@ -127,6 +127,28 @@ def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
     )
 
 
+def tiled_changes(dtype: torch.dtype, blocks: tuple[int, ...]) -> Iterator[tuple[str, Change]]:
+    """What rounds at every tile of an online softmax, in the blocks that were revealed: steps that
+    only show in base 2, or together.
+    """
+    low = _formats(dtype)[0]
+    exponents = ("scores", "row_max", "shifted_scores")
+    for width in blocks or (128,):
+        tiled = {"block_key": width, "algorithm": "flash2"}
+        yield from _whole(
+            EVERY,
+            *({"base": "2", name: fmt, **tiled} for name in exponents for fmt in (BF16, FP16)),
+            *(
+                {"base": "2", "shifted_scores": fmt, "weights": fmt, **tiled}
+                for fmt in (BF16, FP16)
+            ),
+            {"block_sum": low, "row_sum_from": "rounded", **tiled},
+            {"row_sum": low, "block_sum": low, **tiled},
+            {"accumulator": low, **tiled},
+            {"renormalized": low, "block_key": width, "algorithm": "flash1"},
+        )
+
+
 def _reversed(width: int) -> Change:
     (twist,) = orders()
 

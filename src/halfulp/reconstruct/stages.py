@@ -123,13 +123,18 @@ class Stages:
         if best != self.stock:
             self.search.note("start", f"starts from {best.forward.recipe.name}", self.stock, best,
                               offered, float("nan"))  # fmt: skip
-        return best
+        # steps that are rounded at every tile only show in the tiles that there are
+        some = frozenset(self.search.screen(best, self.forward, 4))
+        tiled = [m for b in self.blocks if (m := space.setting(EVERY, block_key=b)(best))]
+        here = self.search.loss(best, self.forward, some) + ALIKE
+        return next((m for m in tiled if self.search.loss(m, self.forward, some) < here), best)
 
     def _forward(self, model: Model) -> Model:
         search, tensors = self.search, self.forward
         hints = (*self.hints, *self._factor(model, "out"))
         arithmetic = _neighbors(
             lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(self.blocks),
+                     *space.tiled_changes(self.dtype, self.blocks),
                      *space.twist_changes(self.operands, EVERY),
                      *space.twist_changes(hints, EVERY),
                      *space.twist_changes(hints, frozenset(FORWARD)))
