@@ -235,6 +235,28 @@ def one_term(run: Run, trial: Trial, tensor: str) -> str | None:
     return "operand" if errors[1] > PAIRED * errors[0] else "store"
 
 
+def signed_sums(run: Run, trial: Trial) -> list[float]:
+    """The rms error of O on values whose signs change from key to key, once in the middle, and
+    never; NaN where nothing is given.
+
+    Errors of weights are alike in the first two; those of a sum as it runs are large where it grows
+    and shrinks again; those of what comes after the sum where it stays large.
+    """
+    call, found = trial.call, []
+    n, width = call.value.shape[2:]
+    draw = torch.Generator().manual_seed(n)
+    sizes = 0.75 + 0.5 * torch.rand(n, width, generator=draw)
+    random = torch.randint(0, 2, (n, width), generator=draw) * 2 - 1
+    halves = torch.where(torch.arange(n) < n // 2, 1, -1)[:, None]
+    for i, signs in enumerate((random, halves, halves**2)):
+        value = (sizes * signs).to(call.value.dtype).expand_as(call.value).contiguous()
+        asked = replace(call, value=value)
+        result = run(replace(trial, name=f"{trial.name}/signs {i}", call=asked))
+        exact = weights_of(call, scores_of(call)) @ value.double().repeat_interleave(call.groups, 1)
+        found.append(math.nan if result is None else float((result.out - exact).square().mean()))
+    return [math.sqrt(x) for x in found]
+
+
 def _few_terms(run: Run, trial: Trial, tensor: str, terms: int) -> tuple[Tensor, Tensor] | None:
     """A result that is the mean (O) or the sum (dV) of one or two terms, and the exact one."""
     call, dtype = trial.call, trial.call.query.dtype

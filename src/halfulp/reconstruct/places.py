@@ -18,6 +18,7 @@ from halfulp.reconstruct.dataflow import (
     grad_scores,
     one_term,
     place_of,
+    signed_sums,
     spread,
     unlike,
 )
@@ -185,6 +186,10 @@ def _told(
     read = _read(emulator, model, trial, tensor, found)
     if read is not None:
         parts.append(read.text)
+        if read.cause == "window" and any(
+            (sees := emulator.trials[name].call.sees).causal and sees.window is None for name in bad
+        ):
+            read = replace(read, cause="causal-mask")
         if read.cause and read.cause != "accumulator":
             return "; ".join(parts), cause if option else read.cause, False, True
         cause = cause if option else read.cause or cause
@@ -282,6 +287,9 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     term, result = ("key", "O") if tensor == "out" else ("query", "dV")
     if where == "sum":
         other = _other_bits(emulator, model, trial, weights, tensor)
+        for t in (trial, emulator.trials.get("plain", trial)):  # a few keys a row show less
+            if tensor == "out" and other > OTHER_BITS and (by_signs := _by_signs(emulator, t)):
+                return Read(f"{told}; {by_signs.text}", by_signs.cause)
         if other > OTHER_BITS:
             told += f"; {100 * other:.2g} % of them are other than any recipe's: they are rounded"
             return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
@@ -291,6 +299,24 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
         return Read(f"{told}; what they weigh is off before it is summed", "operand")
     cause = "out" if tensor == "out" else "grad-stored"
     return Read(f"{told}; {result} is off after it is summed", cause)
+
+
+def _by_signs(emulator: Emulator, trial: Trial) -> Read | None:
+    """Whether O's error is that of its sum as it runs, or of what comes after, beside stock's."""
+    stock = Model.of(space.STOCK[trial.call.query.dtype])
+
+    def run(asked: Trial) -> Result | None:
+        got = emulator.tensors(asked, stock.forward, None)
+        return Result(got["out"].to(asked.call.query.dtype)) if got else None
+
+    errors = zip(signed_sums(emulator.run, trial), signed_sums(run, trial), strict=True)
+    each, middle, never = (a / max(b, 1e-300) for a, b in errors)
+    if each < 2 and middle > HARMFUL * max(each, HARMFUL):
+        text = f"values whose sign changes once err {middle:.2g} × stock"
+        return Read(f"{text}: the sum as it runs is rounded", "accumulator")
+    if each < 2 and never > max(HARMFUL, 0.9 * each, 0.9 * middle):
+        return Read(f"values of one sign err {never:.2g} × stock: it is off after its sum", "out")
+    return None
 
 
 def _other_bits(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
@@ -325,7 +351,15 @@ def _other_bits(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
 
 
 def _exchanged(observed: Observed) -> tuple[str, str]:
-    """Features, rows or heads that are others of the exact result's."""
+    """Features, rows or heads that are others of the exact result's, or all in another layout."""
+    got, exact = observed.value, observed.exact
+    if exact.shape[1] > 1:
+        size = float(got.norm() * exact.norm()) or 1.0
+        b, h, n, d = exact.shape
+        for other in (exact.transpose(1, 2).reshape(b, h, n, d),
+                      exact.reshape(b, n, h, d).transpose(1, 2)):  # fmt: skip
+            if float((got * other).sum()) > ALIKE * size > float((got * exact).sum()):
+                return "[B, N, H, D] is stored as [B, H, N, D], or the other way round", "layout"
     for name, cause in (("features", "layout"), ("rows", "layout"), ("heads", "other-data")):
         got, exact = (
             x.flatten(0, 1).flatten(1).mT

@@ -141,7 +141,9 @@ def of_kernel(
     unsteady = _unsteady(run, observed)
     over_keys, over_queries = key_order(run, DTYPES[dtype]), query_order(run, DTYPES[dtype])
     emulator = Emulator(observed, run)
-    blocks = (over_keys.block,) if over_keys is not None and over_keys.block else ()
+    # one by one is how a product is summed, not how keys are tiled
+    width = over_keys.block if over_keys is not None else None
+    blocks = (width,) if width is not None and width > 1 else ()
     stages = Stages(emulator, DTYPES[dtype], effort, blocks)
     model = stages.run()
     found = _found(name, dtype, emulator, stages, model, tuple(refused), unsteady, began)

@@ -128,25 +128,14 @@ def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
 
 
 def tiled_changes(dtype: torch.dtype, blocks: tuple[int, ...]) -> Iterator[tuple[str, Change]]:
-    """What rounds at every tile of an online softmax, in the blocks that were revealed: steps that
-    only show in base 2, or together.
-    """
+    """What an online softmax rounds at every tile that only shows in base 2, or together."""
     low = _formats(dtype)[0]
-    exponents = ("scores", "row_max", "shifted_scores")
+    steps = (("scores",), ("row_max",), ("shifted_scores",), ("shifted_scores", "weights"))
     for width in blocks or (128,):
-        tiled = {"block_key": width, "algorithm": "flash2"}
+        for names, fmt in ((names, fmt) for names in steps for fmt in (BF16, FP16)):
+            yield from _whole(EVERY, {"base": "2", **dict.fromkeys(names, fmt), "block_key": width})
         yield from _whole(
-            EVERY,
-            *({"base": "2", name: fmt, **tiled} for name in exponents for fmt in (BF16, FP16)),
-            *(
-                {"base": "2", "shifted_scores": fmt, "weights": fmt, **tiled}
-                for fmt in (BF16, FP16)
-            ),
-            {"block_sum": low, "row_sum_from": "rounded", **tiled},
-            {"row_sum": low, "block_sum": low, **tiled},
-            {"accumulator": low, **tiled},
-            {"renormalized": low, "block_key": width, "algorithm": "flash1"},
-        )
+            EVERY, {"block_sum": low, "row_sum_from": "rounded", "block_key": width})  # fmt: skip
 
 
 def _reversed(width: int) -> Change:
@@ -165,7 +154,7 @@ def reversed_changes(blocks: tuple[int, ...] = ()) -> Iterator[tuple[str, Change
     for width in (32, 64, 128):
         text = f"keys are visited from the last to the first, block_key={width}"
         yield text, _reversed(width)
-    yield from _whole(EVERY, *({"block_key": w} for w in blocks if w not in (1, 128, *_WIDTHS)))
+    yield from _whole(EVERY, *({"block_key": w} for w in blocks if w not in (128, *_WIDTHS)))
 
 
 def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tuple[str, Change]]:

@@ -123,11 +123,15 @@ class Stages:
         if best != self.stock:
             self.search.note("start", f"starts from {best.forward.recipe.name}", self.stock, best,
                               offered, float("nan"))  # fmt: skip
-        # steps that are rounded at every tile only show in the tiles that there are
         some = frozenset(self.search.screen(best, self.forward, 4))
-        tiled = [m for b in self.blocks if (m := space.setting(EVERY, block_key=b)(best))]
         here = self.search.loss(best, self.forward, some) + ALIKE
-        return next((m for m in tiled if self.search.loss(m, self.forward, some) < here), best)
+        for width in self.blocks:  # what is rounded at every tile only shows in the tiles there are
+            tiled = space.setting(EVERY, block_key=width)(best)
+            if tiled not in (None, best) and self.search.loss(tiled, self.forward, some) < here:
+                text = f"block_key={width}, as its sums show"
+                self.search.note("start", text, best, tiled, offered, float("nan"))
+                return tiled
+        return best
 
     def _forward(self, model: Model) -> Model:
         search, tensors = self.search, self.forward
