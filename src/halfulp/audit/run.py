@@ -36,7 +36,7 @@ from halfulp.audit.verdict import (
     verdict_of,
 )
 from halfulp.calls import Result
-from halfulp.operations import ATTENTION, operation_named
+from halfulp.operations import ATTENTION
 from halfulp.reconstruct import Reconstruction
 from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread
@@ -46,9 +46,7 @@ from halfulp.targets import (
     Target,
     check_device,
     isolated,
-    name_of_function,
-    operation_target,
-    resolve,
+    target_of,
 )
 from halfulp.targets.calling import UNWRITTEN
 
@@ -150,7 +148,7 @@ def _opened(
     limits = isolate if isinstance(isolate, CallLimits) else None
     opened = isolated(str(target), device, limits, op, form) if isolate else nullcontext(target)
     with one_thread() if jobs > 1 else nullcontext(), opened as given:
-        chosen = _target(given, op, form)
+        chosen = target_of(given, op, form)
         if jobs > 1 and chosen.again is None:
             why = "a function cannot be handed to other processes; accepted is with its name"
             raise ValueError(f"jobs={jobs}: {why}")
@@ -235,22 +233,6 @@ def _explained(
         found = reconstructed(run, asked.target.name, asked.dtype, findings)
     unwritten = any(UNWRITTEN in outcome.notes for _, outcome in gathered.calls())
     return found, diagnose(findings, found, unwritten)
-
-
-def _target(
-    target: str | Target | Callable[..., Any], op: str = ATTENTION, form: str | None = None
-) -> Target:
-    if isinstance(target, Target):
-        chosen = target
-    elif isinstance(target, str):
-        chosen = resolve(target, operation=op, form=form)
-    elif op == ATTENTION:
-        chosen = Target.of(target, form=form)
-    else:
-        chosen = operation_target(operation_named(op), target, name_of_function(target))
-    if chosen.missing is not None:
-        raise ValueError(f"target={chosen.name!r}: {chosen.missing}")
-    return chosen
 
 
 def _count(gathered: Gathered) -> int:

@@ -14,7 +14,7 @@ from halfulp.operations import DTYPES, OperationCalls, OperationResult, operatio
 from halfulp.reconstruct.found import WELL
 from halfulp.reconstruct.operation_reconstruction import FoundWay, of_operation
 from halfulp.reconstruct.operation_trials import panel
-from halfulp.targets import Target, check_device, operation_target, resolve, run_operation
+from halfulp.targets import Target, check_device, run_operation, target_of
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,7 @@ def reconstruct_operation(
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
     check_device(device)
     operation, began, said = operation_named(op), time.perf_counter(), ["no reason given"]
-    if isinstance(target, str):
-        chosen = resolve(target, operation=op)
-    elif isinstance(target, Target):
-        chosen = target
-    else:
-        chosen = operation_target(operation, target, getattr(target, "__name__", "kernel"))
+    chosen = target_of(target, op)
 
     def run(calls: OperationCalls) -> OperationResult | None:
         outcome = run_operation(chosen, calls.to(device))

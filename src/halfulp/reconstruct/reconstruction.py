@@ -33,7 +33,7 @@ from halfulp.reconstruct.order_read import key_order, query_order
 from halfulp.reconstruct.panel import Trial, panel, some_heads
 from halfulp.reconstruct.places import UNEXPLAINED, Place, unexplained
 from halfulp.reconstruct.stages import Stages
-from halfulp.targets import Target, check_device, resolve, run_target
+from halfulp.targets import Target, check_device, run_target, target_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EFFORT = 2500  # emulations
@@ -74,12 +74,7 @@ def reconstruct(
     if effort < 1:
         raise ValueError(f"effort={effort}: accepted is an integer of at least 1")
     check_device(device)
-    if isinstance(target, Target):
-        chosen = target
-    else:
-        chosen = resolve(target) if isinstance(target, str) else Target.of(target)
-    if chosen.missing is not None:
-        raise ValueError(f"target={chosen.name!r}: {chosen.missing}")
+    chosen = target_of(target)
     found = of_kernel(runner(chosen, device), chosen.name, dtype, effort=effort, seed=seed)
     if found is None:
         raise ValueError(

@@ -4,7 +4,14 @@ signature.
 
 from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.calling import check_device, one_line, run_target
-from halfulp.targets.dialect import canonical, is_code, operation_targets, recipe_in, resolve
+from halfulp.targets.dialect import (
+    canonical,
+    is_code,
+    operation_targets,
+    recipe_in,
+    resolve,
+    target_of,
+)
 from halfulp.targets.emulation import emulations
 from halfulp.targets.form import BHND, FORMS, Form
 from halfulp.targets.isolated import CallLimits, isolated
@@ -33,4 +40,5 @@ __all__ = [
     "resolve",
     "run_operation",
     "run_target",
+    "target_of",
 ]

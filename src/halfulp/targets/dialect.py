@@ -9,10 +9,11 @@ code but a user's own module or file, and that only in `resolve`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from halfulp.operations import ATTENTION, Operation, operation_named
 from halfulp.ops import BACKENDS
@@ -21,7 +22,7 @@ from halfulp.targets.builtin import builtin_targets
 from halfulp.targets.loading import load, load_function
 from halfulp.targets.operation_calling import operation_target, recipe_of_operation
 from halfulp.targets.own_kernels import halfulp_named, recipe_target
-from halfulp.targets.target import Target
+from halfulp.targets.target import Target, name_of_function
 from halfulp.targets.transformers_layer import transformers_target
 
 ALGORITHM_RECIPES = {
@@ -103,6 +104,26 @@ def resolve(
     else:
         found = _of_operation(operation_named(operation), name, argument)
     return replace(found, named=(found.call, partial(_opened, name, operation, form)))
+
+
+def target_of(
+    target: str | Target | Callable[..., Any], op: str = ATTENTION, form: str | None = None
+) -> Target:
+    """What a caller names, made or hands over as a function, ready to be called.
+
+    Raises ValueError for what is none, and for a kernel that this machine lacks.
+    """
+    if isinstance(target, Target):
+        chosen = target
+    elif isinstance(target, str):
+        chosen = resolve(target, operation=op, form=form)
+    elif op == ATTENTION:
+        chosen = Target.of(target, form=form)
+    else:
+        chosen = operation_target(operation_named(op), target, name_of_function(target))
+    if chosen.missing is not None:
+        raise ValueError(f"target={chosen.name!r}: {chosen.missing}")
+    return chosen
 
 
 def _of_attention(name: str, argument: str, form: str | None) -> Target:
