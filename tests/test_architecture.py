@@ -49,6 +49,7 @@ MAY_IMPORT = {
 MAY_IMPORT["kernels"] = {"native", "formats", "recipes", "calls"}
 MAY_IMPORT["ops"] |= {"kernels"}  # the one door to the kernels
 MAY_IMPORT["report"] = {"formats", "recipes"}  # reads run folders and results, runs nothing
+MAY_IMPORT["testing"] |= {"report"}  # what a verdict means, in words
 MAY_IMPORT["cli"] |= {"report", ""}  # "" is the package's face, halfulp/__init__.py
 MAY_IMPORT["__main__"] = {"cli"}
 

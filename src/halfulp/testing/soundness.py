@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ from halfulp.audit.against import Change, Comparison, audit_of, compare, read_au
 from halfulp.audit.run import runner
 from halfulp.audit.shrink import severity
 from halfulp.audit.verdict import Finding
-from halfulp.operations import ATTENTION
+from halfulp.operations import Sizes
 from halfulp.reconstruct.codes import CODES
-from halfulp.targets import CallLimits, Form, Target, resolve
+from halfulp.report.audit_summary import meaning
+from halfulp.targets import CallLimits, Form, Target, resolve, target_of
 
 GOOD = ("sound", "stock", "forward sound", "forward stock")
 _WIDTH = 96
@@ -36,7 +37,7 @@ class Failing:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for a cache."""
         return {
-            "case": vars(self.case) | {"shape": vars(self.case.shape)},
+            "case": vars(self.case) | {"shape": asdict(self.case.shape)},
             "kind": self.kind,
             "property": self.property,
             "tensor": self.tensor,
@@ -48,7 +49,11 @@ class Failing:
         """From plain data; None where it is none of these."""
         try:
             case = dict(plain["case"])
-            shape = Shape(**case.pop("shape"))
+            size = case.pop("shape")
+            # of attention, or of another operation by its symbols
+            shape = (
+                Sizes.given(size["calls"], **dict(size["of"])) if "of" in size else Shape(**size)
+            )
             kind, tested, tensor = (str(plain[name]) for name in ("kind", "property", "tensor"))
             form = None if plain["form"] is None else str(Form.parse(plain["form"]))
             return cls(Case(shape=shape, **case), kind, tested, tensor, form)
@@ -160,13 +165,7 @@ def replay(
     forward: bool = False,
 ) -> float:
     """How far a target fails on one input, 1 being the limit of a defect."""
-    found = (
-        target
-        if isinstance(target, Target)
-        else resolve(target, form=failing.form)
-        if isinstance(target, str)
-        else Target.of(target, form=failing.form)
-    )
+    found = target_of(target, failing.case.operation, failing.form)
     kind: Any = failing.kind
     finding = Finding("defect", kind, failing.property, failing.tensor, failing.case, "", 0.0)
     return severity(runner(found, device, forward), failing.case, finding)
@@ -174,26 +173,21 @@ def replay(
 
 def _failing(report: AuditReport) -> Failing | None:
     worst = next((f for f in report.findings if f.grade == "defect"), None)
-    if worst is None or report.smallest is None or report.smallest.operation != ATTENTION:
+    if worst is None or report.smallest is None:
         return None
     return Failing(report.smallest, worst.kind, worst.property, worst.tensor, report.form)
 
 
 def failure_text(report: AuditReport, like: str) -> str:
     """What a reader of a failed test wants to know, in lines."""
-    said = {
-        "defect": "has a DEFECT: it is worse than FlashAttention-2's recipe",
-        "error": "could not be called",
-        "incomplete": "is not known to be sound: not all that was planned could be audited",
-        "stock": "is as good as FlashAttention-2's recipe, but not free of its bias",
-        "forward sound": "gave no gradients, so its backward pass is unknown (forward=True asks for"
-        " none)",
-        "forward stock": "gave no gradients, so its backward pass is unknown (forward=True asks for"
-        " none)",
-    }.get(report.verdict, report.verdict)
-    if like == "sound" and report.verdict == "forward stock" and report.forward:
-        said = "is as good as FlashAttention-2's recipe, but not free of its bias"
-    lines = [f"{report.target} {said}"]
+    plain = report.as_dict()
+    if report.verdict in GOOD:
+        verdict = f"is {report.verdict.upper()}, {like!r} was asked for"
+    else:
+        verdict = "has a DEFECT" if report.verdict == "defect" else report.verdict.upper()
+    lines = [f"{report.target}: {verdict}: {meaning(plain)}"]
+    if report.verdict.startswith("forward") and not report.forward:
+        lines += _told("why", "it gave no gradients; forward=True asks for none")
     if report.verdict in ("error", "incomplete"):
         return "\n".join([*lines, *_told("why", report.reason)])
     if report.cause is not None:
