@@ -27,7 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sets = ("first", "second", "third", "fourth", "operations")
+    sets = ("first", "second", "third", "fourth", "fifth", "operations",
+            "operations_second")  # fmt: skip
     parser.add_argument("--set", default="fourth", choices=sets)
     parser.add_argument("--part", default="1/1", help="one of N parts")
     parser.add_argument("--only", nargs="*")
