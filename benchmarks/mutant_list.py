@@ -721,9 +721,9 @@ REPORTS = (
     Mutant(
         "report",
         "a range of seeds: the median is drawn as its upper end",
-        "experiments/failure.py",
-        "high = tuple(max(column) for column in columns) if several else None",
-        "high = median if several else None",
+        "runs/results.py",
+        "for end in (min, max))",
+        "for end in (min, _median))",
         (FAILURE,),
     ),
     Mutant(

@@ -93,7 +93,7 @@ def test_a_ratio_that_the_spread_hides_is_not_printed() -> None:
     spent = module._Spent({"sdpa": [(1.0, 1.0)] * 6, "noisy": noisy}, [1.0] * 6)
     found = result(*(module._timing(name, SMALL, spent, {}) for name in ("sdpa", "noisy")))
     assert [timing.ratio for timing in found.timings] == [None, None]
-    (table,) = found.tables()
+    (table,) = found.tables
     assert [row[table.columns.index("× sdpa")] for row in table.rows] == ["1", "unclear"]
     speed, _ = found.as_dict()["figures"]
     assert speed["series"][0]["y"] == [1.0, None]
@@ -120,13 +120,13 @@ def test_halfulp_is_held_against_every_kernel() -> None:
         "halfulp": (4.0, None),
         "forward": (pytest.approx(2 / 3), 6.0),
     }
-    (table,) = result(*timings).tables()
+    (table,) = result(*timings).tables
     assert [row[table.columns.index("halfulp ×")] for row in table.rows] == [
         "4.00 ± 0.00",
         "1",
         "6.00 ± 0.00",
     ]
-    (table,) = result(timings[0], timings[2]).tables()
+    (table,) = result(timings[0], timings[2]).tables
     assert "halfulp ×" not in table.columns
 
 
@@ -134,9 +134,9 @@ def test_the_worst_gradient_stands_in_the_table_and_in_the_picture() -> None:
     errors = {"out": 1.0, "dQ": 1.1, "dK": 1.7, "dV": 1.2}
     spent = module._Spent({"sdpa": [(1.0, 1.0)] * 6}, [1.0] * 6)
     found = result(module._timing("sdpa", SMALL, spent, errors))
-    (table,) = found.tables()
+    (table,) = found.tables
     assert dict(zip(table.columns, table.rows[0], strict=True))["grad"] == "1.70"
-    assert found.figures()[1].series[0].y == (1.7,)
+    assert found.figures[1].series[0].y == (1.7,)
 
 
 def test_a_size_at_which_nothing_is_rounded_has_no_error() -> None:
@@ -152,7 +152,7 @@ def test_names_of_files_are_short() -> None:
 def test_every_round_has_another_order_and_every_kernel_once(monkeypatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(module, "_time", lambda run, like: seen.append(run) or (1.0, 1.0))
-    module._interleaved({"a": "a", "b": "b", "c": "c"}, torch.zeros(1), 6, lambda fraction: None)
+    module._interleaved({"a": "a", "b": "b", "c": "c"}, torch.zeros(1), 6, lambda *_: None, "")
     rounds = [tuple(seen[i : i + 3]) for i in range(0, len(seen), 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
     assert len(set(rounds)) > 2

@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from scipy.stats import linregress, ttest_1samp, wasserstein_distance
 from tests.planted_drift import BASE, STEPS, drift, flash, planted_run
 
+from halfulp.diff.weights_apart import wasserstein
 from halfulp.experiments.compare import (
     INITIALIZATION,
     REPEATED,
     CompareResult,
     compare_runs,
     drift_between,
-    wasserstein,
 )
 from halfulp.experiments.compare_summary import (
+    Distances,
     interval_of,
     slope_of,
     slope_ratio,
@@ -79,8 +80,8 @@ def test_a_planted_drift_is_read_to_the_digit(tmp_path: Path) -> None:
     assert found.name == "attention: torch:math → torch:flash"
     assert found.steps == STEPS
     assert found.max_difference == pytest.approx([2.5, 5.0, 7.5], rel=1e-6)
-    assert found.tensors["b"][1] == pytest.approx([2.5, 5.0, 7.5], rel=1e-6)
-    assert found.tensors["a"] == ((0.0,) * 3, (0.0,) * 3)
+    assert found.tensors["b"].wasserstein == pytest.approx([2.5, 5.0, 7.5], rel=1e-6)
+    assert found.tensors["a"] == Distances((0.0,) * 3, (0.0,) * 3)
     assert found.wasserstein == pytest.approx([x * 7 / 37 for x in (2.5, 5.0, 7.5)], rel=1e-5)
     assert found.slope == pytest.approx(0.25 * 7 / 37, rel=1e-5)
 
@@ -156,7 +157,7 @@ def test_runs_of_several_seeds_find_their_own_baselines(tmp_path: Path) -> None:
         1: 0.2,
         2: 0.3,
     }
-    (line, *_) = result.summary()
+    (line, *_) = result.summary
     assert line.seeds == 3
     assert line.slope.value == pytest.approx(0.02, rel=1e-4)
     assert line.slope.low < 0.02 < line.slope.high
@@ -247,6 +248,6 @@ def test_a_result_names_what_it_compares_in_order() -> None:
         (drift(0, (0.0, 0.0), "still"), drift(0, (1.0, 2.0), "moving")), "command"
     )
     assert result.names == ["still", "moving"]
-    assert "not in the picture: still" in result.figures()[0].caption
+    assert "not in the picture: still" in result.figures[0].caption
     said = "Not one bit apart: still. Farthest apart at step 20: moving, Wasserstein distance 2."
     assert said in compare_page(result.as_dict())

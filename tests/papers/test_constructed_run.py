@@ -4,7 +4,6 @@ away.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -97,9 +96,7 @@ def test_a_run_repeats_and_does_not_depend_on_workers() -> None:
     assert {name: len(same) for name, same in alone.items()} == {"described": 1, "fp32": 1}
     again = run_variant(NAMED["described"], 0, 6)
     assert alone["described"] == [again]
-    plain = json.loads(json.dumps(again.as_dict(), allow_nan=False))
-    assert plain["steps"] == [6]
-    assert plain["loss"] == [pytest.approx(again.loss[0])]
+    assert again.steps == (6,)
 
 
 def test_variants_share_teacher_and_data() -> None:

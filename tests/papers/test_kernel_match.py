@@ -4,7 +4,6 @@ one does.
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -53,11 +52,10 @@ def test_the_real_kernel_is_matched():
     assert found.tensors[0].elements == 2 * sum(b * h * n * d for b, h, n, d in shapes)
     assert found.tensors[1].elements == 2 * sum(b * h * n for b, h, n, _ in shapes)
     if bits_expected():
-        assert found.exact
+        assert all(match.identical == match.elements for match in found.tensors)
         assert all(match.largest_ulps == 0 for match in found.tensors)
         assert found.differing_steps == ()
     else:
-        print(found.table())
         assert all(match.fraction > 0.4 for match in found.tensors if match.tensor != "lse")
 
 
@@ -68,10 +66,8 @@ RECIPES = [model for model in models() if model.recipe != TORCH_CPU_FLASH]
 @pytest.mark.parametrize("model", RECIPES, ids=lambda model: model.step)
 def test_the_step_that_differs_is_named(model):
     found = match_torch_cpu_flash((LONG,), (False,), (3,), kernel=kernel_of(model.recipe))
-    assert not found.exact
     best = found.differing_steps[0]
     assert (best.step, best.model, best.mean) == (model.step, model.model, 1.0)
-    assert best.step in found.table().caption
 
 
 def test_another_exponential_is_named():
@@ -97,15 +93,6 @@ def test_a_wrong_step_costs_the_bits_it_is_known_to_cost():
         match = match_torch_cpu_flash((LONG,), (False,), (5,), kernel=kernel_of(wrong))
         found = next(tensor.fraction for tensor in match.tensors if tensor.tensor == name)
         assert abs(found - share) < 0.03, (step, name, found)
-
-
-def test_results_are_json():
-    match = match_torch_cpu_flash(
-        ((1, 1, 8, 16),), (True,), (0,), kernel=kernel_of(TORCH_CPU_FLASH)
-    )
-    assert json.loads(json.dumps(match.as_dict(), allow_nan=False)) == match.as_dict()
-    assert len(match.table().columns) == len(match.table().rows[0])
-    assert match.as_dict()["exact"] is True
 
 
 def test_ulps_count_in_the_larger_value():

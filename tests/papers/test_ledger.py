@@ -471,14 +471,14 @@ def test_a_rule_holds_on_good_figures_and_breaks_on_each_bad_one(identifier: str
 def test_what_can_be_shown_on_constructed_rows_is_reproduced(identifier: str) -> None:
     (found,) = run_claims([identifier])
     assert found.verdict == "reproduced", found.measured
-    assert found.measured
+    assert found.measured.text
     json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_the_same_claim_gives_the_same_figures() -> None:
     first, again = (run_claims(["a17", " D6 "]) for _ in range(2))
-    assert [v.id for v in first] == ["A17", "D6"]
-    assert [(v.figures, v.measured) for v in first] == [(v.figures, v.measured) for v in again]
+    assert [v.claim.id for v in first] == ["A17", "D6"]
+    assert [v.measured for v in first] == [v.measured for v in again]
 
 
 @pytest.mark.parametrize(
@@ -529,17 +529,18 @@ def test_a_kernel_whose_bits_are_not_claimed_may_differ_a_little() -> None:
 
 
 def test_what_nobody_measured_carries_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "CLAIMS", (Claim("X1", "A", "", ""),))
+    monkeypatch.setattr(ledger, "CLAIMS", (Claim("X1", "", ""),))
     (found,) = run_claims(["X1"])
-    assert (found.verdict, found.measured, found.figures, found.rule) == ("not yet", "", {}, "")
-    needy = Claim("X1", "A", "", "", without="needs a GPU")
-    assert judge_claim(needy, None) == "needs a GPU"
+    plain = found.as_dict()
+    assert [plain[x] for x in ("verdict", "measured", "figures", "rule")] == ["not yet", "", {}, ""]
+    monkeypatch.setattr(ledger, "CLAIMS", (Claim("X1", "", "", without="needs a GPU"),))
+    assert run_claims(["X1"])[0].verdict == "needs a GPU"
 
 
 @pytest.mark.parametrize("setup", ["whole", "reduced", "altered"])
 def test_a_verdict_says_on_what_it_rests(setup: Setup) -> None:
     rule = Rule("x above 1", lambda f: f["x"] > 1)
-    small = Claim("X1", "A", "", "", lambda lab: Measured({"x": 2}, ""), rule, setup=setup)
+    small = Claim("X1", "", "", lambda lab: Measured({"x": 2}, ""), rule, setup=setup)
     assert judge_claim(small, Measured({"x": 2}, "")) == HELD[setup]
     assert judge_claim(small, Measured({"x": 0}, "")) == "not reproduced"
 
@@ -576,7 +577,7 @@ def test_every_estimate_is_shown_with_its_interval_and_sample(tmp_path: Path) ->
 def test_a_measurement_without_interval_or_reason_is_our_own_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bare = Claim("X1", "A", "", "", lambda lab: Measured({"x": 2}, ""), Rule("", lambda f: True))
+    bare = Claim("X1", "", "", lambda lab: Measured({"x": 2}, ""), Rule("", lambda f: True))
     monkeypatch.setattr(ledger, "CLAIMS", (bare,))
     with pytest.raises(AssertionError, match="X1"):
         run_claims(["X1"])
@@ -607,7 +608,7 @@ def test_training_claims_are_judged_from_the_runs_of_the_lab(bad: str | None, ve
             lab.runs[name, seed] = planted_run(name, seed, outcome)
     (found,) = run_claims(["D8"], lab=lab)
     assert found.verdict == verdict
-    assert ("1 of 3" in found.measured) == (bad is not None)
+    assert ("1 of 3" in found.measured.text) == (bad is not None)
 
 
 def test_the_lab_trains_each_attention_once() -> None:
@@ -644,8 +645,8 @@ def test_a_mean_carries_its_error() -> None:
 
 def test_the_paper_example_row_is_the_papers() -> None:
     (found,) = run_claims(["A13"])
-    assert found.figures["result"] == -4.71875
-    assert found.figures["error"] == -0.014759540557861328
+    assert found.measured.figures["result"] == -4.71875
+    assert found.measured.figures["error"] == -0.014759540557861328
 
 
 def test_the_document_of_the_ledger_has_the_codes_claims_rules_and_histories() -> None:

@@ -220,8 +220,8 @@ def test_b7_takes_the_repeated_run_as_it_came(monkeypatch: pytest.MonkeyPatch) -
     line.slope = 1.0
     compared = SimpleNamespace(
         of=lambda name: [drift(0.75 if name == b_training.REPEATED else 9.0)] * 3,
-        summary=lambda: [line],
-        figures=list,
+        summary=[line],
+        figures=[],
     )
     monkeypatch.setattr(b_training, "_drift", lambda lab: SimpleNamespace(compared=compared))
     found = claim("B7").measure(Lab())  # type: ignore[misc]

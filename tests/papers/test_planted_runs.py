@@ -13,7 +13,7 @@ import pytest
 from halfulp.papers.claim import Lab, judge_claim
 from halfulp.papers.claims import a_cause, a_growth, a_heads, optimizers, remedies
 from halfulp.papers.claims.a_cause import STANDARD
-from halfulp.papers.ledger import run_claims, selected
+from halfulp.papers.ledger import run_claims
 from halfulp.papers.runs_a import Plan, Traced
 
 CALM, AWAY = (2.0, 1.0), (3.0, 9.0)  # loss and σ
@@ -53,7 +53,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, module: Any, made: Callable[[Plan], T
 def verdict(identifier: str) -> Any:
     (found,) = run_claims([identifier], lab=Lab(workers=1))
     json.dumps(found.as_dict(), allow_nan=False)
-    assert found.verdict == judge_claim(selected([identifier])[0], found)  # type: ignore[arg-type]
+    assert found.verdict == judge_claim(found.claim, found.measured)
     return found
 
 
@@ -73,8 +73,8 @@ def test_a3_finds_the_layer_that_fails_alone(
     found = verdict("A3")
     assert (found.verdict != "not reproduced") == holds
     if holds:
-        assert f"the guilty layer is {min(guilty)} (from 0)" in found.measured
-    assert found.intervals["loss above the twin, everywhere"].count == 3
+        assert f"the guilty layer is {min(guilty)} (from 0)" in found.measured.text
+    assert found.measured.intervals["loss above the twin, everywhere"].count == 3
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a6_holds_the_picked_heads_against_random_ones(
     plant(monkeypatch, a_heads, made)
     found = verdict("A6")
     assert (found.verdict != "not reproduced") == holds
-    assert "heads 1, 3, 4, 6, 9, 11 picked at step" in found.measured
-    assert found.figures["random in fp32 stable"] == (1 if carried == "any six" else 0)
-    assert found.intervals["random in fp32 stable"].count == 6
+    assert "heads 1, 3, 4, 6, 9, 11 picked at step" in found.measured.text
+    assert found.measured.figures["random in fp32 stable"] == (1 if carried == "any six" else 0)
+    assert found.measured.intervals["random in fp32 stable"].count == 6
 
 
 @pytest.mark.parametrize(("layers", "holds"), [((4, 4, 4), True), ((4, 4, 5), False)])
@@ -123,8 +123,8 @@ def test_a26_wants_one_layer_on_every_seed(
     plant(monkeypatch, a_growth, made)
     found = verdict("A26")
     assert (found.verdict != "not reproduced") == holds
-    assert "layer 4 × 6.0, the median layer × 1.0" in found.measured
-    labels = [one["label"] for one in found.pictures[0]["series"]]
+    assert "layer 4 × 6.0, the median layer × 1.0" in found.measured.text
+    labels = [one["label"] for one in found.measured.pictures[0]["series"]]
     assert labels[0] == "layer 4"
     assert labels[-2:] == ["the other layers", "all layers, twin"]
 
@@ -147,7 +147,7 @@ def test_a_remedy_is_judged_beside_a_twin_that_has_it_too(
     plant(monkeypatch, a_cause, made)
     found = verdict(identifier)
     assert (found.verdict != "not reproduced") == works
-    assert "above the twin without the remedy +0.50" in found.measured or not works
+    assert "above the twin without the remedy +0.50" in found.measured.text or not works
 
 
 @pytest.mark.parametrize(("sound", "holds"), [((), True), (("lion",), False)])
@@ -165,5 +165,6 @@ def test_d13_needs_every_optimizer_to_lose_the_task(
     found = verdict("D13")
     assert (found.verdict != "not reproduced") == holds
     assert (
-        "sgd: 3 failed and 0 drift of 3, 3 of 3 survive in fp32, mean score +40.0" in found.measured
+        "sgd: 3 failed and 0 drift of 3, 3 of 3 survive in fp32, mean score +40.0"
+        in found.measured.text
     )

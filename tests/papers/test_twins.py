@@ -138,7 +138,7 @@ def test_a_page_shows_drift_and_drawings(trained: Path) -> None:
 
 
 def test_the_ledgers_page_takes_drawings_and_figures_together(trained: Path) -> None:
-    figure = CompareResult((drift(0, (1.0, 2.0)),), "command").figures()[0].as_dict()
+    figure = CompareResult((drift(0, (1.0, 2.0)),), "command").figures[0].as_dict()
     drawing = sheet_block(draw_run(trained / "baseline-0", ["red circle"]))
     verdict = dict.fromkeys(
         (
@@ -226,7 +226,7 @@ def test_drift_claims_follow_planted_drifts(
     changed: dict[str, float], wobble: dict[str, float], held: set[str]
 ) -> None:
     found = run_claims(["B7", "B8"], lab=planted_lab(AS_IN_THE_PAPER | changed, wobble))
-    assert {v.id for v in found if v.verdict != "not reproduced"} == held
+    assert {v.claim.id for v in found if v.verdict != "not reproduced"} == held
     json.dumps([v.as_dict() for v in found], allow_nan=False)
 
 
@@ -241,8 +241,8 @@ def test_a_slope_that_cannot_be_told_from_zero_is_not_compared() -> None:
     ]
     lab.kept["drift"] = DriftResult(CompareResult(tuple(turned), "command"))
     plain, other = (run_claims(["B8a"], lab=x)[0] for x in (planted_lab(AS_IN_THE_PAPER, {}), lab))
-    assert "flash's is steeper by -0.05" in plain.measured
-    assert "cannot be told from 0" in other.measured
+    assert "flash's is steeper by -0.05" in plain.measured.text
+    assert "cannot be told from 0" in other.measured.text
 
 
 def test_two_seeds_are_not_enough_for_a_drift_claim() -> None:

@@ -150,7 +150,7 @@ class RunSide:
                 config.workload,
                 config.attention,
                 seed=config.seed if seed is None else seed,
-                data_seed=config.seed if config.data_seed is None else config.data_seed,
+                data_seed=config.seed_of_data,
                 device=config.device,
                 operations=config.operations,
             )

@@ -31,7 +31,7 @@ from halfulp.experiments.bench_result import (
     quartiles,
 )
 from halfulp.recipes import BF16_FLOOR, FP16_FLOOR, Recipe
-from halfulp.runs.results import Progress, no_progress
+from halfulp.runs.results import Progress, no_progress, part_of
 from halfulp.targets import Target, builtin_targets, check_device, resolve
 
 __all__ = ["SHAPES", "BenchResult", "Setting", "Timing", "bench"]
@@ -98,8 +98,8 @@ def bench(
                         f"shape={reason}; accepted is a size that {BASELINE} can do here"
                     ) from error
                 skipped.setdefault(name, reason)
-        share = partial(_part, report, i / len(sizes), (i + 1) / len(sizes), str(setting))
-        spent = _interleaved(runs, inputs[0], rounds, share)
+        share = part_of(report, i / len(sizes), (i + 1) / len(sizes))
+        spent = _interleaved(runs, inputs[0], rounds, share, str(setting))
         peaks += spent.peaks
         errors = {name: _errors(run, inputs, setting) for name, run in runs.items()}
         timings += [_timing(name, setting, spent, errors[name]) for name in runs]
@@ -157,7 +157,7 @@ class _Spent:
 
 
 def _interleaved(
-    runs: dict[str, _Run], like: Tensor, rounds: int, report: Callable[[float], None]
+    runs: dict[str, _Run], like: Tensor, rounds: int, report: Progress, setting: str
 ) -> _Spent:
     """Every kernel once a round, in a new order each, and a matrix product among them."""
     square = torch.randn(GEMM, GEMM, device=like.device).to(like.dtype)
@@ -171,7 +171,7 @@ def _interleaved(
                 took = _time(runs[name], like)
             if turn >= _WARM_UP:
                 spent.times[name].append(took) if name else spent.peaks.append(took[0])
-        report((turn + 1) / (_WARM_UP + rounds))
+        report((turn + 1) / (_WARM_UP + rounds), setting)
     return spent
 
 
@@ -307,7 +307,3 @@ def _draw(setting: Setting, dtype: torch.dtype, device: str) -> list[Tensor]:
         raise ValueError(
             f"shape={setting}: does not fit into memory; accepted is a smaller one"
         ) from error
-
-
-def _part(report: Progress, start: float, end: float, what: str, fraction: float) -> None:
-    report(start + (end - start) * fraction, what)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from halfulp.runs.machine import describe_machine, describe_versions
-from halfulp.runs.results import Figure, Series, Table
+from halfulp.runs.results import Figure, Plain, Series, Table, plain_data
 
 Quartiles: TypeAlias = tuple[float, float, float]
 """Lower quartile, median, upper quartile."""
@@ -84,8 +84,10 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class BenchResult:
+class BenchResult(Plain):
     """All timings, and what they were made on."""
+
+    BESIDE = ("tables", "figures")
 
     timings: tuple[Timing, ...]
     skipped: dict[str, str]  # kernel: why it was left out
@@ -106,19 +108,9 @@ class BenchResult:
              "halfulp_ratio": t.halfulp_ratio, "gemm_share": t.gemm_share, "errors": t.errors}
             for t in self.timings
         ]  # fmt: skip
-        return {
-            "timings": timings,
-            "skipped": self.skipped,
-            "dtype": self.dtype,
-            "rounds": self.rounds,
-            "threads": self.threads,
-            "peak_gflops": self.peak_gflops,
-            "machine": self.machine,
-            "versions": self.versions,
-            "tables": [table.as_dict() for table in self.tables()],
-            "figures": [figure.as_dict() for figure in self.figures()],
-        }
+        return super().as_dict() | {"timings": plain_data(timings)}
 
+    @property
     def tables(self) -> list[Table]:
         """Return one table a size: speed and error in the same row. No cell is wider than 80
         columns leave room for.
@@ -133,6 +125,7 @@ class BenchResult:
             )
         return tables
 
+    @property
     def figures(self) -> list[Figure]:
         """Return two figures a size, speed and error; a kernel without a clear ratio has its name
         and no bar.

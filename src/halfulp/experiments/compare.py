@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from halfulp.diff.weights_apart import wasserstein
-from halfulp.experiments.compare_summary import DriftSummary, slope_of, summarize
-from halfulp.runs.results import Figure, Progress, Series, Table, no_progress, plain_numbers
+from halfulp.experiments.compare_summary import Distances, Drift, DriftSummary, summarize
+from halfulp.runs.results import Figure, Plain, Progress, Series, Table, no_progress
 from halfulp.training.checkpoint import checkpoint_steps, load_weights
 from halfulp.training.config import RunConfig
 from halfulp.training.run_json import difference, read_config
@@ -34,49 +34,10 @@ _BESIDE = ("metrics_every", "measure_every", "checkpoint_every", "keep", "preset
 
 
 @dataclass(frozen=True)
-class Drift:
-    """The distance between the weights of two runs, at every checkpoint that both have."""
-
-    name: str  # what the two differ in
-    seed: int  # of the data, which both share
-    baseline: str  # folder
-    run: str  # folder
-    steps: tuple[int, ...]
-    max_difference: tuple[float, ...]  # over all weights
-    wasserstein: tuple[float, ...]  # of the distributions of all weights together
-    # the same two for each tensor
-    tensors: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
-
-    @property
-    def slope(self) -> float:
-        """Growth of the Wasserstein distance a step: least squares with an intercept; NaN for a
-        single checkpoint.
-        """
-        return slope_of(self.steps, self.wasserstein)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form; numbers that are not finite become None."""
-        return {
-            "name": self.name,
-            "seed": self.seed,
-            "baseline": self.baseline,
-            "run": self.run,
-            "steps": list(self.steps),
-            "max_difference": plain_numbers(self.max_difference),
-            "wasserstein": plain_numbers(self.wasserstein),
-            "tensors": {
-                name: {
-                    "max_difference": plain_numbers(most),
-                    "wasserstein": plain_numbers(distance),
-                }
-                for name, (most, distance) in self.tensors.items()
-            },
-        }
-
-
-@dataclass(frozen=True)
-class CompareResult:
+class CompareResult(Plain):
     """Drifts of several pairs, what they come to over seeds, and how to measure them again."""
+
+    BESIDE = ("summary", "figures", "tables")
 
     drifts: tuple[Drift, ...]
     command: str
@@ -91,10 +52,12 @@ class CompareResult:
         """The drifts of one comparison, a seed each."""
         return [drift for drift in self.drifts if drift.name == name]
 
+    @property
     def summary(self) -> list[DriftSummary]:
         """One line for every comparison, over its seeds."""
         return [summarize(name, self.of(name)) for name in self.names]
 
+    @property
     def figures(self) -> list[Figure]:
         """Return Wasserstein distance and largest difference over steps, a line a comparison."""
         shown = (
@@ -125,6 +88,7 @@ class CompareResult:
             for field, title, label in shown
         ]
 
+    @property
     def tables(self) -> list[Table]:
         """Return the summary, and the tensors of the first comparison that drifts, the farthest
         first.
@@ -133,7 +97,7 @@ class CompareResult:
             Table(
                 "Weight drift",
                 DriftSummary.COLUMNS,
-                tuple(line.cells() for line in self.summary()),
+                tuple(line.cells() for line in self.summary),
                 "The largest difference of a weight and the Wasserstein distance of all weights at"
                 " the last shared step, means over seeds; slope of that distance a step, with a 95"
                 " % interval over seeds (Student's t, from 3 seeds); uneven: its rms distance from"
@@ -143,16 +107,6 @@ class CompareResult:
         ]
         drifting = next((drift for drift in self.drifts if drift.max_difference[-1] != 0), None)
         return found if drifting is None else [*found, _tensor_table(drifting, self.command)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "drifts": [drift.as_dict() for drift in self.drifts],
-            "summary": [line.as_dict() for line in self.summary()],
-            "figures": [figure.as_dict() for figure in self.figures()],
-            "tables": [table.as_dict() for table in self.tables()],
-            "command": self.command,
-        }
 
 
 def compare_runs(
@@ -197,7 +151,7 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
         ValueError: a folder is no training run, the models differ, or no checkpoint is common to
             both.
     """
-    one, other = _config(baseline), _config(run)
+    one, other = read_config(baseline), read_config(run)
     common = sorted(
         set(checkpoint_steps(baseline / "checkpoints")) & set(checkpoint_steps(run / "checkpoints"))
     )
@@ -228,13 +182,13 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
         )
     return Drift(
         name or _label(one, other),
-        _data_seed(one),
+        one.seed_of_data,
         str(baseline),
         str(run),
         tuple(steps),
         tuple(all_most),
         tuple(all_distance),
-        {key: (tuple(most), tuple(distance)) for key, (most, distance) in tensors.items()},
+        {key: Distances(tuple(most), tuple(distance)) for key, (most, distance) in tensors.items()},
     )
 
 
@@ -256,37 +210,31 @@ def _largest(one: np.ndarray, other: np.ndarray) -> float:
 
 def _matched(first: Path, others: Sequence[Path]) -> list[tuple[str, Path, Path]]:
     """(what differs, baseline, run) of every run that is not itself a baseline."""
-    kind = _kind(_config(first))
-    baselines: dict[int, list[Path]] = {_data_seed(_config(first)): [first]}
+    kind = _kind(read_config(first))
+    baselines: dict[int, list[Path]] = {read_config(first).seed_of_data: [first]}
     rest = []
     for run in others:
-        config = _config(run)
-        if _kind(config) == kind and _data_seed(config) not in baselines:
-            baselines[_data_seed(config)] = [run]
+        config = read_config(run)
+        if _kind(config) == kind and config.seed_of_data not in baselines:
+            baselines[config.seed_of_data] = [run]
         else:
             rest.append(run)
     pairs = []
     for run in rest:
-        config = _config(run)
-        if _data_seed(config) not in baselines:
-            accepted = f"accepted are data seeds of a baseline: {', '.join(map(str, baselines))}"
-            raise ValueError(f"run={str(run)!r}: its data seed is {_data_seed(config)}; {accepted}")
-        (reference,) = baselines[_data_seed(config)]
-        pairs.append((_label(_config(reference), config), reference, run))
+        config = read_config(run)
+        if config.seed_of_data not in baselines:
+            raise ValueError(
+                f"run={str(run)!r}: its data seed is {config.seed_of_data}; accepted are data seeds"
+                f" of a baseline: {', '.join(map(str, baselines))}"
+            )
+        (reference,) = baselines[config.seed_of_data]
+        pairs.append((_label(read_config(reference), config), reference, run))
     if not pairs:
         raise ValueError(
             f"runs={[str(run) for run in others]}: all are baselines; accepted is at least one"
             " other run"
         )
     return pairs
-
-
-def _config(folder: Path) -> RunConfig:
-    return read_config(folder)
-
-
-def _data_seed(config: RunConfig) -> int:
-    return config.seed if config.data_seed is None else config.data_seed
 
 
 def _kind(config: RunConfig) -> RunConfig:
@@ -304,7 +252,7 @@ def _label(one: RunConfig, other: RunConfig) -> str:
     changes = difference(_kind(one), _kind(other))
     if one.seed != other.seed:
         changes.append(INITIALIZATION)
-    if _data_seed(one) != _data_seed(other):
+    if one.seed_of_data != other.seed_of_data:
         changes.append("other data")
     return ", ".join(changes) or REPEATED
 
@@ -315,14 +263,7 @@ def _series(name: str, drifts: Sequence[Drift], field: str) -> Series:
     columns = [
         [getattr(drift, field)[drift.steps.index(step)] for drift in drifts] for step in steps
     ]
-    several = len(drifts) > 1
-    return Series(
-        name,
-        tuple(steps),
-        tuple(float(np.median(column)) for column in columns),
-        tuple(min(column) for column in columns) if several else None,
-        tuple(max(column) for column in columns) if several else None,
-    )
+    return Series.over(name, steps, columns)
 
 
 def _unseen(drifts: Sequence[Drift]) -> str:
@@ -341,7 +282,7 @@ def _is_zero(drifts: Sequence[Drift]) -> bool:
 
 
 def _tensor_table(drift: Drift, command: str) -> Table:
-    last = [(name, most[-1], distance[-1]) for name, (most, distance) in drift.tensors.items()]
+    last = [(n, x.max_difference[-1], x.wasserstein[-1]) for n, x in drift.tensors.items()]
     last.sort(key=lambda row: -row[2] if math.isfinite(row[2]) else -math.inf)
     caption = (
         f"{drift.name}, seed {drift.seed}, step {drift.steps[-1]}: the ten tensors farthest apart"

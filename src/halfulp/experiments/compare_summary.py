@@ -1,42 +1,48 @@
-"""What drifts of several seeds come to: slopes with their intervals, how even they are, and ratios
-between them.
+"""The drift of a pair of runs, and what drifts of several seeds come to: slopes with their
+intervals, how even they are, and ratios between them.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from halfulp.chances import student_beyond
+from halfulp.runs.results import Plain, plain_data
 
 
-class Curve(Protocol):
-    """The part of a drift that a summary reads."""
+@dataclass(frozen=True)
+class Distances:
+    """How far the weights of two runs are apart, at every step that is compared."""
+
+    max_difference: tuple[float, ...]  # over all weights
+    wasserstein: tuple[float, ...]  # of the distributions of all weights together
+
+
+@dataclass(frozen=True)
+class Drift(Plain):
+    """The distance between the weights of two runs, at every checkpoint that both have."""
+
+    name: str  # what the two differ in
+    seed: int  # of the data, which both share
+    baseline: str  # folder
+    run: str  # folder
+    steps: tuple[int, ...]
+    max_difference: tuple[float, ...]  # over all weights
+    wasserstein: tuple[float, ...]  # of the distributions of all weights together
+    tensors: Mapping[str, Distances]  # the same two for each tensor
 
     @property
-    def seed(self) -> int:
-        """Of the data."""
-        ...
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Of the checkpoints."""
-        ...
-
-    @property
-    def wasserstein(self) -> tuple[float, ...]:
-        """At these steps."""
-        ...
-
-    @property
-    def max_difference(self) -> tuple[float, ...]:
-        """At these steps."""
-        ...
+    def slope(self) -> float:
+        """Growth of the Wasserstein distance a step: least squares with an intercept; NaN for a
+        single checkpoint.
+        """
+        return slope_of(self.steps, self.wasserstein)
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class DriftSummary:
+class DriftSummary(Plain):
     """One comparison over its seeds."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
@@ -73,42 +79,31 @@ class DriftSummary:
 
     def cells(self) -> tuple[Any, ...]:
         """The summary as a table's row."""
-        ends = (
-            ""
-            if math.isnan(self.slope.low)
-            else f"{_short(self.slope.low)} to {_short(self.slope.high)}"
-        )
-        spread = math.nan if math.isnan(self.unevenness) else self.unevenness
+        slope, known = self.slope, not math.isnan(self.slope.low)
         return (
             self.name,
             self.seeds,
             self.steps,
             self.max_difference,
             self.wasserstein,
-            self.slope.value,
-            ends,
-            f"{spread:.0%}" if math.isfinite(spread) else "",
+            slope.value,
+            f"{_short(slope.low)} to {_short(slope.high)}" if known else "",
+            f"{self.unevenness:.0%}" if math.isfinite(self.unevenness) else "",
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; numbers that are not finite become None."""
-        numbers = {
-            "max_difference": self.max_difference,
-            "wasserstein": self.wasserstein,
-            "slope": self.slope.value,
-            "slope_low": self.slope.low,
-            "slope_high": self.slope.high,
-            "unevenness": self.unevenness,
-        }
-        plain = {key: x if math.isfinite(x) else None for key, x in numbers.items()}
-        return {"name": self.name, "seeds": self.seeds, "steps": self.steps} | plain
+        slope = self.slope
+        ends = {"slope": slope.value, "slope_low": slope.low, "slope_high": slope.high}
+        plain: dict[str, Any] = super().as_dict() | plain_data(ends)
+        return plain
 
 
 def _short(x: float) -> str:
     return f"{x:.1e}".replace("e-0", "e-").replace("-", "−")
 
 
-def summarize(name: str, drifts: Sequence[Curve]) -> DriftSummary:
+def summarize(name: str, drifts: Sequence[Drift]) -> DriftSummary:
     """Return what the drifts of one comparison, a seed each, come to at the last step that all
     have.
     """
@@ -120,7 +115,7 @@ def summarize(name: str, drifts: Sequence[Curve]) -> DriftSummary:
         last,
         statistics.fmean(drift.max_difference[i] for drift, i in zip(drifts, at, strict=True)),
         statistics.fmean(drift.wasserstein[i] for drift, i in zip(drifts, at, strict=True)),
-        interval_of([slope_of(drift.steps, drift.wasserstein) for drift in drifts]),
+        interval_of([drift.slope for drift in drifts]),
         statistics.fmean(unevenness_of(drift.steps, drift.wasserstein) for drift in drifts),
     )
 
@@ -147,18 +142,18 @@ def unevenness_of(steps: Sequence[int], values: Sequence[float]) -> float:
     return float(np.sqrt(np.square(residual).sum() / (len(steps) - 2)) / abs(values[-1]))
 
 
-def slope_ratio(over: Sequence[Curve], under: Sequence[Curve]) -> Interval:
+def slope_ratio(over: Sequence[Drift], under: Sequence[Drift]) -> Interval:
     """Return how many times as steep the first drifts are as the second: `ratio_by_seed`."""
-    return ratio_by_seed(over, under, lambda drift: slope_of(drift.steps, drift.wasserstein))
+    return ratio_by_seed(over, under, lambda drift: drift.slope)
 
 
-def distance_ratio(over: Sequence[Curve], under: Sequence[Curve]) -> Interval:
+def distance_ratio(over: Sequence[Drift], under: Sequence[Drift]) -> Interval:
     """Return how many times as far apart the first end as the second: `ratio_by_seed`."""
     return ratio_by_seed(over, under, lambda drift: drift.wasserstein[-1])
 
 
 def ratio_by_seed(
-    over: Sequence[Curve], under: Sequence[Curve], figure: Callable[[Curve], float]
+    over: Sequence[Drift], under: Sequence[Drift], figure: Callable[[Drift], float]
 ) -> Interval:
     """Return the ratio of one figure of two sets of drifts, matched by seed.
 
@@ -178,7 +173,7 @@ def ratio_by_seed(
 
 
 def difference_by_seed(
-    one: Sequence[Curve], other: Sequence[Curve], figure: Callable[[Curve], float]
+    one: Sequence[Drift], other: Sequence[Drift], figure: Callable[[Drift], float]
 ) -> Interval:
     """Return how much larger one figure of the first drifts is than of the others, matched by
     seed.
@@ -187,7 +182,7 @@ def difference_by_seed(
 
 
 def _matched(
-    one: Sequence[Curve], other: Sequence[Curve], figure: Callable[[Curve], float]
+    one: Sequence[Drift], other: Sequence[Drift], figure: Callable[[Drift], float]
 ) -> list[tuple[float, float]]:
     first, second = ({drift.seed: figure(drift) for drift in same} for same in (one, other))
     return [(value, second[seed]) for seed, value in first.items() if seed in second]

@@ -45,7 +45,7 @@ from halfulp.recipes import recipe_named
 from halfulp.recipes.spelling import recipe_text
 from halfulp.runs.folder import write_json
 from halfulp.runs.record import closed, new_record
-from halfulp.runs.results import Progress, Table
+from halfulp.runs.results import Progress, Table, part_of
 from halfulp.runs.threads import one_thread
 from halfulp.targets.emulation import emulations
 from halfulp.training.config import RunConfig
@@ -322,10 +322,10 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     share = 0.45  # of the act: the training
     names, skipped = choose_targets(config.targets)
     with one_thread():
-        trained = train_and_capture(config=config.gpt, progress=_part(progress, 0.0, share))
+        trained = train_and_capture(config=config.gpt, progress=part_of(progress, 0.0, share))
     file = save_captured(stage.folder / "tensors" / "gpt.safetensors", trained.captured)
     jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
-    found = audit_all(jobs, config.workers, _part(progress, share, 1.0))
+    found = audit_all(jobs, config.workers, part_of(progress, share, 1.0))
     here = str(stage.folder)
     audits: list[dict[str, Any]] = json.loads(json.dumps(found).replace(here, str(stage.final)))
     sizes = ", ".join(map(str, config.shapes or (Shape(),)))
@@ -346,10 +346,6 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
         "bits_per_byte": trained.bits_per_byte,
         "command": f"halfulp audit TARGET --captured {stage.final / 'tensors' / 'gpt.safetensors'}",
     }
-
-
-def _part(progress: Progress, start: float, end: float) -> Progress:
-    return lambda fraction, message: progress(start + (end - start) * fraction, message)
 
 
 def _probe_count(audits: Sequence[dict[str, Any]]) -> int:

@@ -81,10 +81,11 @@ def draw_run(
     checkpoint = next(checkpoints(folder / "checkpoints"), None)
     if checkpoint is None:
         raise ValueError(f"run={str(folder)!r}: it has no checkpoint; accepted is a run that has")
-    data_seed = config.seed if config.data_seed is None else config.data_seed
     plan, replaced = _runnable(config.attention, trust)
     with one_thread():
-        workload = build_workload(config.workload, plan, seed=config.seed, data_seed=data_seed)
+        workload = build_workload(
+            config.workload, plan, seed=config.seed, data_seed=config.seed_of_data
+        )
         restore(checkpoint, workload.model)
         assert isinstance(workload, PictureWorkload)
         found = draw_workload(workload, names, seed=seed, steps=steps)

@@ -15,16 +15,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from halfulp.attention import emulate
 from halfulp.isolate.rule import RULE, Outcome, judge
 from halfulp.recipes import RECIPES, Recipe
 from halfulp.runs.parallel import run_jobs
-from halfulp.runs.results import Figure, Progress, Series, plain_numbers
+from halfulp.runs.results import Figure, Plain, Progress, Series
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionFunction, attention_function
 from halfulp.training.config import LayerTask
@@ -37,9 +37,10 @@ CURVES = ("loss", "mean_score", "max_score", "sigma_query", "sigma_key", "sigma_
 
 
 @dataclass(frozen=True)
-class FailureRun:
+class FailureRun(Plain):
     """What one training recorded, every `record_every` steps and at the end."""
 
+    BESIDE = ("rule",)
     attention: str
     seed: int
     steps: tuple[int, ...]
@@ -54,17 +55,9 @@ class FailureRun:
     reason: str
 
     @property
-    def survived(self) -> bool:
-        """Whether the run neither failed nor drifts."""
-        return self.outcome == "survived"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form; numbers that are not finite become None."""
-        plain = asdict(self)
-        for name in CURVES:
-            plain[name] = plain_numbers(getattr(self, name))
-        plain["steps"] = list(self.steps)
-        return plain | {"rule": RULE}
+    def rule(self) -> str:
+        """By which its outcome was judged."""
+        return RULE
 
 
 def run_failure(
@@ -201,10 +194,6 @@ def _function(attention: Recipe | AttentionFunction) -> AttentionFunction:
     return partial(emulate, recipe=attention) if isinstance(attention, Recipe) else attention
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
-
-
 def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
     """The median over seeds at every step that all of them reached, and the range if there are
     several.
@@ -212,11 +201,7 @@ def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
     same = [run for run in runs if run.attention == name]
     steps = min((run.steps for run in same), key=len)
     columns = [[getattr(run, field)[i] for run in same] for i in range(len(steps))]
-    median = tuple(_median(column) for column in columns)
-    several = len(same) > 1
-    low = tuple(min(column) for column in columns) if several else None
-    high = tuple(max(column) for column in columns) if several else None
-    return Series(name, tuple(steps), median, low, high)
+    return Series.over(name, steps, columns)
 
 
 def _run(

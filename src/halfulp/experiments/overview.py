@@ -8,7 +8,6 @@ at too.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,11 @@ from halfulp.runs.results import Figure, Series, Table
 from halfulp.training.config import RunConfig
 from halfulp.training.journal import Row, read_rows
 from halfulp.training.run_json import config_from_dict, difference, read_record
-from halfulp.watch.alarms import RULE, Alarm, alarms
+from halfulp.watch.alarms import RULE, alarms
 
 _POINTS = 400  # of a curve in a picture
 _CURVES = 8  # in one picture
+DECIDED = "figures that decided"
 _LAYERS = 7  # in one picture: as many as have a color of their own
 
 METRICS: tuple[tuple[str, str, str, bool], ...] = (
@@ -201,10 +201,8 @@ def metric_figures(rows: Mapping[str, Sequence[Row]], caption: str, command: str
             _curve(run, [row for row in rows[run] if name in row], _metric(name)) for run in having
         )
         if series:
-            positive = all(y > 0 for one in series for y in one.y if math.isfinite(y))
-            figures.append(
-                Figure(title, "step", axis, series, caption, command, y_log=log and positive)
-            )
+            log = log and all(y > 0 for one in series for y in one.y if math.isfinite(y))
+            figures.append(Figure(title, "step", axis, series, caption, command, y_log=log))
     return figures
 
 
@@ -313,9 +311,7 @@ def _layer_curve(rows: Sequence[Row], name: str, layer: int, label: str) -> Seri
     columns = [
         [x for x in row["measure"][name][layer] if x is not None] or [math.nan] for row in rows
     ]
-    steps = tuple(row["step"] for row in rows)
-    low, high = tuple(min(column) for column in columns), tuple(max(column) for column in columns)
-    return Series(label, steps, tuple(statistics.median(column) for column in columns), low, high)
+    return Series.over(label, [row["step"] for row in rows], columns)
 
 
 def _curve(label: str, rows: Sequence[Row], value: Callable[[Row], Any]) -> Series:
@@ -338,35 +334,14 @@ def _left_out(runs: Sequence[RecordedRun]) -> str:
 
 
 def _outcomes(runs: Sequence[RecordedRun], command: str) -> Table:
-    columns = (
-        "run",
-        "attention",
-        "seed",
-        "steps",
-        "status",
-        "outcome",
-        "final loss",
-        "figures that decided",
-    )
+    columns = ("run", "attention", "seed", "steps", "status", "outcome", "final loss", DECIDED)
     rows = []
     for run in runs:
         judged = run.judgement
         steps = f"{run.metrics[-1]['step'] if run.metrics else 0} of {run.config.steps}"
-        last = None if judged is None or math.isnan(judged.loss) else judged.loss
-        seen = ("", "") if judged is None else (judged.outcome, judged.reason)
-        status = str(run.record["status"])
-        rows.append(
-            (
-                run.name,
-                str(run.config.attention),
-                run.config.seed,
-                steps,
-                status,
-                seen[0],
-                last,
-                seen[1],
-            )
-        )
+        end = ("", None, "") if judged is None else (judged.outcome, judged.loss, judged.reason)
+        made = (run.name, str(run.config.attention), run.config.seed)
+        rows.append((*made, steps, str(run.record["status"]), *end))
     rules = dict.fromkeys(rule_for(run.config.workload).text(run.config.steps) for run in runs)
     return Table(
         "Runs",
@@ -378,21 +353,14 @@ def _outcomes(runs: Sequence[RecordedRun], command: str) -> Table:
 
 
 def _alarms(runs: Sequence[RecordedRun], command: str) -> Table:
-    rows = tuple((run.name, *_alarm_cells(alarm)) for run in runs for alarm in alarms(run.measures))
+    rows = tuple(
+        (run.name, a.kind, a.step, a.layer, a.head, round(a.t, 1), round(a.score_moved, 1))
+        for run in runs
+        for a in alarms(run.measures)
+    )
     columns = ("run", "alarm", "step", "layer", "head", "t", "mean score moved")
     none = "" if rows else f"No head alarms after the last measurement of {len(runs)} runs. "
     return Table("Alarms", columns, rows, f"{none}{RULE[0].upper()}{RULE[1:]}.", command)
-
-
-def _alarm_cells(alarm: Alarm) -> tuple[str, int, int, int, float, float]:
-    return (
-        alarm.kind,
-        alarm.step,
-        alarm.layer,
-        alarm.head,
-        round(alarm.t, 1),
-        round(alarm.score_moved, 1),
-    )
 
 
 def _differences(runs: Sequence[RecordedRun], command: str) -> Table:

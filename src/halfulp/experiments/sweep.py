@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from halfulp.attention import emulate, golden
 from halfulp.formats import BF16, FP16, FP32, FP64, Format, round_to
 from halfulp.recipes import BF16_STANDARD, STEPS, Matmul, Recipe, flash2, uniform
 from halfulp.runs.parallel import run_jobs
-from halfulp.runs.results import Figure, Progress, Series, Table
+from halfulp.runs.results import Figure, Plain, Progress, Series, Table
 
 FORMATS: tuple[Format, ...] = (BF16, FP16, FP32, FP64)
 Inputs: TypeAlias = Literal["normal", "uniform"]
@@ -80,7 +80,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class SweepResult:
+class SweepResult(Plain):
     """One sweep: every deviation, with figures and a table made of them."""
 
     name: str
@@ -90,24 +90,13 @@ class SweepResult:
     tables: tuple[Table, ...]
     command: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "name": self.name,
-            "setting": asdict(self.setting),
-            "deviations": [asdict(deviation) for deviation in self.deviations],
-            "figures": [figure.as_dict() for figure in self.figures],
-            "tables": [table.as_dict() for table in self.tables],
-            "command": self.command,
-        }
-
     def select(self, **wanted: object) -> list[Deviation]:
         """Return the deviations whose fields have these values."""
-        return [
-            d
-            for d in self.deviations
-            if all(getattr(d, name) == value for name, value in wanted.items())
-        ]
+        return _select(self.deviations, **wanted)
+
+
+def _select(found: Sequence[Deviation], **wanted: object) -> list[Deviation]:
+    return [d for d in found if all(getattr(d, name) == x for name, x in wanted.items())]
 
 
 def baseline(fmt: Format) -> Recipe:
@@ -341,17 +330,8 @@ def _computed(recipe: Recipe, fmt: Format) -> Recipe:
 def _bars(
     found: Sequence[Deviation], family: str, against: Against, formats: tuple[str, ...]
 ) -> Series:
-    values = [
-        next(d.max for d in found if (d.format, d.family, d.against) == (f, family, against))
-        for f in formats
-    ]
-    return Series(family, formats, *_spread(values), style="bar")
-
-
-def _spread(
-    values: Sequence[Sequence[float]],
-) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    return tuple(map(statistics.median, values)), tuple(map(min, values)), tuple(map(max, values))
+    points = [_select(found, format=f, family=family, against=against)[0] for f in formats]
+    return Series.over(family, formats, [d.max for d in points], "bar")
 
 
 def _curves(
@@ -371,18 +351,13 @@ def _curves(
         series = []
         for fmt in formats:
             for family in families:
-                points = [
-                    d
-                    for d in found
-                    if (d.format, d.family, d.against) == (fmt.name, family, "baseline")
-                ]
-                x = tuple(d.x for d in points)
-                middle, low, high = _spread([getattr(d, statistic) for d in points])
-                series.append(Series(f"{fmt.name}, {family}", x, middle, low, high))
-                ratio = middle[-1] / middle[0] if middle[0] else None
-                rows.append(
-                    (statistic, fmt.name, family, x[0], middle[0], x[-1], middle[-1], ratio, paper)
-                )
+                points = _select(found, format=fmt.name, family=family, against="baseline")
+                values = [getattr(d, statistic) for d in points]
+                line = Series.over(f"{fmt.name}, {family}", [d.x for d in points], values)
+                series.append(line)
+                ends = (line.x[0], line.y[0], line.x[-1], line.y[-1])
+                ratio = line.y[-1] / line.y[0] if line.y[0] else None
+                rows.append((statistic, fmt.name, family, *ends, ratio, paper))
         title = f"Flash attention against the baseline: {statistic} of |difference|"
         y_label = f"{statistic} |difference| of O"
         figures.append(
@@ -415,24 +390,11 @@ def _factors(
     """
     rows = []
     for fmt in formats:
-        base = next(
-            d for d in found if (d.format, d.family, d.against) == (fmt.name, "baseline", "golden")
-        )
-        rows.append(
-            (
-                fmt.name,
-                "baseline",
-                *(statistics.median(getattr(base, s)) for s in ("max", "mean", "std")),
-                1.0,
-                "",
-            )
-        )
-        for family in families:
-            this = next(
-                d for d in found if (d.format, d.family, d.against) == (fmt.name, family, "golden")
-            )
-            figures = [statistics.median(getattr(this, s)) for s in ("max", "mean", "std")]
-            factor = factor_of(this, base)
+        (base,) = _select(found, format=fmt.name, family="baseline", against="golden")
+        for family in ("baseline", *families):
+            (this,) = _select(found, format=fmt.name, family=family, against="golden")
+            figures = [statistics.median(x) for x in (this.max, this.mean, this.std)]
+            factor = 1.0 if this is base else factor_of(this, base)
             paper = "about 10" if fmt == BF16 and family.startswith("flash") else ""
             rows.append((fmt.name, family, *figures, factor, paper))
     columns = (

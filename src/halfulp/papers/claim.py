@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from halfulp.experiments.compare_summary import Interval
 from halfulp.experiments.failure import FailureRun, run_failures
 from halfulp.experiments.failure_recipes import RUNGS
 from halfulp.recipes import Recipe
-from halfulp.runs.results import Progress, no_progress, plain_numbers
+from halfulp.runs.results import Progress, no_progress, plain_data
 
 VerdictKind: TypeAlias = Literal[
     "reproduced",
@@ -37,7 +37,6 @@ _HELD: Mapping[Setup, VerdictKind] = {
     "reduced": "reproduced at reduced scale",
     "altered": "reproduced with altered arithmetic",
 }
-Group: TypeAlias = Literal["A", "B", "C", "D"]
 Figures: TypeAlias = Mapping[str, float]
 Shared = TypeVar("Shared")
 
@@ -54,6 +53,13 @@ class Measured:
     intervals: Mapping[str, Interval] = field(default_factory=dict)
     exact: str = ""  # why there is nothing to estimate, where that is so
 
+    @property
+    def estimates(self) -> str:
+        """What was estimated, each with its 95 % interval and sample size; or why there is
+        nothing.
+        """
+        return "; ".join(f"{name} {one}" for name, one in self.intervals.items()) or self.exact
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -67,8 +73,7 @@ class Rule:
 class Claim:
     """One row of the ledger."""
 
-    id: str
-    group: Group
+    id: str  # its group, A to D, and a number
     statement: str
     paper: str  # what the paper saw, or "" for observations of our own
     measure: Callable[[Lab], Measured] | None = None
@@ -85,6 +90,11 @@ class Claim:
     timed: bool = False  # it measures times, which are taken anew at every call
 
     @property
+    def group(self) -> str:
+        """A: Qiu & Yao, B: Golden et al., C: other papers, D: halfulp's own."""
+        return self.id[0]
+
+    @property
     def source(self) -> Literal["papers", "halfulp"]:
         """Whose claim it is."""
         return "halfulp" if self.group == "D" else "papers"
@@ -99,51 +109,42 @@ class Claim:
 class Verdict:
     """A claim with what was found."""
 
-    id: str
-    group: Group
-    statement: str
-    paper: str
-    measured: str  # "" where nothing was measured
-    figures: dict[str, float]
-    rule: str
-    history: str
-    source: str
+    claim: Claim
+    measured: Measured
     verdict: VerdictKind
-    command: str
+    command: str  # that repeats it
     seconds: float
-    pictures: tuple[dict[str, Any], ...] = ()
-    intervals: Mapping[str, Interval] = field(default_factory=dict)
-    exact: str = ""
     kept: str = ""  # what of it an earlier call has measured
-
-    @property
-    def estimates(self) -> str:
-        """What was estimated, each with its 95 % interval and sample size; or why there is
-        nothing.
-        """
-        return "; ".join(f"{name} {one}" for name, one in self.intervals.items()) or self.exact
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; figures that are not finite become None."""
-        plain = asdict(self)
-        plain["figures"] = {
-            name: x if math.isfinite(x) else None for name, x in self.figures.items()
+        claim, found = self.claim, self.measured
+        return {
+            "id": claim.id,
+            "group": claim.group,
+            "statement": claim.statement,
+            "paper": claim.paper,
+            "measured": found.text,
+            "rule": "" if claim.rule is None else claim.rule.text,
+            "history": claim.history,
+            "source": claim.source,
+            "verdict": self.verdict,
+            "command": self.command,
+            "seconds": self.seconds,
+            "figures": plain_data(found.figures),
+            "pictures": list(found.pictures),
+            "intervals": plain_data(found.intervals),
+            "exact": found.exact,
+            "estimates": found.estimates,
+            "kept": self.kept,
         }
-        plain["intervals"] = {
-            name: dict(zip(("value", "low", "high"), plain_numbers(ends), strict=True))
-            | {"count": one.count}
-            for name, one in self.intervals.items()
-            for ends in [(one.value, one.low, one.high)]
-        }
-        return plain | {"estimates": self.estimates}
 
 
-def judge_claim(claim: Claim, measured: Measured | None) -> VerdictKind:
+def judge_claim(claim: Claim, measured: Measured) -> VerdictKind:
     """Return the verdict from the measured figures; a rule over a figure that is NaN does not
     hold.
     """
-    if measured is None or claim.rule is None:
-        return claim.without
+    assert claim.rule is not None, claim.id
     if any(math.isnan(x) for x in measured.figures.values()) or not claim.rule.holds(
         measured.figures
     ):

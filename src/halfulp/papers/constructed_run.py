@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,16 +39,15 @@ from halfulp.isolate.rule import Outcome, Rule, judge
 from halfulp.recipes import BF16_AUTHORS, BF16_FLASH2, BF16_HALFULP, BF16_PAPER_STABILIZED, Recipe
 from halfulp.recipes import FP32 as FP32_RECIPE
 from halfulp.runs.parallel import run_jobs
-from halfulp.runs.results import Progress, plain_numbers
+from halfulp.runs.results import Progress
 
 RULE = Rule(least_loss=1e-4, score_drift=20.0)
-RULE_TEXT = (
-    "failed: a number is not finite, or the loss of the sound features (median of the last tenth)"
-    f" is over {RULE.loss_factor:g} times its lowest and at least {RULE.least_loss:g}, 30 times"
-    " what the fp32 twin reaches; drifting: not failed, but the mean score has moved by more than"
-    f" {RULE.score_drift:g} over the second half"
-)
+"""Failed: a number is not finite, or the loss of the sound features (median of the last tenth) is
+over so many times its lowest and at least 1e-4, 30 times what the fp32 twin reaches; drifting: not
+failed, but the mean score has moved by more than 20 over the second half.
+"""
 STEPS = 1000
+RECORD_EVERY = 20  # steps: a point costs an attention in fp32
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def with_beta(beta: float) -> Variant:
 
 @dataclass(frozen=True)
 class MechanismRun:
-    """What one run recorded, every `record_every` steps."""
+    """What one run recorded, every `RECORD_EVERY` steps."""
 
     variant: str
     seed: int
@@ -181,21 +180,6 @@ class MechanismRun:
     tied_rows: tuple[float, ...]  # share of rows whose largest score is repeated
     outcome: Outcome
     reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form; numbers that are not finite become None."""
-        numbers = (
-            "loss",
-            "pulled_loss",
-            "mean_score",
-            "max_score",
-            "first_order",
-            "curvature",
-            "sharp_error",
-            "agreement",
-        )
-        plain = asdict(self)
-        return plain | {name: plain_numbers(plain[name]) for name in numbers} | {"rule": RULE_TEXT}
 
 
 @dataclass(frozen=True)
@@ -268,47 +252,30 @@ class _Construction:
         return pulled, (out[..., g:] - target[..., g:]).square().mean()
 
 
-def run_variant(
-    variant: Variant,
-    seed: int = 0,
-    steps: int = STEPS,
-    record_every: int = 20,
-    progress: Progress | None = None,
-) -> MechanismRun:
-    """Train one variant and judge it by `RULE_TEXT`.
-
-    Args:
-        variant: attention and task.
-        seed: of teacher and data; equal seeds share both wherever the task is the same.
-        steps: optimizer steps.
-        record_every: steps between two points; a point costs an attention in fp32.
-        progress: called at every point.
+def run_variant(variant: Variant, seed: int = 0, steps: int = STEPS) -> MechanismRun:
+    """Train one variant and judge it by `RULE`; equal seeds share teacher and data wherever the
+    task is the same.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: `steps` is below 1.
     """
-    if steps < 1 or record_every < 1:
-        raise ValueError(
-            f"steps={steps}, record_every={record_every}: accepted are integers of at least 1"
-        )
+    if steps < 1:
+        raise ValueError(f"steps={steps}: accepted is an integer of at least 1")
     points: list[tuple[float, ...]] = []
     at: list[int] = []
     broke_at = None
     for now in _steps(variant, seed, steps):
         loss, pulled = now.loss.item(), now.pulled.item()
         broke_at = None if math.isfinite(loss + pulled) else now.number
-        if now.number % record_every == 0 or now.number == steps or broke_at:
+        if now.number % RECORD_EVERY == 0 or now.number == steps or broke_at:
             at.append(now.number)
             points.append((loss, pulled, *_figures(now)))
-            if progress is not None:
-                progress(now.number / steps, f"{variant.name}, seed {seed}: loss {loss:.1e}")
         if broke_at:
             break
-    columns: list[tuple[float, ...]] = list(zip(*points, strict=True))
+    columns: list[Any] = list(zip(*points, strict=True))
     outcome, reason = judge(columns[0], columns[2], broke_at, RULE)
-    losses, others, mean, largest, first, curvature, sharp, agreement, tied = columns
-    figures = (losses, others, mean, largest, first, curvature, sharp, agreement, tied)
-    return MechanismRun(variant.name, seed, tuple(at), *figures, outcome, reason)
+    columns += [outcome, reason]
+    return MechanismRun(variant.name, seed, tuple(at), *columns)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ JSON form.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from halfulp.experiments.failure import FailureRun, curves
 from halfulp.papers.constructed_run import MechanismRun, Profile
 from halfulp.papers.runs_a import Snapshot, Traced
-from halfulp.runs.results import Figure, Series, plain_numbers
+from halfulp.runs.results import Figure, Series, plain_data
 from halfulp.watch.directions import error_direction
 from halfulp.watch.measures import delta_error
 
@@ -24,26 +23,19 @@ ACCELERATED = "Accelerated: O keeps fewer mantissa bits than bf16."
 
 
 def heat_map(
-    title: str,
-    x_label: str,
-    y_label: str,
-    values: Tensor,
-    caption: str,
-    command: str,
-    low: float,
-    high: float,
+    title: str, x_label: str, y_label: str, values: Tensor, caption: str, command: str
 ) -> Picture:
-    """Return the JSON form of a heat map: values `[rows, columns]` between low and high, the first
-    row on top.
+    """Return the JSON form of a heat map: values `[rows, columns]` from −1 to 1, the first row on
+    top.
     """
     return {
         "kind": "heat map",
         "title": title,
         "x_label": x_label,
         "y_label": y_label,
-        "values": [plain_numbers(row) for row in values.tolist()],
-        "low": low,
-        "high": high,
+        "values": plain_data(values.tolist()),
+        "low": -1.0,
+        "high": 1.0,
         "caption": caption,
         "command": command,
     }
@@ -61,11 +53,8 @@ def fix_losses(runs: Mapping[str, Sequence[MechanismRun]], command: str) -> Pict
     series = []
     for name, same in runs.items():
         columns = list(zip(*(run.loss for run in same), strict=False))
-        middle = tuple(sorted(column)[len(column) // 2] for column in columns)
-        low, high = (tuple(pick(column) for column in columns) for pick in (min, max))
-        series.append(
-            Series(name, tuple(map(float, same[0].steps[: len(columns)])), middle, low, high)
-        )
+        steps = [float(step) for step in same[0].steps[: len(columns)]]
+        series.append(Series.over(name, steps, columns))
     count = len(next(iter(runs.values())))
     caption = (
         f"Constructed run; mean squared error of the sound features, {count} seeds: median and"
@@ -138,18 +127,14 @@ def layer_sigmas(runs: Mapping[str, Traced], command: str) -> Picture:
         series += [Series(f"layer {n}, twin", steps, tuple(twin[n])) for n in twin]
     else:
         series = [Series(f"layer {n}", steps, tuple(low[n])) for n in order[:3]]
-        series.append(_ranged("the other layers", steps, [low[n] for n in order[3:]]))
-        series.append(_ranged("all layers, twin", steps, list(twin.values())))
+        others = zip(*(low[n] for n in order[3:]), strict=True)
+        series.append(Series.over("the other layers", steps, list(others)))
+        twins = zip(*twin.values(), strict=True)
+        series.append(Series.over("all layers, twin", steps, list(twins)))
     caption = f"Largest of a layer's heads; the twin has standard attention. {ACCELERATED}"
     caption += " The median over several layers, and their range." if len(low) > 4 else ""
     title = "σ(W_Q) by layer (after fig. 9)"
     return Figure(title, "step", "σ(W_Q)", tuple(series), caption, command, y_log=True).as_dict()
-
-
-def _ranged(name: str, steps: tuple[float, ...], curves: Sequence[Sequence[float]]) -> Series:
-    columns = list(zip(*curves, strict=True))
-    middle = tuple(statistics.median(column) for column in columns)
-    return Series(name, steps, middle, tuple(map(min, columns)), tuple(map(max, columns)))
 
 
 def similarity_maps(run: Traced, layer: int, head: int, command: str) -> list[Picture]:
@@ -160,36 +145,19 @@ def similarity_maps(run: Traced, layer: int, head: int, command: str) -> list[Pi
     early, late = (_terms(run.calls[step][layer], head) for step in (steps[0], steps[-1]))
     generator = torch.Generator().manual_seed(0)
     control = tuple(x[:, torch.randperm(x.shape[1], generator=generator)] for x in late)
+    first, last = f"token of step {steps[0]}", f"token of step {steps[-1]}"
     maps = (
-        (
-            f"Terms of step {steps[-1]}",
-            late,
-            late,
-            f"token of step {steps[-1]}",
-            f"token of step {steps[-1]}",
-        ),
-        (
-            f"Steps {steps[0]} and {steps[-1]}",
-            early,
-            late,
-            f"token of step {steps[-1]}",
-            f"token of step {steps[0]}",
-        ),
-        (
-            "Shuffled features",
-            control,
-            late,
-            f"token of step {steps[-1]}",
-            "token, features shuffled",
-        ),
+        (f"Terms of step {steps[-1]}", late, last),
+        (f"Steps {steps[0]} and {steps[-1]}", early, first),
+        ("Shuffled features", control, "token, features shuffled"),
     )
     caption = (
         f"Cosine of (PK)[T]ᵀX[T] and another token's, layer {layer}, head {head}, one sequence. In"
         " the last map the features of PK and X are permuted on one side."
     )
     return [
-        heat_map(f"{title} (after fig. 4)", x, y, cosines(a, b), caption, command, -1.0, 1.0)
-        for title, a, b, x, y in maps
+        heat_map(f"{title} (after fig. 4)", last, y, cosines(a, late), caption, command)
+        for title, a, y in maps
     ]
 
 
@@ -220,7 +188,7 @@ def raw_maps(run: Traced, layer: int, head: int, command: str) -> list[Picture]:
             (f"R, step {step}", "feature of X", "feature of PK", _direction(snapshot, head)),
         ]
     return [
-        heat_map(f"{title} (after fig. 4)", x, y, v / v.abs().max(), caption, command, -1.0, 1.0)
+        heat_map(f"{title} (after fig. 4)", x, y, v / v.abs().max(), caption, command)
         for title, x, y, v in maps
     ]
 

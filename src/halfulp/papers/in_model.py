@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from halfulp.attention import golden
 from halfulp.calls import Call
-from halfulp.runs.results import Figure, Progress, Series, Table, no_progress
+from halfulp.runs.results import Figure, Series
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionFunction, attention_function, set_tap
 from halfulp.training.config import RunConfig
@@ -104,8 +103,8 @@ class InModelResult:
             layer: statistics.median(
                 a.mean / b.mean
                 for a, b in zip(
-                    self._of(version, GOLDEN, layer=layer),
-                    self._of(BASELINE, GOLDEN, layer=layer),
+                    self._of(version, GOLDEN, layer),
+                    self._of(BASELINE, GOLDEN, layer),
                     strict=True,
                 )
                 if b.mean
@@ -118,116 +117,54 @@ class InModelResult:
         """The layers that were compared."""
         return sorted({found.layer for found in self.deviations})
 
-    @property
-    def versions(self) -> list[tuple[str, str]]:
-        """What was compared with what."""
-        return list(dict.fromkeys((found.version, found.against) for found in self.deviations))
+    def _of(self, version: str, against: str, layer: int) -> list[Deviation]:
+        wanted = (version, against, layer)
+        return [x for x in self.deviations if (x.version, x.against, x.layer) == wanted]
 
-    def _of(self, version: str, against: str, *, layer: int | None = None) -> list[Deviation]:
-        return [
-            found
-            for found in self.deviations
-            if (found.version, found.against) == (version, against) and layer in (None, found.layer)
-        ]
-
-    def table(self) -> Table:
-        """Return a line for every layer and pair: medians over steps, and the range of the largest
-        difference.
-        """
-        rows = []
-        for layer in self.layers:
-            for version, against in self.versions:
-                same = self._of(version, against, layer=layer)
-                largest = [found.largest for found in same]
-                mean, spread = (
-                    statistics.median(getattr(x, name) for x in same)
-                    for name in ("mean", "deviation")
-                )
-                rows.append(
-                    (layer, f"{version} against {against}", max(largest), mean, spread, len(same))
-                )
-        caption = (
-            "Out of every attention call on equal inputs: the largest difference of all steps;"
-            " medians over steps."
-        )
-        columns = (
-            "layer",
-            "compared",
-            "max difference",
-            "mean difference",
-            "standard deviation",
-            "calls",
-        )
-        return Table("In-model comparison", columns, tuple(rows), caption, self.command)
-
-    def figures(self) -> list[Figure]:
-        """Return, per pair, the mean difference over steps, a line a layer."""
+    def figure(self, version: str, against: str) -> Figure:
+        """Return the mean difference of a pair over steps, a line a layer."""
         caption = (
             "Mean absolute difference of out at every attention call, on the inputs that training"
             " gives it."
         )
-        return [
-            Figure(
-                f"{version} against {against}",
-                "step",
-                "mean difference of out",
-                tuple(self._series(version, against, layer) for layer in self.layers),
-                caption,
-                self.command,
-                y_log=True,
-            )
-            for version, against in self.versions
-        ]
-
-    def _series(self, version: str, against: str, layer: int) -> Series:
-        same = self._of(version, against, layer=layer)
-        return Series(f"layer {layer}", tuple(x.step for x in same), tuple(x.mean for x in same))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form, without the weights."""
-        return {
-            "deviations": [asdict(found) for found in self.deviations],
-            "calls": self.calls,
-            "loss": list(self.loss),
-            "figures": [figure.as_dict() for figure in self.figures()],
-            "tables": [self.table().as_dict()],
-            "command": self.command,
-        }
+        series = []
+        for layer in self.layers:
+            same = self._of(version, against, layer)
+            x, y = tuple(one.step for one in same), tuple(one.mean for one in same)
+            series.append(Series(f"layer {layer}", x, y))
+        title, y_label = f"{version} against {against}", "mean difference of out"
+        return Figure(title, "step", y_label, tuple(series), caption, self.command, y_log=True)
 
 
 def compare_in_model(
     config: RunConfig,
     every: int = 1,
     *,
-    attentions: Mapping[str, str] | None = None,
+    attentions: Mapping[str, str] = ATTENTIONS,
     command: str = "",
-    progress: Progress | None = None,
 ) -> InModelResult:
     """Train, and compare several versions of attention at every call of every `every`-th step.
 
     Args:
         config: the run; what it trains with is its own plan, whatever is compared.
         every: steps from one comparison to the next, the first step included.
-        attentions: versions by name, one of them "baseline"; `ATTENTIONS` if None.
+        attentions: versions by name, one of them "baseline".
         command: what repeats it, for the record.
-        progress: called every step.
 
     Raises:
         ValueError: there is no baseline, a version is not known, or the configuration does not fit.
     """
-    chosen = ATTENTIONS if attentions is None else attentions
-    if BASELINE not in chosen or len(chosen) < 2 or every < 1:
+    if BASELINE not in attentions or len(attentions) < 2 or every < 1:
         accepted = f"accepted are {BASELINE!r} and another version, and every ≥ 1"
-        raise ValueError(f"attentions={list(chosen)}, every={every}: {accepted}")
-    tap = Comparing({name: attention_function(choice) for name, choice in chosen.items()})
+        raise ValueError(f"attentions={list(attentions)}, every={every}: {accepted}")
+    tap = Comparing({name: attention_function(choice) for name, choice in attentions.items()})
     losses: list[float] = []
-    data_seed = config.seed if config.data_seed is None else config.data_seed
     with one_thread(), world("none", config.device) as group:
         workload = build_workload(
             config.workload,
             config.attention,
             seed=config.seed,
-            data_seed=data_seed,
+            data_seed=config.seed_of_data,
             device=group.device,
         )
         session = Session(config, workload, group, workload.order(config.steps, config.batch), None)
@@ -236,9 +173,6 @@ def compare_in_model(
             tap.step = number if (number - 1) % every == 0 else 0
             session.step()
             losses.append(session.loss)
-            (progress or no_progress)(
-                number / config.steps, f"comparing in the model: step {number}"
-            )
         weights = session.state().model
     return InModelResult(tuple(tap.found), tap.calls, tuple(losses), weights, command)
 

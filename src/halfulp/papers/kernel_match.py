@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ from halfulp.attention import emulate
 from halfulp.calls import Call, Result, Sees
 from halfulp.formats import BF16, FP32, Format, ulp
 from halfulp.recipes import TORCH_CPU_FLASH, Recipe, Step
-from halfulp.runs.results import Progress, Table, no_progress, plain_numbers
+from halfulp.runs.results import Progress, no_progress
 
 Shape: TypeAlias = tuple[int, int, int, int]  # batch, heads, N, D
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, grad_out
@@ -62,11 +62,6 @@ class TensorMatch:
         """The fraction of identical elements."""
         return self.identical / self.elements
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        (largest,) = plain_numbers([self.largest_ulps])
-        return asdict(self) | {"fraction": self.fraction, "largest_ulps": largest}
-
 
 @dataclass(frozen=True)
 class StepModel:
@@ -95,10 +90,6 @@ class StepCost:
         """Mean over the tensors."""
         return sum(self.identical.values()) / len(self.identical)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class KernelMatch:
@@ -106,57 +97,9 @@ class KernelMatch:
 
     tensors: tuple[TensorMatch, ...]
     calls: int  # kernel calls compared, forward and backward
-    shapes: tuple[Shape, ...]
-    causal: tuple[bool, ...]
-    seeds: tuple[int, ...]
     bits_expected: bool  # whether the emulation claims this machine's bits
     # other models that explain more bits, best first; empty where all agree
     differing_steps: tuple[StepCost, ...]
-    command: str
-
-    @property
-    def exact(self) -> bool:
-        """Whether every element is identical."""
-        return all(match.identical == match.elements for match in self.tensors)
-
-    def table(self) -> Table:
-        """Return one row per tensor."""
-        rows = tuple(
-            (m.tensor, m.elements, m.elements - m.identical, m.fraction, m.largest_ulps)
-            for m in self.tensors
-        )
-        columns = (
-            "tensor",
-            "elements",
-            "different",
-            "identical fraction",
-            "largest distance (ulps)",
-        )
-        caption = (
-            f"PyTorch's CPU flash kernel against TORCH_CPU_FLASH, {self.calls} calls, forward and"
-            " backward."
-        )
-        if self.differing_steps:
-            best = self.differing_steps[0]
-            caption += (
-                f" The step that differs: {best.step} ({best.model} explains {best.mean:.2%} of its"
-                " elements)."
-            )
-        return Table("Emulated against real, bit by bit", columns, rows, caption, self.command)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "tensors": [match.as_dict() for match in self.tensors],
-            "calls": self.calls,
-            "shapes": [list(shape) for shape in self.shapes],
-            "causal": list(self.causal),
-            "seeds": list(self.seeds),
-            "exact": self.exact,
-            "bits_expected": self.bits_expected,
-            "differing_steps": [cost.as_dict() for cost in self.differing_steps],
-            "command": self.command,
-        }
 
 
 def bits_expected() -> bool:
@@ -208,8 +151,7 @@ def match_torch_cpu_flash(
             differing = _explain(real, inputs, masked, matches[-1])
     progress(1.0, "done")
     total = tuple(_sum(column) for column in zip(*matches, strict=True))
-    chosen = (tuple(shapes), tuple(causal), tuple(seeds))
-    return KernelMatch(total, len(calls), *chosen, bits_expected(), differing, "halfulp claims B1")
+    return KernelMatch(total, len(calls), bits_expected(), differing)
 
 
 def models() -> tuple[StepModel, ...]:

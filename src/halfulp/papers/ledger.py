@@ -31,7 +31,7 @@ from halfulp.papers.claims import (
     weak_points,
 )
 from halfulp.runs.keeping import keeping, now_keeping
-from halfulp.runs.results import Progress, no_progress
+from halfulp.runs.results import Progress, no_progress, part_of
 from halfulp.runs.threads import one_thread
 
 _TOPICS = (
@@ -86,10 +86,9 @@ def run_claims(
     done = 0.0
     verdicts = []
     for claim in chosen:
-        start, share = done / total, _cost(claim) / total
-        lab.report = _part(report, start, share, claim.id)
+        start, done = done, done + _cost(claim)
+        lab.report = part_of(report, start / total, done / total, claim.id)
         verdicts.append(_run(claim, lab))
-        done += _cost(claim)
         report(min(done / total, 1.0), f"{claim.id}: {verdicts[-1].verdict}")
     return verdicts
 
@@ -119,42 +118,26 @@ class _Done:
 
 
 def _run(claim: Claim, lab: Lab) -> Verdict:
-    done, kept = _measured(claim, lab)
-    measured = done.measured
-    assert claim.measure is None or measured.intervals or measured.exact, claim.id
-    return Verdict(
-        id=claim.id,
-        group=claim.group,
-        statement=claim.statement,
-        paper=claim.paper,
-        measured=measured.text,
-        figures=measured.figures,
-        rule="" if claim.rule is None else claim.rule.text,
-        history=claim.history,
-        source=claim.source,
-        verdict=judge_claim(claim, None if claim.measure is None else measured),
-        command=lab.command(claim),
-        seconds=done.seconds,
-        pictures=measured.pictures,
-        intervals=measured.intervals,
-        exact=measured.exact,
-        kept=kept,
-    )
-
-
-def _measured(claim: Claim, lab: Lab) -> tuple[_Done, str]:
-    """What a claim comes to, and what of it an earlier call has measured, in words."""
+    command = lab.command(claim)
     if claim.measure is None:
-        return _Done(Measured({}, ""), 0.0), ""
+        return Verdict(claim, Measured({}, ""), claim.without, command, 0.0)
+    done, kept = _measured(claim, claim.measure, lab)
+    found = done.measured
+    assert found.intervals or found.exact, claim.id
+    return Verdict(claim, found, judge_claim(claim, found), command, done.seconds, kept)
+
+
+def _measured(claim: Claim, measure: Callable[[Lab], Measured], lab: Lab) -> tuple[_Done, str]:
+    """What a claim comes to, and what of it an earlier call has measured, in words."""
     outer = None if claim.timed else now_keeping()
     if outer is None:
-        return _timed(claim.measure, lab), ""
+        return _timed(measure, lab), ""
     slot = outer.slot("claim", claim.id, lab.seeds, lab.steps, lab.full)
     if found := outer.take(slot, _Done):
         return found[0], f"all, measured at {found[1]}"
     # one more, which counts this claim's runs alone
     with keeping(fresh=outer.fresh, backend=outer.backend) as inner:
-        done = _timed(claim.measure, lab)
+        done = _timed(measure, lab)
     if slot is not None:
         slot.keep(done)
     return done, inner.said()
@@ -168,7 +151,3 @@ def _timed(measure: Callable[[Lab], Measured], lab: Lab) -> _Done:
 
 def _cost(claim: Claim) -> float:
     return claim.seconds if claim.measure is not None else 0.0
-
-
-def _part(report: Progress, start: float, share: float, name: str) -> Progress:
-    return lambda fraction, message: report(start + share * fraction, f"{name}: {message}")

@@ -13,8 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,14 +61,6 @@ class Speed:
     def _ratios(self) -> list[float]:
         return [a / b for a, b in zip(self.baseline, self.flash, strict=True)]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return asdict(self) | {
-            "speed_up": self.speed_up,
-            "quartiles": self.quartiles,
-            "interval": self.interval,
-        }
-
     def __str__(self) -> str:
         (low, high), (first, third) = self.interval, self.quartiles
         ms = [1000 * statistics.median(times) for times in (self.baseline, self.flash)]
@@ -79,17 +70,14 @@ class Speed:
         )
 
 
-def speed_sizes(*, long: bool = True) -> dict[str, RunConfig]:
-    """Return the text-to-image model at growing numbers of patches, and a GPT; `long` adds 4096
-    patches.
-    """
-    sides = (32, 64, 128) if long else (32, 64)
+def speed_sizes() -> dict[str, RunConfig]:
+    """Return the text-to-image model at growing numbers of patches, and a GPT."""
     found: dict[str, RunConfig] = {
         f"pictures, {(side // 2) ** 2} patches": RunConfig(
             Pictures(layers=1, heads=2, width=128, size=side, patch=2, data="shapes"),
             batch=max(1, 4096 // side**2),
         )
-        for side in sides
+        for side in (32, 64, 128)
     }
     return found | {
         "GPT, 1024 tokens": RunConfig(Language(layers=1, heads=2, width=128, context=1024))

@@ -135,9 +135,8 @@ def train_steps(plan: Plan) -> Iterator[Now]:
     """Train one run, and yield after every step; the thread count is the caller's."""
     config = plan.config()
     with world("none", config.device) as group:
-        data_seed = config.seed if config.data_seed is None else config.data_seed
         workload = build_workload(
-            config.workload, config.attention, seed=config.seed, data_seed=data_seed
+            config.workload, config.attention, seed=config.seed, data_seed=config.seed_of_data
         )
         order = workload.order(config.steps, config.batch)
         session = Session(config, workload, group, order, None)

@@ -19,15 +19,14 @@ from halfulp.experiments.compare import (
     INITIALIZATION,
     REPEATED,
     CompareResult,
-    Drift,
     drift_between,
 )
 from halfulp.experiments.compare_summary import (
+    Drift,
     Interval,
     difference_by_seed,
     distance_ratio,
     ratio_by_seed,
-    slope_of,
     slope_ratio,
     unevenness_of,
 )
@@ -108,7 +107,7 @@ class DriftResult:
     def steeper(self, one: str, other: str) -> Interval:
         """How much steeper the drift of one pair is than of another, a step."""
         pairs = self.compared.of(one), self.compared.of(other)
-        return difference_by_seed(*pairs, lambda drift: slope_of(drift.steps, drift.wasserstein))
+        return difference_by_seed(*pairs, lambda drift: drift.slope)
 
     def more_uneven(self, one: str, other: str) -> Interval:
         """How many times as far the distances of one pair lie from their line as those of

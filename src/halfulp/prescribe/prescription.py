@@ -16,7 +16,7 @@ from typing import Any
 from halfulp.isolate.climb import TWIN
 from halfulp.prescribe.candidates import Untried
 from halfulp.prescribe.trials import ALIKE, CONFIDENCE, Control, Trial
-from halfulp.runs.results import Figure, Table, plain_numbers
+from halfulp.runs.results import Figure, Table, plain_data
 
 FOLLOWS = "another order of the batches and random numbers that follow; weights are the same"
 FRESH = "other weights and another order of the data"
@@ -148,8 +148,8 @@ class Prescription:
         plain = {name: x for name, x in vars(self).items() if name not in apart}
         return plain | {
             "config": dict(self.config),
-            "noise": plain_numbers([self.control.noise])[0],
-            "least": plain_numbers([self.control.least])[0],
+            "noise": plain_data(self.control.noise),
+            "least": plain_data(self.control.least),
             "troubles": {str(seed): why for seed, why in self.troubles.items()},
             "verdict": self.verdict,
             "what_a_seed_changes": FOLLOWS if self.start else FRESH,

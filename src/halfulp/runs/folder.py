@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from halfulp.runs.lock import LOCK, Lock, is_held
+from halfulp.runs.results import plain_data
 
 _NO_ARRAY = (OSError, ValueError, EOFError, OverflowError, TypeError, SyntaxError, TokenError)
 TEMPORARY = ".halfulp-"
@@ -86,12 +86,12 @@ def write_json(path: Path, plain: Any) -> Path:
 
 def json_text(plain: Any) -> str:
     """Return plain data as JSON text; numbers that are not finite become null."""
-    return json.dumps(_finite(plain), indent=1, ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain_data(plain), indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def line_text(plain: Any) -> str:
     """Return plain data as one line of JSON; numbers that are not finite become null."""
-    return json.dumps(_finite(plain), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain_data(plain), ensure_ascii=False, allow_nan=False)
 
 
 def read_json(path: Path) -> Any:
@@ -296,14 +296,6 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _refuse(constant: str) -> None:

@@ -8,10 +8,12 @@ measured it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 Style: TypeAlias = Literal["line", "points", "bar", "row"]
 Cell: TypeAlias = str | int | float | None
@@ -19,8 +21,35 @@ Progress: TypeAlias = Callable[[float, str], None]
 """Called with the fraction done, 0 to 1, and what is being worked on."""
 
 
+def plain_data(value: Any) -> Any:
+    """Return a value as JSON has it: a dataclass by its fields, a number that is not finite as
+    None.
+    """
+    if isinstance(value, Plain):
+        return value.as_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Plain:
+    """A dataclass whose JSON form is its fields and the properties that `BESIDE` names."""
+
+    BESIDE: ClassVar[tuple[str, ...]] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form; numbers that are not finite become None."""
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        names = (*(f.name for f in fields), *self.BESIDE)
+        return {name: plain_data(getattr(self, name)) for name in names}
+
+
 @dataclass(frozen=True)
-class Series:
+class Series(Plain):
     """One curve: y over x, with a range per point where there is one."""
 
     label: str
@@ -38,20 +67,24 @@ class Series:
                     f"{name} of {len(values)} values: accepted are as many as x has, {len(self.x)}"
                 )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form; numbers that are not finite become None."""
-        return {
-            "label": self.label,
-            "x": list(self.x),
-            "y": plain_numbers(self.y),
-            "low": None if self.low is None else plain_numbers(self.low),
-            "high": None if self.high is None else plain_numbers(self.high),
-            "style": self.style,
-        }
+    @classmethod
+    def over(
+        cls,
+        label: str,
+        x: Sequence[float | str],
+        columns: Sequence[Sequence[float]],
+        style: Style = "line",
+    ) -> Series:
+        """Return the median of several values at every x, with their range where there is more than
+        one.
+        """
+        several = any(len(column) > 1 for column in columns)
+        low, high = (tuple(map(end, columns)) if several else None for end in (min, max))
+        return cls(label, tuple(x), tuple(map(_median, columns)), low, high, style)
 
 
 @dataclass(frozen=True)
-class Figure:
+class Figure(Plain):
     """Curves that share their axes, with the command that measures them again."""
 
     title: str
@@ -63,22 +96,9 @@ class Figure:
     x_log: bool = False
     y_log: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "title": self.title,
-            "x_label": self.x_label,
-            "y_label": self.y_label,
-            "x_log": self.x_log,
-            "y_log": self.y_log,
-            "series": [series.as_dict() for series in self.series],
-            "caption": self.caption,
-            "command": self.command,
-        }
-
 
 @dataclass(frozen=True)
-class Table:
+class Table(Plain):
     """Rows of cells under named columns, with the command that measures them again."""
 
     title: str
@@ -94,28 +114,18 @@ class Table:
                     f"row of {len(row)} cells: accepted are as many as columns, {len(self.columns)}"
                 )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form; numbers that are not finite become None."""
-        rows = [
-            [_plain(cell) if isinstance(cell, float) else cell for cell in row] for row in self.rows
-        ]
-        return {
-            "title": self.title,
-            "columns": list(self.columns),
-            "rows": rows,
-            "caption": self.caption,
-            "command": self.command,
-        }
 
-
-def plain_numbers(values: Sequence[float]) -> list[float | None]:
-    """Return the values as JSON has them: what is not finite becomes None."""
-    return [_plain(value) for value in values]
-
-
-def _plain(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _median(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else statistics.median(values)
 
 
 def no_progress(fraction: float, message: str) -> None:
     """Report nothing: the default where a caller draws no bar."""
+
+
+def part_of(progress: Progress, start: float, end: float, name: str = "") -> Progress:
+    """Return the progress of a part of some work, from one fraction of it to another, whose
+    messages begin with its name if it has one.
+    """
+    before = f"{name}: " if name else ""
+    return lambda done, message: progress(start + (end - start) * done, before + message)

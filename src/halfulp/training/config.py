@@ -176,6 +176,11 @@ class RunConfig:
     operations: OperationPlan = field(default_factory=OperationPlan)  # of the user's own model
     adjusted: Adjusted = field(default_factory=Adjusted)  # what is otherwise from a step on
 
+    @property
+    def seed_of_data(self) -> int:
+        """Of the data and their order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "metrics_every"):
             if getattr(self, name) < 1:

@@ -232,12 +232,11 @@ class _Made:
 
     def _workload(self, group: World) -> Workload:
         config = self.config
-        data_seed = config.seed if config.data_seed is None else config.data_seed
         return build_workload(
             config.workload,
             config.attention,
             seed=config.seed,
-            data_seed=data_seed,
+            data_seed=config.seed_of_data,
             device=group.device,
             own=self.own,
             operations=config.operations,

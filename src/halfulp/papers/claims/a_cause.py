@@ -263,7 +263,6 @@ def _substitution(task: Sequence[str], language_names: Sequence[str]) -> Callabl
 CLAIMS = (
     Claim(
         "A1",
-        "A",
         "bf16 flash attention explodes; the same run with high-precision flash attention does not",
         "GPT-2: the loss explodes at about 6.6k to 10k steps",
         _twins,
@@ -279,7 +278,6 @@ CLAIMS = (
     ),
     Claim(
         "A2",
-        "A",
         "tiling is not the cause: a block as long as the sequence fails too",
         "fails in the same way",
         _tiling,
@@ -292,7 +290,6 @@ CLAIMS = (
     ),
     Claim(
         "A3",
-        "A",
         "one layer suffices: flash only in layer 2 fails; standard attention only in layer 2 is"
         " stable",
         "layer 2 of 12",
@@ -312,7 +309,6 @@ CLAIMS = (
     ),
     Claim(
         "A4",
-        "A",
         "δ = rowsum(dP ∘ P) restores stability",
         "stable",
         _substitution(("dP∘P",), ("δ from dP∘P",)),
@@ -331,7 +327,6 @@ CLAIMS = (
     ),
     Claim(
         "A5a",
-        "A",
         "O recomputed as PV in fp32 in the backward pass, for δ, restores stability",
         "stable",
         _substitution((RECOMPUTED,), (RECOMPUTED,)),
@@ -350,7 +345,6 @@ CLAIMS = (
     ),
     Claim(
         "A5b",
-        "A",
         "O kept in fp32 from the forward pass, for δ or altogether, restores stability",
         "stable",
         _substitution(("fp32 O for δ", "fp32 O"), ("fp32 O for δ", "fp32 O")),

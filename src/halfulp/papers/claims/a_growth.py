@@ -217,7 +217,6 @@ def sink_figures(snapshot: Snapshot) -> list[tuple[float, float, float, float]]:
 CLAIMS = (
     Claim(
         "A19",
-        "A",
         "σ(W_Q) of the failing layer grows before the loss does; activations grow",
         "fig. 9",
         _growth,
@@ -239,7 +238,6 @@ CLAIMS = (
     ),
     Claim(
         "A26",
-        "A",
         "with low precision everywhere σ(W_Q) of a single layer of twelve runs away",
         "fig. 9: layer 2",
         _one_of_twelve,
@@ -256,7 +254,6 @@ CLAIMS = (
     ),
     Claim(
         "A20",
-        "A",
         "attention sinks make P̄ = 1 likely",
         "discussion, no figure",
         _sinks,

@@ -133,7 +133,6 @@ def _stands_out(run: Traced, picked: Picked) -> float:
 CLAIMS = (
     Claim(
         "A6",
-        "A",
         "a few heads carry the failure: their σ(W_Q) are outliers, and fp32 O for them alone"
         " restores stability",
         "fig. 3: heads 1, 7, 8, 9, 11, 12",

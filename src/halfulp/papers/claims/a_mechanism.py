@@ -241,7 +241,6 @@ def _curvature(lab: Lab) -> Measured:
 CLAIMS = (
     Claim(
         "A9",
-        "A",
         "the rank-1 terms (PK)[T]ᵀX[T] are alike across tokens and steps",
         "fig. 4",
         _similar_terms,
@@ -259,7 +258,6 @@ CLAIMS = (
     ),
     Claim(
         "A10",
-        "A",
         "Σ_T (δ_lp − δ_hp)[T] is positive step after step; its cumulative sum grows",
         "fig. 5a",
         _positive_sums,
@@ -280,7 +278,6 @@ CLAIMS = (
     ),
     Claim(
         "A11",
-        "A",
         "in the guilty features dO and O_lp − O_hp have the same sign",
         "fig. 5b, c: features 20 and 29",
         _same_signs,
@@ -298,7 +295,6 @@ CLAIMS = (
     ),
     Claim(
         "D9",
-        "D",
         "the sum of δ_lp − δ_hp is positive because of curvature, not because rounding leans",
         "",
         _curvature,

@@ -266,7 +266,6 @@ def _final_bias(weights: Tensor, value: Tensor) -> Mean:
 CLAIMS = (
     Claim(
         "A12",
-        "A",
         "the error of Ō jumps at the tokens where P̄ = 1",
         "fig. 6: negative jumps at P̄ = 1, V negative",
         _jumps,
@@ -282,7 +281,6 @@ CLAIMS = (
     ),
     Claim(
         "A13",
-        "A",
         "worked example: −2.4071154594421387 + −2.296875 rounds to −4.71875 in bf16",
         "−4.703990459442139 → −4.71875 = 1 10000001 0010111, error −0.014759540557861328",
         _worked_example,
@@ -290,7 +288,6 @@ CLAIMS = (
     ),
     Claim(
         "A14",
-        "A",
         "where P̄ < 1 there is no bias",
         "remark 1",
         _no_bias_below_one,
@@ -302,7 +299,6 @@ CLAIMS = (
     ),
     Claim(
         "A16",
-        "A",
         "a fixed offset instead of the dynamic shift brings the bias back",
         "appendix C",
         _fixed_offset,
@@ -314,7 +310,6 @@ CLAIMS = (
     ),
     Claim(
         "A17",
-        "A",
         "applying the shift unconditionally can underflow to a zero denominator",
         "appendix C",
         _unconditional,
@@ -325,7 +320,6 @@ CLAIMS = (
     ),
     Claim(
         "A18",
-        "A",
         "for a negative repeated maximum, m = γ r_m with γ near 1 rounds back to P̄ = 1; m = 0"
         " does not",
         "appendix C",

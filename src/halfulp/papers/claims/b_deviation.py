@@ -271,7 +271,6 @@ def _median(found: SweepResult, family: str, fmt: str) -> float:
 CLAIMS = (
     Claim(
         "B1",
-        "B",
         "the micro-benchmark's flash attention agrees with the real kernel",
         "validated against the original kernel, no figure",
         _real_kernel,
@@ -287,7 +286,6 @@ CLAIMS = (
     ),
     Claim(
         "B2",
-        "B",
         "the deviation of flash attention from the baseline shrinks as the mantissa grows, bf16 to"
         " fp64",
         "fig. 3: it falls from format to format",
@@ -300,7 +298,6 @@ CLAIMS = (
     ),
     Claim(
         "B3",
-        "B",
         "against the fp64 golden value, bf16 flash attention deviates about 10 times more than the"
         " baseline",
         "fig. 4: about 10 times",
@@ -315,7 +312,6 @@ CLAIMS = (
     ),
     Claim(
         "B4",
-        "B",
         "the deviation grows with the sequence length: max, mean and standard deviation",
         "fig. 5: all three rise",
         _length,
@@ -332,7 +328,6 @@ CLAIMS = (
     ),
     Claim(
         "B5",
-        "B",
         "exchanging the block dimensions raises the deviation; square blocks change nothing; larger"
         " blocks lower it",
         "fig. 6: raised (a), unchanged (b), lowered (c)",

@@ -81,7 +81,7 @@ def _in_model(lab: Lab) -> Measured:
         "runs that keep their bits": share_of(kept, len(runs)),
         "error of flash over the baseline's": interval_of(means),
     }
-    drawn = tuple(figure.as_dict() for figure in found[0].figures()[:1])
+    drawn = (found[0].figure("flash", "baseline").as_dict(),)
     return Measured(figures, text, drawn, intervals)
 
 
@@ -132,7 +132,7 @@ def _apart(lab: Lab) -> Measured:
         ),
         "repeated": max(value for drift in repeated for value in drift.max_difference),
     }
-    line = next(line for line in compared.summary() if line.name == FLASH)
+    line = next(line for line in compared.summary if line.name == FLASH)
     text = (
         f"text-to-image, bf16, {len(flash)} seeds, {line.steps} steps: Wasserstein distance"
         f" {line.wasserstein:.1e} and largest difference {line.max_difference:.1e} at the end, at"
@@ -145,14 +145,14 @@ def _apart(lab: Lab) -> Measured:
         "distance at the end": interval_of([drift.wasserstein[-1] for drift in flash]),
         "largest difference at the end": interval_of([d.max_difference[-1] for d in flash]),
     }
-    drawn = tuple(figure.as_dict() for figure in compared.figures())
+    drawn = tuple(figure.as_dict() for figure in compared.figures)
     return Measured(figures, text, drawn, intervals)
 
 
 def _bounded(lab: Lab) -> Measured:
     """B8a: how far apart flash and baseline end, over another initialization; and both slopes."""
     result = _drift(lab)
-    lines = {line.name: line for line in result.compared.summary()}
+    lines = {line.name: line for line in result.compared.summary}
     apart, other = result.apart(FLASH, INITIALIZATION), lines[INITIALIZATION].slope
     intervals = {
         "distance, flash over initialization": apart,
@@ -171,15 +171,15 @@ def _bounded(lab: Lab) -> Measured:
         f" over another initialization × {apart}; slope a step of flash {lines[FLASH].slope}, of"
         f" another initialization {other}, {said}"
     )
-    drawn = [figure.as_dict() for figure in result.compared.figures()[:1]]
+    drawn = [figure.as_dict() for figure in result.compared.figures[:1]]
     if lab.full:
         language = _language_drift(lab)
         text += (
             f". Byte-level GPT: × {language.apart(FLASH, INITIALIZATION)};"
-            f" {_slopes(language.compared.summary())}"
+            f" {_slopes(language.compared.summary)}"
         )
         drawn += [
-            {**f.as_dict(), "title": f"{f.title}, GPT"} for f in language.compared.figures()[:1]
+            {**f.as_dict(), "title": f"{f.title}, GPT"} for f in language.compared.figures[:1]
         ]
     return Measured(figures, text, tuple(drawn), intervals)
 
@@ -187,7 +187,7 @@ def _bounded(lab: Lab) -> Measured:
 def _precision_rate(lab: Lab) -> Measured:
     """B8b: slope and unevenness of fp16 against fp32 beside those of another initialization."""
     result = _drift(lab)
-    lines = {line.name: line for line in result.compared.summary()}
+    lines = {line.name: line for line in result.compared.summary}
     steeper = result.steeper(_FP16, INITIALIZATION)
     uneven = result.more_uneven(_FP16, INITIALIZATION)
     intervals = {
@@ -320,7 +320,6 @@ _B8 = (
 CLAIMS = (
     Claim(
         "B6",
-        "B",
         "in-model comparison: at every attention call both versions see the same inputs",
         "method, no figure",
         _in_model,
@@ -341,7 +340,6 @@ CLAIMS = (
     ),
     Claim(
         "B7",
-        "B",
         "weights of flash and baseline runs drift apart, max difference and Wasserstein distance"
         " growing with steps",
         "fig. 7",
@@ -363,7 +361,6 @@ CLAIMS = (
     ),
     Claim(
         "B8a",
-        "B",
         "flash drift is at most that of another random initialization",
         "fig. 8: the slopes are alike or smaller",
         _bounded,
@@ -379,7 +376,6 @@ CLAIMS = (
     ),
     Claim(
         "B8b",
-        "B",
         "fp16 against fp32 drifts faster than another random initialization, and more variably",
         "fig. 8: steeper and more variable",
         _precision_rate,
@@ -395,7 +391,6 @@ CLAIMS = (
     ),
     Claim(
         "B8c",
-        "B",
         "low-precision training moves the weights 2 to 5 times as far as flash attention does",
         "2 to 5 times",
         _precision_distance,
@@ -419,7 +414,6 @@ CLAIMS = (
     ),
     Claim(
         "B9",
-        "B",
         "workload: text-to-image training",
         "a text-to-image model on 80 GB A100s",
         _text_to_image,
@@ -438,7 +432,6 @@ CLAIMS = (
     ),
     Claim(
         "B10",
-        "B",
         "flash attention speeds up the model's forward and backward pass",
         "14 %",
         _speed,

@@ -88,7 +88,6 @@ def _carries(lab: Lab) -> Measured:
 CLAIMS = (
     Claim(
         "A25",
-        "A",
         "of ten additions of two last bits those with a round bit of 1 are rounded away from zero,"
         " which outweighs the others",
         "section 3.3.2: the table of ten sums",

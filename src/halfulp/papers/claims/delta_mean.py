@@ -157,7 +157,6 @@ def final_weights(
 CLAIMS = (
     Claim(
         "D10",
-        "D",
         "only the mean of δ_lp − δ_hp drives the runaway",
         "",
         _mean_drives,
@@ -182,7 +181,6 @@ CLAIMS = (
     ),
     Claim(
         "D11",
-        "D",
         "an integer row maximum makes the weights independent of the tiling",
         "",
         _tile_free,

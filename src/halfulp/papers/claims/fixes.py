@@ -151,7 +151,6 @@ def _summary(runs: Sequence[FailureRun]) -> str:
 CLAIMS = (
     Claim(
         "A15",
-        "A",
         "stabilized softmax: the same function in exact arithmetic, max P̄ < 1, β ∈ [2, 8]; β = 7"
         " trains stably",
         "fig. 7: the GPT-2 run that explodes is stable with β = 7",
@@ -176,7 +175,6 @@ CLAIMS = (
     ),
     Claim(
         "D8",
-        "D",
         "the published softmax fix does not stop the failing task's runaway; the halfulp recipe"
         " does",
         "",
@@ -195,7 +193,6 @@ CLAIMS = (
     ),
     Claim(
         "D12",
-        "D",
         "PyTorch's own bf16 flash kernel fails in seconds where its math backend does not",
         "",
         _torch_kernels,

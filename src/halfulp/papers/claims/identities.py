@@ -154,7 +154,6 @@ _ROUNDING = Rule(
 CLAIMS = (
     Claim(
         "A7",
-        "A",
         "dQ_hp − dQ_lp = α diag(δ_lp − δ_hp)(P K)",
         "an identity, equation before (2)",
         _query_gradient,
@@ -162,7 +161,6 @@ CLAIMS = (
     ),
     Claim(
         "A8",
-        "A",
         "dW_Q,hp − dW_Q,lp = α Σ_T (δ_lp − δ_hp)[T] · (PK)[T]ᵀ X[T]",
         "an identity, equation (2)",
         _weight_gradient,
@@ -170,7 +168,6 @@ CLAIMS = (
     ),
     Claim(
         "C1",
-        "C",
         "FlashAttention-1 (key blocks outside, O renormalized in every step) is the standard form"
         " and FlashAttention-2",
         "FlashAttention-1, Algorithm 1 and theorem 1",

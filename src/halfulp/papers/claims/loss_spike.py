@@ -62,7 +62,6 @@ def ratio_at(runs: Sequence[Approach], steps: Sequence[float]) -> Interval:
 CLAIMS = (
     Claim(
         "B11",
-        "B",
         "where the loss spikes, the weights have left the baseline's farther than without a spike",
         "future work: the weights' deviation at the point of a loss spike",
         _spike,
@@ -84,7 +83,6 @@ CLAIMS = (
     ),
     Claim(
         "B12",
-        "B",
         "the deviation of Winograd convolution, by the same method",
         "future work",
     ),

@@ -75,7 +75,6 @@ def final_score(run: Traced) -> float:
 CLAIMS = (
     Claim(
         "D13",
-        "D",
         "the failing task's runaway does not need Adam: SGD with momentum, Lion and Muon have it"
         " too",
         "",

@@ -127,7 +127,6 @@ _RULE = (
 CLAIMS = (
     Claim(
         "A21",
-        "A",
         "Ō = P̄V alone in fp32 suffices",
         "section 3.3.2: that product alone in fp32 is enough for stability",
         _accumulator,
@@ -147,7 +146,6 @@ CLAIMS = (
     ),
     Claim(
         "A22",
-        "A",
         "QK normalization, a remedy in use, stops the failure",
         "named as a remedy in use, not tried",
         _normalized,
@@ -158,7 +156,6 @@ CLAIMS = (
     ),
     Claim(
         "A23",
-        "A",
         "QK-clip, a remedy in use, stops the failure",
         "named as a remedy in use, not tried",
         _clipped,
@@ -169,7 +166,6 @@ CLAIMS = (
     ),
     Claim(
         "A24",
-        "A",
         "the failure is the same on other hardware",
         "NVIDIA A100, RTX 4090, Huawei Ascend 910B",
         without="needs a GPU",

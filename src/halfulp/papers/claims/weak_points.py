@@ -261,7 +261,6 @@ _UNDERFLOW = Rule(
 CLAIMS = (
     Claim(
         "D1",
-        "D",
         "repeated row maximum far below zero: m = 0 makes every P̄ underflow, l = 0, NaN",
         "",
         _negative_maximum,
@@ -269,7 +268,6 @@ CLAIMS = (
     ),
     Claim(
         "D2",
-        "D",
         "large positive repeated maximum: exp(−(β−1) r_m) underflows, l = 0, NaN",
         "",
         _large_maximum,
@@ -277,7 +275,6 @@ CLAIMS = (
     ),
     Claim(
         "D3",
-        "D",
         "repeated maximum exactly 0: P̄ = 1 stays",
         "",
         _zero_maximum,
@@ -293,7 +290,6 @@ CLAIMS = (
     ),
     Claim(
         "D4",
-        "D",
         "equal maxima in two different tiles are not seen",
         "",
         _two_tiles,
@@ -304,7 +300,6 @@ CLAIMS = (
     ),
     Claim(
         "D5",
-        "D",
         "with fp32 scores exact ties almost never occur, so the shift is inert in a real kernel",
         "",
         _tie_rate,
@@ -316,7 +311,6 @@ CLAIMS = (
     ),
     Claim(
         "D6",
-        "D",
         "P̄ rounded in the product but not in l gives a signed error that depends on r_m",
         "",
         _value_one,
@@ -328,7 +322,6 @@ CLAIMS = (
     ),
     Claim(
         "D7",
-        "D",
         "δ from O plus its residual and l from the rounded P̄ remove the gradient's bias together,"
         " neither does alone",
         "",
