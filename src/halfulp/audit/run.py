@@ -39,7 +39,7 @@ from halfulp.calls import Result
 from halfulp.operations import ATTENTION
 from halfulp.reconstruct import Reconstruction
 from halfulp.runs.results import Progress, no_progress
-from halfulp.runs.threads import one_thread
+from halfulp.runs.threads import one_thread, own_thread
 from halfulp.targets import (
     BHND,
     CallLimits,
@@ -147,7 +147,7 @@ def _opened(
         raise ValueError(f"jobs={jobs}: accepted is an integer of at least 1")
     limits = isolate if isinstance(isolate, CallLimits) else None
     opened = isolated(str(target), device, limits, op, form) if isolate else nullcontext(target)
-    with one_thread() if jobs > 1 else nullcontext(), opened as given:
+    with one_thread() if jobs > 1 else own_thread(), opened as given:
         chosen = target_of(given, op, form)
         if jobs > 1 and chosen.again is None:
             why = "a function cannot be handed to other processes; accepted is with its name"

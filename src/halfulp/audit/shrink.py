@@ -18,6 +18,7 @@ from halfulp.audit.relation_replay import relation_severity
 from halfulp.audit.verdict import LIMITS, PEAK, Finding, Limits
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION, Sizes, operation_names
+from halfulp.runs.threads import own_thread
 from halfulp.targets.form import BHND, Form
 
 Run = Callable[[Inputs], Result | None]
@@ -148,6 +149,7 @@ def _refine(case: Case, shows: Callable[[Case], bool]) -> Case:
     return case
 
 
+@own_thread()
 def reproduce(
     target: str, case: Case, kind: str, property: str, tensor: str, form: str | None = None
 ) -> int:

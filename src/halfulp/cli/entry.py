@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -85,6 +86,10 @@ def _dispatch(arguments: list[str]) -> int:
         return _refuse(complaint)
     import tyro
 
+    if arguments[:1] in (["audit"], ["reconstruct"]):
+        # A kernel's threads that spin while they wait for each other, as OpenMP's do by default,
+        # take minutes for seconds where other programs want the cores. Read when torch is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     typed[:] = arguments
     if arguments[:1] == ["explain"] and "--" in arguments:  # options may follow the numbers
         arguments.remove("--")

@@ -14,6 +14,7 @@ from halfulp.operations import DTYPES, OperationCalls, OperationResult, operatio
 from halfulp.reconstruct.found import WELL
 from halfulp.reconstruct.operation_reconstruction import FoundWay, of_operation
 from halfulp.reconstruct.operation_trials import panel
+from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_operation, target_of
 
 
@@ -50,6 +51,7 @@ class OperationReconstruction:
         return f"{self.target}: {self.sentence}"
 
 
+@own_thread()
 def reconstruct_operation(
     target: str | Target | Callable[..., Any],
     op: str,

@@ -33,6 +33,7 @@ from halfulp.reconstruct.order_read import key_order, query_order
 from halfulp.reconstruct.panel import Trial, panel, some_heads
 from halfulp.reconstruct.places import UNEXPLAINED, Place, unexplained
 from halfulp.reconstruct.stages import Stages
+from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_target, target_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -41,6 +42,7 @@ HEADS = 2  # of a trial that is handed in
 Run = Callable[[Trial], Result | None]
 
 
+@own_thread()
 def reconstruct(
     target: str | Target | Callable[..., Any],
     *,

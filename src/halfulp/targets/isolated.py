@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from halfulp.operations import ATTENTION, OperationCalls
+from halfulp.runs.threads import threads_outside
 from halfulp.targets.calling import short
 from halfulp.targets.dialect import is_code, resolve
 from halfulp.targets.form import Form
@@ -253,7 +254,7 @@ class _Process:
             "operation": self.operation,
             "form": self.form,
             "device": self.device,
-            "threads": torch.get_num_threads(),
+            "threads": threads_outside(),
             "gigabytes": self.limits.gigabytes,
         }
         with self.said.open("ab") as said:

@@ -24,6 +24,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils import _python_dispatch
 
+from halfulp.runs.threads import as_outside
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -38,11 +40,13 @@ class Setting:
 def as_before(device: torch.device, *, grad: bool) -> Iterator[list[str]]:
     """Put back what the block changes; what that was is in the list when the block is left.
 
-    The block runs outside anybody's autocast and inference mode, and in grad mode as asked.
+    The block runs outside anybody's autocast and inference mode, in grad mode as asked, and on the
+    threads that the caller of an audit has.
     """
     changed: list[str] = []
     off = torch.autocast(device.type, enabled=False)
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), off:  # in this order
+    # in this order
+    with as_outside(), torch.inference_mode(False), torch.set_grad_enabled(grad), off:
         settings = [*SETTINGS, *_of_device(device)]
         before = [setting.read() for setting in settings]
         functions = [(owner, dict(vars(owner))) for owner in _OWNERS]

@@ -18,6 +18,7 @@ from halfulp.audit.verdict import Finding
 from halfulp.operations import Sizes
 from halfulp.reconstruct.codes import CODES
 from halfulp.report.audit_summary import meaning
+from halfulp.runs.threads import own_thread
 from halfulp.targets import CallLimits, Form, Target, resolve, target_of
 
 GOOD = ("sound", "stock", "forward sound", "forward stock")
@@ -157,6 +158,7 @@ def _before(
     return audit(like, explain=False, **options).as_dict()
 
 
+@own_thread()
 def replay(
     target: str | Target | Callable[..., Any],
     failing: Failing,
