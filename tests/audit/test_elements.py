@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from halfulp.audit import Case, Shape, audit
+from halfulp.audit import Case, Shape, audit, verdict
 from halfulp.audit import run as audit_run
 from halfulp.audit.figures import excess
 from halfulp.audit.references import references
+from halfulp.audit.rounding_bound import rounding_bounds
 from halfulp.audit.shrink import severity
 from halfulp.audit.statistics import error_ratio
+from halfulp.calls import Result
+from halfulp.operations import DTYPES
 from halfulp.targets import resolve
 
 pytestmark = pytest.mark.usefixtures("probes_alone")
@@ -114,6 +117,32 @@ def test_the_worst_element_is_named(shape, words, monkeypatch):
     assert words in finding.figure
     assert report.causes[0].name.startswith("some elements are wrong")
     assert report.reason.startswith("some elements are wrong")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_proven_to_be_rounding_is_no_defect_in_fp32(dtype):
+    """A tiny gradient of scores that lie late, off by half and by twice of its bound."""
+    name = "sizes/causal/late/contiguous/expanded/backward-twice"
+    reference = references(case := Case(name, Shape(3, 2, 7, 128, 80), dtype=dtype))
+    most = rounding_bounds(reference.inputs, reference.truth)["grad_query"]
+    at = torch.unravel_index((most / reference.truth.grad_query.abs()).argmax(), most.shape)
+
+    def found(times):
+        moved = reference.truth.grad_query.clone()
+        moved[at] += times * most[at]
+        result = {n: x.to(DTYPES[dtype]) for n, x in reference.truth.given().items()}
+        measured = reference.measure(Result(**result | {"grad_query": moved.to(DTYPES[dtype])}))
+        figure = next(f for f in measured.figures if f.name == "dQ error")
+        stock = next(f for f in reference.stock.figures if f.name == "dQ error")
+        assert float(excess(figure, stock).max()) > verdict.PEAK * verdict.LIMITS[dtype].stock
+        return [f.figure for f in verdict.judge_case(case, measured, reference, 1e-4)[1]]
+
+    assert "2 × beyond what rounding can do" in found(2)[0]
+    inside = found(0.5)
+    if dtype == "float32":
+        assert not inside
+    else:
+        assert "largest error there, though no more than rounding can do" in inside[0]
 
 
 def test_a_test_of_means_alone_does_not_see_one_element():

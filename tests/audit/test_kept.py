@@ -43,17 +43,17 @@ def test_a_torn_entry_is_computed_again(folder):
     references.references.cache_clear()
     assert same(references.references(CASE).standard, computed)
     # whole, but of another form than this version's
-    cache.write(kept.name_of(CASE), {"noise": None}, {})
+    cache.write(kept.name_of(CASE, references.Standard), {"noise": None}, {})
     assert kept.read(CASE, references.Standard) is None
     assert same(references.references(CASE).standard, computed)
 
 
 def test_everything_that_changes_bits_changes_the_name(tmp_path, monkeypatch):
-    names = {kept.name_of(CASE)}
+    names = {kept.name_of(CASE, references.Standard)}
 
     def another():
         before = len(names)
-        names.add(kept.name_of(CASE))
+        names.add(kept.name_of(CASE, references.Standard))
         return len(names) == before + 1
 
     assert not another()
@@ -63,7 +63,7 @@ def test_everything_that_changes_bits_changes_the_name(tmp_path, monkeypatch):
         replace(CASE, probe="gaussian"),
         replace(CASE, shape=replace(CASE.shape, kv_heads=None)),
     ):
-        names.add(kept.name_of(changed))
+        names.add(kept.name_of(changed, references.Standard))
     assert len(names) == 5
     torch.set_num_threads(2)
     assert another()
@@ -73,11 +73,11 @@ def test_everything_that_changes_bits_changes_the_name(tmp_path, monkeypatch):
     assert another()
     for text in (b"one", b"two"):  # a captured file by what is in it
         (tmp_path / "file").write_bytes(text)
-        names.add(kept.name_of(replace(CASE, file=str(tmp_path / "file"))))
+        names.add(kept.name_of(replace(CASE, file=str(tmp_path / "file")), references.Standard))
     assert len(names) == 10
     copy = tmp_path / "copy"
     copy.write_bytes(b"two")
-    assert kept.name_of(replace(CASE, file=str(copy))) in names
+    assert kept.name_of(replace(CASE, file=str(copy)), references.Standard) in names
 
 
 def test_memory_is_bounded(monkeypatch):

@@ -21,7 +21,7 @@ def golden(call: Call, grad_out: Tensor | None = None, grad_lse: Tensor | None =
     """Attention of a call and, with `grad_out [B, H, N, D_v]`, the gradients of all its inputs;
     with `grad_lse [B, H, N]` beside it, of both results.
 
-    δ is rowsum(dP ∘ P), free of O's rounding. Fully masked rows: out 0, lse −inf, gradients 0.
+    δ is rowsum(dO ∘ O) of the exact O. Fully masked rows: out 0, lse −inf, gradients 0.
     Inputs are taken as they are (any float dtype) and results are float64. Memory beside inputs and
     results: a few blocks of 2¹⁶ scores.
     """
@@ -132,8 +132,8 @@ class _Heads(NamedTuple):
         mask `[..., rows, cols]`.
         """
         call, slope, split = self.call, None, q.shape[:3]
-        q = q.flatten(1, 2)  # heads that share keys are so many more rows
-        s = (q @ k.mT).mul_(call.scale).view(*split, k.shape[1])
+        q = q.flatten(1, 2) * call.scale  # heads that share keys are so many more rows
+        s = (q @ k.mT).view(*split, k.shape[1])
         if call.softcap:
             t = torch.tanh(s / call.softcap)
             s, slope = t * call.softcap, 1 - t * t
@@ -141,30 +141,30 @@ class _Heads(NamedTuple):
         m = p.amax(-1, keepdim=True)
         if self.sinks is not None:
             m = torch.maximum(m, self.sinks)
+        # P times the row sum, which is at least 1: rows of D are divided by it, not rows of N_k
         p = p.sub_(shift_of(m)).exp_()
         l = p.sum(-1, keepdim=True)
         of_sink = None if self.sinks is None else (self.sinks - shift_of(m)).exp()
         l = l if of_sink is None else l + of_sink
-        lse = (m + l.log()).squeeze(-1)
-        p /= divisor_of(l, m)
+        lse, l = (m + l.log()).squeeze(-1), divisor_of(l, m)
         factor = None if call.dropout is None else self._kept(call.dropout, rows, cols)
         kept = (p if factor is None else p * factor).flatten(1, 2)
-        out = (kept @ v).view(*split, v.shape[2])
+        out = (kept @ v).view(*split, v.shape[2]) / l
         if do is None:
             return out, lse, None
-        do = do.flatten(1, 2)
+        delta = (do * out).sum(-1, keepdim=True)
+        if d_lse is not None:
+            delta -= torch.where(lse == -torch.inf, 0.0, d_lse)[..., None]
+        delta, do = delta / l, (do / l).flatten(1, 2)
         dv = kept.mT @ do
         dp = (do @ v.mT).view(*split, v.shape[1])
         dp = dp if factor is None else dp * factor
-        delta = (dp * p).sum(-1, keepdim=True)
-        if d_lse is not None:
-            delta -= torch.where(lse == -torch.inf, 0.0, d_lse)[..., None]
         if of_sink is not None:
-            of_sink = -(of_sink / divisor_of(l, m) * delta).sum((2, 3))
+            of_sink = -(of_sink * delta).sum((2, 3))
         of_mask = ds = dp.sub_(delta).mul_(p)
         ds = (ds if slope is None else ds * slope).flatten(1, 2)
         dq = (ds @ k).mul_(call.scale).view(*split, k.shape[2])
-        return out, lse, Gradients(dq, (ds.mT @ q).mul_(call.scale), dv, of_sink, of_mask)
+        return out, lse, Gradients(dq, ds.mT @ q, dv, of_sink, of_mask)
 
     def _kept(self, dropout: Dropout, rows: slice, cols: slice) -> Tensor:
         """What dropout multiplies the weights by."""

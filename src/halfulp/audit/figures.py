@@ -9,9 +9,10 @@ that make the tensor up, so that fp32 dust is never compared with zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,6 +139,12 @@ def _per_sample(x: Tensor, grouped: bool, groups: int) -> Tensor:
     return (x.reshape(x.shape[0], -1, groups).square().sum(-1).sqrt() if grouped else x).flatten()
 
 
+def place_of(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element that is counted through."""
+    # torch.unravel_index imports sympy
+    return tuple(map(int, np.unravel_index(flat, tuple(shape))))
+
+
 @dataclass(frozen=True)
 class Peak:
     """The largest error of one element, per head `[S]`: a mean over heads cannot see it.
@@ -155,7 +162,7 @@ class Peak:
     def place(self, sample: int) -> tuple[int, ...]:
         """(b, h, i, d) of the largest error of one head."""
         flat = sample * (math.prod(self.shape) // self.at.numel()) + int(self.at[sample])
-        return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), self.shape))
+        return place_of(flat, self.shape)
 
 
 @dataclass(frozen=True)
@@ -207,8 +214,13 @@ class Measured:
     ulps: dict[str, tuple[float, float, float]] = field(
         default_factory=dict
     )  # tensor → mean and largest |error|, mean signed error, in ulps
-    # tensor → how many times its worst element is beyond a target's `rounding_bound`, in words too
+    # tensor → how many times its worst element is beyond a target's `rounding_bound`, in words too;
+    # no tensor of calls that have none
     beyond: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def inside(self, tensor: str) -> bool:
+        """Whether every element is proven to be off by no more than rounding can do."""
+        return self.beyond.get(tensor, (math.inf, ""))[0] <= 1
 
 
 def measure(

@@ -29,16 +29,16 @@ _MADE_BY = (
 T = TypeVar("T")
 
 
-def name_of(case: Case) -> str:
-    """The name of a case's references: the case, the sources, the native library, torch, the
-    processor, and the settings of this process that change a sum.
+def name_of(case: Case, kind: type[Any]) -> str:
+    """The name of what is kept of a case: its type, the case, the sources, the native library,
+    torch, the processor, and the settings of this process that change a sum.
     """
     file = None
     if case.file is not None:
         file = hashlib.sha256(Path(case.file).read_bytes()).hexdigest()
     named = dataclasses.replace(case, file=None)
     settings = (torch.get_num_threads(), *bits_of_process())
-    return cache.name_of("references", named, file, *_made_by(), settings)
+    return cache.name_of("references", kind.__name__, named, file, *_made_by(), settings)
 
 
 def _made_by() -> tuple[str, ...]:
@@ -49,13 +49,13 @@ def _made_by() -> tuple[str, ...]:
 
 def _lasts(case: Case) -> bool:
     """Whether it is kept: not of an operation in a user's folder, whose files are nobody's."""
-    ours = case.operation in (ATTENTION, *operation_names())
+    ours = case.operation == ATTENTION or case.operation in operation_names()
     return ours and cache.folder() is not None
 
 
 def read(case: Case, kind: type[T]) -> T | None:
     """What was kept of a case, None where nothing is that has this form."""
-    found = cache.read(name_of(case)) if _lasts(case) else None
+    found = cache.read(name_of(case, kind)) if _lasts(case) else None
     if found is None:
         return None
     try:
@@ -64,7 +64,8 @@ def read(case: Case, kind: type[T]) -> T | None:
         for dtype, whole in found[1].items():
             own = shapes[dtype]
             parts = torch.split(whole, [math.prod(shape) for shape in own.values()])
-            tensors |= {n: x.view(own[n]) for n, x in zip(own, parts, strict=True)}
+            for (name, shape), x in zip(own.items(), parts, strict=True):
+                tensors[name] = x if len(shape) == 1 else x.view(shape)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
         return None
     return decoded(kind, plain, tensors)
@@ -80,4 +81,4 @@ def write(case: Case, value: Any) -> None:
         for name, x in tensors.items():
             shapes.setdefault(str(x.dtype), {})[name] = [*x.shape]
         whole = {d: torch.cat([tensors[n].flatten() for n in own]) for d, own in shapes.items()}
-        cache.write(name_of(case), {"value": plain, "shapes": shapes}, whole)
+        cache.write(name_of(case, type(value)), {"value": plain, "shapes": shapes}, whole)

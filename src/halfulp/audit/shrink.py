@@ -15,7 +15,7 @@ from halfulp.audit.operation_plan import smaller
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
 from halfulp.audit.relation_replay import relation_severity
-from halfulp.audit.verdict import LIMITS, PEAK, Finding, Limits
+from halfulp.audit.verdict import LIMITS, PEAK, Finding, overruled
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION, Sizes, operation_names
 from halfulp.runs.threads import own_thread
@@ -35,10 +35,11 @@ def severity(run: Run, case: Case, finding: Finding) -> float:
     result = run(reference.inputs)
     if result is None:
         return 0.0
-    return _severity(reference.measure(result), reference, finding, LIMITS[case.dtype])
+    return _severity(reference.measure(result), reference, finding, case)
 
 
-def _severity(measured: Measured, reference: References, finding: Finding, limits: Limits) -> float:
+def _severity(measured: Measured, reference: References, finding: Finding, case: Case) -> float:
+    limits = LIMITS[case.dtype]
     if finding.kind == "non-finite":
         return float(measured.nonfinite.get(finding.tensor, 0) > 0) * 2
     if finding.kind == "lean":
@@ -52,6 +53,8 @@ def _severity(measured: Measured, reference: References, finding: Finding, limit
         own = (f for f in measured.figures if f.tensor == finding.tensor and f.peak is not None)
         beyond = (float(excess(f, by_name[f.name]).max()) for f in own if f.name in by_name)
         proven = measured.beyond.get(finding.tensor, (0.0, ""))[0]
+        if overruled(case, measured, finding.tensor):
+            return proven
         return max(max(beyond, default=0.0) / (PEAK * limits.stock), proven)
     for got in measured.figures:
         if got.name == finding.property:

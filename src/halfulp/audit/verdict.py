@@ -237,12 +237,13 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
     """The tensor whose worst element is farthest beyond what rounding can do, if any is: by proof
     on short rows, else by a bound that is measured, which sound kernels keep away from
     (docs/log.md). One wrong head of many makes the variance that a test of means would hold it
-    against.
+    against. In float32 the proof overrules the measured bound; in 16 bits that still tells what is
+    much worse than the stock recipe, such as a bias through δ.
     """
-    if measured.beyond:
+    if passed := {name: told for name, told in measured.beyond.items() if told[0] > 1}:
         # gradients inherit O's errors
-        tensor = max(measured.beyond, key=lambda name: (name == "out", measured.beyond[name]))
-        ratio, text = measured.beyond[tensor]
+        tensor = max(passed, key=lambda name: (name == "out", passed[name]))
+        ratio, text = passed[tensor]
         return [Finding("defect", "element", f"{short(tensor)} element", tensor, case, text, ratio)]
     stock = {f.name: f for f in reference.stock.figures}
     limit = PEAK * LIMITS[case.dtype].stock
@@ -251,21 +252,33 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
         other = stock.get(got.name)
         if got.peak is None or other is None or other.peak is None:
             continue
+        if overruled(case, measured, got.tensor):
+            continue
         beyond = excess(got, other)
         worst = int(beyond.argmax())
         ratio = float(beyond[worst])
         if ratio <= limit:
             continue
         named, place = short(got.tensor), got.peak.place(worst)
+        told = "beyond what rounding makes there"
+        if measured.inside(got.tensor):
+            told = "the stock recipe's largest error there, though no more than rounding can do"
         text = (
             f"element {place} of {named} is {float(got.peak.got[worst]):.3g}, expected"
-            f" {float(got.peak.exact[worst]):.3g}: {ratio:.3g} × beyond what rounding makes there;"
+            f" {float(got.peak.exact[worst]):.3g}: {ratio:.3g} × {told};"
             f" in {int((beyond > limit).sum())} of {beyond.numel()} {case.shape.unit}"
         )
         found.append(
             Finding("defect", "element", f"{named} element", got.tensor, case, text, ratio)
         )
     return sorted(found, key=lambda f: -f.ratio)[:1]
+
+
+def overruled(case: Case, measured: Measured, tensor: str) -> bool:
+    """Whether a proof says that rounding suffices where a measured bound might say that it does
+    not: sums in float32 have no order that all kernels share.
+    """
+    return case.dtype == "float32" and measured.inside(tensor)
 
 
 def errors_of(reference: Any, tensor: str) -> tuple[Figure | None, Figure | None]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ def encoded(value: Any, tensors: dict[str, Tensor]) -> Any:
 def decoded(kind: type[T], plain: Any, tensors: Mapping[str, Tensor]) -> T | None:
     """Return what `encoded` was given, by its type; None for what is no such value."""
     try:
-        value: T = _decoded(kind, plain, tensors)
+        value: T = _reader(cast("Any", kind))(plain, tensors)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError):
         return None
     return value
@@ -59,54 +59,94 @@ def _key(name: Any) -> str:
     return str(name)
 
 
-@lru_cache(maxsize=256)
-def _fields(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields."""
-    hints = get_type_hints(kind)
-    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+_Reader = Callable[[Any, Mapping[str, Tensor]], Any]
+"""Makes a value of plain data and tensors, or raises."""
 
 
-def _decoded(kind: Any, plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """`decoded`, which raises."""
+@lru_cache(maxsize=512)
+def _reader(kind: Any) -> _Reader:
+    """What reads a type, which is looked into once: an entry holds thousands of values."""
     if kind is Any:
-        return plain
+        return lambda plain, _: plain
     if kind is Tensor or kind is np.ndarray:
-        number, order = plain
-        x = tensors[number].permute([order.index(i) for i in range(len(order))])
-        return x if kind is Tensor else x.numpy()
+        return _tensor if kind is Tensor else lambda plain, tensors: _tensor(plain, tensors).numpy()
     if dataclasses.is_dataclass(kind):
-        known: Any = kind
-        fields = _fields(known)
-        if plain.keys() != fields.keys():
-            raise ValueError(f"fields {sorted(plain)}: expected {sorted(fields)}")
-        return known(**{n: _decoded(hint, plain[n], tensors) for n, hint in fields.items()})
+        return _of_dataclass(kind)
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _one_of(inside, plain, tensors)
+        return _one_of(inside)
     if origin is Literal:
-        if plain not in inside:
-            raise ValueError(f"{plain!r}: expected one of {inside}")
-        return plain
+        return partial(_only, inside)
     if origin in (dict, Mapping):
-        kinds = (inside[0] if inside[0] is int else str, inside[1])
-        return {kinds[0](name): _decoded(kinds[1], x, tensors) for name, x in plain.items()}
+        key, each = int if inside[0] is int else str, _reader(inside[1])
+        return lambda plain, tensors: {key(n): each(x, tensors) for n, x in plain.items()}
     if origin in (list, Sequence):
-        return [_decoded(inside[0], x, tensors) for x in plain]
+        each = _reader(inside[0])
+        return lambda plain, tensors: [each(x, tensors) for x in plain]
     if origin is tuple:
-        each = inside[:1] * len(plain) if inside[-1] is Ellipsis else inside
-        return tuple(_decoded(k, x, tensors) for k, x in zip(each, plain, strict=True))
-    if kind is float and type(plain) is int:  # as a field of floats may hold one
-        return plain
-    if not isinstance(plain, kind):
-        raise TypeError(f"{plain!r}: expected {kind}")
+        return _of_tuple(inside)
+    # as a field of floats may hold an integer
+    return partial(_plain, (float, int) if kind is float else (kind,))
+
+
+def _tensor(plain: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    number, order = plain
+    if order == [0]:
+        return tensors[number]
+    return tensors[number].permute([order.index(i) for i in range(len(order))])
+
+
+def _of_dataclass(kind: Any) -> _Reader:
+    fields: dict[str, _Reader] = {}
+
+    def read(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+        if not fields:  # not before, since a type may hold itself
+            hints = get_type_hints(kind)
+            fields.update(
+                {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind) if f.init}
+            )
+        if plain.keys() != fields.keys():
+            raise ValueError(f"fields {sorted(plain)}: expected {sorted(fields)}")
+        return kind(**{name: reader(plain[name], tensors) for name, reader in fields.items()})
+
+    return read
+
+
+def _of_tuple(inside: Sequence[Any]) -> _Reader:
+    endless = inside[-1] is Ellipsis
+    readers = [_reader(each) for each in inside[:1] if endless] or list(map(_reader, inside))
+
+    def read(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+        each = readers * len(plain) if endless else readers
+        return tuple(reader(x, tensors) for reader, x in zip(each, plain, strict=True))
+
+    return read
+
+
+def _one_of(kinds: Sequence[Any]) -> _Reader:
+    """The first of some types that the plain data has the form of."""
+    readers = [_reader(kind) for kind in kinds if kind is not types.NoneType]
+
+    def read(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+        if plain is None and len(readers) < len(kinds):
+            return None
+        for reader in readers:
+            try:
+                return reader(plain, tensors)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue
+        raise ValueError(f"{plain!r}: expected one of {kinds}")
+
+    return read
+
+
+def _only(accepted: Sequence[Any], plain: Any, _: Mapping[str, Tensor]) -> Any:
+    if plain not in accepted:
+        raise ValueError(f"{plain!r}: expected one of {accepted}")
     return plain
 
 
-def _one_of(kinds: Sequence[Any], plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The first of some types that the plain data has the form of."""
-    for kind in kinds:
-        try:
-            return _decoded(kind, plain, tensors)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
-    raise ValueError(f"{plain!r}: expected one of {kinds}")
+def _plain(kinds: tuple[type, ...], plain: Any, _: Mapping[str, Tensor]) -> Any:
+    if not isinstance(plain, kinds) or (type(plain) is bool and kinds == (float, int)):
+        raise TypeError(f"{plain!r}: expected {kinds[0]}")
+    return plain

@@ -45,13 +45,13 @@ def filled() -> Iterator[None]:
     """Memory that torch allocates is full of NaN, and of the largest integers: what it does where
     algorithms shall be deterministic (`torch.utils.deterministic`).
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    # the same switch as use_deterministic_algorithms, which imports the whole compiler (1 s)
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
+        torch.set_deterministic_debug_mode(before)
 
 
 def laid_out(x: Tensor, memory: str, rows: int | None = None) -> Tensor:

@@ -165,17 +165,6 @@ def _set_streams(before: tuple[Any, Any]) -> None:
     sys.stdout, sys.stderr = before
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
-def _set_deterministic(before: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def _autocast() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
@@ -220,7 +209,11 @@ SETTINGS: tuple[Setting, ...] = (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
-    Setting("deterministic algorithms", _deterministic, _set_deterministic),
+    Setting(
+        "deterministic algorithms",
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
     Setting("autocast", _autocast, _set_autocast),
     Setting("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     Setting("denormal numbers", _flushes, torch.set_flush_denormal),
