@@ -6,6 +6,7 @@
 #pragma once
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "tiles.hpp"
 

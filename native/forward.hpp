@@ -18,9 +18,10 @@ struct Forward {
   bool once;  // this unit has one block of rows, for which a block of keys is packed when its turn comes
   long packed_keys, packed_from;  // what K and V as operands hold
   Unit *key, *value, *query, *turned, *weights, *rows;
-  float *scores, *out, *lanes, *exact_lanes, *m;
+  float *scores, *next_scores, *out, *lanes, *exact_lanes, *m;
   uint8_t* odd;  // panels of V that hold NaN or an infinity
-  long valid;    // rows of the block that exist
+  // Of the block of rows at hand: its first row, how many exist, and groups of them. Few rows are those of several heads.
+  long b, h, i0, valid, groups;
 
   Forward(const Plan& p, char* base)
       : plan(p), c(*p.call), wd(c.d), wv(c.dv), keys(up(c.n_key, kPanel)),
@@ -35,6 +36,7 @@ struct Forward {
     turned = s.take<Unit>(16 * up(wd.units, 16));
     weights = s.take<Unit>(kRows * BK / KP);
     scores = s.take<float>(kRows * BK);
+    next_scores = s.take<float>(few ? Multiply<E>::few * BK : 0);
     out = s.take<float>(kRows * wv.columns);
     lanes = s.take<float>(kRows * 16);
     exact_lanes = s.take<float>(kRows * 16);
@@ -51,17 +53,23 @@ struct Forward {
     const long span = unit % p.spans, head = unit / p.spans, total = p.groups * p.row_blocks;
     const long from = total * span / p.spans, to = total * (span + 1) / p.spans;
     const long b = head / f.c.key_heads, hk = head % f.c.key_heads;
-    E::enter(f.few ? f.c.n_query : kRows);
+    const long heads = f.few ? most(1, Multiply<E>::few / f.c.n_query) : 1;  // that are read K and V for at once
+    if (!f.few) E::enter(kRows);
     if (!f.once) f.pack(b, hk, 0, f.keys_before(from, to));
-    for (long block = from; block < to; ++block) {
+    for (long block = from; block < to; block += heads) {
       const long h = hk * p.groups + block / p.row_blocks, i0 = block % p.row_blocks * kRows;
-      f.rows_of(b, h, i0);
-      if (f.few && f.lost_in_sums()) {
-        f.few = false;
-        f.rows_of(b, h, i0);
-        f.few = true;
+      f.rows_of(b, h, i0, least(heads, to - block));
+      if (!f.few || !f.lost_in_sums()) {
+        f.finish();
+        continue;
       }
-      f.finish(b, h, i0);
+      f.few = false;
+      E::enter(kRows);
+      for (long g = 0; g < least(heads, to - block); ++g) {
+        f.rows_of(b, h + g, i0, 1);
+        f.finish();
+      }
+      f.few = true;
     }
     E::leave();
   }
@@ -98,37 +106,58 @@ struct Forward {
     return value + col * (packed_keys / KP) + (j - packed_from) / KP * wv.panel(col);
   }
 
-  void rows_of(long b, long h, long i0) {
-    valid = least(kRows, c.n_query - i0);
-    const long groups = (valid + G - 1) / G;
-    read_rows<E>(c.query, b, h, i0, groups * G, valid, wd, query);
-    if (few) Multiply<E>::turn(query, row_stride(wd), wd.units, turned);
-    std::memset(out, 0, size_t(groups * G * wv.columns) * sizeof(float));
+  // Head and number of a row of the block.
+  long head_of(long r) const { return few ? h + r / c.n_query : h; }
+  long row_of(long r) const { return few ? r % c.n_query : i0 + r; }
+
+  void rows_of(long of_batch, long first_head, long first_row, long heads) {
+    b = of_batch, h = first_head, i0 = first_row;
+    const long rows_each = least(kRows, c.n_query - i0);
+    valid = heads * rows_each, groups = (valid + G - 1) / G;
+    const long padded = few ? up(valid, 4) : groups * G;  // the least that a product of them touches
+    for (long g = 0; g < heads; ++g)  // the zeros behind one head's rows make way for the next
+      read_rows<E>(c.query, b, h + g, i0, padded - g * rows_each, rows_each, wd, query + g * rows_each * row_stride(wd));
+    if (few) {
+      E::enter(valid);
+      Multiply<E>::turn(query, row_stride(wd), wd.units, turned);
+    }
+    std::memset(out, 0, size_t(padded * wv.columns) * sizeof(float));
     std::memset(lanes, 0, sizeof(float) * size_t(valid) * 16);
     std::memset(exact_lanes, 0, sizeof(float) * size_t(valid) * 16);
-    const float sink = c.sinks ? float(double(c.sinks[h]) * 1.4426950408889634) : -HALFULP_INF;
     for (long r = 0; r < valid; ++r) {
+      const float sink = c.sinks ? float(double(c.sinks[head_of(r)]) * 1.4426950408889634) : -HALFULP_INF;
       m[r] = sink;
       if (sink != -HALFULP_INF) lanes[16 * r] = exact_lanes[16 * r] = std::exp2(sink - shift_of(sink));
     }
     const Span block = seen_by(c, i0, kRows, 0, keys);
-    for (long k0 = block.from / step * step; k0 < block.to; k0 += step) {
-      if (once && !few) pack(b, h / plan.groups, k0, least(block.to, k0 + step));
-      keys_of(b, h, i0, groups, k0);
+    const long first = block.from / step * step;
+    if (few && first < block.to) scores_of(first, next_scores);
+    for (long k0 = first; k0 < block.to; k0 += step) {
+      if (few) {
+        // Few rows wait for memory. The next block's K is read before this one's weights are computed, which depend on
+        // nothing that is still on its way: the processor does both at once.
+        std::swap(scores, next_scores);
+        if (k0 + step < block.to) scores_of(k0 + step, next_scores);
+      } else {
+        if (once) pack(b, h / plan.groups, k0, least(block.to, k0 + step));
+        scores_of(k0, scores);
+      }
+      keys_of(k0);
     }
   }
 
-  // One block of keys: scores, weights, and their product with V.
-  void keys_of(long b, long h, long i0, long groups, long k0) {
+  // The keys of a block that the rows of a group see.
+  Span span_of(long g, long k0) const { return seen_by(c, i0 + G * g, G, k0, least(keys, k0 + step)); }
+
+  void scores_of(long k0, float* all) {
     const float scale = score_factor(c);
-    Span span[GROUPS];
-    for (long g = 0; g < groups; ++g) span[g] = seen_by(c, i0 + G * g, G, k0, least(keys, k0 + step));
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       for (long g = 0; g < groups; ++g) {
-        if (j < span[g].from || span[g].to <= j) continue;
-        const long width = least(kPanel, span[g].to - j), real = least(kPanel, c.n_key - j);
+        const Span span = span_of(g, k0);
+        if (j < span.from || span.to <= j) continue;
+        const long width = least(kPanel, span.to - j), real = least(kPanel, c.n_key - j);
         const Unit* q = query + G * g * row_stride(wd);
-        float* to = scores + G * g * BK + j - k0;
+        float* to = all + G * g * BK + j - k0;
         if (few)
           Multiply<E>::few_rows(valid, q, row_stride(wd), turned,
                                 rows_of_panel<E>(c.key, b, h / plan.groups, j, real, wd, rows), width, wd.units, to, BK,
@@ -137,11 +166,17 @@ struct Forward {
           Multiply<E>::template group<kSet>(rows_in(g), q, row_stride(wd), key_at(j), width_of(real),
                                             least(width, width_of(real)), wd.units, to, BK, &scale);
       }
+  }
+
+  // Weights of one block of keys from their scores, and their product with V.
+  void keys_of(long k0) {
+    Span span[GROUPS];
+    for (long g = 0; g < groups; ++g) span[g] = span_of(g, k0);
     float rescale[kRows];
     for (long g = 0; g < groups; ++g)
       if (!span[g].empty())
-        for (long r = G * g; r < G * g + rows_in(g); ++r) rescale[r] = softmax(b, h, i0 + r, r, k0, span[g]);
-    if (few) return values_of(b, h, k0, span[0], rescale);
+        for (long r = G * g; r < G * g + rows_in(g); ++r) rescale[r] = softmax(r, k0, span[g]);
+    if (few) return values_of(k0, span[0], rescale);
     for (long col = 0; col < wv.columns; col += 64)
       for (long g = 0; g < groups; ++g)
         if (!span[g].empty())
@@ -150,24 +185,25 @@ struct Forward {
               wv.panel(col), wv.panel(col), (least(span[g].to, held) - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
               rescale + G * g);
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
-      if (odd[j / kPanel]) add_odd(b, h / plan.groups, k0, j, span);
+      if (odd[j / kPanel]) add_odd(k0, j, span);
   }
 
   // The weights of a block of keys times V, for few rows: floats are read where they lie.
-  void values_of(long b, long h, long k0, Span s, const float* rescale) {
+  void values_of(long k0, Span s, const float* rescale) {
     for (long j = s.from; j < s.to; j += kPanel) {
       const long width = least(kPanel, s.to - j), real = least(kPanel, c.n_key - j);
       const Rows v = rows_of_panel<E>(c.value, b, h / plan.groups, j, real, wv, rows);
+      const float* factor = j == s.from ? rescale : nullptr;
       for (long col = 0; col < wv.columns; col += 64) {
-        if (KP == 2) pair_rows<E>(v, width, col, wv.panel(col), value, wv.panel(col));
         const Unit *w = weights + (j - k0) / KP, *at = KP == 2 ? value : v.at + col;
-        const long ld = KP == 2 ? wv.panel(col) : v.stride;
-        if (j == s.from)
-          Multiply<E>::template group<kScaleAdd>(valid, w, BK / KP, at, ld, wv.panel(col), width / KP, out + col,
-                                                 wv.columns, rescale);
+        const long columns = wv.panel(col), ld = KP == 2 ? columns : v.stride;
+        if (valid == 1 && Multiply<E>::one_row(w, {v.at + col / KP, v.stride}, width, columns, out + col, factor ? *factor : 1.f))
+          continue;
+        if (KP == 2) pair_rows<E>(v, width, col, columns, value, columns);
+        if (factor)
+          Multiply<E>::template group<kScaleAdd>(valid, w, BK / KP, at, ld, columns, width / KP, out + col, wv.columns, factor);
         else
-          Multiply<E>::template group<kAdd>(valid, w, BK / KP, at, ld, wv.panel(col), width / KP, out + col, wv.columns,
-                                            nullptr);
+          Multiply<E>::template group<kAdd>(valid, w, BK / KP, at, ld, columns, width / KP, out + col, wv.columns, nullptr);
       }
     }
   }
@@ -175,10 +211,10 @@ struct Forward {
   long rows_in(long g) const { return least(G, valid - G * g); }
 
   // What is not finite in one panel of V, for the rows that see it.
-  __attribute__((noinline)) void add_odd(long b, long hk, long k0, long from, const Span* span) {
+  __attribute__((noinline)) void add_odd(long k0, long from, const Span* span) {
     float v[256];
     for (long j = from; j < least(c.n_key, from + kPanel); ++j) {
-      E::widen(row_at<const typename E::Element>(c.value, b, hk, j), v, c.dv);
+      E::widen(row_at<const typename E::Element>(c.value, b, h / plan.groups, j), v, c.dv);
       for (long col = 0; col < c.dv; ++col)
         for (long r = 0; r < valid && !finite(v[col]); ++r) {
           const float s = scores[r * BK + j - k0];
@@ -209,10 +245,10 @@ struct Forward {
   }
 
   // Weights of one row; the factor by which what was summed before is shifted anew.
-  float softmax(long b, long h, long i, long r, long k0, Span s) {
+  float softmax(long r, long k0, Span s) {
     float* row = scores + r * BK - k0;
     if (c.softcap > 0.f) cap(c, row + s.from, s.to - s.from, nullptr);
-    hide(c, b, h, i, row + s.from, s.from, s.to);
+    hide(c, b, head_of(r), row_of(r), row + s.from, s.from, s.to);
     float now = !integer && c.recipe == HALFULP_RECIPE_PUBLISHED ? stabilized(row, s.from, s.to)
                                                                  : row_largest(row, s.from, s.to);
     if (now < m[r]) now = m[r];
@@ -238,26 +274,27 @@ struct Forward {
     store(lanes + 16 * r, l);
     store(exact_lanes + 16 * r, exact);
     if (c.drop_below)
-      drop<KP>(dst + s.from / KP, word_of_row(c, (b * c.heads + h) * c.n_query + i), c.drop_below, s.from, s.to - s.from);
+      drop<KP>(dst + s.from / KP, word_of_row(c, (b * c.heads + head_of(r)) * c.n_query + row_of(r)), c.drop_below, s.from,
+               s.to - s.from);
     return factor;
   }
 
-  void finish(long b, long h, long i0) {
-    const long at = stat_at(c, b, h, i0);
+  void finish() {
     for (long r = 0; r < valid; ++r) {
+      const long head = head_of(r), i = row_of(r), at = stat_at(c, b, head, i);
       const float exact = tree(exact_lanes + 16 * r), l = integer ? tree(lanes + 16 * r) : exact;
       const bool seen = m[r] != -HALFULP_INF || exact != exact;  // the maximum does not tell of NaN
       const V divisor = set1(seen ? l : 1.f);
       float* row = out + r * wv.columns;
       for (long j = 0; j < wv.columns; j += 16) store(row + j, div(load(row + j), divisor));
       for (long j = 0; j < wv.columns && c.drop_below; j += 16) store(row + j, mul(load(row + j), set1(c.kept_scale)));
-      round_out<E>(row, row_at<typename E::Element>(c.out, b, h, i0 + r), residual_at(c, b, h, i0 + r), c.dv);
-      if (c.row_max) c.row_max[at + r] = m[r];
-      if (c.row_sum) c.row_sum[at + r] = l;
+      round_out<E>(row, row_at<typename E::Element>(c.out, b, head, i), residual_at(c, b, head, i), c.dv);
+      if (c.row_max) c.row_max[at] = m[r];
+      if (c.row_sum) c.row_sum[at] = l;
       if (!c.own_lse && !c.lse) continue;
       const double lse = seen ? double(shift_of(m[r])) + std::log2(double(exact)) : -HALFULP_INF;
-      if (c.own_lse) c.own_lse[at + r] = float(lse);
-      if (c.lse) c.lse[at + r] = float(lse * 0.6931471805599453);
+      if (c.own_lse) c.own_lse[at] = float(lse);
+      if (c.lse) c.lse[at] = float(lse * 0.6931471805599453);
     }
   }
 };

@@ -74,6 +74,56 @@ static inline void multiply_tiles(long rows, const Unit* A, long lda, const Unit
       for (long n = 0; n < width; n += 16) store(C + r * ldc + n, mul(load(C + r * ldc + n), set1(*factor)));
 }
 
+// One row of C = factor·C + A V, 32 N columns of V as it lies: for tiles it would be paired first, which takes longer than
+// one row's product. To the bit what tiles do: of 32 keys the even and the odd ones apart, each sum by fused multiply-adds
+// from 0, and no subnormal numbers. A register holds the even or the odd ones of 32 columns.
+template <int N>
+__attribute__((noinline)) static void weigh(const Unit* A, Rows rows, long K, float* C, float factor) {
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1)), high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
+  V acc[N][2];
+#pragma GCC unroll 2
+  for (int n = 0; n < N; ++n) {
+    const V x = mul(load(C + 32 * n), set1(factor)), y = mul(load(C + 32 * n + 16), set1(factor));
+    acc[n][0] = _mm512_permutex2var_ps(x, even, y), acc[n][1] = _mm512_permutex2var_ps(x, odd, y);
+  }
+  const unsigned modes = _mm_getcsr();
+  _mm_setcsr(modes | 0x8040);  // subnormal operands and results are 0
+  for (long u = 0; u < K; u += 16) {
+    V sum[2][N][2];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) sum[0][n][0] = sum[0][n][1] = sum[1][n][0] = sum[1][n][1] = set1(0.f);
+    alignas(64) float weight[2][16];
+    _mm512_store_si512(weight[0], _mm512_slli_epi32(_mm512_loadu_si512(A + u), 16));
+    _mm512_store_si512(weight[1], _mm512_and_si512(_mm512_loadu_si512(A + u), upper));
+    for (int k = 0; k < 16; ++k)
+#pragma GCC unroll 2
+      for (int x = 0; x < 2; ++x) {
+        const Unit* at = rows.at + (2 * (u + k) + x) * rows.stride;
+        const V w = set1(weight[x][k]);
+#pragma GCC unroll 2
+        for (int n = 0; n < N; ++n) {
+          __builtin_prefetch(at + 16 * rows.stride + 16 * n);
+          const __m512i pairs = _mm512_loadu_si512(at + 16 * n);
+          sum[x][n][0] = fma(w, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), sum[x][n][0]);
+          sum[x][n][1] = fma(w, _mm512_castsi512_ps(_mm512_and_si512(pairs, upper)), sum[x][n][1]);
+        }
+      }
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 2
+      for (int x = 0; x < 2; ++x) acc[n][x] = add(acc[n][x], add(sum[0][n][x], sum[1][n][x]));
+  }
+  _mm_setcsr(modes);
+#pragma GCC unroll 2
+  for (int n = 0; n < N; ++n) {
+    store(C + 32 * n, _mm512_permutex2var_ps(acc[n][0], low, acc[n][1]));
+    store(C + 32 * n + 16, _mm512_permutex2var_ps(acc[n][0], high, acc[n][1]));
+  }
+}
+
 template <>
 struct Multiply<TileEngine> {
   // Keys as they lie are the left operand, the rows turned the right one: products and their order are the same.
@@ -84,10 +134,12 @@ struct Multiply<TileEngine> {
   static void few_rows(long rows, const Unit*, long, const Unit* turned, Rows keys, long width, long K, float* C,
                        long ldc, float factor) {
     alignas(64) float product[2][256];
+    Ahead ahead{keys.at + 32 * keys.stride, keys.stride, K};
     for (long j = 0; j < width; j += 32) {
       _tile_zero(2);
       _tile_zero(3);
       for (long u = 0; u < K; u += 16) {
+        if (rows > 1) ahead.ask(32);
         _tile_loadd(5, turned + 16 * u, 64);
         _tile_loadd(6, keys.at + j * keys.stride + u, 4 * keys.stride);
         _tile_loadd(7, keys.at + (j + 16) * keys.stride + u, 4 * keys.stride);
@@ -106,6 +158,10 @@ struct Multiply<TileEngine> {
     }
     for (long r = 0; r < rows; ++r)
       for (long j = 0; j < width; j += 16) store(C + r * ldc + j, mul(load(C + r * ldc + j), set1(factor)));
+  }
+  static bool one_row(const Unit* A, Rows keys, long count, long width, float* C, float factor) {
+    (width == 64 ? weigh<2> : weigh<1>)(A, keys, count / 2, C, factor);
+    return true;
   }
   // A group of rows of which `rows` count.
   template <Mode mode>

@@ -65,21 +65,34 @@ struct Rows {
   long stride;
 };
 
+// Asks for rows before they are read, line by line as they lie: memory's own guesses, which follow neighboring lines, miss
+// rows that are read sixteen at a time.
+struct Ahead {
+  const Unit* at;
+  long stride, units, unit = 0;
+  void ask(int lines) {
+    for (; lines > 0; --lines) {
+      __builtin_prefetch(at + unit);
+      unit += 16;
+      if (unit >= units) unit = 0, at += stride;
+    }
+  }
+};
+
 // MR rows of C = f AB where the rows of B are keys as they lie: turned sixteen by sixteen, `width` of them (32 or 64).
-// Memory's own guesses miss rows read sixteen at a time: what comes 32 rows later is asked for.
 template <class E, int MR>
 __attribute__((noinline)) static void dots(const Unit* A, long lda, Rows keys, long width, long K, float* C, long ldc,
                                            float factor) {
   alignas(64) Unit turned[2][256];
+  Ahead ahead{keys.at + 32 * keys.stride, keys.stride, K};
   for (long j = 0; j < width; j += 32) {
     V acc[MR][2];
     for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = set1(0.f);
     for (long u = 0; u < K; u += 16) {
       const long count = K - u < 16 ? K - u : 16;
       for (int n = 0; n < 2; ++n) {
-        const Unit* at = keys.at + (j + 16 * n) * keys.stride + u;
-        for (long i = 32; i < 48 && E::elements_are_units; ++i) __builtin_prefetch(at + i * keys.stride);
-        transpose16(at, keys.stride, turned[n], 16, count);
+        if (E::elements_are_units) ahead.ask(16);
+        transpose16(keys.at + (j + 16 * n) * keys.stride + u, keys.stride, turned[n], 16, count);
       }
       for (long k = 0; k < count; ++k)
         for (int r = 0; r < MR; ++r) {
@@ -104,6 +117,8 @@ struct Multiply {
     if (rows == 2) return dots<E, 2>(A, lda, keys, width, K, C, ldc, factor);
     dots<E, 1>(A, lda, keys, width, K, C, ldc, factor);
   }
+  // Whether one row has a way of its own to V as it lies.
+  static bool one_row(const Unit*, Rows, long, long, float*, float) { return false; }
   // A group of six rows of which `rows` count; the others may be left as they are.
   template <Mode mode>
   static void group(long rows, const Unit* A, long lda, const Unit* B, long ldb, long width, long K, float* C,

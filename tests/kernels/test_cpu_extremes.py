@@ -288,10 +288,10 @@ def test_softcap_whose_ratio_to_the_scale_is_no_float32_is_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf])
 def test_few_queries_have_the_bits_that_they_have_among_many(odd, dtype, isa):
-    """Few rows read keys and values where they lie; a value that is not finite, seen by some,
-    takes them back to the way of many.
+    """Few rows, of several heads at a time, read keys and values where they lie; a value that is
+    not finite, seen by some, takes them back to the way of many.
     """
-    q, k, v, _ = drawn(7, 1, 2, 1, 200, 173, 64, 64, dtype)
+    q, k, v, _ = drawn(7, 1, 5, 1, 200, 173, 64, 64, dtype)
     if odd is not None:
         v[0, 0, 150, 3] = odd
     options = Options(is_causal=True, causal_offset=130)
