@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from halfulp.diff.local_gap import squares, step_of
 from halfulp.diff.noise import MARGIN, Chance, Moved, chance
 from halfulp.diff.one_step import step_of_training
 from halfulp.diff.setting import Setting
-from halfulp.diff.shares import Carried, Group, Swapped, grouped, part_of_gap, share_of
+from halfulp.diff.shares import Carried, Share, Swapped, grouped, part_of_gap, share_of
 from halfulp.diff.tape import Tape
 from halfulp.interpose import Swap
 
@@ -221,32 +222,18 @@ class Training:
 
         return [self.gaps(0, swaps(i + 1)) for i in range(repetitions)]
 
-    def carried(self, group: Group, swapped: Swapped, b: list[Gaps]) -> Carried:
-        """What a group carries of the gap after the last step, both ways."""
-        try:
-            if any(gap.replaced for gap in group.members):
-                raise ValueError("A has nothing of that form in its place")
-            out = self._share(1, lambda _, __: swapped.out_of(group), b)
-            paired = any(gap.answer is not None for gap in group.members) and self.b.whole
-            into = self._share(0, lambda _, __: swapped.into(group), b) if paired else []
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            return Carried(group, [], [], str(error).partition("\n")[0])
-        return Carried(group, into, out)
-
-    def _share(self, side: int, swaps: Swaps, b: list[Gaps]) -> list[Any]:
-        """Of the gap's square: what B's operations alone make of it in A, or what is gone of it
-        with A's in B. No direction is kept of weights, so that both are told by sizes.
+    def shares(self, b: list[Gaps], swaps: Sequence[Swap], side: int) -> list[Share]:
+        """Of the gap's square after the last step: what B's operations alone make of it in A, or
+        what is gone of it with A's in B. No direction is kept of weights, so that both are told by
+        sizes.
         """
-        made = self.gaps(side, swaps)
-        pairs: dict[str, list[tuple[float, float]]] = {
-            "outputs": [],
-            "gradients": [],
-            "weights": [],
-        }
+        made = self.gaps(side, lambda *_: swaps)
+        names = ("outputs", "gradients", "weights")
+        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for one, whole in zip(made, b, strict=True):
             for found, gap in zip(one.outputs[-1], whole.outputs[-1], strict=True):
                 pairs["outputs"].append(part_of_gap(torch.zeros_like(gap), gap, found, side))
-            for name in ("gradients", "weights"):
+            for name in names[1:]:
                 found, gap = (sum(getattr(x, name)[-1].values()) for x in (one, whole))
                 pairs[name].append((found if side == 0 else gap - found, gap))
         return [share_of(name, x) for name, x in pairs.items()]
@@ -279,12 +266,13 @@ def after_steps(
     steps = tuple(_at_step(training, b, noise, k) for k in range(training.count + 1))
     carried = []
     if swapped is not None and any(x for gaps in b for x in gaps.weights[-1].values()):
+        measured = partial(training.shares, b)
         groups = grouped(list(swapped.gaps.values()))[:most]
-        carried = [training.carried(group, swapped, b) for group in groups]
+        carried = [swapped.carried(group, measured) for group in groups]
         carried.sort(key=_last_first)
         layers = grouped(carried[0].group.members, by_layer=True) if carried else []
         if 1 < len(layers) <= most:
-            inside = [training.carried(Group(x.name, x.members), swapped, b) for x in layers]
+            inside = [swapped.carried(layer, measured) for layer in layers]
             carried += sorted(inside, key=_last_first)
     every = {name for name, _ in training.b.model.named_parameters()}
     return AfterSteps(
@@ -309,6 +297,8 @@ def _at_step(
     usual = [x.flatten() for batch in moved for x in batch]
     way = [_share_of_way(training, gaps, i, k) for i, gaps in enumerate(b)]
     known = [x for x in way if x is not None]
+    moved_way = [_share_of_way(training, x, i, k) for one in noise for i, x in enumerate(one)]
+    usual_way = [x for x in moved_way if x is not None]
     losses = [(mine[k], gaps.losses[k]) for mine, gaps in zip(training.losses, b, strict=True)]
     update = [
         math.sqrt(_total(gaps.weights[k]) / step)
@@ -326,9 +316,7 @@ def _at_step(
         _rms([_gradient(training, one, k, None) for one in noise]),
         _mean(way),
         _error(known),
-        _rms_or_none(
-            [_share_of_way(training, x, i, k) for one in noise for i, x in enumerate(one)]
-        ),
+        _rms(usual_way) if usual_way else None,
         _mean(update),
     )
 
@@ -432,11 +420,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(x * x for x in values) / len(values)) if values else math.nan
-
-
-def _rms_or_none(values: Sequence[float | None]) -> float | None:
-    known = [x for x in values if x is not None]
-    return _rms(known) if known else None
 
 
 def _error(values: Sequence[float]) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfulp.diff.setting import Setting
-from halfulp.diff.tape import Ambience, Entry, Slot, result_of
+from halfulp.diff.tape import Ambience, Entry, Slot, result_of, tensors_of
 from halfulp.interpose import Operation, leaves
 from halfulp.interpose.another import expected_by_model, tag
 from halfulp.interpose.operation import mapped
@@ -41,12 +40,6 @@ def ambient(ambience: Ambience, device: str) -> Iterator[None]:
             torch.set_float32_matmul_precision(ambience.matmul)
             stack.callback(torch.set_float32_matmul_precision, now.matmul)
         yield
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
-    named = [*model.named_buffers(remove_duplicate=False)]
-    return dict([*named, *model.named_parameters(remove_duplicate=False)])
 
 
 class Rerun:
@@ -159,7 +152,6 @@ class InPlaceOf:
             return self._own.compute(narrowed(operation))
         expected = self._dtype(operation)
         found = self._other.on(entry, operation, own_form=self._own_form)
-
         return mapped(found, lambda x: noted(x, expected))
 
     def _dtype(self, operation: Operation) -> torch.dtype:
@@ -182,5 +174,4 @@ def noted(x: Any, expected: torch.dtype) -> Any:
 
 def narrowed(operation: Operation) -> Operation:
     """The operation as the model means it, wide operands rounded."""
-    args, kwargs = mapped((operation.args, dict(operation.kwargs)), expected_by_model)
-    return dataclasses.replace(operation, args=args, kwargs=kwargs)
+    return operation.changed(expected_by_model)

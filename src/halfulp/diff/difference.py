@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,8 +81,31 @@ class GroupShare:
     failed: str
 
 
-@dataclass(frozen=True)
-class Difference:
+class Report(ABC):
+    """What a comparison found, as data; print it, or `to_json`."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def to_json(self, file: str | Path | None = None) -> str:
+        """The report as JSON text, written to a file too."""
+        if file is not None:
+            write_json(Path(file), self.as_dict())
+        return json_text(self.as_dict())
+
+    @abstractmethod
+    def text(self, width: int) -> str:
+        """The report in lines of at most so many letters."""
+
+    def __str__(self) -> str:
+        return self.text(min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, repr=False)
+class Difference(Report):
     """The report of `halfulp.diff`: print it, or `to_json`.
 
     `verdict` is "identical", "within rounding", "beyond rounding" or "unknown" (too few sequences
@@ -129,22 +153,11 @@ class Difference:
         whole = [x for x in self.groups if not x.layer and x.share is not None]
         return whole[0].name if whole else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    def to_json(self, file: str | Path | None = None) -> str:
-        """The report as JSON text, written to a file too."""
-        if file is not None:
-            write_json(Path(file), self.as_dict())
-        return json_text(self.as_dict())
-
-    def __str__(self) -> str:
+    def text(self, width: int) -> str:
+        """The verdict, sizes, groups and operations."""
         from halfulp.diff.wording import text
 
-        return text(self, min(shutil.get_terminal_size((100, 24)).columns, 120))
-
-    __repr__ = __str__
+        return text(self, width)
 
 
 def summed_up(
@@ -236,7 +249,6 @@ def shares_of(carried: Sequence[Carried]) -> tuple[GroupShare, ...]:
 
 
 def _group_share(carried: Carried, layer: bool) -> GroupShare:
-
     def shares(found: Sequence[Any]) -> dict[str, tuple[float, float | None]]:
         return {x.of: (x.share, _known(x.error)) for x in found if math.isfinite(x.share)}
 

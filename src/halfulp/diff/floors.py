@@ -18,7 +18,6 @@ from halfulp.diff.local_gap import step_of
 from halfulp.diff.tape import Entry, result_of
 from halfulp.interpose import Operation, leaves
 from halfulp.interpose.another import Wide
-from halfulp.interpose.operation import mapped
 
 FEW = 2**14
 """Numbers of the largest operand that a floor is measured on, about."""
@@ -114,8 +113,7 @@ def _strided(operation: Operation, whole: int) -> Operation:
         ]
         return x[tuple(chosen)]
 
-    args, kwargs = mapped((operation.args, dict(operation.kwargs)), part)
-    return replace(operation, args=args, kwargs=kwargs)
+    return operation.changed(part)
 
 
 def _few(x: Tensor, dim: int, most: int) -> Tensor:
@@ -128,15 +126,13 @@ def exactly(
     """The operation in fp64 (or as asked), or in fp32 where it has no other kernel (None: in
     neither); a cast rounds nothing.
     """
-    args, kwargs = operation.args, dict(operation.kwargs)
-    if change is not None:
-        args, kwargs = mapped((args, kwargs), change)
+    given = operation if change is None else operation.changed(change)
     for dtype in (wide, torch.float32):
         run = Wide(dtype, noted=False)
         if dtype != wide:  # what was moved is in fp64
-            args, kwargs = mapped((args, kwargs), _single)
+            given = given.changed(_single)
         try:
-            found = result_of(run(replace(operation, args=args, kwargs=kwargs)))
+            found = result_of(run(given))
         except (RuntimeError, TypeError):
             continue
         if not run.refused:

@@ -228,6 +228,15 @@ def squares(b: Tensor, a: Tensor) -> tuple[float, float, float]:
     return found[0], found[1], found[2]
 
 
+def added(
+    sums: dict[str, tuple[float, float, float]], name: str, found: Tensor, theirs: Tensor
+) -> None:
+    """Add the `squares` of one more batch to those of a parameter."""
+    before = sums.get(name, (0.0, 0.0, 0.0))
+    gap, size, along = (x + y for x, y in zip(before, squares(found, theirs), strict=True))
+    sums[name] = gap, size, along
+
+
 def _ratio(part: float, whole: float) -> float:
     if not whole:
         return math.inf if part else 0.0

@@ -63,9 +63,7 @@ class Moved:
             wide = x if x.dtype == torch.float64 else x.float()
             return (wide * (1 + step * noise)).to(x.dtype)
 
-        args, kwargs = mapped((operation.args, dict(operation.kwargs)), moved)
-        given = Operation(**(vars(operation) | {"args": args, "kwargs": kwargs}))
-        return mapped(self._setting.compute(given), moved)
+        return mapped(self._setting.compute(operation.changed(moved)), moved)
 
 
 def noise_step(dtype: torch.dtype) -> float:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from halfulp.diff.alignment import align
 from halfulp.diff.difference import Compared, Difference, summed_up
 from halfulp.diff.floors import exactly, floors_of
-from halfulp.diff.local_gap import LocalGap, squares
+from halfulp.diff.local_gap import LocalGap, added, squares
 from halfulp.diff.noise import Moved, chance, noise_step
 from halfulp.diff.setting import Outcome, Setting, run, tensors_in
 from halfulp.diff.shares import Stand
@@ -33,8 +33,8 @@ from halfulp.diff.tape import (
     Slot,
     asked_otherwise,
     constants,
+    each,
     entry_of,
-    result_of,
 )
 from halfulp.interpose import Operation
 from halfulp.runs.folder import new_folder, read_json, remove, sync_folder, write_json
@@ -93,7 +93,7 @@ def _nothing(*_: Any) -> None:
 
 def _entry(row: Mapping[str, Any]) -> Entry:
     return Entry(
-        row["place"], row["kind"], row["name"], row["path"], row["order"], 0, row["number"],
+        row["place"], row["kind"], row["name"], row["path"], row["order"], row["number"],
         _nothing, _tree(row["arguments"]),
         Ambience(_dtype(row["autocast"]) if row["autocast"] else None, (), ""),
         tuple(row["shape"]), _dtype(row["dtype"]),
@@ -227,15 +227,8 @@ def _recorded(
     entries: dict[str, tuple[Entry, float]],
     gradients: bool,
 ) -> Outcome:
-    count = 0
-
-    def observe(operation: Operation, given: Any) -> None:
-        nonlocal count
-        result = result_of(given)
-        if result is None or operation.recomputed:
-            return
-        entry = entry_of(operation, result, names, 0, count)
-        count += 1
+    def look(operation: Operation, result: Tensor, count: int) -> None:
+        entry = entry_of(operation, result, names, count)
         tape.write(f"{number} {entry.place}", result)
         if operation.in_place:
             entries.setdefault(entry.place, (entry, 0.0))
@@ -249,7 +242,7 @@ def _recorded(
                 error = (result.double() - exact).to(torch.float32)
                 tape.write(f"{number} {entry.place} error", error)
 
-    found = run(setting, batch, gradients=gradients, observe=observe, seed=number)
+    found = run(setting, batch, gradients=gradients, observe=each(look), seed=number)
     if gradients:
         for name, parameter in setting.model.named_parameters():
             if parameter.grad is not None:
@@ -366,7 +359,10 @@ def compare_recordings(a: str | Path, b: str | Path) -> Difference:
         )
         moved = [mine.read(f"{number} moved {i}", OUTPUTS) for i in range(mine.repetitions)]
         noise.append([x for x in moved if x is not None])
-        _add_parameters(parameters, mine, theirs, number)
+        for name in theirs.gradients(number):
+            one, other = (x.read(f"{number} gradient {name}") for x in (mine, theirs))
+            if one is not None and other is not None and one.shape == other.shape:
+                added(parameters, name, other, one)
     found = Compared(
         (mine.name, theirs.name), gaps, aligned, stands, parameters,
         {f"A: {k}": v for k, v in mine.unseen.items()}
@@ -403,15 +399,3 @@ def _add(gap: LocalGap, a: Recording, b: Recording, number: int) -> None:
         again = found.double() - (error.double() - other.double())
     floor = math.hypot(a.floors[gap.answer.place], b.floors[gap.entry.place])
     gap.add(found, theirs, again, floor)
-
-
-def _add_parameters(
-    parameters: dict[str, tuple[float, float, float]], a: Recording, b: Recording, number: int
-) -> None:
-    for name in b.gradients(number):
-        mine, found = (x.read(f"{number} gradient {name}") for x in (a, b))
-        if mine is None or found is None or mine.shape != found.shape:
-            continue
-        before = parameters.get(name, (0.0, 0.0, 0.0))
-        total = [x + y for x, y in zip(before, squares(found, mine), strict=True)]
-        parameters[name] = (total[0], total[1], total[2])

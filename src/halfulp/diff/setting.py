@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,18 +70,18 @@ class Setting:
         if self.dtype is not None:
             made = copy.deepcopy(self.model).to(DTYPES[self.dtype])
             object.__setattr__(self, "model", made)
-        swaps = self.swaps
-        if self.attention is not None:
-            swaps = (*swaps, Swap(self.attention, kinds=("attention",)))
-        object.__setattr__(self, "_swaps", tuple(swaps))
-        called = torch.compile(self.model) if self.compiled else self.model
-        object.__setattr__(self, "_called", called)
+        _ = self.own_swaps  # so that a name that nothing has is told here
 
-    @property
+    @cached_property
     def own_swaps(self) -> tuple[Swap, ...]:
         """The swaps that the setting itself asks for."""
-        swaps: tuple[Swap, ...] = vars(self)["_swaps"]
-        return swaps
+        attention = () if self.attention is None else (Swap(self.attention, kinds=("attention",)),)
+        return (*self.swaps, *attention)
+
+    @cached_property
+    def called(self) -> Any:
+        """What a batch is handed to."""
+        return torch.compile(self.model) if self.compiled else self.model
 
     @property
     def whole(self) -> bool:
@@ -106,9 +107,7 @@ class Setting:
     def compute(self, operation: Operation) -> Any:
         """Run one operation as this setting does."""
         swap = self.swap_of(operation)
-        if swap is not None:
-            return swap.run(operation)
-        return operation.function(*operation.args, **operation.kwargs)
+        return operation.run() if swap is None else swap.run(operation)
 
 
 @dataclass
@@ -163,7 +162,7 @@ def run(
         stack.enter_context(setting.context() if setting.context else nullcontext())
         stack.enter_context(torch.set_grad_enabled(gradients or backward is not None))
         seen = stack.enter_context(interpose(
-            vars(setting)["_called"], None if observe is None else seen_by, before=before,
+            setting.called, None if observe is None else seen_by, before=before,
             swaps=setting.own_swaps if swaps is None else swaps,
         ))  # fmt: skip
         with _autocast(setting):
@@ -229,7 +228,7 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def _call(setting: Setting, batch: Any) -> Any:
-    model = vars(setting)["_called"]
+    model = setting.called
     if setting.forward is not None:
         return setting.forward(model, batch)
     if isinstance(batch, Mapping):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -82,6 +82,10 @@ class Carried:
         return sum(known) / len(known) if known else math.nan
 
 
+Measured: TypeAlias = Callable[[Sequence[Swap], int], list[Share]]
+"""Of swaps on a side, 0 for A: what they make of the gap, or what of it is gone."""
+
+
 @dataclass
 class Stand:
     """What both sides gave on one batch."""
@@ -117,21 +121,26 @@ class Swapped:
         self._rerun = Rerun(a, not trained), Rerun(b, not trained)
         self._tape = Tape(folder)
 
-    def carried(self, group: Group) -> Carried:
-        """Both ways, over all batches."""
+    def carried(self, group: Group, measured: Measured | None = None) -> Carried:
+        """Both ways: what swaps on a side make of the gap in one pass over all batches, or by
+        another measure, which has no values of A's pass to put in.
+        """
         into: list[Share] = []
+        shares = measured or self._measured
         try:
-            if any(gap.replaced for gap in group.members):
+            if not any(gap.replaced for gap in group.members):
+                out = shares(self._out_of(group), 1)
+                if self._b.whole and any(gap.answer is not None for gap in group.members):
+                    into = shares(self._into(group), 0)
+            elif measured is None:
                 out = self._with_values(group)
             else:
-                out = self._measured(self.out_of(group), self._b, 1)
-                if self._b.whole and any(gap.answer is not None for gap in group.members):
-                    into = self._measured(self.into(group), self._a, 0)
+                raise ValueError("A has nothing of that form in its place")
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             return Carried(group, [], [], str(error).partition("\n")[0])
         return Carried(group, into, out)
 
-    def out_of(self, group: Group) -> list[Swap]:
+    def _out_of(self, group: Group) -> list[Swap]:
         """A's operations in the place of a group of B's."""
         aligned = {gap.entry.place: gap.answer for gap in group.members if gap.answer is not None}
         lone = frozenset(gap.entry.place for gap in group.members if gap.answer is None)
@@ -139,7 +148,7 @@ class Swapped:
         other = InPlaceOf(self._b, self._rerun[0], aligned, self._b.whole)
         return [*swaps, Swap(other, kinds=KINDS)]
 
-    def into(self, group: Group) -> list[Swap]:
+    def _into(self, group: Group) -> list[Swap]:
         """A group of B's operations in the place of A's."""
         entries = {gap.answer.place: gap.entry for gap in group.members if gap.answer is not None}
         return [Swap(InPlaceOf(self._a, self._rerun[1], entries), kinds=KINDS)]
@@ -175,8 +184,7 @@ class Swapped:
                 return x if theirs is None else theirs.to(x.device, x.dtype if pieces else None)
 
             pieces = not self._b.whole
-            args, kwargs = mapped((plain.args, dict(plain.kwargs)), value)
-            given = replace(plain, args=args, kwargs=kwargs)
+            given = plain.changed(value)
             if pieces:
                 return self._b.compute(given)
             expected = entry_dtype[operation.place]
@@ -189,15 +197,15 @@ class Swapped:
             return piece
 
         put.takes_wide = True  # type: ignore[attr-defined]
-        return self._measured([Swap(put, kinds=KINDS)], self._b, 1, prepare)
+        return self._measured([Swap(put, kinds=KINDS)], 1, prepare)
 
     def _measured(
         self,
         swaps: Sequence[Swap],
-        setting: Setting,
         side: int,
         prepare: Callable[[int, Stand], Piece] | None = None,
     ) -> list[Share]:
+        setting = (self._a, self._b)[side]
         pairs: dict[str, list[tuple[float, float]]] = {"outputs": [], "loss": [], "gradients": []}
         for number, stand in enumerate(self._stands):
             asked = stand.gradients is not None and prepare is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -41,9 +41,7 @@ def made(name: str, argument: str, count: int, seed: int = 0, device: str = "cpu
         function, _ = load_function(name)
     except ValueError as error:
         raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
-    torch.manual_seed(seed)
-    takes = inspect.signature(function).parameters
-    given = function(seed, torch.device(device)) if len(takes) >= 2 else function()
+    given = _called(function, seed, device)
     parts = given if isinstance(given, tuple) else (given,)
     setting = parts[0]
     if isinstance(setting, nn.Module):
@@ -70,9 +68,7 @@ def optimizer_of(name: str, argument: str, seed: int = 0, device: str = "cpu") -
     function, _ = load_function(name)
 
     def make(model: nn.Module) -> Any:
-        torch.manual_seed(seed)
-        takes = inspect.signature(function).parameters
-        given = function(seed, torch.device(device)) if len(takes) >= 2 else function()
+        given = _called(function, seed, device)
         if not isinstance(given, tuple) or len(given) < 3:
             raise ValueError(
                 f"steps with {argument}={name!r}, which makes no optimizer; accepted is make(seed,"
@@ -86,6 +82,12 @@ def optimizer_of(name: str, argument: str, seed: int = 0, device: str = "cpu") -
         return optimizer if scheduler is None else (optimizer, scheduler)
 
     return make
+
+
+def _called(function: Callable[..., Any], seed: int, device: str) -> Any:
+    torch.manual_seed(seed)
+    takes = inspect.signature(function).parameters
+    return function(seed, torch.device(device)) if len(takes) >= 2 else function()
 
 
 def changed(setting: Setting, text: str, argument: str) -> Setting:

@@ -4,6 +4,7 @@ memory.
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import weakref
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfulp.interpose import Operation, leaves
-from halfulp.interpose.operation import mapped
+from halfulp.interpose import Observe, Operation, leaves
+from halfulp.interpose.operation import every, mapped
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,6 @@ class Entry:
     name: str
     path: str
     order: int
-    piece: int
     number: int  # in the order of the pass
     function: Callable[..., Any] = field(repr=False)
     arguments: Any  # args and kwargs with a Slot for each tensor
@@ -80,7 +80,7 @@ class Entry:
     @cached_property
     def slots(self) -> list[Slot]:
         """Its tensors, in their order."""
-        return list(_slots(self.arguments))
+        return list(every(self.arguments, Slot))
 
     @cached_property
     def asks(self) -> str:
@@ -135,28 +135,20 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _slots(tree: Any) -> Iterator[Slot]:
-    if isinstance(tree, Slot):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _slots(item)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _slots(item)
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    named = [*model.named_buffers(remove_duplicate=False)]
+    return dict([*named, *model.named_parameters(remove_duplicate=False)])
 
 
 def constants(model: nn.Module) -> dict[int, str]:
     """The names of a model's parameters and buffers, by identity."""
-    named = [*model.named_buffers(remove_duplicate=False)]
-    return {id(x): name for name, x in [*named, *model.named_parameters(remove_duplicate=False)]}
+    return {id(x): name for name, x in tensors_of(model).items()}
 
 
-def entry_of(
-    operation: Operation, result: Tensor, names: Mapping[int, str], piece: int, number: int
-) -> Entry:
+def entry_of(operation: Operation, result: Tensor, names: Mapping[int, str], number: int) -> Entry:
     """What is kept of an operation beside its numbers."""
-    count = iter(range(10**6))
+    count = itertools.count()
 
     def slot(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -164,10 +156,24 @@ def entry_of(
         return Slot(next(count), x.dtype, tuple(x.shape), names.get(id(x)))
 
     return Entry(
-        operation.place, operation.kind, operation.name, operation.path, operation.order, piece,
-        number, operation.function, mapped((operation.args, dict(operation.kwargs)), slot),
+        operation.place, operation.kind, operation.name, operation.path, operation.order, number,
+        operation.function, mapped((operation.args, dict(operation.kwargs)), slot),
         Ambience.now(result.device.type), tuple(result.shape), result.dtype,
     )  # fmt: skip
+
+
+def each(look: Callable[[Operation, Tensor, int], None]) -> Observe:
+    """An observer of one pass, which shows operations with a result of floating point, that result
+    and their number in the pass; not what a checkpoint makes again.
+    """
+    count = itertools.count()
+
+    def observe(operation: Operation, found: Any) -> None:
+        result = result_of(found)
+        if result is not None and not operation.recomputed:
+            look(operation, result, next(count))
+
+    return observe
 
 
 def result_of(found: Any) -> Tensor | None:

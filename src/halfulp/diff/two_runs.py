@@ -5,23 +5,21 @@ where their models may be made, one pass of both over the same batches.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from halfulp.diff.after_steps import STRETCHES
-from halfulp.diff.difference import Difference
+from halfulp.diff.difference import Difference, Report
 from halfulp.diff.local_gap import BEYOND, step_of
 from halfulp.diff.noise import LEVEL
 from halfulp.diff.run_sides import RunSide
 from halfulp.diff.setting import Setting
 from halfulp.diff.two_sides import compared
 from halfulp.diff.weights_apart import Distance, ModuleDrift, Weights, apart, distance, drifts
-from halfulp.runs.folder import json_text
 from halfulp.runs.results import Progress, no_progress
 from halfulp.training.checkpoint import load_weights
 from halfulp.training.run_json import difference
@@ -64,8 +62,8 @@ class Drift:
     modules: tuple[ModuleDrift, ...]
 
 
-@dataclass(frozen=True)
-class RunDifference:
+@dataclass(frozen=True, repr=False)
+class RunDifference(Report):
     """The report of two run folders: print it, or `to_json`.
 
     `verdict` is "identical" (every common line and checkpoint, to the bit), "beyond rounding" (they
@@ -96,20 +94,11 @@ class RunDifference:
             return 1
         return {"beyond rounding": 1, "unknown": 2}.get(self.verdict, 0)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json_text(self.as_dict())
-
-    def __str__(self) -> str:
+    def text(self, width: int) -> str:
+        """The verdict, settings, curves, weights and passes."""
         from halfulp.diff.run_wording import text
 
-        return text(self, min(shutil.get_terminal_size((100, 24)).columns, 120))
-
-    __repr__ = __str__
+        return text(self, width)
 
 
 def diff_runs(

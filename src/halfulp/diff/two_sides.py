@@ -21,11 +21,11 @@ from halfulp.diff.again import Rerun, ambient
 from halfulp.diff.alignment import Aligned, align
 from halfulp.diff.difference import Compared, Difference, summed_up
 from halfulp.diff.floors import exactly, floors_of
-from halfulp.diff.local_gap import LocalGap, squares, step_of
+from halfulp.diff.local_gap import LocalGap, added, step_of
 from halfulp.diff.noise import Chance, Moved, chance, noise_step
 from halfulp.diff.setting import Outcome, Piece, Setting, part_of, run, tensors_in
-from halfulp.diff.shares import Carried, Group, Stand, Swapped, grouped
-from halfulp.diff.tape import Entry, Tape, constants, entry_of, result_of
+from halfulp.diff.shares import Carried, Stand, Swapped, grouped
+from halfulp.diff.tape import Entry, Tape, constants, each, entry_of, result_of
 from halfulp.interpose import Operation
 from halfulp.runs.results import Progress, no_progress
 
@@ -94,21 +94,15 @@ class TwoSides:
     def _record(self, batch: Any, number: int) -> Outcome:
         """A's pass, written down."""
         self._held.clear()
-        count, names = 0, self._names[0]
 
-        def observe(operation: Operation, given: Any) -> None:
-            nonlocal count
-            result = result_of(given)
-            if result is None or operation.recomputed:
-                return
+        def look(operation: Operation, result: Tensor, count: int) -> None:
             place = operation.place
-            self.entries[place] = entry_of(operation, result, names, 0, count)
-            count += 1
+            self.entries[place] = entry_of(operation, result, self._names[0], count)
             self._tape.write(place, result)
             if result.requires_grad:
                 _on_gradient(result, lambda grad: self._tape.write(f"{place} gradient", grad))
 
-        found = run(self.a, batch, gradients=self.gradients, observe=observe, seed=number)
+        found = run(self.a, batch, gradients=self.gradients, observe=each(look), seed=number)
         if self.gradients:
             for name, parameter in self.a.model.named_parameters():
                 if parameter.grad is not None:
@@ -118,15 +112,13 @@ class TwoSides:
     def _align(self, batch: Any) -> None:
         """What answers to what, from one pass of B without its numbers."""
         entries: dict[int, dict[str, Entry]] = {}
-        piece, names = Piece(), self._names[1]
+        piece = Piece()
 
-        def observe(operation: Operation, given: Any) -> None:
-            result = result_of(given)
-            if result is not None and not operation.recomputed:
-                found = entries.setdefault(piece.number, {})
-                found[operation.place] = entry_of(operation, result, names, 0, len(found))
+        def look(operation: Operation, result: Tensor, _: int) -> None:
+            found = entries.setdefault(piece.number, {})
+            found[operation.place] = entry_of(operation, result, self._names[1], len(found))
 
-        run(self.b, batch, observe=observe, piece=piece, seed=len(self.stands))
+        run(self.b, batch, observe=each(look), piece=piece, seed=len(self.stands))
         if not entries:  # all of B is hidden
             self.aligned = Aligned(only_a=list(self.entries.values()))
             return
@@ -144,7 +136,7 @@ class TwoSides:
 
     def _compare(self, batch: Any, number: int) -> Outcome:
         """B's pass, held against what was written down."""
-        count, piece = 0, Piece()
+        piece = Piece()
         saved: list[tuple[Any, ...]] = []
 
         def before(operation: Operation) -> None:
@@ -152,32 +144,27 @@ class TwoSides:
                 args = tuple(x.clone() if isinstance(x, Tensor) else x for x in operation.args)
                 saved[:] = [args]
 
-        def observe(operation: Operation, given: Any) -> None:
-            nonlocal count
-            result = result_of(given)
-            if result is None or operation.recomputed:
-                return
+        def look(operation: Operation, result: Tensor, count: int) -> None:
             if operation.in_place and saved:
-                operation = Operation(**(vars(operation) | {"args": saved.pop()}))
+                operation = replace(operation, args=saved.pop())
             with torch.no_grad():
                 self._pair(operation, result, piece, count)
-            count += 1
 
         self._seen = []
         with ExitStack() as stack:
             for name, parameter in self.b.model.named_parameters() if self.gradients else ():
                 if parameter.requires_grad:
-                    look = self._on_parameter(name, number)
-                    hook = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+                    held = self._on_parameter(name, number)
+                    hook = parameter.register_post_accumulate_grad_hook(held)  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
             return run(
-                self.b, batch, gradients=self.gradients, observe=observe, before=before,
+                self.b, batch, gradients=self.gradients, observe=each(look), before=before,
                 piece=piece, seed=number,
             )  # fmt: skip
 
     def _pair(self, operation: Operation, result: Tensor, piece: Piece, count: int) -> None:
         assert self.aligned is not None
-        entry = entry_of(operation, result, self._names[1], piece.number, count)
+        entry = entry_of(operation, result, self._names[1], count)
         place = operation.place
         answer = self.entries.get(self.aligned.pairs.get(place, ""))
         theirs = None if answer is None else self._tape.read(answer.place)
@@ -248,9 +235,7 @@ class TwoSides:
                 self.unseen[f"B: {name}"] = "its gradient comes in parts; the first was compared"
             if mine is None or theirs is None or mine.shape != theirs.shape:
                 return
-            before = self.parameters.get(name, (0.0, 0.0, 0.0))
-            sums = [x + y for x, y in zip(before, squares(mine.cpu(), theirs.cpu()), strict=True)]
-            self.parameters[name] = sums[0], sums[1], sums[2]
+            added(self.parameters, name, mine.cpu(), theirs.cpu())
             self._seen.append(name)
             if self._swaps:
                 self._kept.write(f"{number} a {name}", theirs)
@@ -342,7 +327,7 @@ class TwoSides:
         if found:
             layers = grouped(found[0].group.members, by_layer=True)
             if 1 < len(layers) <= 4 * most:
-                inside = [swapped.carried(Group(x.name, x.members)) for x in layers]
+                inside = [swapped.carried(layer) for layer in layers]
                 found += sorted(inside, key=_rank, reverse=True)
         return found, max(0, len(groups) - most)
 

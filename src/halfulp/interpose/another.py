@@ -92,7 +92,7 @@ def _query_key_normed(operation: Operation) -> Any:
     al. 2020, arXiv 2010.04245, without a learned gain): scores of at most √D, natural units.
     """
     if operation.name != "scaled_dot_product_attention":
-        return operation.function(*operation.args, **operation.kwargs)
+        return operation.run()
     given = dict(zip(("query", "key", "value"), operation.args, strict=False))
     given |= operation.kwargs
     for name in ("query", "key"):
@@ -108,8 +108,7 @@ class _Rounded:
         self._format = fmt
 
     def __call__(self, operation: Operation) -> Any:
-        found = operation.function(*operation.args, **operation.kwargs)
-        return mapped(found, self._round)
+        return mapped(operation.run(), self._round)
 
     def _round(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -157,15 +156,14 @@ class Wide:
         if operation.name in _CASTS and operation.kind != "other":
             return self._cast(operation)
         expected = self._expected(operation) if self._noted else []
-        args, kwargs = mapped((operation.args, dict(operation.kwargs)), self._widened)
-        device = next((x.device.type for x in leaves(args)), "cpu")
+        wide = operation.changed(self._widened)
+        device = next((x.device.type for x in leaves(wide.args)), "cpu")
         try:
             with torch.autocast(device, enabled=False):
-                found = operation.function(*args, **kwargs)
+                found = wide.run()
         except (RuntimeError, TypeError) as error:
             self.refused[operation.name] = str(error).partition("\n")[0]
-            args, kwargs = mapped((operation.args, dict(operation.kwargs)), expected_by_model)
-            return operation.function(*args, **kwargs)
+            return operation.changed(expected_by_model).run()
         for x, dtype in zip(leaves(found) if self._noted else (), expected, strict=True):
             tag(x, dtype)
         return found
@@ -200,9 +198,8 @@ class Wide:
         dtypes = mapped((operation.args, dict(operation.kwargs)), _dtype_of)
         key = (operation.function, autocast, repr(dtypes))
         if key not in self._stock:
-            args, kwargs = mapped((operation.args, dict(operation.kwargs)), expected_by_model)
             with torch.no_grad(), torch.random.fork_rng(devices=_current(kind)):
-                found = operation.function(*args, **kwargs)
+                found = operation.changed(expected_by_model).run()
             self._stock[key] = [x.dtype for x in leaves(found)]
         return self._stock[key]
 

@@ -102,12 +102,12 @@ class Kernel:
         """
         if operation.kind == "rotary" and operation.name != "apply_rotary_pos_emb":
             self.parts += 1  # cos and sin, which a kernel computes for itself
-            return operation.function(*operation.args, **operation.kwargs)
+            return operation.run()
         if operation.name == "scaled_dot_product_attention" and ATTENTION in self.targets:
             self.stood += 1
             return self._attention(operation)
         if operation.kind == ATTENTION and ATTENTION in self.targets:
-            return operation.function(*operation.args, **operation.kwargs)
+            return operation.run()
         try:
             given = _given(operation)
             read = _READERS.get(operation.name)
@@ -191,8 +191,7 @@ class Kernel:
         key = (operation.place, autocast, asked, *(x.dtype for x in every))
         if key not in self._dtypes:
             with torch.no_grad():
-                found = operation.function(*operation.args, **operation.kwargs)
-            self._dtypes[key] = next(leaves(found)).dtype
+                self._dtypes[key] = next(leaves(operation.run())).dtype
         return self._dtypes[key]
 
 

@@ -15,7 +15,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,13 +66,12 @@ class Swap:
         for kind in self.kinds:
             if kind not in kinds.KINDS:
                 raise ValueError(f"kinds={kind!r}: accepted are {', '.join(kinds.KINDS)}")
-        object.__setattr__(self, "_run", another.arithmetic(self.into, self.kinds))
+        _ = self.run  # so that a name that nothing has is told here
 
-    @property
+    @cached_property
     def run(self) -> another.Into:
         """What runs in the operation's place."""
-        run: another.Into = vars(self)["_run"]
-        return run
+        return another.arithmetic(self.into, self.kinds)
 
     def chooses(self, operation: Operation) -> bool:
         """Whether this operation is among them."""
@@ -197,14 +197,17 @@ class _Mode(TorchFunctionMode):
         stack = self.standing.stack
         if not stack and (_optimizing or in_backward()):
             return func(*args, **kwargs)
-        path, module = stack[-1][:2] if stack else ("", None)
-        kind = kinds.kind_of(name, module, kinds.caller())
+        kind = kinds.kind_of(name, stack[-1][1] if stack else None, kinds.caller())
         if kind in ("layout", "dropout"):
             return self._moved(kind, func, args, kwargs) if self._swaps else func(*args, **kwargs)
-        return self.called(Operation(
-            kind, name, path, self.standing.next_order(path, name), func, args, kwargs,
-            self.standing.recomputes,
-        ))  # fmt: skip
+        return self.called(self.operation(kind, name, func, args, kwargs))
+
+    def operation(self, kind: str, name: str, function: Any, args: Any, kwargs: Any) -> Operation:
+        """A call of a function where this thread stands."""
+        stack, standing = self.standing.stack, self.standing
+        path = stack[-1][0] if stack else ""
+        order = standing.next_order(path, name)
+        return Operation(kind, name, path, order, function, args, kwargs, standing.recomputes)
 
     def called(self, operation: Operation) -> Any:
         """Run an operation, or what stands for it."""
@@ -217,11 +220,7 @@ class _Mode(TorchFunctionMode):
         else:
             if self._swaps:
                 operation = self._narrowed(operation)
-            found = (
-                operation.function(*operation.args, **operation.kwargs)
-                if swap is None
-                else swap.run(operation)
-            )
+            found = operation.run() if swap is None else swap.run(operation)
         if self._observe is not None and any(x.is_floating_point() for x in leaves(found)):
             self._observe(operation, found)
         return found
@@ -235,11 +234,7 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """What is written out by hand, run in one piece if a swap takes it so."""
-        path = self.standing.stack[-1][0] if self.standing.stack else ""
-        operation = Operation(
-            kind, name, path, self.standing.next_order(path, name), function, args, kwargs,
-            self.standing.recomputes,
-        )  # fmt: skip
+        operation = self.operation(kind, name, function, args, kwargs)
         swap = next((one for one in self._swaps if one.chooses(operation)), None)
         if swap is None or not getattr(swap.run, "takes_whole", False):
             return function(*args, **kwargs)
@@ -261,12 +256,10 @@ class _Mode(TorchFunctionMode):
         """
         if not any(map(another.is_wide, leaves((operation.args, operation.kwargs)))):
             return operation
-        first, rest = operation.args[:1], operation.args[1:]
-        if not operation.in_place:
-            first = mapped(first, another.expected_by_model)
-        args = (*first, *mapped(rest, another.expected_by_model))
-        kwargs = mapped(dict(operation.kwargs), another.expected_by_model)
-        return Operation(**(vars(operation) | {"args": args, "kwargs": kwargs}))
+        plain = operation.changed(another.expected_by_model)
+        if operation.in_place:
+            return replace(plain, args=(*operation.args[:1], *plain.args[1:]))
+        return plain
 
     def _moved(
         self, kind: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -383,13 +376,10 @@ def _reach_functions() -> None:
             outside = not stack and (_optimizing or in_backward())
             if outside or cls.__module__ == checkpoint.__name__:
                 return run(*args, **kwargs)
-            path, name = (stack[-1][0] if stack else ""), cls.__name__
-            kind = "attention" if "attention" in name.lower() else "custom"
-            order = mode.standing.next_order(path, name)
+            kind = "attention" if "attention" in cls.__name__.lower() else "custom"
+            operation = mode.operation(kind, cls.__name__, run, args, kwargs)
             with mode.shut():
-                return mode.called(
-                    Operation(kind, name, path, order, run, args, kwargs, mode.standing.recomputes)
-                )
+                return mode.called(operation)
 
         return classmethod(apply)
 

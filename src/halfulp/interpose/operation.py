@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,15 @@ class Operation:
         """Whether it writes into an operand."""
         return writes(self.function, self.kwargs)
 
+    def run(self) -> Any:
+        """What the model's own function gives on these arguments."""
+        return self.function(*self.args, **self.kwargs)
+
+    def changed(self, change: Callable[[Any], Any]) -> Operation:
+        """The same operation with `change(argument)` for every argument, in nested ones too."""
+        args, kwargs = mapped((self.args, dict(self.kwargs)), change)
+        return replace(self, args=args, kwargs=kwargs)
+
     def tensors(self) -> list[Tensor]:
         """Its operands of floating point, in their order."""
         return [x for x in leaves((self.args, self.kwargs)) if x.is_floating_point()]
@@ -47,34 +58,22 @@ def writes(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     return name.endswith("_") or kwargs.get("out") is not None or kwargs.get("inplace") is True
 
 
-_AFTER_I = tuple(
-    f"{name}__"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "pow",
-        "matmul",
-        "floordiv",
-        "mod",
-        "and",
-        "or",
-        "xor",
-    ]
-)
+_IN_PLACE = "add sub mul truediv pow matmul floordiv mod and or xor"  # __iadd__, …
+_AFTER_I = {f"{name}__" for name in _IN_PLACE.split()}
 
 
 def leaves(tree: Any) -> Iterator[Tensor]:
     """Every tensor in nested arguments or results."""
-    if isinstance(tree, Tensor):
+    return every(tree, Tensor)
+
+
+def every(tree: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """Everything of one kind in nested arguments or results."""
+    if isinstance(tree, kind):
         yield tree
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from leaves(item)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from every(item, kind)
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
