@@ -15,6 +15,7 @@ from tests.isolate.test_user_model import MODEL
 
 import halfulp
 from halfulp import cli
+from halfulp.isolate.climb import Substitution
 from halfulp.prescribe import candidates
 from halfulp.prescribe.candidates import Remedy
 from halfulp.prescribe.prescribing import prescribe
@@ -258,8 +259,8 @@ def runs_with(cures, group="rounding", name="x", noise=0.0, losses=(1.0, 1.0)):
         remedies=10,
     )
     made = {s: one(losses[1], "" if s < cures else "it fails") for s in range(3)}
-    remedy = Remedy(name, group, name, "an operation", "", "", None)  # type: ignore[arg-type]
-    return Trial(remedy, made, control)
+    change = Substitution(name, "remedy", name, {})
+    return Trial(Remedy(change, group, "an operation", "", ""), made, control)
 
 
 class Failed:

@@ -215,9 +215,9 @@ def test_a_watched_function_is_read_by_its_own_names():
     def kernel(q, k, v, causal=False, sm_scale=None):
         raise AssertionError
 
-    form = functions._own_form(kernel)
     q, k, _, _ = tensors()
-    asked = form.read(form.arguments((q, k, k, True), {"sm_scale": 0.5}), q, k)
+    made = functions.Made(functions._own_form(kernel), kernel, (q, k, k, True), {"sm_scale": 0.5})
+    asked = made.form.read(made.arguments, q, k)
     assert (asked.sees.causal, asked.scale) == (True, 0.5)
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from halfulp.attention import golden
 from halfulp.training.attention import Attend, AttentionPlan
-from halfulp.watch.curvature import full_precision
+from halfulp.watch.curvature import FullPrecision
 from halfulp.watch.monitor import Monitor
 
 
@@ -87,7 +87,7 @@ def test_autocast_is_off_inside_whatever_the_code_says():
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert functional.linear(x, w).dtype == torch.bfloat16
-        with full_precision("cpu"):
+        with FullPrecision("cpu"):
             assert functional.linear(x, w).dtype == torch.float32
-    with full_precision("cpu"), torch.autocast("cpu", torch.bfloat16):
+    with FullPrecision("cpu"), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(x @ w.mT, functional.linear(x, w))

@@ -17,7 +17,7 @@ from halfulp.runs.threads import one_thread
 from halfulp.watch import calls as calls_module
 from halfulp.watch import watcher as watcher_module
 from halfulp.watch.calls import call_figures
-from halfulp.watch.foreign import Idle
+from halfulp.watch.hooks import Idle
 from tests.watch.gpt import BIASED_HEAD, GPT, HEADS, LENGTH, biased, train
 from tests.watch.test_watcher import (
     ALL_HEADS,

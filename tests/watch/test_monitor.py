@@ -69,7 +69,7 @@ def test_a_monitor_that_does_disturb_is_caught_by_that_comparison(monkeypatch):
 
     from halfulp.watch import passes
 
-    monkeypatch.setattr(passes, "_undisturbed", lambda model: nullcontext())
+    monkeypatch.setattr(passes, "undisturbed", lambda model: nullcontext())
     with one_thread():
         losses, tensors, _, _ = train_toy(3, False)
         watched, watched_tensors, _, _ = train_toy(3, True)

@@ -182,9 +182,7 @@ def result_of(found: Any) -> Tensor | None:
 
 
 class Tape:
-    """Tensors by name in a file that has no name and is gone with the tape; none is held in
-    memory.
-    """
+    """Tensors by name in a file that has no name and is gone with the tape."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -271,9 +271,7 @@ class TwoSides:
         return [gap for gap in self.gaps.values() if not gap.same and gap.own and gap.answer]
 
     def chances(self, repetitions: int) -> dict[str, Chance]:
-        """Whether rounding explains the gap in the outputs: in A's formats, and where B's are
-        coarser in those.
-        """
+        """Whether rounding explains the outputs' gap: in A's formats, and in B's if coarser."""
         found = {"A": self._chance(self.roundings(False), repetitions)}
         if self.coarser:
             found["both"] = self._chance(self.roundings(True), repetitions)

@@ -189,9 +189,7 @@ class Wide:
         return tag(found.view_as(found), asked.dtype)  # x itself may stand for another dtype
 
     def _expected(self, operation: Operation) -> list[torch.dtype]:
-        """The dtypes of the results that the operation itself would give, learned by running it
-        once for each combination of dtypes.
-        """
+        """The dtypes that the operation itself would give, learned once a combination of dtypes."""
         every = list(leaves((operation.args, operation.kwargs)))
         kind = every[0].device.type if every else "cpu"
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -181,9 +181,7 @@ class Kernel:
         return (out[0] if isinstance(out, tuple) else out).to(query.dtype)
 
     def _dtype(self, operation: Operation) -> torch.dtype:
-        """The dtype of what the model's own operation gives, learned by running it once for each
-        combination of dtypes.
-        """
+        """The dtype that the model's own call gives, learned once a combination of dtypes."""
         every = list(leaves((operation.args, operation.kwargs)))
         kind = every[0].device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

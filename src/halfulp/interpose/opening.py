@@ -251,9 +251,7 @@ class _Mode(TorchFunctionMode):
         return None
 
     def _narrowed(self, operation: Operation) -> Operation:
-        """The operation as the model means it: wide operands rounded, but for one that is written
-        into.
-        """
+        """The operation as the model means it: wide operands rounded, unless written into."""
         if not any(map(another.is_wide, leaves((operation.args, operation.kwargs)))):
             return operation
         plain = operation.changed(another.expected_by_model)

@@ -57,9 +57,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Substitution:
-    """One thing changed: which attention, or in a user's model which arithmetic, runs where
-    instead.
-    """
+    """One thing changed: which attention, or in a user's model which arithmetic, runs where."""
 
     name: str  # of a folder
     question: str
@@ -112,9 +110,7 @@ class Ladder:
         return time.time() - self._began
 
     def add(self, substitution: Substitution) -> Rung:
-        """Return the rung of a substitution, without running it; a name stands for one
-        substitution.
-        """
+        """The rung of a substitution, without running it; a name stands for one substitution."""
         config, operations = self.settings.config, substitution.operations
         plan = plan_of(substitution.cells) if substitution.cells else config.attention
         operations = config.operations if operations is None else operations

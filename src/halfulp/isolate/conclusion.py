@@ -56,9 +56,7 @@ def conclude(found: Investigation, status: str, command: str) -> Isolation:
 
 
 def _rescues(found: Investigation) -> list[Rescue]:
-    """The minimal sets, those that hold on the largest share of seeds first, then the smaller, then
-    the earlier.
-    """
+    """The minimal sets: those that hold on most seeds first, then the smaller, then the earlier."""
     rescues = []
     whole = found.ladder.rungs.get(TILING)
     if whole is not None and found.main in whole.runs and whole.runs[found.main].survived:
@@ -91,9 +89,7 @@ def _places(found: Investigation) -> tuple[Place, ...]:
 
 
 def _seeds(found: Investigation, rescue: Rescue | None) -> Seeds:
-    """On how many seeds every rung that the verdict rests on came out as it says, of those where
-    all were run.
-    """
+    """Of the seeds with every rung that the verdict rests on: where all came out as it says."""
     survive = [*found.cleared, *([rescue.rung] if rescue else [])] or [TWIN]
     held = tried = searched = 0
     for seed in found.failing:
@@ -113,7 +109,7 @@ def _verdict(
     found: Investigation, rescues: Sequence[Rescue], seeds: Seeds, where: Sequence[Place]
 ) -> str:
     if not found.failing:
-        return _no_failure(found)
+        return no_failure(found)
     place = places_text(where, found.heads_a_layer) if 0 < len(where) < len(found.cells) else ""
     if not rescues:
         what = f"attention in low precision{', ' + place if place else ''}"
@@ -147,7 +143,7 @@ def _cut(found: Investigation) -> bool:
     return ("(d) operations", found.budget_text()) in found.not_tested
 
 
-def _no_failure(found: Investigation) -> str:
+def no_failure(found: Investigation) -> str:
     """Why there is no cause to look for."""
     rungs, seeds = found.ladder.rungs, found.ladder.settings.seeds
     original, twin = (rungs[name].runs if name in rungs else {} for name in (ORIGINAL, TWIN))
@@ -156,8 +152,7 @@ def _no_failure(found: Investigation) -> str:
         return "Not known: the budget was spent before the run and its fp32 twin were made."
     if not bad:
         return f"The run does not fail: it survives on {len(original)} of {len(original)} seeds."
-    seen = f"{len(bad)} of {len(seeds)} seeds"
-    return f"Attention is not the cause: with fp32 attention the run fails too ({seen})."
+    return f"{found.not_the_cause} the run fails too ({len(bad)} of {len(seeds)} seeds)."
 
 
 def _fix(found: Investigation, rescues: Sequence[Rescue]) -> str:

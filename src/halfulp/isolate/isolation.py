@@ -10,7 +10,8 @@ turns them into a sentence, and into a number for how sure.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -101,32 +102,42 @@ def isolate(
         ValueError: an argument is not accepted, or the folder holds something else.
         WorkerKilledError: a worker process was killed; the same call goes on.
     """
-    settings = _settings(
-        run, out, seeds, steps, from_step, budget_seconds, budget_steps, workers, backend, rule
+    config, source = _begin(run, from_step, trust, workload)
+    settings = Settings(
+        config,
+        _seeds(config, seeds, from_step),
+        horizon=config.steps if steps is None else steps,
+        rule=rule or rule_for(config.workload),
+        out=out,
+        source=source,
+        start=from_step,
+        workers=workers,
+        backend=backend,
+        budget_seconds=budget_seconds,
+        budget_steps=budget_steps,
+        recorded=tuple(recorded),
     )
-    settings = replace(settings, recorded=tuple(recorded))
-    if isinstance(run, Path):
-        settings = replace(settings, config=trusted(settings.config, run, trust, workload))
+    _check(settings)
     settings = looked_at(settings)
     _check_suspects(settings)
-    lock = claim(settings, "isolate")
+    with working(settings, "isolate", command, seeds=list(settings.seeds)) as record:
+        return _investigated(Ladder(settings, progress), record, command)
+
+
+def _investigated(ladder: Ladder, record: dict[str, Any], command: str) -> Isolation:
+    """Ask every question, and write down what is known after each."""
+    found, phases, ended = _questions(ladder)
+    status = "interrupted"
     try:
-        record = new_record("isolate", identity(settings), command, seeds=list(settings.seeds))
-        write_json(settings.out / "run.json", record)
-        found, phases, ended = _questions(Ladder(settings, progress))
-        status = "interrupted"
-        try:
-            for what, phase, share in phases:
-                found.begin(what, share)
-                if found.main is not None or phase is phases[0][1]:
-                    _ask(found, what, phase)
-                _write(settings, record, ended(found, "running", command))
-            status = "done"
-        finally:
-            result = ended(found, status, command)
-            _write(settings, record, result)
+        for what, phase, share in phases:
+            found.begin(what, share)
+            if found.main is not None or phase is phases[0][1]:
+                _ask(found, what, phase)
+            _write(ladder.settings, record, ended(found, "running", command))
+        status = "done"
     finally:
-        lock.release()
+        result = ended(found, status, command)
+        _write(ladder.settings, record, result)
     return result
 
 
@@ -144,26 +155,20 @@ def _ask(found: Investigation, what: str, phase: Callable[[Any], None]) -> None:
         found.not_tested.append((what, found.budget_text()))
 
 
-def _settings(
-    run: Path | RunConfig,
-    out: Path,
-    seeds: Sequence[int] | None,
-    steps: int | None,
-    from_step: int,
-    budget_seconds: float | None,
-    budget_steps: int | None,
-    workers: int,
-    backend: str | None,
-    rule: Rule | None,
-) -> Settings:
-    source = run if isinstance(run, Path) else None
-    config = read_config(run) if isinstance(run, Path) else run
-    horizon = config.steps if steps is None else steps
-    if from_step and (source is None or from_step not in checkpoint_steps(source / "checkpoints")):
-        there = checkpoint_steps(source / "checkpoints") if source else []
+def _begin(
+    run: Path | RunConfig, from_step: int, trust: bool, workload: str | None
+) -> tuple[RunConfig, Path | None]:
+    """The configuration of a run and, of a recorded one, the folder, which has that checkpoint."""
+    there = checkpoint_steps(run / "checkpoints") if isinstance(run, Path) else []
+    if from_step and from_step not in there:
         raise ValueError(f"from_step={from_step}: accepted are 0 and the run's checkpoints {there}")
-    if not from_step < horizon <= config.steps:
-        raise ValueError(f"steps={steps}: accepted are {from_step + 1} to the run's {config.steps}")
+    if isinstance(run, RunConfig):
+        return run, None
+    return trusted(read_config(run), run, trust, workload), run
+
+
+def _seeds(config: RunConfig, seeds: Sequence[int] | None, from_step: int) -> tuple[int, ...]:
+    """Those asked for, or the run's own and, from the beginning, the two after it."""
     if seeds is None:
         seeds = (config.seed,) if from_step else tuple(range(config.seed, config.seed + 3))
     if not seeds or len(set(seeds)) < len(seeds) or (from_step and tuple(seeds) != (config.seed,)):
@@ -173,25 +178,20 @@ def _settings(
             else "different ones, at least one"
         )
         raise ValueError(f"seeds={list(seeds)}: accepted are {accepted}")
-    for name, budget in (("budget_seconds", budget_seconds), ("budget_steps", budget_steps)):
+    return tuple(seeds)
+
+
+def _check(settings: Settings) -> None:
+    """Raise ValueError for an end or a budget that cannot be."""
+    start, horizon, last = settings.start, settings.horizon, settings.config.steps
+    if not start < horizon <= last:
+        raise ValueError(f"steps={horizon}: accepted are {start + 1} to the run's {last}")
+    for name in ("budget_seconds", "budget_steps"):
+        budget = getattr(settings, name)
         if budget is not None and not budget > 0:
             raise ValueError(f"{name}={budget}: accepted is a number above 0")
-    if workers < 1:
-        raise ValueError(f"workers={workers}: accepted is an integer of at least 1")
-    rule = rule or rule_for(config.workload)
-    return Settings(
-        config,
-        tuple(seeds),
-        horizon,
-        rule,
-        out,
-        source,
-        from_step,
-        workers,
-        backend,
-        budget_seconds,
-        budget_steps,
-    )
+    if settings.workers < 1:
+        raise ValueError(f"workers={settings.workers}: accepted is an integer of at least 1")
 
 
 def _check_suspects(settings: Settings) -> None:
@@ -223,7 +223,19 @@ def looked_at(settings: Settings) -> Settings:
     return replace(settings, layout=layout, config=config, changed=True)
 
 
-def claim(settings: Settings, kind: str) -> Lock:
+@contextmanager
+def working(settings: Settings, kind: str, command: str, **more: Any) -> Iterator[dict[str, Any]]:
+    """The folder claimed meanwhile, with the beginning of its run.json, which is the record."""
+    lock = _claim(settings, kind)
+    try:
+        record = new_record(kind, identity(settings), command, **more)
+        write_json(settings.out / "run.json", record)
+        yield record
+    finally:
+        lock.release()
+
+
+def _claim(settings: Settings, kind: str) -> Lock:
     """Make the folder, or see that what it holds of this kind goes by the same settings; nobody
     else writes it then.
     """

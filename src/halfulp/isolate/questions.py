@@ -8,9 +8,9 @@ seed on which it does. A run that drifts counts as not saved: it may only take l
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from halfulp.isolate.climb import ORIGINAL, TWIN, BudgetSpentError, Ladder, Rung, Substitution
 from halfulp.isolate.result import Bits
@@ -37,6 +37,7 @@ from halfulp.recipes import Recipe, recipe_named
 from halfulp.targets import emulations
 from halfulp.training.config import Language, LayerTask
 
+Item = TypeVar("Item", bound=Hashable)
 HALFULP, TILING = "halfulp", "block-N"
 _FULL = 23  # mantissa bits of fp32
 
@@ -61,10 +62,13 @@ class Investigation:
         self.notes: list[str] = []
         self.not_tested: list[tuple[str, str]] = []
 
+    @property
+    def not_the_cause(self) -> str:
+        """What it says that the run fails with all of it in fp32, too."""
+        return "Attention is not the cause: with fp32 attention"
+
     def begin(self, what: str, share: float) -> None:
-        """Say which part of the progress the next question has, and how much will be done after
-        it.
-        """
+        """The next question, and how much of the progress will be done after it."""
         self.ladder.share = (self.ladder.share[1] if self.ladder.rungs else 0.0, share)
         self.ladder.progress(self.ladder.share[0], what)
 
@@ -92,9 +96,7 @@ class Investigation:
         self._judge(twin, original, "fp32 attention")
 
     def _judge(self, twin: Substitution, original: Substitution, what: str) -> None:
-        """Run the original and its twin, and note on which seeds the one fails and the other does
-        not.
-        """
+        """Run the original and its twin; note on which seeds only the original fails."""
         s = self.ladder.settings
         self.ladder.add(original)  # it stands first in the table
         (saved,) = self.ladder.climb([twin], s.seeds)
@@ -118,11 +120,8 @@ class Investigation:
 
     def emulation(self) -> None:
         """Does a recipe fail as the kernel does: only in a recipe can operations be replaced."""
-        kernels = list(
-            dict.fromkeys(
-                c for c in (self.cells[p] for p in suspects(self.cells)) if not is_recipe(c)
-            )
-        )
+        choices = dict.fromkeys(self.cells[place] for place in suspects(self.cells))
+        kernels = [choice for choice in choices if not is_recipe(choice)]
         if not kernels:
             self.base = self.cells
             return
@@ -155,11 +154,8 @@ class Investigation:
         tokens = self._tokens()
         cells = in_cells(self.base, partial(_untiled, tokens=tokens))
         if cells is None:
-            self.notes.append(
-                f"Tiling is not the cause: one tile holds all {tokens or ''} tokens.".replace(
-                    "  ", " "
-                )
-            )
+            many = f"all {tokens} tokens" if tokens else "all tokens"
+            self.notes.append(f"Tiling is not the cause: one tile holds {many}.")
             return
         whole = Substitution(TILING, "(b) tiling", "block = N", cells)
         if self._screen([whole])[0].survived:
@@ -168,32 +164,23 @@ class Investigation:
     def layers(self) -> None:
         """Which layers: the kernel in some of them alone, fp32 in the others; halves first."""
         members = sorted({layer for layer, _ in suspects(self.cells)})
-        if len(members) < 2:
-            self.layer_sets = (frozenset(members),)
-            return
-
-        def ask(sets: Sequence[frozenset[int]]) -> list[bool]:
-            asked = [self._only_layers(layers) for layers in sets]
-            return [not run.survived for run in self._screen(asked)]
-
-        found = guilty_sets(members, ask)
+        found = self._guilty(members, self._only_layers)
         self.layer_sets = found.sets
         self._say_spread(found, "layer")
         inside = frozenset(p for p in suspects(self.cells) if p[0] in found.all)
         self._confirm(self._only_layers(found.all), inside, "(c) layers")
 
     def operations(self) -> None:
-        """Which operation: each replaced alone, then sets of them; and halfulp's recipe, which
-        replaces several.
-        """
+        """Which operation: each replaced alone, then sets of them; and halfulp's recipe."""
         if self.base is None:
             self.lacking("(d) operations", "no emulation fails alike")
             return
-        options = [one for one in OPERATIONS if self._replaced([one]) is not None]
+        options = [one for one in OPERATIONS if self._with_replaced([one]) is not None]
         try:
             runs = self._scores([frozenset({one}) for one in options])
         except BudgetSpentError:  # what is known is kept
-            self.rescues += [frozenset({one}) for one in options if self._survived(one)]
+            known = {one: self._alone(one) for one in options}
+            self.rescues += [frozenset({one}) for one, run in known.items() if run and run.survived]
             raise
         saving = [
             one for one, run in zip(options, runs, strict=True) if run is not None and run.survived
@@ -211,29 +198,17 @@ class Investigation:
 
     def heads(self) -> None:
         """Which heads of the guilty layers: the kernel in some of them alone; halves first."""
-        layers = (
-            frozenset().union(*self.layer_sets)
-            if self.layer_sets
-            else {i for i, _ in suspects(self.cells)}
-        )
+        every = {layer for layer, _ in suspects(self.cells)}
+        layers = frozenset[int]().union(*self.layer_sets or (every,))
         members = sorted(place for place in suspects(self.cells) if place[0] in layers)
-        if len(members) < 2:
-            self.place_sets = (frozenset(members),)
-            return
-
-        def ask(sets: Sequence[frozenset[Place]]) -> list[bool]:
-            asked = [self._only_places(chosen) for chosen in sets]
-            return [not run.survived for run in self._screen(asked)]
-
-        found = guilty_sets(members, ask)
+        found = self._guilty(members, self._only_places)
         self.place_sets = found.sets
-        self._say_spread(found, "head")
-        self._confirm(self._only_places(found.all), found.all, "(e) heads")
+        if len(members) > 1:  # one alone is the layer that was found
+            self._say_spread(found, "head")
+            self._confirm(self._only_places(found.all), found.all, "(e) heads")
 
     def bits(self) -> None:
-        """How many mantissa bits the guilty tensor needs: bisection upwards, two steps
-        downwards.
-        """
+        """How many mantissa bits the guilty tensor needs: bisection upwards, two steps down."""
         step = next(
             (one.tensor for chosen in self.rescues for one in _ordered(chosen) if one.tensor), None
         )
@@ -273,6 +248,18 @@ class Investigation:
         assert self.main is not None
         return [rung.runs[self.main] for rung in self.ladder.climb(substitutions, [self.main])]
 
+    def _guilty(
+        self, members: Sequence[Item], only: Callable[[Iterable[Item]], Substitution]
+    ) -> Guilty[Item]:
+        """Which members carry the failure: as they are in some alone, fp32 in the others."""
+        if len(members) < 2:
+            return Guilty((frozenset(members),))
+
+        def ask(sets: Sequence[frozenset[Item]]) -> list[bool]:
+            return [not run.survived for run in self._screen([only(one) for one in sets])]
+
+        return guilty_sets(members, ask)
+
     def _say_emulation(self, chosen: Substitution, run: RungRun) -> None:
         assert self.main is not None
         kernel = self.ladder.rungs[ORIGINAL].runs[self.main]
@@ -294,10 +281,8 @@ class Investigation:
         chosen = sorted(layers)
         kept = [place for place in suspects(self.cells) if place[0] in chosen]
         name = short_name("only-layer-" + ".".join(map(str, chosen)))
-        text = (
-            "low precision in"
-            f" {places_text(_whole(chosen, self.heads_a_layer), self.heads_a_layer)} alone"
-        )
+        whole = [(layer, head) for layer in chosen for head in range(self.heads_a_layer)]
+        text = f"low precision in {places_text(whole, self.heads_a_layer)} alone"
         return Substitution(name, "(c) layers", text, only(self.cells, kept))
 
     def _only_places(self, chosen: Iterable[Place]) -> Substitution:
@@ -327,46 +312,33 @@ class Investigation:
                 f"Each of these {word}s or sets of {word}s fails alone: {_sets_text(found)}."
             )
 
-    def _replaced(self, operations: Iterable[Operation]) -> Cells | None:
+    def _with_replaced(self, operations: Iterable[Operation]) -> Substitution | None:
+        """The run with operations replaced; None where they do not go together."""
         assert self.base is not None
         chosen = _ordered(operations)
         kinds = [one.kind for one in chosen if one.kind]
-        return (
-            None
-            if len(set(kinds)) < len(kinds)
-            else in_cells(self.base, lambda recipe: changed(recipe, chosen))
-        )
+        if len(set(kinds)) < len(kinds):
+            return None
+        cells = in_cells(self.base, lambda recipe: changed(recipe, chosen))
+        if cells is None:
+            return None
+        change = "; ".join(one.change for one in chosen)
+        return Substitution(_set_name(chosen), "(d) operations", change, cells)
 
     def _scores(self, sets: Sequence[frozenset[Operation]]) -> list[RungRun | None]:
-        """How far the run gets with sets of operations replaced; None where they do not go
-        together.
-        """
-        asked: list[Substitution | None] = []
-        for chosen in sets:
-            cells = self._replaced(chosen)
-            change = "; ".join(one.change for one in _ordered(chosen))
-            named = (
-                None
-                if cells is None
-                else Substitution(_set_name(chosen), "(d) operations", change, cells)
-            )
-            asked.append(named)
+        """How far the run gets with sets of operations replaced; None: not together."""
+        asked = [self._with_replaced(chosen) for chosen in sets]
         runs = iter(self._screen([one for one in asked if one is not None]))
         return [None if one is None else next(runs) for one in asked]
 
     def tried_alone(self) -> list[Operation]:
         """The operations whose replacement alone was run on the seed of the searches."""
-        rungs = self.ladder.rungs
-        return [
-            one
-            for one in OPERATIONS
-            if (name := _set_name([one])) in rungs and self.main in rungs[name].runs
-        ]
+        return [one for one in OPERATIONS if self._alone(one) is not None]
 
-    def _survived(self, operation: Operation) -> bool:
-        """Whether it is known to save the run alone, on the seed of the searches."""
+    def _alone(self, operation: Operation) -> RungRun | None:
+        """The run with it alone replaced, on the seed of the searches; None where there is none."""
         rung = self.ladder.rungs.get(_set_name([operation]))
-        return rung is not None and self.main in rung.runs and rung.runs[self.main].survived
+        return None if rung is None or self.main is None else rung.runs.get(self.main)
 
     def _search(self, options: Sequence[Operation]) -> None:
         found = rescuing_set(options, self._scores)
@@ -374,17 +346,12 @@ class Investigation:
             self._keep([found])
 
     def _keep(self, sets: Sequence[frozenset[Operation]]) -> None:
-        """Remember sets that saved the run on the seed of the searches, and try them on the other
-        seeds.
-        """
+        """Try sets that saved the run on the seed of the searches on the other seeds."""
         self.rescues += sets
         for chosen in sets:
-            cells = self._replaced(chosen)
-            assert cells is not None
-            change = "; ".join(one.change for one in _ordered(chosen))
-            self.ladder.climb(
-                [Substitution(_set_name(chosen), "(d) operations", change, cells)], self.failing
-            )
+            replaced = self._with_replaced(chosen)
+            assert replaced is not None
+            self.ladder.climb([replaced], self.failing)
 
     def _with_bits(self, step: str, bits: int) -> Substitution:
         assert self.base is not None
@@ -414,15 +381,9 @@ def _set_name(operations: Iterable[Operation]) -> str:
 
 def short_name(name: str) -> str:
     """A name that a file system takes."""
-    return (
-        name
-        if len(name) <= 100
-        else f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    )
-
-
-def _whole(layers: Iterable[int], heads: int) -> list[Place]:
-    return [(layer, head) for layer in layers for head in range(heads)]
+    if len(name) <= 100:
+        return name
+    return f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def _sets_text(found: Guilty[Any]) -> str:

@@ -108,12 +108,11 @@ class Isolation:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form, tables included."""
         plain = asdict(self)
-        plain["rungs"] = [
-            {**asdict(rung), "runs": [run.as_dict() for run in rung.runs.values()]}
-            for rung in self.rungs
-        ]
-        plain["confidence"] = _seeds(self.confidence)
-        plain["rescues"] = [{**asdict(one), "seeds": _seeds(one.seeds)} for one in self.rescues]
+        for rung in plain["rungs"]:
+            rung["runs"] = list(rung["runs"].values())
+        plain["confidence"] |= _bound(self.confidence)
+        for one, rescue in zip(self.rescues, plain["rescues"], strict=True):
+            rescue["seeds"] |= _bound(one.seeds)
         plain["figures"] = [figure.as_dict() for figure in self.figures]
         plain["tables"] = [table.as_dict() for table in self.tables()]
         return plain | {"exit_code": self.exit_code}
@@ -188,11 +187,5 @@ def failure_text(runs: Sequence[RungRun]) -> str:
     return str(steps[0]) if len(set(steps)) == 1 else f"{min(steps)} … {max(steps)}"
 
 
-def _seeds(seeds: Seeds) -> dict[str, Any]:
-    return {
-        "held": seeds.held,
-        "tried": seeds.tried,
-        "searched": seeds.searched,
-        "bound": seeds.bound,
-        "confidence": CONFIDENCE,
-    }
+def _bound(seeds: Seeds) -> dict[str, Any]:
+    return {"bound": seeds.bound, "confidence": CONFIDENCE}

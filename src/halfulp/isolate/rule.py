@@ -53,24 +53,19 @@ class Rule:
     lost_way: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("loss_factor", "run_away"):
-            if not 1 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: accepted is a finite factor above 1"
-                )
-        for name in ("least_loss", "score_drift"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: accepted is a finite number of at least 0"
-                )
-        if self.behind is not None and not 1 < self.behind < math.inf:
-            raise ValueError(f"behind={self.behind}: accepted is a finite factor above 1, or None")
-        if self.lost_way is not None and not 0 < self.lost_way < 1:
-            raise ValueError(f"lost_way={self.lost_way}: accepted is a share, 0 to 1, or None")
-        if self.patience is not None and self.patience < 1:
-            raise ValueError(
-                f"patience={self.patience}: accepted is an integer of at least 1, or None"
-            )
+        factor, number = "a finite factor above 1", "a finite number of at least 0"
+        share, count = "a share, 0 to 1", "an integer of at least 1"
+        for name, fits, accepted in (
+            ("loss_factor", 1 < self.loss_factor < math.inf, factor),
+            ("run_away", 1 < self.run_away < math.inf, factor),
+            ("least_loss", 0 <= self.least_loss < math.inf, number),
+            ("score_drift", 0 <= self.score_drift < math.inf, number),
+            ("behind", self.behind is None or 1 < self.behind < math.inf, f"{factor}, or None"),
+            ("lost_way", self.lost_way is None or 0 < self.lost_way < 1, f"{share}, or None"),
+            ("patience", self.patience is None or self.patience >= 1, f"{count}, or None"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)}: accepted is {accepted}")
 
     def steps_of(self, planned: int) -> int:
         """Return n for a run of so many steps."""
@@ -182,9 +177,7 @@ class Curve:
         self.values.append(value)
 
     def at(self, step: int) -> float:
-        """The value at a step, or at the last recorded one before it; the first where there is
-        none.
-        """
+        """The value at a step or the last recorded one before it; the first if none."""
         return self.values[max(0, bisect.bisect_right(self.steps, step) - 1)]
 
     def largest(self, step: int) -> float:
@@ -260,9 +253,7 @@ class Watcher:
         self._since: dict[str, int] = {}  # when a figure went over the twin's
 
     def __call__(self, row: Row) -> str | None:
-        """Take one line of metrics or one measurement; return why the run has failed, once it
-        has.
-        """
+        """Take a line of metrics or a measurement; return why the run has failed, once it has."""
         for name, value in _figures(row):
             self.curves.setdefault(name, Curve()).add(row["step"], value)
             if self.failed is None:

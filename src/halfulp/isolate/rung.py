@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from halfulp.isolate.rule import Judgement, Outcome, Rule, Watcher, judge_rows, read_curves
 from halfulp.runs.threads import one_thread
@@ -71,9 +71,7 @@ class RungRun:
         return self.outcome == "survived"
 
     def __lt__(self, other: RungRun) -> bool:
-        """Whether it got less far: outcome first, then the time to failure, the drift, and the
-        loss.
-        """
+        """Whether it got less far: by outcome, then time to failure, drift, loss."""
         return self._rank() < other._rank()
 
     def _rank(self) -> tuple[float, ...]:
@@ -84,10 +82,6 @@ class RungRun:
             -abs(self.score_moved),
             -self.loss,
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return asdict(self)
 
 
 def rung_config(config: RunConfig, horizon: int) -> RunConfig:
@@ -111,19 +105,15 @@ def run_rung(job: Job) -> RungRun | None:
         ValueError: the folder holds another run, or a recorded checkpoint is missing.
         KeyboardInterrupt: somebody asked to stop; the run can be taken up again.
     """
-    if job.config.device != "cpu":
-        return _run_rung(job)
-    with one_thread():  # the same bits in this process and in a worker
+    # one thread: the same bits in this process and in a worker
+    with one_thread() if job.config.device == "cpu" else nullcontext():
         return _run_rung(job)
 
 
 def _run_rung(job: Job) -> RungRun | None:
     twin = None if job.twin is None else read_curves(read_rows(job.twin))
-    earlier = (
-        [row for row in read_rows(job.source) if row["step"] <= job.start]
-        if job.source and job.start
-        else []
-    )
+    begun = read_rows(job.source) if job.source and job.start else []
+    earlier = [row for row in begun if row["step"] <= job.start]
     rows = _recorded(job)
     if rows is None:
         rows = _train(job, Watcher(job.rule, job.horizon, twin), earlier)
@@ -158,12 +148,11 @@ def _train(job: Job, watcher: Watcher, earlier: Sequence[Row]) -> list[Row] | No
         return None
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     sentinel = _Sentinel(watcher, job, earlier)
-    begin = (
-        load_checkpoint(job.source / "checkpoints" / f"step-{job.start}")
-        if job.source and job.start
-        else None
-    )
-    order = None if job.source is None else read_order(job.source)
+    begin = order = None
+    if job.source is not None:
+        order = read_order(job.source)
+        if job.start:
+            begin = load_checkpoint(job.source / "checkpoints" / f"step-{job.start}")
     try:
         run = train(
             job.config,
@@ -209,9 +198,7 @@ def summarize(
 
 
 class _Sentinel:
-    """Shows a run's lines to the watcher as they come, and ends the run once they have told
-    enough.
-    """
+    """Shows a run's lines to the watcher as they come; ends it once they have told enough."""
 
     def __init__(self, watcher: Watcher, job: Job, earlier: Sequence[Row]) -> None:
         self.watcher, self.job = watcher, job
@@ -232,12 +219,8 @@ class _Sentinel:
 
     def stop(self, row: Row) -> str | None:
         """Return why the run may end here."""
-        reason = self.watcher(row)
-        if (
-            reason is None
-            and row["step"] >= self.job.horizon
-            and self.job.horizon < self.job.config.steps
-        ):
+        reason, horizon = self.watcher(row), self.job.horizon
+        if reason is None and row["step"] >= horizon and horizon < self.job.config.steps:
             reason = HORIZON
         if reason is None and time.time() >= (self.job.deadline or float("inf")):
             raise OutOfTimeError

@@ -96,9 +96,7 @@ def guilty_sets(items: Sequence[Item], fails: Fails[Item]) -> Guilty[Item]:
 def least_surviving(
     low: int, high: int, survives: Callable[[Sequence[int]], Sequence[bool]]
 ) -> int | None:
-    """Return the smallest of low … high that survives, if more never hurts; None if not even high
-    does.
-    """
+    """Return the smallest of low … high that survives, if more never hurts; None: not even high."""
     if not survives([high])[0]:
         return None
     while low < high:

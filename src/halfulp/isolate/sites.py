@@ -52,9 +52,7 @@ class Layout:
         return tuple(dict.fromkeys(path for path, _ in self.sites))
 
     def layers_of(self, sites: Iterable[Site]) -> list[int]:
-        """The layers of attention that some sites are all of; none where one is of something
-        else.
-        """
+        """The layers of attention that some sites are all of; none where one is another's."""
         chosen = list(sites)
         parts = {
             (path, kind)

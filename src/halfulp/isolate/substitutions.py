@@ -90,9 +90,7 @@ def place_text(layers: Iterable[int], heads: Iterable[int] = ()) -> str:
 
 
 def places_text(found: Iterable[Place], heads: int) -> str:
-    """Return where in words: "layer 1", "heads 2 and 5 of layer 1", "layer 0; head 1 of layer
-    2".
-    """
+    """Return "layer 1", "heads 2 and 5 of layer 1" or "layer 0; head 1 of layer 2"."""
     by_layer: dict[int, list[int]] = {}
     for layer, head in sorted(found):
         by_layer.setdefault(layer, []).append(head)
@@ -340,9 +338,7 @@ def _runs(recipe: Recipe) -> bool:
 
 
 def in_cells(cells: Cells, change: Callable[[Recipe], Recipe | None]) -> dict[Place, str] | None:
-    """Return the cells with `change(recipe)` where a recipe runs that is not exact; None if it
-    changes none of them.
-    """
+    """The cells with `change(recipe)` where one runs that is not exact; None: it changes none."""
     found: dict[str, str] = {}
     for choice in {cells[place] for place in suspects(cells)}:
         if is_recipe(choice):
@@ -366,9 +362,7 @@ def halfulp_like(recipe: Recipe) -> Recipe:
 
 
 def with_bits(recipe: Recipe, step: str, bits: int) -> Recipe | None:
-    """Return the recipe with so many mantissa bits in one step; None where that is not rounded, or
-    to blocks.
-    """
+    """The recipe with so many mantissa bits in one step; None if not rounded, or to blocks."""
     fmt = getattr(recipe, step)
     if not isinstance(fmt, Format) or not _rounds(recipe, step):
         return None
@@ -379,9 +373,7 @@ def with_bits(recipe: Recipe, step: str, bits: int) -> Recipe | None:
 
 
 def bits_of(cells: Cells, step: str) -> int | None:
-    """Return the fewest mantissa bits of a step in the recipes that run; None where none rounds
-    it.
-    """
+    """The fewest mantissa bits of a step in the recipes that run; None: none rounds it."""
     recipes = [_named(cells[place]) for place in suspects(cells) if is_recipe(cells[place])]
     formats = [getattr(recipe, step) for recipe in recipes if _rounds(recipe, step)]
     return min((fmt.mantissa_bits for fmt in formats if isinstance(fmt, Format)), default=None)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from halfulp.isolate.climb import ORIGINAL, TWIN
-from halfulp.isolate.conclusion import alone_text, conclude
+from halfulp.isolate.conclusion import alone_text, conclude, no_failure
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.user_questions import UserInvestigation
 from halfulp.training.optimizer_arithmetic import OPTIMIZER
@@ -33,22 +32,8 @@ def _sites(found: UserInvestigation) -> tuple[str, ...]:
 
 
 def _verdict(found: UserInvestigation, plain: Isolation, known: bool) -> str:
-    rungs, seeds = found.ladder.rungs, found.ladder.settings.seeds
-    original, twin = (rungs[name].runs if name in rungs else {} for name in (ORIGINAL, TWIN))
     if not found.failing:
-        bad = [seed for seed in seeds if seed in original and not original[seed].survived]
-        if len(original) < len(seeds) or len(twin) < len(seeds):
-            return "Not known: the budget was spent before the run and its fp32 twin were made."
-        if not bad:
-            return (
-                f"The run does not fail: it survives on {len(original)} of {len(original)} seeds."
-            )
-        unseen = " (see the notes)" if found.layout.unseen else ""
-        return (
-            "Rounding in the operations that are seen"
-            f"{unseen} is not the cause: with everything in fp32 the run fails too"
-            f" ({len(bad)} of {len(seeds)} seeds)."
-        )
+        return no_failure(found)
     if not known:
         return (
             "Rounding is the cause, since the run survives with everything in fp32; where is not"

@@ -7,12 +7,10 @@ the first and the last layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from halfulp.isolate.climb import ORIGINAL, TWIN, Ladder, Substitution
 from halfulp.isolate.questions import Investigation, short_name
-from halfulp.isolate.search import Guilty, guilty_sets
 from halfulp.isolate.sites import (
     FP32,
     OPTIMIZER_STEP,
@@ -26,7 +24,6 @@ from halfulp.isolate.substitutions import EXACT, Place, is_recipe, place_text, p
 from halfulp.training.operations import OWN, Assigned, OperationPlan
 from halfulp.training.optimizer_arithmetic import OPTIMIZER
 
-Item = TypeVar("Item", bound=Hashable)
 STEP, MODULES, KINDS, HEADS = "(b) optimizer", "(c) modules", "(d) operations", "(e) heads"
 
 
@@ -39,6 +36,15 @@ class UserInvestigation(Investigation):
         self.layout: Layout = ladder.settings.layout
         self.sites: tuple[Site, ...] = self.layout.sites  # that carry the failure
         self.told_apart = False  # whether they are fewer than all
+
+    @property
+    def not_the_cause(self) -> str:
+        """What it says that the run fails with all of it in fp32, too."""
+        unseen = " (see the notes)" if self.layout.unseen else ""
+        return (
+            f"Rounding in the operations that are seen{unseen} is not the cause: with everything in"
+            " fp32"
+        )
 
     def everything(self) -> None:
         """Is it rounding in anything that is seen: everything in fp32."""
@@ -118,9 +124,7 @@ class UserInvestigation(Investigation):
             self._confirm_sites(only(found.all))
 
     def user_heads(self) -> None:
-        """Which heads, where attention carries the failure; then what in its recipe, if one runs
-        there.
-        """
+        """Which heads, where attention carries it; then what in the recipe that runs there."""
         layers = self.layout.layers_of(self.sites)
         if not layers:
             return
@@ -166,17 +170,6 @@ class UserInvestigation(Investigation):
         if self.sites == self.layout.steps:
             return config.operations.with_(Assigned(FP32, (OPTIMIZER,)))
         return without_sites(config, self.sites)
-
-    def _guilty(
-        self, members: Sequence[Item], substitution: Callable[[Iterable[Item]], Substitution]
-    ) -> Guilty[Item]:
-        if len(members) < 2:
-            return Guilty((frozenset(members),))
-
-        def ask(sets: Sequence[frozenset[Item]]) -> list[bool]:
-            return [not run.survived for run in self._screen([substitution(one) for one in sets])]
-
-        return guilty_sets(members, ask)
 
     def _only_paths(self, paths: Iterable[str]) -> Substitution:
         chosen = set(paths)

@@ -9,13 +9,14 @@ optimization change the training itself; one that helps shows no such thing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 from halfulp.isolate.climb import TWIN, Settings, Substitution
 from halfulp.isolate.questions import short_name
 from halfulp.isolate.sites import FP32, Layout, attention_of, only_sites
-from halfulp.isolate.substitutions import EXACT, Cells, Place, plan_of, suspects
+from halfulp.isolate.substitutions import EXACT, Cells, plan_of, suspects
 from halfulp.prescribe.symptoms import ROUNDING, Symptoms
 from halfulp.training.config import Language
 from halfulp.training.operations import OUTSIDE, OWN, Assigned, OperationPlan
@@ -36,19 +37,28 @@ RATE_KINDS = ("rate_too_high", "exploding_layer", "scores_run_away", "unexplaine
 class Remedy:
     """One small change."""
 
-    name: str
+    substitution: Substitution
     group: Group
-    change: str  # in words
     touches: Touches
     line: str  # that makes it, in the user's loop; of halfulp's own models the option
     option: str  # of `halfulp train`
-    substitution: Substitution
     speaks: str = ""  # what in the evidence speaks for it
 
     @property
-    def text(self) -> str:
-        """Name and change."""
-        return f"{self.name}: {self.change}"
+    def name(self) -> str:
+        """As `only` takes it, and of a folder."""
+        return self.substitution.name
+
+    @property
+    def change(self) -> str:
+        """In words."""
+        return self.substitution.change
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the JSON form."""
+        plain = {"name": self.name, "group": self.group, "change": self.change}
+        plain |= {"touches": self.touches, "line": self.line, "option": self.option}
+        return plain | {"speaks": self.speaks}
 
 
 @dataclass(frozen=True)
@@ -88,27 +98,19 @@ class Case:
 def twin(case: Case) -> Remedy | Untried:
     """Everything in fp32 that can be: the one that tells whether rounding is the cause at all."""
     layout, config = case.layout, case.settings.config
-    name = "everything in fp32" if layout else "attention in fp32"
+    said = "everything in fp32" if layout else "attention in fp32"
     if layout is None:
         if not suspects(case.cells):
-            return Untried(name, "it is in fp32 already")
-        exact = dict.fromkeys(case.cells, EXACT)
-        change = Substitution(TWIN, QUESTION, name, exact)
-        option = f"--attention {EXACT}"
-        return Remedy(TWIN, "rounding", name, "an operation", option, option, change)
+            return Untried(said, "it is in fp32 already")
+        return _remedy(case, TWIN, said, dict.fromkeys(case.cells, EXACT))
     if not layout.sites:
-        return Untried(name, "every operation that is seen is in fp32 or more already")
-    own = dict.fromkeys(case.cells, OWN)
-    plan = only_sites(config, ())
-    return _planned(
-        layout, TWIN, name, "the model", Substitution(TWIN, QUESTION, name, own, plan), ""
-    )
+        return Untried(said, "every operation that is seen is in fp32 or more already")
+    own, plan = dict.fromkeys(case.cells, OWN), only_sites(config, ())
+    return _remedy(case, TWIN, said, own, plan, touches="the model")
 
 
 def candidates(case: Case) -> list[Remedy | Untried]:
-    """Every other remedy that applies, what the evidence speaks for first, and those that do
-    not.
-    """
+    """The other remedies, what the evidence speaks for first, and those that do not apply."""
     if case.layout is None:
         rounding = [*_own_attention(case)]
     else:
@@ -130,27 +132,43 @@ def in_modules(case: Case, paths: Sequence[str], speaks: str) -> Remedy:
     classes = [case.layout.classes.get(path, "") for path in paths]
     texts = [f"{p} ({c})" if c else p for p, c in zip(named, classes, strict=True)]
     said = f"{', '.join(texts[:3])}{f' and {len(texts) - 3} more' * (len(texts) > 3)} in fp32"
-    change = Substitution(name, QUESTION, said, cells, plan)
-    return _planned(case.layout, name, said, "an operation", change, speaks)
+    return _remedy(case, name, said, cells, plan, speaks=speaks)
 
 
-def _planned(
-    layout: Layout | None,
+def _remedy(
+    case: Case,
     name: str,
     said: str,
-    touches: Touches,
-    change: Substitution,
-    speaks: str,
+    cells: Cells | None = None,
+    operations: OperationPlan | None = None,
+    settings: tuple[str, ...] = (),
+    *,
+    group: Group = "rounding",
+    touches: Touches = "an operation",
+    line: str = "",
+    speaks: str = "",
 ) -> Remedy:
-    """Another arithmetic in a user's model."""
-    plan = f'"{change.operations}"'
-    option = f"--set operations={plan}"
-    assert change.operations is not None
-    assert layout is not None
-    steps = any(change.operations.choice(path, OPTIMIZER) != OWN for path, _ in layout.steps)
-    also = ", optimizer=optimizer" if steps else ""
-    line = f"with halfulp.planned(model, {plan}{also}):"
-    return Remedy(name, "rounding", said, touches, line, option, change, speaks)
+    """Another attention, arithmetic or setting, with the option that makes it; and in a user's loop
+    a line, the usual one of its kind unless another is given.
+    """
+    cells = case.cells if cells is None else cells
+    if settings:
+        option = usual = " ".join(f"--set {one}" for one in settings)
+    elif operations is not None:
+        option, usual = f'--set operations="{operations}"', _planned(case, operations)
+    else:
+        option = " ".join(_attention_options(cells))
+        usual = f'with halfulp.planned(model, attention="{plan_of(cells)}"):'
+    line = option if case.layout is None else line or usual
+    change = Substitution(name, QUESTION, said, cells, operations, settings)
+    return Remedy(change, group, touches, line, option, speaks)
+
+
+def _planned(case: Case, plan: OperationPlan) -> str:
+    """The line that makes another arithmetic in a user's model."""
+    steps = () if case.layout is None else case.layout.steps
+    also = any(plan.choice(path, OPTIMIZER) != OWN for path, _ in steps)
+    return f'with halfulp.planned(model, "{plan}"{", optimizer=optimizer" * also}):'
 
 
 def _attention(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
@@ -163,9 +181,7 @@ def _attention(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
         yield Untried(said, "no call of PyTorch's scaled_dot_product_attention is seen")
     else:
         cells = {p: "halfulp" if p[0] in called else c for p, c in case.cells.items()}
-        change = Substitution("halfulp", QUESTION, said, cells)
-        line, option = "with halfulp.patch():", " ".join(_attention_options(cells))
-        yield Remedy("halfulp", "rounding", said, "an operation", line, option, change, speaks)
+        yield _remedy(case, "halfulp", said, cells, line="with halfulp.patch():", speaks=speaks)
     some = [i for i in leaning if i in called]
     if some and len(some) < len(places):
         yield _heads(case, "halfulp", said, some, speaks)
@@ -185,10 +201,7 @@ def _heads(case: Case, choice: str, said: str, layers: Iterable[int], speaks: st
     everywhere = len(chosen) == len(case.layout.attention)
     text = said if everywhere else f"{said} in {where}"
     name = short_name("-".join([choice.replace(":", "-"), *map(str, sorted(chosen))]))
-    line = f'with halfulp.planned(model, attention="{plan_of(cells)}"):'
-    change = Substitution(name, QUESTION, text, cells)
-    option = " ".join(_attention_options(cells))
-    return Remedy(name, "rounding", text, "an operation", line, option, change, speaks)
+    return _remedy(case, name, text, cells, speaks=speaks)
 
 
 def _attention_options(cells: Cells) -> list[str]:
@@ -218,8 +231,7 @@ def _fp32_kind(case: Case, kind: str, paths: tuple[str, ...], speaks: str) -> Re
     if kind == "attention" and case.layout is not None:
         kept = [path for path, _ in case.layout.attention if paths and path not in paths]
         cells = attention_of(cells, case.layout, kept)
-    change = Substitution(name, QUESTION, said, cells, plan)
-    return _planned(case.layout, name, said, "an operation", change, speaks)
+    return _remedy(case, name, said, cells, plan, speaks=speaks)
 
 
 def _kinds(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
@@ -250,7 +262,8 @@ def _places(case: Case, layout: Layout) -> Iterator[Remedy | Untried]:
 def _own_attention(case: Case) -> Iterator[Remedy | Untried]:
     """halfulp's attention in halfulp's own models, everywhere and in the guilty layers."""
     speaks = case.symptoms.spoken_for(ROUNDING)
-    yield _own_plan("halfulp", "halfulp's attention", dict.fromkeys(case.cells, "halfulp"), speaks)
+    everywhere = dict.fromkeys(case.cells, "halfulp")
+    yield _remedy(case, "halfulp", "halfulp's attention", everywhere, speaks=speaks)
     of_isolation = {layer for layer, _ in case.symptoms.places}
     leaning = of_isolation or {int(x) for x in case.symptoms.layers if x.isdigit()}
     if leaning and len(leaning) < len({layer for layer, _ in case.cells}):
@@ -259,13 +272,7 @@ def _own_attention(case: Case) -> Iterator[Remedy | Untried]:
         for choice, what in (("halfulp", "halfulp's attention"), (EXACT, "attention in fp32")):
             cells = {p: choice if p[0] in leaning else c for p, c in case.cells.items()}
             name = f"{choice.replace(':', '-')}-{said.replace(' ', '-').replace(',', '.')}"
-            yield _own_plan(name, f"{what} in {said}", cells, speaks)
-
-
-def _own_plan(name: str, said: str, cells: dict[Place, str], speaks: str) -> Remedy:
-    option = " ".join(_attention_options(cells))
-    change = Substitution(name, QUESTION, said, cells)
-    return Remedy(name, "rounding", said, "an operation", option, option, change, speaks)
+            yield _remedy(case, name, f"{what} in {said}", cells, speaks=speaks)
 
 
 def _formats(case: Case) -> Iterator[Remedy | Untried]:
@@ -276,35 +283,36 @@ def _formats(case: Case) -> Iterator[Remedy | Untried]:
     if config.autocast == "fp16":
         speaks = case.symptoms.spoken_for(("fp16_overflow", "not_finite"))
         line = f'with torch.autocast("{config.device}", torch.bfloat16):'
-        yield _set(case, "bf16", "rounding", "autocast in bf16, without a loss scale", "the model",
-                   ("autocast=bf16",), line, speaks)  # fmt: skip
+        said, settings = "autocast in bf16, without a loss scale", ("autocast=bf16",)
+        yield _remedy(
+            case, "bf16", said, settings=settings, touches="the model", line=line, speaks=speaks
+        )
         yield Untried(
             "another loss scale",
             "a GradScaler halves it at every overflow by itself, and it does nothing for what"
             " overflows in the forward pass",
         )
     if case.layout is None:
-        yield _set(case, "no-autocast", "rounding", "no autocast", "the model",
-                   ("autocast=none",), "", "")  # fmt: skip
+        settings = ("autocast=none",)
+        yield _remedy(case, "no-autocast", "no autocast", settings=settings, touches="the model")
 
 
 def _scores(case: Case) -> Iterator[Remedy | Untried]:
     """QK-norm and QK-clip."""
     speaks = case.symptoms.spoken_for(("scores_run_away", *ROUNDING))
     config, workload = case.settings.config, case.settings.config.workload
-    said = "QK-norm"
+    norm = partial(
+        _remedy, case, "qk-norm", "QK-norm", group="optimization", touches="the model",
+        speaks=speaks,
+    )  # fmt: skip
     if case.layout is not None and case.layout.attention:
         plan = config.operations.with_(Assigned("qk-norm", ("attention",)))
-        cells = dict.fromkeys(case.cells, OWN)
-        change = Substitution("qk-norm", QUESTION, said, cells, plan)
-        found = _planned(case.layout, "qk-norm", said, "the model", change, speaks)
-        yield replace(found, group="optimization")
+        yield norm(dict.fromkeys(case.cells, OWN), plan)
     elif isinstance(workload, Language) and not case.settings.start:
         if workload.query_key_norm:
             yield Untried("QK-norm", "the run has it")
         else:
-            yield _set(case, "qk-norm", "optimization", said, "the model",
-                       ("workload.query_key_norm=true",), "", speaks)  # fmt: skip
+            yield norm(settings=("workload.query_key_norm=true",))
     elif isinstance(workload, Language):
         yield Untried("QK-norm", "its weights are not in the checkpoint")
     else:
@@ -321,8 +329,10 @@ def _clip_of_scores(case: Case, speaks: str) -> Remedy | Untried:
     if why:
         return Untried("QK-clip", why)
     line = f"with halfulp.planned(model, optimizer=optimizer, most_score={MOST:g}):"
-    return _set(case, "qk-clip", "optimization", f"QK-clip at {MOST:g}", "the model",
-                (f"adjusted.most_score={MOST:g}",), line, speaks)  # fmt: skip
+    return _remedy(
+        case, "qk-clip", f"QK-clip at {MOST:g}", settings=(f"adjusted.most_score={MOST:g}",),
+        group="optimization", touches="the model", line=line, speaks=speaks,
+    )  # fmt: skip
 
 
 def _hyperparameters(case: Case) -> Iterator[Remedy | Untried]:
@@ -355,8 +365,7 @@ def _hyperparameters(case: Case) -> Iterator[Remedy | Untried]:
         line = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm:g})"
         speaks = case.symptoms.spoken_for(("bad_batch", "not_finite", "exploding_layer"))
         said = f"gradients clipped at {norm:g}"
-        yield _set(case, "clip", "optimization", said, "a hyperparameter",
-                   (f"optimizer.clip={norm:g}",), line, speaks)  # fmt: skip
+        yield _hyperparameter(case, "clip", said, (f"optimizer.clip={norm:g}",), line, speaks)
 
 
 def _adjusted(case: Case, name: str, said: str, speaks: str, **numbers: float) -> Remedy:
@@ -366,24 +375,16 @@ def _adjusted(case: Case, name: str, said: str, speaks: str, **numbers: float) -
         settings.append(f"adjusted.since={case.settings.start}")
     given = ", ".join(f"{field}={value!r}" for field, value in numbers.items())
     line = f"halfulp.adjust(optimizer, {given})"
-    return _set(case, name, "optimization", said, "a hyperparameter", tuple(settings), line, speaks)
+    return _hyperparameter(case, name, said, tuple(settings), line, speaks)
 
 
-def _set(
-    case: Case,
-    name: str,
-    group: Group,
-    said: str,
-    touches: Touches,
-    settings: tuple[str, ...],
-    line: str,
-    speaks: str,
+def _hyperparameter(
+    case: Case, name: str, said: str, settings: tuple[str, ...], line: str, speaks: str
 ) -> Remedy:
-    """Fields of the run's configuration."""
-    option = " ".join(f"--set {one}" for one in settings)
-    change = Substitution(name, QUESTION, said, case.cells, settings=settings)
-    line = line if case.layout is not None and line else option
-    return Remedy(name, group, said, touches, line, option, change, speaks)
+    return _remedy(
+        case, name, said, settings=settings, group="optimization", touches="a hyperparameter",
+        line=line, speaks=speaks,
+    )  # fmt: skip
 
 
 def alone(case: Case, paths: Sequence[str]) -> Substitution:

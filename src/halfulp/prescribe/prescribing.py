@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from halfulp.isolate.climb import ORIGINAL, TWIN, BudgetSpentError, Ladder, Settings, Substitution
-from halfulp.isolate.isolation import claim, identity, looked_at
+from halfulp.isolate.isolation import looked_at, working
 from halfulp.isolate.rule import BEHIND, judge_rows, read_curves, rule_for
 from halfulp.isolate.search import guilty_sets
 from halfulp.prescribe.candidates import (
@@ -38,7 +38,7 @@ from halfulp.prescribe.prescription import Prescription
 from halfulp.prescribe.symptoms import Symptoms, last_good, last_snapshot, of_run, of_snapshot
 from halfulp.prescribe.trials import Control, Seen, Trial, ranked, seen
 from halfulp.runs.folder import read_json, write_json
-from halfulp.runs.record import closed, new_record
+from halfulp.runs.record import closed
 from halfulp.runs.results import Figure, Progress, Series
 from halfulp.runs.snapshot import is_snapshot
 from halfulp.runs.threads import one_thread
@@ -116,12 +116,8 @@ def prescribe(
         budget_seconds=budget_seconds,
         budget_steps=budget_steps,
     )
-    lock = claim(ladder_settings, "prescribe")
-    try:
-        ladder = Ladder(ladder_settings, progress)
-        tried = _Practice(ladder, begin, command)
-        record = new_record("prescribe", identity(ladder_settings), command)
-        write_json(out / "run.json", record)
+    with working(ladder_settings, "prescribe", command) as record:
+        tried = _Practice(Ladder(ladder_settings, progress), begin, command)
         status = "interrupted"
         try:
             tried.go(only)
@@ -130,8 +126,6 @@ def prescribe(
             result = tried.result(status)
             write_json(out / "prescription.json", result.as_dict())
             write_json(out / "run.json", closed(record, status))
-    finally:
-        lock.release()
     return result
 
 

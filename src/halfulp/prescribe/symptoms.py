@@ -47,9 +47,7 @@ class Symptoms:
 
 
 def of_snapshot(folder: Path) -> Symptoms:
-    """Symptoms that a snapshot of `halfulp.watch` was made with; raises ValueError for a torn
-    one.
-    """
+    """Symptoms that a snapshot of `halfulp.watch` was made with; ValueError for a torn one."""
     snapshot = read_snapshot(folder)
     found = [one for one in snapshot.about.get("found", ()) if isinstance(one, Mapping)]
     kinds = tuple(dict.fromkeys(str(one.get("kind")) for one in found))
@@ -97,9 +95,7 @@ def of_run(folder: Path, config: RunConfig, rule: Rule, last: int) -> Symptoms:
 
 
 def _leaning(rows: Sequence[Row]) -> list[Any]:
-    """The last measurement's alarms in which heads lean, of the first measurements in which any
-    do.
-    """
+    """Alarms of the first measurements in which any head leans, as their last has them."""
     measured = [row for row in rows if "measure" in row]
     for n in range(len(measured) + 1):
         if found := alarms(measured[:n]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from halfulp.chances import student_beyond
@@ -92,9 +92,7 @@ class Control:
 
     @property
     def least(self) -> float:
-        """The mean log ratio that none of as many remedies that do nothing goes beyond, in 19 of 20
-        cases.
-        """
+        """The mean log ratio beyond which none of so many idle remedies is, in 19 of 20 cases."""
         count = len(self.once)
         if math.isnan(self.noise):
             return math.log(LESS)
@@ -207,32 +205,32 @@ class Trial:
         mean, low, high = self.interval()
         saved, tried = self.cures
         ratios = {"mean": mean, "low": low, "high": high, "confidence": CONFIDENCE}
-        remedy = {k: v for k, v in vars(self.remedy).items() if k != "substitution"}
         return {
-            **remedy,
+            **self.remedy.as_dict(),
             "effect": self.effect,
             "cured": saved,
             "in_trouble": tried,
             "loss": _plain(self.last),
             "log_ratio": {name: _plain(x) for name, x in ratios.items()},
             "step_time": _plain(self.cost),
-            "runs": [
-                self.runs[s].run.as_dict()
-                | {"seed": s, "last_loss": _plain(self.runs[s].last)}
-                | {"trouble": self.runs[s].trouble, "cured": self.cured(s)}
-                | {
-                    "log_ratio": _plain(self.log_ratio(s)),
-                    "its_loss": _plain(self.control.once[s].last),
-                }
-                for s in self.seeds
-            ],
+            "runs": [self._run_as_dict(seed) for seed in self.seeds],
+        }
+
+    def _run_as_dict(self, seed: int) -> dict[str, Any]:
+        mine, its = self.runs[seed], self.control.once[seed]
+        return {
+            **asdict(mine.run),
+            "seed": seed,
+            "last_loss": _plain(mine.last),
+            "trouble": mine.trouble,
+            "cured": self.cured(seed),
+            "log_ratio": _plain(self.log_ratio(seed)),
+            "its_loss": _plain(its.last),
         }
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Trials by effect, then by their last loss where they are not alike, then by what they touch
-    and what a step costs.
-    """
+    """Trials by effect, last loss where they are not alike, what they touch, a step's cost."""
     least = min((one.last for one in trials), default=math.nan)
 
     before = trials[0].control.last() if trials else math.nan

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from halfulp.chances import student_beyond
-from halfulp.watch.health import Step
-from halfulp.watch.nonfinite import Place
 from halfulp.watch.running import WINDOW
-from halfulp.watch.troubles import CAUSES, Finding, Seen, find
 
 LEVEL = 1e-3
 SCORE_MOVE = 2.0
@@ -81,83 +78,6 @@ def alarms(rows: Sequence[Mapping[str, Any]], level: float = LEVEL) -> list[Alar
             )
             found.append(Alarm(kind, measured[-1]["step"], layer, head, t, now - before))
     return found
-
-
-class Alarms:
-    """What else has been found in a run, each cause once a place, a bad batch once a step."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self.found: list[Finding] = []
-
-    def look(
-        self,
-        steps: Sequence[Step],
-        new: int,
-        rows: Sequence[Mapping[str, Any]],
-        layers: Sequence[str],
-        *,
-        leaning: Sequence[str],
-        unseen: Mapping[str, str],
-        place: Place | None,
-        skipped_at: Place | None,
-        first_loss: float,
-        measurements: int,
-    ) -> list[Finding]:
-        """Return what is found for the first time.
-
-        Args:
-            steps: in order, of which the last `new` have not been looked at.
-            new: how many.
-            rows: the last measurements, {"step", "measure", "weights"}.
-            layers: their names.
-            leaning: those of which a head alarms now.
-            unseen: why others are not measured.
-            place: where a number first was not finite in an update.
-            skipped_at: where it was in a step that a GradScaler left out.
-            first_loss: that the run began at.
-            measurements: of attention, that were made.
-        """
-        seen = Seen(
-            list(steps),
-            new,
-            rows,
-            layers,
-            self._model,
-            leaning,
-            [one.since for one in self.found if one.kind in _EXPLAINING],
-            unseen,
-            {one.kind for one in self.found},
-            "" if place is None else str(place),
-            "" if place is None else place.dtype,
-            "" if skipped_at is None else str(skipped_at),
-            first_loss,
-        )
-        known = {_key(one) for one in self.found}
-        said = _of_attention(leaning, unseen, measurements)
-        fresh = [replace(one, attention=said) for one in find(seen) if _key(one) not in known]
-        self.found += fresh
-        return fresh
-
-
-_EXPLAINING = {name for name, cause in CAUSES.items() if cause.explains_loss}
-
-
-def _key(one: Finding) -> tuple[str, str, int]:
-    return one.kind, one.layer, one.since if one.kind == "bad_batch" else 0
-
-
-def _of_attention(leaning: Sequence[str], unseen: Mapping[str, str], measurements: int) -> str:
-    """What is known of rounding in attention where another cause is found."""
-    if leaning:
-        return f"Attention leans too, in {len(set(leaning))} layers."
-    if measurements < WINDOW // 2:
-        return (
-            f"Whether attention's rounding plays a part is not known: {measurements} measurements,"
-            f" and it takes {WINDOW // 2}."
-        )
-    but = f", but {len(unseen)} layers are not measured" if unseen else ""
-    return f"Rounding in attention is not seen: no head that is measured leans so far{but}."
 
 
 def threshold(heads: int, measurements: int, level: float = LEVEL) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfulp.calls import Sees
 from halfulp.watch import measures
 from halfulp.watch.foreign import Foreign
+from halfulp.watch.measures import Figures
 from halfulp.watch.running import SIZE, TOTAL
 from halfulp.watch.taps import Observed
 
@@ -35,8 +36,6 @@ NOT_ATTENTION = 0.25
 inside the function.
 """
 
-Figures = dict[str, Tensor]
-
 
 def entries_of(query: Tensor, key: Tensor) -> int:
     """Batch entries of `[B, H, N, D]` that are measured."""
@@ -56,11 +55,9 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     in dK remains, in units of what bf16's rounding of O would make.
     """
     tensors = {
-        name: x if call.cast is None else x.to(call.cast)
+        name: x.to(call.cast) if call.cast is not None and name in _READ else x
         for name, x in call.tensors.items()
-        if name in _READ
     }
-    tensors |= {name: x for name, x in call.tensors.items() if name not in _READ}
     query, key = tensors["query"], tensors["key"]
     rows, sees, whole = _rows(call.asked.sees, query.shape[2], key.shape[2], query.device)
     if not len(rows):
@@ -72,16 +69,13 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     chunks = []
     for start in range(0, key_heads, at_once):
         stop = min(start + at_once, key_heads)
-        part = {name: x[:, start:stop] for name, x in tensors.items() if name in _BY_KEY_HEAD}
-        part |= {
-            name: x[:, start * group : stop * group]
-            for name, x in tensors.items()
-            if name not in _BY_KEY_HEAD
+        of_key, of_query = slice(start, stop), slice(start * group, stop * group)
+        part = {
+            name: x[:, of_key if name in _BY_KEY_HEAD else of_query] for name, x in tensors.items()
         }
-        seen = sees.of_heads(slice(start * group, stop * group))
+        seen = sees.of_heads(of_query)
         chunks.append(_chunk(call, part, rows, seen, whole))
-    found = {name: torch.cat([figures[name] for figures, _ in chunks]) for name in chunks[0][0]}
-    parts = {name: torch.cat([parts[name] for _, parts in chunks], 1) for name in chunks[0][1]}
+    found, parts = measures.joined(chunks)
     far = float(found["out_error"].nan_to_num(0.0).max())
     if far > NOT_ATTENTION:
         call.unseen = f"its O is {far:.0%} off the attention that it was asked for"
@@ -89,9 +83,8 @@ def call_figures(call: Foreign) -> tuple[Figures, Figures]:
     for name, count in (("entries", len(query)), ("rows", len(rows))):
         found[name] = torch.full((heads,), float(count))
     found[NOT_FINITE] = _not_finite(tensors, rows, group)
-    for name, share in _mask_figures(
-        call.asked.sees, query.shape[2], key.shape[2], query.device
-    ).items():
+    shares = _mask_figures(call.asked.sees, query.shape[2], key.shape[2], query.device)
+    for name, share in shares.items():
         found[name] = torch.full((heads,), share)
     return found, parts
 
@@ -141,11 +134,7 @@ def _chunk(
         name: x.repeat_interleave(group, 1) if name in _BY_KEY_HEAD else x
         for name, x in tensors.items()
     }
-    by_row: Figures = {
-        name: full[name][:, :, rows]
-        for name in ("query", "out", "grad_out", "grad_query")
-        if name in full
-    }
+    by_row = {name: full[name][:, :, rows] for name in _BY_ROW if name in full}
     given = full.get("grad_key") if group == 1 else None
     # as the gradients came: all rows of the query belong to dK
     all_rows = Observed(
@@ -166,22 +155,14 @@ def _chunk(
         grad_key=given if whole else None,
     )
     exact = measures.exact_call(part)
-    found = (
-        measures.score_figures(exact)
-        | measures.weight_figures(exact)
-        | measures.repetition_figures(exact)
-    )
-    found |= measures.activation_figures(part)
+    found = measures.figures_of(exact) | measures.activation_figures(part)
     share = len(rows) / full["query"].shape[2]
     in_gradient = measures.delta_error_in_gradient(all_rows) * share
     if call.asked.dropout:
         nan = torch.full_like(in_gradient, math.nan)
         unit = (part.grad_out * part.out).double().square().sum(-1).sqrt().sum(-1) * _HALF_ULP  # type: ignore[operator]
-        return found | _unknown(found["mean_score"]), {
-            SIZE: unit,
-            TOTAL: nan,
-            IN_GRADIENT: in_gradient,
-        }
+        unknown = dict.fromkeys(_NEED_OUT, torch.full_like(found["mean_score"], math.nan))
+        return found | unknown, {SIZE: unit, TOTAL: nan, IN_GRADIENT: in_gradient}
     found["out_error"] = measures.relative_error(by_row["out"], exact.out)
     error = measures.delta_error(part, exact)
     found |= measures.row_sum_figures(part, exact, error) | measures.sign_figures(part, exact)
@@ -217,10 +198,6 @@ def _gradient_errors(
 _ERRORS = ("grad_query_error", "grad_key_error", "grad_value_error")
 _SIGNS = ("sign_agreement", "guilty_feature", "guilty_sign_agreement", "guilty_share")
 _NEED_OUT = (*_ERRORS, *_SIGNS, "out_error", "row_sum_grad_scores", "key_gradient_sum")
-
-
-def _unknown(like: Tensor) -> Figures:
-    return dict.fromkeys(_NEED_OUT, torch.full_like(like, math.nan))
 
 
 def _rows(sees: Sees, n: int, n_k: int, device: torch.device) -> tuple[Tensor, Sees, bool]:

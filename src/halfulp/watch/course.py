@@ -9,6 +9,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from halfulp.watch.alarms import Alarms
 from halfulp.watch.health import Health, Step, gradient_norm, sentences_of
 from halfulp.watch.nonfinite import Place, place_in_forward, place_in_gradients, place_in_weights
 from halfulp.watch.running import WINDOW
 from halfulp.watch.snapshots import Snapshots
-from halfulp.watch.troubles import Finding
+from halfulp.watch.troubles import CAUSES, Finding, Seen, find
 from halfulp.watch.weights import Moved
 
 LOOK = 10
@@ -34,7 +34,8 @@ class Course:
 
     def __init__(self, model: nn.Module, snapshots: Snapshots) -> None:
         self.model, self.snapshots = model, snapshots
-        self.health, self.causes = Health(), Alarms(type(model).__name__)
+        self.health = Health()
+        self.found: list[Finding] = []  # each cause once a place, a bad batch once a step
         # where a number first was not finite: in an update, and in a step that was left out
         self.place: Place | None = None
         self._skipped_at: Place | None = None
@@ -113,7 +114,7 @@ class Course:
             scaler = None if self._scaler is None else self._scaler()
             about: dict[str, Any] = {"loss": self.health.loss_text()}
             about |= {"scaler": {} if scaler is None else scaler.state_dict()}
-            about |= {"causes": [str(one) for one in (*alarms, *self.causes.found)]}
+            about |= {"causes": [str(one) for one in (*alarms, *self.found)]}
             about |= {"found": self._found(alarms)}
             self.snapshots.take(step, optimizer, about)
 
@@ -149,40 +150,51 @@ class Course:
         measurements: int,
     ) -> tuple[Step | None, list[Finding]]:
         """The last of the steps since the last look, None where there was none, and the causes that
-        are found for the first time; arguments as `Alarms.look` has them.
+        are found for the first time.
+
+        Args:
+            layers: their names, in the order of the measurements.
+            leaning: those of which a head alarms now.
+            unseen: why others are not measured.
+            measurements: of attention, that were made.
         """
         new = self.health.read()
         if not new:
             return None, []
-        found = self.causes.look(
-            self.health.steps,
+        seen = Seen(
+            list(self.health.steps),
             len(new),
             list(self.measured),
             layers,
-            leaning=leaning,
-            unseen=unseen,
-            place=self.place,
-            skipped_at=self._skipped_at,
-            first_loss=self.health.first_loss,
-            measurements=measurements,
+            type(self.model).__name__,
+            leaning,
+            [one.since for one in self.found if CAUSES[one.kind].explains_loss],
+            unseen,
+            {one.kind for one in self.found},
+            self.place,
+            self._skipped_at,
+            self.health.first_loss,
         )
-        return new[-1], found
+        known = {_key(one) for one in self.found}
+        said = _of_attention(leaning, unseen, measurements)
+        fresh = [replace(one, attention=said) for one in find(seen) if _key(one) not in known]
+        self.found += fresh
+        return new[-1], fresh
 
     def warnings(self) -> list[str]:
         """What is wrong in words, a sentence each."""
         said = sentences_of(self.health.numbers())
-        told = any(str(self.place) == one.detail for one in self.causes.found)
+        told = any(str(self.place) == one.detail for one in self.found)
         return said if self.place is None or told else [*said, str(self.place)]
 
     def _found(self, alarms: Sequence[Any]) -> list[dict[str, Any]]:
         """What alarmed and was found so far: kind, layer, and the head where it is one's."""
         known = [
             {"kind": one.kind, "layer": one.layer, "head": one.head}
-            for one in (*alarms, *self.causes.found)
+            for one in (*alarms, *self.found)
         ]
         if self.place is not None:
-            kind = "fp16_overflow" if self.place.dtype == "float16" else "not_finite"
-            known.append({"kind": kind, "layer": self.place.path, "head": None})
+            known.append({"kind": self.place.cause, "layer": self.place.path, "head": None})
         return known
 
     def _found_place(self) -> Place:
@@ -197,3 +209,20 @@ class Course:
                     stack.enter_context(torch.autocast(device, getattr(torch, dtype)))
                 place = place_in_forward(self.model, self.model, tuple(last[0]), last[1])
         return place or Place("loss", "", "", 0.0)
+
+
+def _key(one: Finding) -> tuple[str, str, int]:
+    return one.kind, one.layer, one.since if one.kind == "bad_batch" else 0
+
+
+def _of_attention(leaning: Sequence[str], unseen: Mapping[str, str], measurements: int) -> str:
+    """What is known of rounding in attention where another cause is found."""
+    if leaning:
+        return f"Attention leans too, in {len(set(leaning))} layers."
+    if measurements < WINDOW // 2:
+        return (
+            f"Whether attention's rounding plays a part is not known: {measurements} measurements,"
+            f" and it takes {WINDOW // 2}."
+        )
+    but = f", but {len(unseen)} layers are not measured" if unseen else ""
+    return f"Rounding in attention is not seen: no head that is measured leans so far{but}."

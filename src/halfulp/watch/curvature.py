@@ -11,8 +11,7 @@ layer holds what the errors of the other layers add to its gradient too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,18 +51,12 @@ class ExactOut:
         return replaced
 
 
-@contextmanager
-def full_precision(device: str) -> Iterator[None]:
-    """Switch autocast off for every torch function inside, also where the code inside switches it
-    on.
+class FullPrecision(TorchFunctionMode):
+    """Autocast off for every torch function inside, also where the code inside switches it on.
 
     An exact O would be rounded again by the first autocast product behind it.
     """
-    with _WithoutAutocast(device):
-        yield
 
-
-class _WithoutAutocast(TorchFunctionMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device

@@ -50,7 +50,7 @@ class Direction:
 def error_direction(call: Observed, exact: Exact, error: Tensor) -> Tensor:
     """R = Σ_T e[T] (PK)[T]ᵀ X[T] `[H, D, width]` (A8), of e `[B, H, N]` and the call's inputs X."""
     terms = exact.weights @ call.key.to(error.dtype) * error.unsqueeze(-1)
-    return _outer_sum(terms.transpose(0, 1).flatten(1, 2), _inputs(call, error.dtype).flatten(0, 1))
+    return terms.transpose(0, 1).flatten(1, 2).mT @ _inputs(call, error.dtype).flatten(0, 1)
 
 
 def direction_of(
@@ -66,14 +66,13 @@ def direction_of(
     terms = exact.weights @ call.key.to(error.dtype)  # PK
     inputs = _inputs(call, error.dtype)
     flat = terms.transpose(0, 1).flatten(1, 2)
-    direction = _outer_sum(
-        flat * error.transpose(0, 1).flatten(1).unsqueeze(-1), inputs.flatten(0, 1)
-    )
+    errors = error.transpose(0, 1).flatten(1).unsqueeze(-1)
+    direction = (flat * errors).mT @ inputs.flatten(0, 1)
     rows = inputs.shape[0] * inputs.shape[1]
     picked = torch.arange(0, rows, -(-rows // MOST_TERMS), device=flat.device)
     a, x = _unit(flat[:, picked]), _unit(inputs.flatten(0, 1)[picked])
-    total = _outer_sum(a, x)
-    shuffled = _outer_sum(_rolled(a, generator), _rolled(x, generator))
+    total = a.mT @ x
+    shuffled = _rolled(a, generator).mT @ _rolled(x, generator)
     count = len(picked)
     figures = {
         "terms_cosine": _mean_pair(total, count),
@@ -140,13 +139,6 @@ def _inputs(call: Observed, dtype: torch.dtype) -> Tensor:
     return call.inputs.to(dtype)
 
 
-def _outer_sum(terms: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_T terms[T]ᵀ inputs[T]: `[H, n, D]` and `[n, width]` or `[H, n, width]` to `[H, D,
-    width]`.
-    """
-    return terms.mT @ inputs
-
-
 def _unit(x: Tensor) -> Tensor:
     """Rows of unit length; a row of zeros stays."""
     length: Tensor = x.norm(dim=-1, keepdim=True)
@@ -161,9 +153,7 @@ def _mean_pair(total: Tensor, count: int) -> Tensor:
 
 
 def _stack_share(a: Tensor, x: Tensor) -> Tensor:
-    """Top singular value² / Frobenius² of the stack of aₜᵀxₜ `[n, D·width]`, by products with its
-    Gram matrix.
-    """
+    """Of the stack of aₜᵀxₜ `[n, D·width]` top singular value² / Frobenius², by its Gram matrix."""
     gram = (a @ a.mT).mul_(x @ x.mT)  # [H, n, n]
     top = power_iteration(lambda y: (gram @ y.unsqueeze(-1)).squeeze(-1), gram.sum(-1))
     return top.value / a.shape[1]

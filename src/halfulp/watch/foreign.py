@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from halfulp.interpose import ITSELF, module_names
 from halfulp.watch.backward_graph import BackwardGraph
-from halfulp.watch.functions import Asked, Form, Listener, close_taps, listen, open_taps
+from halfulp.watch.functions import Asked, Form, Listener, Made, close_taps, listen, open_taps
+from halfulp.watch.hooks import Hook, Tells
 
 _OPERANDS = ("query", "key", "value")
 UNANSWERED = "no gradient came back to it"
@@ -102,7 +103,13 @@ class Taps:
                 )
         self._before, self._listening = listen(_Ear(self, ITSELF, False)), True
         if leaves:
-            self._handles.append(self.model.register_forward_hook(_Leaves(self), always_call=True))
+            self._handles.append(
+                self.model.register_forward_hook(Tells(self._left), always_call=True)
+            )
+
+    def _left(self, _args: Any, out: Any) -> None:
+        self.reached(ITSELF, out)
+        self.leave()
 
     def leave(self) -> None:
         """Stop listening outside the model's modules: its forward pass is over."""
@@ -151,112 +158,62 @@ class Taps:
             ):
                 self.suspects[name] = NAMED_SO
 
-    def _call(
-        self,
-        name: str,
-        form: Form,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def called(self, name: str, made: Made) -> Any:
         """Run an attention function that the module of this name called."""
-        self.reached(name, (args, kwargs))
-        result = self._seen_call(name, form, function, args, kwargs)
-        if not self._resting:
-            self._graph.known(result)
+        self.reached(name, (made.args, made.kwargs))
+        if self._resting:
+            return made.run()
+        result = self._seen_call(name, made)
+        self._graph.known(result)
         return result
 
-    def _seen_call(
-        self,
-        name: str,
-        form: Form,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _seen_call(self, name: str, made: Made) -> Any:
         again = torch._C._current_graph_task_id() != -1
-        if self._resting:
-            return function(*args, **kwargs)
         key = (name, self._counts[again][name])
         self._counts[again][name] += 1
         if again:
-            return self._recomputed(key, form, function, args, kwargs)
-        call = self._asked(
-            f"{name} ({key[1] + 1})" if key[1] else name, form, form.arguments(args, kwargs)
-        )
+            return self._recomputed(key, made)
+        call = self._asked(f"{name} ({key[1] + 1})" if key[1] else name, made)
         self.calls[key] = call
         if call.unseen:
-            return function(*args, **kwargs)
+            return made.run()
         keeping = _keeping()
         if not torch.is_grad_enabled():  # a reentrant checkpoint, or a part that is not trained
             self._later[key] = call
-            return function(*args, **kwargs)
+            return made.run()
         if keeping == "recomputed":
             self._later[key] = call
-        return self._run(call, form, function, args, kwargs, keeping)
+        return self._run(call, made, keeping)
 
-    def _recomputed(
-        self,
-        key: Key,
-        form: Form,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _recomputed(self, key: Key, made: Made) -> Any:
         """Run it in the recomputation of a checkpoint, which the backward pass makes."""
         call = self._later.pop(key, None)
         if call is not None and (key[0], 1) in self.calls:
             # which of them cannot be told
             call.unseen = "called more than once in a pass, and recomputed"
         if call is None or call.unseen:
-            return function(*args, **kwargs)
+            return made.run()
         if not call.expected:  # the first pass was made without gradients
-            return self._run(call, form, function, args, kwargs, "")
-        self._keep(
-            call,
-            form,
-            dict(zip(_OPERANDS, _three(form, form.arguments(args, kwargs)), strict=True)),
-        )
-        return function(*args, **kwargs)
+            return self._run(call, made, "")
+        self._keep(call, made.form, dict(zip(_OPERANDS, made.operands, strict=True)))
+        return made.run()
 
-    def _run(
-        self,
-        call: Foreign,
-        form: Form,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        keeping: str,
-    ) -> Any:
+    def _run(self, call: Foreign, made: Made, keeping: str) -> Any:
         """Run a call on views of its operands, and look at what comes back."""
-        operands = _three(form, form.arguments(args, kwargs))
-        views = [x.view_as(x) if x.requires_grad else x for x in operands]
-        others = {name: x for name, x in kwargs.items() if name not in form.names[:3]}
-        by_name = {
-            name: x
-            for i, (name, x) in enumerate(zip(form.names, views, strict=False))
-            if i >= len(args)
-        }
-        result = function(*views[: len(args)], *args[3:], **by_name, **others)
+        views = [x.view_as(x) if x.requires_grad else x for x in made.operands]
+        result = made.on(views).run()
         out = result[0] if isinstance(result, tuple) else result
         if not out.requires_grad:
             call.unseen = "it has no gradient"
             return result
-        if keeping == "recomputed":  # the operands come again; out need not
-            self._keep(call, form, {"out": out}, copy=True)
-        else:
-            self._keep(
-                call,
-                form,
-                dict(zip((*_OPERANDS, "out"), (*views, out), strict=True)),
-                copy=keeping == "packed",
-            )
-        given = {
-            f"grad_{name}": x for name, x in zip((*_OPERANDS, "out"), (*views, out), strict=True)
-        }
-        call.expected = frozenset(name for name, x in given.items() if x.requires_grad)
-        for name in call.expected:
-            given[name].register_hook(partial(self._came, call, form, name))
+        tensors = dict(zip((*_OPERANDS, "out"), (*views, out), strict=True))
+        # where the operands come again out need not; what is packed away is copied
+        kept = {"out": out} if keeping == "recomputed" else tensors
+        self._keep(call, made.form, kept, copy=bool(keeping))
+        given = {f"grad_{name}": x for name, x in tensors.items() if x.requires_grad}
+        call.expected = frozenset(given)
+        for name, x in given.items():
+            x.register_hook(partial(self._came, call, made.form, name))
         return result
 
     def _came(self, call: Foreign, form: Form, name: str, grad: Tensor) -> None:
@@ -276,27 +233,19 @@ class Taps:
         if call.unseen or call.taken:
             call.tensors.clear()
 
-    def _asked(self, name: str, form: Form, given: Mapping[str, Any]) -> Foreign:
-        """What a call asks for, and whether it can be measured; the function itself judges wrong
-        arguments.
-        """
+    def _asked(self, name: str, made: Made) -> Foreign:
+        """What a call asks for, and whether it can be measured."""
         try:
-            return self._read(name, form, given)
-        except Exception as error:
+            why = made.form.unread or _unfit(made.operands)
+            return Foreign(name, Asked(1.0), unseen=why) if why else self._read(name, made)
+        except Exception as error:  # the function itself judges wrong arguments
             return Foreign(name, Asked(1.0), unseen=_said(error))
 
-    def _read(self, name: str, form: Form, given: Mapping[str, Any]) -> Foreign:
-        if form.unread:
-            return Foreign(name, Asked(1.0), unseen=form.unread)
-        query, key, value = _three(form, given)
-        if torch._C._are_functorch_transforms_active():
-            return Foreign(name, Asked(1.0), unseen="it runs inside a transform of torch.func")
-        for x in (query, key, value):
-            if type(x) not in (Tensor, nn.Parameter) or x.is_nested or x.layout != torch.strided:
-                return Foreign(name, Asked(1.0), unseen="its operands are not plain dense tensors")
+    def _read(self, name: str, made: Made) -> Foreign:
+        form, (query, key, value) = made.form, made.operands
         if form.heads == -2:
             query, key, value = (x.transpose(-3, -2) for x in (query, key, value))
-        asked = form.read(given, query, key)
+        asked = form.read(made.arguments, query, key)
         call = Foreign(name, asked, unseen=asked.unseen or _misfit(asked, query, key, value))
         device = query.device.type
         if form.casts and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
@@ -332,39 +281,12 @@ class _Ear:
     def __init__(self, taps: Taps, name: str, named_so: bool) -> None:
         self.taps, self.name, self.named_so = taps, name, named_so
 
-    def __call__(
-        self,
-        form: Form,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        return self.taps._call(self.name, form, function, args, kwargs)
-
-
-class Hook:
-    """A hook on a module that serves somebody. A copy of the module serves nobody, and a module
-    with a hook can be pickled.
-    """
-
-    def __deepcopy__(self, memo: Any) -> Hook:
-        return Idle()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Idle, ()
-
-
-class Idle(Hook):
-    """What a hook is in a copy."""
-
-    def __call__(self, *_: Any) -> None:
-        """Nothing."""
+    def __call__(self, made: Made) -> Any:
+        return self.taps.called(self.name, made)
 
 
 class _Listens(Hook):
-    """Has a module's attention calls shown to its own listener while its forward pass runs; before
-    it, or after it.
-    """
+    """Shows a module's attention calls to its own listener while its forward pass runs."""
 
     def __init__(self, ear: _Ear, before: list[Listener | None]) -> None:
         self.ear, self.before = ear, before  # a stack: a module may run inside itself
@@ -381,17 +303,6 @@ class _Listens(Hook):
         elif self.before:
             taps.reached(self.ear.name, out)
             listen(self.before.pop())
-
-
-class _Leaves(Hook):
-    """The model's forward pass is over."""
-
-    def __init__(self, taps: Taps) -> None:
-        self.taps = taps
-
-    def __call__(self, _module: nn.Module, _args: Any, out: Any) -> None:
-        self.taps.reached(ITSELF, out)
-        self.taps.leave()
 
 
 def _hooks(module: nn.Module, ear: _Ear) -> list[Any]:
@@ -415,21 +326,24 @@ def _keeping() -> str:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return ""
-    return (
-        "recomputed"
-        if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-        else "packed"
-    )
-
-
-def _three(form: Form, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (given[name] for name in form.names[:3])
-    return query, key, value
+    from_checkpoint = getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return "recomputed" if from_checkpoint else "packed"
 
 
 def _four(x: Tensor) -> Tensor:
     """`[..., N, D]` as `[B, H, N, D]`."""
     return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x.flatten(0, -4)
+
+
+def _unfit(operands: Sequence[Any]) -> str:
+    """Why operands cannot be looked at at all; empty where they can."""
+    if torch._C._are_functorch_transforms_active():
+        return "it runs inside a transform of torch.func"
+    plain = (
+        type(x) in (Tensor, nn.Parameter) and not x.is_nested and x.layout == torch.strided
+        for x in operands
+    )
+    return "" if all(plain) else "its operands are not plain dense tensors"
 
 
 def _misfit(asked: Asked, query: Tensor, key: Tensor, value: Tensor) -> str:

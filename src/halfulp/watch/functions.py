@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -65,23 +65,43 @@ class Form:
     casts: bool = False  # its operands to autocast's dtype
     unread: str = ""  # why none of its calls is measured
 
-    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Made:
+    """A call of an attention function, as a model makes it."""
+
+    form: Form
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def run(self) -> Any:
+        """What the function returns."""
+        return self.function(*self.args, **self.kwargs)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
         """All arguments by name."""
-        return dict(zip(self.names, args, strict=False)) | dict(kwargs)
+        return dict(zip(self.form.names, self.args, strict=False)) | dict(self.kwargs)
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        given = self.arguments
+        query, key, value = (given[name] for name in self.form.names[:3])
+        return query, key, value
+
+    def on(self, operands: Sequence[Tensor]) -> Made:
+        """The same call of other operands."""
+        names, count = self.form.names[:3], len(self.args)
+        by_name = dict(zip(names[count:], operands[count:], strict=True))
+        return replace(
+            self, args=(*operands[:count], *self.args[3:]), kwargs={**self.kwargs, **by_name}
+        )
 
 
-class Listener(Protocol):
-    """Shown a call of an attention function in a thread that runs a tapped model."""
-
-    def __call__(
-        self,
-        form: Form,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Run the function and return what it returned."""
-        ...
+Listener: TypeAlias = Callable[[Made], Any]
+"""Shown a call in a thread that runs a tapped model; runs it and returns what it returned."""
 
 
 def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
@@ -233,9 +253,7 @@ def _take_out() -> None:
 
 
 def _exchange(by_id: Mapping[int, Callable[..., Any]]) -> None:
-    """Put other functions wherever a module holds one of these; halfulp's patch calls its own
-    directly.
-    """
+    """Exchange what modules hold; halfulp's patch calls its own functions directly."""
     if not by_id:
         return
     for module in list(sys.modules.values()):
@@ -255,7 +273,7 @@ def _tapped(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         if listener is None:
             return function(*args, **kwargs)
         try:
-            return listener(form, function, args, kwargs)
+            return listener(Made(form, function, args, kwargs))
         finally:
             listen(listener)
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfulp.interpose import leaves
+
 HISTORY = 512
 """Steps that are remembered."""
 BEFORE = 32  # steps that a step is compared with
@@ -74,7 +76,9 @@ class Health:
 
     def saw_batch(self, values: Iterable[Any]) -> None:
         """Keep a number that tells what a pass was given from anything else."""
-        parts = [_mark(x) for x in _tensors(values)]
+        # plain tensors that differ from number to number
+        told = (x for x in leaves(values) if type(x) is Tensor and x.numel() > 1)
+        parts = [_mark(x) for x in told if x.layout == torch.strided]
         if parts:
             self._batches.append(torch.stack([x.to(parts[0].device) for x in parts]).sum())
 
@@ -225,24 +229,8 @@ def _local(x: Tensor) -> Tensor:
     return (x if found is None else found()).detach()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every plain tensor in a batch that differs from number to number."""
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif isinstance(value, Tensor):
-        if type(value) is Tensor and value.layout == torch.strided and value.numel() > 1:
-            yield value
-        return
-    elif not isinstance(value, (list, tuple)):
-        return
-    for item in value:
-        yield from _tensors(item)
-
-
 def _mark(x: Tensor) -> Tensor:
-    """A number in fp64 that two tensors share only where their numbers are the same, as good as
-    surely.
-    """
+    """A number in fp64 that two tensors as good as surely share only where they are the same."""
     with torch.no_grad():
         flat = x.detach().reshape(-1)
         flat = flat[:: max(1, flat.numel() // _SAMPLE)].double()

@@ -1,52 +1,52 @@
-"""The hooks of a watcher: on the model it watches, and on all optimizers."""
+"""Hooks that serve somebody: on modules, and on all optimizers."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from halfulp.watch.foreign import Hook
 
-if TYPE_CHECKING:
-    from halfulp.watch.watcher import Watcher
+class Hook:
+    """A hook on a module that serves somebody. A copy of the module serves nobody, and a module
+    with a hook can be pickled.
+    """
 
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Idle()
 
-class Optimizers:
-    """A hook on every optimizer: it must not keep the watcher, and with it the model, alive."""
-
-    def __init__(
-        self, watcher: weakref.ref[Watcher], told: Callable[[Watcher, Optimizer], None]
-    ) -> None:
-        self.watcher, self.told = watcher, told
-
-    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Tell the watcher, while it lives."""
-        watcher = self.watcher()
-        if watcher is not None:
-            self.told(watcher, optimizer)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Idle, ()
 
 
-class Begins(Hook):
-    """The model's hook before its forward pass."""
+class Idle(Hook):
+    """What a hook is in a copy."""
 
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher = watcher
-
-    def __call__(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Tell the watcher."""
-        self.watcher.pass_begins(args, kwargs)
+    def __call__(self, *_: Any) -> None:
+        """Nothing."""
 
 
-class Ends(Hook):
-    """The model's hook after its forward pass."""
+class Tells(Hook):
+    """Tells somebody what a module is given, or gives."""
 
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher = watcher
+    def __init__(self, told: Callable[..., None]) -> None:
+        self.told = told
 
-    def __call__(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        """Tell the watcher."""
-        self.watcher.pass_ends(output)
+    def __call__(self, _module: nn.Module, *given: Any) -> None:
+        """Say so."""
+        self.told(*given)
+
+
+def of_optimizers(told: Callable[[Optimizer], None]) -> Callable[..., None]:
+    """A hook on every optimizer that holds the method weakly, so that it keeps no model alive."""
+    method = weakref.WeakMethod(told)
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        alive = method()
+        if alive is not None:
+            alive(optimizer)
+
+    return hook

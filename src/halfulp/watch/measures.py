@@ -9,13 +9,16 @@ query, key and value.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from halfulp.watch.taps import Observed
 
+Figures: TypeAlias = dict[str, Tensor]
 UNIT_SCORE = math.log1p(-(2.0**-9))
 """Scores at least this close to the row maximum have P̄ = exp(S − m) rounded to 1 in bf16 (the tie
 goes to even: 1).
@@ -38,9 +41,7 @@ class Exact:
 
 
 def exact_call(call: Observed, dtype: torch.dtype = torch.float64) -> Exact:
-    """Compute a call by the definition, from its query, key and value as they are; no row may be
-    hidden wholly.
-    """
+    """A call by the definition, of its query, key and value as they are; each row sees a key."""
     query, key, value = (x.to(dtype) for x in call.operands)
     scores = (query @ key.mT).mul_(call.scale)
     n, n_k = scores.shape[-2:]
@@ -55,10 +56,13 @@ def exact_call(call: Observed, dtype: torch.dtype = torch.float64) -> Exact:
     return Exact(scores, row_max, row_max + row_sum.log(), weights, weights @ value, visible)
 
 
+def figures_of(exact: Exact) -> dict[str, Tensor]:
+    """`score_figures`, `weight_figures` and `repetition_figures`."""
+    return score_figures(exact) | weight_figures(exact) | repetition_figures(exact)
+
+
 def score_figures(exact: Exact) -> dict[str, Tensor]:
-    """mean_score and max_score `[H]`, of the pairs that a query may see, scaled by α, natural
-    units.
-    """
+    """mean_score and max_score `[H]` of pairs that a query may see, scaled by α, natural units."""
     seen = exact.scores.masked_fill(exact.scores == -math.inf, 0)
     total = seen.sum((0, 2, 3)) / (len(seen) * exact.visible)
     return {"mean_score": total, "max_score": exact.row_max.amax((0, 2, 3))}
@@ -147,13 +151,8 @@ def relative_error(given: Tensor, golden: Tensor) -> Tensor:
     """‖given − golden‖ / ‖golden‖ `[H]` of `[B, H, N, D]`, over batch entries and rows; NaN where
     golden is 0.
     """
-    return (
-        (given.to(golden.dtype) - golden)
-        .square()
-        .sum((0, 2, 3))
-        .div(golden.square().sum((0, 2, 3)))
-        .sqrt()
-    )
+    error, size = (x.square().sum((0, 2, 3)) for x in (given.to(golden.dtype) - golden, golden))
+    return error.div(size).sqrt()
 
 
 def delta_error_in_query_gradient(
@@ -250,6 +249,15 @@ def activation_figures(call: Observed) -> dict[str, Tensor]:
         ones = torch.ones(call.query.shape[1], dtype=torch.float64, device=x.device)
         found |= {"input_rms": x.square().mean().sqrt() * ones, "input_max": x.abs().amax() * ones}
     return found
+
+
+def joined(chunks: Sequence[tuple[Figures, Figures]]) -> tuple[Figures, Figures]:
+    """Figures `[h]` and parts by batch entry `[B, h]` of some heads at a time, as those of all."""
+    figures, parts = (
+        {name: torch.cat([chunk[i][name] for chunk in chunks], i) for name in chunks[0][i]}
+        for i in (0, 1)  # where the heads are
+    )
+    return figures, parts
 
 
 def _grad_out(call: Observed, exact: Exact) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from halfulp.watch import measures
 from halfulp.watch.directions import Direction, direction_of, step_figures, unit_matrix
+from halfulp.watch.measures import Figures
 from halfulp.watch.passes import Recorder, attention_modules, exact_pass, record
 from halfulp.watch.running import CUMULATIVE, SIZE, Running, errors_of_delta
 from halfulp.watch.spectral import head_sigmas
@@ -34,8 +35,6 @@ PARTS = (
     "delta_error_curvature",
     "delta_error_in_gradient",
 )
-
-Figures = dict[str, Tensor]
 
 
 class Monitor:
@@ -201,12 +200,7 @@ class Monitor:
             stop = min(start + at_once, heads)
             grad = None if exact_grad is None else exact_grad[:, start:stop]
             chunks.append(self._chunk(call.heads(start, stop), grad, generator))
-        found = {
-            name: torch.cat([figures[name] for figures, _, _ in chunks]) for name in chunks[0][0]
-        }
-        parts = {
-            name: torch.cat([parts[name] for _, parts, _ in chunks], 1) for name in chunks[0][1]
-        }
+        found, parts = measures.joined([chunk[:2] for chunk in chunks])
         found |= errors_of_delta(self.running, layer, parts)
         found |= self._sigmas(layer, call.scale, generator)
         if chunks[0][2] is not None:
@@ -222,12 +216,8 @@ class Monitor:
         """
         exact = measures.exact_call(call, self.dtype)
         error = measures.delta_error(call, exact)
-        found = (
-            measures.score_figures(exact)
-            | measures.weight_figures(exact)
-            | measures.repetition_figures(exact)
-        )
-        found |= measures.row_sum_figures(call, exact, error) | measures.sign_figures(call, exact)
+        found = measures.figures_of(exact) | measures.row_sum_figures(call, exact, error)
+        found |= measures.sign_figures(call, exact)
         found |= measures.activation_figures(call)
         total = error.sum(-1)
         first = torch.full_like(total, torch.nan)

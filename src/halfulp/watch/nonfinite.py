@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfulp.interpose.standing import ITSELF, module_names
+from halfulp.interpose import ITSELF, leaves, module_names
+from halfulp.watch.passes import undisturbed
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Place:
     path: str
     dtype: str  # of what was not finite, such as "float16"
     largest: float  # finite |number| that the module was given (forward), 0 where not known
+
+    @property
+    def cause(self) -> str:
+        """Which of `troubles.CAUSES` it is."""
+        return "fp16_overflow" if self.dtype == "float16" else "not_finite"
 
     def __str__(self) -> str:
         if self.kind == "forward":
@@ -77,10 +83,8 @@ def place_in_forward(
         module.register_forward_hook(_Looks(path, found), with_kwargs=True)
         for path, module in module_names(model)
     ]
-    buffers = {x: x.detach().clone() for x in model.buffers()}
-    devices = {x.device for x in model.parameters() if x.device.type == "cuda"}
     try:
-        with torch.no_grad(), torch.random.fork_rng(list(devices)):
+        with undisturbed(model), torch.no_grad():
             call(*args, **kwargs)
     except Exception as error:  # the pass itself may fail by what is not finite
         if not found:
@@ -88,8 +92,6 @@ def place_in_forward(
     finally:
         for handle in handles:
             handle.remove()
-        for x, before in buffers.items():
-            x.detach().copy_(before)
     return found[0] if found else None
 
 
@@ -100,10 +102,10 @@ class _Looks:
         self.path, self.found = path, found
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        bad = next((x for x in floats(output) if not bool(x.isfinite().all())), None)
+        bad = next((x for x in _floats(output) if not bool(x.isfinite().all())), None)
         if bad is None or self.found:
             return
-        given = list(floats((args, kwargs)))
+        given = _floats((args, kwargs))
         dtype = str(bad.dtype).removeprefix("torch.")
         # a mask that is added has −inf by right
         if not all(bool((x.isfinite() | x.isneginf()).all()) for x in given):
@@ -117,12 +119,6 @@ class _Looks:
         self.found.append(Place("weights" if spoiled else "forward", self.path, dtype, largest))
 
 
-def floats(value: Any) -> list[Tensor]:
+def _floats(value: Any) -> list[Tensor]:
     """Every tensor of floating point numbers in what a module is given or gives."""
-    if isinstance(value, Tensor):
-        return [value.detach()] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [x for item in value for x in floats(item)]
-    return []
+    return [x.detach() for x in leaves(value) if x.is_floating_point()]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from halfulp.calls import Call
 from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, Format, round_to
-from halfulp.watch.curvature import ExactOut, full_precision
+from halfulp.watch.curvature import ExactOut, FullPrecision
 from halfulp.watch.taps import Observed, Tap
 
 READ: tuple[Format, ...] = (FP16, BF16, OCP_E4M3, OCP_E5M2)
@@ -97,7 +97,7 @@ def record(
     the attention reads them, in the first `entries` batch entries.
     """
     seen = recorder.seen
-    with _undisturbed(model), _taps(recorder.modules, recorder), _inputs(recorder):
+    with undisturbed(model), _taps(recorder.modules, recorder), _inputs(recorder):
         value = loss()
         # a layer's own number names its dO, the complement its dK
         outs = gradients(
@@ -130,10 +130,10 @@ def exact_pass(
     entries = {layer: s.entries for layer, s in recorder.seen.items()}
     taps = {layer: ExactOut(recorder.read, entries[layer]) for layer in entries}
     device = next(iter(recorder.seen.values())).out.device.type
-    mode: AbstractContextManager[None] = (
-        full_precision(device) if recorder.autocast else nullcontext()
+    mode: AbstractContextManager[Any] = (
+        FullPrecision(device) if recorder.autocast else nullcontext()
     )
-    with _undisturbed(model), _taps({n: recorder.modules[n] for n in entries}, taps), mode:
+    with undisturbed(model), _taps({n: recorder.modules[n] for n in entries}, taps), mode:
         value = loss()
         found = gradients(value, {layer: tap.outs[layer] for layer, tap in taps.items()})
     return float(value.detach()), {
@@ -161,7 +161,7 @@ def gradients(loss: Tensor, wanted: Mapping[int, Tensor]) -> dict[int, Tensor | 
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Random generators and buffers as they were, whatever runs inside, the backward pass too;
     gradients on.
     """

@@ -58,7 +58,7 @@ class Snapshots:
         self.heads: dict[str, list[int]] = {}
         self._batches: list[tuple[Sequence[Any], Mapping[str, Any]]] = []
         self._states: dict[str, Tensor] = {}
-        self._autocast: dict[str, str] = {}
+        self.autocast: dict[str, str] = {}  # its dtype when the step began, by device
         self.calls: dict[str, dict[str, Tensor]] = {}  # of the guilty heads
         self._writer: threading.Thread | None = None
         self.written: list[Path] = []
@@ -72,7 +72,7 @@ class Snapshots:
         """A pass of the model begins."""
         if not self._batches:
             self._states = generator_states() if self.holding else {}
-            self._autocast = {
+            self.autocast = {
                 device: str(torch.get_autocast_dtype(device)).removeprefix("torch.")
                 for device in ("cpu", "cuda")
                 if torch.is_autocast_enabled(device)
@@ -85,14 +85,9 @@ class Snapshots:
         """The arguments of the step's last pass, if they are held."""
         return self._batches[-1] if self._batches else None
 
-    @property
-    def autocast(self) -> dict[str, str]:
-        """The dtypes that autocast had when the step began, by device."""
-        return self._autocast
-
     def ends(self) -> None:
         """The step has ended."""
-        self._batches, self._states, self._autocast, self.calls = [], {}, {}, {}
+        self._batches, self._states, self.autocast, self.calls = [], {}, {}, {}
 
     def ask(self, reason: str, path: Path | None = None) -> None:
         """Have a snapshot made of the next step that begins; one that is wanted already stays."""
@@ -200,7 +195,7 @@ class Snapshots:
             "model_class": type(self._model).__name__,
             "optimizer_class": None if optimizer is None else type(optimizer).__name__,
             "param_groups": groups,
-            "autocast": self._autocast,
+            "autocast": self.autocast,
             "training": self._model.training,
             "heads": {path: self.heads.get(path, []) for path in self.calls},
             "before_update": optimizer is not None,

@@ -19,6 +19,7 @@ from typing import Any
 
 from halfulp.watch.calls import HIDDEN
 from halfulp.watch.health import BEFORE, LEAST, SHARE, Step, jumps, rises
+from halfulp.watch.nonfinite import Place
 
 JUMP = 8.0  # robust standard deviations: a loss or a gradient that jumps
 CALM = 4.0  # and what does not jump
@@ -44,9 +45,8 @@ class Seen:
     explained: Collection[int] = ()
     unseen: Mapping[str, str] = field(default_factory=dict)  # why a layer is not measured
     known: Collection[str] = ()  # kinds of causes that were found before
-    not_finite: str = ""  # the first place, in words
-    not_finite_dtype: str = ""
-    skipped_at: str = ""  # the same of a step that a GradScaler left out
+    not_finite: Place | None = None  # where a number first was
+    skipped_at: Place | None = None  # the same of a step that a GradScaler left out
     first_loss: float = math.nan  # that the run began at
 
     @property
@@ -117,12 +117,11 @@ def _not_finite(seen: Seen) -> list[Finding]:
         for step in seen.steps[-seen.new :]
         if step.number and (math.isinf(step.loss) or math.isinf(step.grad_norm))
     ]
-    where = seen.not_finite
-    if not where:
+    if seen.not_finite is None:
         return []
-    kind = "fp16_overflow" if seen.not_finite_dtype == "float16" else "not_finite"
     since = bad[0].number if bad else seen.steps[-1].number
-    return [Finding(kind, seen.steps[-1].number, since, detail=where)]
+    place = seen.not_finite
+    return [Finding(place.cause, seen.steps[-1].number, since, detail=str(place))]
 
 
 def _fp16_overflow(seen: Seen) -> list[Finding]:
@@ -141,7 +140,7 @@ def _fp16_overflow(seen: Seen) -> list[Finding]:
             last[-1].number,
             (skipped or [last[-1].number])[0],
             evidence=evidence,
-            detail=seen.skipped_at,
+            detail="" if seen.skipped_at is None else str(seen.skipped_at),
         )
     ]
 

@@ -27,12 +27,13 @@ from torch.optim.optimizer import (
 )
 
 from halfulp.runs.writers import Writer
-from halfulp.watch.calls import Figures, call_figures, entries_of
+from halfulp.watch.calls import call_figures, entries_of
 from halfulp.watch.course import Course
 from halfulp.watch.foreign import UNANSWERED, Foreign, Taps
 from halfulp.watch.functions import ACCEPTED, functions_named
 from halfulp.watch.hearing import hear, stop_hearing
-from halfulp.watch.hooks import Begins, Ends, Optimizers
+from halfulp.watch.hooks import Tells, of_optimizers
+from halfulp.watch.measures import Figures
 from halfulp.watch.notebook import Notebook
 from halfulp.watch.running import WINDOW, Running, errors_of_delta
 from halfulp.watch.snapshots import MOST_HEADS, Snapshots
@@ -62,9 +63,7 @@ _PATIENCE = 3
 
 
 class Watcher:
-    """Watches a model; made by `halfulp.watch`, which documents the arguments. Close it, or use it
-    in `with`.
-    """
+    """Watches a model; `halfulp.watch` makes it and documents it. Close it, or use it in `with`."""
 
     def __init__(
         self,
@@ -116,12 +115,11 @@ class Watcher:
         self._snapshots = Snapshots(model, self._notebook.folder, snapshots)
         self._course = Course(model, self._snapshots)
         take_model(model, self)
-        me = weakref.ref(self)
         self._handles = [
-            model.register_forward_pre_hook(Begins(self), with_kwargs=True),
-            model.register_forward_hook(Ends(self)),
-            register_optimizer_step_pre_hook(Optimizers(me, Watcher._optimizer_steps)),
-            register_optimizer_step_post_hook(Optimizers(me, Watcher._optimizer_stepped)),
+            model.register_forward_pre_hook(Tells(self.pass_begins), with_kwargs=True),
+            model.register_forward_hook(Tells(lambda _, output: self.pass_ends(output))),
+            register_optimizer_step_pre_hook(of_optimizers(self._optimizer_steps)),
+            register_optimizer_step_post_hook(of_optimizers(self._optimizer_stepped)),
         ]
         # A hook on all optimizers outlives the watcher unless somebody takes it away.
         for handle in self._handles[2:]:
@@ -173,14 +171,12 @@ class Watcher:
             unseen=self._unseen | self._suspects,
             warnings=self._course.warnings(),
             loss=self._course.health.loss_text(),
-            findings=[one.as_dict() for one in self._course.causes.found],
+            findings=[one.as_dict() for one in self._course.found],
             looked=len(self._course.health.steps),
         )
 
     def close(self) -> None:
-        """Take every hook away; what was measured stays to be reported. Nothing if that has been
-        done.
-        """
+        """Take every hook away, once; what was measured stays to be reported."""
         if not self._handles:
             return
         self._finish(None)
@@ -469,8 +465,8 @@ class Watcher:
     def _record(self, status: str) -> None:
         """Write down what the run is."""
         known: dict[str, Any] = {"layers": self._layers, "steps": self.steps}
-        health, causes = self._course.health, self._course.causes
+        health = self._course.health
         known |= {"health": health.numbers(), "loss": health.loss_text()}
         known |= {"warnings": self._course.warnings(), "looked": len(health.steps)}
-        known |= {"causes": [one.as_dict() for one in causes.found[-MOST_LINES:]]}
+        known |= {"causes": [one.as_dict() for one in self._course.found[-MOST_LINES:]]}
         self._notebook.record(status, known | {"not measured": self._unseen | self._suspects})

@@ -63,9 +63,7 @@ class HeadAlarm:
 
 
 def explained(alarm: Alarm, rows: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> HeadAlarm:
-    """Name an alarm's layer, and the operation: does the error of O account for half of that in the
-    gradient?
-    """
+    """An alarm with its layer and operation: is half of the gradient's error that of O?"""
     of_out, in_gradient = (
         _mean(rows, name, alarm.layer, alarm.head) for name in (TOTAL, IN_GRADIENT)
     )
@@ -140,9 +138,7 @@ class WatchReport:
         }
 
     def text(self, width: int = 100, lines: int = MOST_LINES) -> str:
-        """The report as text; with more heads than `lines`, the worst of each layer and those that
-        alarm.
-        """
+        """The report; with more heads than `lines`, each layer's worst and those that alarm."""
         said = _wrapped(self._head(), width)
         said += [x for sentence in self.warnings for x in _wrapped(f"WARNING {sentence}", width)]
         for found in self.findings[:MOST_ALARMS]:
