@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfulp.audit import Case, Shape, invariants
+from halfulp.audit import Case, Shape, audit, invariants
+from halfulp.audit import run as audit_run
 from halfulp.audit.diagnosis import diagnose
 from halfulp.audit.gathering import call
 from halfulp.audit.references import references
@@ -108,6 +109,34 @@ def judged(name, function):
         finding = judge_relation(relation, stock, LEVEL, LIMITS["bfloat16"])
         judged[relation.tensor] = (finding is not None, beside(relation, floor), relation.identical)
     return judged
+
+
+def splitting(share):
+    """Splits its keys, and merges the parts by their lse to some power."""
+
+    def call(query, key, value, *, is_causal, scale, num_splits=0):
+        parts = zip(*(x.chunk(num_splits or 2, 2) for x in (key, value)), strict=True)
+        outs, logs = zip(
+            *(good(query.float(), k, v, is_causal, scale) for k, v in parts), strict=True
+        )
+        lse = torch.stack(logs)
+        merged = ((share * lse).softmax(0).unsqueeze(-1) * torch.stack(outs)).sum(0)
+        return merged.to(query.dtype), lse.logsumexp(0)
+
+    return call
+
+
+def test_the_number_of_splits_changes_nothing(monkeypatch):
+    for share, broken in ((1.0, False), (0.0, True)):
+        found = judged("split count", splitting(share))
+        assert found["out"][0] is broken
+        assert 0 < found["out"][2] < 1
+    cases = (Case("free_feature", SHAPE),)
+    monkeypatch.setattr(audit_run, "plan", lambda *_: audit_run.Plan(cases, (), cases))
+    for function, told in ((splitting(1.0), True), (sound, False)):
+        report = audit(function, explain=False)
+        assert ("split count" in {r.invariant for r in report.relations}) is told
+        assert not any("num_splits" in limit for limit in report.limits)
 
 
 @pytest.mark.parametrize("name", PLANTED)

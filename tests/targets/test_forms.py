@@ -140,6 +140,41 @@ def paged_in_halves(q, k_cache, v_cache, block_table, cache_seqlens, scale):
     return paged(q, *halves, twice, cache_seqlens, scale)
 
 
+def append(q, k_cache, v_cache, k_new, v_new, cache_seqlens, softmax_scale=None, causal=False):
+    """Writes the new rows behind each sequence's, and attends to all."""
+    more = k_new.shape[1]
+    for i, n in enumerate(cache_seqlens.tolist()):
+        k_cache[i, n : n + more], v_cache[i, n : n + more] = k_new[i], v_new[i]
+    return cache(q, k_cache, v_cache, cache_seqlens + more, softmax_scale, causal)
+
+
+def append_late(q, k_cache, v_cache, k_new, v_new, cache_seqlens, scale=None, causal=False):
+    """Attends to the right rows, and writes them one row too late."""
+    out = append_unwritten(q, k_cache, v_cache, k_new, v_new, cache_seqlens, scale, causal)
+    append(q, k_cache, v_cache, k_new, v_new, cache_seqlens + 1, scale, causal)
+    return out
+
+
+def append_unseen(q, k_cache, v_cache, k_new, v_new, cache_seqlens, scale=None, causal=False):
+    """Writes its new keys and does not attend to the last."""
+    append(q, k_cache, v_cache, k_new, v_new, cache_seqlens, scale, causal)
+    seen = (cache_seqlens + k_new.shape[1] - 1).clamp_min(1)
+    return cache(q, k_cache, v_cache, seen, scale, causal)
+
+
+def append_elsewhere(q, k_cache, v_cache, k_new, v_new, cache_seqlens, scale=None, causal=False):
+    """Attends to the right rows, and writes them into the neighbor's cache."""
+    out = append_unwritten(q, k_cache, v_cache, k_new, v_new, cache_seqlens, scale, causal)
+    append(q, k_cache, v_cache, k_new.roll(1, 0), v_new.roll(1, 0), cache_seqlens, scale, causal)
+    return out
+
+
+def append_unwritten(q, k_cache, v_cache, k_new, v_new, cache_seqlens, scale=None, causal=False):
+    """Attends to new keys, which it leaves no trace of."""
+    caches = (x.clone() for x in (k_cache, v_cache))
+    return append(q, *caches, k_new, v_new, cache_seqlens, scale, causal)
+
+
 def decode(q, k, v, sm_scale):
     out, _ = good(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), False, sm_scale)
     return out[:, :, 0]
@@ -220,6 +255,7 @@ CASES = {
     "varlen": (varlen, varlen_border, None, "q[T,H,D], k[T,H,D], v[T,H,D], cu_seqlens_q"),
     "varlen packed": (varlen_packed, varlen_longest, None, "qkv[T,3,H,D], cu_seqlens, max_seqlen"),
     "cache": (cache, cache_one_length, None, FORMS["cache"]),
+    "append": (append, append_unseen, None, FORMS["append"]),
     "paged": (paged, paged_whole_pages, None, FORMS["paged"]),
     "pages of 32": (paged, paged_in_halves, PAGES_OF_32, PAGES_OF_32),
     "decode": (decode, decode_shared, "q[B,H,D], k[B,N,G,D], v[B,N,G,D]", "q[B,H,D], k[B,N,G,D]"),
@@ -257,6 +293,33 @@ def test_a_sound_kernel_is_judged_and_a_fault_is_caught(case):
     assert report.form.startswith(known)
     assert ("called as", report.form) in facts(report.as_dict())
     assert audit(faulty, form=form, explain=False).verdict == "defect"
+
+
+@pytest.mark.usefixtures("small_plan")
+@pytest.mark.parametrize("kernel", [append_late, append_elsewhere, append_unwritten])
+def test_what_the_next_step_reads_is_judged(kernel):
+    """A step that is right by itself and leaves another cache than it should."""
+    report = audit(kernel, form="append", explain=False)
+    assert report.verdict == "defect"
+    assert report.form == FORMS["append"]
+    assert report.cause.key == "cache"
+
+
+def test_new_rows_are_named_as_kernels_name_them():
+    def theirs(q, k, v, k_cache, v_cache, seq_lens, causal=False):
+        return append(q, k_cache, v_cache, k, v, seq_lens, None, causal)
+
+    form = recognized(theirs)
+    assert str(form).startswith("q[B,N,H,D], k[B,N,H,D]=new_key, v[B,N,H,D]=new_value, k_cache[")
+    assert Form.parse(str(form)) == form
+    x = [torch.randn(2, 3, n, 4) for n in (2, 9, 9)]
+    own, other = (
+        run_target(Target.of(f), *x, is_causal=False, scale=None) for f in (theirs, append)
+    )
+    assert torch.equal(own.result.out, other.result.out)
+    assert not own.notes
+    left = run_target(Target.of(append_unwritten, form="append"), *x, is_causal=False, scale=None)
+    assert "modifies its inputs: k_cache (its rows are not those appended)" in left.notes[0]
 
 
 @pytest.mark.usefixtures("small_plan")
@@ -365,6 +428,7 @@ def test_a_form_is_its_line(text):
         ("qkv[B,B,3,N,H,D]", "is no order of dimensions"),
         ("qkv[T,3,H,D]", "T needs cu_seqlens; one sequence a call is N"),
         ("q[B,H,D], k[P,S,H,D], v[P,S,H,D]", "P needs block_table"),
+        ("q[B,N,H,D], k_cache[B,S,H,D], v_cache[B,S,H,D], k_new[B,N,H,D]", "are appended to"),
         ("q[B,H,D], k[B,32,H,D], v[B,32,H,D], block_table", "k has a dimension '32'"),
         ("q[B,H,D], k[P,32,H,D], v[P,64,H,D], block_table", "hold as many rows"),
         ("qkv[B,N,3,H,D], q[B,N,H,D]", "must hold"),

@@ -6,7 +6,7 @@ A cause is named on evidence or not at all: what the reconstruction leaves unexp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from halfulp.reconstruct import (
     of_kernel,
     of_operation,
 )
+from halfulp.targets.calling import UNWRITTEN
+from halfulp.targets.forming import MISAPPENDED
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
 LEVELS = probes_with("level")
@@ -109,17 +111,19 @@ RELATION_CAUSES = {
 
 
 def diagnose(
-    findings: Sequence[Finding], found: Reconstruction | None, unwritten: bool = False
+    findings: Sequence[Finding], found: Reconstruction | None, notes: Collection[str] = ()
 ) -> tuple[Diagnosis, ...]:
     """The causes: of what is not finite, then of the other defects; of stock findings where nothing
-    is worse. Without a reconstruction only what findings themselves prove. `unwritten`: a tensor
-    for results is known to have been left as it was given.
+    is worse. Without a reconstruction only what findings themselves prove, and `notes` of calls.
     """
     defects = tuple(f for f in findings if f.grade == "defect")
     if not defects:
         return _stock(findings, found)
     left = [f for f in defects if f.property.startswith("memory full of NaN")]
-    if unwritten or left:  # it explains the rest, or hides what does
+    cached = sorted(note for note in notes if MISAPPENDED in note)
+    if cached:
+        return (Diagnosis(CAUSES["cache"], cached[0]),)
+    if UNWRITTEN in notes or left:  # it explains the rest, or hides what does
         tensors = ", ".join(dict.fromkeys(short(f.tensor) for f in left)) or "O"
         text = f"{tensors}: what memory held before shows in the results"
         return (Diagnosis(CAUSES["unwritten"], text),)

@@ -117,7 +117,7 @@ def call(target: Target, x: Inputs | OperationCalls, device: str, forward: bool)
     x = x.to(device)
     with torch.random.fork_rng([]):
         _seed(x.generator_seed, device)  # a kernel with dropout draws its seed
-        asked = x.options() | {"manner": x.manner}
+        asked = x.options() | {"manner": x.manner, "num_splits": x.num_splits}
         grad_out = None if forward else x.grad_out
         tensors = (x.query, x.key, x.value, grad_out)
         outcome = run_target(target, *tensors, grad_lse=None if forward else x.grad_lse, **asked)
@@ -176,7 +176,7 @@ def _here(asked: Asked, todo: Plan) -> _Found:
         asked.tell(0.9 * done / total, f"{case.probe} {case.shape}")
         yield case, _see(one, case)
         done += case.shape.work
-    for case, relations in relations_of(todo):
+    for case, relations in relations_of(todo, asked.target.accepts):
         asked.tell(0.9 * done / total, f"relations, {case.probe}")
         yield case, _relate(one, case, relations)
 
@@ -199,7 +199,7 @@ class _Share:
 def _spread(asked: Asked, todo: Plan) -> _Found:
     """In so many processes, each with about as many scores."""
     assert asked.target.again is not None
-    cases, related = todo.all_cases[1:], relations_of(todo)
+    cases, related = todo.all_cases[1:], relations_of(todo, asked.target.accepts)
     work = [float(case.shape.work) for case in cases]
     work += [float(case.shape.work * len(relations)) for case, relations in related]
     loads = [0.0] * asked.jobs
@@ -245,7 +245,7 @@ def _share(share: _Share) -> list[_Seen | _Related | None]:
         ]
         if None in found:
             return found + [None for _ in share.relations]
-        related = relations_of(share.plan) if share.relations else []
+        related = relations_of(share.plan, share.accepts) if share.relations else []
         return found + [_relate(one, *related[number]) for number in share.relations]
 
 

@@ -41,6 +41,7 @@ class Inputs(Call):
     grad_lse: Tensor | None = None  # `[B, H, N]`, of a loss that lse is in
     generator_seed: int = 0
     manner: str = PLAIN  # how the kernel is called: `targets.manner`
+    num_splits: int = 0  # into how many parts a kernel shall split its keys; 0: as it chooses
 
     def __iter__(self) -> Iterator[Tensor]:
         """query, key, value and grad_out, as `halfulp.golden` takes them."""

@@ -201,6 +201,14 @@ def split_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     return _relation("keys split, merged by lse", base, {"out": (shares * outs).sum(0)})
 
 
+def split_count(run: Run, x: Inputs, _: Result) -> list[Relation]:
+    """The keys in one part and in four, of a kernel that can be told how many."""
+    one, four = (run(replace(x, num_splits=count)) for count in (1, 4))
+    if one is None or four is None:
+        return []
+    return _relation("split count", one, {name: getattr(four, name) for name in TENSORS})
+
+
 def padded_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Keys more that a mask hides (not causal): of a kernel that takes a mask."""
     n, more = x.key.shape[2], 29
@@ -383,6 +391,7 @@ PLAIN = (
     heads_apart,
     query_chunks,
     split_keys,
+    split_count,
     padded_keys,
     permuted_keys,
     duplicated_keys,

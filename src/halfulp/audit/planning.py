@@ -122,15 +122,21 @@ def plan_of(
     return Plan(cases, (), cases[:1])
 
 
-def relations_of(todo: Plan) -> list[tuple[Case, tuple[Callable[..., list[Relation]], ...]]]:
-    """Each case that relations are looked at on, with those that hold there."""
+def relations_of(
+    todo: Plan, accepts: frozenset[str]
+) -> list[tuple[Case, tuple[Callable[..., list[Relation]], ...]]]:
+    """Each case that relations are looked at on, with those that hold there, of a kernel that takes
+    these options.
+    """
     if not todo.relations:
         return []
     if todo.relations[0].operation != ATTENTION:
         case = todo.relations[0]
         return [(case, operation_relations(operation_named(case.operation)))]
+    of = {True: invariants.CAUSAL, False: invariants.PLAIN}
+    lacks = () if "num_splits" in accepts else (invariants.split_count,)  # there is nothing to say
     return [
-        (case, invariants.CAUSAL if probe_named(case.probe).is_causal else invariants.PLAIN)
+        (case, tuple(r for r in of[probe_named(case.probe).is_causal] if r not in lacks))
         for case in todo.relations
     ]
 

@@ -25,6 +25,7 @@ RELATIONS = {
     "heads over two ranks": invariants.heads_apart,
     "queries in chunks": invariants.query_chunks,
     "keys split, merged by lse": invariants.split_keys,
+    "split count": invariants.split_count,
     "padding behind a mask": invariants.padded_keys,
     "decode against prefill": invariants.one_at_a_time,
     "prefill in chunks": invariants.later_chunk,

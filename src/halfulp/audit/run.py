@@ -48,7 +48,6 @@ from halfulp.targets import (
     isolated,
     target_of,
 )
-from halfulp.targets.calling import UNWRITTEN
 
 
 def runner(
@@ -231,8 +230,8 @@ def _explained(
     found = None
     if asked.explain and gathered.measured:
         found = reconstructed(run, asked.target.name, asked.dtype, findings)
-    unwritten = any(UNWRITTEN in outcome.notes for _, outcome in gathered.calls())
-    return found, diagnose(findings, found, unwritten)
+    notes = {note for _, outcome in gathered.calls() for note in outcome.notes}
+    return found, diagnose(findings, found, notes)
 
 
 def _count(gathered: Gathered) -> int:

@@ -89,6 +89,8 @@ def held(form: Form, shape: Shape) -> Shape:
         shape = replace(shape, n_query=n, n_key=n)
     if packed or form.of("kv"):
         shape = replace(shape, value_dim=None)
+    if form.appends:
+        shape = replace(shape, n_query=min(shape.n_query, shape.n_key))
     return replace(shape, kv_heads=None) if packed else shape
 
 

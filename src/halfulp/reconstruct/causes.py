@@ -139,6 +139,8 @@ _FUNCTION = (
      " sink counted twice)", WRONG),
     ("lse-gradient", "the gradient of lse is left out, or enters δ wrongly", "FlashAttention-2's"
      " own lse, whose gradient is ignored (\"for testing only\")", LOST),
+    ("cache", "new rows are written to the wrong place of the cache, or not at all",
+     "flash-attention issue 772 (another sequence's cache is written)", WRONG),
     ("grad-tail", "gradients leave out a part of the sequence", _BLOCKS, LOST),
 )  # fmt: skip
 

@@ -58,6 +58,7 @@ CODES: dict[str, str] = {
     "softcap": "HU224",
     "sinks": "HU225",
     "lse-gradient": "HU226",
+    "cache": "HU227",
     "underflow": "HU301",
     "exp-of-lse": "HU302",
     "masked-row": "HU303",

@@ -164,11 +164,12 @@ def _call(
     notes: tuple[str, ...] = ()
     for call in calls:
         passed += call.lent
-        given = options if not call.named else options | {"named": call.named}
+        steps = [call] if call.before is None else [call.before, call]
         with inside:
-            for _ in range(2 if often == "twice" else 1):
-                call.clear()
-                returned, failed = attempted(target, call.tensors, given)
+            for step in steps * (2 if often == "twice" else 1):
+                step.clear()
+                given = options if not step.named else options | {"named": step.named}
+                returned, failed = attempted(target, step.tensors, given)
                 if failed is not None:
                     return failed
         try:

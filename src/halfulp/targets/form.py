@@ -51,6 +51,8 @@ ROLES: dict[str, tuple[str, ...]] = {
     "max_seqlen_k": ("max_seqlen_k", "max_seqlen_kv", "max_seq_len_k", "max_length_k"),
     "lengths": ("cache_seqlens", "seq_lens", "context_lens", "kv_lens", "cache_lens"),
     "block_table": ("block_table", "block_tables", "page_table"),
+    "new_key": ("new_key", "key_new", "k_new", "new_k"),
+    "new_value": ("new_value", "value_new", "v_new", "new_v"),
 }
 """Our name of what a form gives beside options: what kernels call it."""
 
@@ -58,6 +60,9 @@ PAGE = 16
 """Rows of a page where a form does not say them."""
 
 TENSORS = ("query", "key", "value", "qkv", "kv")
+NEW = ("new_key", "new_value")
+"""What a kernel appends to its cache before it attends; k and v beside k_cache and v_cache."""
+
 BUFFERS = ("out", "lse")
 END = "causal_end"
 """A role: causality whose diagonal ends at the last query and the last key."""
@@ -167,6 +172,11 @@ class Form:
         return self.tensors[-1].page
 
     @property
+    def appends(self) -> bool:
+        """Whether it writes new rows into its cache."""
+        return self.of("new_key") is not None
+
+    @property
     def decodes(self) -> bool:
         """Whether it takes one query a sequence."""
         return not {"N", "T"} & set(self.dims("query"))
@@ -229,6 +239,8 @@ FORMS = {
     " max_seqlen_k, causal=causal_end",
     "decode": "q[B,H,D], k[B,N,H,D], v[B,N,H,D]",
     "cache": "q[B,N,H,D], k_cache[B,S,H,D], v_cache[B,S,H,D], cache_seqlens, causal=causal_end",
+    "append": "q[B,N,H,D], k_cache[B,S,H,D], v_cache[B,S,H,D], k_new[B,N,H,D], v_new[B,N,H,D],"
+    " cache_seqlens, causal=causal_end",
     "paged": "q[B,H,D], k_cache[P,S,H,D], v_cache[P,S,H,D], block_table, cache_seqlens",
 }
 """Forms by name."""
@@ -249,7 +261,12 @@ def _parsed(text: str) -> Form:
 
 
 def _arguments(line: str, text: str) -> tuple[Argument, ...]:
-    return tuple(_argument(item.strip(), text) for item in re.split(r",(?![^\[]*\])", line))
+    found = [_argument(item.strip(), text) for item in re.split(r",(?![^\[]*\])", line)]
+    cached = {a.role for a in found if "S" in a.dims}
+    return tuple(
+        replace(a, role=f"new_{a.role}") if a.role in cached and "S" not in a.dims else a
+        for a in found
+    )
 
 
 def _argument(item: str, text: str) -> Argument:
@@ -297,6 +314,15 @@ def _check(form: Form, text: str) -> None:
             raise _wrong(text, f"{a.name}[{','.join(a.dims)}] is no order of dimensions")
     if any(a.role not in BUFFERS for a in form.results):
         raise _wrong(text, "results are out and lse")
+    if form.appends or "new_value" in roles:
+        told = [form.dims(role) for role in NEW]
+        like = tuple(d for d in form.dims("query"))
+        if "S" not in form.dims("key") or "lengths" not in roles or told[0] != told[1]:
+            raise _wrong(
+                text, "new rows are appended to a cache with cache_seqlens, k_new and v_new"
+            )
+        if {*told[0]} - {"G"} | {"H"} != {*like}:
+            raise _wrong(text, "k_new and v_new have the dimensions of q, such as k_new[B,N,H,D]")
     letters = {d for a in form.tensors for d in a.dims}
     if "T" in letters and not any(role.startswith("cu_seqlens") for role in roles):
         raise _wrong(text, "T needs cu_seqlens; one sequence a call is N")
@@ -321,9 +347,8 @@ def recognized(function: Callable[..., Any]) -> Form | None:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # of C
         return None
-    known = {spelled: role for role, names in ROLES.items() for spelled in names}
     placed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    roles = {p.name: known[p.name] for p in placed if p.name in known}
+    roles = _roles([p.name for p in placed])
     first = [roles.get(p.name) for p in placed[:3]]
     operands: tuple[str, ...] = ("query", "key", "value")
     if first[:1] == ["qkv"]:
@@ -333,25 +358,39 @@ def recognized(function: Callable[..., Any]) -> Form | None:
     elif len(placed) < 3:
         return None
     named = dict(zip((p.name for p in placed), operands, strict=False))
+    if {*operands} <= {*roles.values()}:  # in whatever order
+        named = {name: role for name, role in roles.items() if role in operands}
     rest = {
         p.name: roles[p.name]
-        for p in placed[len(operands) :]
+        for p in placed
         if p.name in roles
         and roles[p.name] not in operands
         # an optional table would make pages of a cache, an optional out a forward pass
         and (p.default is p.empty or roles[p.name].startswith(("cu_", "max_", "lengths")))
     }
+    if "lengths" not in rest.values():  # where rows are appended is not known
+        rest = {name: role for name, role in rest.items() if role not in NEW}
     if operands == ("query", "key", "value") and not rest:
         return None
     dims = _dims_by(frozenset(rest.values()), operands)
     causal = next((p.name for p in placed if p.name in SPELLINGS["is_causal"]), None)
-    arguments = [
-        Argument(n, role, dims["query" if role == "query" else "key"]) for n, role in named.items()
-    ]
-    arguments += [Argument(n, role) for n, role in rest.items()]
+    told = named | rest
+    told = {p.name: told[p.name] for p in placed if p.name in told}  # in their order
+    arguments = [Argument(name, role, dims.get(role, ())) for name, role in told.items()]
     if causal is not None and {"T", "S"} & set(dims["key"]):
         arguments.append(Argument(causal, END))
     return Form(tuple(arguments))
+
+
+def _roles(names: Sequence[str]) -> dict[str, str]:
+    """What parameters mean by their names: keys beside a cache of keys are appended to it."""
+    known = {spelled: role for role, spelled_so in ROLES.items() for spelled in spelled_so}
+    roles = {name: known[name] for name in names if name in known}
+    caches = {roles[name] for name in roles if "cache" in name}
+    return {
+        name: f"new_{role}" if role in caches - {"lengths"} and "cache" not in name else role
+        for name, role in roles.items()
+    }
 
 
 def _dims_by(rest: frozenset[str], operands: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -366,7 +405,10 @@ def _dims_by(rest: frozenset[str], operands: tuple[str, ...]) -> dict[str, tuple
     else:
         plain = "B,N,H,D" if stacked else "B,H,N,D"
         query, key = plain, plain.replace(",H", f"{stacked},H") if stacked else plain
-    return {"query": tuple(query.split(",")), "key": tuple(key.split(","))}
+    given = dict.fromkeys(("query", *NEW), query) | dict.fromkeys(
+        ("key", "value", "qkv", "kv"), key
+    )
+    return {role: tuple(dims.split(",")) for role, dims in given.items()}
 
 
 BHND = Form.parse("BHND")

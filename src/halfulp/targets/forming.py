@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfulp.targets.form import PAGE, ROLES, Form
+from halfulp.targets.form import BUFFERS, NEW, PAGE, ROLES, Form
 from halfulp.targets.manner import laid_out
 from halfulp.targets.target import UnsupportedError
 
 Passed = tuple[str, Tensor, Tensor]
 """What a kernel is lent and may not write to: its name, itself, and its elements before."""
+
+MISAPPENDED = "its rows are not those appended"
+"""Of a cache, where a kernel was asked to append rows to it."""
 
 _FILLER = 3.0
 _BITS, _MARK = {2: torch.int16, 4: torch.int32, 8: torch.int64}, 0x25
@@ -42,6 +45,7 @@ class FormedCall:
     value_dim: int
     buffers: dict[str, Tensor] = field(default_factory=dict)  # out, lse
     lent: tuple[Passed, ...] = ()
+    before: FormedCall | None = None  # made first, its results not looked at
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -174,6 +178,8 @@ def _check(form: Form, query: Tensor, key: Tensor, value: Tensor, causal: bool) 
         why = "holds values as wide as its keys"
     elif packed and query.shape[1] != key.shape[1]:
         why = "holds as many heads of keys as of queries"
+    elif form.appends and queries > keys:
+        why = "appends as many rows as it has queries, of which there are more than keys"
     elif causal and form.decodes and keys != 1:
         why = "takes one query a sequence, which sees all keys"
     if why is not None:
@@ -183,42 +189,104 @@ def _check(form: Form, query: Tensor, key: Tensor, value: Tensor, causal: bool) 
 def _one(
     form: Form, operands: Sequence[Tensor], memory: str, parameters: frozenset[str]
 ) -> FormedCall:
-    query, key, value = operands
+    query, key, _ = operands
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     audited, q_lengths, k_lengths = tuple(range(batch)), (queries,) * batch, (keys,) * batch
+    new = 0 if not form.appends else queries
     if form.ragged:
         audited = (1, *range(3, batch + 2))  # a longer one first, a shorter one after the first
         if "T" in form.dims("query"):
             q_lengths = (queries + 13, queries, max(1, queries // 2), *q_lengths[1:])
         else:
             q_lengths += (queries,) * 2
-        k_lengths = (keys + 13, keys, max(1, keys // 2), *k_lengths[1:])
+        k_lengths = (keys + 13, keys, max(1, new, keys // 2), *k_lengths[1:])
     lengths = {"query": q_lengths, "key": k_lengths, "value": k_lengths}
     sequences = {
         name: _among(list(x), audited, lengths[name])
         for name, x in zip(lengths, operands, strict=True)
     }
     table = _table(k_lengths, form.page) if form.of("block_table") else None
-    built = _tensors(form, sequences, table, memory)
-    call = FormedCall((), {}, form, q_lengths, audited, query.shape[1], value.shape[3])
-    given: dict[str, Any] = dict(built)
-    for argument in form.arguments:
-        if argument.role in ("out", "lse"):
-            shape = call._shape(form.dims(argument.role) or _lse_dims(form))
-            kind = query.dtype if argument.role == "out" else torch.float32
-            given[argument.name] = torch.empty(shape, dtype=kind, device=query.device)
-            call.buffers[argument.role] = given[argument.name]
-        elif not argument.role:
-            given[argument.name] = argument.constant
-        elif argument.role in ROLES and argument.name not in given:
-            given[argument.name] = _about(argument.role, q_lengths, k_lengths, table, query.device)
-    by_place, named = _passed(given, frozenset(parameters - built.keys()))
-    roles = {argument.name: argument.role for argument in form.tensors}
-    lent = tuple((roles[name], x, x.detach().clone()) for name, x in built.items())
-    return FormedCall(
-        by_place, named, form, q_lengths, audited, query.shape[1], value.shape[3],
-        call.buffers, lent,
-    )  # fmt: skip
+    whole = _Whole(form, sequences, q_lengths, k_lengths, audited, table)
+    if not new:
+        built = _tensors(form, sequences, table, memory)
+        lent = tuple((a.role, built[a.name], built[a.name].detach().clone()) for a in form.tensors)
+        return whole.call(built, parameters, k_lengths, lent)
+    return _appending(whole, new, memory, parameters)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All sequences of a call, before they are laid out for a kernel."""
+
+    form: Form
+    sequences: dict[str, list[Tensor]]  # of query, key and value `[H, N, D]`
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    audited: tuple[int, ...]
+    table: Tensor | None
+
+    def call(
+        self,
+        built: dict[str, Tensor],
+        parameters: frozenset[str],
+        k_lengths: Sequence[int],
+        lent: tuple[Passed, ...],
+    ) -> FormedCall:
+        """The call on operands by the function's names, told these lengths of its keys."""
+        form, query, value = self.form, self.sequences["query"][0], self.sequences["value"][0]
+        heads, width = query.shape[0], value.shape[2]
+        call = FormedCall((), {}, form, self.q_lengths, self.audited, heads, width)
+        given: dict[str, Any] = {}
+        for argument in form.arguments:
+            if argument.name in built:
+                given[argument.name] = built[argument.name]
+            elif argument.role in BUFFERS:
+                shape = call._shape(form.dims(argument.role) or _lse_dims(form))
+                kind = query.dtype if argument.role == "out" else torch.float32
+                given[argument.name] = torch.empty(shape, dtype=kind, device=query.device)
+                call.buffers[argument.role] = given[argument.name]
+            elif not argument.role:
+                given[argument.name] = argument.constant
+            elif argument.role in ROLES:
+                given[argument.name] = _about(
+                    argument.role, self.q_lengths, k_lengths, self.table, query.device
+                )
+        operands = frozenset(a.name for a in form.tensors)
+        by_place, named = _passed(given, parameters - operands)
+        return replace(call, tensors=by_place, named=named, lent=lent)
+
+
+def _appending(whole: _Whole, new: int, memory: str, parameters: frozenset[str]) -> FormedCall:
+    """The call that appends its sequences' last rows, and before it one that appends those before
+    them: what the second reads is what the first has written.
+    """
+    form, total = whole.form, whole.k_lengths
+    earlier = min(new, min(total) - new)
+    blank = {name: list(parts) for name, parts in whole.sequences.items()}
+    for name in ("key", "value"):
+        blank[name] = [x.clone() for x in blank[name]]
+        for x in blank[name]:
+            x[:, x.shape[1] - new - earlier :] = _FILLER
+    built = _tensors(form, blank, whole.table, memory)
+    filled = _tensors(form, whole.sequences, whole.table, memory)
+    caches = {a.name: a.role for a in form.tensors if a.role != "query"}
+    lent = tuple((f"{n} ({MISAPPENDED})", built[n], filled[n]) for n in caches)
+
+    def step(rows: int, after: int) -> FormedCall:
+        given = dict(built)
+        for role in ("query", *NEW):
+            argument, parts = form.of(role), whole.sequences[role.removeprefix("new_")]
+            assert argument is not None
+            if role == "query":
+                parts = [x[:, :rows] for x in parts] if after else parts
+            else:
+                parts = [x[:, x.shape[1] - after - rows : x.shape[1] - after] for x in parts]
+            given[argument.name] = laid_out(_arranged(parts, argument.dims), memory, None)
+        sizes = replace(whole, q_lengths=(rows,) * len(total)) if after else whole
+        return sizes.call(given, parameters, [n - after - rows for n in total], lent)
+
+    last = step(new, 0)
+    return replace(last, before=step(earlier, new)) if earlier else last
 
 
 def _lse_dims(form: Form) -> tuple[str, ...]:

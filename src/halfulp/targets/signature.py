@@ -29,6 +29,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "sinks": ("sinks", "s_aux"),
     "dropout_p": ("dropout_p",),
     "causal_offset": ("causal_offset",),
+    "num_splits": ("num_splits", "n_splits", "num_kv_splits", "kv_splits", "split_k"),
 }
 """Our name of an option: what kernels call it, with the same meaning."""
 
@@ -71,7 +72,10 @@ class Signature:
             ours: p.name
             for p in rest
             for ours, theirs in SPELLINGS.items()
-            if p.name in theirs and p.kind is not p.POSITIONAL_ONLY
+            if p.name in theirs
+            and p.kind is not p.POSITIONAL_ONLY
+            # a number of splits is never asked for but where two are compared
+            and (ours != "num_splits" or p.default is not p.empty)
         }
         found |= form.options
         others = [p for p in rest if p.name not in found.values()]

@@ -18,7 +18,7 @@ from halfulp.targets.form import BHND, Form, recognized
 from halfulp.targets.signature import OPTIONAL, SIGNATURE, Signature
 
 BOTH = frozenset({"attn_mask", "enable_gqa"})
-ALL = frozenset(OPTIONAL)
+ALL = frozenset(OPTIONAL) - {"num_splits"}
 NO_CUDA = "needs a CUDA device"
 
 
