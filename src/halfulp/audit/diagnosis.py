@@ -85,12 +85,17 @@ def operation_causes(
     for f in defects:
         if f.case is not None and f.kind != "relation":
             tensors.setdefault(f.case, {})[f.tensor] = None
-    cases = list(tensors.items())[:FAILURES]
+    # probes say more than sizes do: they are of one thing each
+    cases = sorted(tensors.items(), key=lambda item: "/" in item[0].probe)[:FAILURES]
     failures = [Failure(references(case).inputs, tuple(failing)) for case, failing in cases]
     found = of_operation(run, failures)
     if found is not None and (found.share or found.cause == "random" or not broken):
-        share = f": explains {100 * found.share:.0f} % of its error" if found.share else ""
-        causes.append(Diagnosis(CAUSES[found.cause], f"{found.text}{share}"))
+        causes.append(Diagnosis(CAUSES[found.cause], found.told))
+    elif not broken and cases and not causes:  # too large to be computed hundreds of times
+        worst = defects[0]
+        probes = ", ".join(dict.fromkeys(case.probe.partition("/")[0] for case in tensors))
+        text = f"{worst.tensor}, on {probes}: {worst.figure}"
+        causes.append(Diagnosis(CAUSES["operation-unexplained"], text))
     elif broken:
         of = _of_broken(broken)
         causes.append(replace(of, evidence=f"{of.evidence}{f': {found.text}' if found else ''}"))
@@ -201,7 +206,7 @@ def _stock(findings: Sequence[Finding], found: Reconstruction | None) -> tuple[D
 def _of_broken(broken: tuple[Finding, ...]) -> Diagnosis:
     """Why results are not finite, from the probes that show it."""
     outs = {f.case.probe for f in broken if f.case is not None and f.tensor == "out"}
-    every = {f.case.probe for f in broken if f.case is not None}
+    every = {f.case.probe.partition("/")[0] for f in broken if f.case is not None}
     underflows = "ties_many" in outs or ("ties_negative" in outs and "deep_negative" not in outs)
     rules: tuple[tuple[bool, str], ...] = (
         (underflows, "underflow"),

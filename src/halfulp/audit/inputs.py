@@ -25,6 +25,7 @@ from halfulp.operations import (
     Sizes,
     drawn_calls,
     operation_named,
+    probe_of,
 )
 from halfulp.targets.manner import PLAIN
 
@@ -89,7 +90,7 @@ class Case:
         if self.file is not None or self.probe == CAPTURED:
             return None
         if self.operation != ATTENTION:
-            return operation_named(self.operation).probe(self.probe)
+            return probe_of(operation_named(self.operation), self.probe)
         return probe_named(self.probe)
 
     def inputs(self, device: str | torch.device = "cpu") -> Any:

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import Relation
-from halfulp.operations import Operation, OperationCalls, OperationResult, Sizes, Tensors
+from halfulp.operations import (
+    Operation,
+    OperationCalls,
+    OperationResult,
+    Sizes,
+    Tensors,
+    size_rows,
+)
+
+SIZE_CASES = {"quick": 36, "full": 200}
+"""By the depth of an audit."""
 
 Run = Callable[[OperationCalls], OperationResult | None]
 
@@ -26,6 +36,12 @@ def operation_cases(operation: Operation, depth: str, dtype: str, seed: int) -> 
         for s in seeds
         for probe in operation.probes
     )
+
+
+def size_cases(operation: Operation, depth: str, dtype: str, seed: int) -> tuple[Case, ...]:
+    """Cases over sizes, values, memory and ways to be called, few (quick) or many (full)."""
+    rows = size_rows(operation.folder, seed, SIZE_CASES[depth])
+    return tuple(Case(name, sizes, seed, dtype, None, operation.folder) for name, sizes in rows)
 
 
 def operation_relations(operation: Operation) -> tuple[Callable[..., list[Relation]], ...]:

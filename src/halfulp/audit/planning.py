@@ -10,6 +10,7 @@ from halfulp.audit import invariants
 from halfulp.audit.inputs import CAPTURED, Case, case_of, read_captured, shape_of
 from halfulp.audit.invariants import Relation
 from halfulp.audit.operation_plan import operation_cases, operation_relations
+from halfulp.audit.operation_plan import size_cases as size_cases_of
 from halfulp.audit.probes import PROBES, Shape, probe_named
 from halfulp.audit.size_array import held, size_cases, without
 from halfulp.operations import ATTENTION, DTYPES, operation_named
@@ -38,14 +39,14 @@ class Plan:
         """The plan for a target that takes these options: the array's cases without the others, and
         all in sizes that its form can hold.
         """
+        if self.relations and self.relations[0].operation != ATTENTION:
+            return self
         fitted = (
             replace(case, probe=name, shape=shape)
             for case in self.sizes
             for name, shape in (without(case.probe, case.shape, accepts, form),)
         )
         sizes = tuple(dict.fromkeys(fitted))
-        if self.relations and self.relations[0].operation != ATTENTION:
-            return replace(self, sizes=sizes)
         held = {
             name: tuple(
                 dict.fromkeys(c for case in getattr(self, name) if (c := held_by(form, case)))
@@ -118,8 +119,10 @@ def plan_of(
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
-    cases = operation_cases(operation_named(op), depth, dtype, seed)
-    return Plan(cases, (), cases[:1])
+    cases, sizes = (
+        of(operation_named(op), depth, dtype, seed) for of in (operation_cases, size_cases_of)
+    )
+    return Plan(cases, (), cases[:1], sizes)
 
 
 def relations_of(

@@ -25,7 +25,7 @@ from halfulp.audit.operation_figures import (
 from halfulp.audit.probes import Probe, probe_named
 from halfulp.audit.rounding_bound import beyond_rounding
 from halfulp.calls import Result, gradients_of
-from halfulp.operations import ATTENTION, OperationCalls, defined
+from halfulp.operations import ATTENTION, OperationCalls, defined, probe_of
 from halfulp.recipes import Recipe
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ def references(case: Case) -> Any:
     calls: OperationCalls = case.inputs()
     truth = defined(calls)
     standard = _kept(case, OperationStandard, lambda: operation_standard(calls, truth))
-    return OperationReferences(calls, calls.operation.probe(case.probe), truth, standard)
+    return OperationReferences(calls, probe_of(calls.operation, case.probe), truth, standard)
 
 
 def _kept(case: Case, kind: type[T], computed: Callable[[], T]) -> T:

@@ -94,7 +94,7 @@ def round_blocks(x: Tensor, fmt: BlockFormat, rounding: Rounding, seed: int, off
     if fmt.block_size is not None and length % fmt.block_size == 0:
         # no row ends inside a block, so any number of blocks can be worked on together
         length = fmt.block_size
-    rows = x.reshape(-1, length)
+    rows = x.reshape(-1, length).contiguous()  # a transposed x may be viewed as rows, too
     tensor_scale = _tensor_scale(x, fmt) if fmt.tensor_scale else None
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     count = max(_CHUNK // length, 1) if x.device.type == "cpu" else len(rows)

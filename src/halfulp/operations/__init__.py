@@ -23,6 +23,7 @@ from halfulp.operations.operation_data import (
     Sizes,
     Tensors,
 )
+from halfulp.operations.operation_sizes import probe_of, size_rows
 from halfulp.operations.reading import ATTENTION, operation_named, operation_names
 from halfulp.operations.seam import (
     OF_DTYPE,
@@ -62,4 +63,6 @@ __all__ = [
     "exactly",
     "operation_named",
     "operation_names",
+    "probe_of",
+    "size_rows",
 ]

@@ -74,7 +74,6 @@ def normed(
         Probe("mixed_rows", "a factor of another row", "pytorch issue 190828", mixed),
         *own,
         odd_sizes(plain),
-        Probe("one_row", "sizes of one", "decode: one token", plain, sizes={"T": 1}),
         Probe(
             "large_eps",
             "an eps that is never read",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfulp.calls import gradients_of
 from halfulp.operations.operation_data import Define, Operation, Sizes, Tensors
+from halfulp.operations.operation_sizes import probe_of
 from halfulp.operations.seam import Change, Rounding, Steps, exactly
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -36,6 +37,7 @@ class OperationCalls:
     operands: Tensors
     grads: Tensors  # what reaches each differentiable result, "grad_" and its name
     options: Mapping[str, Any]
+    manner: str = ""  # in which memory and how often a kernel is called, as its probe says
 
     @property
     def count(self) -> int:
@@ -65,7 +67,7 @@ def drawn_calls(
     operation: Operation, probe: str, sizes: Sizes, dtype: str, generator: torch.Generator
 ) -> OperationCalls:
     """The calls of one probe at these sizes, each drawn after the other from one generator."""
-    chosen = operation.probe(probe)
+    chosen = probe_of(operation, probe)
     # what reaches a float32 loss is a number that the audited dtype has too
     kinds = DTYPES | {"audited": DTYPES[dtype], "float": DTYPES[dtype]}
     stacked: dict[str, list[Tensor]] = {}
@@ -83,9 +85,8 @@ def drawn_calls(
     whole = {name: torch.stack(parts) for name, parts in stacked.items()}
     grads = {name[1:]: x for name, x in whole.items() if name.startswith("/")}
     operands = {name: x for name, x in whole.items() if not name.startswith("/")}
-    return OperationCalls(
-        operation, dtype, operands, grads, {**operation.options, **chosen.options}
-    )
+    options = {**operation.options, **chosen.options}
+    return OperationCalls(operation, dtype, operands, grads, options, chosen.manner)
 
 
 def defined(calls: OperationCalls, change: Change = exactly) -> Tensors:

@@ -112,6 +112,7 @@ class OperationProbe:
     options: Mapping[str, Any] = field(default_factory=dict)  # unlike the operation's own
     # the sizes that this probe wants, where they are not the case's
     sizes: Mapping[str, int] = field(default_factory=dict)
+    manner: str = ""  # in which memory and how often a kernel is called; "": dense, and once
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class Operation:
     probes: tuple[OperationProbe, ...]
     # symbols whose order means nothing: "T" where rows are independent of each other
     independent: tuple[str, ...]
+    ties: bool  # whether equal inputs have one answer: not where either of two may be chosen
     # targets.py
     targets: tuple[BuiltIn, ...]
 

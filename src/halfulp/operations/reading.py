@@ -102,6 +102,7 @@ def _assembled(name: str, folder: str, files: dict[str, ModuleType]) -> Operatio
         floor=of(recipes, "FLOOR"),
         probes=of(probes, "PROBES"),
         independent=of(probes, "INDEPENDENT"),
+        ties=getattr(probes, "TIES", True),
         targets=of(targets, "TARGETS"),
     )
 

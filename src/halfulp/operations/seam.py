@@ -102,7 +102,8 @@ def over_root(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
     as kernels do, which keep it for the backward pass.
     """
     kept = step(name, torch.rsqrt(x.detach()))
-    return rows * (kept - 0.5 * kept**3 * (x - x.detach()))
+    zero = (x - x.detach()).nan_to_num()  # where x has overflowed, too
+    return rows * (kept - 0.5 * kept**3 * zero)
 
 
 def times_rsqrt(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:

@@ -40,8 +40,7 @@ class OperationReconstruction:
         """One line: what it does."""
         if self.found is None:
             return f"errs by no more than its recipes on {self.calls} calls, one of every probe"
-        share = f": explains {100 * self.found.share:.0f} % of {self.found.tensor}'s error"
-        return f"{self.found.text}{share if self.found.share else ''}"
+        return self.found.told
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

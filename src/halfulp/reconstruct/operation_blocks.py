@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from halfulp.formats import (
     Format,
     round_to,
 )
-from halfulp.operations import OperationCalls, Rounding, Tensors
-from halfulp.reconstruct.operation_ways import Alter, Way
+from halfulp.operations import OperationCalls, Rounding
+from halfulp.reconstruct.operation_ways import Way
 
 _Scales = Callable[[Tensor, Tensor], Tensor]  # (scales, largest magnitudes) -> scales
 _Codes = Callable[[Tensor, Format], Tensor]
@@ -42,8 +43,7 @@ def block_ways(calls: OperationCalls, base: Rounding) -> Iterator[Way]:
                 other = {n: partial(quantize, fmt=steps[n]) for n in of}
                 yield Way(cause, f"{text}, of {role}", formats=other)
         elif chosen in known:
-            given = partial(_result, calls, partial(quantize, fmt=known[chosen]))
-            yield Way(cause, text, results=given, here=True)
+            yield Way(cause, text, of_calls=partial(_result, known, quantize))
 
 
 def _roles(steps: dict[str, BlockFormat]) -> dict[str, list[str]]:
@@ -51,9 +51,10 @@ def _roles(steps: dict[str, BlockFormat]) -> dict[str, list[str]]:
     return roles | {f"{name.rpartition('_')[2]}s": [name] for name in steps}
 
 
-def _result(calls: OperationCalls, quantize: Alter, found: Tensors) -> Tensors:
-    x = next(iter(calls.operands.values()))
-    return found | {"output": torch.stack([quantize(one.float()) for one in x])}
+def _result(known: dict[str, BlockFormat], quantize: Any, calls: OperationCalls) -> Way:
+    x, fmt = next(iter(calls.operands.values())), known[calls.options["format"]]
+    output = torch.stack([quantize(one.float(), fmt=fmt) for one in x])
+    return Way("", "", results=lambda found: found | {"output": output})
 
 
 def _tweaks() -> Iterator[tuple[str, str, Callable[..., Tensor]]]:

@@ -4,16 +4,24 @@ values of that step would make it; and along which sizes, or at which values of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from halfulp.operations import Rounding, Tensors, defined
-from halfulp.reconstruct.operation_trials import BROKEN, Trial
-from halfulp.reconstruct.operation_ways import Way, first_calls, said, shapes_of_steps
+from halfulp.operations import OperationCalls, Rounding, Tensors, defined
+from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial, trial
+from halfulp.reconstruct.operation_ways import (
+    Way,
+    first_calls,
+    said,
+    shapes_of_steps,
+    sizes_of,
+    values_of_steps,
+)
+from halfulp.targets.manner import PLAIN
 
 BY = 0.05  # of its size, by which a step is moved to see what hangs on it
 BEGINS = 0.8  # share of an error from which on it begins at a step
@@ -21,6 +29,7 @@ UNKNOWNS = 0.6  # of the numbers that fail, which the values of such a step may 
 SITS = 0.9  # share of an error that sits where it is said to
 FEW = 0.34  # of the elements that may be
 FACTOR = 0.02  # a constant that is nearer to 1 is none
+DRAWS = 4  # of random errors of a step
 NOTHING = 1e-3  # and one that is nearer to 0 leaves out
 
 
@@ -33,8 +42,8 @@ class Place:
     told: bool  # whether more is known than which tensor
 
 
-def place(trial: Trial, base: Rounding) -> Place:
-    """Which tensor is off, at which step that begins and where it sits."""
+def place(trial: Trial, base: Rounding, others: Sequence[Trial]) -> Place:
+    """Which tensor is off, where alone, at which step that begins and where it sits."""
     name = trial.failing[0]
     exact = float(trial.exact[name].nan_to_num(0.0, 0.0, 0.0).square().sum())
     relative = (trial.errors[name] / exact) ** 0.5 if exact else float("inf")
@@ -43,11 +52,62 @@ def place(trial: Trial, base: Rounding) -> Place:
     off = f"is not finite in {broken} elements" if broken else off
     alone = " alone" if len(trial.failing) == 1 < len(trial.kernel) else ""
     parts = [f"{name}{alone} {off}"]
-    if not broken and (begins := _begins(trial, base)):
+    if only := _only(trial, others):
+        parts.append(only)
+    if begins := _begins(trial, base) or _like_noise(trial, base):
         parts.append(begins)
     if sits := _sits(trial, name):
         parts.append(sits)
     return Place("; ".join(parts), relative, len(parts) > 1)
+
+
+_MANNERS = {
+    "transposed": "{} are transposed in memory",
+    "packed": "{} are views into wider rows",
+    "expanded": "{} are one row that is repeated, of stride 0",
+    "twice": "it is called a second time",
+    "backward-twice": "its backward pass is run a second time",
+    "filled": "memory that it takes is full of NaN: not all of it is written",
+}
+
+
+def manner_of(run: Run, one: Trial) -> str:
+    """In which memory or way of being called alone an error is; nothing where it is in any."""
+
+    def fails(manner: str) -> bool:
+        again = trial(run, replace(one.calls, manner=manner), None)
+        return again is not None and bool(again.failing)
+
+    if fails(PLAIN):
+        return ""
+    own, plain = one.calls.manner.split("/"), PLAIN.split("/")
+    of = ("operands", "gradients that reach it", "")
+    told = [
+        _MANNERS[own[i]].format(of[i])
+        for i in range(3)
+        if own[i] != plain[i] and fails("/".join((*plain[:i], own[i], *plain[i + 1 :])))
+    ]
+    told = told or [
+        _MANNERS[x].format(o) for x, o, no in zip(own, of, plain, strict=True) if x != no
+    ]
+    return f"{one.failing[0]} is off only where {' and '.join(told)}"
+
+
+def _only(one: Trial, others: Sequence[Trial]) -> str:
+    """Options and sizes that all calls which fail share, and no other has."""
+    wrong, right = [one, *(t for t in others if t.failing)], [t for t in others if not t.failing]
+    for name in one.calls.options:
+        bad, good = ({repr(t.calls.options[name]) for t in group} for group in (wrong, right))
+        if right and not bad & good:
+            return f"only where {name} is {' or '.join(sorted(bad))}"
+    for symbol in sizes_of(one.calls) if len(wrong) > 1 else ():
+        large, small = ([sizes_of(t.calls)[symbol] for t in group] for group in (wrong, right))
+        if small and min(large) > max(small):
+            return f"only from {symbol} = {min(large)} on, not up to {max(small)}"
+        for block in (8, 16, 32, 64, 128):
+            if small and all(n % block for n in large) and not any(n % block for n in small):
+                return f"only where {symbol} is no multiple of {block}"
+    return ""
 
 
 def further_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
@@ -59,66 +119,101 @@ def further_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
 
 
 def _taken_for_others(trial: Trial) -> Iterator[Way]:
-    values: Tensors = {}
-
-    def seen(name: str, exact: Tensor) -> Tensor:
-        if not name.startswith("grad_"):
-            values[name] = exact.detach().float()
-        return exact
-
-    defined(first_calls(trial.calls, 1), seen)
-    values |= {
-        f"result_{n}": x[0].float() for n, x in (trial.calls.operands | trial.calls.grads).items()
-    }
+    values = _values(trial.calls)
     for name, own in values.items():
         for other, x in values.items():
             if name != other and own.shape == x.shape and not name.startswith("result_"):
                 text = f"{said(name)} is taken for {said(other)}"
-                yield Way("term-missing", text, {name: lambda _, x=x: x}, here=True)  # type: ignore[misc]
+                yield Way("term-missing", text, of_calls=partial(_taken, name, other))
+
+
+def _values(calls: OperationCalls) -> Tensors:
+    """Steps, and under `result_` operands, gradients that arrive and results, of one call."""
+    given = {n: x[0].float() for n, x in (calls.operands | calls.grads).items()}
+    given |= {n: x[0].float() for n, x in defined(first_calls(calls, 1)).items()
+              if n not in given and not n.startswith("grad_")}  # fmt: skip
+    return values_of_steps(calls) | {f"result_{n}": x for n, x in given.items()}
+
+
+def _taken(name: str, other: str, calls: OperationCalls) -> Way:
+    x = _values(calls)[other]
+    return Way("", "", {name: lambda own: x if own.shape == x.shape else own})
 
 
 def _fitted_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
-    """Steps, results and options so many times what they should be, by the number that fits."""
+    """Steps, results and options so many times what they should be, and steps with a constant, or
+    so much of an operand, beside them: by the number that fits.
+    """
     calls = trial.calls
 
     def of_step(name: str, factor: float) -> Way:
         cause = "factor" if abs(factor) > NOTHING else "term-missing"
         text = f"{said(name)} is {factor:.4g} times what it should be"
         text = text if cause == "factor" else f"{said(name)} is left out"
-        return Way(cause, text, {name: partial(torch.mul, other=factor)}, here=True)
+        return Way(cause, text, {name: partial(torch.mul, other=factor)})
 
     def of_option(name: str, factor: float) -> Way:
         own, other = calls.options[name], factor * calls.options[name]
         return Way("option", f"{name} is taken as {other:.3g} instead of {own!r}",
                    options={name: other})  # fmt: skip
 
-    for name in [f"result_{n}" for n in trial.failing] + list(shapes_of_steps(calls)):
-        if (way := _fitted(trial, base, partial(of_step, name))) is not None:
-            yield way
+    shapes = shapes_of_steps(calls)
+    names = [n for n in shapes if trial.concerns(base, Way("", "", {n: torch.neg}))]
+    for name in [f"result_{n}" for n in trial.failing] + names:
+        yield from _fitted(trial, base, partial(of_step, name), 1.0, BY)
     for name, value in calls.options.items():
-        one = _fitted(trial, base, partial(of_option, name)) if _varies(value) else None
-        if one is not None:
-            yield one
+        if isinstance(value, float) and value != 0:
+            yield from _fitted(trial, base, partial(of_option, name), 1.0, BY)
+    values = _values(calls)
+    operands = {n: x for n, x in values.items() if n.removeprefix("result_") in calls.operands}
+    for name in names:
+        own = values.get(name)
+        size = float(own.square().mean().sqrt()) if own is not None else 1.0
+        yield from _fitted(trial, base, partial(_with_constant, name), 0.0, BY * (size or 1.0))
+        for other, x in operands.items() if own is not None else ():
+            by = float(x.square().mean().sqrt())
+            if own is not None and x.shape == own.shape and x.any() and by:
+                added = partial(_with_operand, calls, name, other)
+                yield from _fitted(trial, base, added, 0.0, BY * (size or 1.0) / by)
 
 
-def _varies(value: object) -> bool:
-    return isinstance(value, float) and value != 0
+def _with_constant(name: str, by: float) -> Way:
+    text = f"{said(name)} has {by:.3g} added to it"
+    return Way("factor", text, {name: partial(torch.add, other=by)})
 
 
-def _fitted(trial: Trial, base: Rounding, make: Callable[[float], Way]) -> Way | None:
-    """The way whose number brings the emulation nearest, by secants from 1."""
-    start, factor, at = trial.emulated(base, ()), 1.0, 1 + BY
+def _with_operand(calls: OperationCalls, name: str, other: str, by: float) -> Way:
+    """A step with so much of an operand, or as much as an option says where that is the number."""
+    options = {n: v for n, v in calls.options.items() if isinstance(v, float) and v}
+    named = next((n for n, v in options.items() if abs(by / v - 1) < FACTOR), "")
+    text = f"{said(name)} has {named or f'{by:.3g}'} × {said(other)} added to it"
+
+    def of(calls: OperationCalls) -> Way:
+        x = (calls.options[named] if named else by) * _values(calls)[other]
+        return Way("", "", {name: lambda own: own + x if own.shape == x.shape else own})
+
+    return Way("option" if named else "factor", text, of_calls=of)
+
+
+def _fitted(
+    trial: Trial, base: Rounding, make: Callable[[float], Way], nothing: float, step: float
+) -> Iterator[Way]:
+    """The way whose number brings the emulation nearest, by secants from the one that changes
+    nothing; none where that stays the best.
+    """
+    start, found, at = trial.emulated(base, ()), nothing, nothing + step
     for _ in range(4):
         moved = trial.emulated(base, (make(at),))
         if start is None or moved is None:
-            return None
+            return
         slopes, errors = _weighted(trial, moved, start), _weighted(trial, trial.kernel, start)
         by = float((slopes * errors).sum() / (slopes * slopes).sum().clamp_min(1e-300))
-        factor, last = 1 + by * (at - 1), factor
-        if not abs(factor) < 1e6 or abs(factor - last) < 1e-4:
+        found, last = nothing + by * (at - nothing), found
+        if not abs(found) < 1e6 or abs(found - last) < 2e-3 * step:
             break
-        at = factor if abs(factor - 1) > 1e-3 else 1 + BY
-    return make(factor) if FACTOR < abs(factor - 1) < 1e6 else None
+        at = found if abs(found - nothing) > 0.02 * step else nothing + step
+    if FACTOR * step / BY < abs(found - nothing) < 1e6:
+        yield make(found)
 
 
 def _weighted(trial: Trial, a: Tensors, b: Tensors) -> Tensor:
@@ -158,6 +253,42 @@ def _begins(trial: Trial, base: Rounding) -> str:
     return f"it begins at {said(name)}, by {100 * float(factor.square().mean()) ** 0.5:.2g} %"
 
 
+def _like_noise(trial: Trial, base: Rounding) -> str:
+    """The step that makes errors of the sizes that the kernel's have, element by element, where it
+    is off by random parts of itself: by the likelihood of normal errors of such variances.
+    """
+    start, found = trial.emulated(base, ()), []
+    generator = torch.Generator().manual_seed(0)
+    for name in shapes_of_steps(trial.calls):
+        way = Way(
+            "", "", {name: lambda x: x * (1 + BY * torch.randn(x.shape, generator=generator))}
+        )
+        if start is None or not trial.concerns(base, way):
+            continue
+        moved = [trial.emulated(base, (way,)) for _ in range(DRAWS)]
+        likely, size = 0.0, 0.0
+        for n in trial.failing:
+            if any(m is None for m in moved):
+                break
+            off = (trial.kernel[n] - start[n]).nan_to_num(0.0, 0.0, 0.0).flatten().square()
+            spread = torch.stack([(m[n] - start[n]).flatten() for m in moved if m is not None])
+            spread = spread.nan_to_num(0.0, 0.0, 0.0).square().mean(0) / BY**2
+            due = trial.exact[n].nan_to_num(0.0, 0.0, 0.0).flatten().square()
+            least = due * (trial.rounding[n] / float(due.sum().clamp_min(1e-300)))
+            least = least + 1e-6 * float(off.mean()) + 1e-300
+            sizes = torch.logspace(-8, 1, 37, dtype=torch.float64)[:, None]
+            variance = sizes * spread + least
+            own = -(variance.log() + off / variance).sum(-1)
+            likely += float(own.max())
+            size = max(size, float(sizes[own.argmax()]))
+        found.append((likely, name, size))
+    if not found:
+        return ""
+    _, name, size = max(found)
+    by = f"of {100 * size**0.5:.2g} % " if size < 1 else ""
+    return f"it is spread as errors {by}of {said(name)} are"
+
+
 def _summed_to(x: Tensor, shape: torch.Size) -> Tensor | None:
     x = x.reshape(x.shape + (1,) * (len(shape) - x.ndim))
     try:
@@ -189,6 +320,17 @@ def _sits(trial: Trial, name: str) -> str:
             told = ", ".join(str(int(i)) for i in order[:count].sort().values[:4])
             told += " …" if count > 4 else ""
             found.append((count / len(each), f"at {told} of {len(each)} along {symbol}"))
+    for operand, x in calls.operands.items():
+        rows = x[0]
+        if x.is_floating_point() or rows.shape != kernel.shape[: rows.ndim]:
+            continue
+        inner = tuple(range(rows.ndim, kernel.ndim))
+        each = error.sum(inner) if inner else error
+        worst = int(rows[each == each.max()][0])
+        here, count = each[rows == worst].sum(), int((rows == worst).sum())
+        if count < FEW * 2 * rows.numel() and float(here) > SITS * total:
+            named = [n for n, v in calls.options.items() if v == worst and not isinstance(v, bool)]
+            found.append((0.0, f"where {operand} is {named[0] + ', ' if named else ''}{worst}"))
     for operand, x in (calls.operands | calls.grads).items():
         if x[0].shape != kernel.shape or not x.is_floating_point():
             continue

@@ -14,18 +14,21 @@ from typing import NamedTuple
 from halfulp.operations import Rounding
 from halfulp.reconstruct.operation_blocks import block_ways
 from halfulp.reconstruct.operation_eager import eager_ways
-from halfulp.reconstruct.operation_places import Place, further_ways, place
+from halfulp.reconstruct.operation_places import Place, further_ways, manner_of, place
 from halfulp.reconstruct.operation_random import random_cause
+from halfulp.reconstruct.operation_sums import sum_ways
 from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
 from halfulp.reconstruct.operation_ways import Way, ways
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
-ALL = 0.995  # share from which on no other case is looked at
-WHOLLY = 0.9  # share from which on nothing more is looked for
+ALL = 0.995  # share from which on eager code is all that is looked at
+WHOLLY = 0.9  # share from which on no other case is looked at, and nothing more looked for
 FURTHER = 0.1  # share that a first way must have, or a further way must add
 TOGETHER = 3  # ways at most
 RIVALS = 0.2  # ways that explain so much less than the best are told apart from it
-MOST = 12  # of them
+MOST = 16  # of them
+OTHERS = 18  # calls that they are held against: first those of its options, and that fail
+PREDICTS = 0.3  # share of other failing calls' errors that a way which is named explains
 EQUAL = 1e-3  # at most; of two ways that explain alike the one that is tried first is named
 OTHERWISE = frozenset(
     {"option", "end", "neighbor", "factor", "term-missing", "exchanged", "limited"}
@@ -48,8 +51,15 @@ class FoundWay:
     text: str
     share: float  # of the squared error of the tensor
     fits: float  # how well it fits the other calls: below 0 where it is wrong and the kernel is not
-    tensor: str
+    tensor: str  # what errs, the worst first
     rivals: tuple[Rival, ...] = ()  # ways that were weighed, the one that is named first
+
+    @property
+    def told(self) -> str:
+        """The way, and how much of what it explains."""
+        if not self.share:
+            return self.text
+        return f"{self.text}: explains {100 * self.share:.0f} % of the error of {self.tensor}"
 
 
 class Rival(NamedTuple):
@@ -72,17 +82,22 @@ def of_operation(
         of = failures[0].calls if failures else None
         others = panel(run, of.operation, of.dtype) if of is not None else ()
     found: list[FoundWay] = []
-    for one in [t for t in (*trials, *others) if t.failing][:CASES]:
+    wrong = sorted((t for t in (*trials, *others) if t.failing), key=lambda t: bool(t.calls.manner))
+    if wrong and wrong[0].calls.manner and (text := manner_of(run, wrong[0])):
+        return FoundWay("operation-place", text, 0.0, 0.0, ", ".join(wrong[0].failing))
+    for one in wrong[:CASES]:
         rest = [t for t in (*trials, *others) if t is not one]
+        rest.sort(key=lambda t: (t.calls.options != one.calls.options, not t.failing))
+        del rest[OTHERS:]
         found.append(_Judge(one, rest, thorough=not found).found())
-        if found[-1].share >= ALL and found[-1].fits >= WRONG:
+        if found[-1].share >= WHOLLY and found[-1].fits >= WRONG:
             break
     best = max(found, key=_rank, default=None)
     if best is not None and not (best.share and best.cause in OTHERWISE):
         asked = [(f.calls, f.failing) for f in failures]
         for calls, failing in asked or [(t.calls, t.failing) for t in others if t.failing]:
             if text := random_cause(run, calls):
-                return FoundWay("random", text, 0.0, 0.0, failing[0])
+                return FoundWay("random", text, 0.0, 0.0, ", ".join(failing))
     return best
 
 
@@ -105,27 +120,36 @@ class _Judge:
         """The best way, and up to two beside it where they explain more together."""
         operation = self.trial.calls.operation
         bases = [operation.stock, operation.floor]
-        if bases[0].steps == bases[1].steps:
+        if self.trial.alike(*bases):
             del bases[0]
         start = max(self.trial.share(base, ()) for base in bases)
-        tried = list(ways(self.trial.calls))
         floor = operation.floor
         eager = [(floor, *self.trial.best(floor, (), way)) for way in eager_ways(self.trial.calls)]
         found: list[_Tried] = []
+        tried: list[Way] = []
         if not eager or max(eager, key=_share)[1] < ALL:
-            found = [
-                (base, *self.trial.best(base, (), way))
-                for base in bases
-                for way in (*block_ways(self.trial.calls, base), *tried)
-            ]
+            every = (*ways(self.trial.calls), *sum_ways(self.trial.calls))
+            tried = [way for way in every if self.trial.concerns(floor, way)]
+            bases.sort(key=lambda base: -self.trial.share(base, ()))
+            for base in bases:  # the other recipe where the nearer one does not do
+                if not found or max(found, key=_share)[1] < WHOLLY:
+                    found += [
+                        (base, *self.trial.best(base, (), way))
+                        for way in (*block_ways(self.trial.calls, base), *tried)
+                        if self.trial.concerns(base, way)
+                    ]
         found += eager
         if self.thorough and not self._whole(found):
             further = [(base, way) for base in bases for way in further_ways(self.trial, base)]
             found += [(base, *self.trial.best(base, (), way)) for base, way in further]
         (base, share, way), fits, rivals = self._told_apart(found)
         chosen: tuple[Way, ...] = (way,)
-        while FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
+        while tried and FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
+            rest = self.trial.unexplained(base, chosen)
+            tried = [way for way in tried if self.trial.concerns(base, way, rest)]
             more = [(base, *self.trial.best(base, chosen, way)) for way in tried]
+            if not more:
+                break
             base, risen, way = max(more, key=_share)
             if risen < share + max(FURTHER, (1 - share) / 3):
                 break
@@ -133,11 +157,14 @@ class _Judge:
         of_rounding = self._of_rounding()
         otherwise = {w.cause for w in chosen} & OTHERWISE
         most = max(LEFT, 4 * of_rounding) if otherwise else 1.0
-        wrong = share + min(0.0, fits) < EXPLAINS
+        predicts = self._predicts(base, chosen)
+        if len(chosen) > 1:
+            fits = self._fit(base, chosen)
+        wrong = share + min(0.0, fits) < EXPLAINS or predicts < PREDICTS
         if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
             return self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
-        return FoundWay(chosen[0].cause, text, share, fits, self.trial.failing[0], rivals)
+        return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals)
 
     def _whole(self, found: list[_Tried]) -> bool:
         """Whether a way leaves no more than rounding may make."""
@@ -168,9 +195,7 @@ class _Judge:
         rivals = sorted(rivals, key=_share, reverse=True)[:MOST]
         if best < FURTHER:
             return rivals[0], 0.0, ()
-        others = [self._fit(base, way) for base, _, way in rivals]
-        most = max((fit for fit in others if fit is not None), default=0.0)
-        fits = [max(0.0, most) if fit is None else fit for fit in others]
+        fits = [self._fit(base, (way,)) for base, _, way in rivals]
         scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
         order = {id(way): number for number, (_, _, way) in enumerate(found)}
         equal = min(EQUAL, 4 * self._of_rounding())
@@ -183,14 +208,22 @@ class _Judge:
             told.setdefault(str(one[2]), Rival(str(one[2]), one[1], fit))
         return named[0], named[1], tuple(told.values())
 
-    def _fit(self, base: Rounding, way: Way) -> float | None:
-        """How well a way does on the other calls; None where it is of this call alone."""
-        if way.here:
-            return None
-        return sum(t.share(base, (way,)) for t in self.others) / max(1, len(self.others))
+    def _fit(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
+        """How well ways do on the other calls, where the kernel errs and where it does not."""
+        others = [t for t in self.others if t.knows(chosen)]
+        return sum(t.share(base, chosen) for t in others) / max(1, len(others))
+
+    def _predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
+        """The mean share of the error that ways explain on the other calls that fail."""
+        shares = [t.share(base, chosen) for t in self.others if t.failing and t.knows(chosen)]
+        return sum(shares) / len(shares) if shares else 1.0
+
+    @property
+    def _failing(self) -> str:
+        return ", ".join(self.trial.failing)
 
     def _unexplained(self, share: float, chosen: tuple[Way, ...], base: Rounding) -> FoundWay:
-        found: Place = place(self.trial, base)
+        found: Place = place(self.trial, base, self.others)
         nearest = "; ".join(str(way) for way in chosen)
         nearest = f"; nearest is: {nearest} ({100 * share:.0f} %)" if share > EXPLAINS else ""
         key = "operation-unexplained"
@@ -198,7 +231,7 @@ class _Judge:
             key = "operation-place"
         elif found.relative > GROSS:
             key = "operation-function"
-        return FoundWay(key, f"{found.text}{nearest}", 0.0, 0.0, self.trial.failing[0])
+        return FoundWay(key, f"{found.text}{nearest}", 0.0, 0.0, self._failing)
 
 
 def _share(one: _Tried) -> float:

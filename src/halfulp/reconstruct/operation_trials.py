@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +19,13 @@ from halfulp.operations import (
     defined,
     drawn_calls,
 )
-from halfulp.reconstruct.operation_ways import Way, computed, first_calls, sizes_of
+from halfulp.reconstruct.operation_ways import Way, computed, first_calls, shapes_of_steps, sizes_of
 
 Run = Callable[[OperationCalls], OperationResult | None]
 
 LARGEST = 2**15  # elements of a call that is computed some hundred times
+LONGEST = 2**18  # of one that fails, if it cannot be made smaller
+MOVED = 0.05  # of its size, by which a step is moved to see what hangs on it
 SAME = 0.05  # share of an error that may be left of what is not random after all
 ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in both
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
@@ -85,6 +87,43 @@ class Trial:
             return False
         return self.left(emulated, name) <= SAME * self.errors[name]
 
+    def alike(self, one: Rounding, other: Rounding) -> bool:
+        """Whether two recipes make the same of what fails."""
+        a, b = self.emulated(one, ()), self.emulated(other, ())
+        return a is None or b is None or all(_equal(a[n], b[n]) for n in self.failing)
+
+    def knows(self, chosen: tuple[Way, ...]) -> bool:
+        """Whether the definition has a step of these ways on this call."""
+        names = {name for way in chosen for name in (*way.steps, *way.formats)}
+        if "steps" not in self.known:
+            self.known["steps"] = dict.fromkeys(shapes_of_steps(self.calls), torch.zeros(()))
+        return not names or any(n in self.known["steps"] or n.startswith("result_") for n in names)
+
+    def unexplained(self, base: Rounding, chosen: tuple[Way, ...]) -> set[str]:
+        """The failing tensors of whose error these ways leave a tenth or more."""
+        found = self.emulated(base, chosen) or self.exact
+        return {n for n in self.failing if self.left(found, n) > 0.1 * self.errors[n]}
+
+    def concerns(self, base: Rounding, way: Way, names: Collection[str] | None = None) -> bool:
+        """Whether one of these tensors, or what fails, hangs on what the way alters."""
+        if not (way.steps or way.formats) or way.options or way.operands or way.results:
+            return True
+        of = set(self.failing if names is None else names)
+        return any(self._hangs_on(base, name) & of for name in (*way.steps, *way.formats))
+
+    def _hangs_on(self, base: Rounding, name: str) -> set[str]:
+        if name.startswith("result_"):
+            return {name.removeprefix("result_")}
+        key = ("hangs", name)
+        if key not in self.known:
+            start, moved = self.emulated(base, ()), self.emulated(base, (moving(name),))
+            self.known[key] = (
+                {n: x - start[n] for n, x in moved.items() if not _equal(x, start[n])}
+                if start is not None and moved is not None
+                else self.exact
+            )
+        return set(self.known[key])
+
     def share(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """How much of the failing tensors' squared errors these ways explain, less what they make
         wrong of the others: 1 for all, below 0 for less than nothing.
@@ -132,6 +171,19 @@ class Trial:
         return emulated
 
 
+def moving(name: str) -> Way:
+    """A step that is off by a known share of itself, zeros by that of 1."""
+
+    def move(x: Tensor) -> Tensor:
+        return x * (1 + MOVED) + (x == 0) * MOVED
+
+    return Way("", f"{name} moved", {name: move})
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
 def _mixed(forward: Tensors | None, backward: Tensors | None) -> Tensors | None:
     """Results of one emulation, gradients of another."""
     if forward is None or backward is None:
@@ -156,7 +208,7 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
     """One call of these, made small where it is too large; where it is not known what fails,
     tensors that are twice as far off as both recipes. None where the kernel gives nothing.
     """
-    some = _small(first_calls(calls, 1))
+    some = _small(first_calls(calls, 1), LONGEST if failing else LARGEST)
     result = run(some) if some is not None else None
     if some is None or result is None:
         return None
@@ -182,7 +234,7 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
     return Trial(some, kernel, exact, errors, made, failing)
 
 
-def _small(calls: OperationCalls) -> OperationCalls | None:
+def _small(calls: OperationCalls, longest: int) -> OperationCalls | None:
     """A call of few enough elements, of rows that do not depend on each other no more than that."""
     operation, elements = calls.operation, sum(x.numel() for x in calls.operands.values())
     shapes = {o.name: o.shape.split() for o in operation.operands}
@@ -197,7 +249,7 @@ def _small(calls: OperationCalls) -> OperationCalls | None:
             grads={n: _narrowed(x, shapes[n], symbol, keep) for n, x in calls.grads.items()},
         )
         elements = sum(x.numel() for x in calls.operands.values())
-    return calls if elements <= LARGEST else None
+    return calls if elements <= longest else None
 
 
 def _narrowed(x: Tensor, shape: list[str], symbol: str, keep: int) -> Tensor:

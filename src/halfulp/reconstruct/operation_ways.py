@@ -1,12 +1,11 @@
 """What kernels of any operation are known to do otherwise, as ways to compute its definition: a
-step rounded, a sum kept short, a result cut, an option not read, an end left out.
+step rounded, a result cut, an option not read, an end left out. Sums are operation_sums'.
 
 Nothing here knows an operation: steps, operands, options and symbols are the operation's own.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.formats import BF16, FP16, FP32, FP64, OCP_E4M3, OCP_E5M2, Format, round_to
+from halfulp.formats import BF16, FP16, FP32, OCP_E4M3, OCP_E5M2, Format, round_to
 from halfulp.operations import (
     OF_DTYPE,
     PLACE,
@@ -25,17 +24,17 @@ from halfulp.operations import (
     Tensors,
     changed,
     defined,
-    exactly,
 )
 
 Alter = Callable[[Tensor], Tensor]
 
-_BLOCKS = (1, 8, 16, 32)  # terms that are summed exactly before the running sum is rounded
-_LIMITS = (1.0, 7.0, 10.0, 20.0, 30.0, 50.0, 88.0, 240.0, 448.0, 57344.0, 65504.0)
+_LIMITS = (1.0, 5.0, 6.0, 7.0, 8.0, 10.0, 16.0, 20.0, 30.0, 32.0, 50.0, 64.0, 80.0, 88.0, 100.0,
+           240.0, 448.0, 57344.0, 65504.0,
+           *(float(2**n - less) for n in range(7, 18) for less in (0, 1)))  # fmt: skip
+_OF_FORMATS = (1.0, 240.0, 448.0, 57344.0, 65504.0)  # those of gradients
 _ENDS = (8, 16, 32, 64)  # blocks past the last of which an end is left out
 TOLD = 3  # steps that are named one by one
 _SCALED_FP8 = Format("e8m3", 8, 3)
-_LONGEST = 4096  # terms of a sum that is emulated one after the other
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,10 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
     operands: Callable[[Tensors], Tensors] | None = None
     results: Callable[[Tensors], Tensors] | None = None
-    here: bool = False  # of this call alone: its numbers are not those of others
     alone: str = ""  # "forward" or "backward": in that pass alone
+    # the way on other calls, where what it does hangs on their values
+    of_calls: Callable[[OperationCalls], Way] | None = None
+    within: Callable[[], AbstractContextManager[Any]] | None = None  # what runs around it
     # the definition, and what rounds in place of a recipe while it runs
     eager: Callable[[], tuple[Any, Any]] | None = None
 
@@ -64,10 +65,13 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
     """The results and gradients of a kernel that is `base` but for these ways."""
     rounded, define = base.change(calls.dtype), calls.operation.define
     running_as: AbstractContextManager[Any] = nullcontext()
+    ways = tuple(w if w.of_calls is None else w.of_calls(calls) for w in ways)
     for way in ways:
         if way.eager is not None:
             define, rounded = way.eager()
             running_as = rounded
+        if way.within is not None:
+            running_as = way.within()
         if way.options:
             calls = replace(calls, options={**calls.options, **way.options})
         if way.operands is not None:
@@ -118,35 +122,6 @@ def _cut(fmt: Format) -> Alter:
     return lambda x: round_to(x.contiguous(), fmt, rounding="toward_zero")
 
 
-_RUNNING: deque[tuple[tuple[Format, int, int], Tensor, Tensor]] = deque(maxlen=8)
-
-
-def running(x: Tensor, fmt: Format, dim: int, block: int) -> Tensor:
-    """Terms whose exact sum is the sum that is rounded after every `block` of them.
-
-    A way that is tried beside others meets the same terms again and again, and a rounding for every
-    term is what a search costs most: the last sums are kept.
-    """
-    asked = (fmt, dim, block)
-    for known, terms, found in _RUNNING:
-        if known == asked and terms.dtype == x.dtype and torch.equal(terms, x):
-            return found.clone()
-    found = _running(x, fmt, dim, block)
-    _RUNNING.append((asked, x.clone(), found.clone()))
-    return found
-
-
-def _running(x: Tensor, fmt: Format, dim: int, block: int) -> Tensor:
-    parts = torch.split(x, block, dim)
-    total = torch.zeros_like(parts[0].sum(dim))
-    found = torch.zeros_like(x)
-    for number, part in enumerate(parts):
-        risen = round_to(total + part.sum(dim), fmt)
-        found.select(dim, number * block).copy_(risen - total)
-        total = risen
-    return found
-
-
 def said(name: str) -> str:
     """A step, its gradient or a result in words."""
     if name.startswith("result_"):
@@ -167,6 +142,19 @@ def shapes_of_steps(calls: OperationCalls, define: Any = None) -> dict[str, torc
     return {n: shape for n, shape in shapes.items() if not n.startswith("result_")}
 
 
+def values_of_steps(calls: OperationCalls) -> Tensors:
+    """What the steps of the forward pass are on the first of these calls."""
+    values: Tensors = {}
+
+    def seen(name: str, exact: Tensor) -> Tensor:
+        if not name.startswith("grad_"):
+            values[name] = exact.detach().float()
+        return exact
+
+    defined(first_calls(replace(calls, grads={}), 1), seen)
+    return values
+
+
 def first_calls(calls: OperationCalls, count: int) -> OperationCalls:
     """So many of them."""
     operands = {name: x[:count] for name, x in calls.operands.items()}
@@ -182,15 +170,22 @@ def _of_steps(calls: OperationCalls) -> Iterator[Way]:
     # what a row shares before what each element has, and late before early
     order = list(shapes)[::-1]
     order.sort(key=lambda name: shapes[name].numel() >= widest)
+    values = values_of_steps(calls)
     for name in order:
-        yield from _of_step(calls, name, shapes, own, widest)
+        largest = float(values[name].abs().amax()) if name in values else 0.0
+        yield from _of_step(calls, name, shapes, largest, own, widest)
     names = f" ({', '.join(forward)})" if len(forward) <= TOLD else ""
     yield Way("step-low", f"every step{names} is rounded to {own}", forward)
     yield Way("step-low", f"every step{names} and its gradient are rounded to {own}", low)
 
 
 def _of_step(
-    calls: OperationCalls, name: str, shapes: dict[str, torch.Size], own: Format, widest: int
+    calls: OperationCalls,
+    name: str,
+    shapes: dict[str, torch.Size],
+    largest: float,
+    own: Format,
+    widest: int,
 ) -> Iterator[Way]:
     shape, back, step = shapes[name], name.startswith("grad_"), said(name)
     along = {size: f" along {symbol}" for symbol, size in sizes_of(calls).items()}
@@ -208,21 +203,32 @@ def _of_step(
         yield Way(cause, beside, {name: partial(_beside_1, fmt=own, times=2)})
     yield Way("term-missing", f"{step} is left out", {name: torch.zeros_like})
     yield Way("limited", f"{step} is at least 0", {name: partial(torch.clamp, min=0)})
-    for most in _LIMITS:
-        ends = partial(torch.clamp, min=-most, max=most)
-        yield Way("limited", f"{step} is held within ±{most:g}", {name: ends})
+    for most in _OF_FORMATS if back else _LIMITS:
+        if back or largest / 100 < most < largest:
+            ends = partial(torch.clamp, min=-most, max=most)
+            yield Way("limited", f"{step} is held within ±{most:g}", {name: ends})
+    if shape.numel() == 1:
+        for symbol, size in sizes_of(calls).items():
+            text = f"{step} is {symbol}, which is {size} there"
+            yield Way("option", text, of_calls=partial(_size_for, name, symbol))
     for dim, length in enumerate(shape):
         if length > 1:
             yield from _ends_of_step(name, step, dim, length, along.get(length, ""))
-        if 4 <= length <= _LONGEST:
-            if _is_summed(calls, name, dim):
-                yield from _sums(name, step, own, dim, length)
-            elif dim == 0 and (index := _index_of(calls, length)) is not None:
-                yield from _sums_by(calls, name, step, own, index)
     if "grad_" + name in shapes and small:
-        for n in set(sizes_of(calls).values()) - {1}:
-            text = f"{step} is {n}/{n - 1} times what it should be"
-            yield Way("factor", text, {name: partial(torch.mul, other=n / (n - 1))})
+        for symbol, n in sizes_of(calls).items():
+            if n > 1:
+                text = f"{step} is {symbol} / ({symbol} − 1) times what it should be"
+                yield Way("factor", text, of_calls=partial(_of_one_less, name, symbol))
+
+
+def _of_one_less(name: str, symbol: str, calls: OperationCalls) -> Way:
+    n = sizes_of(calls)[symbol]
+    return Way("", "", {name: partial(torch.mul, other=n / (n - 1) if n > 1 else torch.nan)})
+
+
+def _size_for(name: str, symbol: str, calls: OperationCalls) -> Way:
+    size = sizes_of(calls)[symbol]
+    return Way("option", "", {name: lambda x: torch.full_like(x, size)})
 
 
 def _ends_of_step(name: str, step: str, dim: int, length: int, along: str) -> Iterator[Way]:
@@ -251,93 +257,11 @@ def _step_ended(
     """Zeros, or the last one again, past the last whole block."""
     length = x.shape[dim]
     whole = length // block * block if block else length - 1
-    if not 0 < whole < length:
-        return x
+    if whole in (0, length):  # nothing, whose mean is none; or all
+        return x if whole else x * (torch.nan if mean else 0)
     kept = x.narrow(dim, 0, whole) * (length / whole if mean else 1.0)
     rest = x.narrow(dim, whole, length - whole) * 0
     return torch.cat([kept, kept.narrow(dim, whole - 1, 1) if repeats else rest], dim)
-
-
-def _is_summed(calls: OperationCalls, name: str, dim: int) -> bool:
-    """Whether all that becomes of a step is its sum along a dimension."""
-    some = first_calls(calls, 1)
-
-    def gathered(own: str, exact: Tensor) -> Tensor:
-        return running(exact, FP64, dim, 4) if own == name else exact
-
-    exact, other = defined(some), defined(some, gathered)
-    finite = {n: x.isfinite() for n, x in exact.items()}
-    return all(
-        torch.allclose(other[n][finite[n]], x[finite[n]], rtol=1e-9, atol=1e-12)
-        for n, x in exact.items()
-    )
-
-
-def _sums(name: str, step: str, own: Format, dim: int, length: int) -> Iterator[Way]:
-    back = name.startswith("grad_")
-    cause = "grad-sum-low" if back else "sum-low"
-    for fmt in (own, FP16 if own is not FP16 else BF16):
-        for block in _BLOCKS:
-            if block < length:
-                each = "every term" if block == 1 else f"every {block} terms"
-                text = f"the sum over {step} is rounded to {fmt} after {each}"
-                yield Way(cause, text, {name: partial(running, fmt=fmt, dim=dim, block=block)})
-
-
-def _index_of(calls: OperationCalls, length: int) -> Tensor | None:
-    """Numbers of an operand by which rows may be summed."""
-    some = [x[0] for x in calls.operands.values() if not x.is_floating_point()]
-    return next((x for x in some if x.shape == (length,)), None)
-
-
-def _sums_by(
-    calls: OperationCalls, name: str, step: str, own: Format, index: Tensor
-) -> Iterator[Way]:
-    """What may become of rows that are summed where their numbers are the same."""
-
-    def by_number(alter: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        found = torch.empty_like(x)
-        for number in torch.unique(index):
-            found[index == number] = alter(x[index == number])
-        return found
-
-    def regrouped(seen: str, exact: Tensor) -> Tensor:
-        gather = partial(running, fmt=FP64, dim=0, block=4)
-        return by_number(gather, exact) if seen == name else exact
-
-    exact, other = (defined(first_calls(calls, 1), change) for change in (exactly, regrouped))
-    if not all(torch.allclose(other[n], x, rtol=1e-9, atol=1e-12) for n, x in exact.items()):
-        return
-    of = f"{step} of one number"
-    for block in _BLOCKS:
-        low = partial(by_number, partial(running, fmt=own, dim=0, block=block))
-        each = "every term" if block == 1 else f"every {block} of them"
-        yield Way(
-            "grad-sum-low", f"the sum over {of} is rounded to {own} after {each}", {name: low}
-        )
-        if block > 1:
-            blocks = partial(_sum_in_blocks, index=index, own=own, block=block)
-            text = f"the sum over {of} is rounded to {own} after every {block} rows"
-            yield Way("grad-sum-low", text, {name: blocks})
-    last = partial(by_number, lambda x: torch.cat([x[:-1] * 0, x[-1:]]))
-    yield Way("term-missing", f"all but the last {of} are left out", {name: last})
-    first = partial(by_number, lambda x: torch.cat([x[:1], x[1:] * 0]))
-    yield Way("term-missing", f"all but the first {of} are left out", {name: first})
-    mean = partial(by_number, lambda x: x / len(x))
-    yield Way("factor", f"{of} are averaged: 1 / count times what it should be", {name: mean})
-
-
-def _sum_in_blocks(x: Tensor, index: Tensor, own: Format, block: int) -> Tensor:
-    """Rows summed exactly in blocks of all of them, and the blocks in `own`."""
-    found, totals = torch.zeros_like(x), torch.zeros(int(index.max()) + 1, *x.shape[1:])
-    for start in range(0, len(x), block):
-        numbers, rows = index[start : start + block], x[start : start + block]
-        risen = round_to(totals + torch.zeros_like(totals).index_add(0, numbers, rows.float()), own)
-        for number in torch.unique(numbers):
-            place = start + int((numbers == number).nonzero()[0])
-            found[place] = risen[number] - totals[number]
-        totals = risen
-    return found
 
 
 def _of_results(calls: OperationCalls) -> Iterator[Way]:
@@ -372,6 +296,8 @@ def _of_operands(calls: OperationCalls) -> Iterator[Way]:
             for by in (1, -1):
                 turned = partial(_operand, name, partial(torch.roll, shifts=by, dims=dim))
                 yield Way("neighbor", f"{name} is its neighbor's along {symbol}", operands=turned)
+        if name not in calls.grads:
+            yield from _limits_of_operand(name, x)
         if not x.is_floating_point():
             for by in (1, -1):
                 moved = partial(_operand, name, partial(torch.add, other=by))
@@ -389,6 +315,33 @@ def _of_operands(calls: OperationCalls) -> Iterator[Way]:
         if name in calls.grads:
             ones = partial(_operand, name, torch.ones_like)
             yield Way("term-missing", f"{name} is taken as 1", operands=ones)
+
+
+def _limits_of_operand(name: str, x: Tensor) -> Iterator[Way]:
+    """An operand held within limits, past which it has no gradient."""
+    own = x.double()
+    ends = {"at most": (None, 1.0), "at least": (-1.0, None), "within ±": (-1.0, 1.0)}
+    for most in _LIMITS:
+        for word, (low, high) in ends.items():
+            beyond = own.amax() > most, own.amin() < -most
+            if (high and beyond[0]) or (low and beyond[1]):
+                low_end, high_end = (None if end is None else end * most for end in (low, high))
+                of = most if high or not low else -most
+                text = f"{name} is held {word}{'' if word.endswith('±') else ' '}{of:g}"
+                limit = partial(_limited, name, low_end, high_end)
+                yield Way("limited", text, of_calls=limit)
+
+
+def _limited(name: str, low: float | None, high: float | None, calls: OperationCalls) -> Way:
+    whole = calls.operands[name]
+    held = whole.clamp(min=low, max=high)
+    inside = held == whole
+
+    def masked(found: Tensors) -> Tensors:
+        grad = f"grad_{name}"
+        return found | {grad: found[grad] * inside} if grad in found else found
+
+    return Way("limited", "", operands=lambda given: given | {name: held}, results=masked)
 
 
 def _operand(name: str, alter: Alter, operands: Tensors) -> Tensors:

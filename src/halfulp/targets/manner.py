@@ -58,7 +58,7 @@ def laid_out(x: Tensor, memory: str, rows: int | None = None) -> Tensor:
     """The same elements in memory of their own, differentiable; `rows` is the dimension of tokens,
     which alone can be expanded.
     """
-    if memory == "transposed" and x.ndim > 2:
+    if memory == "transposed" and x.ndim > 1:
         first = 1 if x.ndim > 3 else 0
         return x.transpose(first, first + 1).contiguous().transpose(first, first + 1)
     if memory == "packed":

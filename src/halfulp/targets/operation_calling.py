@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -33,6 +34,7 @@ from halfulp.targets.calling import (
     same_bits,
     warned_lines,
 )
+from halfulp.targets.manner import FILLED, PLAIN, filled, laid_out, parted
 from halfulp.targets.operation_signature import OperationSignature
 from halfulp.targets.state import as_before
 from halfulp.targets.target import Outcome, Target, UnsupportedError
@@ -103,7 +105,12 @@ def run_operation(target: Target, calls: OperationCalls, *, forward: bool = Fals
     device = next(iter(calls.operands.values())).device
     stacked: dict[str, list[Tensor | None]] = {}
     notes: tuple[str, ...] = ()
-    with as_before(device, grad=not forward) as left, warnings.catch_warnings(record=True) as said:
+    full = calls.manner.endswith(FILLED)
+    with (
+        as_before(device, grad=not forward) as left,
+        warnings.catch_warnings(record=True) as said,
+        filled() if full else nullcontext(),
+    ):
         warnings.simplefilter("always")
         for number in range(calls.count):
             found = _one(target, calls, number, forward)
@@ -113,7 +120,7 @@ def run_operation(target: Target, calls: OperationCalls, *, forward: bool = Fals
             assert isinstance(found.result, OperationResult)
             for name, x in found.result.tensors.items():
                 stacked.setdefault(name, []).append(x)
-    notes += warned_lines(said)
+    notes += warned_lines([] if full else said)
     if left:
         notes += (f"{LEAVES}: {', '.join(left)}",)
     whole: Tensors = {}
@@ -128,14 +135,18 @@ def run_operation(target: Target, calls: OperationCalls, *, forward: bool = Fals
 
 def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> Outcome:
     operation = calls.operation
+    memory, grad_memory, often = parted(calls.manner or PLAIN)
     given = {name: x[number] for name, x in calls.operands.items()}
     lent = {name: x.detach().clone() for name, x in given.items()}
     leaves = [] if forward else [lent[x.name].requires_grad_() for x in operation.differentiable]
-    read = {name: x.clone() for name, x in lent.items()}  # autograd lets it be written to
-    args, keywords = operation.arguments(read, calls.options)
-    returned, failed = attempted(target, args, keywords)
-    if failed is not None:
-        return failed
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    for _ in range(1 + (often == "twice")):
+        read = {n: laid_out(x, memory) for n, x in lent.items()}  # autograd lets it be written to
+        args, keywords = operation.arguments(read, calls.options)
+        returned, failed = attempted(target, args, keywords)
+        if failed is not None:
+            return failed
     try:
         results = operation.read(returned, given, calls.options)
     except ValueError as error:
@@ -148,7 +159,9 @@ def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> O
     kept = {name: x.detach().clone() for name, x in results.items()}
     outcome = Outcome(OperationResult(kept), None, "ok")
     if leaves:
-        outcome = _differentiated(outcome, results, leaves, calls, number)
+        given_grads = [laid_out(g[number], grad_memory, 0) for g in calls.grads.values()]
+        passes = 1 + (often == "backward-twice")
+        outcome = _differentiated(outcome, results, leaves, calls, given_grads, passes)
     touched = [name for name, x in given.items() if not same_bits(read[name], x)]
     if touched:
         outcome = replace(outcome, notes=(f"{MODIFIES}: {', '.join(touched)}", *outcome.notes))
@@ -175,12 +188,17 @@ def _wrong(results: Tensors, calls: OperationCalls) -> str | None:
 
 
 def _differentiated(
-    outcome: Outcome, results: Tensors, leaves: list[Tensor], calls: OperationCalls, number: int
+    outcome: Outcome,
+    results: Tensors,
+    leaves: list[Tensor],
+    calls: OperationCalls,
+    given_grads: list[Tensor],
+    passes: int,
 ) -> Outcome:
     assert isinstance(outcome.result, OperationResult)
     pairs = [
-        (results[name.removeprefix("grad_")], g[number])
-        for name, g in calls.grads.items()
+        (results[name.removeprefix("grad_")], g)
+        for name, g in zip(calls.grads, given_grads, strict=True)
         if results[name.removeprefix("grad_")].requires_grad
     ]
     if not pairs:
@@ -190,7 +208,10 @@ def _differentiated(
             text = f"returns {name.removeprefix('grad_')} of shape {tuple(x.shape)}: expected"
             return Outcome(None, f"{text} {tuple(g.shape)}", "error")
     try:
-        grads = gradients_of([x for x, _ in pairs], [g.to(x.dtype) for x, g in pairs], leaves)
+        for left in reversed(range(passes)):
+            reach = [g.to(x.dtype) for x, g in pairs]
+            outs = [x for x, _ in pairs]
+            grads = gradients_of(outs, reach, leaves, keep_graph=left > 0)
     except NotImplementedError as error:
         notes = (FORWARD_ONLY, f"backward pass refuses: {one_line(error)}")
         return replace(outcome, notes=notes)

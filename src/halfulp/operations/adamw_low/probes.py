@@ -93,11 +93,4 @@ PROBES = (
         _plain,
         options={"beta1": 0.8, "beta2": 0.95, "eps": 1e-4, "weight_decay": 0.1},
     ),
-    Probe(
-        "odd_size",
-        "parameters past the last whole vector",
-        "ragged tiles",
-        _plain,
-        sizes={"R": 7, "C": 11},
-    ),
 )

@@ -85,7 +85,4 @@ PROBES = (
         _plain,
         options={"beta1": 0.8, "beta2": 0.95, "eps": 1e-5, "lr": 3e-3},
     ),
-    Probe(
-        "odd_size", "parameters past the last whole vector", "ragged tiles", _plain, sizes={"N": 77}
-    ),
 )

@@ -44,16 +44,20 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     largest = step("_maximum", rows.amax(-1, keepdim=True))
     weights = step("weights", step("_shifted", rows - largest).exp())
     row_sum = step("row_sum", step("_summed", weights).sum(-1, keepdim=True))
-    lse = step("lse", largest + row_sum.log())
+    whole = largest + row_sum.log()
+    kept = step("_lse", whole)  # of which kernels take the loss and the gradient
+    lse = step("lse", kept)
     loss = (1 - smoothing) * step("own", lse - rows.gather(1, right))
     if smoothing:
         loss = loss + smoothing * step("others", lse - rows).mean(-1, keepdim=True)
     loss = (loss + z_scale * lse * lse)[:, 0]
-    p = step("_log_probabilities", (weights / row_sum).log()).exp()
+    p = step("_log_probabilities", (weights / row_sum).log() + (whole - kept)).exp()
     p = step("_probabilities", p)
     wanted = torch.zeros_like(rows).scatter(1, right, 1 - smoothing) + smoothing / rows.shape[1]
     unit = p - wanted + 2 * z_scale * lse * p
-    count = seen.sum().clamp_min(1) if options["reduction"] == "mean" else 1
+    count = (
+        step("_count", seen.sum().clamp_min(1).to(rows)) if options["reduction"] == "mean" else 1
+    )
     unit = step("unit_gradient", torch.where(seen[:, None], unit, 0.0) / count)
     zero = x["input"] - rows  # 0, whose gradient is that of the logits
     losses = torch.where(seen, loss, 0.0) / count + (unit * zero).sum(-1)

@@ -73,6 +73,5 @@ PROBES = (
         _drawn(),
         options={"padding_idx": 1},
     ),
-    Probe("one_token", "sizes of one", "decode", _drawn(), sizes={"T": 1}),
     odd_sizes(_drawn()),
 )

@@ -25,7 +25,8 @@ def define(
         variance = step("variance", step("squares", centered.square()).mean(-1, keepdim=True))
     else:
         variance = step("variance", rows.var(-1, keepdim=True, unbiased=False))
-    scaled = over(step, "inverse_deviation", centered, variance + options["eps"])
+    kept = step("_kept_centered", centered)
+    scaled = over(step, "inverse_deviation", kept, variance + options["eps"])
     normalized = step("normalized", scaled)
     weighted = step("weighted", normalized * step("weights", x["weight"].expand_as(rows)))
     return {"output": weighted + step("biases", x["bias"].expand_as(rows))}

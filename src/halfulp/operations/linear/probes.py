@@ -87,5 +87,4 @@ PROBES = (
         _plain,
         sizes={"T": 37, "K": 77, "N": 19},
     ),
-    Probe("one_token", "decode: one row", "decode", _plain, sizes={"T": 1}),
 )

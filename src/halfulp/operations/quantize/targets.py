@@ -23,7 +23,8 @@ def by_mantissa(input: Tensor, *, format: str) -> Tensor:
     largest = x.abs().amax(-1, keepdim=True)
     if known.tensor_scale:
         whole = (input.abs().amax().float() / (known.scale.max * known.element.max)).double()
-        scale = _nearest(largest / (known.element.max * whole), known.scale) * whole
+        share = largest / (known.element.max * torch.where(whole == 0, 1.0, whole))
+        scale = _nearest(share, known.scale) * whole
     else:
         exponent = torch.frexp(largest)[1] - 1 - known.element.max_exponent
         scale = torch.exp2(exponent.double().clamp(-127, 127))

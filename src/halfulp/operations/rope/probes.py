@@ -66,7 +66,6 @@ PROBES = (
         options={"base": 500000.0},
     ),
     Probe("restarted", "positions taken from the place in memory", "packed sequences", _restarted),
-    Probe("one_token", "decode: a position that is not 0", "decode", _at(777, 1), sizes={"T": 1}),
     Probe(
         "outlier_feature",
         "a feature far larger than its partner",

@@ -9,6 +9,7 @@ from halfulp.operations.operation_data import Sizes, Tensors
 from halfulp.operations.random_tensors import normal, with_
 
 INDEPENDENT = ("T",)
+TIES = False
 
 
 def _plain(sizes: Sizes, g: torch.Generator) -> Tensors:
@@ -99,5 +100,4 @@ PROBES = (
         sizes={"T": 8, "E": 128, "K": 8},
         options={"k": 8, "renormalize": False},
     ),
-    Probe("one_token", "sizes of one", "decode", _plain, sizes={"T": 1}),
 )

@@ -1,0 +1,226 @@
+"""Sums that are kept short, as they run, of parts, or in a tree: of terms that are a step, of rows
+that have the same number, of matrix products.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfulp.formats import BF16, FP16, FP64, Format, round_to
+from halfulp.operations import OF_DTYPE, OperationCalls, changed, defined, exactly
+from halfulp.reconstruct.operation_ways import Way, first_calls, said, shapes_of_steps
+
+_BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # terms that are summed exactly before a sum is rounded
+_LONGEST = 4096  # terms of a sum that is emulated one after the other
+
+
+def sum_ways(calls: OperationCalls) -> Iterator[Way]:
+    """Short sums over every step that does nothing but enter a sum, and of matrix products."""
+    own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
+    for name, shape in reversed(shapes_of_steps(calls).items()):
+        for dim, length in enumerate(shape):
+            if 4 <= length <= _LONGEST:
+                if _is_summed(calls, name, dim):
+                    yield from _sums(name, said(name), own, dim, length)
+                elif dim == 0 and (index := _index_of(calls, length)) is not None:
+                    yield from _sums_by(calls, name, said(name), own, index)
+    yield from _of_products(calls)
+
+
+_RUNNING: deque[tuple[tuple[Format, int, int, str], Tensor, Tensor]] = deque(maxlen=8)
+
+
+def running(x: Tensor, fmt: Format, dim: int, block: int, how: str = "running") -> Tensor:
+    """Terms whose exact sum is the sum that is rounded after every `block` of them: as it runs,
+    each part for itself ("parts"), or parts and then sums of two ("tree").
+
+    A way that is tried beside others meets the same terms again and again, and a rounding for every
+    term is what a search costs most: the last sums are kept.
+    """
+    asked = (fmt, dim, block, how)
+    for known, terms, found in _RUNNING:
+        if known == asked and terms.dtype == x.dtype and torch.equal(terms, x):
+            return found.clone()
+    found = _running(x, fmt, dim, block, how)
+    _RUNNING.append((asked, x.clone(), found.clone()))
+    return found
+
+
+def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
+    parts = [part.sum(dim) for part in torch.split(x, block, dim)]
+    found = torch.zeros_like(x)
+    if how == "tree":
+        parts = [round_to(part, fmt) for part in parts]
+        while len(parts) > 1:
+            parts = [
+                round_to(torch.stack(parts[i : i + 2]).sum(0), fmt) for i in range(0, len(parts), 2)
+            ]
+        found.select(dim, 0).copy_(parts[0])
+        return found
+    total = torch.zeros_like(parts[0])
+    for number, part in enumerate(parts):
+        if how == "parts":
+            found.select(dim, number * block).copy_(round_to(part, fmt))
+            continue
+        risen = round_to(total + part, fmt)
+        # a sum that has overflowed stays so
+        found.select(dim, number * block).copy_(torch.where(total.isinf(), 0.0, risen - total))
+        total = risen
+    return found
+
+
+def _is_summed(calls: OperationCalls, name: str, dim: int) -> bool:
+    """Whether all that becomes of a step is its sum along a dimension."""
+    some = first_calls(calls, 1)
+
+    def gathered(own: str, exact: Tensor) -> Tensor:
+        return running(exact, FP64, dim, 4) if own == name else exact
+
+    exact, other = defined(some), defined(some, gathered)
+    finite = {n: x.isfinite() for n, x in exact.items()}
+    return all(
+        torch.allclose(other[n][finite[n]], x[finite[n]], rtol=1e-9, atol=1e-12)
+        for n, x in exact.items()
+    )
+
+
+def _sums(name: str, step: str, own: Format, dim: int, length: int) -> Iterator[Way]:
+    back = name.startswith("grad_")
+    cause = "grad-sum-low" if back else "sum-low"
+    for fmt in (own, FP16 if own is not FP16 else BF16):
+        for block in _BLOCKS:
+            if block < length:
+                each = "every term" if block == 1 else f"every {block} terms"
+                text = f"the sum over {step} is rounded to {fmt} after {each}"
+                low = partial(running, fmt=fmt, dim=dim, block=block)
+                yield Way(cause, text, {name: low})
+                if fmt is own:
+                    of = f"{block} terms of {step}" if block > 1 else f"two of {step}"
+                    if block > 1:
+                        parts = f"sums of {of} are rounded to {fmt} before they are summed"
+                        yield Way(cause, parts, {name: partial(low, how="parts")})
+                    tree = f"sums of {of}, and sums of these, are rounded to {fmt}"
+                    yield Way(cause, tree, {name: partial(low, how="tree")})
+
+
+def _index_of(calls: OperationCalls, length: int) -> Tensor | None:
+    """Numbers of an operand by which rows may be summed."""
+    some = [x[0] for x in calls.operands.values() if not x.is_floating_point()]
+    return next((x for x in some if x.shape == (length,)), None)
+
+
+def _by_number(alter: Callable[[Tensor], Tensor], x: Tensor, index: Tensor) -> Tensor:
+    found = torch.empty_like(x)
+    for number in torch.unique(index):
+        found[index == number] = alter(x[index == number])
+    return found
+
+
+def _sums_by(
+    calls: OperationCalls, name: str, step: str, own: Format, index: Tensor
+) -> Iterator[Way]:
+    """What may become of rows that are summed where their numbers are the same."""
+
+    def regrouped(seen: str, exact: Tensor) -> Tensor:
+        gather = partial(running, fmt=FP64, dim=0, block=4)
+        return _by_number(gather, exact, index) if seen == name else exact
+
+    exact, other = (defined(first_calls(calls, 1), change) for change in (exactly, regrouped))
+    if not all(torch.allclose(other[n], x, rtol=1e-9, atol=1e-12) for n, x in exact.items()):
+        return
+    of = f"{step} of one number"
+    rows: list[tuple[str, str, Callable[..., Tensor]]] = []
+    for block in _BLOCKS:
+        each = "every term" if block == 1 else f"every {block} of them"
+        low = partial(_by_number, partial(running, fmt=own, dim=0, block=block))
+        rows.append(("grad-sum-low", f"the sum over {of} is rounded to {own} after {each}", low))
+        if block > 1:
+            text = f"the sum over {of} is rounded to {own} after every {block} rows"
+            rows.append(("grad-sum-low", text, partial(_sum_in_blocks, own=own, block=block)))
+    last = partial(_by_number, lambda x: torch.cat([x[:-1] * 0, x[-1:]]))
+    first = partial(_by_number, lambda x: torch.cat([x[:1], x[1:] * 0]))
+    mean = partial(_by_number, lambda x: x / len(x))
+    rows += [
+        ("term-missing", f"all but the last {of} are left out", last),
+        ("term-missing", f"all but the first {of} are left out", first),
+        ("factor", f"{of} are averaged: 1 / count times what it should be", mean),
+    ]
+    for cause, text, alter in rows:
+        yield Way(cause, text, of_calls=partial(_indexed, name, alter))
+
+
+def _indexed(name: str, alter: Callable[..., Tensor], calls: OperationCalls) -> Way:
+    def altered(x: Tensor) -> Tensor:
+        index = _index_of(calls, len(x))
+        return x if index is None else alter(x, index=index)
+
+    return Way("", "", {name: altered})
+
+
+def _sum_in_blocks(x: Tensor, index: Tensor, own: Format, block: int) -> Tensor:
+    """Rows summed exactly in blocks of all of them, and the blocks in `own`."""
+    found, totals = torch.zeros_like(x), torch.zeros(int(index.max()) + 1, *x.shape[1:])
+    for start in range(0, len(x), block):
+        numbers, rows = index[start : start + block], x[start : start + block]
+        risen = round_to(totals + torch.zeros_like(totals).index_add(0, numbers, rows.float()), own)
+        for number in torch.unique(numbers):
+            place = start + int((numbers == number).nonzero()[0])
+            found[place] = risen[number] - totals[number]
+        totals = risen
+    return found
+
+
+_SUMS = (BF16, FP16, replace(BF16, name="14 bits, cut", mantissa_bits=13, rounding="toward_zero"),
+         replace(BF16, name="bf16, cut", rounding="toward_zero"))  # fmt: skip
+_TERMS = (1, 8, 16, 32, 64, 128)  # of a product, between two roundings of its sum
+
+
+def _of_products(calls: OperationCalls) -> Iterator[Way]:
+    """Sums of matrix products that are short, where the definition has such products: as they run,
+    or of parts.
+    """
+    seen: list[int] = []
+    with _ShortSums(None, 0, False, seen):
+        changed(first_calls(calls, 1), lambda _, x: x.detach())
+    for fmt in _SUMS if seen else ():
+        for terms in _TERMS:
+            if terms < max(seen):
+                each = f"every {terms} terms" if terms > 1 else "every term"
+                text = f"sums of products are rounded to {fmt.name} after {each}"
+                yield Way("sum-low", text, within=partial(_ShortSums, fmt, terms, False))
+                if terms > 1:
+                    text = f"sums of {terms} products are rounded to {fmt.name} before the last sum"
+                    yield Way("sum-low", text, within=partial(_ShortSums, fmt, terms, True))
+
+
+class _ShortSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Rounds the sums of matrix products after so many terms; `seen` is told how long they are."""
+
+    def __init__(
+        self, fmt: Format | None, terms: int, parts: bool, seen: list[int] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fmt, self.terms, self.parts, self.seen = fmt, terms, parts, seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.mm.default:
+            return func(*args, **(kwargs or {}))
+        a, b = args
+        if self.seen is not None:
+            self.seen.append(int(a.shape[1]))
+        if self.fmt is None:
+            return a @ b
+        total = torch.zeros(a.shape[0], b.shape[1])
+        for x, y in zip(a.split(self.terms, 1), b.split(self.terms, 0), strict=True):
+            part = x.float() @ y.float()
+            total = total + round_to(part, self.fmt) if self.parts else round_to(
+                total + part, self.fmt)  # fmt: skip
+        return total.to(a.dtype)
