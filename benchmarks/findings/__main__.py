@@ -122,6 +122,8 @@ def main() -> None:
         asked = [(*s, dtype) for s in subjects(group) for dtype in dtypes]
         # stochastic_round gives bf16 whatever it is given
         asked = [s for s in asked if s[0] != "stochastic_round" or s[2] == "bfloat16"]
+        if group == "triton_tutorials":  # its attention casts to float16
+            asked = [s for s in asked if s[0] != "attention" or s[2] == "float16"]
         asked = [s for s in asked if s not in done]
         for op, target, dtype in track(asked, description=group, console=console):
             rows.append(verdict(op, target, dtype) | {"group": group, "version": release})
