@@ -39,12 +39,27 @@ STRETCHES = 2
 
 @dataclass
 class Gaps:
-    """One training held against A's, after each step: squares by step and parameter."""
+    """One training held against A's, after each step: squares by step and parameter. Of A itself
+    the way of its weights, the size of its gradients, and its outputs.
+    """
 
     weights: list[dict[str, float]] = field(default_factory=list)
     gradients: list[dict[str, float]] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)  # found − A's, by step
     losses: list[float | None] = field(default_factory=list)
+
+    def add(
+        self,
+        weights: dict[str, float],
+        gradients: dict[str, float],
+        outputs: Tensor,
+        loss: float | None,
+    ) -> None:
+        """What one more step shows."""
+        self.weights.append(weights)
+        self.gradients.append(gradients)
+        self.outputs.append(outputs)
+        self.losses.append(loss)
 
 
 @dataclass(frozen=True)
@@ -127,9 +142,7 @@ class Training:
         self.a, self.b, self.count = a, b, count
         self._batches, self._optimizers, self._steps = batches, optimizers, steps
         self._tapes = [Tape(folder / f"steps {i}") for i in range(STRETCHES)]
-        self._outputs: list[list[Tensor]] = []
-        self.losses: list[list[float | None]] = []
-        self.size: list[Gaps] = []  # A's gradients; its way, in `weights`
+        self.own: list[Gaps] = []  # A's
         self.update: list[list[dict[str, float]]] = []  # A's last update, by step
         self.rounding: dict[str, float] = {}  # of each weight once
         self.optimizer = ""
@@ -161,9 +174,7 @@ class Training:
             self._write(stretch, tape)
 
     def _write(self, stretch: int, tape: Tape) -> None:
-        outputs: list[Tensor] = []
-        losses: list[float | None] = []
-        size, update = Gaps(), []
+        own, update = Gaps(), []
 
         def see(k: int, model: nn.Module, found: Any) -> None:
             way, step, gradient = {}, {}, {}
@@ -175,16 +186,11 @@ class Training:
                 if x.grad is not None:
                     tape.write(f"{k} gradient {name}", x.grad)
                     gradient[name] = squares(x.grad, x.grad)[1]
-            outputs.append(found.outputs)
-            losses.append(found.loss)
-            size.weights.append(way)
-            size.gradients.append(gradient)
+            own.add(way, gradient, found.outputs, found.loss)
             update.append(step)
 
         self._train(0, stretch, see)
-        self._outputs.append(outputs)
-        self.losses.append(losses)
-        self.size.append(size)
+        self.own.append(own)
         self.update.append(update)
 
     def gaps(self, side: int, swaps: Swaps | None = None) -> list[Gaps]:
@@ -204,10 +210,8 @@ class Training:
                 grad = tape.read(f"{k} gradient {name}")
                 if grad is not None and x.grad is not None:
                     gradients[name] = _apart(x.grad, grad)
-            gaps.weights.append(weights)
-            gaps.gradients.append(gradients)
-            gaps.outputs.append(made.outputs - self._outputs[stretch][k])
-            gaps.losses.append(made.loss)
+            apart = made.outputs - self.own[stretch].outputs[k]
+            gaps.add(weights, gradients, apart, made.loss)
 
         self._train(side, stretch, see, swaps)
         return gaps
@@ -299,7 +303,7 @@ def _at_step(
     known = [x for x in way if x is not None]
     moved_way = [_share_of_way(training, x, i, k) for one in noise for i, x in enumerate(one)]
     usual_way = [x for x in moved_way if x is not None]
-    losses = [(mine[k], gaps.losses[k]) for mine, gaps in zip(training.losses, b, strict=True)]
+    losses = [(own.losses[k], gaps.losses[k]) for own, gaps in zip(training.own, b, strict=True)]
     update = [
         math.sqrt(_total(gaps.weights[k]) / step)
         if (step := _total(training.update[i][k]))
@@ -324,14 +328,14 @@ def _at_step(
 def _share_of_way(
     training: Training, gaps: Gaps, stretch: int, k: int, names: Sequence[str] | None = None
 ) -> float | None:
-    way = _total(training.size[stretch].weights[k], names)
+    way = _total(training.own[stretch].weights[k], names)
     return math.sqrt(_total(gaps.weights[k], names) / way) if way else None
 
 
 def _gradient(
     training: Training, gaps: Sequence[Gaps], k: int, names: Sequence[str] | None
 ) -> float:
-    size = sum(_total(one.gradients[k], names) for one in training.size)
+    size = sum(_total(one.gradients[k], names) for one in training.own)
     gap = sum(_total(one.gradients[k], names) for one in gaps)
     return math.sqrt(gap / size) if size else math.nan
 
@@ -379,7 +383,7 @@ def _modules(
 
 def _once(training: Training, stretch: int, k: int, names: Sequence[str]) -> float:
     """What rounding the weights once makes, as a share of A's way."""
-    way = _total(training.size[stretch].weights[k], names)
+    way = _total(training.own[stretch].weights[k], names)
     return math.sqrt(_total(training.rounding, names) / way) if way else 0.0
 
 

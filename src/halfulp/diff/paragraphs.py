@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import TypeVar
 
 from halfulp.diff.difference import GroupShare
 
+Item = TypeVar("Item")
 ROWS = 12
 
 
@@ -52,6 +54,12 @@ def table(lines: Sequence[Sequence[str]], width: int) -> str:
         cells = [cell.rjust(wide) for cell, wide in zip(rest, widths[1:], strict=True)]
         said.append("  ".join([short.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(said)
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """The first and the last, and some evenly between."""
+    last = len(items) - 1
+    return [items[i] for i in sorted({round(i * last / (most - 1)) for i in range(most)})]
 
 
 def chance_text(p: float) -> str:

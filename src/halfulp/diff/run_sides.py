@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from halfulp.diff.after_steps import MakeOptimizer
 from halfulp.diff.one_step import Step
-from halfulp.diff.setting import Setting, tensors_in
+from halfulp.diff.setting import DTYPES, Setting, tensors_in
 from halfulp.interpose import Operation, Swap
 from halfulp.training.attention import Attend, AttentionPlan
 from halfulp.training.checkpoint import (
@@ -39,7 +39,6 @@ from halfulp.training.updates import Updates
 from halfulp.training.workload import Workload, build_workload
 
 _WIDE = ("sdpa", "sdpa:fp32", "recipe:FP32", "recipe:FP64")
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def with_outputs(loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Any]:
@@ -122,16 +121,14 @@ class RunSide:
 
     def coarsest(self) -> torch.dtype:
         """The narrowest format that the run is known to compute in."""
-        if self.config.autocast in _AUTOCAST:
-            return _AUTOCAST[self.config.autocast]
+        if self.config.autocast != "none":
+            return DTYPES[self.config.autocast]
         choices = {a.attention for a in self.config.attention.assignments}
         if not isinstance(self.config.workload, UserModel):  # whose attention reads bf16
             return torch.float32 if choices <= set(_WIDE) else torch.bfloat16
-        dtypes = [x.dtype for x in self._last().values() if x.is_floating_point()]
+        last = self.weights(self.steps[-1]) if self.steps else {}
+        dtypes = [x.dtype for x in last.values() if x.is_floating_point()]
         return max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
-
-    def _last(self) -> dict[str, Tensor]:
-        return self.weights(self.steps[-1]) if self.steps else {}
 
     def made(self, seed: int | None = None, plain: bool = False) -> Workload:
         """The workload as it began.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from halfulp.diff.paragraphs import chance_text, table, wrapped
-from halfulp.diff.two_runs import Drift, RunDifference
+from halfulp.diff.paragraphs import chance_text, spread, table, wrapped
+from halfulp.diff.two_runs import RunDifference
 from halfulp.diff.wording import text as difference_text
 from halfulp.diff.wording import without_verdict
 
@@ -69,8 +69,7 @@ def _value(x: float) -> str:
 
 def _drifts(found: RunDifference, width: int) -> str:
     lines = [["weights at step", "‖B − A‖", "of A's way", "largest", "Wasserstein"]]
-    shown = found.drifts if len(found.drifts) <= SHOWN else _spread(found.drifts)
-    for drift in shown:
+    for drift in spread(found.drifts, SHOWN):
         gap = drift.gap
         way = "-" if not drift.travelled else _share(gap.norm / drift.travelled)
         lines.append([
@@ -97,9 +96,3 @@ def _drifts(found: RunDifference, width: int) -> str:
 
 def _share(x: float) -> str:
     return f"{x:.0%}" if x >= 0.1 else f"{x:.1e}"
-
-
-def _spread(drifts: Sequence[Drift]) -> list[Drift]:
-    """The first and the last, and some evenly between."""
-    last = len(drifts) - 1
-    return [drifts[round(i * last / (SHOWN - 1))] for i in range(SHOWN)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from halfulp.diff.after_steps import AfterSteps, AtStep
 from halfulp.diff.noise import LEVEL, MARGIN
-from halfulp.diff.paragraphs import chance_text, group_tables, table, wrapped
+from halfulp.diff.paragraphs import chance_text, group_tables, spread, table, wrapped
 
 ROWS, MODULES = 8, 8
 
@@ -19,7 +18,7 @@ def after_text(found: AfterSteps, width: int) -> str:
     said = [wrapped(f"After {last.step} steps of {found.optimizer}: {_headline(found)}.", width)]
     lines = [["step", "loss A", "B − A", "outputs", "× rounding", "p", "gradients", "× rounding",
               "weights", "× rounding", "updates"]]  # fmt: skip
-    lines += [_row(at) for at in _shown(found.steps)]
+    lines += [_row(at) for at in spread(found.steps, ROWS)]
     legend = (
         f"Means over {found.stretches} stretches of batches. Gaps B − A: outputs rms, gradients of"
         " A's size, weights of A's way from its first ones, updates the same in A's last updates."
@@ -84,11 +83,6 @@ def _modules(found: AfterSteps) -> list[list[str]]:
             _number(module.gradient), _times(module.gradient, module.gradient_noise),
         ])  # fmt: skip
     return lines
-
-
-def _shown(steps: Sequence[AtStep]) -> list[AtStep]:
-    last = len(steps) - 1
-    return [steps[i] for i in sorted({round(i * last / (ROWS - 1)) for i in range(ROWS)})]
 
 
 def _number(x: float | None) -> str:

@@ -131,17 +131,11 @@ class Isolation:
         """Return one row a rung: the worst of its seeds, and the figure that decided it."""
         varied = {one.rung for one in self.bits[1:]}  # the first is the failing recipe itself
         rows = tuple(
-            (
-                r.question,
-                r.change,
-                outcome_text(r),
-                failure_text(list(r.runs.values())),
-                worst(r).reason,
-            )
-            for r in self.rungs
-            if r.runs and r.name not in varied
+            (rung.question, rung.change, *_became(rung))
+            for rung in self.rungs
+            if rung.runs and rung.name not in varied
         )
-        columns = ("question", "what is changed", "outcome", "failed at step", "decided by")
+        columns = ("question", "what is changed", *_BECAME)
         caption = (
             f"{self.horizon - self.start} steps, seeds {', '.join(map(str, self.seeds))}. Rule:"
             f" {self.rule}."
@@ -151,19 +145,19 @@ class Isolation:
     def bit_table(self) -> Table:
         """Return one row a number of mantissa bits."""
         by_name = {rung.name: rung for rung in self.rungs}
-        rows = []
-        for one in sorted(self.bits, key=lambda b: b.bits):
-            rung = by_name[one.rung]
-            if rung.runs:
-                decided = worst(rung).reason
-                rows.append(
-                    (one.bits, outcome_text(rung), failure_text(list(rung.runs.values())), decided)
-                )
-        columns = ("mantissa bits", "outcome", "failed at step", "decided by")
+        rungs = [(one.bits, by_name[one.rung]) for one in sorted(self.bits, key=lambda b: b.bits)]
+        rows = tuple((bits, *_became(rung)) for bits, rung in rungs if rung.runs)
         title = f"Mantissa bits of {self.bits[0].step}"
-        return Table(
-            title, columns, tuple(rows), "All else as in the failing recipe.", self.command
-        )
+        caption = "All else as in the failing recipe."
+        return Table(title, ("mantissa bits", *_BECAME), rows, caption, self.command)
+
+
+_BECAME = ("outcome", "failed at step", "decided by")
+
+
+def _became(rung: Rung) -> tuple[str, str, str]:
+    runs = list(rung.runs.values())
+    return outcome_text(rung), failure_text(runs), worst(rung).reason
 
 
 def worst(rung: Rung) -> RungRun:

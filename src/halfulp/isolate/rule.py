@@ -74,6 +74,10 @@ class Rule:
     def text(self, planned: int) -> str:
         """Return the rule in words, for a run of so many steps."""
         n = self.steps_of(planned)
+        lowest = (
+            f"failed: a number is not finite, or the loss (median of {n} steps) is over"
+            f" {self.loss_factor:g} times its lowest (smallest median of {n} steps before)"
+        )
         if self.behind is not None:
             lost = (
                 f", or has lost over {self.lost_way:g} of the twin's way down and"
@@ -82,20 +86,16 @@ class Rule:
                 else ""
             )
             return (
-                f"failed: a number is not finite, or the loss (median of {n} steps) is over"
-                f" {self.loss_factor:g} times its lowest (smallest median of {n} steps before), or"
-                f" over {self.behind:g} times that of the twin, the same run with everything in"
-                f" fp32{lost}, or, where the run measures them, for {n} steps the largest score or"
-                f" a σ of W_Q or W_K is over {self.run_away:g} times the twin's; survived:"
-                " otherwise"
+                f"{lowest}, or over {self.behind:g} times that of the twin, the same run with"
+                f" everything in fp32{lost}, or, where the run measures them, for {n} steps the"
+                f" largest score or a σ of W_Q or W_K is over {self.run_away:g} times the twin's;"
+                " survived: otherwise"
             )
         return (
-            f"failed: a number is not finite, or the loss (median of {n} steps) is over"
-            f" {self.loss_factor:g} times its lowest (smallest median of {n} steps before) and at"
-            f" least {self.least_loss:g}, or for {n} steps the largest score or a σ of W_Q or W_K"
-            f" is over {self.run_away:g} times the fp32 twin's; drifting: not failed, but over the"
-            f" second half the mean score has moved by more than {self.score_drift:g} beyond the"
-            " twin's; survived: otherwise"
+            f"{lowest} and at least {self.least_loss:g}, or for {n} steps the largest score or a σ"
+            f" of W_Q or W_K is over {self.run_away:g} times the fp32 twin's; drifting: not failed,"
+            f" but over the second half the mean score has moved by more than {self.score_drift:g}"
+            " beyond the twin's; survived: otherwise"
         )
 
 

@@ -100,7 +100,8 @@ class Course:
     ) -> None:
         """An optimizer is about to step, or None has."""
         with torch.no_grad():
-            norm = None if self.health.has_norm else gradient_norm(self.model.parameters())
+            known = self.health.norm is not None
+            norm = None if known else gradient_norm(self.model.parameters())
         if norm is not None:
             self.health.saw_norm(norm, clipped=False)
         found = self.health.norm
@@ -200,8 +201,8 @@ class Course:
     def _found_place(self) -> Place:
         """Where a number first was not finite, in the step that is being made."""
         place = place_in_weights(self.model) or place_in_gradients(self.model)
-        last, distributed = self.snapshots.last_batch, torch.distributed
-        several = distributed.is_available() and distributed.is_initialized()
+        last = self.snapshots.last_batch
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
         # a pass that one process makes alone would wait for the others
         if place is None and last is not None and not several:
             with contextlib.ExitStack() as stack:

@@ -24,19 +24,10 @@ from halfulp.targets.form import BHND
 from halfulp.targets.signature import Signature
 
 _PATCH = sys.modules[patch.__module__]
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_SDPA = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 _FLASH = (
-    "q",
-    "k",
-    "v",
-    "dropout_p",
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "softcap",
-    "alibi_slopes",
-    "deterministic",
-    "return_attn_probs",
+    "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
+    " return_attn_probs"
 )
 ACCEPTED = (
     "F.scaled_dot_product_attention, flash_attn_func, halfulp.attention, and your own in"
@@ -109,33 +100,29 @@ def _read_sdpa(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     offset = given.get("causal_offset") or 0
     causal = bool(given.get("is_causal", False))
     sees = sees_of(given.get("attn_mask"), causal, given.get("window"), offset, lengths)
-    unseen = next(
-        (f"{name} is given" for name in ("softcap", "sinks") if _asks(given.get(name))), ""
-    )
     return Asked(
         scale_of(given.get("scale"), query.shape[-1]),
         replace(sees, mask=None if sees.mask is None else sees.mask.detach()),
         bool(given.get("dropout_p", 0.0)),
-        unseen,
+        _beyond(given, "softcap", "sinks"),
     )
 
 
 def _read_flash(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
     window = tuple(given.get("window_size") or (-1, -1))
     causal, offset = bool(given.get("causal", False)), key.shape[-2] - query.shape[-2]
-    unseen = next(
-        (f"{name} is given" for name in ("softcap", "alibi_slopes") if _asks(given.get(name))), ""
-    )
     return Asked(
         scale_of(given.get("softmax_scale"), query.shape[-1]),
         Sees(causal, None if max(window) < 0 else (window[0], window[1]), offset),
         bool(given.get("dropout_p", 0.0)),
-        unseen,
+        _beyond(given, "softcap", "alibi_slopes"),
     )
 
 
-def _asks(value: Any) -> bool:
-    return isinstance(value, Tensor) or bool(value)
+def _beyond(given: Mapping[str, Any], *names: str) -> str:
+    """Which of these options is asked for, so that the call is not measured."""
+    asked = (x for x in names if isinstance(given.get(x), Tensor) or given.get(x))
+    return next((f"{name} is given" for name in asked), "")
 
 
 def _own_form(function: Callable[..., Any]) -> Form:
@@ -172,8 +159,8 @@ def functions_named(
     return tuple(found)
 
 
-_SDPA_FORM = Form(_SDPA, -3, _read_sdpa, casts=True)
-_FLASH_FORM = Form(_FLASH, -2, _read_flash)
+_SDPA_FORM = Form(tuple(_SDPA.split()), -3, _read_sdpa, casts=True)
+_FLASH_FORM = Form(tuple(_FLASH.split()), -2, _read_flash)
 _PACKED_FORM = Form((), -2, _read_flash, unread="its sequences or operands are packed")
 _FLEX_FORM = Form((), -3, _read_sdpa, unread="it is FlexAttention, whose masks are functions")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,11 +86,6 @@ class Health:
         """Keep a gradient norm; one that was computed to clip by stands before it is clipped."""
         if not self._clipped:
             self.norm, self._clipped = norm.detach().float().reshape(()), clipped
-
-    @property
-    def has_norm(self) -> bool:
-        """Whether this step's gradient norm is known."""
-        return self.norm is not None
 
     def end(self, number: int, learning_rate: float, scale: float, *, skipped: bool) -> None:
         """A step has ended."""
@@ -210,18 +205,12 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor | None:
     grads = [grad for grad in local if grad.layout == torch.strided and grad.numel()]
     if not grads:
         return None
-    norms = [
-        norm
-        for group in _by_device(grads)
-        for norm in torch._foreach_norm(group, 2, dtype=torch.float32)
-    ]
+    norms: list[Tensor] = []
+    for kind in dict.fromkeys((x.device, x.dtype) for x in grads):
+        alike = [x for x in grads if (x.device, x.dtype) == kind]
+        norms += torch._foreach_norm(alike, 2, dtype=torch.float32)
     whole: Tensor = torch.stack([norm.to(grads[0].device) for norm in norms]).norm()
     return whole
-
-
-def _by_device(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    for kind in dict.fromkeys((x.device, x.dtype) for x in tensors):
-        yield [x for x in tensors if (x.device, x.dtype) == kind]
 
 
 def _local(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ pass another one tells it, on the same batch, in which every module says what it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,13 @@ def place_in_gradients(model: nn.Module) -> Place | None:
     finite, or so are none, which is the loss's doing.
     """
     bad, known = [], []
-    for path, module in module_names(model):
-        for parameter in module.parameters(recurse=False):
-            grad = parameter.grad
-            if grad is None or grad.layout != torch.strided or hasattr(grad, "to_local"):
-                continue
-            known.append(path)
-            if not bool(grad.isfinite().all()):
-                bad.append((path, str(grad.dtype).removeprefix("torch.")))
+    for path, parameter in _parameters(model):
+        grad = parameter.grad
+        if grad is None or grad.layout != torch.strided or hasattr(grad, "to_local"):
+            continue
+        known.append(path)
+        if not bool(grad.isfinite().all()):
+            bad.append((path, str(grad.dtype).removeprefix("torch.")))
     if not bad or bad[-1][0] == known[-1]:
         return None
     return Place("backward", *bad[-1], 0.0)
@@ -65,11 +64,17 @@ def place_in_gradients(model: nn.Module) -> Place | None:
 
 def place_in_weights(model: nn.Module) -> Place | None:
     """The first module whose weights are not finite."""
+    for path, parameter in _parameters(model):
+        if not hasattr(parameter, "to_local") and not bool(parameter.isfinite().all()):
+            return Place("weights", path, str(parameter.dtype).removeprefix("torch."), 0.0)
+    return None
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each with the path of its module, in the model's order."""
     for path, module in module_names(model):
         for parameter in module.parameters(recurse=False):
-            if not hasattr(parameter, "to_local") and not bool(parameter.isfinite().all()):
-                return Place("weights", path, str(parameter.dtype).removeprefix("torch."), 0.0)
-    return None
+            yield path, parameter
 
 
 def place_in_forward(

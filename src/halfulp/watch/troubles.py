@@ -14,6 +14,7 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -216,23 +217,21 @@ def _broken_mask(seen: Seen) -> list[Finding]:
     blind = _by_layer(last, "blind_rows", seen.layers)
     added = _by_layer(last, "mask_is_0_and_1", seen.layers)
     blind |= {layer: 1.0 for layer, why in seen.unseen.items() if why == HIDDEN}
-    found = []
-    for layer, share in blind.items():
-        if share > 0.5:
-            evidence = {"share of queries that see no key": share}
-            found.append(Finding("broken_mask", last["step"], last["step"], layer, evidence))
-    for layer, yes in added.items():
-        if yes > 0:
-            said = "its mask adds 0 and 1 to the scores: a boolean one that became numbers"
-            found.append(Finding("broken_mask", last["step"], last["step"], layer, detail=said))
+    broken = partial(Finding, "broken_mask", last["step"], last["step"])
+    found = [
+        broken(layer, {"share of queries that see no key": share})
+        for layer, share in blind.items()
+        if share > 0.5
+    ]
+    said = "its mask adds 0 and 1 to the scores: a boolean one that became numbers"
+    found += [broken(layer, detail=said) for layer, yes in added.items() if yes > 0]
     for row in seen.rows[:-1]:
         before = _by_layer(row, "sees_future", seen.layers)
         for layer in now.keys() & before.keys():
-            if (now[layer] > 0.5) != (before[layer] > 0.5) and abs(
-                now[layer] - before[layer]
-            ) > 0.4:
+            other = (now[layer] > 0.5) != (before[layer] > 0.5)
+            if other and abs(now[layer] - before[layer]) > 0.4:
                 evidence = {"share of later keys seen": now[layer], "before": before[layer]}
-                found.append(Finding("broken_mask", last["step"], last["step"], layer, evidence))
+                found.append(broken(layer, evidence))
     groups: dict[str, dict[str, float]] = {}
     for layer, share in now.items():
         groups.setdefault(_pattern(layer), {})[layer] = share
@@ -244,10 +243,10 @@ def _broken_mask(seen: Seen) -> list[Finding]:
             odd = sighted if len(sighted) == len(others) else fewer
             evidence = {"share of later keys seen": alike[odd[0]]}
             evidence["in its like"] = alike[(others if odd is sighted else sighted)[0]]
-            found.append(Finding("broken_mask", last["step"], last["step"], odd[0], evidence))
+            found.append(broken(odd[0], evidence))
     if now and min(now.values()) > 0.4 and re.search(r"causal|gpt|lmhead", seen.model.lower()):
         said = f"all attention of {seen.model} sees later keys"
-        found.append(Finding("broken_mask", last["step"], last["step"], detail=said))
+        found.append(broken(detail=said))
     return list({(one.layer, one.kind): one for one in reversed(found)}.values())
 
 

@@ -311,7 +311,7 @@ class Watcher:
         if torch.compiler.is_compiling() or self._thread not in (0, threading.get_ident()):
             return
         if self._is_ours(optimizer):
-            if self._passes and not self._course.health.has_norm:
+            if self._passes and self._course.health.norm is None:
                 self.update_begins(None)
             self._course.update_ends(optimizer)
         if self._by_hand or (not self._ours[optimizer] and any(self._ours.values())):

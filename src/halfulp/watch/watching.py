@@ -139,40 +139,29 @@ class WatchReport:
 
     def text(self, width: int = 100, lines: int = MOST_LINES) -> str:
         """The report; with more heads than `lines`, each layer's worst and those that alarm."""
-        said = _wrapped(self._head(), width)
-        said += [x for sentence in self.warnings for x in _wrapped(f"WARNING {sentence}", width)]
-        for found in self.findings[:MOST_ALARMS]:
-            said += _wrapped(f"ALARM {found['text']}", width)
-        if len(self.findings) > MOST_ALARMS:
-            said.append(f"and {len(self.findings) - MOST_ALARMS} more")
+        said = [self._head(), *(f"WARNING {sentence}" for sentence in self.warnings)]
+        said += _first([f"ALARM {found['text']}" for found in self.findings])
         if self.rows:
             shown = self.rows if len(self.rows) <= lines else self._worst()
-            said += ["", *_table(shown, {(a.layer, a.head) for a in self.alarms}, width)]
+            table = _table(shown, {(a.layer, a.head) for a in self.alarms}, width)
+            said += ["", "\n".join(table)]
             if len(shown) < len(self.rows):
-                rest = (
-                    f"The worst head of each layer; text(lines={len(self.rows)}) has all"
-                    f" {len(self.rows)}."
-                )
-                said += _wrapped(rest, width)
+                every = len(self.rows)
+                said.append(f"The worst head of each layer; text(lines={every}) has all {every}.")
             window = min(self.measurements, WINDOW)
             least = threshold(len(self.rows), window, LEVEL) if window >= WINDOW // 2 else None
             alarm = "" if least is None else f", beyond {least:.1f} it alarms"
-            said += [
-                "",
-                *_wrapped(LEGEND.format(window=_count(window, "measurement"), alarms=alarm), width),
-            ]
-        said += [
-            line
-            for sentence in self.unseen
-            for line in _wrapped(f"Not measured: {sentence}.", width)
-        ]
+            said += ["", LEGEND.format(window=_count(window, "measurement"), alarms=alarm)]
+        said += [f"Not measured: {sentence}." for sentence in self.unseen]
         if self.alarms:
-            said += ["", *self._alarms(width)]
-        if not self.alarms and self.rows:
-            said += ["", *_wrapped(self._no_alarm(), width)]
+            said += ["", *_first([f"ALARM {alarm.where}" for alarm in self.alarms])]
+            operations = dict.fromkeys(alarm.operation for alarm in self.alarms)
+            said += [f"{OPERATIONS[of]}. Fix: {FIXES[of]}." for of in operations]
+        elif self.rows:
+            said += ["", self._no_alarm()]
         if not self.findings and self.looked:
-            said += _wrapped(self._no_cause(), width)
-        return "\n".join(said)
+            said.append(self._no_cause())
+        return "\n".join(_wrapped(line, width) for line in said)
 
     def _head(self) -> str:
         last = "" if self.measured_step is None else f", the last at step {self.measured_step}"
@@ -188,18 +177,6 @@ class WatchReport:
             f"halfulp.watch: {steps}, {measurements}{last},"
             f" {_count(len(self.layers), 'attention layer')}{loss}{wrong}"
         )
-
-    def _alarms(self, width: int) -> list[str]:
-        said = [
-            line
-            for alarm in self.alarms[:MOST_ALARMS]
-            for line in _wrapped(f"ALARM {alarm.where}", width)
-        ]
-        if len(self.alarms) > MOST_ALARMS:
-            said.append(f"and {len(self.alarms) - MOST_ALARMS} more")
-        for operation in dict.fromkeys(alarm.operation for alarm in self.alarms):
-            said += _wrapped(f"{OPERATIONS[operation]}. Fix: {FIXES[operation]}.", width)
-        return said
 
     def _no_alarm(self) -> str:
         if self.measurements < WINDOW // 2:
@@ -275,15 +252,10 @@ def report_of(
     measure = rows[-1]["measure"] if rows else {}
     for number, layer in enumerate(layers if rows else ()):
         for head in range(len(measure["max_score"][number])):
-            row: dict[str, Any] = {
-                "layer": layer,
-                "head": head,
-                "leaning": _mean(rows, IN_GRADIENT, number, head),
-            }
-            heads.append(
-                row
-                | {name: measure[name][number][head] for _, name, _ in COLUMNS if name in measure}
-            )
+            row: dict[str, Any] = {"layer": layer, "head": head}
+            row["leaning"] = _mean(rows, IN_GRADIENT, number, head)
+            known = (name for _, name, _ in COLUMNS if name in measure)
+            heads.append(row | {name: measure[name][number][head] for name in known})
     last = rows[-1]["step"] if rows else None
     found = (*warnings, *out_of_range(rows, layers))
     return WatchReport(
@@ -408,14 +380,21 @@ def _shortened(paths: Collection[str]) -> tuple[str, dict[str, str]]:
 
 
 def _figure(value: float | None, form: str) -> str:
-    return (
-        "-"
-        if value is None or not math.isfinite(value)
-        else form.format(value).replace("e-0", "e-")
-    )
+    if value is None or not math.isfinite(value):
+        return "-"
+    return form.format(value).replace("e-0", "e-")
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _first(said: Sequence[str]) -> list[str]:
+    """As many as are shown, and how many more there are."""
+    more = len(said) - MOST_ALARMS
+    return [*said[:MOST_ALARMS], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _wrapped(text: str, width: int) -> str:
+    """A sentence in lines; a table has its own."""
     import textwrap
 
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    if len(text) <= width or "\n" in text:
+        return text
+    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False))
