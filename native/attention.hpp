@@ -68,6 +68,17 @@ static inline V tanh_and_slope(V x, V* slope) {
 static inline float score_factor(const halfulp_call& c) {
   return float(c.softcap > 0.f ? double(c.scale) / double(c.softcap) : double(c.scale) * 1.4426950408889634);
 }
+// What tiles have stored would have to be loaded again to be scaled. So scores are left as products until they are read,
+// which is the same multiplication, where nothing comes between that adds to them or asks whether they are equal.
+template <class E>
+static inline bool scaled_when_read(const halfulp_call& c) {
+  return E::group == 32 && c.scale > 0.f && c.softcap == 0.f && c.mask_kind != HALFULP_FLOAT_MASK &&
+         c.recipe != HALFULP_RECIPE_PUBLISHED;
+}
+template <class E>
+static inline V read_scores(const float* at, float late) {
+  return E::group == 32 ? mul(load(at), set1(late)) : load(at);
+}
 // Scores of base 2 from what tanh takes, for [row, row + n) and, unless it is null, their slopes.
 __attribute__((noinline)) static void cap(const halfulp_call& c, float* row, long n, float* slopes) {
   const V height = set1(float(double(c.softcap) * 1.4426950408889634));

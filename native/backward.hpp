@@ -8,6 +8,8 @@ namespace HALFULP_ISA {
 template <class E, bool integer>
 struct Backward {
   static constexpr long KP = E::KP, BK = kBackwardKeys, G = E::group;
+  // Every block of rows adds to all of dK and dV: by tiles that is longer in coming from memory than in being computed.
+  static constexpr long kRows = (G == 32 ? 2 : 1) * halfulp::kRows;
   static constexpr long kStep = E::k_step * KP > 2 ? E::k_step * KP : 2;  // rows that come and go together
   const Plan& plan;
   const halfulp_call& c;
@@ -74,6 +76,7 @@ struct Backward {
   long wide;          // keys of the panel at hand that some row of the block sees
   bool odd_keys;      // K or V of this chunk is not finite, or 2⁶⁵ and more
   bool odd_grads;     // dO of the rows at hand is not finite
+  float late;         // what scores are multiplied by when they are read
   bool careful;       // the rows at hand have an option, or something is not finite or large
 
   void chunk_of(long b, long hk, long chunk) {
@@ -221,9 +224,11 @@ struct Backward {
   // S and dP of a group of rows and one panel.
   void products(long i0, long g, long j) {
     const float scale = score_factor(c), one = 1.f;
+    const bool waits = !careful && scaled_when_read<E>(c);
+    late = waits ? scale : one;
     const long n = rows_in(g), ld = panel_width(count - j);
     Multiply<E>::template group<kSet>(n, query + G * g * row_stride(wd), row_stride(wd), key + j * wd.units, ld, wide,
-                                      wd.units, scores, kPanel, &scale);
+                                      wd.units, scores, kPanel, waits ? &one : &scale);
     Multiply<E>::template group<kSet>(n, grad_out + G * g * row_stride(wv), row_stride(wv), value + j * wv.units, ld,
                                       wide, wv.units, grad_weights, kPanel, &one);
     for (long r = 0; r < n && careful && c.softcap > 0.f; ++r)
@@ -256,7 +261,8 @@ struct Backward {
           const V m = set1(shift[G * g + r]), l = set1(inverse[G * g + r]);
           V sum = load(delta_lanes + (G * g + r) * 16);
           for (long k = 0; k < wide; k += 16)
-            sum = fma(mul(weight<integer>(load(scores + r * kPanel + k), m), l), load(grad_weights + r * kPanel + k), sum);
+            sum = fma(mul(weight<integer>(read_scores<E>(scores + r * kPanel + k, late), m), l),
+                      load(grad_weights + r * kPanel + k), sum);
           store(delta_lanes + (G * g + r) * 16, sum);
         }
       }
@@ -340,7 +346,8 @@ struct Backward {
 #pragma GCC unroll 2
       for (int x = 0; x < 2; ++x) {
         const long at = (t + x) * kPanel + j;
-        const V s0 = load(scores + at), s1 = load(scores + at + 16), m = set1(shift[r + x]), d = set1(delta[r + x]);
+        const V s0 = read_scores<E>(scores + at, late), s1 = read_scores<E>(scores + at + 16, late);
+        const V m = set1(shift[r + x]), d = set1(delta[r + x]);
         V w0 = weight<integer>(s0, m), w1 = weight<integer>(s1, m);
         V dp0 = sub(load(grad_weights + at), d), dp1 = sub(load(grad_weights + at + 16), d);
         if constexpr (careful) if (plan.terms) term_of(at, m, set1(inverse[r + x]), s0, s1, dp0, dp1);

@@ -18,9 +18,10 @@ struct Forward {
   bool once;  // this unit has one block of rows, for which a block of keys is packed when its turn comes
   long packed_keys, packed_from;  // what K and V as operands hold
   Unit *key, *value, *query, *turned, *weights, *rows;
+  float early, late;  // what scores are multiplied by as they are made, and when they are read
   float *scores, *next_scores, *out, *lanes, *exact_lanes, *m;
   uint8_t* odd;  // panels of V that hold NaN or an infinity
-  // Of the block of rows at hand: its first row, how many exist, and groups of them. Few rows are those of several heads.
+  // Of the block of rows at hand: its first row, how many exist, and groups of them. Few rows: those of several heads.
   long b, h, i0, valid, groups;
 
   Forward(const Plan& p, char* base)
@@ -28,6 +29,8 @@ struct Forward {
         held(c.n_key / kPanel * kPanel + width_of(c.n_key % kPanel)),
         step(c.recipe == HALFULP_RECIPE_PUBLISHED ? kTieKeys : BK),
         few(c.n_query <= Multiply<E>::few), once(few || p.groups * p.row_blocks == p.spans), packed_keys(once ? least(step, keys) : keys), packed_from(0) {
+    const float scale = score_factor(c);
+    early = scaled_when_read<E>(c) ? 1.f : scale, late = scaled_when_read<E>(c) ? scale : 1.f;
     Scratch s{base};
     key = s.take<Unit>(packed_keys * wd.units);
     value = s.take<Unit>(packed_keys / KP * wv.columns);
@@ -116,7 +119,8 @@ struct Forward {
     valid = heads * rows_each, groups = (valid + G - 1) / G;
     const long padded = few ? up(valid, 4) : groups * G;  // the least that a product of them touches
     for (long g = 0; g < heads; ++g)  // the zeros behind one head's rows make way for the next
-      read_rows<E>(c.query, b, h + g, i0, padded - g * rows_each, rows_each, wd, query + g * rows_each * row_stride(wd));
+      read_rows<E>(c.query, b, h + g, i0, padded - g * rows_each, rows_each, wd,
+                   query + g * rows_each * row_stride(wd));
     if (few) {
       E::enter(valid);
       Multiply<E>::turn(query, row_stride(wd), wd.units, turned);
@@ -150,7 +154,6 @@ struct Forward {
   Span span_of(long g, long k0) const { return seen_by(c, i0 + G * g, G, k0, least(keys, k0 + step)); }
 
   void scores_of(long k0, float* all) {
-    const float scale = score_factor(c);
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       for (long g = 0; g < groups; ++g) {
         const Span span = span_of(g, k0);
@@ -161,10 +164,10 @@ struct Forward {
         if (few)
           Multiply<E>::few_rows(valid, q, row_stride(wd), turned,
                                 rows_of_panel<E>(c.key, b, h / plan.groups, j, real, wd, rows), width, wd.units, to, BK,
-                                scale);
+                                early);
         else
           Multiply<E>::template group<kSet>(rows_in(g), q, row_stride(wd), key_at(j), width_of(real),
-                                            least(width, width_of(real)), wd.units, to, BK, &scale);
+                                            least(width, width_of(real)), wd.units, to, BK, &early);
       }
   }
 
@@ -197,13 +200,15 @@ struct Forward {
       for (long col = 0; col < wv.columns; col += 64) {
         const Unit *w = weights + (j - k0) / KP, *at = KP == 2 ? value : v.at + col;
         const long columns = wv.panel(col), ld = KP == 2 ? columns : v.stride;
-        if (valid == 1 && Multiply<E>::one_row(w, {v.at + col / KP, v.stride}, width, columns, out + col, factor ? *factor : 1.f))
-          continue;
+        const Rows lying{v.at + col / KP, v.stride};
+        if (valid == 1 && Multiply<E>::one_row(w, lying, width, columns, out + col, factor ? *factor : 1.f)) continue;
         if (KP == 2) pair_rows<E>(v, width, col, columns, value, columns);
         if (factor)
-          Multiply<E>::template group<kScaleAdd>(valid, w, BK / KP, at, ld, columns, width / KP, out + col, wv.columns, factor);
+          Multiply<E>::template group<kScaleAdd>(valid, w, BK / KP, at, ld, columns, width / KP, out + col, wv.columns,
+                                                 factor);
         else
-          Multiply<E>::template group<kAdd>(valid, w, BK / KP, at, ld, columns, width / KP, out + col, wv.columns, nullptr);
+          Multiply<E>::template group<kAdd>(valid, w, BK / KP, at, ld, columns, width / KP, out + col, wv.columns,
+                                            nullptr);
       }
     }
   }
@@ -217,7 +222,7 @@ struct Forward {
       E::widen(row_at<const typename E::Element>(c.value, b, h / plan.groups, j), v, c.dv);
       for (long col = 0; col < c.dv; ++col)
         for (long r = 0; r < valid && !finite(v[col]); ++r) {
-          const float s = scores[r * BK + j - k0];
+          const float s = scores[r * BK + j - k0] * late;
           if (j >= span[r / G].from && j < span[r / G].to && s != -HALFULP_INF)
             out[r * wv.columns + col] += std::exp2(s - shift_of(m[r])) * v[col];
         }
@@ -250,7 +255,7 @@ struct Forward {
     if (c.softcap > 0.f) cap(c, row + s.from, s.to - s.from, nullptr);
     hide(c, b, head_of(r), row_of(r), row + s.from, s.from, s.to);
     float now = !integer && c.recipe == HALFULP_RECIPE_PUBLISHED ? stabilized(row, s.from, s.to)
-                                                                 : row_largest(row, s.from, s.to);
+                                                                 : row_largest(row, s.from, s.to) * late;
     if (now < m[r]) now = m[r];
     const float before = shift_of(m[r]), shift = now == -HALFULP_INF ? 0.f : shift_of(now);
     const float factor = before == -HALFULP_INF ? 0.f : before == shift ? 1.f : std::exp2(before - shift);
@@ -263,7 +268,8 @@ struct Forward {
       for (int half = 0; half < 2; ++half) {
         const long at = j + kHalf * half;
         if (at >= s.to) break;
-        const V w0 = weight<integer>(load(row + at), set1(shift)), w1 = weight<integer>(load(row + at + 16), set1(shift));
+        const V s0 = read_scores<E>(row + at, late), s1 = read_scores<E>(row + at + 16, late);
+        const V w0 = weight<integer>(s0, set1(shift)), w1 = weight<integer>(s1, set1(shift));
         const auto packed = E::pack(w0, w1);
         E::put_row(dst + at / KP, packed);
         sum[half] = add(w0, w1);

@@ -156,7 +156,7 @@ struct Multiply<TileEngine> {
       for (int n = 0; n < 2; ++n)
         transpose16(reinterpret_cast<Unit*>(product[n]), 16, reinterpret_cast<Unit*>(C + j + 16 * n), ldc, rows);
     }
-    for (long r = 0; r < rows; ++r)
+    for (long r = 0; r < rows && factor != 1.f; ++r)
       for (long j = 0; j < width; j += 16) store(C + r * ldc + j, mul(load(C + r * ldc + j), set1(factor)));
   }
   static bool one_row(const Unit* A, Rows keys, long count, long width, float* C, float factor) {
