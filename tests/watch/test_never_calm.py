@@ -317,11 +317,13 @@ def test_a_module_named_like_attention_that_shows_nothing_is_named():
 
 
 def test_a_run_of_a_hundred_steps_gets_a_statement_by_default():
-    with halfulp.watch(model := One(lambda *x: functional.scaled_dot_product_attention(*x))) as watcher:
-        adam = torch.optim.AdamW(model.parameters())
+    model = One(lambda *x: functional.scaled_dot_product_attention(*x))
+    adam = torch.optim.AdamW(model.parameters())
+    with halfulp.watch(model) as watcher:
         for _ in range(100):
             model(torch.randn(1, 8, 16)).square().mean().backward()
             adam.step()
+            adam.zero_grad()
     report = watcher.report()
     assert report.measurements == 11, "steps 1, 10, 20, ... 100"
     assert "No head alarms" in str(report)
