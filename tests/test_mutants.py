@@ -104,10 +104,10 @@ def guard_summary(module: Any) -> None:
 
     class Drift:
         def __init__(self, seed: int, slope: float) -> None:
-            self.seed, self.steps = seed, (0, 1)
-            self.wasserstein = (0.0, slope)
+            self.seed, self.slope = seed, slope
 
-    ratio = module.slope_ratio([Drift(0, 8.0), Drift(1, 2.0)], [Drift(0, 1.0), Drift(1, 1.0)])
+    drifts = [Drift(0, 8.0), Drift(1, 2.0)], [Drift(0, 1.0), Drift(1, 1.0)]
+    ratio = module.ratio_by_seed(*drifts, lambda drift: drift.slope)
     assert ratio.value == pytest.approx(4)
 
 

@@ -28,9 +28,11 @@ from halfulp.experiments.compare import (
 )
 from halfulp.experiments.compare_summary import (
     Distances,
+    Drift,
+    Interval,
     interval_of,
+    ratio_by_seed,
     slope_of,
-    slope_ratio,
     summarize,
     unevenness_of,
 )
@@ -221,6 +223,10 @@ def test_the_interval_is_students_and_needs_three_seeds() -> None:
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
     assert math.isnan(interval_of(values[:2]).low)
     assert str(interval_of([2.0])) == "2 (n = 1)"
+
+
+def slope_ratio(over: list[Drift], under: list[Drift]) -> Interval:
+    return ratio_by_seed(over, under, lambda one: one.slope)
 
 
 def test_ratios_are_matched_by_seed_and_geometric() -> None:

@@ -185,7 +185,7 @@ def every_page() -> dict[str, str]:
         "audit": audit_page(audits[:1], COMMAND),
         "audits": audit_page(audits, COMMAND, meta="today"),
         "run": run_page(sections, [LONG], COMMAND, "halfulp 0.1.0"),
-        "compare": compare_page(compared, [picture()], ratios=table),
+        "compare": compare_page(compared, [picture()]),
         "isolation": isolation_page(isolated),
         "ledger": ledger_page([claim, claim | {"id": "A10", "pictures": []}], COMMAND),
         "experiment": experiment_page("Sweep of precision", seen["figures"], seen["tables"]),

@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from halfulp.report.audit_page import audit_page, audit_section, audit_summary, verdicts
+from halfulp.report.audit_page import audit_page, audit_section, verdicts
 from halfulp.report.audit_summary import (
     facts,
     false_alarms,
@@ -328,12 +328,6 @@ def test_the_page_of_several_counts_the_verdicts():
 def test_the_section_shows_the_program():
     codes = [block["text"] for block in audit_section(DEFECT)["blocks"] if block["kind"] == "code"]
     assert codes == [DEFECT["script"]]
-
-
-def test_skipped_targets_stand_in_the_table_with_their_reason():
-    table = audit_summary([SOUND], {"flash_attn": "is not installed"})
-    assert table["rows"][-1][:2] == ("flash_attn", "skipped")
-    assert "is not installed" in table["rows"][-1]
 
 
 def test_the_false_alarm_rate_is_told():

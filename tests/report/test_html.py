@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from halfulp.report.html import BADGES, page
+from halfulp.report.html import page
 from halfulp.report.svg import checked
-from halfulp.report.tables import laid_out
+from halfulp.report.tables import BADGES, laid_out
 from halfulp.report.text import (
     cell_text,
     duration_text,

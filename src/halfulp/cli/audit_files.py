@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfulp import __version__
-from halfulp.cli.shell import STDOUT, check_json, typed_command, write_each
+from halfulp.cli.shell import STDOUT, check_files, typed_command, write_each
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,9 @@ class AuditFiles:
 
     def check(self) -> None:
         """Raise ValueError for a file that could not be written."""
-        from halfulp.runs.folder import check_file, check_folder
+        from halfulp.runs.folder import check_folder
 
-        check_json(self.json)
-        for name in ("html", "markdown", "junit"):
-            check_file(name, getattr(self, name))
+        check_files(self.json, html=self.html, markdown=self.markdown, junit=self.junit)
         check_folder("repro", self.repro)
 
     def write(self, plain: Sequence[dict[str, Any]], comparisons: Sequence[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp.cli.shapes import parse_sizes
-from halfulp.cli.shell import check_json, progress_bar, tell, typed_command, write_each
+from halfulp.cli.shell import check_files, progress_bar, tell, typed_command
 
 if TYPE_CHECKING:
     from halfulp.experiments.bench import Setting
@@ -50,11 +50,9 @@ def bench(
     import torch
 
     from halfulp.experiments.bench import bench as benched
-    from halfulp.runs.folder import check_file
 
     sizes = [_setting(text) for text in shapes]
-    check_json(json)
-    check_file("svg", svg)
+    check_files(json, svg=svg)
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: accepted is an integer of at least 1")
     before = torch.get_num_threads()
@@ -74,21 +72,15 @@ def bench(
 def _show(plain: dict[str, Any], json: Path | None, svg: Path | None) -> None:
     """Print and write what was measured."""
     from halfulp.report.panels import draw_panels
-    from halfulp.report.terminal import console, print_table
-    from halfulp.runs.folder import write_text
+    from halfulp.report.terminal import console, print_tables
 
     def show() -> None:
         *others, last = plain["tables"]
-        for table in [*({**table, "caption": None} for table in others), last]:
-            print_table(table, console())
+        print_tables([*({**table, "caption": None} for table in others), last])
         for name, reason in plain["skipped"].items():
             console().print(f"{name}: not timed, {reason}", style="dim", highlight=False)
 
-    def draw() -> None:
-        if svg is not None:
-            write_text(svg, draw_panels(plain["figures"]))
-
-    write_each(lambda: tell(plain, json, show), draw)
+    tell(plain, json, show, svg, lambda: draw_panels(plain["figures"]))
 
 
 def _setting(text: str) -> Setting:

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfulp.cli.shell import (
-    check_json,
-    progress_bar,
-    say,
-    tell,
-    typed_command,
-    write_each,
-)
+from halfulp.cli.shell import check_files, progress_bar, say, tell, typed_command
 
 RUN, RECORDING, SETTING = "a run folder", "a recording", "a setting"
 MIXED = (
@@ -97,10 +90,9 @@ def diff(
     """
     from halfulp.diff.recording import compare_recordings
     from halfulp.diff.two_runs import diff_runs
-    from halfulp.runs.folder import check_file
+    from halfulp.report.diff_page import diff_page, runs_page
 
-    check_file("html", html)
-    check_json(json)
+    check_files(json, html=html)
     kinds = [_kind(side) for side in (a, b)]
     options: dict[str, Any] = {"gradients": gradients, "attribute": not no_swaps}
     options |= {"most": most, "repetitions": repetitions}
@@ -116,10 +108,8 @@ def diff(
         else:
             found = _made(a, b, batches, steps, seed, device, {**options, "progress": progress})
     plain = found.as_dict()
-    write_each(
-        lambda: tell(plain, json, lambda: say(found)),
-        lambda: _write_page(html, found, plain),
-    )
+    draw = runs_page if kinds[0] == RUN else diff_page
+    tell(plain, json, lambda: say(found), html, lambda: draw(plain, str(found), typed_command()))
     return int(found.exit_code)
 
 
@@ -161,16 +151,6 @@ def _made(
     return compare(first.named(a), second.named(b), given, steps=steps, **options)
 
 
-def _write_page(html: Path | None, found: Any, plain: dict[str, Any]) -> None:
-    if html is None:
-        return
-    from halfulp.report.diff_page import diff_page, runs_page
-    from halfulp.runs.folder import write_text
-
-    draw = runs_page if "settings" in plain else diff_page
-    write_text(html, draw(plain, str(found), typed_command()))
-
-
 def record(
     make: str,
     /,
@@ -201,7 +181,7 @@ def record(
     from halfulp.diff.recording import record as write_down
     from halfulp.diff.sides_by_name import changed, made
 
-    check_json(json)
+    check_files(json)
     chosen, given = made(make, "make", batches, seed, device)
     if setting:
         chosen = changed(chosen, setting, "setting")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfulp import __version__, native
-from halfulp.cli.shell import PROGRAM, check_json, say, tell
+from halfulp.cli.shell import PROGRAM, check_files, say, tell
 
 _OPTIONAL = {
     "triton": "kernels on GPUs",
@@ -45,7 +45,7 @@ def doctor(*, json: Path | None = None) -> int:
     Args:
         json: File to write what was found to; - prints it instead of the text.
     """
-    check_json(json)
+    check_files(json)
     found = examine()
     tell(found, json, lambda: say(_text(found)))
     return 0 if all(check["works"] for check in found["checks"] if check["needed"]) else 1

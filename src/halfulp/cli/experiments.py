@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from halfulp.cli.shell import (
     STDOUT,
-    check_json,
+    check_files,
     complain,
     progress_bar,
     say,
     tell,
     typed_command,
-    write_each,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def demo(
     from halfulp.runs.folder import NewRun, read_json
 
     config = DemoConfig(seeds=seeds, isolation_seeds=isolation_seeds)
-    check_json(json)
+    check_files(json)
     new = NewRun(out, "demo")
 
     def told(act: dict[str, Any]) -> None:
@@ -138,13 +137,11 @@ def sweep(
     """
     from halfulp.experiments import sweep as sweeps
     from halfulp.report.pages import experiment_page
-    from halfulp.report.terminal import console, print_table
-    from halfulp.runs.folder import check_file, write_text
+    from halfulp.report.terminal import print_tables
     from halfulp.runs.keeping import keeping
     from halfulp.runs.parallel import spread_over
 
-    check_file("html", html)
-    check_json(json)
+    check_files(json, html=html)
     sizes = {"length": length, "head_dim": head_dim, "memory": memory, "seeds": seeds}
     given = {name: size for name, size in sizes.items() if size is not None}
     small = {"length": 512, "head_dim": 32} if what in ("block", "order") else {}
@@ -158,20 +155,18 @@ def sweep(
         plain = measure(setting, progress=progress).as_dict()
     plain["kept"] = kept.said()
 
+    earlier = f"of an earlier call: {plain['kept']}" if plain["kept"] else ""
+
     def show() -> None:
-        for table in plain["tables"]:
-            print_table(table, console())
-        if plain["kept"]:
-            say(f"of an earlier call: {plain['kept']} (--fresh measures them again)")
+        print_tables(plain["tables"])
+        if earlier:
+            say(f"{earlier} (--fresh measures them again)")
 
-    def page() -> None:
-        if html is not None:
-            title = f"Sweep over {what}"
-            meta = f"of an earlier call: {plain['kept']}" if plain["kept"] else ""
-            text = experiment_page(title, plain["figures"], plain["tables"], meta=meta)
-            write_text(html, text)
+    def page() -> str:
+        shown = (plain["figures"], plain["tables"])
+        return experiment_page(f"Sweep over {what}", *shown, meta=earlier)
 
-    write_each(lambda: tell(plain, json, show), page)
+    tell(plain, json, show, html, page)
     return 0
 
 
@@ -206,12 +201,10 @@ def claims(
     from halfulp.papers.ledger import run_claims, selected
     from halfulp.report.ledger_page import ledger_page, print_ledger
     from halfulp.report.terminal import console
-    from halfulp.runs.folder import check_file, write_text
     from halfulp.runs.keeping import keeping
     from halfulp.runs.parallel import spread_over
 
-    check_file("html", html)
-    check_json(json)
+    check_files(json, html=html)
     chosen = [claim.id for claim in selected(ids)] if ids else None
     lab = laboratory(whole=all, workers=workers)
     spread = nullcontext() if backend is None else spread_over(backend, lab.workers)
@@ -221,10 +214,11 @@ def claims(
         keeping(fresh=fresh, backend=backend),
     ):
         plain = [verdict.as_dict() for verdict in run_claims(chosen, progress, lab=lab)]
-    write_each(
-        lambda: tell(plain, json, lambda: print_ledger(plain, console())),
-        lambda: None if html is None else write_text(html, ledger_page(plain, typed_command())),
-    )
+
+    def page() -> str:
+        return ledger_page(plain, typed_command())
+
+    tell(plain, json, lambda: print_ledger(plain, console()), html, page)
     return 0
 
 
@@ -263,7 +257,7 @@ def explain(
     from halfulp.experiments.explain import explain as explained
     from halfulp.formats import parse_format
 
-    check_json(json)
+    check_files(json)
     running = None if accumulate is None else parse_format(accumulate)
     result = explained(values, parse_format(format), operation, accumulate=running)  # type: ignore[arg-type]
     tell(result.as_dict(), json, lambda: say(result.text().removesuffix("\n")))
@@ -295,9 +289,9 @@ def ls(
         json: File to write the lists to; - prints them as JSON instead of tables.
     """
     from halfulp.cli.listing import LISTS
-    from halfulp.report.terminal import console, print_table
+    from halfulp.report.terminal import print_tables
 
-    check_json(json)
+    check_files(json)
     tables = {name: LISTS[name]().as_dict() for name in (LISTS if what == "all" else (what,))}
     rows = {
         name: [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]]
@@ -305,11 +299,10 @@ def ls(
     }
 
     def show() -> None:
-        to = console()
         for i, table in enumerate(tables.values()):
             if i:
-                to.print()
-            print_table(table, to)
+                say("")
+            print_tables([table])
 
     tell(rows if what == "all" else rows[what], json, show)
     return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halfulp import __version__
-from halfulp.cli.shell import check_json, progress_bar, say, tell
+from halfulp.cli.shell import check_files, progress_bar, say, tell
 
 _NEEDED = ("id", "verdict", "measured", "estimates", "command", "pictures")
 
@@ -44,7 +44,7 @@ def figures(
     if claims is not None and all:
         raise ValueError("all with claims: accepted is one of them; a file of claims has its scale")
     check_folder("out", out)
-    check_json(json)
+    check_files(json)
     ids = claims_of(paper)
     measured = _measured(ids, all, workers, fresh) if claims is None else _read(claims)
     drawn, others = drawn_figures(paper, measured)

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from halfulp import __version__
 from halfulp.cli.shell import (
     PROGRAM,
-    check_json,
-    complain,
+    check_files,
+    going_on,
     progress_bar,
     say,
     tell,
-    tell_with_page,
     typed_command,
-    write_each,
 )
 
 if TYPE_CHECKING:
@@ -81,7 +79,7 @@ def train(
         workload: The file.py:function that makes the model of the resumed run, named by you.
         json: File to write what became of the run to; - prints it as JSON instead of text.
     """
-    check_json(json)
+    check_files(json)
     asked: dict[str, Any] = {"preset": preset, "out": out, "attention": attention, "steps": steps}
     asked |= {"seed": seed, "data": data, "device": device, "set": set, "batches": batches}
     if resume is None:
@@ -122,7 +120,7 @@ def tokens(
     """
     from halfulp.training.tokens import read_tokens, write_tokens
 
-    check_json(json)
+    check_files(json)
     _, about = read_tokens(write_tokens(folder, file, tokenizer))
     left_out = about["left_out"]
     said = f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in {file}"
@@ -158,24 +156,17 @@ def compare(
     from halfulp.experiments.compare import compare_runs
     from halfulp.experiments.drawing import sheets_of
     from halfulp.report.compare_page import compare_page
-    from halfulp.report.terminal import console, print_table
-    from halfulp.runs.folder import check_file, write_text
+    from halfulp.report.terminal import print_tables
 
-    check_file("html", html)
-    check_json(json)
+    check_files(json, html=html)
     with progress_bar("compare") as progress:
         plain = compare_runs(runs, baseline, command=typed_command(), progress=progress).as_dict()
 
-    def show() -> None:
-        for table in plain["tables"]:
-            print_table(table, console())
+    def page() -> str:
+        pictures = sheets_of([*runs] if baseline is None else [baseline, *runs], trust=trust)
+        return compare_page(plain, pictures)
 
-    def page() -> None:
-        if html is not None:
-            pictures = sheets_of([*runs] if baseline is None else [baseline, *runs], trust=trust)
-            write_text(html, compare_page(plain, pictures))
-
-    write_each(lambda: tell(plain, json, show), page)
+    tell(plain, json, lambda: print_tables(plain["tables"]), html, page)
     return 0
 
 
@@ -227,11 +218,10 @@ def isolate(
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.isolate.isolation import isolate as isolated
-    from halfulp.runs.folder import check_file
-    from halfulp.runs.parallel import WorkerKilledError
+    from halfulp.report.isolation_page import isolation_page, print_isolation
+    from halfulp.report.terminal import console
 
-    check_file("html", html)
-    check_json(json)
+    check_files(json, html=html)
     folder = Path(f"{run.name}-isolated") if out is None else out
     run, steps, from_step = _begun(run, folder, workload, steps, from_step)
     chosen, first, rule = _isolated_run(run, loss_factor, patience)
@@ -240,28 +230,16 @@ def isolate(
     options |= {"budget_seconds": budget_seconds, "budget_steps": budget_steps}
     options |= {"workers": workers, "backend": backend, "command": typed_command()}
     options |= {"trust": trust, "workload": workload}
-    with progress_bar("isolate") as progress:
-        try:
-            found = isolated(chosen, out=folder, rule=rule, progress=progress, **options)
-        except WorkerKilledError as error:
-            complain(f"{error}; the same command goes on where this one ended")
-            return 2
-    _show_isolation(found.as_dict(), folder / "report.html" if html is None else html, json)
+    with progress_bar("isolate") as progress, going_on():
+        found = isolated(chosen, out=folder, rule=rule, progress=progress, **options)
+    plain, page = found.as_dict(), folder / "report.html" if html is None else html
+
+    def show() -> None:
+        print_isolation(plain, console())
+        say(f"The page lies in {page}")
+
+    tell(plain, json, show, page, lambda: isolation_page(plain, meta=f"halfulp {__version__}"))
     return found.exit_code
-
-
-def _show_isolation(plain: dict[str, Any], page: Path, json: Path | None) -> None:
-    """Print it and write its page."""
-    from halfulp.report.isolation_page import isolation_page, print_isolation
-    from halfulp.report.terminal import console
-
-    tell_with_page(
-        plain,
-        json,
-        lambda: print_isolation(plain, console()),
-        page,
-        lambda: isolation_page(plain, meta=f"halfulp {__version__}"),
-    )
 
 
 def _begun(
@@ -278,22 +256,37 @@ def _begun(
     return start, None, done
 
 
+def named_run(run: Path) -> Path | RunConfig:
+    """Return a folder as it is, and a preset or a function of the user's as the run that it names.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    from halfulp.training.presets import PRESETS
+    from halfulp.training.user_model import user_run
+
+    if run.exists():
+        return run
+    if ":" in str(run):
+        return user_run(str(run))
+    if str(run) in PRESETS:
+        return PRESETS[str(run)]()
+    raise ValueError(
+        f"run={str(run)!r}: there is no such folder; accepted are one of halfulp train, a snapshot"
+        f" of halfulp.watch, file.py:function, or a preset, {', '.join(PRESETS)}"
+    )
+
+
 def _isolated_run(
     run: Path, loss_factor: float | None, patience: int | None
 ) -> tuple[Path | RunConfig, int, Rule]:
     """The recorded run or preset, its seed, and the rule with what was asked for instead."""
     from halfulp.isolate.rule import rule_for
-    from halfulp.training.presets import PRESETS
     from halfulp.training.run_json import read_config
 
-    preset = not run.exists() and str(run) in PRESETS
     _refuse_watched("run", run)
-    chosen = PRESETS[str(run)]() if preset else run
-    if not run.exists() and ":" in str(run):
-        from halfulp.training.user_model import user_run
-
-        chosen = user_run(str(run))
-    config = read_config(run) if isinstance(chosen, Path) else chosen
+    chosen = named_run(run)
+    config = read_config(chosen) if isinstance(chosen, Path) else chosen
     given = {"loss_factor": loss_factor, "patience": patience}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return chosen, config.seed, replace(rule_for(config.workload), **changes)

@@ -6,13 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from halfulp import __version__
-from halfulp.cli.shell import (
-    check_json,
-    complain,
-    progress_bar,
-    tell_with_page,
-    typed_command,
-)
+from halfulp.cli.lab import named_run
+from halfulp.cli.shell import check_files, going_on, progress_bar, say, tell, typed_command
 
 
 def prescribe(
@@ -68,54 +63,22 @@ def prescribe(
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.prescribe.prescribing import prescribe as prescribed
-    from halfulp.runs.folder import check_file
-    from halfulp.runs.parallel import WorkerKilledError
+    from halfulp.report.prescription_page import prescription_page, print_prescription
+    from halfulp.report.terminal import console
 
-    check_file("html", html)
-    check_json(json)
+    check_files(json, html=html)
     folder = Path(f"{run.name.partition(':')[0]}-prescribed") if out is None else out
     asked: dict[str, Any] = {"workload": workload, "trust": trust, "steps": steps, "seeds": seeds}
     asked |= {"from_step": from_step, "only": remedy, "settings": set, "workers": workers}
     asked |= {"budget_seconds": budget_seconds, "budget_steps": budget_steps, "backend": backend}
-    with progress_bar("prescribe") as progress:
-        try:
-            found = prescribed(
-                _named(run), out=folder, progress=progress, command=typed_command(), **asked
-            )
-        except WorkerKilledError as error:
-            complain(f"{error}; the same command goes on where this one ended")
-            return 2
-    _show(found.as_dict(), folder / "report.html" if html is None else html, json)
+    asked |= {"out": folder, "command": typed_command()}
+    with progress_bar("prescribe") as progress, going_on():
+        found = prescribed(named_run(run), progress=progress, **asked)
+    plain, page = found.as_dict(), folder / "report.html" if html is None else html
+
+    def show() -> None:
+        print_prescription(plain, console())
+        say(f"The page lies in {page}")
+
+    tell(plain, json, show, page, lambda: prescription_page(plain, meta=f"halfulp {__version__}"))
     return found.exit_code
-
-
-def _named(run: Path) -> Any:
-    """A folder as it is; a preset or a function of the user's as the run that it names."""
-    if run.exists():
-        return run
-    if ":" in str(run):
-        from halfulp.training.user_model import user_run
-
-        return user_run(str(run))
-    from halfulp.training.presets import PRESETS
-
-    if str(run) in PRESETS:
-        return PRESETS[str(run)]()
-    raise ValueError(
-        f"run={str(run)!r}: there is no such folder; accepted are one of halfulp train, a snapshot"
-        f" of halfulp.watch, file.py:function, or a preset, {', '.join(PRESETS)}"
-    )
-
-
-def _show(plain: dict[str, Any], page: Path, json: Path | None) -> None:
-    """Print it and write its page."""
-    from halfulp.report.prescription_page import prescription_page, print_prescription
-    from halfulp.report.terminal import console
-
-    tell_with_page(
-        plain,
-        json,
-        lambda: print_prescription(plain, console()),
-        page,
-        lambda: prescription_page(plain, meta=f"halfulp {__version__}"),
-    )

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from halfulp.cli.shell import check_json, tell
+from halfulp.cli.shell import check_files, tell
 
 
 def reconstruct(
@@ -50,7 +50,7 @@ def reconstruct(
     from halfulp.report.terminal import console
     from halfulp.targets import CallLimits, isolated, resolve
 
-    check_json(json)
+    check_files(json)
     limits = CallLimits(call_seconds, call_gigabytes)
     given = resolve(target, operation=op) if in_process else None
     opened = nullcontext(given) if given else isolated(target, device, limits, op)

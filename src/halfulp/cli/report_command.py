@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halfulp import __version__
-from halfulp.cli.shell import STDOUT, check_json, say, tell, typed_command
+from halfulp.cli.shell import STDOUT, check_files, say, tell, typed_command
 
 _FOLDERS = "folders of halfulp train, halfulp.watch, halfulp isolate, prescribe or demo"
 
@@ -36,7 +37,6 @@ def report(
             page unless --html asks for one.
     """
     from halfulp.report.run_page import run_page
-    from halfulp.runs.folder import check_file, write_text
 
     if not runs:
         raise ValueError(f"runs: none given; accepted are {_FOLDERS}")
@@ -45,8 +45,7 @@ def report(
         raise ValueError("html is missing; accepted is a file for the page of several runs")
     kinds = {path: _kind(path) for path in dict.fromkeys(runs)}
     target = runs[0] / "report.html" if html is None else html
-    check_file("html", None if aside else target)
-    check_json(json)
+    check_files(json, html=None if aside else target)
     with _plain_data(runs):
         trained = [path for path, kind in kinds.items() if kind == "train"]
         seen, curves = _trained(trained, trust)
@@ -56,9 +55,8 @@ def report(
         titles = [path.resolve().name for path in kinds]
         meta = f"halfulp {__version__}"
         page = "" if aside else run_page(sections + curves, titles, typed_command(), meta)
-    if not aside:
-        write_text(target, page)
-    tell(seen, json, lambda: say(f"The page lies in {target}"))
+    show = partial(say, f"The page lies in {target}")
+    tell(seen, json, show, None if aside else target, lambda: page)
     return 0
 
 

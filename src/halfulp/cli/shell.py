@@ -27,11 +27,15 @@ def typed_command() -> str:
     return shlex.join([PROGRAM, *typed])
 
 
-def check_json(file: Path | None) -> None:
-    """Raise ValueError, before the work, for a --json that could not be written after it."""
+def check_files(json: Path | None, **files: Path | None) -> None:
+    """Raise ValueError, before the work, for --json or another file, by its option, that could not
+    be written after it.
+    """
     from halfulp.runs.folder import check_file
 
-    check_file("json", None if file == STDOUT else file)
+    for name, file in files.items():
+        check_file(name, file)
+    check_file("json", None if json == STDOUT else json)
 
 
 def say(text: object) -> None:
@@ -44,16 +48,27 @@ def complain(text: object) -> None:
     print(f"{PROGRAM}: {visible(' '.join(str(text).split()))}", file=sys.stderr)
 
 
-def tell(plain: Any, json: Path | None, show: Callable[[], object]) -> None:
-    """Show the result, and write it to `json` too; with - it is printed as JSON instead."""
-    from halfulp.runs.folder import json_text, write_json
+def tell(
+    plain: Any,
+    json: Path | None,
+    show: Callable[[], object],
+    page: Path | None = None,
+    draw: Callable[[], str] = str,
+) -> None:
+    """Show the result, and write it to `json` too; with - it is printed as JSON instead. If there
+    is to be a page, what `draw` gives is written to it first.
+    """
+    from halfulp.runs.folder import json_text, write_json, write_text
 
-    if json == STDOUT:
-        print(HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text(plain)))
-        return
-    show()
-    if json is not None:
-        write_json(json, plain)
+    def told() -> None:
+        if json == STDOUT:
+            print(HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text(plain)))
+            return
+        show()
+        if json is not None:
+            write_json(json, plain)
+
+    write_each(lambda: None if page is None else write_text(page, draw()), told)
 
 
 def write_each(*writes: Callable[[], object]) -> None:
@@ -68,17 +83,16 @@ def write_each(*writes: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def tell_with_page(
-    plain: Any, json: Path | None, show: Callable[[], object], page: Path, draw: Callable[[], str]
-) -> None:
-    """`tell`, with a page beside it whose place is said."""
-    from halfulp.runs.folder import write_text
+@contextmanager
+def going_on() -> Iterator[None]:
+    """Say of a worker that was killed in the block that the same command goes on."""
+    from halfulp.runs.parallel import WorkerKilledError
 
-    def shown() -> None:
-        show()
-        say(f"The page lies in {page}")
-
-    write_each(lambda: write_text(page, draw()), lambda: tell(plain, json, shown))
+    try:
+        yield
+    except WorkerKilledError as error:
+        error.add_note("; the same command goes on where this one ended")
+        raise
 
 
 class _Outlet:

@@ -142,16 +142,6 @@ def unevenness_of(steps: Sequence[int], values: Sequence[float]) -> float:
     return float(np.sqrt(np.square(residual).sum() / (len(steps) - 2)) / abs(values[-1]))
 
 
-def slope_ratio(over: Sequence[Drift], under: Sequence[Drift]) -> Interval:
-    """Return how many times as steep the first drifts are as the second: `ratio_by_seed`."""
-    return ratio_by_seed(over, under, lambda drift: drift.slope)
-
-
-def distance_ratio(over: Sequence[Drift], under: Sequence[Drift]) -> Interval:
-    """Return how many times as far apart the first end as the second: `ratio_by_seed`."""
-    return ratio_by_seed(over, under, lambda drift: drift.wasserstein[-1])
-
-
 def ratio_by_seed(
     over: Sequence[Drift], under: Sequence[Drift], figure: Callable[[Drift], float]
 ) -> Interval:

@@ -25,9 +25,7 @@ from halfulp.experiments.compare_summary import (
     Drift,
     Interval,
     difference_by_seed,
-    distance_ratio,
     ratio_by_seed,
-    slope_ratio,
     unevenness_of,
 )
 from halfulp.runs.keeping import unfinished_folder
@@ -96,13 +94,15 @@ class DriftResult:
 
     def ratio(self, low_precision: str) -> Interval:
         """How many times as steep the drift of low precision is as that of flash attention."""
-        return slope_ratio(self.compared.of(low_precision), self.compared.of(FLASH))
+        pairs = self.compared.of(low_precision), self.compared.of(FLASH)
+        return ratio_by_seed(*pairs, lambda drift: drift.slope)
 
     def apart(self, over: str, under: str = FLASH) -> Interval:
         """How many times as far apart the weights of one pair end as those of another (the paper,
         low precision over flash: 2 to 5).
         """
-        return distance_ratio(self.compared.of(over), self.compared.of(under))
+        pairs = self.compared.of(over), self.compared.of(under)
+        return ratio_by_seed(*pairs, lambda drift: drift.wasserstein[-1])
 
     def steeper(self, one: str, other: str) -> Interval:
         """How much steeper the drift of one pair is than of another, a step."""

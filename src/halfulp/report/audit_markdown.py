@@ -12,7 +12,6 @@ from typing import Any
 from halfulp.report.audit_summary import (
     HOLDS,
     MEANING,
-    SIGNS,
     ProbeRow,
     Report,
     facts,
@@ -23,6 +22,7 @@ from halfulp.report.audit_summary import (
     relation_rows,
 )
 from halfulp.report.comparison_table import Comparison, beside_figures, change_rows, summary_line
+from halfulp.report.tables import sign_of
 from halfulp.report.text import power_text, times_text, visible
 
 MOST_ROWS = 10
@@ -48,7 +48,7 @@ def comparison_markdown(comparisons: Sequence[Comparison]) -> str:
 def _section(report: Report, comparison: Comparison | None) -> str:
     verdict = report["verdict"]
     lines = [
-        f"### {SIGNS[verdict]} {verdict.upper()}: {_code(report['target'])}",
+        f"### {sign_of(verdict)} {verdict.upper()}: {_code(report['target'])}",
         "",
         f"{escaped(MEANING[verdict])}: {escaped(report['reason'])}  ",
         f"<sub>{escaped(headline(report))}</sub>",
@@ -87,17 +87,18 @@ def _figures(report: Report, most: int) -> list[str]:
         return []
     table = [["", "probe", "figure", "relative", "× stock", "at least", "× floor"]]
     table += [_row(row) for row in rows[:room]]
-    table += [[SIGNS["defect"], row.relation, row.detail, "", "", "", ""] for row in broken[:most]]
+    table += [
+        [sign_of("defect"), row.relation, row.detail, "", "", "", ""] for row in broken[:most]
+    ]
     left = len(rows) - room
     more = [f"<sub>{left} more probes, none of them worse</sub>"] if left > 0 else []
     return ["", *_table(table), *([""] if more else []), *more]
 
 
 def _row(row: ProbeRow) -> list[str]:
-    figure = f"{row.figure}; {row.note}" if row.note else row.figure
     ratios = (row.times_stock, row.stock_at_least, row.times_floor)
     probe = f"{row.probe} {row.shape}"
-    return [SIGNS[row.grade], probe, figure, power_text(row.relative), *map(times_text, ratios)]
+    return [sign_of(row.grade), probe, row.said, power_text(row.relative), *map(times_text, ratios)]
 
 
 def _comparison(comparison: Comparison) -> str:

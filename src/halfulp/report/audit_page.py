@@ -4,7 +4,7 @@ figures and relations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +23,7 @@ from halfulp.report.audit_summary import (
     worst_ratios,
 )
 from halfulp.report.html import Block, page
+from halfulp.report.tables import table_block
 from halfulp.report.text import at_least_text, duration_text, power_text, times_text
 
 EVERY = "Every probe input and relation"
@@ -37,14 +38,8 @@ def audit_page(reports: Sequence[Report], command: str, *, meta: str = "") -> st
     )
     sections = [audit_section(report, folded=len(reports) > 1) for report in reports]
     if len(reports) > 1:
-        sections = [
-            {
-                "heading": "All targets",
-                "finding": verdicts(reports),
-                "blocks": [audit_summary(reports)],
-            },
-            *sections,
-        ]
+        found, table = verdicts(reports), audit_summary(reports)
+        sections.insert(0, {"heading": "All targets", "finding": found, "blocks": [table]})
     sections[0]["blocks"].append({"kind": "command", "command": command})
     return page(f"Audit of {names}", lead, sections, meta=meta)
 
@@ -57,10 +52,8 @@ def verdicts(reports: Sequence[Report]) -> str:
     return f"Of {len(reports)} {noun}: {', '.join(parts)}."
 
 
-def audit_summary(reports: Sequence[Report], skipped: Mapping[str, str] | None = None) -> Block:
-    """Return the table of all targets; `skipped` are those that this machine lacks, with the
-    reason.
-    """
+def audit_summary(reports: Sequence[Report]) -> Block:
+    """Return the table of all targets."""
     rows: list[tuple[object, ...]] = []
     for report in reports:
         stock, floor = worst_ratios(report)
@@ -68,21 +61,12 @@ def audit_summary(reports: Sequence[Report], skipped: Mapping[str, str] | None =
         ratios = (times_text(stock), times_text(floor))
         target = {"text": report["target"], "to": report["target"]}
         rows.append((target, report["verdict"], *ratios, why(report), seconds))
-    rows += [
-        (name, "skipped", None, None, reason, None) for name, reason in (skipped or {}).items()
-    ]
     caption = (
         "The largest error over all probe inputs, as a multiple of the stock recipe's and of the"
         " format's floor."
     )
     columns = ("target", "verdict", "× stock", "× floor", "why", "time")
-    return {
-        "kind": "table",
-        "title": "Verdicts",
-        "columns": columns,
-        "rows": rows,
-        "caption": caption,
-    }
+    return table_block("Verdicts", columns, rows, caption)
 
 
 def audit_section(report: Report, *, folded: bool = False) -> dict[str, Any]:
@@ -148,23 +132,18 @@ def _chart(report: Report, rows: Sequence[ProbeRow]) -> dict[str, Any]:
 def _probes(rows: Sequence[ProbeRow]) -> Block:
     cells = []
     for row in rows:
-        figure = f"{row.figure}; {row.note}" if row.note else row.figure
         stock = at_least_text(row.times_stock, row.stock_at_least)
         floor = at_least_text(row.times_floor, row.floor_at_least)
         probe = {"text": row.probe, "note": row.exposes}
-        cells.append((probe, row.grade, row.shape, figure, power_text(row.relative), stock, floor))
+        cells.append(
+            (probe, row.grade, row.shape, row.said, power_text(row.relative), stock, floor)
+        )
     columns = ("probe", "verdict", "size", "figure", "relative", "× stock", "× floor")
     caption = (
         "The worst figure of each: relative error, and its multiple of the stock recipe's and of"
         " the floor's, in brackets what that is at least."
     )
-    return {
-        "kind": "table",
-        "title": "Probe inputs",
-        "columns": columns,
-        "rows": cells,
-        "caption": caption,
-    }
+    return table_block("Probe inputs", columns, cells, caption)
 
 
 def _relations(report: Report) -> Block:
@@ -174,10 +153,4 @@ def _relations(report: Report) -> Block:
         " allowed."
     )
     columns = ("relation", "outcome", "detail")
-    return {
-        "kind": "table",
-        "title": "Relations between calls",
-        "columns": columns,
-        "rows": rows,
-        "caption": caption,
-    }
+    return table_block("Relations between calls", columns, rows, caption)

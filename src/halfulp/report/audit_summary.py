@@ -15,17 +15,6 @@ from halfulp.report.text import duration_text, percent_text, times_text
 
 Report = Mapping[str, Any]
 
-SIGNS = {
-    "sound": "✓",
-    "stock": "●",
-    "forward sound": "✓",
-    "forward stock": "●",
-    "defect": "✗",
-    "incomplete": "!",
-    "error": "!",
-}
-"""In the order of a list that begins with what is well."""
-
 MEANING = {
     "sound": "free of bias, within the budget of the format",
     "stock": "as good as FlashAttention-2's recipe, with its known bias",
@@ -41,6 +30,7 @@ MEANING = {
     "incomplete": "not all that was planned could be audited",
     "error": "could not be audited",
 }
+"""In the order of a list that begins with what is well."""
 _STOCK = "FlashAttention-2's recipe, with its known bias", "FlashAttention-2's recipe"
 _GRADES = {"defect": 2, "stock": 1}
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -57,12 +47,17 @@ class ProbeRow:
     shape: str
     exposes: str
     figure: str
-    relative: float | None
-    times_stock: float | None
-    stock_at_least: float | None  # lower bound of times_stock
-    times_floor: float | None
-    floor_at_least: float | None
-    note: str  # what the numbers do not say: NaN, a lean
+    relative: float | None = None
+    times_stock: float | None = None
+    stock_at_least: float | None = None  # lower bound of times_stock
+    times_floor: float | None = None
+    floor_at_least: float | None = None
+    note: str = ""  # what the numbers do not say: NaN, a lean
+
+    @property
+    def said(self) -> str:
+        """The figure with its note."""
+        return f"{self.figure}; {self.note}" if self.note else self.figure
 
 
 HOLDS = ("beyond rounding", "within rounding", "bitwise equal")
@@ -152,32 +147,18 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     worst = max(rows, key=lambda row: row[reference] or 0.0, default=None)
     other = [f for f in failing if f["kind"] in ("non-finite", "lean", "element")]
     note = _by_kind(dict.fromkeys(f["property"] for f in other))
+    row = ProbeRow(grade, case["probe"], case["shape"], case["exposes"], note or "–")
     if worst is None or (other and not any(f["kind"] == "error" for f in failing)):
-        return ProbeRow(
-            grade,
-            case["probe"],
-            case["shape"],
-            case["exposes"],
-            note or "–",
-            None,
-            None,
-            None,
-            None,
-            None,
-            "",
-        )
-    return ProbeRow(
-        grade,
-        case["probe"],
-        case["shape"],
-        case["exposes"],
-        worst["property"],
-        worst["relative"],
-        worst["times_stock"],
-        worst["times_stock_lower"],
-        worst["times_floor"],
-        worst["times_floor_lower"],
-        note,
+        return row
+    return replace(
+        row,
+        figure=worst["property"],
+        relative=worst["relative"],
+        times_stock=worst["times_stock"],
+        stock_at_least=worst["times_stock_lower"],
+        times_floor=worst["times_floor"],
+        floor_at_least=worst["times_floor_lower"],
+        note=note,
     )
 
 
@@ -281,11 +262,9 @@ def worst_ratios(report: Report) -> tuple[float | None, float | None]:
     floor's.
     """
     rows = [row for case in report["cases"] for row in case["rows"]]
-    stock = max(
-        (row["times_stock"] for row in rows if row["times_stock"] is not None), default=None
-    )
-    floor = max(
-        (row["times_floor"] for row in rows if row["times_floor"] is not None), default=None
+    stock, floor = (
+        max((row[name] for row in rows if row[name] is not None), default=None)
+        for name in ("times_stock", "times_floor")
     )
     return stock, floor
 

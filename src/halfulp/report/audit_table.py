@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from halfulp.report.audit_summary import (
     HOLDS,
-    SIGNS,
     Report,
     facts,
     false_alarms,
@@ -24,22 +23,13 @@ from halfulp.report.audit_summary import (
     why,
     worst_ratios,
 )
+from halfulp.report.tables import sign_of, style_of
 from halfulp.report.text import duration_text, power_text, times_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-_STYLES = {
-    "sound": "green",
-    "stock": "yellow",
-    "forward sound": "green",
-    "forward stock": "yellow",
-    "defect": "red",
-    "incomplete": "red",
-    "error": "red",
-}
 
 
 def print_audit(report: Report, console: Console, *, script: str | None = None) -> None:
@@ -48,7 +38,7 @@ def print_audit(report: Report, console: Console, *, script: str | None = None) 
     from rich.text import Text
 
     verdict = report["verdict"]
-    line = Text(f"{SIGNS[verdict]} {verdict.upper()}  ", style=f"bold {_STYLES[verdict]}")
+    line = Text(f"{sign_of(verdict)} {verdict.upper()}  ", style=f"bold {style_of(verdict)}")
     line.append(report["target"], style="bold default")
     line.append(f"  ({headline(report)})", style="dim")
     console.print(line)
@@ -88,7 +78,7 @@ def print_summary(reports: Sequence[Report], console: Console) -> None:
         stock, floor = worst_ratios(report)
         table.add_row(
             _plain(report["target"]),
-            _plain(f"{SIGNS[verdict]} {verdict}", _STYLES[verdict]),
+            _plain(f"{sign_of(verdict)} {verdict}", style_of(verdict)),
             times_text(stock),
             times_text(floor),
             duration_text(report["seconds"]),
@@ -113,16 +103,15 @@ def _probes(report: Report) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         ratios = (row.times_stock, row.stock_at_least, row.times_floor, row.floor_at_least)
-        figure = f"{row.figure}; {row.note}" if row.note else row.figure
         texts = [
-            SIGNS[row.grade],
+            sign_of(row.grade),
             row.probe,
             row.shape,
-            figure,
+            row.said,
             power_text(row.relative),
             *map(times_text, ratios),
         ]
-        style = "" if row.grade == "sound" else _STYLES[row.grade]
+        style = "" if row.grade == "sound" else style_of(row.grade)
         table.add_row(*[_plain(text, style) for text in texts])
     return table
 

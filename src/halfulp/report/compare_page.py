@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfulp.report.html import page
-from halfulp.report.pages import uncrowded
+from halfulp.report.pages import figure_blocks, picture_blocks
 from halfulp.report.text import cell_text
 
 TITLE = "Weight drift of twin runs"
@@ -22,24 +22,15 @@ LEAD = (
 def compare_page(
     compared: Mapping[str, Any],
     pictures: Sequence[Mapping[str, Any]] = (),
-    *,
-    ratios: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the page of `halfulp.experiments.compare` in its plain form.
 
     Args:
         compared: {"summary", "figures", "tables", "command"}.
         pictures: blocks of kind "picture", each with a "title".
-        ratios: a table of slopes as multiples of one another.
     """
-    tables = [*compared["tables"], *([ratios] if ratios else [])]
-    blocks: list[Mapping[str, Any]] = [
-        {
-            "kind": "figures",
-            "figures": [part for figure in compared["figures"] for part in uncrowded(figure)],
-        },
-        *({"kind": "table", **table} for table in tables),
-    ]
+    blocks = figure_blocks(compared["figures"])
+    blocks += [{"kind": "table", **table} for table in compared["tables"]]
     sections = [{"heading": "Drift", "finding": finding(compared["summary"]), "blocks": blocks}]
     if pictures:
         sections.append(
@@ -48,14 +39,6 @@ def compare_page(
     return page(
         TITLE, LEAD, sections, footer=f"Repeat everything on this page: {compared['command']}"
     )
-
-
-def picture_blocks(pictures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the pictures' blocks, each below its title."""
-    blocks: list[Mapping[str, Any]] = []
-    for picture in pictures:
-        blocks += [{"kind": "heading", "text": picture["title"]}, picture]
-    return blocks
 
 
 def finding(summary: Sequence[Mapping[str, Any]]) -> str:

@@ -7,9 +7,11 @@ from datetime import datetime
 from typing import Any
 
 from halfulp.report.audit_page import audit_section
-from halfulp.report.audit_summary import SIGNS, why, worst_ratios
+from halfulp.report.audit_summary import MEANING, why, worst_ratios
 from halfulp.report.html import Block, page
 from halfulp.report.panels import draw_panels
+from halfulp.report.run_page import made_on
+from halfulp.report.tables import sign_of, table_block
 from halfulp.report.text import duration_text, times_text
 
 Act = Mapping[str, Any]
@@ -78,7 +80,7 @@ def _section(act: Act) -> dict[str, Any]:
 
 def _audits(act: Act) -> list[Block]:
     """Kernels before recipes, the worst first."""
-    order = ("defect", *(verdict for verdict in SIGNS if verdict != "defect"))
+    order = ("defect", *(verdict for verdict in MEANING if verdict != "defect"))
     audits = sorted(
         act["audits"], key=lambda r: (r["target"].startswith("recipe:"), order.index(r["verdict"]))
     )
@@ -94,14 +96,8 @@ def _audits(act: Act) -> list[Block]:
         "The largest error over the probe inputs, and over the real activations alone, as a"
         " multiple of the stock recipe's and of the floor's."
     )
-    table = {
-        "kind": "table",
-        "title": "Verdicts",
-        "columns": columns,
-        "rows": rows,
-        "caption": caption,
-    }
-    return [table | {"command": act["command"]}, *(_folded(report) for report in audits)]
+    table = table_block("Verdicts", columns, rows, caption, act["command"])
+    return [table, *(_folded(report) for report in audits)]
 
 
 def _on_activations(report: Mapping[str, Any]) -> tuple[float | None, float | None]:
@@ -116,22 +112,20 @@ def _folded(report: Mapping[str, Any]) -> Block:
 
 
 def _summary(report: Mapping[str, Any]) -> str:
-    return f"{SIGNS[report['verdict']]} {report['target']}: {report['verdict']}"
+    return f"{sign_of(report['verdict'])} {report['target']}: {report['verdict']}"
 
 
 def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:
     machine, config = run["machine"], run["config"]
     memory = f"{machine['memory'] / 2**30:.0f} GiB" if machine["memory"] else "unknown"
+    made = made_on(run)
     pairs = [
-        (
-            "processor",
-            f"{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}",
-        ),
+        ("processor", made["processor"]),
         ("memory", memory),
-        ("GPU", machine["gpu"] or "none"),
+        ("GPU", made["GPU"]),
         ("system", f"{machine['system']}, {machine['architecture']}"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),
-        ("revision", run["git"] or "not in a git repository"),
+        ("versions", made["versions"]),
+        ("revision", made["revision"]),
         (
             "settings",
             (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfulp.report.html import page
+from halfulp.report.tables import table_block
 
 LEAD = (
     "Both sides run on the same batches. Each operation of B is held against A's operation on the"
@@ -59,11 +60,7 @@ def runs_page(plain: Mapping[str, Any], said: str, command: str) -> str:
         ("Weights", ["step", *columns], weights),
         ("Modules at the last common step", ["module", "‖B − A‖", "A's way"], modules),
     )
-    blocks = [
-        {"kind": "table", "title": title, "columns": names, "rows": rows, "caption": ""}
-        for title, names, rows in tables
-        if rows
-    ]
+    blocks = [table_block(title, names, rows) for title, names, rows in tables if rows]
     sections: list[dict[str, Any]] = [{"heading": "Verdict", "finding": finding, "blocks": blocks}]
     for key, heading in (
         ("same_weights", "The same weights, each run's arithmetic"),
@@ -92,13 +89,9 @@ def _groups(plain: Mapping[str, Any]) -> dict[str, Any]:
             for of, (share, error) in group[way].items():
                 said = f"{share:.0%}" + ("" if error is None else f" ± {error:.0%}")
                 rows.append([group["name"], label, of, said, group["why"]])
-    return {
-        "kind": "table",
-        "title": "One group of operations swapped at a time",
-        "columns": ["operations", "swapped", "of the gap in", "carries", "what differs"],
-        "rows": rows,
-        "caption": "1 standard error, over sequences (outputs) or batches.",
-    }
+    columns = ["operations", "swapped", "of the gap in", "carries", "what differs"]
+    caption = "1 standard error, over sequences (outputs) or batches."
+    return table_block("One group of operations swapped at a time", columns, rows, caption)
 
 
 def _operations(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,13 +101,9 @@ def _operations(plain: Mapping[str, Any]) -> dict[str, Any]:
         [row["place"], *(None if row[x] is None else f"{row[x]:.2g}" for x in names), _mark(row)]
         for row in told
     ]
-    return {
-        "kind": "table",
-        "title": "In the order of B's pass",
-        "columns": ["operation", "gap", "own", "inherited", "floor", "× floor", "leans", "t", ""],
-        "rows": rows,
-        "caption": "leans: the mean of own along A's rows, as a share of them, and its t.",
-    }
+    columns = ["operation", "gap", "own", "inherited", "floor", "× floor", "leans", "t", ""]
+    caption = "leans: the mean of own along A's rows, as a share of them, and its t."
+    return table_block("In the order of B's pass", columns, rows, caption)
 
 
 def _after(plain: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -34,14 +34,12 @@ from typing import TYPE_CHECKING, Any
 
 from halfulp.report.heatmap import draw_picture
 from halfulp.report.svg import checked
-from halfulp.report.tables import BADGES, laid_out
+from halfulp.report.tables import laid_out
 from halfulp.report.text import FORBIDDEN
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
-
-__all__ = ["BADGES", "Block", "Section", "page"]
 
 Block = Mapping[str, Any]
 Section = Mapping[str, Any]

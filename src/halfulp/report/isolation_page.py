@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from halfulp.report.html import BADGES, Block, page
+from halfulp.report.html import Block, page
+from halfulp.report.tables import BADGES, STYLES
 from halfulp.report.terminal import print_table
 from halfulp.report.text import duration_text
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 Isolation = Mapping[str, Any]
 
 TITLE = "What makes this run fail"
-_STYLES = {"good": "green", "warn": "yellow", "bad": "red", "none": "dim"}
 
 
 def isolation_page(plain: Isolation, *, meta: str = "") -> str:
@@ -66,7 +66,7 @@ def print_isolation(plain: Isolation, to: Console) -> None:
         to.print()
     for note in plain["notes"]:
         to.print(Text(note, style="dim"))
-    color = _STYLES["good" if plain["found"] else "none"]
+    color = STYLES["good" if plain["found"] else "none"]
     to.print(
         Text("verdict  ", style=f"bold {color}").append(plain["verdict"], style="default not bold")
     )

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from halfulp.report.html import BADGES, page
-from halfulp.report.pages import uncrowded
+from halfulp.report.html import page
+from halfulp.report.pages import figure_blocks
+from halfulp.report.tables import sign_of, style_of, table_block
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Verdict = Mapping[str, Any]
-_STYLES = {"good": "green", "warn": "yellow", "bad": "red", "none": "dim"}
 
 
 def counts(verdicts: Sequence[Verdict]) -> str:
@@ -40,11 +40,10 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
     from rich.text import Text
 
     for verdict in (v for v in verdicts if v["measured"]):
-        tone, sign = BADGES[verdict["verdict"]]
-        line = Text(f"{sign} {verdict['id']}  ", style=f"bold {_STYLES[tone]}")
-        line.append(verdict["verdict"], style=_STYLES[tone]).append(
-            f"  ({verdict['seconds']:.1f} s)", style="dim"
-        )
+        style = style_of(verdict["verdict"])
+        line = Text(f"{sign_of(verdict['verdict'])} {verdict['id']}  ", style=f"bold {style}")
+        line.append(verdict["verdict"], style=style)
+        line.append(f"  ({verdict['seconds']:.1f} s)", style="dim")
         to.print(line)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
@@ -62,13 +61,8 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
                 grid.add_row(name, Text(str(verdict[key])))
         to.print(Padding(grid, (0, 0, 1, 4)))
     for verdict in (v for v in verdicts if not v["measured"]):
-        _, sign = BADGES[verdict["verdict"]]
-        to.print(
-            Text(
-                f"{sign} {verdict['id']:<4} {verdict['verdict']}: {verdict['statement']}",
-                style="dim",
-            )
-        )
+        said = f"{verdict['id']:<4} {verdict['verdict']}: {verdict['statement']}"
+        to.print(Text(f"{sign_of(verdict['verdict'])} {said}", style="dim"))
     to.print(Text(counts(verdicts), style="bold"))
 
 
@@ -80,7 +74,7 @@ def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") ->
         [verdict[key] for key in ("id", "verdict", "statement", "paper")] for verdict in verdicts
     ]
     columns = ("id", "verdict", "claim", "paper")
-    table = {"kind": "table", "title": "", "columns": columns, "rows": rows, "command": command}
+    table = table_block("", columns, rows, command=command)
     lead = (
         "Every claim with the paper's figure, the figure measured here, and a verdict computed by a"
         " stated rule."
@@ -113,10 +107,4 @@ def _claim(verdict: Verdict) -> list[dict[str, Any]]:
     ]
     pictures = verdict.get("pictures") or ()
     sheets = [picture for picture in pictures if picture.get("kind") == "picture"]
-    figures = [
-        part
-        for picture in pictures
-        if picture not in sheets
-        for part in ([picture] if "kind" in picture else uncrowded(picture))
-    ]
-    return blocks + ([{"kind": "figures", "figures": figures}] if figures else []) + sheets
+    return blocks + figure_blocks(p for p in pictures if p not in sheets) + sheets

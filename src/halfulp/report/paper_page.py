@@ -10,7 +10,8 @@ from typing import Any
 
 from halfulp.report.heatmap import picture_files
 from halfulp.report.html import page
-from halfulp.report.pages import uncrowded
+from halfulp.report.pages import figure_blocks, uncrowded
+from halfulp.report.tables import table_block
 
 Drawn = Mapping[str, Any]
 """{"name", "number", "paper", "differs", "claim", "verdict", "measured", "estimates", "command",
@@ -27,7 +28,7 @@ def figure_files(figures: Sequence[Drawn]) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     for figure in figures:
-        for picture in _legible(figure["pictures"]):
+        for picture in (part for one in figure["pictures"] for part in uncrowded(one)):
             title = re.sub(r"\(.*?\)", "", str(picture["title"])).lower()
             words = re.findall(r"[^\W_]+", title)
             stem = "-".join([str(figure["name"]), *words])
@@ -40,15 +41,6 @@ def figure_files(figures: Sequence[Drawn]) -> dict[str, bytes]:
                 f"{stem}.csv": csv_text(picture).encode(),
             }
     return files
-
-
-def _legible(pictures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The pictures, and several for one that has more curves than there are colors."""
-    return [part for picture in pictures for part in _parts(picture)]
-
-
-def _parts(picture: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [picture] if picture.get("kind") == "heat map" else uncrowded(picture)
 
 
 def csv_text(picture: Mapping[str, Any]) -> str:
@@ -100,7 +92,7 @@ def paper_page(
             ("verdict", f"{figure['claim']}: {figure['verdict']}"),
             ("repeat", figure["command"]),
         ]
-        shown = [{"kind": "figures", "figures": _legible(figure["pictures"])}]
+        shown = figure_blocks(figure["pictures"])
         sections.append(
             {
                 "heading": f"Figure {figure['number']}",
@@ -109,14 +101,7 @@ def paper_page(
             }
         )
     if others:
-        table = {
-            "kind": "table",
-            "title": "",
-            "columns": ("figure", "in the paper", "why not"),
-            "rows": [list(row) for row in others],
-            "caption": "",
-            "command": "",
-        }
+        table = table_block("", ("figure", "in the paper", "why not"), others)
         sections.append({"heading": "Not drawn", "finding": "", "blocks": [table]})
     lead = (
         "Every figure of the paper that has a number here, drawn from runs of this package, with"

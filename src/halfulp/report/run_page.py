@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfulp.report.html import page
-from halfulp.report.pages import uncrowded
+from halfulp.report.pages import figure_blocks, picture_blocks
 
 Section = dict[str, Any]
 
@@ -28,17 +28,13 @@ def training_section(
     """Return the section of training runs: `seen` is {"figures", "tables"}, pictures blocks with a
     title.
     """
-    figures = [part for figure in seen["figures"] for part in uncrowded(figure)]
-    blocks: list[Mapping[str, Any]] = [{"kind": "figures", "figures": figures}] if figures else []
-    blocks += [{"kind": "table", **table} for table in seen["tables"]]
-    for picture in pictures:
-        blocks += [{"kind": "heading", "text": picture["title"]}, picture]
+    blocks = [*figure_blocks(seen["figures"]), *({"kind": "table", **t} for t in seen["tables"])]
+    blocks += picture_blocks(pictures)
     return {"heading": "Training", "finding": finding, "blocks": blocks}
 
 
 def record_section(name: str, record: Mapping[str, Any]) -> Section:
     """Return what a run.json says of where and how a run was made."""
-    machine = record["machine"]
     pairs = [
         ("command", record["command"] or "from Python"),
         ("started", record["started"]),
@@ -48,20 +44,23 @@ def record_section(name: str, record: Mapping[str, Any]) -> Section:
             "; ".join(f"after step {r['step']} at {r['at']}" for r in record.get("resumed", ()))
             or "no",
         ),
-        (
-            "processor",
-            f"{machine['processor']}, {machine['cores']} cores, {machine['vector_instructions']}",
-        ),
-        ("GPU", machine["gpu"] or "none"),
-        (
-            "versions",
-            ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
-        ),
-        ("revision", record["git"] or "not in a git repository"),
+        *made_on(record).items(),
         ("configuration", ", ".join(f"{key}: {value}" for key, value in record["config"].items())),
     ]
     return {
         "heading": f"How {name} was made",
         "finding": "",
         "blocks": [{"kind": "facts", "pairs": pairs}],
+    }
+
+
+def made_on(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a run.json says of processor, GPU, versions and revision, in words."""
+    machine = record["machine"]
+    cores = f"{machine['cores']} cores, {machine['vector_instructions']}"
+    return {
+        "processor": f"{machine['processor']}, {cores}",
+        "GPU": machine["gpu"] or "none",
+        "versions": ", ".join(f"{package} {v}" for package, v in record["versions"].items()),
+        "revision": record["git"] or "not in a git repository",
     }

@@ -39,6 +39,9 @@ BADGES: dict[str, tuple[str, str]] = {
 carrier.
 """
 
+STYLES = {"good": "green", "warn": "yellow", "bad": "red", "none": "dim"}
+"""Tones on a terminal."""
+
 BADGE_COLUMNS = {"verdict", "outcome"}
 
 _WHOLE = 22  # characters of a cell that stay on one line
@@ -47,6 +50,28 @@ _GAP = 2.5  # characters between columns
 # characters that stand beside each other on a phone of 390 points, a tablet and a desk
 _PHONE, _TABLET, _DESK = 42, 84, 132
 _MANY = 8  # rows from which on sorting and filtering help
+
+
+def sign_of(word: str) -> str:
+    """Return the sign of a word of `BADGES`."""
+    return BADGES[word][1]
+
+
+def style_of(word: str) -> str:
+    """Return the color of a word of `BADGES` on a terminal."""
+    return STYLES[BADGES[word][0]]
+
+
+def table_block(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    caption: str = "",
+    command: str = "",
+) -> dict[str, Any]:
+    """Return a page's block of a table; a cell is as `laid_out` takes it."""
+    table = {"kind": "table", "title": title, "columns": columns, "rows": rows}
+    return table | {"caption": caption, "command": command}
 
 
 @dataclass(frozen=True)

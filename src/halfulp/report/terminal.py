@@ -86,6 +86,12 @@ def print_table(table: Mapping[str, Any], to: Console) -> None:
         to.print(Text(str(table["caption"]), style="dim"))
 
 
+def print_tables(tables: Sequence[Mapping[str, Any]]) -> None:
+    """Print tables to standard output; each as `print_table`."""
+    for table in tables:
+        print_table(table, console())
+
+
 def _parts(widths: Sequence[int], room: int) -> list[list[int]]:
     """Columns that fit beside each other in so many characters, each part opening with the first
     column.
