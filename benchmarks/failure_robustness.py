@@ -62,7 +62,7 @@ def outcome(
 
 def variance(config: RunConfig) -> float:
     """Of the teacher's output on the batch that the task is trained on."""
-    workload = build_workload(config.workload, config.attention, seed=0, data_seed=config.seed)
+    workload = build_workload(config)
     _, target = workload.batch(np.zeros(1, dtype=np.int64), 0)
     return float(target.double().var(unbiased=False))
 

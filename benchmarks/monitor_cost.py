@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from halfulp.training.attention import AttentionPlan
-from halfulp.training.config import Language, LayerTask, Pictures, WorkloadConfig
+from halfulp.training.config import Language, LayerTask, Pictures, RunConfig, WorkloadConfig
 from halfulp.training.workload import build_workload
 from halfulp.watch.monitor import DEFAULT_EVERY, Monitor
 
@@ -61,7 +61,8 @@ CASES = {
 
 def measure(case: Case, rounds: int) -> dict[str, float]:
     """Median seconds of a step and of a measurement, and the ratio with its quartiles."""
-    workload = build_workload(case.workload, AttentionPlan.of(case.attention), seed=0, data_seed=0)
+    config = RunConfig(case.workload, AttentionPlan.of(case.attention), batch=case.batch)
+    workload = build_workload(config)
     order = workload.order((WARM_UP + rounds) * STEPS_A_ROUND, case.batch)
     adam = torch.optim.AdamW(
         workload.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0

@@ -150,8 +150,8 @@ ARITHMETIC = (
         "emulation",
         "golden's δ is rounded to fp32",
         "algorithms/golden.py",
-        "delta = (dp * p).sum(-1, keepdim=True)",
-        "delta = (dp * p).sum(-1, keepdim=True).float().double()",
+        "delta = (do * out).sum(-1, keepdim=True)",
+        "delta = (do * out).sum(-1, keepdim=True).float().double()",
         ("tests/algorithms/test_golden.py",),
     ),
     Mutant(

@@ -150,7 +150,7 @@ def run(capsys, *arguments):
         (["demo", "--out", "no/where"], "out='no/where': there is no folder"),
         (["demo", "--seeds", "0"], "seeds=0: accepted is an integer of at least 1"),
         (["demo", "--out"], "out: its value is missing"),
-        (["isolate", "nosuch"], "run='nosuch': there is no run.json of a training"),
+        (["isolate", "nosuch"], "run='nosuch': there is no such folder"),
     ],
 )
 def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, says):

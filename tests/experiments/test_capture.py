@@ -5,8 +5,11 @@ there.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from halfulp.experiments.capture import (
     save_captured,
     train_and_capture,
 )
+from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, LayerTask, Optimizer, RunConfig
 
 LANGUAGE = Language(layers=2, heads=2, width=16, context=12, data="english")
@@ -46,10 +50,19 @@ class Recorder:
         return out
 
 
+def computed_by(attention: Callable[..., Tensor]) -> RunConfig:
+    """The tiny run with a function of ours as its attention."""
+    module = ModuleType("attention_of_a_test")
+    module.attend = attention  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    return replace(TINY, attention=AttentionPlan.of(f"{module.__name__}:attend"))
+
+
 @pytest.fixture(scope="module")
-def trained() -> tuple[CaptureRun, Recorder]:
+def trained() -> Iterator[tuple[CaptureRun, Recorder]]:
     recorder = Recorder()
-    return train_and_capture(recorder, TINY), recorder
+    yield train_and_capture(computed_by(recorder)), recorder
+    del sys.modules["attention_of_a_test"]
 
 
 def equal(a: Captured, b: Captured) -> bool:
@@ -66,10 +79,10 @@ def test_what_is_captured_is_what_attention_saw_and_got_back(
     run, recorder = trained
     assert len(recorder.calls) == LANGUAGE.layers * (TINY.steps + 1)
     for index, call in enumerate(recorder.calls[-LANGUAGE.layers :]):
-        layer = run.captured.layer(index)
         for name in TENSORS:
-            assert torch.equal(getattr(layer, name), call[name])
-            assert getattr(layer, name).dtype == torch.bfloat16
+            captured = getattr(run.captured, name)[index :: run.captured.layers]
+            assert torch.equal(captured, call[name])
+            assert captured.dtype == torch.bfloat16
     assert run.captured.query.shape == (6, 2, 12, 8)
     assert run.captured.grad_out.abs().max() > 0
 
@@ -77,10 +90,8 @@ def test_what_is_captured_is_what_attention_saw_and_got_back(
 def test_training_learns_and_repeats() -> None:
     config = replace(TINY, steps=40, workload=replace(LANGUAGE, width=32, context=32))
     said: list[float] = []
-    first = train_and_capture(
-        config=config, progress=lambda fraction, message: said.append(fraction)
-    )
-    again = train_and_capture(config=config)
+    first = train_and_capture(config, progress=lambda fraction, message: said.append(fraction))
+    again = train_and_capture(config)
     assert first.loss == again.loss
     assert equal(first.captured, again.captured)
     assert first.loss[-1] < first.loss[0] - 1.0
@@ -88,21 +99,24 @@ def test_training_learns_and_repeats() -> None:
     assert said[-1] == 1.0
 
 
-def test_the_kernel_of_the_plan_sees_the_same_values() -> None:
-    """A kernel that casts by itself and a function that is fed bf16 leave the same activations, to
-    the bit.
-    """
-    by_plan = train_and_capture(config=TINY)
-    by_hand = train_and_capture(torch.nn.functional.scaled_dot_product_attention, TINY)
-    assert by_plan.loss == by_hand.loss
-    assert equal(by_plan.captured, by_hand.captured)
+def test_the_kernel_of_the_plan_sees_the_same_values(
+    trained: tuple[CaptureRun, Recorder],
+) -> None:
+    """A kernel of PyTorch's and a function that calls it leave the same activations, to the bit."""
+    by_plan = train_and_capture(TINY)
+    assert by_plan.loss == trained[0].loss
+    assert equal(by_plan.captured, trained[0].captured)
 
 
 def test_what_cannot_be_captured_is_refused() -> None:
     with pytest.raises(ValueError, match=r"config.workload=LayerTask.*: accepted is a Language"):
-        train_and_capture(config=RunConfig(LayerTask()))
+        train_and_capture(RunConfig(LayerTask()))
+
+    def nan(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        return query * torch.nan
+
     with pytest.raises(ValueError, match=r"the loss of step 1 is nan; accepted is one that trains"):
-        train_and_capture(lambda query, key, value, **_: query * torch.nan, TINY)
+        train_and_capture(computed_by(nan))
 
 
 def test_a_file_brings_back_every_bit(trained: tuple[CaptureRun, Recorder], tmp_path: Path) -> None:
@@ -138,7 +152,7 @@ def test_a_write_that_breaks_off_leaves_the_old_file(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        save_captured(path, trained[0].captured.layer(0))
+        save_captured(path, trained[0].captured)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["tensors.safetensors"]
 

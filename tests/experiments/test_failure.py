@@ -107,17 +107,14 @@ def test_a_run_that_broke_is_failed_whatever_its_curves() -> None:
 
 def test_workers_give_the_numbers_of_one_process_in_order() -> None:
     said: list[tuple[float, str]] = []
-    task = LayerTask(batch=2, tokens=8)
     spread = run_failures(
         [BF16_FLASH2, "torch:math"],
         (0, 1),
         6,
-        2,
-        task=task,
         workers=2,
         progress=lambda fraction, message: said.append((fraction, message)),
     )
-    alone = run_failures([BF16_FLASH2, "torch:math"], (0, 1), 6, 2, task=task, workers=1)
+    alone = run_failures([BF16_FLASH2, "torch:math"], (0, 1), 6, workers=1)
     assert spread == alone
     assert [(run.attention, run.seed) for run in alone] == [
         (name, seed) for name in ("BF16_FLASH2", "torch:math") for seed in (0, 1)

@@ -448,7 +448,7 @@ def test_the_ledger_is_whole_and_in_order() -> None:
     for c in CLAIMS:
         assert c.group == c.id[0]
         assert (c.measure is None) == (c.rule is None)
-        assert c.command == f"halfulp claims {c.id}"
+        assert Lab().command(c.id) == f"halfulp claims {c.id}"
 
 
 def test_every_rule_is_planted_with_good_and_bad_figures() -> None:

@@ -166,7 +166,7 @@ def test_a19_compares_the_queries_of_run_and_twin_at_the_end(
     curves = dict.fromkeys(("loss", "sigma_key", "sigma_query", "sigma_query_key"), (1.0, 1.0))
     flat = SimpleNamespace(steps=(1, 2), **curves)
     lab = SimpleNamespace(
-        trained=lambda names: {name: [flat] for name in names}, full=False, kept={}
+        trained=lambda names: {name: [flat] for name in names}, full=False, kept={}, command=str
     )
     monkeypatch.setattr(a_growth, "language", lambda lab, names: language)
     monkeypatch.setattr(a_growth, "pictures", MagicMock())

@@ -47,7 +47,10 @@ def low_layers(plan: Plan) -> set[int]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, module: Any, made: Callable[[Plan], Traced]) -> None:
-    monkeypatch.setattr(module, "traced", lambda lab, plans: {plan: made(plan) for plan in plans})
+    def traced(lab: Lab, plans: dict[str, list[Plan]]) -> dict[str, list[Traced]]:
+        return {name: [made(plan) for plan in same] for name, same in plans.items()}
+
+    monkeypatch.setattr(module, "traced", traced)
 
 
 def verdict(identifier: str) -> Any:

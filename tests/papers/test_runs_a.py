@@ -85,8 +85,8 @@ def test_plans_name_layers_and_tasks() -> None:
 
 def test_the_lab_traces_each_plan_once() -> None:
     lab, plan = Lab(workers=1), Plan((TASK_STOCK,), 0, 2, at=(2,))
-    first = traced(lab, [plan, plan])[plan]
-    assert traced(lab, [plan])[plan] is first
+    first, second = traced(lab, {"x": [plan, plan]})["x"]
+    assert traced(lab, {"y": [plan]})["y"][0] is first is second
 
 
 def problem(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

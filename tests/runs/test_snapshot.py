@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfulp.runs.generators import generator_states, set_generator_states
-from halfulp.runs.snapshot import JSON, Parts, is_snapshot, read_snapshot, write_snapshot
+from halfulp.runs.snapshot import JSON, Snapshot, is_snapshot, read_snapshot, write_snapshot
 
 plain = st.recursive(
     st.none()
@@ -27,7 +27,7 @@ plain = st.recursive(
 )
 
 
-def parts(batches=(), **more) -> Parts:
+def parts(batches=(), **more) -> Snapshot:
     weight = torch.randn(3, 4)
     given = {
         "step": 7,
@@ -39,7 +39,7 @@ def parts(batches=(), **more) -> Parts:
         "calls": {"blocks.0|odd": {"query": torch.randn(1, 2, 5, 4)}},
         "about": {"loss": 1.5, "heads": {"blocks.0|odd": [1, 3]}},
     }
-    return Parts(**(given | more))
+    return Snapshot(**(given | more))
 
 
 def same(a, b) -> bool:

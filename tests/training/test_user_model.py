@@ -270,7 +270,7 @@ def test_scores_and_sigmas_are_measured_and_the_run_keeps_its_bits(tmp_path, mad
     assert all(torch.equal(*pair) for pair in zip(*(w.values() for w in weights), strict=True))
     assert [row["step"] for row in run.measures] == [1, 3]
     halves = train(replace(config, measure_every=3, accumulation=2)).measures[0]["measure"]
-    fresh = build_workload(config.workload, config.attention, seed=0, data_seed=0)
+    fresh = build_workload(config)
     first, model, x = run.measures[0]["measure"], fresh.model, fresh.batch(np.arange(6), 1)
     q, k = (
         getattr(model[0], name)(x).unflatten(-1, (2, 4)).transpose(1, 2)

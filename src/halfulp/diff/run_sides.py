@@ -138,19 +138,15 @@ class RunSide:
             plain: with the stock attention, since weights do not depend on it.
         """
         config = self.config
+        user = isinstance(config.workload, UserModel)
+        if seed is not None:
+            data_seed = None if user else config.seed_of_data
+            config = replace(config, seed=seed, data_seed=data_seed)
         if plain:
-            user = isinstance(config.workload, UserModel)
             plan = AttentionPlan.of(OWN) if user else AttentionPlan()
             config = replace(config, attention=plan, operations=OperationPlan())
         with own_generators(torch.device(config.device)):
-            return build_workload(
-                config.workload,
-                config.attention,
-                seed=config.seed if seed is None else seed,
-                data_seed=config.seed_of_data,
-                device=config.device,
-                operations=config.operations,
-            )
+            return build_workload(config)
 
     def initial(self, seed: int | None = None) -> dict[str, Tensor] | None:
         """The weights before the first step; None where code that nobody trusts makes them, or

@@ -9,9 +9,8 @@ CPython brings along, so nothing is fetched.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from halfulp.calls import Call
 from halfulp.runs.folder import write_bytes
 from halfulp.runs.results import Progress, no_progress
-from halfulp.training.attention import AttentionPlan, set_tap
+from halfulp.training.attention import set_tap
 from halfulp.training.config import Language, RunConfig
 from halfulp.training.loop import train
 from halfulp.training.presets import capture
@@ -27,16 +26,6 @@ from halfulp.training.workload import Workload
 
 TENSORS = ("query", "key", "value", "grad_out")
 """The tensors of a call, and of a file of them."""
-
-
-class Attention(Protocol):
-    """An attention function with the keywords of PyTorch's own, on `[B, H, N, D]`."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-    ) -> Tensor:
-        """Return out `[B, H, N, D]`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,13 +51,6 @@ class Captured:
                     f"{name} of shape {tuple(x.shape)}: accepted are 4 dimensions [B, H, N, D]"
                 )
 
-    def layer(self, index: int) -> Captured:
-        """Return one layer's calls."""
-        if not 0 <= index < self.layers:
-            raise ValueError(f"layer={index}: accepted are 0 to {self.layers - 1}")
-        picked = {name: getattr(self, name)[index :: self.layers] for name in TENSORS}
-        return replace(self, **picked, layers=1, source=f"{self.source}, layer {index}")
-
 
 @dataclass(frozen=True)
 class CaptureRun:
@@ -87,15 +69,11 @@ class CaptureRun:
 
 
 def train_and_capture(
-    attention: Attention | None = None,
-    config: RunConfig | None = None,
-    *,
-    progress: Progress | None = None,
+    config: RunConfig | None = None, *, progress: Progress | None = None
 ) -> CaptureRun:
     """Train a GPT and return what every attention layer sees and gets back on one more batch.
 
     Args:
-        attention: called with bf16 tensors `[B, H, N, D]`, instead of what the configuration names.
         config: a run of a `Language` workload; the preset `capture` if None. It repeats bit for
             bit.
         progress: called at every line of metrics.
@@ -108,13 +86,7 @@ def train_and_capture(
     language = config.workload
     if not isinstance(language, Language):
         raise ValueError(f"config.workload={language}: accepted is a Language")
-    own = {}
-    if attention is not None:
-        config, own = (
-            replace(config, attention=AttentionPlan.of("given")),
-            {"given": _reading_bf16(attention)},
-        )
-    run = train(config, own=own, progress=progress or no_progress)
+    run = train(config, progress=progress or no_progress)
     if run.status == "failed":
         raise ValueError(
             f"config.attention={str(config.attention)!r}: {run.reason}; accepted is one that trains"
@@ -183,17 +155,3 @@ def _capture(workload: Workload, config: RunConfig, language: Language) -> Captu
     )
     scale = (language.width // language.heads) ** -0.5
     return Captured(**stacked, is_causal=True, scale=scale, source=source, layers=language.layers)
-
-
-def _reading_bf16(attention: Attention) -> Attention:
-    """The same attention, fed bf16 by a model in fp32."""
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
-    ) -> Tensor:
-        out = attention(
-            query.bfloat16(), key.bfloat16(), value.bfloat16(), is_causal=is_causal, scale=scale
-        )
-        return out.to(query.dtype)
-
-    return attend

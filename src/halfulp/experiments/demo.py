@@ -322,7 +322,7 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     share = 0.45  # of the act: the training
     names, skipped = choose_targets(config.targets)
     with one_thread():
-        trained = train_and_capture(config=config.gpt, progress=part_of(progress, 0.0, share))
+        trained = train_and_capture(config.gpt, progress=part_of(progress, 0.0, share))
     file = save_captured(stage.folder / "tensors" / "gpt.safetensors", trained.captured)
     jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
     found = audit_all(jobs, config.workers, part_of(progress, share, 1.0))

@@ -83,9 +83,7 @@ def draw_run(
         raise ValueError(f"run={str(folder)!r}: it has no checkpoint; accepted is a run that has")
     plan, replaced = _runnable(config.attention, trust)
     with one_thread():
-        workload = build_workload(
-            config.workload, plan, seed=config.seed, data_seed=config.seed_of_data
-        )
+        workload = build_workload(replace(config, attention=plan), "cpu")
         restore(checkpoint, workload.model)
         assert isinstance(workload, PictureWorkload)
         found = draw_workload(workload, names, seed=seed, steps=steps)

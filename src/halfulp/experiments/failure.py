@@ -112,9 +112,7 @@ def run_failures(
     attentions: Iterable[AttentionChoice],
     seeds: Iterable[int],
     steps: int = 4000,
-    record_every: int = 50,
     *,
-    task: LayerTask | None = None,
     workers: int = 2,
     folder: Path | None = None,
     progress: Progress | None = None,
@@ -133,7 +131,7 @@ def run_failures(
         if isinstance(attention, str):
             attention_function(attention)  # an unknown name is refused here and not in a worker
     jobs = [
-        (choice, seed, steps, record_every, task, folder and folder / f"{i}-seed-{seed}")
+        (choice, seed, steps, folder and folder / f"{i}-seed-{seed}")
         for i, choice in enumerate(choices, 1)
         for seed in seeds
     ]
@@ -204,8 +202,6 @@ def _series(runs: Sequence[FailureRun], name: str, field: str) -> Series:
     return Series.over(name, steps, columns)
 
 
-def _run(
-    job: tuple[AttentionChoice, int, int, int, LayerTask | None, Path | None],
-) -> FailureRun:
-    attention, seed, steps, record_every, task, folder = job
-    return run_failure(attention, seed, steps, record_every, task=task, folder=folder)
+def _run(job: tuple[AttentionChoice, int, int, Path | None]) -> FailureRun:
+    attention, seed, steps, folder = job
+    return run_failure(attention, seed, steps, folder=folder)

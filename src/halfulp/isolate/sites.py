@@ -102,14 +102,7 @@ def layout_of(config: RunConfig) -> Layout:
     sites: dict[Site, None] = {}
     calls = AttentionCalls()
     with own_generators(device):
-        workload = build_workload(
-            config.workload,
-            config.attention,
-            seed=config.seed,
-            data_seed=config.seed,
-            device=device,
-            operations=config.operations,
-        )
+        workload = build_workload(config)
         seed_generators(device, config.seed, 1, 0)
         batch = workload.batch(np.arange(config.batch), 1)
         dtype = AUTOCAST.get(config.autocast)

@@ -99,11 +99,6 @@ class Claim:
         """Whose claim it is."""
         return "halfulp" if self.group == "D" else "papers"
 
-    @property
-    def command(self) -> str:
-        """The command that repeats it."""
-        return f"halfulp claims {self.id}"
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -174,9 +169,9 @@ class Lab:
         if self.workers < 1:
             raise ValueError(f"workers={self.workers}: accepted is an integer of at least 1")
 
-    def command(self, claim: Claim) -> str:
-        """What repeats the claim at this scale."""
-        return f"{claim.command} --all" if self.full else claim.command
+    def command(self, identifier: str) -> str:
+        """What repeats a claim at this scale."""
+        return f"halfulp claims {identifier}{' --all' if self.full else ''}"
 
     def trained(self, names: Sequence[str]) -> dict[str, list[FailureRun]]:
         """Return the failure task's runs by attention name: PyTorch's or a rung, every seed of

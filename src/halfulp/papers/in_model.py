@@ -21,9 +21,7 @@ from halfulp.runs.results import Figure, Series
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionFunction, attention_function, set_tap
 from halfulp.training.config import RunConfig
-from halfulp.training.distributed import world
-from halfulp.training.session import Session
-from halfulp.training.workload import build_workload
+from halfulp.training.loop import in_memory
 
 BASELINE, GOLDEN = "baseline", "fp64"
 ATTENTIONS = {
@@ -159,16 +157,8 @@ def compare_in_model(
         raise ValueError(f"attentions={list(attentions)}, every={every}: {accepted}")
     tap = Comparing({name: attention_function(choice) for name, choice in attentions.items()})
     losses: list[float] = []
-    with one_thread(), world("none", config.device) as group:
-        workload = build_workload(
-            config.workload,
-            config.attention,
-            seed=config.seed,
-            data_seed=config.seed_of_data,
-            device=group.device,
-        )
-        session = Session(config, workload, group, workload.order(config.steps, config.batch), None)
-        set_tap(workload.model, tap)
+    with one_thread(), in_memory(config) as session:
+        set_tap(session.workload.model, tap)
         for number in range(1, config.steps + 1):
             tap.step = number if (number - 1) % every == 0 else 0
             session.step()

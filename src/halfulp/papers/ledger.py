@@ -118,7 +118,7 @@ class _Done:
 
 
 def _run(claim: Claim, lab: Lab) -> Verdict:
-    command = lab.command(claim)
+    command = lab.command(claim.id)
     if claim.measure is None:
         return Verdict(claim, Measured({}, ""), claim.without, command, 0.0)
     done, kept = _measured(claim, claim.measure, lab)

@@ -139,9 +139,7 @@ def measure_speed(
             (progress or no_progress)(
                 (pair + 1) / (pairs + WARM_UP), f"{name}: timing, pair {pair + 1}"
             )
-    tokens = build_workload(
-        config.workload, config.attention, seed=0, data_seed=0
-    ).tokens_per_sample
+    tokens = build_workload(config, "cpu").tokens_per_sample
     return Speed(name, tokens, tuple(times[0][WARM_UP:]), tuple(times[1][WARM_UP:]))
 
 
@@ -155,9 +153,7 @@ def _now(device: str) -> float:
 
 def _stepper(config: RunConfig) -> Callable[[], None]:
     """A function that makes one forward and backward pass."""
-    workload = build_workload(
-        config.workload, config.attention, seed=0, data_seed=0, device=config.device
-    )
+    workload = build_workload(config)
     batch = workload.batch(workload.order(1, config.batch)[0], 1)
 
     def step() -> None:

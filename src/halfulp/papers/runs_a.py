@@ -22,10 +22,9 @@ from halfulp.runs.threads import one_thread
 from halfulp.training.adjusted import Adjusted
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, RunConfig
-from halfulp.training.distributed import world
+from halfulp.training.loop import in_memory
 from halfulp.training.presets import minutes, seconds
-from halfulp.training.session import Session
-from halfulp.training.workload import Workload, build_workload
+from halfulp.training.workload import Workload
 from halfulp.watch.measures import Exact, exact_call
 from halfulp.watch.passes import Recorder, attention_modules, exact_pass, record
 from halfulp.watch.taps import Observed
@@ -134,12 +133,8 @@ class Now:
 def train_steps(plan: Plan) -> Iterator[Now]:
     """Train one run, and yield after every step; the thread count is the caller's."""
     config = plan.config()
-    with world("none", config.device) as group:
-        workload = build_workload(
-            config.workload, config.attention, seed=config.seed, data_seed=config.seed_of_data
-        )
-        order = workload.order(config.steps, config.batch)
-        session = Session(config, workload, group, order, None)
+    with in_memory(config) as session:
+        workload, order = session.workload, session.order
         if plan.optimizer != "adamw":
             optimizer, rate = optimizer_named(plan.optimizer, session.parameters)
             session.optimizer = session.updates.optimizer = optimizer

@@ -455,8 +455,6 @@ def _group(config: RunConfig, source: Path | None, start: int) -> dict[str, Any]
         groups = load_checkpoint(source / "checkpoints" / f"step-{start}").numbers.get("groups", [])
         return dict(groups[0]) if groups else {}
     with own_generators(torch.device(config.device)):
-        parts = build_workload(
-            config.workload, config.attention, seed=config.seed, data_seed=config.seed
-        ).parts
+        parts = build_workload(config, "cpu").parts
     assert parts is not None
     return dict(parts.optimizer.param_groups[0])

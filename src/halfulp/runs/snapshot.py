@@ -44,7 +44,7 @@ class Snapshot:
     reason: str  # why it was made: an alarm, what was not finite, or "asked for"
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    batches: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]  # (args, kwargs) of each pass
+    batches: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]  # (args, kwargs) of each pass
     generators: dict[str, Tensor]
     calls: dict[str, dict[str, Tensor]]  # by path: operands of the heads in about["heads"][path]
     about: dict[str, Any] = field(repr=False)
@@ -58,26 +58,12 @@ class Snapshot:
     """
 
 
-@dataclass
-class Parts:
-    """What becomes a snapshot: tensors on the CPU that nobody else writes to."""
-
-    step: int
-    reason: str
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    batches: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-    generators: dict[str, Tensor]
-    calls: dict[str, dict[str, Tensor]]
-    about: dict[str, Any]
-
-
-def write_snapshot(folder: Path, parts: Parts, most_bytes: int | None = None) -> Path:
+def write_snapshot(folder: Path, parts: Snapshot, most_bytes: int | None = None) -> Path:
     """Write a snapshot, whole or not at all.
 
     Args:
         folder: it becomes this one; one that is there already is replaced.
-        parts: what is written.
+        parts: what is written: tensors on the CPU that nobody else writes to.
         most_bytes: what does not fit is left out, never the model, and named.
 
     Raises:

@@ -54,9 +54,7 @@ def run_of_snapshot(folder: Path, workload: str, steps: int, out: Path) -> int:
             f"{folder}: it holds no state of the optimizer, whose moments begin anew", stacklevel=2
         )
     with own_generators(torch.device(device)):
-        made = build_workload(
-            config.workload, config.attention, seed=config.seed, data_seed=config.seed
-        )
+        made = build_workload(config, "cpu")
         assert made.parts is not None
         restore(state, made.model, made.parts.optimizer)
         order = made.order(config.steps, config.batch)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
@@ -155,6 +155,15 @@ def train(
         return _run(session, journal, watched)
 
 
+@contextmanager
+def in_memory(config: RunConfig) -> Iterator[Session]:
+    """Give a run's session, for the caller to step, with nothing around it: neither generators nor
+    kernels are other than the caller has them.
+    """
+    with world("none", config.device) as group:
+        yield _Made(config, None, None, None).session(group, None)[0]
+
+
 def times_of_steps(
     configs: Sequence[RunConfig],
     rounds: int,
@@ -206,7 +215,7 @@ class _Made:
                 f" {config.accumulation * group.size}"
             )
             raise ValueError(f"batch={config.batch}: {accepted}")
-        workload = self._workload(group)
+        workload = build_workload(config, group.device, self.own)
         if taken is None:
             order = _order(workload, config, self.batches)
             return Session(config, workload, group, order, self.start), []
@@ -224,23 +233,11 @@ class _Made:
                     f"skipped: {taken / 'checkpoints'}, step {checkpoint.step}: {error}",
                     stacklevel=2,
                 )
-                workload = self._workload(group)
+                workload = build_workload(config, group.device, self.own)
         session = session or Session(config, workload, group, order, self.start)
         rows = read_rows(taken)
         warn_of_lines(taken, config, rows, session.done, written)
         return session, rows
-
-    def _workload(self, group: World) -> Workload:
-        config = self.config
-        return build_workload(
-            config.workload,
-            config.attention,
-            seed=config.seed,
-            data_seed=config.seed_of_data,
-            device=group.device,
-            own=self.own,
-            operations=config.operations,
-        )
 
 
 def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) -> np.ndarray:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halfulp.interpose import Swap
-from halfulp.training.attention import AttentionFunction, AttentionPlan
-from halfulp.training.config import Language, LayerTask, Pictures, UserModel, WorkloadConfig
-from halfulp.training.operations import OperationPlan
+from halfulp.training.attention import AttentionFunction
+from halfulp.training.config import Language, LayerTask, Pictures, RunConfig, UserModel
 from halfulp.training.user_model import Parts
 
 
@@ -64,43 +63,38 @@ class Workload(Protocol):
 
 
 def build_workload(
-    config: WorkloadConfig,
-    plan: AttentionPlan,
-    *,
-    seed: int,
-    data_seed: int,
-    device: torch.device | str = "cpu",
+    config: RunConfig,
+    device: torch.device | str | None = None,
     own: Mapping[str, AttentionFunction] | None = None,
-    operations: OperationPlan | None = None,
 ) -> Workload:
-    """Return the workload with freshly initialized weights; equal arguments give equal bits.
+    """Return the workload of a run with freshly initialized weights; equal arguments give equal
+    bits.
+
+    Args:
+        config: of the run.
+        device: instead of the run's.
+        own: attention functions of the caller's that the plan may name.
 
     Raises:
         ValueError: the plan names an attention, layer or head that is not there, or the data cannot
             be read.
     """
-    match config:
+    given: dict[str, Any] = {"seed": config.seed, "device": device or config.device, "own": own}
+    if isinstance(config.workload, UserModel):
+        from halfulp.training.user_model import UserWorkload
+
+        return UserWorkload(config.workload, config.attention, config.operations, **given)
+    given["data_seed"] = config.seed_of_data
+    match config.workload:
         case LayerTask():
             from halfulp.training.layer import LayerWorkload
 
-            return LayerWorkload(
-                config, plan, seed=seed, data_seed=data_seed, device=device, own=own
-            )
+            return LayerWorkload(config.workload, config.attention, **given)
         case Language():
             from halfulp.training.language import LanguageWorkload
 
-            return LanguageWorkload(
-                config, plan, seed=seed, data_seed=data_seed, device=device, own=own
-            )
+            return LanguageWorkload(config.workload, config.attention, **given)
         case Pictures():
             from halfulp.training.pictures import PictureWorkload
 
-            return PictureWorkload(
-                config, plan, seed=seed, data_seed=data_seed, device=device, own=own
-            )
-        case UserModel():
-            from halfulp.training.user_model import UserWorkload
-
-            return UserWorkload(
-                config, plan, operations or OperationPlan(), seed=seed, device=device, own=own
-            )
+            return PictureWorkload(config.workload, config.attention, **given)

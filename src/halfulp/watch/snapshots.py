@@ -24,7 +24,7 @@ from halfulp.runs.folder import TEMPORARY, remove
 from halfulp.runs.generators import generator_states
 from halfulp.runs.machine import describe_versions
 from halfulp.runs.record import now
-from halfulp.runs.snapshot import Parts, write_snapshot
+from halfulp.runs.snapshot import Snapshot, write_snapshot
 from halfulp.watch.foreign import Foreign
 
 LOG = logging.getLogger("halfulp.watch")
@@ -149,7 +149,7 @@ class Snapshots:
             self._writer.join()
             self._writer = None
 
-    def _write(self, path: Path, parts: Parts) -> None:
+    def _write(self, path: Path, parts: Snapshot) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_snapshot(path, parts, self._most_bytes)
@@ -163,7 +163,7 @@ class Snapshots:
 
     def _parts(
         self, step: int, reason: str, optimizer: Optimizer | None, about: Mapping[str, Any]
-    ) -> Parts:
+    ) -> Snapshot:
         sharded: list[str] = []
         names = _names(self._model)
         model = {
@@ -205,7 +205,7 @@ class Snapshots:
         }
         batches = [(_held(args), _held(kwargs)) for args, kwargs in self._batches]
         calls = {path: dict(xs) for path, xs in self.calls.items()}
-        return Parts(step, reason, model, moments, batches, dict(self._states), calls, said)
+        return Snapshot(step, reason, model, moments, batches, dict(self._states), calls, said)
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

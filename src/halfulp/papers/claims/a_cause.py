@@ -87,34 +87,21 @@ def _language(lab: Lab, names: Sequence[str], scale: Scale, layers: int) -> dict
     known = attentions(scale.bits)
     kept = (scale.steps - 50, scale.steps)  # at which whole calls are kept, for A9 and A20
     followed = {(2, "everywhere"), (2, "nowhere")}
-    plans = {
-        (n, s): Plan(
-            known[n],
-            s,
-            scale.steps,
-            layers,
-            2,
-            INTERVAL if (layers, n) in followed else SELDOM,
-            kept if (layers, n) in followed else (),
-        )
-        for n in names
-        for s in scale.seeds
-    }
-    found = traced(lab, list(plans.values()))
-    return {name: [found[plans[name, seed]] for seed in scale.seeds] for name in names}
+
+    def plan(name: str, seed: int) -> Plan:
+        look, at = (INTERVAL, kept) if (layers, name) in followed else (SELDOM, ())
+        return Plan(known[name], seed, scale.steps, layers, 2, look, at)
+
+    return traced(lab, {name: [plan(name, seed) for seed in scale.seeds] for name in names})
 
 
-def traced(lab: Lab, plans: Sequence[Plan]) -> dict[Plan, Traced]:
-    """Return traced runs, those made that the lab has not kept yet."""
-    missing = [plan for plan in dict.fromkeys(plans) if repr(plan) not in lab.kept]
+def traced(lab: Lab, plans: Mapping[str, Sequence[Plan]]) -> dict[str, list[Traced]]:
+    """Return traced runs by name, a plan each; those are made that the lab has not kept yet."""
+    asked = dict.fromkeys(plan for same in plans.values() for plan in same)
+    missing = [plan for plan in asked if repr(plan) not in lab.kept]
     made = trace_all(missing, workers=lab.workers, progress=lab.report)
     lab.kept |= {repr(plan): run for plan, run in zip(missing, made, strict=True)}
-    return {plan: lab.kept[repr(plan)] for plan in plans}
-
-
-def repeat(lab: Lab, identifier: str) -> str:
-    """Return the command that draws a claim's pictures again."""
-    return f"halfulp claims {identifier}{' --all' if lab.full else ''}"
+    return {name: [lab.kept[repr(plan)] for plan in same] for name, same in plans.items()}
 
 
 def excess(run: Traced, twin: Traced) -> float:
@@ -170,7 +157,7 @@ def _range(values: Sequence[float], form: str) -> str:
 def _twins(lab: Lab) -> Measured:
     """A1: PyTorch's own bf16 flash kernel against its fp32 attention, on the one-layer task."""
     runs = lab.trained(("torch:flash", "torch:fp32"))
-    drawn = (twin_losses([run for same in runs.values() for run in same], repeat(lab, "A1")),)
+    drawn = (twin_losses([run for same in runs.values() for run in same], lab.command("A1")),)
     text = (
         f"one-layer task, true bf16: {describe(runs)}. The paper's own test is the preset gpt2,"
         " 10,000 steps of 524,288 tokens, on GPUs"
@@ -213,7 +200,7 @@ def _layers(lab: Lab) -> Measured:
         f" {guilty} (from 0)"
     )
     pictures = (
-        layer_losses({name: runs[name][0] for name in ("nowhere", *shown)}, repeat(lab, "A3")),
+        layer_losses({name: runs[name][0] for name in ("nowhere", *shown)}, lab.command("A3")),
     )
     intervals = excesses({name: runs[name] for name in shown}, twins)
     intervals["stable without it"] = share_of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +19,6 @@ from halfulp.papers.claims.a_cause import (
     INTERVAL,
     STANDARD,
     language,
-    repeat,
     scale_of,
     traced,
 )
@@ -74,7 +74,7 @@ def _growth(lab: Lab) -> Measured:
         if all(map(math.isfinite, values))
     }
     intervals["queries over the twin's"] = interval_of(grown)
-    drawn = (pictures.layer_sigmas(shown, repeat(lab, "A19")),)
+    drawn = (pictures.layer_sigmas(shown, lab.command("A19")),)
     return Measured(figures, text, drawn, intervals)
 
 
@@ -86,13 +86,15 @@ def _lead(first: float, then: float) -> float:
 def _one_of_twelve(lab: Lab) -> Measured:
     """A26: σ(W_Q) of every one of twelve layers over the twin's, low precision in all of them."""
     bits, steps = (2, 1000) if lab.full else (1, 200)
-    plans = {
-        (name, seed): Plan((attention,), seed, steps, _DEEP, 2, 2 * INTERVAL)
-        for name, attention in (("low", language_attention(bits)), ("twin", STANDARD))
-        for seed in (0, 1, 2)
-    }
-    found = traced(lab, list(plans.values()))
-    pairs = [(found[plans["low", seed]], found[plans["twin", seed]]) for seed in (0, 1, 2)]
+    plan = Plan((STANDARD,), 0, steps, _DEEP, 2, 2 * INTERVAL)
+    found = traced(
+        lab,
+        {
+            name: [replace(plan, attention=(attention,), seed=seed) for seed in (0, 1, 2)]
+            for name, attention in (("everywhere", language_attention(bits)), ("nowhere", STANDARD))
+        },
+    )
+    pairs = list(zip(found["everywhere"], found["nowhere"], strict=True))
     grown = [
         [max(a.measured("sigma_query", n)[-1]) / max(b.measured("sigma_query", n)[-1])
          for n in range(_DEEP)]
@@ -119,9 +121,8 @@ def _one_of_twelve(lab: Lab) -> Measured:
         "largest over the median layer": geometric_interval(out),
         "largest over its twin": geometric_interval([max(ratios) for ratios in grown]),
     }
-    drawn = pictures.layer_sigmas(
-        {"everywhere": pairs[0][0], "nowhere": pairs[0][1]}, repeat(lab, "A26")
-    )
+    shown = {name: same[0] for name, same in found.items()}
+    drawn = pictures.layer_sigmas(shown, lab.command("A26"))
     return Measured(figures, text, (drawn,), intervals)
 
 

@@ -27,7 +27,6 @@ from halfulp.papers.claims.a_cause import (
     excess,
     excesses,
     failed_share,
-    repeat,
     sigma,
     stable_share,
     traced,
@@ -74,20 +73,15 @@ def _heads(lab: Lab) -> Measured:
     def spare(seed: int, heads: Sequence[int]) -> Plan:
         return plan(seed, low, f"head {','.join(map(str, heads))}: {high}", every=SELDOM)
 
-    found = traced(lab, [plan(s, x) for s in scale.seeds for x in (low, STANDARD)])
-    runs, twins = ([found[plan(s, x)] for s in scale.seeds] for x in (low, STANDARD))
-    picked = [pick_heads(*three) for three in zip(runs, twins, scale.seeds, strict=True)]
-    sets = {
-        (seed, heads): spare(seed, heads)
-        for seed, one in zip(scale.seeds, picked, strict=True)
-        for heads in (one.outliers, *one.controls)
+    made = {
+        name: [plan(s, x) for s in scale.seeds] for name, x in (("low", low), ("twin", STANDARD))
     }
-    found = traced(lab, list(sets.values()))
-    rescued = [found[sets[s, one.outliers]] for s, one in zip(scale.seeds, picked, strict=True)]
-    controls = [
-        [found[sets[s, one.controls[i]]] for s, one in zip(scale.seeds, picked, strict=True)]
-        for i in range(CONTROLS)
-    ]
+    runs, twins = traced(lab, made).values()
+    picked = [pick_heads(*three) for three in zip(runs, twins, scale.seeds, strict=True)]
+    sets = [[one.outliers for one in picked]]
+    sets += [[one.controls[i] for one in picked] for i in range(CONTROLS)]
+    spared = {str(i): list(map(spare, scale.seeds, same)) for i, same in enumerate(sets)}
+    rescued, *controls = traced(lab, spared).values()
     count = len(scale.seeds)
     calm = [stable_share(same, twins) for same in controls]
     outliers = [_stands_out(run, one) for run, one in zip(runs, picked, strict=True)]
@@ -119,7 +113,7 @@ def _heads(lab: Lab) -> Measured:
         "picked in fp32 stable": share_of(round(figures["picked in fp32 stable"] * count), count),
         "random in fp32 stable": share_of(round(sum(calm) * count), CONTROLS * count),
     }
-    drawn = head_sigmas(runs[0], twins[0], picked[0].onset, repeat(lab, "A6"))
+    drawn = head_sigmas(runs[0], twins[0], picked[0].onset, lab.command("A6"))
     return Measured(figures, text, (drawn,), intervals)
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from halfulp.experiments.compare_summary import Interval, interval_of
 from halfulp.papers import figures_a as pictures
 from halfulp.papers.claim import MANY_SEEDS, Claim, Lab, Mean, Measured, Rule, mean_of, spread
-from halfulp.papers.claims.a_cause import INTERVAL, language, repeat, scale_of, traced
+from halfulp.papers.claims.a_cause import INTERVAL, language, scale_of, traced
 from halfulp.papers.claims.constructed import constructed, constructed_text, window
 from halfulp.papers.constructed_run import VARIANTS, profile
 from halfulp.papers.runs_a import TASK_STOCK, Plan, Snapshot, Traced
@@ -28,10 +29,8 @@ _SINCE = 600  # steps: the task is learned and its scores are on their way
 
 def layer_traces(lab: Lab) -> list[Traced]:
     """The stock recipe on the one-layer task, measured every 10 steps up to 800."""
-    plans = [
-        Plan((TASK_STOCK,), seed, 800, measure_every=10, at=(600, 700, 800)) for seed in MANY_SEEDS
-    ]
-    return list(traced(lab, plans).values())
+    stock = Plan((TASK_STOCK,), 0, 800, measure_every=10, at=(600, 700, 800))
+    return traced(lab, {"stock": [replace(stock, seed=seed) for seed in MANY_SEEDS]})["stock"]
 
 
 def _similar_terms(lab: Lab) -> Measured:
@@ -71,8 +70,8 @@ def _similar_terms(lab: Lab) -> Measured:
         f" ({scale_of(lab).text}): {'; '.join(said)}"
     )
     drawn = (
-        *pictures.similarity_maps(reader[0], 0, 0, repeat(lab, "A9")),
-        *pictures.raw_maps(reader[0], 0, 0, repeat(lab, "A9")),
+        *pictures.similarity_maps(reader[0], 0, 0, lab.command("A9")),
+        *pictures.raw_maps(reader[0], 0, 0, lab.command("A9")),
     )
     return Measured(figures, text, drawn, intervals)
 
@@ -109,7 +108,7 @@ def _positive_sums(lab: Lab) -> Measured:
         f" constructed run: {min(s for s, _ in first):.0%} to {max(s for s, _ in first):.0%} (p ≤"
         f" {max(p for _, p in first):.0e})"
     )
-    summed = pictures.cumulative_error(layers[0], 100, repeat(lab, "A10"))
+    summed = pictures.cumulative_error(layers[0], 100, lab.command("A10"))
     shown = {
         name: runs[0]
         for name, runs in constructed(lab).items()
@@ -120,7 +119,7 @@ def _positive_sums(lab: Lab) -> Measured:
         "language, positive": interval_of([s for s, _ in readers]),
         "constructed, positive": interval_of([s for s, _ in first]),
     }
-    drawn = (summed, pictures.constructed_error(shown, repeat(lab, "A10")))
+    drawn = (summed, pictures.constructed_error(shown, lab.command("A10")))
     return Measured(figures, text, drawn, intervals)
 
 
@@ -160,7 +159,7 @@ def _same_signs(lab: Lab) -> Measured:
         f" {built}; with the softmax fix {fixed}"
     )
     shown = profile(VARIANTS[0])
-    command = repeat(lab, "A11")
+    command = lab.command("A11")
     drawn = (
         *pictures.feature_bars(shown, command),
         pictures.value_distribution(shown, command),

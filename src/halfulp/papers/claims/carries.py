@@ -14,7 +14,6 @@ from torch import Tensor
 
 from halfulp.formats import BF16, round_to, ulp
 from halfulp.papers.claim import Claim, Lab, Mean, Measured, Rule, generator, mean_of, spread
-from halfulp.papers.claims.a_cause import repeat
 from halfulp.runs.results import Figure, Series
 
 PAPER = ["00", "01", "10", "11", "10", "11", "100", "100", "101", "110"]
@@ -79,7 +78,7 @@ def _carries(lab: Lab) -> Measured:
         ),
         "Sums of odd endings have a round bit of 1. Without a sticky bit it is a tie and goes to"
         " even, up as often as down.",
-        repeat(lab, "A25"),
+        lab.command("A25"),
     )
     intervals = {"round bit 1": spread(up), "round bit 0": spread(down), "ties": spread(tied)}
     return Measured(figures, text, (figure.as_dict(),), intervals)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from halfulp.experiments.compare_summary import Interval, geometric_interval
 from halfulp.papers.claim import MANY_SEEDS, Claim, Lab, Measured, Rule
-from halfulp.papers.claims.a_cause import repeat
 from halfulp.papers.claims.a_growth import loss_rises
 from halfulp.papers.figures_b import spike_figures
 from halfulp.papers.spike_run import Approach, approach
@@ -43,7 +42,7 @@ def _spike(lab: Lab) -> Measured:
         f" twin's, over the control's: × {there} at that step, × {before} {_BEFORE} steps before"
     )
     intervals = {"distance at the rise": there, f"{_BEFORE} steps before": before}
-    drawn = tuple(spike_figures(runs[0], rises[0], repeat(lab, "B11")))
+    drawn = tuple(spike_figures(runs[0], rises[0], lab.command("B11")))
     return Measured(figures, text, drawn, intervals)
 
 

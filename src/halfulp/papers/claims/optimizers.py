@@ -24,17 +24,16 @@ _KERNELS = ("torch:flash", "torch:fp32")
 def _others(lab: Lab) -> Measured:
     """D13: PyTorch's bf16 flash kernel and fp32 attention under three other optimizers."""
     plans = {
-        (name, kernel, seed): Plan((kernel,), seed, _STEPS, optimizer=name)
+        f"{name}, {kernel}": [Plan((kernel,), s, _STEPS, optimizer=name) for s in lab.seeds]
         for name in OTHERS
         for kernel in _KERNELS
-        for seed in lab.seeds
     }
-    found = traced(lab, list(plans.values()))
+    found = traced(lab, plans)
     figures: dict[str, float] = {"seeds": float(len(lab.seeds))}
     intervals: dict[str, Interval] = {}
     said = []
     for name in OTHERS:
-        low, twin = ([found[plans[name, k, s]] for s in lab.seeds] for k in _KERNELS)
+        low, twin = (found[f"{name}, {kernel}"] for kernel in _KERNELS)
         fell, sound = (
             [sum(outcome(run) == kind for run in low) for kind in ("failed", "drifting")],
             sum(outcome(run) == "survived" for run in twin),

@@ -61,20 +61,13 @@ def _accumulator(lab: Lab) -> Measured:
 def _remedied(lab: Lab, changes: Plan) -> tuple[list[Traced], list[Traced]]:
     """The failing language model and its twin with standard attention, both with a remedy."""
     scale = scale_of(lab)
+    plan = replace(changes, steps=scale.steps, layers=2, measure_every=SELDOM)
+    attentions = {"low": (language_attention(scale.bits),), "twin": (STANDARD,)}
     plans = {
-        (name, seed): replace(
-            changes,
-            attention=attention,
-            seed=seed,
-            steps=scale.steps,
-            layers=2,
-            measure_every=SELDOM,
-        )
-        for name, attention in (("low", (language_attention(scale.bits),)), ("twin", (STANDARD,)))
-        for seed in scale.seeds
+        name: [replace(plan, attention=attention, seed=seed) for seed in scale.seeds]
+        for name, attention in attentions.items()
     }
-    found = traced(lab, list(plans.values()))
-    low, twin = ([found[plans[name, seed]] for seed in scale.seeds] for name in ("low", "twin"))
+    low, twin = traced(lab, plans).values()
     return low, twin
 
 
