@@ -35,7 +35,6 @@ IN_MODEL, CHANCES = "tests/papers/test_in_model.py", "tests/test_chances.py"
 
 SLOW = (
     "tests/isolate/test_questions.py::test_a_kernel_is_emulated_and_that_is_said",
-    "tests/papers/test_kernel_match.py::test_a_wrong_step_costs_the_bits_it_is_known_to_cost",
     "tests/experiments/test_failure.py::test_workers_give_the_numbers_of_one_process_in_order",
     "tests/experiments/test_failure.py::test_the_stock_recipe_walks_off_and_halfulp_and_fp32_do_not",
     "tests/watch/test_alarms.py::test_the_run_that_will_fail_is_named_and_its_repaired_twin_is_not",

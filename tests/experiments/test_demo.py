@@ -203,15 +203,6 @@ def test_the_whole_demo(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_demo_repeats_itself(capsys, tmp_path):
-    for name in ("a", "b"):
-        demo_in(capsys, tmp_path / name, "--seeds", "1")
-    first, second = (read_json(tmp_path / name / "failure.json") for name in ("a", "b"))
-    assert first["runs"] == second["runs"]
-    assert first["figures"] == second["figures"]
-
-
-@pytest.mark.usefixtures("tiny")
 def test_a_stopped_demo_can_be_read(capsys, tmp_path, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
@@ -230,9 +221,12 @@ def test_a_stopped_demo_can_be_read(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_stopped_demo_does_not_replace_a_whole_one(capsys, tmp_path, monkeypatch):
+def test_a_demo_repeats_itself_and_one_that_is_stopped_replaces_no_whole_one(
+    capsys, tmp_path, monkeypatch
+):
     out = tmp_path / "demo"
-    assert demo_in(capsys, out, "--seeds", "1")[0] == 0
+    code, said, _ = demo_in(capsys, out, "--seeds", "1", "--json", "-")
+    assert (code, json.loads(said)["status"]) == (0, "done")
     before = (out / "report.html").read_bytes()
 
     def stopped(*_):
@@ -246,6 +240,9 @@ def test_a_stopped_demo_does_not_replace_a_whole_one(capsys, tmp_path, monkeypat
     (partial,) = tmp_path.glob("demo.partial-*")
     assert f"lies in {partial}\n" in err
     assert read_json(partial / "run.json")["status"] == "interrupted"
+    first, second = (read_json(folder / "failure.json") for folder in (out, partial))
+    assert first["runs"] == second["runs"]
+    assert first["figures"] == second["figures"]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -262,13 +259,6 @@ def test_a_machine_without_the_flash_kernel_says_so(capsys, tmp_path, monkeypatc
         "halfulp",
     }
     assert act["finding"].startswith("stock, emulated ")
-
-
-@pytest.mark.usefixtures("tiny")
-def test_the_record_as_json(capsys, tmp_path):
-    code, said, _ = demo_in(capsys, tmp_path / "demo", "--seeds", "1", "--json", "-")
-    assert code == 0
-    assert json.loads(said)["status"] == "done"
 
 
 def test_flash_attention_is_found_or_explained():

@@ -105,7 +105,7 @@ def test_the_order_of_batches_is_recorded_and_replayed(tmp_path) -> None:
             train(TEXT, batches=beyond)
 
 
-CHILD = """
+DEATHS = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
@@ -113,41 +113,48 @@ from halfulp.runs import folder as files, sealed
 from halfulp.training import journal, loop
 from halfulp.training.run_json import config_from_dict
 torch.set_num_threads(1)
-config, folder, moment = config_from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3]
+config = config_from_dict(json.loads(sys.argv[1]))
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 class Sink:
+    def __init__(self, step):
+        self.step = step
     def row(self, row):
-        if row["step"] == int(moment):
+        if row["step"] == self.step:
             die()
     def close(self): ...
 
-# the second one, after its files were written and before it has its name
-if moment == "checkpoint":
-    seen = []
-    def sync(path):
-        seen.append(path)
-        if len(seen) == 5:
-            die()
-    sealed.sync_file = sync
-if moment == "begin":  # the folder is there and nothing of the run
-    journal.new_record = die
-loop.train(config, folder, resume=True, sinks=[Sink()] if moment.isdigit() else [])
+def run(folder, moment):
+    # the second one, after its files were written and before it has its name
+    if moment == "checkpoint":
+        seen = []
+        def sync(path):
+            seen.append(path)
+            if len(seen) == 5:
+                die()
+        sealed.sync_file = sync
+    if moment == "begin":  # the folder is there and nothing of the run
+        journal.new_record = die
+    sinks = [Sink(int(moment))] if moment.isdigit() else []
+    loop.train(config, Path(folder), resume=True, sinks=sinks)
+
+for one in sys.argv[2:]:  # a process each, which has imported everything
+    if not (child := os.fork()):
+        run(*one.rsplit(":", 1))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-
-
-def run_child(folder, moment: str) -> int:
-    arguments = [json.dumps(config_as_dict(CONFIG)), str(folder), moment]
-    return subprocess.run([sys.executable, "-c", CHILD, *arguments], check=False).returncode
 
 
 @pytest.mark.parametrize("moments", [["begin", "3"], ["checkpoint", "18"]])
 def test_a_run_killed_again_and_again_ends_in_the_same_bits(whole, tmp_path, moments) -> None:
     folder = tmp_path / "run"
-    for moment in moments:
-        assert run_child(folder, moment) == -signal.SIGKILL
+    command = [sys.executable, "-c", DEATHS, json.dumps(config_as_dict(CONFIG))]
+    command += [f"{folder}:{moment}" for moment in moments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * 2
     last = max(checkpoint_steps(folder / "checkpoints"), default=0)
     ended = train(CONFIG, folder, resume=True)
     assert last == (14 if "18" in moments else 0)

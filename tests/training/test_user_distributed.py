@@ -1,4 +1,4 @@
-"""A model of the user's own in two processes under torchrun: the losses of one, by DDP and FSDP2;
+"""A model of the user's own in two processes: the losses of one, by DDP and FSDP2;
 and what was interrupted or killed goes on, in as many processes or in one.
 """
 
@@ -51,28 +51,69 @@ def make(seed, device):
     return model, (adam, halving), batch
 """
 PROCESS = """
-import sys
+import os, signal, socket, sys
 from dataclasses import replace
 from pathlib import Path
 import torch
+from torch.distributed import fsdp
+from halfulp import cli
 from halfulp.training.distributed import world
 from halfulp.training.loop import train
 from halfulp.training.operations import OperationPlan
 from halfulp.training.user_model import user_run
 torch.set_num_threads(1)
 out = Path(sys.argv[1])
-config = user_run(f"{out}/mine.py:make", steps=8, metrics_every=1, checkpoint_every=2, keep=None)
-config = replace(config, operations=OperationPlan.of("linear in layers.1: e8m5"))
-with world("ddp", "cpu") as group:
-    for parallel in ("ddp", "fsdp"):
-        train(config, out / parallel, parallel=parallel)
-        train(config, out / f"{parallel}-cut", parallel=parallel, deadline=0.0)
-        torch.distributed.barrier()  # until the one that leads has written
-        train(config, out / f"{parallel}-cut", parallel=parallel, resume=True)
-    if group.leads:
-        (out / "armed").write_text("5")
-    torch.distributed.barrier()
-    train(config, out / "killed", parallel="fsdp")
+
+def both():
+    name, steps = f"{out}/mine.py:make", {"steps": 8, "metrics_every": 1, "checkpoint_every": 2}
+    config = user_run(name, **steps, keep=None)
+    config = replace(config, operations=OperationPlan.of("linear in layers.1: e8m5"))
+    with world("ddp", "cpu") as group:
+        for parallel in ("ddp", "fsdp"):
+            train(config, out / parallel, parallel=parallel)
+            train(config, out / f"{parallel}-cut", parallel=parallel, deadline=0.0)
+            torch.distributed.barrier()  # until the one that leads has written
+            train(config, out / f"{parallel}-cut", parallel=parallel, resume=True)
+        if group.leads:
+            (out / "armed").write_text("5")
+        torch.distributed.barrier()
+        train(config, out / "killed", parallel="fsdp")
+
+def resumed():
+    workload = ["--workload", f"{out}/mine.py:make", "--parallel", "ddp"]
+    cli.main(["train", "--resume", str(out / "killed"), *workload])
+
+def rank(number, count, port, work):
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_RUN_ID"] = "forked"
+    try:
+        work()
+    finally:
+        os._exit(1)
+
+def until_killed(count, work):
+    # what torchrun does, from an interpreter that has imported everything: one that dies takes the
+    # others along
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for number in range(count):
+        children.append(os.fork())
+        if not children[-1]:
+            rank(number, count, port, work)
+    killed = children.pop(1)
+    status = os.waitpid(killed, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, status
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+until_killed(2, both)
+(out / "armed").write_text("7")
+until_killed(4, resumed)
+(out / "armed").unlink()
 """
 
 
@@ -80,18 +121,10 @@ with world("ddp", "cpu") as group:
 def out(tmp_path_factory):
     out = tmp_path_factory.mktemp("user-distributed")
     (out / "mine.py").write_text(MODEL)
-    (out / "process.py").write_text(PROCESS)
-    killed(2, str(out / "process.py"), str(out))
+    command = [sys.executable, "-c", PROCESS, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
     return out
-
-
-def killed(processes: int, *command: str) -> None:
-    """Run a command in so many processes, one of which kills itself."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    line = [sys.executable, *launch, *command]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode != 0
-    assert "Signal 9 (SIGKILL)" in done.stderr
 
 
 def losses(folder):
@@ -120,10 +153,6 @@ def test_two_processes_give_the_losses_of_one_and_resume_exactly(out, parallel):
 def test_a_run_that_was_killed_goes_on_in_another_number_of_processes(out):
     """By FSDP2 in two, then by DDP in four (one row each), killed again, then in one."""
     folder = out / "killed"
-    (out / "armed").write_text("7")
-    resume = ["train", "--resume", str(folder), "--workload", f"{out}/mine.py:make"]
-    killed(4, "-m", "halfulp", *resume, "--parallel", "ddp")
-    (out / "armed").unlink()
     with one_thread():
         run = train(read_config(folder), folder, resume=True)
     assert run.status == "done"
