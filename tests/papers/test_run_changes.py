@@ -72,7 +72,7 @@ def spiking(seed: int, factor: float) -> Approach:
     level = (2.0,) * len(steps)
     control = tuple(1e-3 * step for step in steps)
     distance = tuple(factor * x for x in control)
-    return Approach(seed, steps, level, level, level, distance, control, distance, control)
+    return Approach(seed, steps, level, level, level, distance, control, distance)
 
 
 def test_the_distance_at_a_rise_is_taken_over_the_controls() -> None:

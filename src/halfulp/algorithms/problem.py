@@ -315,13 +315,11 @@ def divisor_of(row_sum: Tensor, row_max: Tensor) -> Tensor:
     return torch.where(row_max == -math.inf, torch.ones_like(row_sum), row_sum)
 
 
-def blocks_for_memory(
-    memory: int, head_dim: int, *, exchanged: bool = False, square: bool = False
-) -> dict[str, int]:
+def blocks_for_memory(memory: int, head_dim: int, *, exchanged: bool = False) -> dict[str, int]:
     """Block sizes for `memory` on-chip elements: B_c = ⌈M/4d⌉ key columns, B_r = min(⌈M/4d⌉, d)
     query rows.
 
-    `exchanged` swaps the two; `square` uses the smaller for both. Returns recipe fields, as in
+    `exchanged` swaps the two. Returns recipe fields, as in
     `recipe.with_(**blocks_for_memory(...))`. Source: Dao et al. 2022, Algorithm 1. Raises
     ValueError below 1.
     """
@@ -330,8 +328,6 @@ def blocks_for_memory(
             raise ValueError(f"{name}={value}: accepted is an integer of at least 1")
     block_key = -(-memory // (4 * head_dim))
     block_query = min(block_key, head_dim)
-    if square:
-        block_key = block_query
     if exchanged:
         block_key, block_query = block_query, block_key
     return {"block_query": block_query, "block_key": block_key}

@@ -49,14 +49,7 @@ class Drawn:
         return sum(name == found for name, found in zip(self.names, self.nearest, strict=True))
 
 
-def draw_run(
-    folder: Path,
-    names: Sequence[str] | None = None,
-    *,
-    seed: int = 0,
-    steps: int = 30,
-    trust: bool = False,
-) -> Drawn:
+def draw_run(folder: Path, names: Sequence[str] | None = None, *, trust: bool = False) -> Drawn:
     """Draw with the last checkpoint of a text-to-image run.
 
     Attention that cannot run here, or that is code which the folder names, is replaced by
@@ -65,8 +58,6 @@ def draw_run(
     Args:
         folder: the run's.
         names: of pictures of its data; all of them, but at most 64, if None.
-        seed: of the noise that drawings start from.
-        steps: of the sampler.
         trust: import and run the code that the folder names.
 
     Raises:
@@ -86,7 +77,7 @@ def draw_run(
         workload = build_workload(replace(config, attention=plan), "cpu")
         restore(checkpoint, workload.model)
         assert isinstance(workload, PictureWorkload)
-        found = draw_workload(workload, names, seed=seed, steps=steps)
+        found = draw_workload(workload, names)
     return replace(found, replaced=replaced)
 
 
@@ -108,9 +99,7 @@ def _runnable(plan: AttentionPlan, trust: bool) -> tuple[AttentionPlan, tuple[st
     return AttentionPlan(tuple(assignments)), said
 
 
-def draw_workload(
-    workload: PictureWorkload, names: Sequence[str] | None = None, *, seed: int = 0, steps: int = 30
-) -> Drawn:
+def draw_workload(workload: PictureWorkload, names: Sequence[str] | None = None) -> Drawn:
     """Draw with a model as it is now; arguments and errors as `draw_run`."""
     pictures = workload.pictures
     wanted = (
@@ -124,7 +113,7 @@ def draw_workload(
             raise ValueError(
                 f"names={name!r}: accepted are names of {pictures.source}, such as {some}"
             )
-    drawn = workload.draw(wanted, seed=seed, steps=steps)
+    drawn = workload.draw(wanted)
     apart = [np.square(pictures.pixels.astype(np.float64) - one).mean((1, 2, 3)) for one in drawn]
     nearest = tuple(pictures.names[int(distances.argmin())] for distances in apart)
     originals = pictures.pixels[[pictures.names.index(name) for name in wanted]]

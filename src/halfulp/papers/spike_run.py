@@ -31,7 +31,6 @@ class Approach:
     distance: tuple[float, ...]  # Wasserstein distance of all weights from the twin's
     control_distance: tuple[float, ...]
     largest: tuple[float, ...]  # difference of a weight from the twin's
-    control_largest: tuple[float, ...]
 
 
 def approach(job: tuple[int, int, int]) -> Approach:
@@ -51,8 +50,8 @@ def approach(job: tuple[int, int, int]) -> Approach:
             weights = [_weights(now) for now in (run, twin, control)]
             losses = [now.rows[-1]["loss"] for now in (run, twin, control)]
             apart = [wasserstein(one, weights[1]) for one in (weights[0], weights[2])]
-            most = [float(np.abs(one - weights[1]).max()) for one in (weights[0], weights[2])]
-            points.append((run.step, *losses, *apart, *most))
+            most = float(np.abs(weights[0] - weights[1]).max())
+            points.append((run.step, *losses, *apart, most))
     at, *columns = zip(*points, strict=True)
     return Approach(seed, tuple(map(int, at)), *columns)
 

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import Language
-from halfulp.training.configured import Configured
 from halfulp.training.model import Gpt
 from halfulp.training.synthetic import english_text, synthetic_tokens
 from halfulp.training.tokens import read_tokens
+from halfulp.training.workload import Configured
 
 
 class LanguageWorkload(Configured):
@@ -69,10 +69,6 @@ class LanguageWorkload(Configured):
         tokens, following = batch
         logits: Tensor = model(tokens)
         return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
-
-    def figures(self) -> dict[str, float]:
-        """None beyond the loss."""
-        return {}
 
 
 def token_stream(config: Language, data_seed: int) -> tuple[np.ndarray, dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from halfulp.training.attention import Attend, AttentionFunction, AttentionPlan
 from halfulp.training.config import LayerTask
-from halfulp.training.configured import Configured
+from halfulp.training.workload import Configured
 
 
 class AttentionLayer(nn.Module):

@@ -19,9 +19,9 @@ from torch.nn import functional
 from halfulp.recipes import hash_seed
 from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import Pictures
-from halfulp.training.configured import Configured
 from halfulp.training.diffusion import DiffusionTransformer, add_noise, draw_samples, encode_name
 from halfulp.training.glyphs import load_pictures
+from halfulp.training.workload import Configured
 
 
 class PictureWorkload(Configured):
@@ -85,10 +85,6 @@ class PictureWorkload(Configured):
         """Mean squared error of v; 1 before any training on pictures of unit variance."""
         noisy, target, time, names = batch
         return functional.mse_loss(model(noisy, time, names).float(), target)
-
-    def figures(self) -> dict[str, float]:
-        """None."""
-        return {}
 
     def symbols(self, names: Sequence[str]) -> Tensor:
         """Names as the model reads them, int64 `[B, L]`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +60,23 @@ class Workload(Protocol):
         none.
         """
         ...
+
+
+class Configured:
+    """What workloads have in common that bring no optimizer of their own and compute as their plan
+    of attention says.
+    """
+
+    parts = None
+    swaps: tuple[Swap, ...] = ()
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Nothing around losses and gradients."""
+        return nullcontext()
+
+    def figures(self) -> dict[str, float]:
+        """None beyond the loss."""
+        return {}
 
 
 def build_workload(

@@ -116,11 +116,8 @@ def _torch_kernels(lab: Lab) -> Measured:
 
 def survivors(runs: dict[str, list[FailureRun]]) -> dict[str, float]:
     """The share of seeds that failed, per attention, and the number of seeds."""
-    failed = {
-        f"{name} failed": sum(run.outcome == "failed" for run in same) / len(same)
-        for name, same in runs.items()
-    }
-    return failed | {"seeds": float(min(len(same) for same in runs.values()))}
+    failed = {name: share.value for name, share in failures(runs).items()}
+    return failed | {"seeds": float(min(map(len, runs.values())))}
 
 
 def failures(runs: dict[str, list[FailureRun]]) -> dict[str, Interval]:
