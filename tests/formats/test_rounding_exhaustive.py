@@ -65,8 +65,9 @@ def rounded(x: np.ndarray, fmt: Format, rounding: Rounding) -> np.ndarray:
 @pytest.mark.parametrize("fmt", FORMATS, ids=describe)
 def test_every_number_and_midpoint(fmt: Format, container: str) -> None:
     x = trying_inputs(fmt, CONTAINERS[container])
-    given = x.astype(CONTAINERS[container])
-    for variant in variants(fmt):
+    given, all_of = x.astype(CONTAINERS[container]), variants(fmt)
+    # policies act on what was rounded, alike in both containers: in float64 every one is on once
+    for variant in all_of if container == "float32" else {all_of[0], all_of[-1]}:
         for rounding in DETERMINISTIC:
             wrong = differing(rounded(given, variant, rounding), expected(x, variant, rounding))
             assert wrong == 0, f"{variant} {rounding}: {wrong} of {x.size}"

@@ -130,13 +130,14 @@ def open_all(page: Any) -> None:
     page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_cut_or_runs_off(opened: Open, name: str, width: int) -> None:
-    page = opened(name, width)
-    assert page.evaluate(FAULTS) == []
-    open_all(page)
-    assert page.evaluate(FAULTS) == []
+def test_nothing_is_cut_or_runs_off(opened: Open, name: str) -> None:
+    page = opened(name)
+    for unfolded in (False, True):
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate(FAULTS) == [], (width, unfolded)
+        open_all(page)
 
 
 @pytest.mark.parametrize("name", NAMES)
