@@ -24,6 +24,7 @@ from halfulp.reconstruct import reconstruct
 SETS = {
     **{name: f"unseen_{name}" for name in ("first", "second", "third", "fourth", "fifth")},
     "table": "developed_table",
+    "drawn": "drawn_faults",
 }
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from halfulp.reconstruct import panel
-from halfulp.reconstruct.dataflow import grad_scores, mantissa_bits, one_term
+from halfulp.reconstruct.dataflow import grad_scores, mantissa_bits
 from halfulp.reconstruct.reconstruction import runner
+from halfulp.reconstruct.sums_read import from_terms, one_term
 from halfulp.targets import Target
 from tests.audit.zoo_kernel import TEXTBOOK, TEXTBOOK_PLAN, keep_bits, kernel
 
@@ -63,6 +64,18 @@ def test_the_part_of_the_backward_pass_that_is_wrong_is_told(steps, cause, told)
 )
 def test_one_term_tells_operands_and_the_store_from_sums(steps, where):
     assert one_term(planned(**steps), TRIALS["plain"], "out") == where
+
+
+@pytest.mark.parametrize(
+    ("steps", "terms"),
+    [
+        ({"accumulate": lambda a, r, pv, j, low: low(a * r + pv) * 1.02}, 64),
+        ({"store": lambda out, low: low(out * 1.02)}, 0),
+    ],
+)
+def test_what_gets_worse_with_more_terms_is_the_sum_as_it_runs(steps, terms):
+    found = from_terms(planned(**steps), TRIALS["plain"], "out")
+    assert (found >= terms) == (terms > 0) or found == terms == 0
 
 
 def test_mantissas_are_counted():

@@ -89,7 +89,6 @@ def test_noise_is_explained_by_nothing_and_located():
     assert not found.causes
     first = found.places[0]
     assert (first.tensor, first.cause) == ("out", "out")
-    assert "the weights are right" in first.text
     assert "off after it is summed" in first.text
 
 

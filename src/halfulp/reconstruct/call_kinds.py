@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
+
 from halfulp.reconstruct.panel import Trial
+
+MIXED = 0.45  # of the calls that are wrong: so many others may be of their kind
 
 
 def option_of(trials: Sequence[Trial]) -> str:
@@ -19,25 +24,52 @@ def option_of(trials: Sequence[Trial]) -> str:
 
 
 def _kinds(trial: Trial) -> dict[str, bool]:
+    """What a call is, in words: what a caller asks for first, sizes after it, numbers last."""
     call = trial.call
-    n, n_key = call.query.shape[2], call.key.shape[2]
+    (b, h, n, d), n_key = call.query.shape, call.key.shape[2]
     return {
-        "with a mask": call.sees.mask is not None,
-        "with a window": call.sees.window is not None,
-        "with a softcap": bool(call.softcap),
         "with sinks": call.sinks is not None,
-        "causal": call.sees.causal,
+        "with a softcap": bool(call.softcap),
+        "with a window": call.sees.window is not None,
+        "with a mask": call.sees.mask is not None,
+        "with an additive mask": call.sees.mask is not None and call.sees.mask.dtype != torch.bool,
         "grouped": call.groups > 1,
-        "of several sequences": call.query.shape[0] > 1,
+        "of several sequences": b > 1,
+        "causal": call.sees.causal,
         "with other lengths of queries and keys": n != n_key,
         "of lengths off 16": n_key % 16 != 0,
         "of lengths off 64": n_key % 64 != 0,
         "of lengths off 128": n_key % 128 != 0,
+        "with a D off 64": d % 64 != 0,
+        "with a D above 64": d > 64,
+        "whose scale is no power of two": math.frexp(call.scale)[0] != 0.5,
+        "whose scale is the caller's": abs(call.scale * math.sqrt(d) - 1) > 1e-6,
+        "of few queries": n < 16,
+        "of more than 128 heads": b * h > 128,
+        "of more than 64 keys": n_key > 64,
         "of more than 128 keys": n_key > 128,
-        "with a D off 64": call.query.shape[3] % 64 != 0,
-        "with a D above 64": call.query.shape[3] > 64,
+        "of more than 192 keys": n_key > 192,
         "whose maximum grows": trial.name == "rising",
+        "whose scores lie far from 0": trial.name in ("sharp", "deep"),
+        "whose maximum grows, or lies far from 0": trial.name in ("rising", "sharp", "deep"),
+        "of small values": trial.name == "small",
     }
+
+
+_CAUSES = {
+    "with sinks": "sinks", "with a softcap": "softcap", "with a window": "window",
+    "with a mask": "mask", "with an additive mask": "mask",
+    "grouped": "key-heads", "of several sequences": "other-data",
+    "causal": "causal-mask", "with other lengths of queries and keys": "ragged",
+    "of lengths off 16": "ragged", "of lengths off 64": "ragged", "of lengths off 128": "ragged",
+    "with a D off 64": "ragged", "with a D above 64": "ragged",
+    "whose scale is no power of two": "prescaled", "whose scale is the caller's": "scale",
+    "of few queries": "query-tail", "of more than 128 heads": "unwritten",
+    "of more than 192 keys": "accumulator", "whose maximum grows": "rescale",
+    "whose scores lie far from 0": "row-max", "whose maximum grows, or lies far from 0": "rescale",
+    "of small values": "operand",
+}  # fmt: skip
+"""What stands for a fault that only such calls show."""
 
 
 def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:
@@ -48,3 +80,25 @@ def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:
         if len(values) == 1 and not values & {k[kind] for k in without}:
             return f"in calls {kind}" if values.pop() else f"but not in calls {kind}"
     return f"on {', '.join(sorted(t.name for t in some))}"
+
+
+def condition(some: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, str]:
+    """The kind of calls, or two kinds at once, that all of these are and few others: in words, and
+    the cause that stands for it; empty where nothing tells them apart.
+    """
+    with_it, without = [_kinds(t) for t in some], [_kinds(t) for t in others]
+    if not with_it or not without:
+        return "", ""
+    shared = [(k, x) for k, x in with_it[0].items() if all(w[k] == x for w in with_it)]
+    best: tuple[float, str, str] = (MIXED * len(with_it), "", "")
+    for i, (kind, is_it) in enumerate(shared):
+        if not is_it:
+            continue
+        left = [k for k in without if k[kind]]
+        best = min(best, (len(left), f"calls {kind} alone", kind), key=lambda x: x[0])
+        for j, (other, value) in enumerate(shared):
+            if j > i or not value:
+                also = sum(k[other] == value for k in left) + 0.5  # simpler ones first
+                told = f"calls {kind} {'and ' if value else 'that are not '}{other} alone"
+                best = min(best, (also, told, kind), key=lambda x: x[0])
+    return best[1], _CAUSES.get(best[2], "")

@@ -9,24 +9,22 @@ dK = dSᵀ Q. With K made of unit vectors, dQ is dS itself, with Q made of them 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfulp.calls import EVERYTHING, Result
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.suggested import ranges
+from halfulp.reconstruct.sums_read import BITS, Run, from_terms, spread
 
-Run = Callable[[Trial], Result | None]
-BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of a mantissa, the first counted
 OFF = 1.8  # times the spread that rounding makes: from there on a quantity differs
 HELD = 0.9  # share of what differs that a place must hold
 FITTED = 0.85  # share of it that a fit must explain
-PAIRED = 3  # times as large an error where values nearly cancel: it was made before the sum
+LINES = 6  # times the variance by chance of a line's factor: it is the line's
+MANY = 24  # elements of a line that is looked at
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,8 @@ class Unlike:
     kind: str  # right, head, tail, rows, factor, row-factor, column-factor, bits, zero or noise
     size: float = 0.0  # rms of the difference, of the quantity's
     bits: int = 0  # of the mantissas, where they are fewer than the dtype's
+    where: str = ""  # " in queries 3-9 of 64"
+    inside: Tensor | None = field(default=None, compare=False, repr=False)  # which elements
 
     @property
     def right(self) -> bool:
@@ -45,13 +45,6 @@ class Unlike:
 
 
 RIGHT = Unlike("", "right")
-
-
-def spread(dtype: torch.dtype) -> float:
-    """The rms of rounding once to a dtype, relative; of float32 what sums make of it."""
-    if dtype == torch.float32:
-        return 2.0**-20
-    return 2.0 ** -(BITS[dtype] - 1) / math.sqrt(12) / 1.4
 
 
 def unlike(
@@ -82,7 +75,9 @@ def unlike(
         told, how = f"comes in {bits} bits", "bits"
     if how == "noise":
         told = f"is off by {100 * size:.2g} %"
-    return Unlike(f"{told}{where}", kind or how, size, bits if bits < BITS[dtype] else 0)
+    inside = None if place is None else place.inside
+    bits = bits if bits < BITS[dtype] else 0
+    return Unlike(f"{told}{where}", kind or how, size, bits, where, inside)
 
 
 def place_of(z: Tensor, count: Tensor, of: tuple[str, str], least: float = OFF**2) -> Unlike | None:
@@ -99,13 +94,20 @@ def place_of(z: Tensor, count: Tensor, of: tuple[str, str], least: float = OFF**
     if found is not None:
         heads = [f"({b}, {h})" for b, h in found.tolist()]
         more = " and others" * (len(heads) > 3)
-        return Unlike(f" in heads (sequence, head) {', '.join(heads[:3])}{more}", "head")
+        inside = torch.zeros_like(z, dtype=torch.bool)
+        inside[found[:, 0], found[:, 1]] = True
+        text = f" in heads (sequence, head) {', '.join(heads[:3])}{more}"
+        return Unlike(text, "head", inside=inside)
     for dims, name in (((0, 1, 3), of[0]), ((0, 1, 2), of[1])):
         found = few(dims)
         if found is not None:
             some, n = found.flatten(), z.shape[6 - sum(dims)]
             last = int(some[-1]) == n - 1 and len(some) == n - int(some[0])
-            return Unlike(f" in {name} {ranges(some)} of {n}", "tail" if last else "rows")
+            at = torch.zeros(n, dtype=torch.bool)
+            at[some] = True
+            inside = (at[:, None] if 2 not in dims else at).expand(z.shape)
+            kind = "tail" if last else "rows"
+            return Unlike(f" in {name} {ranges(some)} of {n}", kind, inside=inside)
     return None
 
 
@@ -181,108 +183,54 @@ def _slope(trial: Trial) -> Tensor | float:
     return 1 - torch.tanh(plain / call.softcap).square()
 
 
-def shown(run: Run, trial: Trial, tensor: str, numbers: Tensor | float = 1.0) -> ReadScores | None:
-    """dS of the last D keys as dQ shows it, or of the last D queries as dK does: they are unit
-    vectors times `numbers`, and the others 0. None for dK of groups, which is a sum.
+def shown(
+    run: Run, trial: Trial, tensor: str, numbers: Tensor | float = 1.0, *, first: bool = False
+) -> ReadScores | None:
+    """dS of the last, or first, D keys as dQ shows it, or of as many queries as dK does: they are
+    unit vectors times `numbers`, and the others 0. Of heads that share one dK each is asked alone,
+    the queries of the others being 0.
     """
     call, by_keys = trial.call, tensor == "grad_query"
-    if not by_keys and call.groups != 1:
+    if not by_keys and call.groups > 1:
+        return _joined([_shown(run, trial, tensor, numbers, member, first)
+                        for member in range(call.groups)])  # fmt: skip
+    return _shown(run, trial, tensor, numbers, 0, first)
+
+
+def _joined(members: list[ReadScores | None]) -> ReadScores | None:
+    """Heads of a group that were asked one by one."""
+    some = [m for m in members if m is not None]
+    if len(some) < len(members):
         return None
+    return ReadScores(*(torch.stack([getattr(m, f.name) for m in some], 2).flatten(1, 2)
+                        for f in fields(ReadScores)))  # fmt: skip
+
+
+def _shown(
+    run: Run, trial: Trial, tensor: str, numbers: Tensor | float, member: int, first: bool
+) -> ReadScores | None:
+    call, by_keys = trial.call, tensor == "grad_query"
+    groups = 1 if by_keys else call.groups
     name = "key" if by_keys else "query"
     operand = torch.zeros_like(getattr(call, name))
     n, width = operand.shape[2:]
-    some = torch.arange(max(0, n - width), n)
+    some = torch.arange(min(n, width)) if first else torch.arange(max(0, n - width), n)
     factor = numbers if isinstance(numbers, float) else numbers[: len(some)]
     unit = _unit(trial)
-    operand[:, :, some, some - some[0]] = unit * factor
+    operand[:, member::groups, some, some - some[0]] = unit * factor
     changed: dict[str, Any] = {name: operand}
-    asked = replace(trial, name=f"{trial.name}/{name}", call=replace(call, **changed))
+    asked = replace(trial, name=f"{trial.name}/{name} {member}", call=replace(call, **changed))
     result = run(asked)
     got = None if result is None else getattr(result, tensor)
     if got is None:
         return None
-    read = got.double()[..., : len(some)] / (unit * call.scale * factor)
+    read = got.double()[..., : len(some)] / (torch.as_tensor(factor).double() * unit * call.scale)
     p, dp, delta, noise = _exact(asked)
     exact = p * (dp - delta) * _slope(asked)
     if by_keys:
         return ReadScores(read, exact[..., some], p[..., some], dp[..., some], delta, noise)
-    exact, p, dp, delta, noise = (x[..., some, :] for x in (exact, p, dp, delta, noise))
+    exact, p, dp, delta, noise = (x[:, member::groups, some] for x in (exact, p, dp, delta, noise))
     return ReadScores(read.mT, exact, p, dp, delta, noise)
-
-
-def one_term(run: Run, trial: Trial, tensor: str) -> str | None:
-    """Where a sum is wrong: "operand" before it, "store" after it, "sum" where one term alone is
-    right to the last bit; None where nothing is given. A term is a value for O, a row of dO for dV;
-    none is a 0.
-
-    Of two terms that nearly cancel, an error of an operand is large beside what is left, one of the
-    store is not.
-    """
-    dtype = trial.call.query.dtype
-    errors = []
-    for terms in (0, 1, 2):
-        made = _few_terms(run, trial, tensor, terms)
-        if made is None:
-            return None
-        got, exact = made
-        if terms == 0:
-            if bool(got.any()):
-                return "store"  # something is added that no term makes
-            continue
-        errors.append(float((got - exact).norm() / exact.norm().clamp_min(1e-300)))
-    if errors[0] < spread(dtype) / 8:
-        return "sum"
-    return "operand" if errors[1] > PAIRED * errors[0] else "store"
-
-
-def signed_sums(run: Run, trial: Trial) -> list[float]:
-    """The rms error of O on values whose signs change from key to key, once in the middle, and
-    never; NaN where nothing is given.
-
-    Errors of weights are alike in the first two; those of a sum as it runs are large where it grows
-    and shrinks again; those of what comes after the sum where it stays large.
-    """
-    call, found = trial.call, []
-    n, width = call.value.shape[2:]
-    draw = torch.Generator().manual_seed(n)
-    sizes = 0.75 + 0.5 * torch.rand(n, width, generator=draw)
-    random = torch.randint(0, 2, (n, width), generator=draw) * 2 - 1
-    halves = torch.where(torch.arange(n) < n // 2, 1, -1)[:, None]
-    for i, signs in enumerate((random, halves, halves**2)):
-        value = (sizes * signs).to(call.value.dtype).expand_as(call.value).contiguous()
-        asked = replace(call, value=value)
-        result = run(replace(trial, name=f"{trial.name}/signs {i}", call=asked))
-        exact = weights_of(call, scores_of(call)) @ value.double().repeat_interleave(call.groups, 1)
-        found.append(math.nan if result is None else float((result.out - exact).square().mean()))
-    return [math.sqrt(x) for x in found]
-
-
-def _few_terms(run: Run, trial: Trial, tensor: str, terms: int) -> tuple[Tensor, Tensor] | None:
-    """A result that is the mean (O) or the sum (dV) of one or two terms, and the exact one."""
-    call, dtype = trial.call, trial.call.query.dtype
-    x = (call.value if tensor == "out" else trial.grad_out)[:, :, :1].float()
-    coarse = torch.ldexp((torch.frexp(x)[0] * 8).round() / 8, torch.frexp(x)[1])
-    x = torch.cat([x, -coarse][:terms], 2).to(dtype) if terms else torch.zeros_like(x).to(dtype)
-    terms = max(1, terms)
-    if tensor == "out":
-        key = torch.zeros_like(call.key[:, :, :terms])
-        asked = replace(call, key=key, value=x, sees=EVERYTHING, sinks=None)
-        result = run(replace(trial, name=f"{trial.name}/{terms} keys", call=asked))
-        exact = x.double().mean(2, keepdim=True).repeat_interleave(call.groups, 1)
-        got = None if result is None else result.out
-        exact = exact.expand(*trial.grad_out.shape[:3], -1)
-    else:
-        if call.groups != 1:
-            return None
-        query = torch.zeros_like(call.query[:, :, :terms])
-        key, value = (t[:, :, :1] for t in (call.key, call.value))
-        asked = replace(call, query=query, key=key, value=value, sees=EVERYTHING, sinks=None)
-        result = run(replace(trial, name=f"{trial.name}/{terms} rows", call=asked, grad_out=x))
-        exact = x.double().sum(2, keepdim=True)
-        got = None if result is None else result.grad_value
-    if got is None or got.shape != exact.shape or not bool(got.isfinite().all()):
-        return None
-    return got.double(), exact
 
 
 # --- what they say together
@@ -309,18 +257,25 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     which of its parts; None where it cannot be read.
     """
     dtype = trial.call.query.dtype
-    seen = {name: shown(run, trial, name) for name in ("grad_query", "grad_key")}
-    found = {name: _held(r, dtype) for name, r in seen.items() if r is not None}
-    own = found.get(tensor)
-    if own is None:
-        return None
+    for first in (False, True):
+        both = {name: shown(run, trial, name, first=first) for name in ("grad_query", "grad_key")}
+        seen = {name: r for name, r in both.items() if r is not None}
+        if tensor not in seen:
+            return None
+        found = {name: _held(r, dtype) for name, r in seen.items()}
+        own = found[tensor]
+        if not own.right:
+            break
     other = found.get("grad_key" if tensor == "grad_query" else "grad_query", own)
     short = {"grad_query": "dQ", "grad_key": "dK"}
     if own.right:
         numbers = 1 + torch.linspace(0.01, 0.97, trial.call.query.shape[3])
         again = shown(run, trial, tensor, numbers.to(dtype))
         how = RIGHT if again is None else _held(again, dtype)
-        if not how.right and how.kind in ("column-factor", "row-factor", "noise"):
+        plain = shown(run, trial, tensor)
+        other_units = again is not None and plain is not None and (
+            _by_lines(again, dtype) > LINES * _by_lines(plain, dtype))  # fmt: skip
+        if other_units or how.kind in ("column-factor", "row-factor", "noise"):
             of = "K" if tensor == "grad_query" else "Q"
             told = (
                 f"dS is right as {short[tensor]} shows it: the {of} that it is multiplied by is off"
@@ -329,13 +284,39 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
         of = "" if other is own or other.right else ", unlike in the other gradient"
         told = f"dS is right as {short[tensor]} shows it{of}: what differs is an operand or a sum"
         return Said(told, "")
-    read = seen[tensor]
-    assert read is not None
-    part = _part(read, own, dtype)
+    part = _part(seen[tensor], own, dtype)
     if other.right and part.cause not in ("delta", "no-delta"):
         told = f"dS is right in {short['grad_key' if tensor == 'grad_query' else 'grad_query']}"
-        return Said(f"{told}, in {short[tensor]} it {own.text}", _OWN[own.kind])
+        cause = "grad-tail" if own.text.startswith("is 0") else _OWN[own.kind]  # left out
+        if own.kind == "bits":  # of a store, what is stored from sums comes in as few
+            asked = run(trial)
+            grad = None if asked is None else getattr(asked, tensor)
+            if grad is not None and mantissa_bits(grad.double()) > own.bits:
+                cause = "grad-scores"
+        told = f"{told}, in {short[tensor]} it {own.text}"
+        if cause == "grad-stored" and (terms := from_terms(run, trial, tensor)):
+            told, cause = f"{told}, more so from {terms} terms on", "grad-accumulator"
+        return Said(told, cause)
     return part
+
+
+def _by_lines(read: ReadScores, dtype: torch.dtype) -> float:
+    """How far rows and columns of dS are off by a factor of each, in units of what single elements
+    would make of them by chance: an operand that is off is off for a whole line.
+    """
+    sigma = _sigma(read, dtype)
+    weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
+    error, base = (read.read - read.exact) * weight, read.exact * weight
+    spread_ = float(error.square().sum()) / max(1, int((weight > 0).sum()))
+    most = 1.0
+    for dim in (-1, -2):
+        size = base.square().sum(dim)
+        factor = (error * base).sum(dim).square() / size.clamp_min(1e-300)
+        weighed = (error * base).square().sum(dim) / size.clamp_min(1e-300)
+        lines = (weight > 0).sum(dim) >= MANY
+        if spread_ > 0 and bool(lines.any()):
+            most = max(most, float(factor[lines].mean() / weighed[lines].mean().clamp_min(1e-300)))
+    return most
 
 
 def _sigma(read: ReadScores, dtype: torch.dtype) -> Tensor:

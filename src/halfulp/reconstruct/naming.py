@@ -150,6 +150,9 @@ def _backward_cause(way: Way, key: tuple[str, str]) -> str:
     if kind == "twist":
         cause = _twist_cause(way, name)
         return _BACKWARD_TWISTS.get(cause, cause)
+    blocks = way.recipe.block_query, way.recipe.block_key
+    if name == "grad_accumulator" and None in blocks:
+        return "grad-stored"  # of one block there is no sum as it runs: it is cast before its scale
     return _backward_field(name)
 
 
@@ -190,6 +193,9 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
     every = frozenset((*FORWARD, *GRADIENTS))
     with_it = emulator.fits(model, every)
     for key, group in groups.items():
+        whose = frozenset[str]().union(*(d.tensors for d in group))
+        if key == "grad-scale" and whose >= frozenset(GRADIENTS):
+            key = "backward-weights"  # what all three gradients have, P has
         without = emulator.fits(reverted(model, stock, group), every)
         most, place = 0.0, None
         for where, fit in with_it.items():

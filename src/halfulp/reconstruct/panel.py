@@ -154,6 +154,18 @@ def _long(g: torch.Generator) -> dict[str, Any]:
     return _operands(g, (1, 1, 1), (640, 640), (64, 64))
 
 
+def _deep(g: torch.Generator) -> dict[str, Any]:
+    """Scores around −150: exp(−lse) is no float32, and a finite number for −∞ lies above them."""
+    x = _operands(g, (1, 2, 2), (48, 48), (64, 64))
+    x["query"][..., 0], x["key"][..., 0] = 34.0, -34.0
+    return x | {"sees": Sees(causal=True)}
+
+
+def _many(g: torch.Generator) -> dict[str, Any]:
+    """More heads than a GPU has processors, so that programs must go over several."""
+    return _operands(g, (14, 19, 19), (8, 8), (32, 32))
+
+
 _DRAWS: dict[str, tuple[str, Draw]] = {
     "plain": ("standard normal numbers, blocks whole", _plain),
     "sharp": ("few keys a row, scores around −40, values of one sign", _sharp),
@@ -173,6 +185,8 @@ _DRAWS: dict[str, tuple[str, Draw]] = {
     "softcap": ("causal, scores capped at 5", _softcap),
     "sinks": ("causal, a sink for each head", _sinks),
     "long": ("640 tokens", _long),
+    "deep": ("causal, scores around −150", _deep),
+    "many": ("266 heads of 8 tokens", _many),
 }
 
 

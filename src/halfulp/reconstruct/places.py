@@ -11,56 +11,30 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Result
-from halfulp.reconstruct import space
-from halfulp.reconstruct.dataflow import (
-    OFF,
-    Unlike,
-    grad_scores,
-    one_term,
-    place_of,
-    signed_sums,
-    spread,
-    unlike,
-)
+from halfulp.reconstruct import call_kinds, space
+from halfulp.reconstruct.dataflow import OFF, Unlike, grad_scores, place_of, unlike
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
-from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.evidence import WORST
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.suggested import ranges
+from halfulp.reconstruct.suggested import exchanged, silent_rows
+from halfulp.reconstruct.sums_read import from_terms, one_term, signed_sums, spread
 from halfulp.reconstruct.weights_read import (
     NOISE,
     Read,
     backward_weights,
     compared,
     forward_weights,
+    of_distance,
+    unit_scores,
 )
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
-ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 READ = 0.5  # of an error that weights as they were read may leave
 HARMFUL = 1.25  # times the model's error: below it, an option that alone shows it is not at fault
+SOUND = 1.1  # times it, in most calls: below, and never above HARMFUL, nothing is at fault
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
-_ONLY: tuple[tuple[frozenset[str], str, str], ...] = (
-    (frozenset({"window"}), "calls with a window alone", "window"),
-    (frozenset({"softcap"}), "calls with a softcap alone", "softcap"),
-    (frozenset({"sinks"}), "calls with sinks alone", "sinks"),
-    (frozenset({"masked", "biased"}), "calls with a mask alone", "mask"),
-    (frozenset({"grouped", "decode"}), "grouped heads or several sequences alone", "key-heads"),
-    (frozenset({"decode"}), "few queries alone", "query-tail"),
-    (frozenset({"cross", "decode"}), "calls with other lengths of queries and keys alone",
-     "ragged"),
-    (frozenset({"causal", "ragged_causal", "cross", "window", "softcap", "sinks"}),
-     "causal calls alone", "causal-mask"),
-    (frozenset({"ragged", "ragged_causal", "cross", "grouped", "masked", "biased", "scaled",
-                "decode", "window", "wide", "softcap", "sinks"}),
-     "sizes off the block alone", "ragged"),
-    (frozenset({"scaled"}), "a scale of the caller's alone", "scale"),
-    (frozenset({"rising", "sharp"}), "rows whose maximum grows, or lies far from 0", "rescale"),
-    (frozenset({"small"}), "small values alone", "operand"),
-    (frozenset({"long", "decode"}), "long calls alone", "accumulator"),
-)  # fmt: skip
-
 
 UNEXPLAINED = 0.3  # share of an error left from which a result is not explained
 _UPSTREAM = {"lse", "backward-scores", "backward-mask", "operand", "grad-tail"}
@@ -70,6 +44,27 @@ _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse"}
 _WEIGHTS = {False: "weights", True: "probabilities"}
 _IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
+_ON_SIZES = ("ragged", "key-heads", "causal-mask", "other-data")
+_STRUCTURE = {
+    "key-tail",
+    "query-tail",
+    "grad-tail",
+    "causal-mask",
+    "backward-mask",
+    "other-data",
+    "layout",
+    "unwritten",
+    "padding",
+    "tiles-skipped",
+    "split-merge",
+    "elements",
+}
+"""Readings that say more than which calls are wrong."""
+_EXP_RANGE = 87.0  # exp of more is no float32
+_LEAST = 0.2  # of the worst trial's factor: a simpler trial that errs so much shows it as well
+_SIMPLE = ("plain", "causal", "wide", "scaled", "ragged", "ragged_causal", "cross", "rising",
+           "sharp", "grouped", "masked", "biased", "softcap", "window", "sinks", "small", "deep",
+           "many", "decode", "long")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,7 @@ class Place:
     times: float  # the kernel's error, in units of the model's
     trials_alone: bool = False  # its cause is told by nothing but the trials that show it
     was_read: bool = False  # its cause is told by the weights as they were read
+    trials: frozenset[str] = frozenset()  # all that show it
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -106,19 +102,48 @@ def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
         bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
         if not bad:
             continue
-        # the long one can neither be read nor be looked through
-        # and few rows say little
-        worst = max(bad, key=lambda t: (t not in ("long", "decode"), _times(bad[t])))
+        times_ = sorted(_times(fit) for fit in bad.values())
+        most = times_[-1]
+        if most <= HARMFUL and times_[len(times_) // 2] <= SOUND:
+            continue  # it rounds otherwise than was tried, and no worse
+        # the simplest that shows it: in others, more than the fault may be otherwise
+        shows = [t for t, fit in bad.items() if _times(fit) >= _LEAST * most]
+        worst = min(shows, key=lambda t: _SIMPLE.index(t) if t in _SIMPLE else -1)
         left, times = bad[worst].left, _times(bad[worst])
         gross = frozenset(t for t in bad if _times(bad[t]) > min(3.0, 0.5 * times))
+        right = frozenset(t for t, name in every if name == tensor and t not in bad)
+        only = "", ""
+        for some in (frozenset(bad), gross):  # a little is off where something else is
+            calls = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
+                     for ts in (some, right))  # fmt: skip
+            only = only if only[0] else call_kinds.condition(*calls)
         text, cause, alone, read = _told(
-            emulator, model, tensor, worst, gross, found, times > HARMFUL
+            emulator, model, tensor, worst, gross, found, only if times > HARMFUL else ("", "")
         )
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = _IN_GRADIENTS.get(cause, cause)
-        found.append(Place(tensor, worst, text, cause, left, times, alone, read))
+        found.append(Place(tensor, worst, text, cause, left, times, alone, read, frozenset(bad)))
+    found += _not_finite(emulator)
     found.sort(key=lambda p: list(_SHORT).index(p.tensor))
     return _by_what_is_explained(found, {name for _, name in every})
+
+
+def _not_finite(emulator: Emulator) -> list[Place]:
+    """The first result that is not finite where it should be, on the simplest call."""
+    broken = emulator.nonfinite
+    if not broken:
+        return []
+    trial, tensor = min(broken, key=lambda k: (list(_SHORT).index(k[1]), _SIMPLE.index(k[0])
+                                               if k[0] in _SIMPLE else -1))  # fmt: skip
+    call = emulator.trials[trial].call
+    scores = scores_of(call)
+    lse = scores.logsumexp(-1)
+    text, cause = f"{broken[trial, tensor]} elements are not finite", "non-finite"
+    if tensor in GRADIENTS and float(lse[lse.isfinite()].abs().max()) > _EXP_RANGE:
+        text, cause = f"{text}, where exp(−lse) is beyond float32", "exp-of-lse"
+    elif bool(lse.isinf().any()):
+        text, cause = f"{text}, in calls with rows that see nothing", "masked-row"
+    return [Place(tensor, trial, text, cause, 1.0, WORST, was_read=True)]
 
 
 def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]:
@@ -163,26 +188,24 @@ def _told(
     worst: str,
     bad: frozenset[str],
     found: list[Place],
-    harmful: bool,
+    only: tuple[str, str],
 ) -> tuple[str, str, bool, bool]:
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
-    for text, key in ("", "") if worst == "small" else _silent(observed), _exchanged(observed):
+    for text, key in ("", "") if worst == "small" else silent_rows(observed), exchanged(observed):
         if key:
             return text, key, False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
-    seen = {t for t, name in emulator.observed if name == tensor}
-    bad = frozenset(trial for trial in bad if not trial.startswith("probe "))
-    only = next(((text, key) for trials, text, key in _ONLY
-                 if bad and bad <= trials and not seen <= trials), None)  # fmt: skip
-    option = only is not None and only[1] in _OPTIONS and harmful
-    if only is not None:
-        parts.append(only[0])
-        cause = only[1]
+    told, special = only
+    # few calls alone have it; which says more than what is off there
+    option = special in (*_OPTIONS, *_ON_SIZES)
+    if told:
+        parts.append(told)
+        cause = special or cause
     one, key = _alone(emulator, model, tensor, bad or frozenset({worst}))
     if one:
-        return "; ".join([*parts, one]), cause if option else key, False, True
+        return "; ".join([*parts, one]), key, False, True
     read = _read(emulator, model, trial, tensor, found)
     if read is not None:
         parts.append(read.text)
@@ -190,16 +213,20 @@ def _told(
             (sees := emulator.trials[name].call.sees).causal and sees.window is None for name in bad
         ):
             read = replace(read, cause="causal-mask")
+        if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
+            read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
-            return "; ".join(parts), cause if option else read.cause, False, True
+            told_more = _STRUCTURE if tensor == "out" else _STRUCTURE | {"lse", "delta", "no-delta"}
+            stands = special in _OPTIONS or read.cause not in told_more
+            return "; ".join(parts), cause if option and stands else read.cause, False, True
         cause = cause if option else read.cause or cause
     place, key = _where(emulator, model, tensor, worst)
     if place is not None:
         parts.append(place.text.removeprefix(" in "))
         # what masks and heads alone show is not a matter of rows
-        if only is None or only[1] == "ragged" or key == "elements":
+        if special in ("", "ragged") or key == "elements":
             cause = key
-    alone = only is not None and cause == only[1]
+    alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
 
 
@@ -243,19 +270,28 @@ def _read(
     if weights is None:
         return None
     if backward:
-        made = weights.mT @ trial.grad_out.double()
+        each = weights.mT @ trial.grad_out.double()
+        b, _, *rest_of = each.shape
+        made = each.reshape(b, -1, trial.call.groups, *rest_of).sum(2)
     else:
         value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
         made = weights @ value
     exact = weights_of(trial.call, scores_of(trial.call))
     least = exact.clamp_min(torch.finfo(dtype).smallest_normal) * (exact > 0)
     how = unlike(weights, exact, 2 * spread(dtype) * least, dtype)
-    read = compared(trial, weights, backward=backward)
+    read = compared(trial, _in_place(weights, exact, how), backward=backward)
+    if read.cause in ("weights", "scores", "row-max") and not backward:
+        told = of_distance(emulator.run, trial)
+        if told is None and read.cause == "weights":
+            told = unit_scores(emulator.run, trial)
+        read = told or read
+    if how.where and read.cause and read.cause not in _STRUCTURE:
+        read = replace(read, text=f"{read.text},{how.where}")
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)
     rest = torch.where(observed.usable, observed.value - made, 0.0)
     if float(rest.square().sum()) > READ * observed.total:
-        return _after_weights(emulator, model, trial, weights, tensor)
+        return _after_weights(emulator, model, trial, None, tensor)
     if how.kind == "tail" and read.cause in _BY_ROWS:
         return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
     if how.kind == "rows" and read.cause in _BY_ROWS:
@@ -268,25 +304,36 @@ def _read(
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
 
 
+def _in_place(weights: Tensor, exact: Tensor, how: Unlike) -> Tensor:
+    """Weights that are off where they are off, and right elsewhere: what is wrong in one place is
+    not hidden by what is right in others.
+    """
+    return weights if how.inside is None else torch.where(how.inside, weights, exact)
+
+
 def _like(candidate: Tensor) -> Tensor:
     found = candidate.double()
     found = found.unsqueeze(-1) if found.ndim == 3 else found
     return torch.where(found.isfinite(), found, 0.0)
 
 
-def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
+def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tensor | None,
                    tensor: str) -> Read:  # fmt: skip
     """What is wrong where the weights are right to what they are read to: bit for bit beside those
     of recipes they tell another rounding; one term alone tells operands and the store from sums.
+    None for weights that are off and do not make the error.
     """
     noise = NOISE[trial.call.query.dtype]
     told = f"the weights are right to {100 * noise:.1g} %"
+    if weights is None:
+        told = "the weights, as they are read, do not make the error"
     where = one_term(emulator.run, trial, tensor)
     if where is None:
         return Read(f"{told}: what differs is a sum over them, an operand or the store", "")
     term, result = ("key", "O") if tensor == "out" else ("query", "dV")
     if where == "sum":
-        other = _other_bits(emulator, model, trial, weights, tensor)
+        other = (0.0 if weights is None else
+                 _other_bits(emulator, model, trial, weights, tensor))  # fmt: skip
         for t in (trial, emulator.trials.get("plain", trial)):  # a few keys a row show less
             if tensor == "out" and other > OTHER_BITS and (by_signs := _by_signs(emulator, t)):
                 return Read(f"{told}; {by_signs.text}", by_signs.cause)
@@ -297,6 +344,9 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
         return Read(f"{told}; of one {term} alone {result} is exact, so it is the sum", cause)
     if where == "operand":
         return Read(f"{told}; what they weigh is off before it is summed", "operand")
+    if terms := from_terms(emulator.run, trial, tensor):
+        cause = "accumulator" if tensor == "out" else "grad-accumulator"
+        return Read(f"{told}; {result} is off, more so from {terms} terms on", cause)
     cause = "out" if tensor == "out" else "grad-stored"
     return Read(f"{told}; {result} is off after it is summed", cause)
 
@@ -348,48 +398,6 @@ def _other_bits(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
     stock = space.STOCK[trial.call.query.dtype]
     blocks = [Model.of(stock.with_(block_key=w)) for w in (None, 16, 32, 64)]
     return min(made(m) for m in (model, *space.starts(trial.call.query.dtype), *blocks))
-
-
-def _exchanged(observed: Observed) -> tuple[str, str]:
-    """Features, rows or heads that are others of the exact result's, or all in another layout."""
-    got, exact = observed.value, observed.exact
-    if exact.shape[1] > 1:
-        size = float(got.norm() * exact.norm()) or 1.0
-        b, h, n, d = exact.shape
-        for other in (exact.transpose(1, 2).reshape(b, h, n, d),
-                      exact.reshape(b, n, h, d).transpose(1, 2)):  # fmt: skip
-            if float((got * other).sum()) > ALIKE * size > float((got * exact).sum()):
-                return "[B, N, H, D] is stored as [B, H, N, D], or the other way round", "layout"
-    for name, cause in (("features", "layout"), ("rows", "layout"), ("heads", "other-data")):
-        got, exact = (
-            x.flatten(0, 1).flatten(1).mT
-            if name == "heads"
-            else x.transpose(-1 if name == "features" else -2, -1).flatten(0, -2)
-            for x in (observed.value, observed.exact)
-        )
-        if got.shape[-1] > got.shape[0]:
-            continue
-        got, exact = (x / x.norm(dim=0).clamp_min(1e-300) for x in (got, exact))
-        alike = exact.mT @ got
-        best, at = alike.max(0)
-        moved = ((best > ALIKE) & (alike.diagonal() < ALIKE)).nonzero().flatten()
-        # one feature may be like another by chance
-        if len(moved) > (name == "features") and not bool((at[moved] == moved).any()):
-            return f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}", cause
-    return "", ""
-
-
-def _silent(observed: Observed) -> tuple[str, str]:
-    """Rows that are 0 where exact ones are not."""
-    zero = (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
-    count = int(zero.sum())
-    lost = float((observed.exact.square() * zero[..., None]).sum())
-    if count == 0 or lost < READ * observed.total:  # what rounds to 0 is not all that is off
-        return "", ""
-    heads = zero.all(-1)
-    if bool(heads.any()) and int(heads.sum()) * zero.shape[-1] == count:
-        return f"{int(heads.sum())} of {heads.numel()} heads are 0", "unwritten"
-    return f"{count} of {zero.numel()} rows are 0", "unwritten"
 
 
 def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Unlike | None, str]:

@@ -191,7 +191,9 @@ def _holds(cause: Named, places: Sequence[Place]) -> bool:
     forward = cause.tensor in FORWARD
     own = [p for p in places if (p.tensor in FORWARD) == forward]
     if any(p.tensor == cause.tensor and p.was_read and p.times > cause.harm for p in own):
-        return cause.explained >= PROVEN and cause.cause.key in {p.cause for p in own}
+        elsewhere = not any(cause.trial in p.trials for p in own)  # what only some calls show
+        same = cause.cause.key in {p.cause for p in own}
+        return cause.explained >= PROVEN and (same or elsewhere)
     if not forward and any(p.tensor in FORWARD for p in places):
         return cause.explained >= PROVEN and not any(
             p.tensor in FORWARD and p.was_read for p in places)  # fmt: skip
@@ -205,7 +207,7 @@ def _with_field(place: Place, harmless: Sequence[Difference]) -> Place:
     forward = place.tensor in FORWARD
     own = [d for d in harmless if d.cause and place.tensor in d.tensors and (
         d.field is None or (d.field in reads_forward()) == forward)]  # fmt: skip
-    if not (place.trials_alone or place.cause.endswith("unexplained")) or not own:
+    if not place.cause.endswith("unexplained") or not own:
         return place
     return replace(place, cause=own[0].cause, text=f"{place.text}, where {own[0].text} is not all")
 

@@ -176,7 +176,7 @@ def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tu
         {"probabilities_operand": low, "delta_products": low},
         *({"block_query": width} for width in (128, *_WIDTHS)),
         *({"block_key": width} for width in (128, *_WIDTHS)),
-        *({"grad_accumulator": low, "block_query": b, "block_key": b} for b in (32, 64, 128)),
+        *({"grad_accumulator": low, "block_query": b, "block_key": b} for b in (None, 32, 64, 128)),
         *(
             {
                 "grad_accumulator": low,

@@ -265,14 +265,9 @@ class Stages:
             search.note("backward", "the backward pass does not share it", model, plain, tensors,
                          float("nan"))  # fmt: skip
             model = plain
-        dv = {t: o for (t, name), o in self.emulator.observed.items() if name == "grad_value"}
-        hints = [
-            hint for t in sorted(dv, key=lambda t: -dv[t].relative)[:3] if t != "long"
-            for hint in suggested.fitted_backward_scales(self.emulator.trials[t], dv[t])
-        ]  # fmt: skip
         others = [t for t in self.twists if t.cause == "lse-other"]
         arithmetic = _neighbors(
-            lambda: (*self._backward_changes(BACKWARD), *space.twist_changes(hints, BACKWARD),
+            lambda: (*self._backward_changes(BACKWARD),
                      *space.twist_changes(others, frozenset(FORWARD)))
         )  # fmt: skip
         twisted = _neighbors(lambda: space.twist_changes(self.twists, BACKWARD))

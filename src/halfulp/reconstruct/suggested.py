@@ -20,6 +20,7 @@ from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.twists import Tensors
 
+ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 ALONE = 0.8  # share that a factor of one trial's own must explain there
 LEAN = 3e-4  # a smaller factor is none
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
@@ -179,30 +180,6 @@ def _exact_out(trial: Trial, factor: float) -> Tensor:
     return weights_of(call, scores_of(call)) @ value
 
 
-def fitted_backward_scales(trial: Trial, observed: Observed) -> list[Twist]:
-    """The factor on the scores of the backward pass alone that explains most of dV's error."""
-    call = trial.call
-    if call.groups != 1:
-        return []
-    scores, do = scores_of(call), trial.grad_out.double()
-    lse = scores.logsumexp(-1, keepdim=True).nan_to_num(0.0, neginf=0.0)
-    p = (scores - lse).exp()
-    slope = (torch.where(p > 0, scores, 0.0) * p).mT @ do
-    rest = observed.value - p.mT @ do
-    size = float(slope.square().sum())
-    along = float((rest * slope).sum())
-    error = math.sqrt(float((rest * slope).square().sum()))
-    if size == 0 or abs(along) < max(6 * error, 1e-4 * size) or abs(along) > 0.5 * size:
-        return []
-    factor = 1 + along / size
-
-    def turn(asked: Trial) -> Trial:
-        return replace(asked, call=replace(asked.call, scale=asked.call.scale * factor))
-
-    text = f"scores are recomputed {factor:.5g} × too large"
-    return [Twist(f"backward-scale-{factor:.5g}", text, "backward-scores", turn)]
-
-
 def silent(results: Results) -> list[Twist]:
     """Results that are 0 where exact ones are not, in whole rows: as never written, with the
     gradient that reaches them or without.
@@ -266,6 +243,48 @@ def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:
         return f"{label}, heads (sequence, head) {', '.join(every[:4])}"
     some = rows.flatten(0, 1).any(0).nonzero().flatten()
     return f"{label}, rows {ranges(some)} of {rows.shape[-1]}"
+
+
+def exchanged(observed: Observed) -> tuple[str, str]:
+    """Features, rows or heads that are others of the exact result's, or all in another layout."""
+    got, exact = observed.value, observed.exact
+    if exact.shape[1] > 1:
+        size = float(got.norm() * exact.norm()) or 1.0
+        b, h, n, d = exact.shape
+        for other in (exact.transpose(1, 2).reshape(b, h, n, d),
+                      exact.reshape(b, n, h, d).transpose(1, 2)):  # fmt: skip
+            if float((got * other).sum()) > ALIKE * size > float((got * exact).sum()):
+                return "[B, N, H, D] is stored as [B, H, N, D], or the other way round", "layout"
+    for name, cause in (("features", "layout"), ("rows", "layout"), ("heads", "other-data")):
+        got, exact = (
+            x.flatten(0, 1).flatten(1).mT
+            if name == "heads"
+            else x.transpose(-1 if name == "features" else -2, -1).flatten(0, -2)
+            for x in (observed.value, observed.exact)
+        )
+        if got.shape[-1] > got.shape[0]:
+            continue
+        got, exact = (x / x.norm(dim=0).clamp_min(1e-300) for x in (got, exact))
+        alike = exact.mT @ got
+        best, at = alike.max(0)
+        moved = ((best > ALIKE) & (alike.diagonal() < ALIKE)).nonzero().flatten()
+        # one feature may be like another by chance
+        if len(moved) > (name == "features") and not bool((at[moved] == moved).any()):
+            return f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}", cause
+    return "", ""
+
+
+def silent_rows(observed: Observed) -> tuple[str, str]:
+    """Rows that are 0 where exact ones are not."""
+    zero = (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
+    count = int(zero.sum())
+    lost = float((observed.exact.square() * zero[..., None]).sum())
+    if count == 0 or lost < 0.5 * observed.total:  # what rounds to 0 is not all that is off
+        return "", ""
+    heads = zero.all(-1)
+    if bool(heads.any()) and int(heads.sum()) * zero.shape[-1] == count:
+        return f"{int(heads.sum())} of {heads.numel()} heads are 0", "unwritten"
+    return f"{count} of {zero.numel()} rows are 0", "unwritten"
 
 
 def ranges(numbers: Tensor, most: int = 4) -> str:

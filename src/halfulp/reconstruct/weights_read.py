@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call, Result
+from halfulp.calls import EVERYTHING, Call, Result
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.suggested import ranges
@@ -24,9 +24,11 @@ SHARE = 0.85  # of the ratios' variance that a pattern must explain
 MOST_KEYS = 320  # of a trial that is read
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+FEW_KEYS = 16  # one tile in every kernel
+ALIKE = 16  # pairs of nearly one S − m
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
-NOISE = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4, torch.float32: 2.0**-18}
+NOISE = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4, torch.float32: 2.0**-21}
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,26 @@ def forward_weights(run: Run, trial: Trial) -> Tensor | None:
 
 
 def backward_weights(run: Run, trial: Trial) -> Tensor | None:
-    """The same as dV shows it; None for grouped heads as well, whose dV is a sum."""
-    n, width = trial.call.query.shape[2], trial.grad_out.shape[3]
-    if trial.call.groups != 1 or max(n, trial.call.key.shape[2]) > MOST_KEYS:
+    """The same as dV shows it; of heads that share one dV each is asked alone, dO of the others
+    being 0.
+    """
+    call, (n, width) = trial.call, trial.grad_out.shape[2:]
+    if max(n, call.key.shape[2]) > MOST_KEYS:
         return None
-    parts = []
+    groups = call.groups
+    read = torch.zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
     for first in range(0, n, width):
         rows = torch.arange(first, min(first + width, n))
-        grad_out = torch.zeros_like(trial.grad_out)
-        grad_out[:, :, rows, rows - first] = 1
-        result = run(replace(trial, name=f"{trial.name}/rows {first}", grad_out=grad_out))
-        grad = None if result is None else result.grad_value
-        if grad is None or not bool(grad.isfinite().all()):
-            return None
-        parts.append(grad.double()[..., : len(rows)])
-    return torch.cat(parts, -1).mT
+        for member in range(groups):
+            grad_out = torch.zeros_like(trial.grad_out)
+            grad_out[:, member::groups, rows, rows - first] = 1
+            name = f"{trial.name}/rows {first} of {member}"
+            result = run(replace(trial, name=name, grad_out=grad_out))
+            grad = None if result is None else result.grad_value
+            if grad is None or not bool(grad.isfinite().all()):
+                return None
+            read[:, member::groups, rows] = grad.double()[..., : len(rows)].mT
+    return read
 
 
 def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
@@ -132,6 +139,8 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
     """Which pairs are marked, by the simplest coordinate that tells them from the others."""
     b, h, i, j = (c.expand_as(marked) for c in _coordinates(marked))
     masked = _mask_cause(call)
+    if masked and int(marked.sum()) > 0.97 * int(possible.sum()):
+        return "all pairs", masked
     one_of_many = "unwritten" if bool((marked.any(-1) == marked.all(-1)).all()) else "other-data"
     simple: tuple[tuple[str, Tensor, str], ...] = (
         ("pairs of keys", j, "key-tail"),
@@ -148,6 +157,11 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
         tile = i.div(width, rounding_mode="floor") * 4096 + j.div(width, rounding_mode="floor")
         if _told_by(tile, marked, possible) is not None:
             return f"whole tiles of {width} × {width} pairs", masked or "key-tail"
+    for width in (128, 64, 32, 16):
+        row = (b * marked.shape[1] + h) * marked.shape[2] + i
+        tile = row * (-(-marked.shape[3] // width)) + j.div(width, rounding_mode="floor")
+        if _told_by(tile, marked, possible) is not None and marked.shape[3] > width:
+            return f"whole tiles of {width} keys, in some rows,", "tiles-skipped"
     for name, coordinate, cause in (
         ("keys", j, "key-tail"), ("queries", i, "query-tail"),
         ("key − query", j - i, masked or "causal-mask"),
@@ -208,7 +222,7 @@ def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
     rest = (log - rows) * weight
     common, spread = _rms(rows.expand_as(log), weight), _rms(rest, weight)
     alike = _row_factor(call, rows[clear.any(-1)].exp(), common < 8 * noise)
-    if spread < noise or spread**2 < (1 - SHARE) * size**2:
+    if spread < 2 * noise and (spread < noise or spread**2 < (1 - SHARE) * size**2):
         return alike if common > noise / 4 else Read("the weights are right", "")
     found = (
         _of_scores(call, rest, weight, count)
@@ -219,15 +233,89 @@ def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
         return found
     if common > size / 2:
         return alike
+    return _of_size(call, rest, clear, noise, f"{100 * size:.2g} %")
+
+
+def _of_size(call: Call, rest: Tensor, clear: Tensor, noise: float, size: str) -> Read:
+    """What the size of the ratios goes with, by Gaussian likelihoods: errors of scores grow with
+    the score, those of the exponent with its distance from the maximum, those of weights with
+    nothing.
+    """
     scores = scores_of(call)
-    large = (scores.abs() * weight)[clear].quantile(torch.tensor([0.33, 0.67]).double()).tolist()
-    near, far = (
-        float(rest[where].abs().mean()) if bool(where.any()) else 0.0
-        for where in (clear & (scores.abs() < large[0]), clear & (scores.abs() > large[1]))
-    )
-    if far > 1.6 * near:
-        return Read("the weights are off, and the more the larger the score", "scores")
-    return Read(f"the weights are off by {100 * size:.2g} %, whatever the score", "weights")
+    below = scores.amax(-1, keepdim=True) - scores
+    y = rest[clear].square()
+    found = []
+    for base, text, cause in (
+        (torch.ones_like(scores), f"the weights are off by {size}, whatever the score", "weights"),
+        (scores.abs(), "the weights are off, and the more the larger the score", "scores"),
+        (below, "the weights are off, and the more the further below the maximum", "row-max"),
+    ):
+        x = base[clear].square()
+        much = max(float(y.mean()) - noise**2, 0.0) / max(float(x.mean()), 1e-300)
+        variance = (much * x + noise**2).clamp_min(1e-300)
+        found.append((float((y / variance + variance.log()).mean()), text, cause))
+    plain, best = found[0], min(found)
+    told = best if best[0] < plain[0] - 0.05 else plain
+    return Read(*told[1:])
+
+
+def of_distance(run: Run, trial: Trial) -> Read | None:
+    """Whether weights are another function of S − m than the exponential, whichever: asked with so
+    few keys that they are one tile, and pairs of like S − m are off alike.
+    """
+    call = trial.call
+    few = {name: getattr(call, name)[:, :, :FEW_KEYS] for name in ("key", "value")}
+    asked = replace(trial, name=f"{trial.name}/few keys",
+                    call=replace(call, **few, sees=EVERYTHING, sinks=None))  # fmt: skip
+    read = forward_weights(run, asked)
+    if read is None:
+        return None
+    scores = scores_of(asked.call)
+    exact = weights_of(asked.call, scores)
+    clear = (read > 0) & (exact > CLEAR)
+    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
+    seen = clear.double()
+    rest = _centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1))
+    order = (scores.amax(-1, keepdim=True) - scores)[clear].argsort()
+    y = rest[clear][order]
+    y = y[: len(y) // ALIKE * ALIKE].view(-1, ALIKE)
+    total = float(y.square().mean())
+    # what the means of so many random numbers explain does not count
+    alike = float(y.mean(-1).square().mean()) - total / ALIKE
+    if len(y) < 8 or total < NOISE[call.query.dtype] ** 2 or alike < 0.5 * total:
+        return None
+    return Read("the weights are another function of S − m than the exponential", "exponential")
+
+
+def unit_scores(run: Run, trial: Trial) -> Read | None:
+    """Whether Q or K alone is what makes weights be off: against unit vectors every score is one
+    number of the other operand, and no sum.
+    """
+    call, found = trial.call, []
+    d = call.query.shape[3]
+    for name, other in (("query", "key"), ("key", "query")):
+        unit = torch.zeros_like(getattr(call, other)[:, :, :1]).repeat(1, 1, d, 1)
+        largest = float(getattr(call, name).abs().max()) or 1.0
+        unit[:] = torch.eye(d) * 2.0 ** round(math.log2(64.0 / largest))  # scores up to 8
+        value = call.value[:, :, torch.arange(d) % call.value.shape[2]]
+        changed: dict[str, Tensor] = {other: unit} | ({"value": value} if other == "key" else {})
+        asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=0.0)  # type: ignore[arg-type]
+        do = trial.grad_out[:, :, torch.arange(asked.query.shape[2]) % trial.grad_out.shape[2]]
+        read = forward_weights(
+            run, replace(trial, name=f"{trial.name}/unit {other}", call=asked, grad_out=do)
+        )
+        if read is None:
+            return None
+        exact = weights_of(asked, scores_of(asked))
+        clear = (read > 0) & (exact > CLEAR)
+        log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
+        seen = clear.double()
+        rest = _centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1))
+        if _rms(rest, seen) > 2 * NOISE[call.query.dtype]:
+            found.append(name[0].upper())
+    if not found:
+        return None
+    return Read(f"the scores are those of another {' and '.join(found)}", "operand")
 
 
 def _row_factor(call: Call, factor: Tensor, little: bool) -> Read:
@@ -235,6 +323,10 @@ def _row_factor(call: Call, factor: Tensor, little: bool) -> Read:
     told = f"each row's weights are off by one factor, {_spread(factor)}"
     if call.sinks is not None:
         return Read(told, "sinks")
+    log = factor.log()
+    around = float(log.std()) > 2 * abs(float(log.mean()))
+    if around and float(log.diff().square().mean()) > float(log.var()):  # from row to row another
+        return Read(told, "row-sum")
     if not little:
         return Read(told, "unnormalized")
     constant = float(factor.std()) < 0.3 * abs(float(factor.mean()) - 1)
@@ -261,7 +353,8 @@ def _of_scores(call: Call, rest: Tensor, weight: Tensor, count: Tensor) -> Read 
     along = _centered(scores, weight, count)
     slope = float((rest * along).sum() / along.square().sum().clamp_min(1e-300))
     if float((rest - slope * along).square().sum()) < (1 - SHARE) * total:
-        return Read(f"scores are {1 + slope:.4g} × what they should be", "scale")
+        factor = f"{1 + slope:.4g}" if abs(slope) > 1e-3 else f"{1 + slope:.8g}"
+        return Read(f"scores are {factor} × what they should be", "scale")
     features = _of_features(call, rest, weight)
     if features is not None:
         return features
@@ -344,9 +437,20 @@ def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
         explained = float((sums.square() / counts.clamp_min(1)).sum())
         if explained > SHARE * total:
             if cause == "operand":
-                some = _few_keys((sums / counts.clamp_min(1)).view(-1, n_key).mean(0))
-                return some or Read(text, cause)
+                factor = (sums / counts.clamp_min(1)).view(-1, n_key).mean(0)
+                return _few_keys(factor) or _blocks(factor) or Read(text, cause)
             return Read(text, cause)
+    return None
+
+
+def _blocks(ratio: Tensor, widths: tuple[int, ...] = (128, 64, 32, 16)) -> Read | None:
+    """Keys of whole blocks that have one factor."""
+    for width in widths:
+        blocks = [ratio[i : i + width] for i in range(0, len(ratio), width)]
+        inside = sum(float((b - b.mean()).square().sum()) for b in blocks)
+        if len(blocks) > 1 and inside < (1 - SHARE) * float((ratio - ratio.mean()).square().sum()):
+            factors = ", ".join(f"{float(b.mean().exp()):.3g}" for b in blocks[:4])
+            return Read(f"keys of blocks of {width} have {factors} … × their weight", "rescale")
     return None
 
 
@@ -354,7 +458,7 @@ def _few_keys(ratio: Tensor) -> Read | None:
     """Keys that have another weight than all others, if they are few."""
     usual = ratio.median()
     off = (ratio - usual).abs() > 0.3 * (ratio - usual).abs().max()
-    if int(off.sum()) * 2 > len(ratio):
+    if int(off.sum()) * 2 > len(ratio) or _blocks(ratio, (128, 64)):
         return None
     factor = float((ratio[off].mean() - usual).exp())
     told = (

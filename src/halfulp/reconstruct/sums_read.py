@@ -1,0 +1,138 @@
+"""Sums of few terms, of terms whose signs change, of more and more terms: whether an operand, a
+sum as it runs or its store is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfulp.algorithms import golden
+from halfulp.calls import EVERYTHING, Result
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.panel import Trial
+
+Run = Callable[[Trial], Result | None]
+BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of a mantissa, the first counted
+GROWS = 1.4  # times the error where there is more to sum: it is made as the sum runs
+PAIRED = 3  # times as large an error where values nearly cancel: it was made before the sum
+
+
+def spread(dtype: torch.dtype) -> float:
+    """The rms of rounding once to a dtype, relative; of float32 what sums make of it."""
+    if dtype == torch.float32:
+        return 2.0**-20
+    return 2.0 ** -(BITS[dtype] - 1) / math.sqrt(12) / 1.4
+
+
+def one_term(run: Run, trial: Trial, tensor: str) -> str | None:
+    """Where a sum is wrong: "operand" before it, "store" after it, "sum" where one term alone is
+    right to the last bit; None where nothing is given. A term is a value for O, a row of dO for dV;
+    none is a 0.
+
+    Of two terms that nearly cancel, an error of an operand is large beside what is left, one of the
+    store is not.
+    """
+    dtype = trial.call.query.dtype
+    errors = []
+    for terms in (0, 1, 2):
+        made = _few_terms(run, trial, tensor, terms)
+        if made is None:
+            return None
+        got, exact = made
+        if terms == 0:
+            if bool(got.any()):
+                return "store"  # something is added that no term makes
+            continue
+        errors.append(float((got - exact).norm() / exact.norm().clamp_min(1e-300)))
+    if errors[0] < spread(dtype) / 8:
+        return "sum"
+    return "operand" if errors[1] > PAIRED * errors[0] else "store"
+
+
+def signed_sums(run: Run, trial: Trial) -> list[float]:
+    """The rms error of O on values whose signs change from key to key, once in the middle, and
+    never; NaN where nothing is given.
+
+    Errors of weights are alike in the first two; those of a sum as it runs are large where it grows
+    and shrinks again; those of what comes after the sum where it stays large.
+    """
+    call, found = trial.call, []
+    n, width = call.value.shape[2:]
+    draw = torch.Generator().manual_seed(n)
+    sizes = 0.75 + 0.5 * torch.rand(n, width, generator=draw)
+    random = torch.randint(0, 2, (n, width), generator=draw) * 2 - 1
+    halves = torch.where(torch.arange(n) < n // 2, 1, -1)[:, None]
+    for i, signs in enumerate((random, halves, halves**2)):
+        value = (sizes * signs).to(call.value.dtype).expand_as(call.value).contiguous()
+        asked = replace(call, value=value)
+        result = run(replace(trial, name=f"{trial.name}/signs {i}", call=asked))
+        exact = weights_of(call, scores_of(call)) @ value.double().repeat_interleave(call.groups, 1)
+        found.append(math.nan if result is None else float((result.out - exact).square().mean()))
+    return [math.sqrt(x) for x in found]
+
+
+def from_terms(run: Run, trial: Trial, tensor: str) -> int:
+    """From how many terms on a sum is wrong, where it gets worse with them; 0 where it is as wrong
+    with so few that they are one tile, or nothing is given.
+
+    Terms are keys for O and dQ, queries for dK and dV; results stay as large or grow, so that an
+    error that is relative to them, or one of its own, gets no worse.
+    """
+    call, of_keys = trial.call, tensor in ("out", "grad_query")
+    errors = []
+    counts = (16, 32, 64, 128, 256)
+    for count in counts:
+        some = torch.arange(count)
+        query, key, value, do = (
+            x[:, :, some % x.shape[2]] if over == of_keys else x
+            for x, over in ((call.query, False), (call.key, True), (call.value, True),
+                            (trial.grad_out, False))
+        )  # fmt: skip
+        if tensor == "out":
+            query, value = torch.zeros_like(query), value.abs()
+        if tensor == "grad_query":
+            do = do * (count // counts[0])
+        small = replace(call, query=query, key=key, value=value, sees=EVERYTHING, sinks=None)
+        asked = replace(trial, name=f"{trial.name}/{tensor} {count}", call=small, grad_out=do)
+        result, exact = run(asked), getattr(golden(asked.call, do), tensor)
+        got = None if result is None else getattr(result, tensor)
+        if got is None or not bool(got.isfinite().all()):
+            return 0
+        errors.append(float((got - exact).norm() / exact.norm().clamp_min(1e-300)))
+    if errors[-1] < GROWS * errors[0]:
+        return 0
+    return next(n for n, e in zip(counts, errors, strict=True) if e > math.sqrt(
+        errors[0] * errors[-1]))  # fmt: skip
+
+
+def _few_terms(run: Run, trial: Trial, tensor: str, terms: int) -> tuple[Tensor, Tensor] | None:
+    """A result that is the mean (O) or the sum (dV) of one or two terms, and the exact one."""
+    call, dtype = trial.call, trial.call.query.dtype
+    x = (call.value if tensor == "out" else trial.grad_out)[:, :, :1].float()
+    coarse = torch.ldexp((torch.frexp(x)[0] * 8).round() / 8, torch.frexp(x)[1])
+    x = torch.cat([x, -coarse][:terms], 2).to(dtype) if terms else torch.zeros_like(x).to(dtype)
+    terms = max(1, terms)
+    if tensor == "out":
+        key = torch.zeros_like(call.key[:, :, :terms])
+        asked = replace(call, key=key, value=x, sees=EVERYTHING, sinks=None)
+        result = run(replace(trial, name=f"{trial.name}/{terms} keys", call=asked))
+        exact = x.double().mean(2, keepdim=True).repeat_interleave(call.groups, 1)
+        got = None if result is None else result.out
+        exact = exact.expand(*trial.grad_out.shape[:3], -1)
+    else:
+        if call.groups != 1:
+            return None
+        query = torch.zeros_like(call.query[:, :, :terms])
+        key, value = (t[:, :, :1] for t in (call.key, call.value))
+        asked = replace(call, query=query, key=key, value=value, sees=EVERYTHING, sinks=None)
+        result = run(replace(trial, name=f"{trial.name}/{terms} rows", call=asked, grad_out=x))
+        exact = x.double().sum(2, keepdim=True)
+        got = None if result is None else result.grad_value
+    if got is None or got.shape != exact.shape or not bool(got.isfinite().all()):
+        return None
+    return got.double(), exact
