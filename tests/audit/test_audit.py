@@ -22,6 +22,7 @@ from halfulp.runs.threads import one_thread
 from halfulp.targets import Target, resolve
 
 SMALL = (Shape(4, 4, 96, 96, 32),)  # the zoo's: what they are held against is computed once
+SOME = ("gaussian", "gqa", "hot_token", "ties_two", "value_constant", "relations")
 
 
 def target(recipe: Recipe, name: str) -> Target:
@@ -157,11 +158,11 @@ def test_missing_and_unknown_targets_are_refused_in_one_line():
 @functools.cache
 def explained():
     """A defect with its cause, smallest input and script, for whoever looks at one."""
-    return audit("recipe:BF16_AUTHORS", shapes=SMALL)
+    return audit("recipe:BF16_AUTHORS", shapes=SMALL, only=SOME)
 
 
 def test_the_report_is_json_and_repeats_bit_for_bit():
-    first, second = explained().as_dict(), audit("recipe:BF16_AUTHORS", shapes=SMALL).as_dict()
+    first, second = explained().as_dict(), explained.__wrapped__().as_dict()
     first["seconds"] = second["seconds"] = 0
     assert json.dumps(first, allow_nan=False) == json.dumps(second, allow_nan=False)
 
@@ -184,7 +185,7 @@ def test_the_smallest_input_is_small_and_its_script_runs(tmp_path):
 
 
 def test_an_audit_in_two_processes_is_that_of_one(probes_alone):
-    some = {"shapes": [Shape(1, 2, 16, 16, 8)], "explain": False}
+    some = {"shapes": [Shape(1, 2, 16, 16, 8)], "explain": False, "only": SOME}
     with one_thread():
         one, two = (audit("sdpa:flash", jobs=jobs, **some).as_dict() for jobs in (1, 2))
         late = audit("sdpa:flash", jobs=2, seconds=1e-9, **some)
