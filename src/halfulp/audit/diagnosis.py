@@ -38,8 +38,6 @@ PROBES = 2  # failing probes that the reconstruction looks at beside its own inp
 FAILURES = 3  # failing cases of another operation that are looked at
 LONGEST = 512  # keys of a probe that is emulated hundreds of times
 
-_TENSORS = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
-
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -157,7 +155,7 @@ def _explained(rest: tuple[Finding, ...], found: Reconstruction | None) -> list[
     named = [_of_named(n) for n in found.causes if _concerns(n.tensor, tensors) and (
         n.cause.kind != "rounding" or not gross or n.explained >= PROVEN)]  # fmt: skip
     places = [
-        Diagnosis(CAUSES[p.cause], f"told by its place: {_TENSORS[p.tensor]}, {p.text}")
+        Diagnosis(CAUSES[p.cause], f"told by its place: {short(p.tensor)}, {p.text}")
         for p in found.places
         if _concerns(p.tensor, tensors)
         and not (gross and CAUSES[p.cause].kind == "rounding" and p.left > 1 - PROVEN)
@@ -186,7 +184,7 @@ def _of_named(named: Named) -> Diagnosis:
     return Diagnosis(
         named.cause,
         f"{named.text}: {named.harm:.3g} × the error without it, explains {share} of"
-        f" {_TENSORS[named.tensor]}'s error on {named.trial}",
+        f" {short(named.tensor)}'s error on {named.trial}",
     )
 
 

@@ -26,7 +26,7 @@ from halfulp.audit.planning import GROWTH_PROBE, Depth, Plan, relations_of
 from halfulp.audit.references import References, references
 from halfulp.audit.statistics import drift_exponent
 from halfulp.calls import Result
-from halfulp.operations import ATTENTION, OperationCalls, OperationResult, operation_named
+from halfulp.operations import ATTENTION, OperationCalls, operation_named
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
 from halfulp.targets import Form, Outcome, Target, run_operation, run_target
@@ -132,11 +132,7 @@ def _seed(seed: int, device: str) -> None:
 def _on_cpu(outcome: Outcome, device: str) -> Outcome:
     if outcome.result is None or device == "cpu":
         return outcome
-    if isinstance(outcome.result, OperationResult):
-        found = {name: t.cpu() for name, t in outcome.result.tensors.items()}
-        return replace(outcome, result=OperationResult(found))
-    moved = {name: t.cpu() for name, t in vars(outcome.result).items() if t is not None}
-    return replace(outcome, result=replace(outcome.result, **moved))
+    return replace(outcome, result=outcome.result.map(torch.Tensor.cpu))
 
 
 def gather(asked: Asked, todo: Plan) -> Gathered:

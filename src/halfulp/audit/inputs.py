@@ -85,6 +85,11 @@ class Case:
     operation: str = ATTENTION  # a name or a folder
 
     @property
+    def told(self) -> dict[str, Any]:
+        """What names it, for JSON."""
+        return {"probe": self.probe, "shape": str(self.shape), "seed": self.seed, "file": self.file}
+
+    @property
     def known_probe(self) -> Probe | OperationProbe | None:
         """The probe that drew it; None of captured tensors."""
         if self.file is not None or self.probe == CAPTURED:

@@ -381,21 +381,26 @@ def _times(x: Tensor | None, factor: float) -> Tensor | None:
     return None if x is None else x * factor
 
 
-PLAIN = (
-    repeated_call,
-    filled_memory,
-    lse_in_the_loss,
-    powers_of_two,
-    batch_position,
-    batch_composition,
-    heads_apart,
-    query_chunks,
-    split_keys,
-    split_count,
-    padded_keys,
-    permuted_keys,
-    duplicated_keys,
-    shifted_keys,
-    poison,
-)
-CAUSAL = (causal_prefix, one_at_a_time, later_chunk)
+PLAIN: dict[str, Callable[[Run, Inputs, Result], list[Relation]]] = {
+    "same call twice": repeated_call,
+    "memory full of NaN": filled_memory,
+    "lse in the loss": lse_in_the_loss,
+    "power-of-two scaling": powers_of_two,
+    "batch position": batch_position,
+    "batch composition": batch_composition,
+    "heads over two ranks": heads_apart,
+    "queries in chunks": query_chunks,
+    "keys split, merged by lse": split_keys,
+    "split count": split_count,
+    "padding behind a mask": padded_keys,
+    "permuted keys": permuted_keys,
+    "duplicated keys": duplicated_keys,
+    "key shift": shifted_keys,
+    "NaN confined": poison,
+}
+CAUSAL: dict[str, Callable[[Run, Inputs, Result], list[Relation]]] = {
+    "causal prefix and padding": causal_prefix,
+    "decode against prefill": one_at_a_time,
+    "prefill in chunks": later_chunk,
+}
+"""By the name that each gives its findings, held equal to it by test."""

@@ -6,6 +6,7 @@ The same figures as attention's, a sample being one independently drawn call.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +49,26 @@ class OperationStandard:
     floor: Measured
 
 
+class Measures:
+    """What a target is held against on one case: the figures of two recipes."""
+
+    standard: Any  # what rounding makes of the case
+
+    @property
+    def stock(self) -> Measured:
+        """The stock recipe's."""
+        found: Measured = self.standard.stock
+        return found
+
+    @property
+    def floor(self) -> Measured:
+        """The floor's."""
+        found: Measured = self.standard.floor
+        return found
+
+
 @dataclass(frozen=True)
-class OperationReferences:
+class OperationReferences(Measures):
     """One case's calls and what is known of them."""
 
     inputs: OperationCalls
@@ -57,24 +76,9 @@ class OperationReferences:
     truth: Tensors  # fp64, `[calls, ...]`
     standard: OperationStandard
 
-    @property
-    def noise(self) -> Tensors:
-        """The natural noise of every tensor."""
-        return self.standard.noise
-
-    @property
-    def stock(self) -> Measured:
-        """The stock recipe's figures."""
-        return self.standard.stock
-
-    @property
-    def floor(self) -> Measured:
-        """The floor's figures."""
-        return self.standard.floor
-
     def measure(self, result: OperationResult) -> Measured:
         """What is measured of a target's result on this case."""
-        return _measured(result.tensors, self.inputs, self.truth, self.noise)
+        return _measured(result.tensors, self.inputs, self.truth, self.standard.noise)
 
 
 def operation_standard(calls: OperationCalls, truth: Tensors) -> OperationStandard:

@@ -136,12 +136,13 @@ def relations_of(
     if todo.relations[0].operation != ATTENTION:
         case = todo.relations[0]
         return [(case, operation_relations(operation_named(case.operation)))]
-    of = {True: invariants.CAUSAL, False: invariants.PLAIN}
     lacks = () if "num_splits" in accepts else (invariants.split_count,)  # there is nothing to say
-    return [
-        (case, tuple(r for r in of[probe_named(case.probe).is_causal] if r not in lacks))
-        for case in todo.relations
-    ]
+    found = []
+    for case in todo.relations:
+        causal = probe_named(case.probe).is_causal
+        own = (invariants.CAUSAL if causal else invariants.PLAIN).values()
+        found.append((case, tuple(relation for relation in own if relation not in lacks)))
+    return found
 
 
 def held_by(form: Form, case: Case) -> Case | None:

@@ -18,6 +18,7 @@ from halfulp.audit import kept
 from halfulp.audit.figures import Measured, Noise, measure, natural_noise
 from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.operation_figures import (
+    Measures,
     OperationReferences,
     OperationStandard,
     operation_standard,
@@ -66,7 +67,7 @@ class Standard:
 
 
 @dataclass(frozen=True)
-class References:
+class References(Measures):
     """One case and what is known of it; its tensors are drawn and computed again when they are
     asked for and memory was short since.
     """
@@ -89,26 +90,13 @@ class References:
         """Their golden result."""
         return _exact(self.case).truth
 
-    @property
-    def noise(self) -> Noise:
-        """The natural noise of every tensor."""
-        return self.standard.noise
-
-    @property
-    def stock(self) -> Measured:
-        """The stock recipe's figures."""
-        return self.standard.stock
-
-    @property
-    def floor(self) -> Measured:
-        """The floor's figures."""
-        return self.standard.floor
-
     def measure(self, result: Result) -> Measured:
         """What is measured of a target's result on this case."""
         probe = self.probe
         in_ulps = probe is None or not probe.elements_only
-        found = measure(result, self.truth, self.noise, self.inputs, probe, in_ulps=in_ulps)
+        found = measure(
+            result, self.truth, self.standard.noise, self.inputs, probe, in_ulps=in_ulps
+        )
         return replace(found, beyond=beyond_rounding(result, self.truth, self.inputs))
 
 
@@ -146,11 +134,9 @@ def _truth(case: Case, x: Inputs) -> Result:
         return golden(*x, **x.options(seeded=True))
 
     def computed() -> Result:
-        whole = golden(*x, **x.options(seeded=True))
-        return Result(**{name: t.float() for name, t in whole.given().items()})
+        return golden(*x, **x.options(seeded=True)).map(Tensor.float)
 
-    found = _kept(case, Result, computed)
-    return Result(**{name: t.double() for name, t in found.given().items()})
+    return _kept(case, Result, computed).map(Tensor.double)
 
 
 _MOST_SCORES = 2**24

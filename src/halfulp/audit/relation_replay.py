@@ -15,28 +15,6 @@ from halfulp.audit.references import references
 from halfulp.audit.verdict import LIMITS, beside, errors_of
 from halfulp.operations import ATTENTION, operation_named
 
-RELATIONS = {
-    "same call twice": invariants.repeated_call,
-    "memory full of NaN": invariants.filled_memory,
-    "lse in the loss": invariants.lse_in_the_loss,
-    "power-of-two scaling": invariants.powers_of_two,
-    "batch position": invariants.batch_position,
-    "batch composition": invariants.batch_composition,
-    "heads over two ranks": invariants.heads_apart,
-    "queries in chunks": invariants.query_chunks,
-    "keys split, merged by lse": invariants.split_keys,
-    "split count": invariants.split_count,
-    "padding behind a mask": invariants.padded_keys,
-    "decode against prefill": invariants.one_at_a_time,
-    "prefill in chunks": invariants.later_chunk,
-    "permuted keys": invariants.permuted_keys,
-    "duplicated keys": invariants.duplicated_keys,
-    "key shift": invariants.shifted_keys,
-    "NaN confined": invariants.poison,
-    "causal prefix and padding": invariants.causal_prefix,
-}
-"""By the name that each gives its findings, held equal to it by test."""
-
 
 def relation_severity(run: Run, case: Case, property: str) -> float:
     """How far a relation is broken on one case, 1 being the limit of a defect; 0 where the target
@@ -60,7 +38,7 @@ def relation_severity(run: Run, case: Case, property: str) -> float:
 def _relations(case: Case, name: str) -> tuple[Callable[..., list[Relation]], ...]:
     if case.operation != ATTENTION:
         return operation_relations(operation_named(case.operation))
-    return (RELATIONS[name],)
+    return ((invariants.PLAIN | invariants.CAUSAL)[name],)
 
 
 def _severity(found: Relation, case: Case) -> float:

@@ -38,10 +38,7 @@ class CaseReport:
         """Plain data for JSON."""
         probe = self.case.known_probe
         return {
-            "probe": self.case.probe,
-            "shape": str(self.case.shape),
-            "seed": self.case.seed,
-            "file": self.case.file,
+            **self.case.told,
             "exposes": "real activations" if probe is None else probe.exposes,
             "source": "captured" if probe is None else probe.source,
             "status": self.status,

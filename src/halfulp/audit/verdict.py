@@ -65,22 +65,12 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        case = (
-            None
-            if self.case is None
-            else {
-                "probe": self.case.probe,
-                "shape": str(self.case.shape),
-                "seed": self.case.seed,
-                "file": self.case.file,
-            }
-        )
         return {
             "grade": self.grade,
             "kind": self.kind,
             "property": self.property,
             "tensor": self.tensor,
-            "case": case,
+            "case": None if self.case is None else self.case.told,
             "figure": self.figure,
             "ratio": self.ratio,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,10 @@ class Result:
     def given(self) -> dict[str, Tensor]:
         """What there is, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Result:
+        """Each changed."""
+        return Result(**{name: change(x) for name, x in self.given().items()})
 
 
 class Saved(NamedTuple):

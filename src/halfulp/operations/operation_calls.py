@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ class OperationResult:
     def given(self) -> Tensors:
         """What there is, by name."""
         return dict(self.tensors)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> OperationResult:
+        """Each changed."""
+        return OperationResult({name: change(x) for name, x in self.tensors.items()})
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,7 @@ def _called(target: Target, trial: Trial, device: str) -> Any:
     outcome = run_target(target, query, key, value, do, **options)
     if outcome.result is None or device == "cpu":
         return outcome
-    back = {name: x.cpu() for name, x in outcome.result.given().items()}
-    return replace(outcome, result=replace(outcome.result, **back))
+    return replace(outcome, result=outcome.result.map(torch.Tensor.cpu))
 
 
 def of_kernel(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfulp.calls import Result, gradients_of
 from halfulp.targets.form import BHND
-from halfulp.targets.forming import FormedCall, Passed, formed, joined
+from halfulp.targets.forming import BITS, FormedCall, Passed, formed, joined
 from halfulp.targets.manner import FILLED, PLAIN, filled, parted
 from halfulp.targets.signature import OPTIONAL
 from halfulp.targets.state import as_before
@@ -286,14 +286,11 @@ def _layout(x: Tensor) -> str:
     return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
 
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bit equality, so that NaN equals itself and −0 differs from 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    whole = _BITS.get(a.element_size(), torch.uint8)
+    whole = BITS.get(a.element_size(), torch.uint8)
     return torch.equal(a.detach().contiguous().view(whole), b.detach().contiguous().view(whole))
 
 

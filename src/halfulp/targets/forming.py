@@ -28,7 +28,7 @@ MISAPPENDED = "its rows are not those appended"
 """Of a cache, where a kernel was asked to append rows to it."""
 
 _FILLER = 3.0
-_BITS, _MARK = {2: torch.int16, 4: torch.int32, 8: torch.int64}, 0x25
+BITS, _MARK = {2: torch.int16, 4: torch.int32, 8: torch.int64}, 0x25
 _AXES = {"T": "N", "S": "N", "G": "H"}  # what a dimension is of one sequence
 
 
@@ -60,14 +60,14 @@ class FormedCall:
     def clear(self) -> None:
         """Fill what results are written into with a NaN that no arithmetic makes."""
         for x in self.buffers.values():
-            x.fill_(math.nan).view(_BITS[x.element_size()]).add_(_MARK)
+            x.fill_(math.nan).view(BITS[x.element_size()]).add_(_MARK)
 
     @property
     def unwritten(self) -> bool:
         """Whether some of it is as it was filled."""
         marks = (torch.full_like(x, math.nan) for x in self.buffers.values())
         return any(
-            bool((x.view(_BITS[x.element_size()]) - _MARK == m.view(_BITS[m.element_size()])).any())
+            bool((x.view(BITS[x.element_size()]) - _MARK == m.view(BITS[m.element_size()])).any())
             for x, m in zip(self.buffers.values(), marks, strict=True)
         )
 

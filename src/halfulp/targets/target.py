@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from halfulp.operations import OperationResult
 from halfulp.targets.form import BHND, Form, recognized
 from halfulp.targets.signature import OPTIONAL, SIGNATURE, Signature
 
@@ -132,10 +131,7 @@ class Outcome:
         """The same, its tensors without their elements: measured, they are not needed."""
         if self.result is None:
             return self
-        emptied = {name: x.new_empty(0) for name, x in self.result.given().items()}
-        if isinstance(self.result, OperationResult):
-            return replace(self, result=OperationResult(emptied))
-        return replace(self, result=replace(self.result, **emptied))
+        return replace(self, result=self.result.map(lambda x: x.new_empty(0)))
 
 
 def name_of_function(function: Callable[..., Any]) -> str:
