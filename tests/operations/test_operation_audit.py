@@ -240,6 +240,16 @@ def _norm(x, weight, eps=1e-6):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
+def _norm_of_wide_squares(x, weight, eps=1e-6):
+    variance = x.float().pow(2).mean(-1, keepdim=True)
+    return x * torch.rsqrt(variance + eps).to(x.dtype) * weight
+
+
+def _layer_norm_weighted_first(x, weight, bias, eps=1e-5):
+    deviation = torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + eps)
+    return weight * (x - x.mean(-1, keepdim=True)) / deviation + bias
+
+
 def _layer_norm(x, weight, bias, eps=1e-5):
     centered = x - x.mean(-1, keepdim=True)
     return centered / torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + eps) * weight + bias
@@ -266,7 +276,9 @@ def _rope(x, positions, *, base, interleaved: Literal[False]):
     ("op", "kernel", "since"),
     [
         ("rms_norm", _norm, ""),
+        ("rms_norm", _norm_of_wide_squares, ", from inverse_rms on"),
         ("layer_norm", _layer_norm, ""),
+        ("layer_norm", _layer_norm_weighted_first, ""),
         ("softmax", _softmax, ""),
         ("swiglu", _swiglu, ""),
         ("rope", _rope, ", from frequency on"),

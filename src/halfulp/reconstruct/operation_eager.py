@@ -17,8 +17,10 @@ from halfulp.operations import DTYPES, OF_DTYPE, Define, OperationCalls
 from halfulp.reconstruct.operation_ways import TOLD, Way, said, shapes_of_steps
 
 
-def eager_ways(calls: OperationCalls) -> Iterator[Way]:
-    """The definition as eager code, in the operands' format throughout first."""
+def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator[Way]:
+    """The definition as eager code, in the operands' format throughout first; of several the one
+    that explains the largest share from each step on.
+    """
     if calls.dtype == "float32":
         return
     operation, own = calls.operation, OF_DTYPE[calls.dtype]
@@ -26,29 +28,36 @@ def eager_ways(calls: OperationCalls) -> Iterator[Way]:
     steps = [n for n in shapes_of_steps(calls, definitions[0]) if not n.startswith("grad_")]
     names = ", ".join(map(said, steps[:TOLD])) + " …" * (len(steps) > TOLD)
     both = f"every step of both passes ({names}) is rounded to {own}, as eager code does"
-    for define in definitions:
-        yield Way("step-low", both, eager=partial(_ran, define, calls.dtype, ""))
+    whole = [Way("step-low", both, eager=partial(_ran, d, calls.dtype, "")) for d in definitions]
+    yield from whole
+    define = definitions[whole.index(max(whole, key=share))]
     for name in steps:
         text = f"{both.replace(f' ({names})', '')}, from {said(name)} on"
-        yield Way("step-low", text, eager=partial(_ran, definitions[0], calls.dtype, name))
+        for leaves in (False, True):
+            ran = partial(_ran, define, calls.dtype, name, leaves)
+            yield Way("step-low", text, eager=ran)
 
 
-def _ran(define: Define, dtype: str, since: str) -> tuple[Define, _Eager]:
-    return define, _Eager(dtype, since)
+def _ran(define: Define, dtype: str, since: str, leaves: bool = False) -> tuple[Define, _Eager]:
+    return define, _Eager(dtype, since, leaves)
 
 
 class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operation in low precision, once the step `since` is passed and until a gradient
-    arrives there; autograd's own operations as well.
+    arrives there; autograd's own operations as well. `leaves`: parts of an operand's gradient are
+    low too, those of its wide copy among them.
     """
 
-    def __init__(self, dtype: str, since: str) -> None:
+    def __init__(self, dtype: str, since: str, leaves: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.low, self.since, self.on = DTYPES[dtype], since, not since
         self.before: list[str] = []  # steps up to that one
+        self.leaves, self.back = leaves, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.on or any(r.alias_info for r in func._schema.returns):
+        # autograd adds what reaches an operand twice, and hardly anything else
+        added = self.leaves and self.back and func is torch.ops.aten.add.Tensor
+        if not (self.on or added) or any(r.alias_info for r in func._schema.returns):
             return func(*args, **(kwargs or {}))
         found = func(*tree_map(self._as(self.low), args), **(kwargs or {}))
         return tree_map(self._as(torch.float32), found)
@@ -62,6 +71,6 @@ class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.before.append(name)
             self.on = name == self.since
         elif name.removeprefix("grad_") in self.before:
-            self.on = False
+            self.on, self.back = False, True
         low = self._as(self.low)(exact) if name.removeprefix("grad_") == self.since else exact
         return low.to(exact.dtype)

@@ -8,7 +8,7 @@ wrong where the kernel is right is not what it does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halfulp.operations import Rounding
@@ -25,6 +25,7 @@ ALL = 0.995  # share from which on eager code is all that is looked at
 WHOLLY = 0.9  # share from which on no other case is looked at, and nothing more looked for
 FURTHER = 0.1  # share that a first way must have, or a further way must add
 TOGETHER = 3  # ways at most
+TELLING = 48  # ways, those that explain most alone, of which some together are looked at
 RIVALS = 0.2  # ways that explain so much less than the best are told apart from it
 MOST = 16  # of them
 OTHERS = 18  # calls that they are held against: first those of its options, and that fail
@@ -124,7 +125,10 @@ class _Judge:
             del bases[0]
         start = max(self.trial.share(base, ()) for base in bases)
         floor = operation.floor
-        eager = [(floor, *self.trial.best(floor, (), way)) for way in eager_ways(self.trial.calls)]
+        eager = [
+            (floor, *self.trial.best(floor, (), way))
+            for way in eager_ways(self.trial.calls, lambda way: self.trial.share(floor, (way,)))
+        ]
         found: list[_Tried] = []
         tried: list[Way] = []
         if not eager or max(eager, key=_share)[1] < ALL:
@@ -133,11 +137,14 @@ class _Judge:
             bases.sort(key=lambda base: -self.trial.share(base, ()))
             for base in bases:  # the other recipe where the nearer one does not do
                 if not found or max(found, key=_share)[1] < WHOLLY:
-                    found += [
+                    here = [
                         (base, *self.trial.best(base, (), way))
                         for way in (*block_ways(self.trial.calls, base), *tried)
                         if self.trial.concerns(base, way)
                     ]
+                    telling = sorted(here, key=_share, reverse=True)[:TELLING]
+                    tried = [replace(way, alone="") for _, _, way in telling]
+                    found += here
         found += eager
         if self.thorough and not self._whole(found):
             further = [(base, way) for base in bases for way in further_ways(self.trial, base)]

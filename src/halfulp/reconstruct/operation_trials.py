@@ -122,7 +122,8 @@ class Trial:
                 if start is not None and moved is not None
                 else self.exact
             )
-        return set(self.known[key])
+        # what moves nothing, as a maximum that is subtracted, may break everything
+        return set(self.known[key] or self.failing)
 
     def share(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """How much of the failing tensors' squared errors these ways explain, less what they make

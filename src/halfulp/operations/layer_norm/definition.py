@@ -16,9 +16,14 @@ OPTIONS = {"eps": 1e-5}
 
 
 def define(
-    step: Seam, x: Tensors, options: Options, over: Any = over_root, squared: bool = True
+    step: Seam,
+    x: Tensors,
+    options: Options,
+    over: Any = over_root,
+    squared: bool = True,
+    weighted: bool = False,
 ) -> Tensors:
-    """T rows of D features."""
+    """T rows of D features; `weighted` before they are divided."""
     rows = x["input"]
     centered = step("centered", rows - step("mean", rows.mean(-1, keepdim=True)))
     if squared:
@@ -26,16 +31,20 @@ def define(
     else:
         variance = step("variance", rows.var(-1, keepdim=True, unbiased=False))
     kept = step("_kept_centered", centered)
+    weights = step("weights", x["weight"].expand_as(rows))
+    if weighted:
+        kept = step("weighted", weights * kept)
     scaled = over(step, "inverse_deviation", kept, variance + options["eps"])
     normalized = step("normalized", scaled)
-    weighted = step("weighted", normalized * step("weights", x["weight"].expand_as(rows)))
-    return {"output": weighted + step("biases", x["bias"].expand_as(rows))}
+    normalized = normalized if weighted else step("weighted", normalized * weights)
+    return {"output": normalized + step("biases", x["bias"].expand_as(rows))}
 
 
 EAGER = tuple(
-    partial(define, over=over, squared=squared)
+    partial(define, over=over, squared=squared, weighted=weighted)
     for squared in (True, False)
     for over in (times_rsqrt, over_sqrt)
+    for weighted in (False, True)
 )
 
 
