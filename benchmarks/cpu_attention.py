@@ -206,7 +206,8 @@ def calls(rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in spent.items()}
 
 
-# [B, H, N, N_k, D] of the goals: tiny, small, ragged, middling, long, and one query at a time.
+# [B, H, N, N_k, D] of the goals: tiny, small, ragged, middling, long, and one query at a time, the
+# last with four query heads to a key head.
 GOAL_SHAPES = (
     (1, 1, 16, 16, 64),
     (16, 1, 32, 32, 32),
@@ -215,6 +216,7 @@ GOAL_SHAPES = (
     (1, 8, 1024, 1024, 64),
     (1, 8, 1, 2048, 64),
     (8, 8, 1, 512, 64),
+    (1, 32, 1, 2048, 64),
 )
 
 
@@ -226,9 +228,9 @@ def goals(rounds: int) -> list[dict[str, Any]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for b, h, n, nk, d in GOAL_SHAPES:
             generator = torch.Generator().manual_seed(0)
-            q, k, v = (
-                torch.randn(b, h, rows, d, generator=generator).to(dtype) for rows in (n, nk, nk)
-            )
+            grouped = {"enable_gqa": True} if h == GOAL_SHAPES[-1][1] else {}
+            sizes = ((h, n), *[(h // 4 if grouped else h, nk)] * 2)
+            q, k, v = (torch.randn(b, *size, d, generator=generator).to(dtype) for size in sizes)
             leaves, ones = [x.clone().requires_grad_() for x in (q, k, v)], torch.ones_like(q)
             long = n >= 256
             most = {torch.bfloat16: 2.5, torch.float32: 2.0}.get(dtype, 1.0) if long else 1.0
@@ -241,7 +243,7 @@ def goals(rounds: int) -> list[dict[str, Any]]:
                         start = time.process_time()
                         for _ in range(inner):
                             if kind == "forward":
-                                way(q, k, v)
+                                way(q, k, v, **grouped)
                             else:
                                 torch.autograd.grad(way(*leaves), leaves, ones)
                         if turn >= WARM_UP:
