@@ -13,7 +13,6 @@ import torch
 
 from halfulp.cli.entry import main
 from halfulp.experiments.failure import CURVES, FailureRun
-from halfulp.experiments.failure_recipes import RUNGS
 from halfulp.formats import BF16
 from halfulp.papers import ledger
 from halfulp.papers.claim import (
@@ -24,7 +23,6 @@ from halfulp.papers.claim import (
     Setup,
     judge_claim,
     mean_of,
-    rung_recipe,
     share_of,
     spread,
 )
@@ -618,7 +616,6 @@ def test_the_lab_trains_each_attention_once() -> None:
     again = lab.trained(("torch:fp32",))
     assert lab.runs == runs
     assert again["torch:fp32"][0] is first["torch:fp32"][0]
-    assert rung_recipe("halfulp") == RUNGS["halfulp"]
 
 
 def test_progress_rises_to_one() -> None:

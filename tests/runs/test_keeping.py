@@ -197,7 +197,7 @@ def test_every_job_of_the_claims_can_be_kept():
         (spike_run.approach, (0, 10, 1), None),
         (b_training._compared_run, (0, 2, 1), None),
         (b_training._drawing_run, (0, False), ((1.0,), drawn)),
-        (failure._run, (BF16_FLASH2, 0, 2, 1, None, None), None),
+        (failure._run, (BF16_FLASH2, 0, 2, None), None),
     ]
     with keeping.keeping() as kept:
         for function, job, result in asked:

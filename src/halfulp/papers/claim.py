@@ -20,7 +20,6 @@ from halfulp.chances import student_beyond
 from halfulp.experiments.compare_summary import Interval
 from halfulp.experiments.failure import FailureRun, run_failures
 from halfulp.experiments.failure_recipes import RUNGS
-from halfulp.recipes import Recipe
 from halfulp.runs.results import Progress, no_progress, plain_data
 
 VerdictKind: TypeAlias = Literal[
@@ -180,7 +179,7 @@ class Lab:
         missing = [
             name for name in names if any((name, seed) not in self.runs for seed in self.seeds)
         ]
-        choices = [rung_recipe(name) for name in missing]
+        choices = [RUNGS.get(name, name) for name in missing]
         found = run_failures(
             choices, self.seeds, self.steps, workers=self.workers, progress=self.report
         )
@@ -193,11 +192,6 @@ class Lab:
         if name not in self.kept:
             self.kept[name] = measure()
         return self.kept[name]  # type: ignore[no-any-return]
-
-
-def rung_recipe(name: str) -> str | Recipe:
-    """Return the recipe of that rung, or the name itself if it is one of PyTorch's kernels."""
-    return RUNGS.get(name, name)
 
 
 @dataclass(frozen=True)

@@ -149,10 +149,8 @@ def train(
                 if lock is None
                 else Journal.take_up(folder, lock, session.done, session.rows)
             )
-        watched = _Watched(
-            stop, sinks, progress or no_progress, math.inf if deadline is None else deadline
-        )
-        return _run(session, journal, watched)
+        until = math.inf if deadline is None else deadline
+        return _run(session, journal, stop, sinks, progress or no_progress, until)
 
 
 @contextmanager
@@ -252,19 +250,16 @@ def _order(workload: Workload, config: RunConfig, batches: np.ndarray | None) ->
     return batches[: config.steps]
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """Who looks on, and until when."""
-
-    stop: Stop | None
-    sinks: Sequence[Sink]
-    progress: Progress
-    deadline: float
-
-
-def _run(session: Session, journal: Journal | None, watched: _Watched) -> TrainedRun:
+def _run(
+    session: Session,
+    journal: Journal | None,
+    stop: Stop | None,
+    sinks: Sequence[Sink],
+    progress: Progress,
+    deadline: float,
+) -> TrainedRun:
     """The loop itself."""
-    config, group, stop = session.config, session.group, watched.stop
+    config, group = session.config, session.group
     status, reason = _OVER[0], ""
     for row in session.rows:  # what stop has seen before
         if stop is not None and "loss" in row:
@@ -274,11 +269,11 @@ def _run(session: Session, journal: Journal | None, watched: _Watched) -> Traine
             while session.done < config.steps and status == _OVER[0]:
                 rows = session.step()
                 for row in rows:
-                    for sink in (journal, *watched.sinks):
+                    for sink in (journal, *sinks):
                         if sink is not None:
                             sink.row(row)
                     if "loss" in row:
-                        watched.progress(
+                        progress(
                             session.done / config.steps,
                             f"step {session.done}: loss {row['loss']:.4g}",
                         )
@@ -286,9 +281,7 @@ def _run(session: Session, journal: Journal | None, watched: _Watched) -> Traine
                         status = "stopped" if group.agree(bool(reason)) else status
                 if not math.isfinite(session.loss):
                     status, reason = "failed", f"the loss of step {session.done} is {session.loss}"
-                elif status == _OVER[0] and group.agree(
-                    bool(asked) or time.time() >= watched.deadline
-                ):
+                elif status == _OVER[0] and group.agree(bool(asked) or time.time() >= deadline):
                     said = "asked to stop" if asked else "out of time"
                     status, reason = "interrupted", f"{said} after step {session.done}"
                 last = status != _OVER[0] or session.done == config.steps
@@ -307,7 +300,7 @@ def _run(session: Session, journal: Journal | None, watched: _Watched) -> Traine
                 )
         raise
     finally:
-        for sink in watched.sinks:
+        for sink in sinks:
             sink.close()
     return _result(session, status, reason, None if journal is None else journal.folder)
 
