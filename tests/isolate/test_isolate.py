@@ -71,6 +71,7 @@ def test_a_planted_head_operation_and_format_are_named_whatever_interrupts(
     """Every head runs the stock recipe; in one, δ is rounded upwards to a power of two as well.
     Ctrl-C after 4 runs.
     """
+    monkeypatch.setattr(questions, "_FULL", 4)  # bits that are tried at most: bisected in few runs
     config = RunConfig(
         MODEL,
         AttentionPlan.of("BF16_FLASH2", "layer 1 head 2: BF16_FLASH2[delta=e8m0/up]"),
