@@ -97,14 +97,16 @@ def _main(operation: Operation) -> str:
 
 
 @lru_cache(maxsize=128)
-def size_rows(folder: str, seed: int, count: int) -> tuple[tuple[str, Sizes], ...]:
+def size_rows(
+    folder: str, seed: int, count: int, plain: bool = False
+) -> tuple[tuple[str, Sizes], ...]:
     """The names and sizes of so many cases of an operation: every level of every factor about as
-    often as any other, their pairs shuffled by the seed.
+    often as any other, their pairs shuffled by the seed; `plain`: of the probes' own values alone.
     """
-    return tuple(islice(_rows(operation_named(folder), seed), count))
+    return tuple(islice(_rows(operation_named(folder), seed, plain), count))
 
 
-def _rows(operation: Operation, seed: int) -> Iterator[tuple[str, Sizes]]:
+def _rows(operation: Operation, seed: int, plain: bool) -> Iterator[tuple[str, Sizes]]:
     chance = random.Random(f"{operation.name} {seed}")
     formats = (*operation.stock.steps.values(), *operation.floor.steps.values())
     chance_rounds = any(f == STOCHASTIC or isinstance(f, BlockFormat) for f in formats)
@@ -121,6 +123,8 @@ def _rows(operation: Operation, seed: int) -> Iterator[tuple[str, Sizes]]:
     factors |= {name: list(levels) for name, levels in MANNERS.items()}
     if not operation.ties:  # whose probes keep their numbers apart at their own sizes
         factors |= {"probe": list(operation.probes[:1]), "values": ["plain", "large", "small"]}
+    if plain:
+        factors["values"] = ["plain"]
     if not operation.differentiable:
         factors |= {"grad_memory": ["contiguous"]}
         factors["calls"].remove("backward-twice")
