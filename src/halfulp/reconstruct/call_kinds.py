@@ -9,6 +9,7 @@ import torch
 
 from halfulp.reconstruct.panel import Trial
 
+FEW = 4  # calls that are right, at least
 MIXED = 0.45  # of the calls that are wrong: so many others may be of their kind
 
 
@@ -87,7 +88,7 @@ def condition(some: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, str]
     the cause that stands for it; empty where nothing tells them apart.
     """
     with_it, without = [_kinds(t) for t in some], [_kinds(t) for t in others]
-    if not with_it or not without:
+    if not with_it or len(without) < FEW:  # what nearly all have, tells nothing
         return "", ""
     shared = [(k, x) for k, x in with_it[0].items() if all(w[k] == x for w in with_it)]
     best: tuple[float, str, str] = (MIXED * len(with_it), "", "")

@@ -217,6 +217,8 @@ def _told(
             read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
             told_more = _STRUCTURE if tensor == "out" else _STRUCTURE | {"lse", "delta", "no-delta"}
+            if special == "key-heads":  # grouped calls alone: of course it is heads
+                told_more = told_more - {"other-data"}
             stands = special in _OPTIONS or read.cause not in told_more
             return "; ".join(parts), cause if option and stands else read.cause, False, True
         cause = cause if option else read.cause or cause

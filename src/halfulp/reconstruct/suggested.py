@@ -262,7 +262,7 @@ def exchanged(observed: Observed) -> tuple[str, str]:
             else x.transpose(-1 if name == "features" else -2, -1).flatten(0, -2)
             for x in (observed.value, observed.exact)
         )
-        if got.shape[-1] > got.shape[0]:
+        if got.shape[-1] > 2 * got.shape[0]:
             continue
         got, exact = (x / x.norm(dim=0).clamp_min(1e-300) for x in (got, exact))
         alike = exact.mT @ got

@@ -24,6 +24,7 @@ SHARE = 0.85  # of the ratios' variance that a pattern must explain
 MOST_KEYS = 320  # of a trial that is read
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
 FEW_KEYS = 16  # one tile in every kernel
 ALIKE = 16  # pairs of nearly one S − m
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
@@ -288,34 +289,45 @@ def of_distance(run: Run, trial: Trial) -> Read | None:
 
 
 def unit_scores(run: Run, trial: Trial) -> Read | None:
-    """Whether Q or K alone is what makes weights be off: against unit vectors every score is one
-    number of the other operand, and no sum.
+    """Whether Q or K alone is what makes weights be off, or the sum of their products: against unit
+    vectors every score is one number of the other operand, and no sum. What is off in weights
+    themselves is off as much where scores are an eighth as large.
     """
-    call, found = trial.call, []
-    d = call.query.shape[3]
+    off = []
     for name, other in (("query", "key"), ("key", "query")):
-        unit = torch.zeros_like(getattr(call, other)[:, :, :1]).repeat(1, 1, d, 1)
-        largest = float(getattr(call, name).abs().max()) or 1.0
-        unit[:] = torch.eye(d) * 2.0 ** round(math.log2(64.0 / largest))  # scores up to 8
-        value = call.value[:, :, torch.arange(d) % call.value.shape[2]]
-        changed: dict[str, Tensor] = {other: unit} | ({"value": value} if other == "key" else {})
-        asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=0.0)  # type: ignore[arg-type]
-        do = trial.grad_out[:, :, torch.arange(asked.query.shape[2]) % trial.grad_out.shape[2]]
-        read = forward_weights(
-            run, replace(trial, name=f"{trial.name}/unit {other}", call=asked, grad_out=do)
-        )
-        if read is None:
+        large, small = (_unit_error(run, trial, name, other, size) for size in (64.0, 8.0))
+        if math.isnan(large + small):
             return None
-        exact = weights_of(asked, scores_of(asked))
-        clear = (read > 0) & (exact > CLEAR)
-        log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
-        seen = clear.double()
-        rest = _centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1))
-        if _rms(rest, seen) > 2 * NOISE[call.query.dtype]:
-            found.append(name[0].upper())
-    if not found:
-        return None
-    return Read(f"the scores are those of another {' and '.join(found)}", "operand")
+        off.append((name[0].upper(), large, large / max(small, 1e-300)))
+    noise = NOISE[trial.call.query.dtype]
+    found = [name for name, error, grown in off if error > 2 * noise and grown > GROWN]
+    if found:
+        return Read(f"the scores are those of another {' and '.join(found)}", "operand")
+    if all(error < 2 * noise for _, error, _ in off):
+        return Read("weights are right where a score is one product, so it is the sum", "products")
+    return None
+
+
+def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float) -> float:
+    """The rms of what log weights are off by, in rows of their own; NaN where nothing is given."""
+    call, d = trial.call, trial.call.query.shape[3]
+    unit = torch.zeros_like(getattr(call, other)[:, :, :1]).repeat(1, 1, d, 1)
+    largest = float(getattr(call, name).abs().max()) or 1.0
+    unit[:] = torch.eye(d) * 2.0 ** round(math.log2(size / largest))
+    value = call.value[:, :, torch.arange(d) % call.value.shape[2]]
+    changed: dict[str, Tensor] = {other: unit} | ({"value": value} if other == "key" else {})
+    asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=0.0)  # type: ignore[arg-type]
+    do = trial.grad_out[:, :, torch.arange(asked.query.shape[2]) % trial.grad_out.shape[2]]
+    read = forward_weights(
+        run, replace(trial, name=f"{trial.name}/unit {other} {size}", call=asked, grad_out=do)
+    )
+    if read is None:
+        return math.nan
+    exact = weights_of(asked, scores_of(asked))
+    clear = (read > 0) & (exact > CLEAR)
+    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
+    seen = clear.double()
+    return _rms(_centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1)), seen)
 
 
 def _row_factor(call: Call, factor: Tensor, little: bool) -> Read:
