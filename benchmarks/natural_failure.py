@@ -45,10 +45,10 @@ from halfulp.papers.runs_a import Traced
 from halfulp.runs.threads import one_thread
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, Optimizer, RunConfig
-from halfulp.training.configured import Configured
 from halfulp.training.distributed import world
 from halfulp.training.model import Gpt
 from halfulp.training.session import Session
+from halfulp.training.workload import Configured
 
 FLASH, TWIN, SAVED = "torch:flash", "torch:fp32", "halfulp"
 SEEDS = (0, 1, 2)
