@@ -6,12 +6,16 @@ Needs the package jax. `halfulp audit --op softmax benchmarks/findings/jax_kerne
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.experimental.pallas.ops.gpu import attention as pallas_attention_module
+from jax.experimental.pallas.ops.gpu import layer_norm as pallas_layer_norm_module
+from jax.experimental.pallas.ops.gpu import rms_norm as pallas_rms_norm_module
+from jax.experimental.pallas.ops.gpu import softmax as pallas_softmax_module
 from torch import Tensor
 
 AUDITED = {
@@ -24,7 +28,20 @@ AUDITED = {
     "geglu": "geglu",
     "linear": "linear",
     "sum_rows": "sum",
+    "pallas_attention": "attention",
+    "pallas_rms_norm": "rms_norm",
+    "pallas_layer_norm": "layer_norm",
+    "pallas_softmax": "softmax",
 }
+
+
+_PALLAS = {
+    "mha": pallas_attention_module,
+    "rms_norm": pallas_rms_norm_module,
+    "layer_norm": pallas_layer_norm_module,
+    "softmax": pallas_softmax_module,
+}
+_SIZES = pallas_attention_module.BlockSizes(64, 64, 64, 64, 64, 64)
 
 
 class _Through(torch.autograd.Function):
@@ -117,3 +134,39 @@ def linear(input: Tensor, weight: Tensor) -> Tensor:
 def sum_rows(input: Tensor, dim: int) -> Tensor:
     """jnp.sum."""
     return _Through.apply(partial(jnp.sum, axis=dim), input)
+
+
+@cache
+def _pallas(name: str, **options: Any) -> Callable[..., jax.Array]:
+    """One function for all calls, so that each shape is compiled once."""
+    made = getattr(_PALLAS[name], name)
+    more = (None,) if name == "mha" else ()  # no segments
+    return jax.jit(lambda *arrays: made(*arrays, *more, **options, interpret=True))
+
+
+def pallas_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float
+) -> Tensor:
+    """Pallas's FlashAttention for GPUs, interpreted, by blocks of 64."""
+    if query.shape[2] % 64 or key.shape[2] % 64 or query.shape[2] > 512:
+        raise NotImplementedError("multiples of 64 up to 512: it interprets slowly")
+    function = _pallas("mha", sm_scale=scale, causal=is_causal, block_sizes=_SIZES)
+    swapped = (x.transpose(1, 2) for x in (query, key, value))
+    return _Through.apply(function, *swapped).transpose(1, 2)
+
+
+def pallas_rms_norm(input: Tensor, _: Any, weight: Tensor, eps: float) -> Tensor:
+    """Pallas's RMSNorm for GPUs, interpreted; it adds a bias, which is 0 here."""
+    found = _Through.apply(_pallas("rms_norm", eps=eps), input[None], weight, 0 * weight.detach())
+    return found[0]
+
+
+def pallas_layer_norm(input: Tensor, _: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Pallas's LayerNorm for GPUs, interpreted."""
+    return _Through.apply(_pallas("layer_norm", eps=eps), input[None], weight, bias)[0]
+
+
+def pallas_softmax(input: Tensor, dim: int) -> Tensor:
+    """Pallas's softmax for GPUs, interpreted; forward alone."""
+    array = jax.dlpack.from_dlpack(input.detach().contiguous())
+    return torch.from_dlpack(_pallas("softmax", axis=dim)(array))
