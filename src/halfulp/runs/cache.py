@@ -27,7 +27,9 @@ VARIABLE = "HALFULP_CACHE"
 MOST_BYTES = 256 * 2**20
 """What all entries together may take; beyond it those go that were not read for longest."""
 
+# the digest stands inside of what it is the digest of: it is taken with zeros in its place
 _FIELD, _UNKNOWN = b'"sha256":"%b"', b"0" * 64
+# a write looks through one shelf and not through all entries
 _SHELVES = 16  # by the first digit of the name, each held to its share
 
 
@@ -63,6 +65,7 @@ def read(name: str, top: Path | None = None) -> tuple[Any, dict[str, Tensor]] | 
     try:
         data = path.read_bytes()
         tensors = load(data)
+        # a safetensors file: the length of its header in 8 bytes, the header in JSON, the tensors
         told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         digest = str(told["sha256"]).encode()
         if _digest(name, data.replace(_FIELD % digest, _FIELD % _UNKNOWN, 1)) != digest:
@@ -98,6 +101,7 @@ def _path(name: str, top: Path | None = None) -> Path | None:
 
 def _digest(name: str, data: bytes) -> bytes:
     """Of an entry's name and bytes, its own digest not known yet."""
+    # with the name, so that an entry under another's name counts as torn
     return hashlib.sha256(name.encode() + data).hexdigest().encode()
 
 

@@ -58,12 +58,14 @@ def whole_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as stream:
             yield stream
         return
+    # beside its place, since a rename is atomic inside of one file system alone
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             if sync:
+                # before the rename: a crash could leave the new name on a file that is empty
                 os.fsync(file.fileno())
         Path(temporary).chmod(0o666 & ~_umask())  # a temporary file is for its owner alone
         Path(temporary).replace(path)
@@ -146,6 +148,7 @@ class NewRun:
             ValueError: `out` holds something else than a run of that kind, or cannot be written.
         """
         check_folder("out", out)
+        # resolved: where `out` is a link, what it points to is replaced and the link stays
         self._out, self._kind, self._place = out, kind, out.resolve()
         self._check()
         _recover(self._place, kind)
@@ -196,6 +199,7 @@ def _recover(place: Path, kind: str) -> None:
     a killed writer left; nothing that is not certainly ours is touched.
     """
     killed = []  # a partial folder without a lock was left for the reader
+    # eight characters, as tempfile draws them
     ours = re.compile(rf"(\.?){re.escape(place.name)}\.(partial|replaced)-[a-z0-9_]{{8}}")
     for path in place.parent.iterdir():
         match = ours.fullmatch(path.name)
@@ -293,6 +297,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _umask() -> int:
+    # the system tells the mask to nobody who does not set it
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

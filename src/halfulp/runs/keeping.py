@@ -86,6 +86,7 @@ class Keeping:
         with suppress(TypeError):
             text = json.dumps(encoded(parts, tensors))
             where = (self.backend or "").partition(":")[0]
+            # which machine of a cluster a job will go to is not known before it is there
             machine = bits_of_machine() if where in _HERE else (where,)
             made_by = (describe_versions(), source_digest(), *bits_of_process())
             if top is not None and not tensors:

@@ -81,6 +81,8 @@ def _taken(path: Path, folder: Path) -> int:
 
 
 def _opened(path: Path, *, create: bool) -> int:
+    # a link may lead to somebody's file, a pipe would be waited for, and a process that is started
+    # meanwhile would hold the lock on
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT * create)
     try:
         handle = os.open(path, flags, 0o666)

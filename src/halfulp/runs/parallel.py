@@ -123,6 +123,7 @@ def _spread(
 
     done = 0
     with _configured(backend):
+        # one job at a time, so that every result is kept as soon as it is there
         options: dict[str, Any] = {"n_jobs": min(workers, len(jobs)), "batch_size": 1}
         try:
             parallel = Parallel(return_as="generator_unordered", **options)
@@ -134,6 +135,7 @@ def _spread(
                 done += 1
                 yield found
         except Exception as error:
+            # by name, since neither Dask nor Ray is a dependency
             name = type(error).__name__
             if name in _KILLED:
                 said = "a worker process was killed, perhaps for want of memory"
@@ -148,6 +150,7 @@ def _spread(
 
 def _numbered(function: Callable[[Job], Result], named: _Named[Job]) -> tuple[int, Result]:
     number, slot, job = named
+    # another number of threads adds in another order, and gives other bits
     with one_thread():
         result = function(job)
     if slot is not None:  # where it was made: whoever waits for it may be gone
@@ -163,6 +166,7 @@ def _configured(backend: str | None) -> Iterator[None]:
     name, _, address = (backend or "loky").partition(":")
     options: dict[str, Any] = {"scheduler_host": address} if address else {}
     if name == "loky":
+        # no max_nbytes: joblib would hand large arrays over as read-only maps of files
         options |= {"inner_max_num_threads": 1, "max_nbytes": None}
     elif name == "dask":
         options["wait_for_workers_timeout"] = _PATIENCE

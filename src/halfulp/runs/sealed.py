@@ -57,6 +57,7 @@ def save_sealed(
         said = {**plain, "sha256": {file: _digest(partial / file) for file in files}}
         write_json(partial / name, said | {"seal": _seal(said)})
         if final.exists() or final.is_symlink():
+            # aside, since no folder can be renamed onto one that holds something
             final.rename(new_folder(final.parent) / final.name)
         partial.rename(final)
     except BaseException as error:

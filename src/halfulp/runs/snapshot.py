@@ -100,6 +100,7 @@ def write_snapshot(folder: Path, parts: Snapshot, most_bytes: int | None = None)
         else:
             left_out[part] = f"{size} bytes, where a snapshot may have {most_bytes}"
             files[part] = {}
+            # they speak of tensors that are left out now
             trees = [] if part == "batch" else trees
     plain = {
         **parts.about,
@@ -167,6 +168,7 @@ def _packed(value: Any, tensors: dict[str, Tensor], left_out: dict[str, str], wh
     """Plain JSON for a value; its tensors go into `tensors` under numbers."""
     import torch
 
+    # every value under its kind, so that a user's dictionary is never taken for one of ours
     if isinstance(value, torch.Tensor):
         tensors[str(len(tensors))] = value
         return {"tensor": len(tensors) - 1}
@@ -200,6 +202,7 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     kept = {}
     for name, x in tensors.items():
         place = x.untyped_storage().data_ptr()
+        # all empty tensors lie at the address 0, and share nothing
         kept[name] = x.clone() if place in seen and x.numel() else x
         seen.add(place)
     return kept

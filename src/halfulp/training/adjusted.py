@@ -58,6 +58,7 @@ def nudge(parameters: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for x in parameters:
             share = torch.randn(x.shape, generator=draw).to(x.device) * torch.finfo(x.dtype).eps
+            # in fp64, rounded once: in x's own dtype 1 + share would often be 1
             x.copy_(x.double() * (1 + share.double()))
 
 

@@ -190,6 +190,7 @@ class Attend(nn.Module):
         (GQA).
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        # a plan speaks of heads of queries, so each gets keys of its own before it is split by them
         if key.shape[1] != self.heads:
             key, value = (x.repeat_interleave(self.heads // x.shape[1], 1) for x in (key, value))
         out = self.attend(query, key, value, is_causal, scale)
@@ -236,6 +237,7 @@ def _out_of(target: Target, query: Tensor, key: Tensor, value: Tensor, **options
             f"attention={target.name!r}: returns {type(out).__name__}; accepted is a tensor or"
             " (out, lse)"
         )
+    # such a result would train nothing behind it, without a word
     if query.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
         raise ValueError(
             f"attention={target.name!r}: cannot be trained: its result carries no gradient;"

@@ -116,6 +116,7 @@ class AttentionCalls:
         product = _product(operation)
         if product is not None and path not in self.by_hand:
             heads = product.heads or self._heads_of(product)
+            # a module that calls PyTorch's attention does not write one out beside it
             if not heads or any(known == path for known, _ in self.layers):
                 return None
             layer = self._layer(path, 0, heads, product.summed)
@@ -124,6 +125,7 @@ class AttentionCalls:
         if written is None:
             return None
         begun = self._keys.get(path, 0)
+        # the product that ends it sums over the keys of the one that began; others are in between
         if product is not None and (not begun or product.summed == begun):
             self._keys[path] = 0 if begun else product.keys
         return written.layer if begun or product is not None else None
@@ -225,6 +227,7 @@ class HeadsInFp32:
 
     def __call__(self, operation: Operation) -> Any:
         """What the model gets: wide, with a note of the dtype that it expects."""
+        # the other heads' values come from operands as the model would have them
         args, kwargs = mapped((operation.args, dict(operation.kwargs)), expected_by_model)
         own = operation.function(*args, **kwargs)
         written, exact = self._heads(operation)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from halfulp.runs.folder import remove
 from halfulp.runs.sealed import TORN, load_sealed, load_tensors, save_sealed
 
+# no leading zeros, so that a step has one name
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _MODEL, _STATE, _PLAIN = "model.safetensors", "state.safetensors", "state.json"
 _ENTRIES = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW
@@ -46,6 +47,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, whole where they are sharded; tied ones
     once.
     """
+    # named_* give a tied tensor once, state_dict under each of its names; buffers that are
+    # not persistent are in the former alone
     named = dict(model.named_parameters()) | {
         name: x for name, x in model.state_dict().items() if name in dict(model.named_buffers())
     }
@@ -147,6 +150,7 @@ def _check_optimizer(
                 f"checkpoint: the optimizer's {key} is not of this model; accepted are parameters"
             )
         entries.setdefault(name, set()).add(entry)
+        # a user's optimizer may have entries of other shapes, such as factored moments
         if entry != "step" and not theirs:
             _check_alike(key, x, whole[name])
     for name, found in () if theirs else entries.items():
@@ -160,6 +164,7 @@ def _check_optimizer(
 def _restore_optimizer(
     checkpoint: Checkpoint, parameters: dict[str, nn.Parameter], optimizer: Optimizer
 ) -> None:
+    # else a parameter of which the checkpoint has no state would keep its later one
     optimizer.state.clear()
     for key, x in checkpoint.optimizer.items():
         name, _, entry = key.rpartition("/")
@@ -173,9 +178,11 @@ def _restore_optimizer(
         optimizer.param_groups, checkpoint.numbers.get("groups", ()), strict=False
     ):
         for name, option in options.items():
+            # in place, since a scheduler or a captured graph may hold the same tensor
             if isinstance(group.get(name), Tensor):
                 group[name].fill_(option)
             else:
+                # JSON has no tuples, and betas is one
                 group[name] = tuple(option) if isinstance(option, list) else option
 
 
@@ -291,6 +298,7 @@ def prune(folder: Path, keep: int | None) -> None:
 
 def _whole(x: Tensor) -> Tensor:
     """A detached copy of a tensor, gathered from all processes if it is sharded."""
+    # a copy, since the optimizer changes the tensor in place at the next step
     full = getattr(x.detach(), "full_tensor", None)
     return x.detach().clone() if full is None else full()
 

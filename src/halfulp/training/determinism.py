@@ -61,6 +61,7 @@ def seed_generators(device: torch.device, seed: int, step: int, rank: int) -> No
     start = hash_seed(seed, f"step {step}", rank)
     random.seed(start)
     np.random.seed(start)  # noqa: NPY002
+    # not torch.manual_seed: it seeds every CUDA device, and the caller gets back this one's alone
     torch.default_generator.manual_seed(start)
     if device.type == "cuda":
         torch.cuda.manual_seed(start)

@@ -51,8 +51,10 @@ class Journal:
         self, folder: Path, lock: Lock, record: dict[str, Any], rows: Sequence[Row]
     ) -> None:
         self.folder, self.record, self._lock = folder, record, lock
+        # the record first: a folder with lines and no record could be neither begun nor taken up
         write_json(folder / "run.json", record)
         write_text(folder / "metrics.jsonl", _lines(rows))
+        # what a checkpoint says came before it, so that lines which were altered are noticed
         self._written = hashlib.sha256(_lines(rows).encode())
         self._metrics: TextIO = (folder / "metrics.jsonl").open("a", encoding="utf-8")
 
@@ -112,6 +114,7 @@ class Journal:
     def row(self, row: Row) -> None:
         """Add one line of metrics."""
         self._metrics.write(_lines([row]))
+        # for whoever follows the run; what a crash of the machine spares, a checkpoint sees to
         self._metrics.flush()
         self._written.update(_lines([row]).encode())
 
@@ -119,6 +122,7 @@ class Journal:
         """Write a checkpoint after the lines that precede it, and remove those that are not
         kept.
         """
+        # lines first: after a crash no checkpoint knows of lines that are not there
         os.fsync(self._metrics.fileno())
         owned = replace(checkpoint, run=self.record["seal"], lines=self._written.hexdigest())
         save_checkpoint(self.folder / "checkpoints", owned)
@@ -157,6 +161,7 @@ def recorded_order(folder: Path, config: RunConfig, source: dict[str, Any]) -> n
             f"out={str(folder)!r}: the run there has another configuration ({changes[0]}); accepted"
             " is its own"
         )
+    # through JSON, as the record has been, which makes lists of tuples
     if record["data"] != json.loads(json.dumps(source)):
         raise ValueError(
             f"out={str(folder)!r}: its data were {record['data']}; accepted is that and not"
@@ -177,6 +182,7 @@ def read_rows(folder: Path) -> list[Row]:
     """
     path = folder / "metrics.jsonl"
     try:
+        # a line may be torn in the middle of a character
         lines = regular(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
@@ -237,6 +243,7 @@ def _is_row(row: Any) -> bool:
     """Whether a line is one that a run writes: numbers by name, and what is measured by layer and
     head.
     """
+    # type() and not isinstance: True is an int, and no step
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
         return False
     measure = row.get("measure", {})
@@ -286,4 +293,5 @@ def read_order(folder: Path) -> np.ndarray:
 
 def order_digest(order: np.ndarray) -> str:
     """Return the SHA-256 of an order of samples."""
+    # of one byte order, so that a run can move to another machine
     return hashlib.sha256(np.ascontiguousarray(order, dtype="<i8").data).hexdigest()

@@ -132,12 +132,14 @@ def train(
         group = stack.enter_context(world(parallel, config.device))
         stack.enter_context(deterministic(group.device))
         stack.enter_context(own_generators(group.device))
+        # a run that is over is only read, which needs no lock
         if taken is not None and read_record(taken)["status"] in _OVER:
             return _as_recorded(*made.session(group, taken), taken)
         lock = Lock(taken) if taken is not None and group.leads else None
         if lock is not None:
             stack.callback(lock.release)
         session, rows = made.session(group, taken)
+        # lines beyond the checkpoint are of a state that is lost: those steps are made again
         session.rows = [row for row in rows if row["step"] <= session.done]
         group.wait()  # every process has read before the one that leads writes
         journal = None
@@ -221,6 +223,7 @@ class _Made:
         session, written, seal = None, "", read_record(taken)["seal"]
         for checkpoint in checkpoints(taken / "checkpoints"):
             try:
+                # another run's weights may fit the model all the same
                 if checkpoint.run != seal:
                     raise ValueError("it is another run's; accepted is this run's")
                 session = Session(config, workload, group, order, checkpoint)
@@ -231,6 +234,7 @@ class _Made:
                     f"skipped: {taken / 'checkpoints'}, step {checkpoint.step}: {error}",
                     stacklevel=2,
                 )
+                # half of the refused checkpoint may be in the model: the next one gets a fresh one
                 workload = build_workload(config, group.device, self.own)
         session = session or Session(config, workload, group, order, self.start)
         rows = read_rows(taken)
@@ -278,6 +282,7 @@ def _run(
                             f"step {session.done}: loss {row['loss']:.4g}",
                         )
                         reason = (stop(row) or "") if stop is not None else ""
+                        # all processes leave at one step, or the rest would wait for who left
                         status = "stopped" if group.agree(bool(reason)) else status
                 if not math.isfinite(session.loss):
                     status, reason = "failed", f"the loss of step {session.done} is {session.loss}"
@@ -286,6 +291,7 @@ def _run(
                     status, reason = "interrupted", f"{said} after step {session.done}"
                 last = status != _OVER[0] or session.done == config.steps
                 due = config.checkpoint_every and session.done % config.checkpoint_every == 0
+                # weights that gave a loss which is not finite are nothing to go on from
                 if (due or last) and status != "failed":
                     _checkpoint(session, journal)
         if journal is not None:

@@ -149,6 +149,7 @@ def _covers(pattern: str, path: str) -> bool:
     path = path or OUTSIDE
     if pattern.startswith("="):
         return pattern[1:] == path
+    # a pattern covers all that lies below, so every leading part of the path is held against it
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:n]), pattern) for n in range(1, len(parts) + 1))
 
@@ -162,6 +163,7 @@ class _Planned(Swap):
 
     def chooses(self, operation: Operation) -> bool:
         """Whether the plan puts this operation into that arithmetic."""
+        # patterns are matched once a site, as every step of a training makes the same calls
         key = (operation.path, operation.kind)
         if key not in self._known:
             self._known[key] = operation.kind in _CHANGED and self.plan.choice(*key) == self.into
@@ -215,6 +217,7 @@ class Heads:
         assert layer is not None
         heads = named["query"].shape[-3]
         groups = self.plan.groups(layer, heads)
+        # undivided the call stays open to what the plan of operations says of attention
         if list(groups) == [OWN]:
             swap = next((one for one in self.otherwise if one.chooses(operation)), None)
             return _stock(operation) if swap is None else swap.run(operation)
@@ -276,6 +279,7 @@ def swaps_of(
     planned = tuple(_Planned(into, tuple(of), plan=operations) for into, of in kinds.items())
     for swap in planned:
         if isinstance(swap.run, Kernel):
+            # loaded now: a kernel that is not there is an error before the first step
             swap.run.argument = "operations"
             swap.run.load()
     if all(a.attention == OWN for a in plan.assignments):
@@ -354,6 +358,7 @@ def _of_heads(
     own: Mapping[str, AttentionFunction] | None,
 ) -> Tensor:
     """Out `[..., h, N, D]` of some heads, in query's dtype."""
+    # a mask with one head's place is shared by all of them
     mask = named["attn_mask"]
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask[..., members, :, :]
@@ -364,6 +369,7 @@ def _of_heads(
             stock: Tensor = operation.function(q, k, v, mask, dropout, causal, scale=scale)
             return stock
         if canonical(choice) in _FP32:
+            # autocast would cast the wide operands back again
             wide = None if mask is None or mask.dtype == torch.bool else mask.float()
             with torch.autocast(q.device.type, enabled=False):
                 out: Tensor = operation.function(

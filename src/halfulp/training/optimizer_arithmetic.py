@@ -59,6 +59,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, lis
     left = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     for path, module in module_names(model):
         for parameter in module.parameters(recurse=False):
+            # a tied weight counts once, in the first module that holds it
             if id(parameter) in left:
                 left.remove(id(parameter))
                 found.setdefault(path, []).append(parameter)
@@ -149,10 +150,13 @@ class OptimizerArithmetic:
     def _lend(self, name: str, parameter: nn.Parameter, into: str) -> _Lent:
         assert parameter.grad is not None
         lent = _Lent(name, into, parameter.data, parameter.grad)
+        # a gradient must have its parameter's dtype, which is about to change; and without one the
+        # user's optimizer passes a weight over whose step a kernel makes
         parameter.grad = None
         if into in self.kernels:
             self._call(self.kernels[into], parameter, lent)
             return lent
+        # never narrower than the weight is: fp32 would round a weight of fp64 once more
         wide = _WIDE.get(into, torch.float32)
         if wide.itemsize < parameter.dtype.itemsize:
             wide = parameter.dtype
@@ -161,6 +165,7 @@ class OptimizerArithmetic:
         # what somebody changed since the last step is no longer the master's
         parameter.data = torch.where(master.to(lent.data.dtype) == lent.data, master, now)
         parameter.grad = lent.grad.to(wide)
+        # moments are widened with their weight; a step count has no dimension and stays
         state = self.optimizer.state.get(parameter, {})
         for entry, x in state.items():
             if isinstance(x, Tensor) and x.ndim and x.is_floating_point():
@@ -173,6 +178,7 @@ class OptimizerArithmetic:
         if into in _WIDE and made.dtype != lent.data.dtype:
             self.masters[lent.name] = made
         elif into == STOCHASTIC and made.dtype != lent.data.dtype:
+            # of its own for every weight and step, or errors would be alike in all of them
             seed = hash_seed(self.seed, f"optimizer {lent.name}", number)
             own = _OWN_FORMAT[lent.data.dtype]
             made = round_to(made, own, rounding="stochastic", seed=seed)
@@ -191,6 +197,7 @@ class OptimizerArithmetic:
         )
         state = self.optimizer.state[parameter]
         if not state:
+            # the entries that AdamW itself makes at its first step, as checkpoints know them
             state["step"] = torch.tensor(0.0)
             for entry in ("exp_avg", "exp_avg_sq"):
                 state[entry] = torch.zeros_like(parameter, dtype=torch.float32)
@@ -240,6 +247,7 @@ def choices(
     for path, held in trained(model, optimizer).items():
         for p in held:
             into = choice(path)
+            # a weight of fp32 is its own master, and has no wider one to round from
             changes = p.dtype.itemsize < 4 or into not in ("fp32", STOCHASTIC)
             found[names[id(p)]] = into if changes else "own"
     return found

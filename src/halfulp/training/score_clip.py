@@ -92,6 +92,7 @@ class ScoreClip:
         found, self._largest = self._largest, {}
         factors = {}
         for (where, width), largest in found.items():
+            # processes saw other samples, and their copies of the weights must stay the same
             if distributed.is_available() and distributed.is_initialized():
                 distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
             beyond = largest.isfinite() & (largest > self.most)

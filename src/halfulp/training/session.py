@@ -51,6 +51,7 @@ class Session:
         start: Checkpoint | None,
     ) -> None:
         self.config, self.workload, self.group, self.order = config, workload, group, order
+        # sharding puts other parameters into the model, and the user's optimizer holds the old ones
         before = {id(p): name for name, p in workload.model.named_parameters()}
         chosen = self._chosen()
         self.model = group.wrap(workload.model, unknown=workload.parts is not None)
@@ -82,6 +83,7 @@ class Session:
         """Make one step and return the lines due after it."""
         config, number = self.config, self.done + 1
         rate = self.updates.begin(number)
+        # before the step's own passes, from the same seed: measuring changes no bit of a run
         rows = (
             [] if self.monitor is None or not self.monitor.due(number) else [self._measure(number)]
         )
@@ -96,6 +98,7 @@ class Session:
             or number == config.steps
             or not math.isfinite(self.loss)
         )
+        # before clipping, whose limit is of the gradients and not of what fp16 had them scaled to
         self.scaler.unscale_(self.optimizer)
         norm = self._clip(shown)
         self.scaler.step(self.optimizer)
@@ -179,6 +182,7 @@ class Session:
 
     def _seed(self, number: int) -> None:
         place = int(self._places[number - 1])
+        # by place in the data: where steps change their order, each brings its random numbers along
         seed_generators(self.group.device, self.config.seed, place, self.group.rank)
 
     def _batch(self, number: int, part: int) -> Any:
@@ -197,9 +201,11 @@ class Session:
         processes.
         """
         parts = self.config.accumulation
+        # summed on the device, which is waited for once a step
         total = torch.zeros((), device=self.group.device)
         for part in range(parts):
             batch = self._batch(number, part)
+            # gradients cross between processes once a step, with the last micro-batch
             with self.group.gathering(self.model, part == parts - 1), self.workload.computing():
                 with self._autocast():
                     loss = self.workload.loss(self.model, batch)
@@ -219,6 +225,7 @@ class Session:
             norm: Any = torch.nn.utils.get_total_norm(gradients)
         else:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, clip)
+        # of sharded parameters the norm is a DTensor
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _measure(self, number: int) -> Row:
