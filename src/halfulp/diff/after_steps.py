@@ -157,6 +157,7 @@ class Training:
         setting = _trainee((self.a, self.b)[side])
         step = step_of_training(self._optimizers[side](setting.model))
         self.optimizer = type(step.optimizer).__name__
+        # one pass more than steps, which shows the gap after the last update
         for k in range(self.count + 1):
             number = stretch * (self.count + 1) + k
             batch = self._batches[number % len(self._batches)]
@@ -356,6 +357,8 @@ def _modules(
         ]
         usual = [
             [
+                # never below one rounding of the weights: Adam's first step turns on the sign of a
+                # gradient near 0, and had norms of equal engines named (docs/log.md)
                 math.hypot(
                     _share_of_way(training, x, i, k, members) or 0.0,
                     _once(training, i, k, members),
@@ -400,10 +403,13 @@ def _growth(trainings: Sequence[Gaps]) -> tuple[float, float] | None:
     """
     steps = range(len(trainings[0].weights)) if trainings else ()
     gaps = [sum(_total(one.weights[k]) for one in trainings) for k in steps]
+    # gaps are squares, hence the half
     points = [(k, math.log(x) / 2) for k, x in enumerate(gaps) if x]
     if len(points) < 3:
         return None
     k, y = (torch.tensor(x, dtype=torch.float64) for x in zip(*points, strict=True))
+    # n − 2 degrees of freedom for level and slope; the error of the factor is that of its logarithm
+    # times the factor, to first order
     centred = k - k.mean()
     slope = float((centred * y).sum() / centred.square().sum())
     rest = y - y.mean() - slope * centred

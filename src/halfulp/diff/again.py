@@ -157,6 +157,7 @@ class InPlaceOf:
     def _dtype(self, operation: Operation) -> torch.dtype:
         """Of what the model expects here."""
         if operation.place not in self._expected:
+            # only asked for its dtype: what it draws (dropout) must not be missing in the run
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 usual = result_of(self._own.compute(narrowed(operation)))
             assert usual is not None
@@ -169,6 +170,7 @@ def noted(x: Any, expected: torch.dtype) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == expected:
         return x
     wider = torch.finfo(x.dtype).bits > torch.finfo(expected).bits
+    # noted on a view: x itself may be an operand or a parameter, which stands for itself
     return tag(x.view_as(x), expected) if wider else x.to(expected)
 
 

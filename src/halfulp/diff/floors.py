@@ -19,9 +19,12 @@ from halfulp.diff.tape import Entry, result_of
 from halfulp.interpose import Operation, leaves
 from halfulp.interpose.another import Wide
 
+# a floor of so few against that of all: standard deviation 0.5 % for a norm, 2.6 % for a linear
+# layer, 8.8 % for a softmax (docs/log.md)
 FEW = 2**14
 """Numbers of the largest operand that a floor is measured on, about."""
 _COARSE = 1e-4  # a rounding that arithmetic in fp32 does not blur
+# manual_seed(0) gives a user's tensor of seed 0 once more: floors were 1.7 times too large
 _SEED = 0x6861_6C66  # one that nobody's operands were drawn from, so that noise is not they
 _ROWS, _PRODUCTS = 32, 2**16  # of a product: rows, and numbers of the weights of its columns
 _ONE_BY_ONE = (
@@ -42,6 +45,7 @@ def floors_of(entries: list[Entry], operation: Operation) -> list[float]:
     """
     steps = [step_of(entry.coarsest) for entry in entries]
     results = [step_of(entry.dtype) for entry in entries]
+    # no arithmetic: each number of the result is one of the operand's, rounded
     if operation.kind in ("embedding", "cast"):
         return list(map(max, results, steps))
     rate = _moved(sampled(operation), max(steps)) / max(steps)
@@ -56,14 +60,17 @@ def _moved(operation: Operation, step: float) -> float:
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
+        # drawn in fp32 for fp64 too: a million numbers take 4.7 ms so, and 35 ms in fp64
         noise = torch.randn(x.shape, generator=generator).to(x.device, wide)
         return torch.addcmul(y := x.to(wide), y, noise, value=step)
 
     exact, apart = exactly(operation, wide), exactly(operation, wide, moved)
+    # without an fp64 kernel `exactly` gives fp32, whose own rounding would pass for an effect
     if exact is None or apart is None or torch.finfo(exact.dtype).eps > step / 16:
         return 0.0
     change, size = (
         float(torch.dot(x, x))
+        # hidden scores are −inf in both, and their difference NaN
         for x in (y.nan_to_num(0, 0, 0).double().flatten() for y in (apart - exact, exact))
     )
     return math.sqrt(change / size) if size else 0.0
@@ -75,6 +82,7 @@ def sampled(operation: Operation) -> Operation:
     every = all(isinstance(x, Tensor) and x.dim() for x in args) and not operation.kwargs
     if operation.name == "linear" and every and len(args) in (2, 3):
         x, weight = args[0].flatten(0, -2) if args[0].dim() > 1 else args[0], args[1]
+        # rows and columns are alike; what is summed over stays whole, on which a sum's floor rests
         columns = max(16, _PRODUCTS // weight.shape[-1])
         few = [_few(x, 0, _ROWS), *(_few(part, 0, columns) for part in (weight, *args[2:]))]
         return replace(operation, args=tuple(few))

@@ -23,6 +23,8 @@ ORDERS = 4.0
 """Roundings of float32 that operands are moved by: its sums differ by their order, too."""
 MARGIN = 2.0
 """How many times the gap of rounding alone a gap may be on average before it counts."""
+# not less: over 8 sequences a bf16 router has p = 0.002, as its effect comes with single flips
+# (docs/log.md)
 LEVEL = 0.01
 """Below which a chance speaks against rounding."""
 LEAST = 4
@@ -50,9 +52,13 @@ class Moved:
 
     def __call__(self, operation: Operation) -> Any:
         """What the model gets."""
+        # where it is known which operations differ only these are moved: noise on all of them made
+        # the chance blind (a bf16 router in an fp32 Mixtral had p = 1, docs/log.md)
         step = self._steps.get(operation.place)
         if step is None or operation.kind in _EXACT or not operation.tensors():
             return self._setting.compute(operation)
+        # a seed of the place, so that what an operation gets does not depend on which others are
+        # moved; the factor is 2³² over the golden ratio, which sets neighbouring seeds far apart
         seed = zlib.crc32(operation.place.encode()) ^ (self._seed * 0x9E3779B1 & 0xFFFFFFFF)
         generator = torch.Generator().manual_seed(seed)
 
@@ -98,6 +104,7 @@ def chance(gaps: Sequence[Tensor], noise: Sequence[Sequence[Tensor]]) -> Chance:
 
     The test is Student's on log(rms gap / rms of rounding) over sequences, against log(MARGIN).
     """
+    # a sequence is one sample: the numbers in it share tokens and weights and are not independent
     sizes = torch.cat([gap.square().mean(1).sqrt() for gap in gaps])
     means = torch.cat([gap.mean(1) for gap in gaps])
     count = len(sizes)
@@ -113,6 +120,7 @@ def chance(gaps: Sequence[Tensor], noise: Sequence[Sequence[Tensor]]) -> Chance:
         none = not bool((sizes > 0).any())
         return Chance(1.0 if none else 0.0, 0.0 if none else math.inf, count, lean, lean_t, lean_p)
     # one that does not differ at all counts as one that hardly does, and the other way round
+    # of logarithms, in which twice and half weigh alike and no single sequence decides the mean
     logs = ratios.clamp(1 / FAR, FAR).log()
     mean, t = _t(logs - math.log(MARGIN))
     p = student_tail(t, count - 1) if count >= LEAST else math.nan

@@ -159,6 +159,7 @@ def record(
     folder = new_folder(place.resolve().parent)
     try:
         _write(setting, list(batches), folder, gradients, repetitions, dict(about or {}))
+        # the names of its files are durable before the folder has its own
         sync_folder(folder)
         folder.rename(place)
     except BaseException:
@@ -189,6 +190,8 @@ def _write(
         losses.append(found.loss)
         unseen |= found.interposed.unseen
         of_tokens = found.of_tokens
+        # the other side is not known yet, so that all is moved: a weaker chance than `halfulp.diff`
+        # has, which moves only what differs
         steps = {place: noise_step(entry.coarsest) for place, (entry, _) in entries.items()}
         for repetition in range(repetitions):
             swap = Moved(setting, steps, number * 101 + repetition).swap()
@@ -231,6 +234,7 @@ def _recorded(
         entry = entry_of(operation, result, names, count)
         tape.write(f"{number} {entry.place}", result)
         if operation.in_place:
+            # its operand is overwritten by now: neither floor nor exact value can be made of it
             entries.setdefault(entry.place, (entry, 0.0))
             return
         with torch.no_grad():
@@ -239,6 +243,7 @@ def _recorded(
                 entries[entry.place] = entry, floors_of([entry], operation)[0]
             exact = exactly(operation)
             if exact is not None and exact.shape == result.shape:
+                # the difference cancels and is taken in fp64; what is left of it fits fp32
                 error = (result.double() - exact).to(torch.float32)
                 tape.write(f"{number} {entry.place} error", error)
 
@@ -307,6 +312,7 @@ class Recording:
             self.unseen, self.weights = dict(plain["unseen"]), str(plain["weights"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(f"{argument}={str(folder)!r}: {FILE} is torn: {error}") from error
+        # a recording may come from anybody: nothing outside of its folder is opened
         if any(Path(name).name != name for name in self._files.values()):
             raise ValueError(f"{argument}={str(folder)!r}: {FILE} names files outside of it")
         self._open: dict[str, Any] = {}
@@ -396,6 +402,8 @@ def _add(gap: LocalGap, a: Recording, b: Recording, number: int) -> None:
     if otherwise and gap_size > (AMPLIFIED * apart) ** 2 * size:
         again = theirs.double()  # another eps, say: errors against fp64 do not show it
     elif error is not None and other is not None and not torch.equal(error, other):
+        # B's exact value and A's error beside its own: as near to A's operation on B's operands as
+        # one comes without running it
         again = found.double() - (error.double() - other.double())
     floor = math.hypot(a.floors[gap.answer.place], b.floors[gap.entry.place])
     gap.add(found, theirs, again, floor)

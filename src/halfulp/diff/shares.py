@@ -144,6 +144,7 @@ class Swapped:
         """A's operations in the place of a group of B's."""
         aligned = {gap.entry.place: gap.answer for gap in group.members if gap.answer is not None}
         lone = frozenset(gap.entry.place for gap in group.members if gap.answer is None)
+        # what B alone does has nothing of A's to stand for it: it is made in more precision
         swaps = [Swap("fp64" if self._b.dtype == "fp64" else "fp32", places=lone)] if lone else []
         other = InPlaceOf(self._b, self._rerun[0], aligned, self._b.whole)
         return [*swaps, Swap(other, kinds=KINDS)]
@@ -193,6 +194,7 @@ class Swapped:
         def prepare(number: int, stand: Stand) -> Piece:
             self._tape.clear()
             run(self._a, stand.batch, observe=keep, seed=number)
+            # begun anew, but the same object, which the swap below reads
             vars(piece).update(vars(Piece()))
             return piece
 
@@ -286,6 +288,8 @@ def share_of(name: str, pairs: Sequence[tuple[float, float]]) -> Share:
     rest = size.sum() - size
     if n < 2 or not bool((rest > 0).all()):
         return Share(name, share, math.nan)
+    # a sample with a large gap weighs in both sums, which leaving out one at a time sees and a
+    # spread of single ratios would not
     without = (along.sum() - along) / rest
     spread = (without - without.mean()).square().sum() * (n - 1) / n
     return Share(name, share, float(spread.sqrt()))

@@ -159,6 +159,7 @@ class Wide:
         wide = operation.changed(self._widened)
         device = next((x.device.type for x in leaves(wide.args)), "cpu")
         try:
+            # autocast would narrow what was just widened
             with torch.autocast(device, enabled=False):
                 found = wide.run()
         except (RuntimeError, TypeError) as error:
@@ -180,6 +181,7 @@ class Wide:
 
     def _cast(self, operation: Operation) -> Any:
         x, *rest = operation.args
+        # an empty tensor tells what a cast asks for, in any of its spellings, and costs nothing
         stands = torch.empty(0, dtype=stand_in(x), device=x.device)
         asked = operation.function(stands, *rest, **operation.kwargs)
         if not isinstance(asked, Tensor) or not asked.is_floating_point():
@@ -196,6 +198,7 @@ class Wide:
         dtypes = mapped((operation.args, dict(operation.kwargs)), _dtype_of)
         key = (operation.function, autocast, repr(dtypes))
         if key not in self._stock:
+            # run for its dtypes alone: numbers that it draws are drawn again by the real run
             with torch.no_grad(), torch.random.fork_rng(devices=_current(kind)):
                 found = operation.changed(expected_by_model).run()
             self._stock[key] = [x.dtype for x in leaves(found)]
@@ -208,6 +211,7 @@ def _current(kind: str) -> Sequence[int]:
 
 def _dtype_of(x: Any) -> Any:
     if isinstance(x, Tensor):
+        # a tensor without dimensions does not widen others (PyTorch's promotion): another case
         return stand_in(x), x.dim() == 0
     return x if isinstance(x, torch.dtype) else type(x)
 

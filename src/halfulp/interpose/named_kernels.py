@@ -194,6 +194,7 @@ class Kernel:
 
 
 def _check_gradient(found: Tensor, operands: Tensors) -> None:
+    # a kernel without a backward pass would cut off all that lies below it, without a word
     wanted = any(x.requires_grad for x in operands.values())
     if wanted and torch.is_grad_enabled() and not found.requires_grad:
         raise ValueError("the kernel's result carries no gradient, so it cannot be trained")
@@ -224,6 +225,7 @@ Run = Callable[[str, Tensors, dict[str, Any]], Tensor]
 def _given(operation: Operation) -> dict[str, Any]:
     """The arguments of a torch function by name, without those that are at their defaults."""
     names = _NAMES.get(operation.name, "").split()
+    # torch.softmax and the method have no _stacklevel between
     if operation.name == "softmax" and operation.function is not torch.nn.functional.softmax:
         names = ["input", "dim", "dtype"]
     given = dict(zip(names, operation.args, strict=False)) | dict(operation.kwargs)
@@ -262,6 +264,7 @@ def _norm(name: str, given: dict[str, Any], run: Run) -> Tensor:
     operands = {"input": x, "weight": weight}
     if name == "layer_norm":
         operands["bias"] = given.get("bias", torch.zeros_like(weight))
+    # PyTorch's own defaults
     plain = 1e-5 if name == "layer_norm" else torch.finfo(x.dtype).eps
     return run(name, operands, {"eps": given.get("eps", plain)}).reshape(x.shape)
 
@@ -279,6 +282,7 @@ def _cross_entropy(given: dict[str, Any], run: Run) -> Tensor:
     if target.is_floating_point() or logits.ndim < 2:
         raise ValueError("has probabilities, or one row; the definition is of rows and indices")
     chosen = {"reduction": "mean"} | {name: given[name] for name in options if name in given}
+    # torch has classes in the second dimension, the definition in the last
     rows = logits.movedim(1, -1)
     operands = {"input": rows.reshape(-1, rows.shape[-1]), "target": target.reshape(-1)}
     found = run("cross_entropy", operands, chosen)
@@ -305,6 +309,7 @@ def _rotary(given: dict[str, Any], run: Run) -> tuple[Tensor, Tensor]:
     shared = positions.shape[0] == 1 or bool((positions == positions[:1]).all())
 
     def turned(x: Tensor) -> Tensor:
+        # the definition has one row of positions for all; sequences with their own go one by one
         parts = [x] if shared else torch.tensor_split(x, len(x))
         found = []
         for part, where in zip(parts, positions, strict=False):

@@ -213,6 +213,7 @@ class _Mode(TorchFunctionMode):
         """Run an operation, or what stands for it."""
         if self._before is not None:
             self._before(operation)
+        # what is written into an operand has the operand's dtype, whatever computed it
         swap = None if not self._swaps or operation.in_place else self._chosen(operation)
         if swap is not None and getattr(swap.run, "takes_wide", False):
             found = swap.run(operation)
@@ -306,6 +307,8 @@ _lock = threading.Lock()
 _open = 0
 _undo: list[Callable[[], None]] = []
 _optimizing: list[bool] = []  # while an optimizer makes a step
+# Tensor.backward is a torch function itself, and torch shuts the mode around what handles one: a
+# checkpoint would be recomputed unseen, and with the model's own arithmetic
 _popped = threading.local()  # the mode that handles a backward pass
 
 
@@ -326,6 +329,7 @@ def _hold() -> None:
     with _lock:
         _open += 1
         _optimizing.clear()
+        # the first of those that are open, in any thread, patches torch, and the last one undoes it
         if _open == 1:
             _reach_functions()
             _reach_backward()
@@ -351,6 +355,7 @@ def _backward(
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    # not getattr, which would bind a classmethod to its class
     stock = vars(owner)[name]
     setattr(owner, name, make(stock))
     _undo.append(lambda: setattr(owner, name, stock))

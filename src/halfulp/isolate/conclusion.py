@@ -28,6 +28,7 @@ def conclude(found: Investigation, status: str, command: str) -> Isolation:
     rescues = _rescues(found)
     seeds = _seeds(found, rescues[0] if rescues else None)
     where = _places(found)
+    # all heads are no place: nothing was narrowed down
     known = bool(rescues) or 0 < len(where) < len(found.cells)
     return Isolation(
         run=str(settings.source) if settings.source else settings.config.preset or "configuration",
@@ -60,6 +61,7 @@ def _rescues(found: Investigation) -> list[Rescue]:
     rescues = []
     whole = found.ladder.rungs.get(TILING)
     if whole is not None and found.main in whole.runs and whole.runs[found.main].survived:
+        # searched=1: the seed that led there is no evidence, how sure it is comes from the others
         tiles = Seeds(*whole.held(found.failing), searched=1)
         rescues.append(Rescue(TILING, (TILING,), whole.change, ("the tiling",), False, tiles))
     for chosen in found.rescues:
@@ -238,6 +240,7 @@ def _run(found: Investigation, rung: Rung | None) -> RungRun | None:
 
 
 def _series(label: str, curve: Curve) -> Series:
+    # rounded up, so that no curve has more points than that
     every = -(-len(curve.steps) // _MOST_POINTS)
     return Series(label, tuple(curve.steps[::every]), tuple(curve.values[::every]))
 

@@ -127,10 +127,13 @@ def isolate(
 def _investigated(ladder: Ladder, record: dict[str, Any], command: str) -> Isolation:
     """Ask every question, and write down what is known after each."""
     found, phases, ended = _questions(ladder)
+    # what stands in the folder if anything ends this before the last question, Ctrl-C too
     status = "interrupted"
     try:
         for what, phase, share in phases:
             found.begin(what, share)
+            # the first question finds a seed that fails where attention is to blame; without one
+            # there is nothing that the others could ask
             if found.main is not None or phase is phases[0][1]:
                 _ask(found, what, phase)
             _write(ladder.settings, record, ended(found, "running", command))
@@ -259,6 +262,7 @@ def _claim(settings: Settings, kind: str) -> Lock:
 
 def identity(settings: Settings) -> dict[str, Any]:
     """What must be the same for a folder to be gone on with, as JSON reads it."""
+    # neither seeds nor budget nor workers: a later call may ask for more of them and go on
     plain = {
         "config": config_as_dict(settings.config),
         "rule": {name: getattr(settings.rule, name) for name in Rule.__dataclass_fields__},

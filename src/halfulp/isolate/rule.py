@@ -297,6 +297,8 @@ class Watcher:
         if not math.isfinite(value):
             return "loss not finite"
         curve = self.curves["loss"]
+        # a recorded loss stands for the steps since the last one: n steps have to be there before
+        # their median is taken
         gap = curve.steps[1] - curve.steps[0] if len(curve.steps) > 1 else step
         if step - self.patience < curve.steps[0] - gap:
             return None
@@ -307,6 +309,7 @@ class Watcher:
         self._best.append(min(median, self._best[-1]) if self._best else median)
         if (reason := self._behind(step, median)) is not None:
             return reason
+        # the best of windows that share no step with this one, or a rise would lift its own bound
         earlier = bisect.bisect_right(self._medians.steps, step - self.patience)
         if (
             not earlier
@@ -333,6 +336,7 @@ class Watcher:
         start = statistics.median(twin.values[: max(1, begun)])
         lost, way = median - best, start - best
         least = LEAST_LOST * best
+        # of a twin that hardly learns, a quarter of its way is noise
         if self.rule.lost_way is None or way < 2 * least or lost < least:
             return None
         if lost <= self.rule.lost_way * way:
@@ -346,8 +350,10 @@ class Watcher:
         twin = self.twin.get(name)
         if twin is None or name.startswith(DRIFT):
             return None
+        # not below 1 natural unit: ten times the scores of a fresh model are no run-away yet
         bound = max(1.0, twin.largest(step))
         if abs(value) <= self.rule.run_away * bound:
+            # back below: n steps in a row are meant
             self._since.pop(name, None)
             return None
         if step - self._since.setdefault(name, step) < self.patience:

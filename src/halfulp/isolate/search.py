@@ -32,13 +32,16 @@ def minimal_failing(items: Sequence[Item], fails: Fails[Item]) -> frozenset[Item
     while len(current) > 1:
         whole = frozenset(current)
         chunks = [frozenset(chunk) for chunk in _split(current, parts)]
+        # first one part alone, which shrinks the set most
         smaller = _first_failing(chunks, fails)
         if smaller is not None:
             parts = 2
         elif (
+            # then all but one part; with two parts these are the parts themselves, just asked
             parts > 2
             and (smaller := _first_failing([whole - chunk for chunk in chunks], fails)) is not None
         ):
+            # one part is gone, the others stay as long as they were
             parts -= 1
         elif parts < len(current):
             parts = min(len(current), 2 * parts)
@@ -163,6 +166,7 @@ def spare(
     `order`.
     """
     current, smaller = chosen, True
+    # what was needed may be spared once another change is gone, so that all are asked again
     while smaller:
         smaller = False
         for item in reversed([item for item in order if item in current]):
@@ -184,6 +188,7 @@ def share_bound(held: int, tried: int, confidence: float = 0.95) -> float:
     """
     if not 0 <= held <= tried or tried < 1:
         raise ValueError(f"held={held}, tried={tried}: accepted are 0 to tried of at least 1")
+    # there Clopper and Pearson's lower end is 0, and Beta(0, n + 1) no distribution
     if held == 0:
         return 0.0
     return beta_quantile(1 - confidence, held, tried - held + 1)

@@ -204,6 +204,7 @@ OPERATIONS: tuple[Operation, ...] = (
         tensor="weights_operand",
     ),
     Operation(
+        # then every rescale is a power of two, with which rounding commutes
         "integer",
         "the row maximum rounded up to an integer, base 2",
         "a rescale that is not exact",
@@ -212,6 +213,7 @@ OPERATIONS: tuple[Operation, ...] = (
         repair=True,
     ),
     Operation(
+        # the paper has β in [2, 8] (arXiv 2510.04212)
         "softmax",
         "Qiu & Yao's softmax shift, β = 7",
         "weights of exactly 1 at repeated maxima",

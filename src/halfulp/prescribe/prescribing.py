@@ -139,6 +139,7 @@ def _settings(begin: _Begin, out: Path, seeds: int) -> Settings:
         replace(config, metrics_every=max(1, min(config.metrics_every, made // _POINTS))),
         tuple(range(config.seed, config.seed + seeds)),
         begin.horizon,
+        # `_seen` holds runs against the fp32 twin, and only where the twin itself is in no trouble
         replace(rule_for(config.workload), behind=None, patience=patience),
         out,
         begin.source,
@@ -246,6 +247,7 @@ class _Practice:
         self.untried += [one for one in asked if isinstance(one, Untried) and not only]
         if only:
             wanted = [one for one in wanted if one.name in only]
+        # how far chance reaches depends on how many are tried, which is known only now
         self.control = replace(self.control, remedies=len(self.trials) + len(wanted))
         self.trials = [replace(one, control=self.control) for one in self.trials]
         self._try(wanted)
@@ -261,6 +263,7 @@ class _Practice:
     def result(self, status: str) -> Prescription:
         """What is known now."""
         s, b = self.ladder.settings, self.begin
+        # a fixed batch gives every seed the same losses: one trial then, however many seeds
         losses = {
             tuple(x for x in one.losses.values() if math.isfinite(x))
             for one in self.control.once.values()
@@ -330,6 +333,7 @@ class _Practice:
             self.ladder.climb(rungs, s.seeds)
         except BudgetSpentError:
             return False
+        # in trouble is what is so both times: of a chaotic run an ulp may decide
         once, again = (self._seen(name, judged=True) for name in (ORIGINAL, AGAIN))
         troubles = {seed: once[seed].trouble if again[seed].trouble else "" for seed in once}
         self.control = Control(once, again, troubles)
@@ -391,6 +395,8 @@ class _Practice:
             self.ladder.progress(0.95 + 0.05 * i / _TIMED, f"time of {one.remedy.name}")
             configs = [as_it_is, self.ladder.config(one.remedy.name)]
             with one_thread() if s.config.device == "cpu" else nullcontext():
+                # steps that take turns repeat within 10 % at a load of 20, where the runs' own
+                # clocks gave 0.27 to 1.09 for equal arithmetic (docs/log.md)
                 times = times_of_steps(
                     configs, rounds, seconds=_SECONDS, batches=order, start=start
                 )

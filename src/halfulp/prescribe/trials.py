@@ -96,6 +96,8 @@ class Control:
         count = len(self.once)
         if math.isnan(self.noise):
             return math.log(LESS)
+        # Bonferroni over the remedies, since the luckiest of many idle ones is looked at. As many
+        # degrees of freedom as seeds: the mean difference of two runs an ulp apart is known, 0
         wide = student_beyond((1 - CONFIDENCE) / max(1, self.remedies), count)
         return max(math.log(LESS), wide * self.noise / math.sqrt(count))
 
@@ -159,6 +161,7 @@ class Trial:
     def beyond_chance(self) -> bool:
         """Whether the loss is lower by more than chaos makes of a rounding."""
         ratios = [self.log_ratio(seed) for seed in self.seeds]
+        # finite on a seed where the run as it is was not, the reverse on none: no ratio is needed
         if any(x == -math.inf for x in ratios) and not any(x == math.inf for x in ratios):
             return True
         drifts = [self.control.once[seed].run.outcome == "drifting" for seed in self.seeds]
@@ -240,6 +243,8 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
         if not math.isfinite(one.last):
             tier = math.inf
         elif math.isfinite(before):  # of what the best of them wins
+            # losses within a quarter of what the best one wins are alike, so that what a remedy
+            # touches and costs decides between them
             tier = math.floor((one.last - least) / most / ALIKE) if most > 0 else 0.0
         else:
             tier = math.floor((_log(one.last) - _log(least)) / ALIKE)

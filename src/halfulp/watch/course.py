@@ -70,6 +70,7 @@ class Course:
     def backward_begins(self, begun_at: Tensor) -> None:
         """A backward pass begins: at the loss, where the model returned none."""
         if not self._returned_loss:
+            # with a GradScaler a backward pass begins at the loss times the scale
             scaled = self._scaled is not None and self._scaled[0]() is begun_at
             self.health.saw_loss(self._scaled[1] if scaled and self._scaled else begun_at)
             self._returned_loss = True
@@ -77,6 +78,7 @@ class Course:
     def scaled(self, scaler: GradScaler, loss: Tensor, scaled: Tensor) -> None:
         """A GradScaler has scaled a loss."""
         self._scaler = weakref.ref(scaler)
+        # weak, since a scaled loss holds the whole graph of its step
         self._scaled = (weakref.ref(scaled), loss.detach())
 
     def clips(self, grads: Sequence[Tensor], norm: Tensor) -> None:
@@ -106,6 +108,8 @@ class Course:
             self.health.saw_norm(norm, clipped=False)
         found = self.health.norm
         looks = optimizer is not None and self.careful and self.place is None
+        # to read the norm is to wait for the device, which `careful` allows; after the update the
+        # weights would be spoiled and the snapshot that of another step
         if looks and found is not None and not bool(found.isfinite()):
             self.place = self._found_place()
             self.snapshots.ask(f"not finite: {self.place}")
@@ -200,6 +204,7 @@ class Course:
 
     def _found_place(self) -> Place:
         """Where a number first was not finite, in the step that is being made."""
+        # what lies there is looked at first; a pass is made again only where it shows nothing
         place = place_in_weights(self.model) or place_in_gradients(self.model)
         last = self.snapshots.last_batch
         several = torch.distributed.is_available() and torch.distributed.is_initialized()

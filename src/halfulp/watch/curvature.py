@@ -46,6 +46,7 @@ class ExactOut:
             )
             change = torch.zeros_like(out, dtype=wide)
             change[: self.entries] = exact - out[: self.entries]
+        # a sum, so that gradients still flow through the layer that ran
         # the value is rounded once more in a sum, but only to O's own fp32
         self.outs[layer] = replaced = out + change
         return replaced

@@ -119,6 +119,7 @@ def step_figures(
             )
             continue
         mean = past.to(matrix.dtype).mean(0)
+        # a control's sign is chance, so that its size is told: root mean square, not mean
         controls = [(_permuted(matrix, generator) * mean).sum((1, 2)) for _ in range(SHUFFLES)]
         found[name] = (matrix * mean).sum((1, 2))
         found[f"{name}_shuffled"] = torch.stack(controls).square().mean(0).sqrt()
@@ -128,6 +129,7 @@ def step_figures(
 def unit_matrix(matrix: Tensor) -> Tensor:
     """`[H, D, width]` of Frobenius norm 1 a head; zeros stay zeros."""
     least = torch.finfo(matrix.dtype).tiny
+    # by the largest element first: gradients shrink as a run learns, and squares underflow in fp32
     scaled = matrix / matrix.abs().amax((1, 2), keepdim=True).clamp_min(least)
     length: Tensor = scaled.norm(dim=(1, 2), keepdim=True)
     return scaled / length.clamp_min(least)
@@ -154,8 +156,10 @@ def _mean_pair(total: Tensor, count: int) -> Tensor:
 
 def _stack_share(a: Tensor, x: Tensor) -> Tensor:
     """Of the stack of aₜᵀxₜ `[n, D·width]` top singular value² / Frobenius², by its Gram matrix."""
+    # two rank-1 terms have the product (aₛ·aₜ)(xₛ·xₜ): none of D·width numbers is written out
     gram = (a @ a.mT).mul_(x @ x.mT)  # [H, n, n]
     top = power_iteration(lambda y: (gram @ y.unsqueeze(-1)).squeeze(-1), gram.sum(-1))
+    # the terms have unit norm, so that Frobenius² is their number
     return top.value / a.shape[1]
 
 

@@ -75,6 +75,7 @@ def weight_figures(exact: Exact) -> dict[str, Tensor]:
     on the key that has the largest share, in each batch entry.
     """
     seen = exact.scores.masked_fill(exact.scores == -math.inf, 0)
+    # −Σ P log P = lse − Σ P S; a hidden pair's 0 · −inf, which is NaN, was filled with 0
     entropy = exact.lse.squeeze(-1) - (seen.mul_(exact.weights)).sum(-1)
     shares = exact.weights.mean(2)  # [B, H, N_k]
     return {
@@ -129,7 +130,10 @@ def delta_error_in_gradient(call: Observed) -> Tensor:
     query = call.query.double()
     if call.grad_key is None:
         return torch.full(query.shape[:2], math.nan, dtype=torch.float64, device=query.device)
+    # over batch entries and rows, so that the weights w_i have mean 1 over both
     mean = query.mean((0, 2))
+    # Σ_j dK_j cancels to nothing in exact arithmetic: what is left is the figure, and a sum in fp32
+    # would add its own rounding to it
     along = (call.grad_key.double().sum(2) * mean).sum(-1)
     return -along / (call.scale * mean.square().sum(-1))
 

@@ -133,10 +133,13 @@ class Monitor:
         scalars, exact_grads = {"loss": value}, dict[int, Tensor]()
         if self.curvature:
             scalars["loss_exact"], exact_grads = exact_pass(self.model, recorder, loss)
+        # it holds the graphs of both passes, which are let go before anything is computed
         del recorder
         found: dict[str, list[list[float]]] = {}
         with torch.no_grad():
             for layer, call in calls.items():
+                # of step and layer alone: a run that is resumed draws the controls of one that was
+                # not, and no generator's state has to be kept
                 generator = torch.Generator().manual_seed(
                     (self.seed * 1_000_003 + step) * 1009 + layer
                 )
@@ -220,6 +223,8 @@ class Monitor:
         found |= measures.sign_figures(call, exact)
         found |= measures.activation_figures(call)
         total = error.sum(-1)
+        # e with dO of the exact pass, which knows nothing of this rounding; what is then left of e
+        # is errᵀ H err, the curvature part (`curvature`)
         first = torch.full_like(total, torch.nan)
         if exact_grad is not None:
             first = (exact_grad.to(self.dtype) * (call.out.to(self.dtype) - exact.out)).sum((2, 3))
@@ -248,7 +253,10 @@ class Monitor:
             {},
         )
         found = step_figures(now, self.errors.get(layer), self.means.get(layer), generator)
+        # R is made a unit, so that no step weighs more than another; means of unit terms stay as
+        # long as they are, since their products are mean cosines over all pairs of terms
         for stacks, matrix in ((self.errors, unit_matrix(now.error)), (self.means, now.mean_term)):
+            # kept for cosines alone, for which fp32 is enough
             new = matrix.float()[None]
             if self.history:
                 stacks[layer] = (

@@ -26,6 +26,7 @@ READ: tuple[Format, ...] = (FP16, BF16, OCP_E4M3, OCP_E5M2)
 come later: on few numbers a kernel may well not notice that they were rounded to more bits before.
 """
 AS_GIVEN = -1
+# largest first: what falls below 2⁻²⁴ in fp16 is 0, and what overflows shows and is tried again
 _HALF_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
@@ -108,6 +109,7 @@ def record(
     for layer, s in seen.items():
         query, key, v = (_wide(x[: s.entries]) for x in s.call.operands)
         grad_out, grad_key = outs[layer], outs[~layer]
+        # where the loss does not depend on a layer its dO is 0; one column is broadcast to any D_v
         no_gradient = torch.zeros_like(query[..., :1])
         calls[layer] = Observed(
             *recorder.read(layer, query, key, v),
@@ -214,6 +216,7 @@ def _ask(attend: Any, call: Call) -> Tensor:
     """
     operands = call.operands
     options = {"is_causal": call.sees.causal, "scale": call.scale}
+    # the tap that asks must not be asked again by the calls made here
     kept, attend.tap = attend.tap, None
     try:
         with torch.no_grad():
@@ -227,6 +230,8 @@ def _ask(attend: Any, call: Call) -> Tensor:
                 changed = (changes[0] | changes[1] | changes[2]).cpu()
                 if not bool(changed.any()):
                     continue
+                # rounding twice to one format is rounding once, so that a kernel that rounds its
+                # operands itself gives the same bits; one that does not gives others
                 same = (attend(*rounded, **options) == given).all(3).all(2).all(0).cpu()
                 reads[changed & same] = number
     finally:

@@ -104,6 +104,8 @@ def find(seen: Seen) -> list[Finding]:
     found: list[Finding] = []
     explained = set(seen.explained)
     for cause in CAUSES.values():
+        # in the order of CAUSES: a rule knows what those before it found, and holds back where that
+        # explains what it would have told
         given = replace(seen, explained=explained, known={*seen.known, *(x.kind for x in found)})
         new = cause.find(given)
         found += new
@@ -129,6 +131,7 @@ def _fp16_overflow(seen: Seen) -> list[Finding]:
     last = list(seen.steps)[-32:]
     skipped = [step.number for step in last if step.skipped]
     first = seen.steps[0].number
+    # a scaler finds its scale by leaving out steps; a training that has settled needs none of it
     late = last[-1].number - first >= 64 and len(skipped) > SKIPS
     never = len(last) >= 24 and len(skipped) == len(last)
     small = 0 < last[-1].scale < 1.0
@@ -151,6 +154,7 @@ def _bad_batch(seen: Seen) -> list[Finding]:
     found: list[Finding] = []
     if {"rate_too_high", "broken_mask"} & {*seen.known}:
         return found
+    # the AFTER steps before the new ones once more: only now are the losses after them known
     for at in range(max(LEAST, len(losses) - seen.new - AFTER), len(losses)):
         step = seen.steps[at]
         loss, norm = jumps(losses, at), jumps(norms, at)
@@ -163,6 +167,7 @@ def _bad_batch(seen: Seen) -> list[Finding]:
         before = [x for x in (jumps(norms, i) for i in range(at - 3, at)) if math.isfinite(x)]
         earlier = [x for x in (jumps(losses, i) for i in range(at - 3, at)) if math.isfinite(x)]
         rates = [x.learning_rate for x in list(seen.steps)[max(0, at - BEFORE) : at]]
+        # of the last three, a rise itself would be part of what is usual
         usual = statistics.median(rates[:-3] or rates)
         restless = max(before, default=0.0)
         if restless > CALM:  # the weights may be to blame, unless the next batches are as before
@@ -195,6 +200,7 @@ def _data_repeat(seen: Seen) -> list[Finding]:
         same = again and run and (at - before == lag or before == at - run - 1)
         run = run + 1 if same else int(again)
         lag = at - before if again else 0
+        # a training on one batch repeats itself and means to: others must have come before
         distinct = len({m for m in marks[: at - run + 1] if not math.isnan(m)})
         if run >= REPEATED and distinct >= DISTINCT and at >= len(marks) - seen.new:
             since, source = seen.steps[at - run + 1].number, seen.steps[before - run + 1].number
@@ -225,6 +231,7 @@ def _broken_mask(seen: Seen) -> list[Finding]:
     ]
     said = "its mask adds 0 and 1 to the scores: a boolean one that became numbers"
     found += [broken(layer, detail=said) for layer, yes in added.items() if yes > 0]
+    # held against its own past
     for row in seen.rows[:-1]:
         before = _by_layer(row, "sees_future", seen.layers)
         for layer in now.keys() & before.keys():
@@ -232,6 +239,8 @@ def _broken_mask(seen: Seen) -> list[Finding]:
             if other and abs(now[layer] - before[layer]) > 0.4:
                 evidence = {"share of later keys seen": now[layer], "before": before[layer]}
                 found.append(broken(layer, evidence))
+    # held against its like in other layers: the odd ones are the fewer or, of two halves, those
+    # that see what comes later
     groups: dict[str, dict[str, float]] = {}
     for layer, share in now.items():
         groups.setdefault(_pattern(layer), {})[layer] = share
@@ -244,6 +253,7 @@ def _broken_mask(seen: Seen) -> list[Finding]:
             evidence = {"share of later keys seen": alike[odd[0]]}
             evidence["in its like"] = alike[(others if odd is sighted else sighted)[0]]
             found.append(broken(odd[0], evidence))
+    # where all layers agree only the model's name says that it was meant otherwise
     if now and min(now.values()) > 0.4 and re.search(r"causal|gpt|lmhead", seen.model.lower()):
         said = f"all attention of {seen.model} sees later keys"
         found.append(broken(detail=said))
@@ -271,6 +281,8 @@ def _exploding(seen: Seen) -> list[Finding]:
         ]
         usual = max(statistics.median(x) for x in (list(total.values()), like) if x)
         sizes = growths[worst]
+        # growth alone is no fault: BERT's query weights grow five-fold from 0.02 while attention
+        # forms, which gave 6 of 7 wrong alarms (docs/log.md)
         if total[worst] < GROWN * max(1.0, usual) or sizes[-1] < 3 * level:
             continue
         slopes = [math.log(b / a) / n for a, b, n in zip(sizes, sizes[1:], spans, strict=False)]
@@ -292,6 +304,7 @@ def _collapsed(seen: Seen) -> list[Finding]:
         return []
     found = []
     for number, layer in enumerate(seen.layers):
+        # rounding is the cause then, and the alarm of the head says so
         if layer in seen.leaning:
             continue
         sizes = [_largest(row, "max_score", number) for row in rows]
@@ -316,6 +329,8 @@ def _rate(seen: Seen) -> list[Finding]:
     risen = rises(seen.steps, seen.first_loss)
     if not ratios or len(seen.steps) < LEAST // 2 or _is_explained(seen, risen):
         return []
+    # the most of all, since only the first steps tell: 3 against 0.1 in a sound run, and 0.005 once
+    # the weights have grown (docs/log.md)
     now, most = statistics.median(ratios[-3:]), max(ratios)
     known = [step.loss for step in seen.steps if math.isfinite(step.loss)]
     last = statistics.median(known[-8:]) if len(known) >= LEAST else math.nan
