@@ -34,6 +34,7 @@ def backward(
         dq, dk, dv = fused.backward(problem, *rows_of.statistics(), delta.rows(), do)
     else:
         dq, dk, dv = _tiles(problem, rows_of, delta, do)
+    # α on finished sums: N · D products a head, where dS would take N²
     if problem.recipe.gradient_scale_at == "products":
         dq, dk = dq * scale, dk * scale
     dv = problem.undropped(dv)
@@ -52,6 +53,7 @@ def _tiles(
         for rows in problem.row_tiles():
             if problem.sees.hides(rows, cols):
                 continue
+            # two: dV may take unrounded weights over l where dS takes the rounded ones of O
             p, p_for_value = rows_of.probabilities(rows, cols)
             operand, do_i = step("probabilities_operand", p_for_value), do[:, :, rows]
             operand = problem.kept(operand, rows, cols)
@@ -80,6 +82,8 @@ def _grad_scores(
     step, scale, where = problem.step, problem.call.scale, problem.recipe.gradient_scale_at
     if where == "probabilities":
         p = step("scaled_probabilities", p * scale)
+    # here δ's error shows: with values that share an offset, or under a sink, dP and δ agree in
+    # their leading digits, and what is left is small beside that error
     centered = step("grad_centered", torch.sub(dp, delta, out=step.scratch(dp)))
     centered = centered if slope is None else centered * slope
     ds = step("grad_scores", torch.mul(centered, p, out=step.scratch(centered)))
@@ -107,6 +111,7 @@ class Rows:
         self.problem, self.kept = problem, kept
         recipe = problem.recipe
         self.divisor: Tensor | None = None
+        # exp(S − lse) is P at once, as in FlashAttention-2's Algorithm 2: nothing to divide by
         if recipe.backward_weights == "lse":
             self.shift = shift_of(kept.lse)
         elif (
@@ -174,6 +179,7 @@ class Delta:
             # A fully masked row's lse is constant, and the gradient that reaches it may be infinite
             # or NaN.
             self.grad_lse = torch.where(kept.lse == -math.inf, 0.0, grad_lse.to(do.dtype))
+        # rowsum(dP ∘ P) in exact arithmetic alone: every row is off by dO · (O's rounding error)
         if problem.recipe.delta_from != "probabilities":
             out = kept.out_for_delta
             if problem.recipe.delta_from == "recomputed":

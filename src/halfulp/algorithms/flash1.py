@@ -53,6 +53,8 @@ def _tile(problem: Problem, rows: slice, cols: slice, state: State) -> State:
     m_new = torch.maximum(m, m_tile)
     shift = shift_of(m_new)
     old_scale, tile_scale = (problem.rescale(x, shift) for x in (m, m_tile))
+    # O is kept divided, so it is multiplied by the old l before the new one divides it: a rounding
+    # a tile that FlashAttention-2 saves
     l_old = step("rescaled", l * old_scale)
     l_new = step("row_sum", l_old + step("rescaled", l_tile * tile_scale))
     block_out = step("block_out", product(operand, problem.value[:, :, cols], step))

@@ -39,12 +39,14 @@ def _rows(problem: Problem, rows: slice) -> State:
             continue
         scores = problem.scores(rows, cols)
         largest = scores.amax(dim=-1, keepdim=True)
+        # any shift gives the same softmax in exact arithmetic: a recipe chooses by its rounding
         top = row_shift(scores, largest, step)
         m_new = step("row_max", top if state is None else torch.maximum(state.row_max, top))
         shift = shift_of(m_new)
         weights = step("weights", problem.weights(scores, shift))
         operand = problem.weights_operand(weights)
         tile_sum, exact_sum = problem.row_sums(weights, operand)
+        # after the row sums: softmax normalizes what dropout then drops from
         operand = problem.kept(operand, rows, cols)
         tile_out = step("block_out", product(operand, problem.value[:, :, cols], step))
         if state is None:

@@ -70,6 +70,7 @@ def _format_refused(recipe: Recipe) -> str | None:
 
 def forward(problem: Problem) -> State:
     """The state after all key blocks, as the loops of the recipe's algorithm make it."""
+    # the standard algorithm shifts a row by the maximum of all its keys, not of a block
     call, held = _call(problem, whole_rows=problem.recipe.algorithm == "standard")
     call.algorithm = _ALGORITHMS[problem.recipe.algorithm]
     out = torch.empty(*problem.query.shape[:3], problem.value.shape[3])
@@ -93,6 +94,7 @@ def backward(
     1]`.
     """
     call, held = _call(problem, shift, divisor, value_divisor, grad_out)
+    # bound to its name: the library reads this memory until the call is over
     delta = delta.expand(shift.shape).contiguous()
     gradients = [torch.zeros(x.shape) for x in (problem.query, problem.key, problem.value)]
     call.delta = delta.data_ptr()
@@ -156,6 +158,7 @@ def _call(
     held: list[object] = [formats]
     for name, x in tensors.items():
         if x is not None:
+            # the structure holds bare addresses: a copy that nothing else refers to would be freed
             x = x.contiguous()
             held.append(x)
             setattr(call, name, x.data_ptr())
@@ -163,6 +166,7 @@ def _call(
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.to(torch.float32)
         mask = mask.expand(b, h, n, nk)
+        # broadcast dimensions keep their stride of 0; along the keys numbers must be neighbors
         mask = mask if mask.stride(3) == 1 or nk == 1 else mask.contiguous()
         held.append(mask)
         call.mask = CTensor(mask.data_ptr(), *mask.stride()[:3])
@@ -182,6 +186,7 @@ def _describe(call: CEmulation, recipe: Recipe) -> None:
         shift.offset,
     )
     call.row_sum_rounded = recipe.row_sum_from == "rounded"
+    # lse of unrounded weights needs a sum of its own only where the first is of rounded ones
     call.row_sum_exact = recipe.row_sum_from == "rounded" and recipe.lse_from == "exact"
     call.weights_scale, call.row_sum_floor = recipe.weights_scale, recipe.row_sum_floor
     call.weights_rounded, call.scale_at = (

@@ -44,6 +44,7 @@ def golden(call: Call, grad_out: Tensor | None = None, grad_lse: Tensor | None =
     given = [None if x is None else by_key_head(x.double()) for x in (grad_out, grad_lse)]
     for own in _own(call):
         part = _Heads.of(call, own)
+        # rows of dQ are whole within their block; keys gather from every block of queries
         for rows, cols in _blocks(call):
             do, d_lse = (None if x is None else x[own][:, :, rows] for x in given)
             operands = (q[own][:, :, rows], k[own][:, cols], v[own][:, cols])
@@ -58,6 +59,7 @@ def golden(call: Call, grad_out: Tensor | None = None, grad_lse: Tensor | None =
             if by_sink is not None and grads.sinks is not None:
                 by_sink[own] += grads.sinks
             if mask is not None and grads.mask is not None:
+                # what a mask is broadcast over shares its gradient
                 tile = Sees(mask=_of_heads(mask, call, own)).tile(rows, cols)
                 tile += grads.mask[0].sum_to_size(tile.shape)
     out, lse, dq = (x.view(batch, heads, *x.shape[2:]) for x in (out, lse, dq))
@@ -82,6 +84,7 @@ def _blocks(call: Call) -> Iterator[tuple[slice, slice]]:
     """Blocks of query rows, each with the keys that one of them sees, at least one."""
     n, n_k = call.query.shape[2], call.key.shape[2]
     least, greatest = call.bounds
+    # whole rows, so that softmax is its definition, with no running maximum to rescale by
     at_once = max(1, CHUNK_ELEMENTS // max(1, n_k * call.groups))
     for start in range(0, n, at_once):
         rows = slice(start, min(start + at_once, n))
@@ -154,15 +157,20 @@ class _Heads(NamedTuple):
             return out, lse, None
         delta = (do * out).sum(-1, keepdim=True)
         if d_lse is not None:
+            # ∂lse/∂S is P, so its gradient joins δ; a masked row's lse is constant
             delta -= torch.where(lse == -torch.inf, 0.0, d_lse)[..., None]
+        # P = p / l: δ and dO divided once a row leave p as it is in dV and dS
         delta, do = delta / l, (do / l).flatten(1, 2)
         dv = kept.mT @ do
         dp = (do @ v.mT).view(*split, v.shape[1])
         dp = dp if factor is None else dp * factor
+        # a sink's value is 0, so its dP is too, and −P δ is left of its dS
         if of_sink is not None:
             of_sink = -(of_sink * delta).sum((2, 3))
+        # a mask is added behind the softcap, so its gradient has no slope
         of_mask = ds = dp.sub_(delta).mul_(p)
         ds = (ds if slope is None else ds * slope).flatten(1, 2)
+        # q has α in it already, which dK takes from there
         dq = (ds @ k).mul_(call.scale).view(*split, k.shape[2])
         return out, lse, Gradients(dq, ds.mT @ q, dv, of_sink, of_mask)
 

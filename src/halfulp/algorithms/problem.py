@@ -217,6 +217,7 @@ def sink_state(problem: Problem, rows: slice) -> State | None:
     sinks = problem.sinks
     if sinks is None:
         return None
+    # an integer shift stays one from the first: all later rescales are then exact powers of two
     m = problem.step("row_max", sinks.ceil() if problem.recipe.shift.kind == "integer" else sinks)
     return start(problem, rows, m, problem.exp(sinks - shift_of(m)), sinks)
 
@@ -295,6 +296,7 @@ def read_input(name: str, x: Tensor, step: Step) -> Tensor:
     ):
         return step(name, x)
     largest = x.abs().amax()
+    # a tensor of zeros, or with infinities, has no scale that maps its largest to the format's
     scale = torch.where(
         (largest > 0) & largest.isfinite(), largest / fmt.max, torch.ones_like(largest)
     )

@@ -71,6 +71,7 @@ def forward(problem: Problem, *, exponential: Exponential = weights_exp) -> Kept
         parts = [_rows(problem, rows, gemm, exponential) for rows in _row_tiles(problem)]
         accumulator, m, l = (torch.cat(column, dim=2) for column in zip(*parts, strict=True))
         divisor = torch.where(l == 0, 1.0, l)  # the kernel's way to give fully masked rows O = 0
+        # the kernel multiplies by a reciprocal, which rounds once more than a division
         exact = accumulator * (1 / divisor)
         out = step("out", exact)
         for_delta = out
@@ -106,6 +107,8 @@ def backward(
         delta = step("delta", reduced_sum(step("delta_products", do * kept.out_for_delta)))
         if grad_lse is not None:
             delta = delta - torch.where(kept.lse == -math.inf, 0.0, grad_lse.to(delta.dtype))
+        # in bf16 as in the kernel: every tile rounds the running gradients anew, so that errors
+        # grow with the number of tiles
         dtype = torch.bfloat16 if gemm.bf16 else torch.float32
         dq = torch.zeros(problem.query.shape, dtype=dtype)
         dk, dv = (
@@ -148,6 +151,7 @@ def _rows(
                 step("rescaled", l * rescale),
                 step("rescaled", accumulator * rescale),
             )
+            # one instruction in the kernel, without a rounding between product and sum
             fused = not step.rounds("rescaled")
             l = step(
                 "row_sum",
@@ -211,6 +215,7 @@ def _head_gradients(
             heads.grad_out[:, :, rows],
             heads.delta[:, :, rows],
         )
+        # exp(S − lse) is P itself: this backward pass knows no row sum
         shift = shift_of(heads.lse[:, :, rows])
         for cols in problem.col_tiles():
             if problem.sees.hides(rows, cols):
@@ -270,6 +275,7 @@ class _Gemm:
         """alpha · left @ right in fp32."""
         if not self.native:
             return product(left, right, self.step) * alpha
+        # the kernel sums vectors and single rows in another order than its other products
         if right.stride(-2) == 1 and 1 in (left.shape[-2], right.shape[-1]):
             return vector_product(left, right * alpha)
         if left.shape[-2] == 1:
@@ -285,6 +291,7 @@ class _Gemm:
         step = self.step
         if not self.native or step.rounds("block_out"):
             return total + step("block_out", self(left, right))
+        # for whoever watches: the sum itself never has this product apart
         if step.observers:
             step("block_out", self(left, right))
         if left.shape[-2] == 1:

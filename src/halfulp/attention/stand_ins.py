@@ -48,6 +48,7 @@ def stand_in(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
         block = blocks.current()
         if block is None:
             return stock(*args, **kwargs)
+        # or the kernel of an earlier call would be counted for one that runs none
         dispatch.last_run.name = None
         try:
             out = ours((block.recipe, block.backend), stock, *args, **kwargs)
@@ -154,6 +155,7 @@ def _jagged(
     if any(x._ragged_idx != 1 for x in packed):
         return Stock("a jagged tensor whose lengths are not its second-last dimension")
     ends, key_ends = packed[0].offsets(), packed[1].offsets()
+    # one diagonal for all only where lengths agree; identity first, since comparing reads the data
     if is_causal and ends is not key_ends and not torch.equal(ends, key_ends):
         return Stock("is_causal with jagged queries and keys of different lengths")
     q, k, v = (x.values() for x in packed)
@@ -166,6 +168,7 @@ def _jagged(
 
 
 def _is_distributed(x: Tensor) -> bool:
+    # by its name, so that torch.distributed.tensor need not be imported to ask
     return type(x).__name__ == "DTensor"
 
 
@@ -196,6 +199,7 @@ def _distributed(
         recipe=chosen[0], backend=chosen[1],
     )  # fmt: skip
     shape = (*query.shape[:-1], value.shape[-1])
+    # of the whole: from this part alone an uneven split would be taken for an even one
     strides = torch.empty(shape, device="meta").stride()
     out: Tensor = type(query).from_local(
         local, query.device_mesh, placements, run_check=False, shape=shape, stride=strides
@@ -215,6 +219,7 @@ def multi_head_attention_forward(
     named = given.arguments
     if not named["need_weights"]:
         return stock(**named)
+    # `strict` is not to report them: stock weights are asked for, beside halfulp's result
     before, blocks.excused.on = blocks.excused.on, True
     try:
         weights = stock(**named)[1]
@@ -280,6 +285,7 @@ def flash(chosen: Chosen, stock: Callable[..., Any], *args: Any, **kwargs: Any) 
         return out, (lse if given["return_lse"] else None)
     if not given["return_attn_probs"]:
         return out
+    # FlashAttention 2 gives the dropped weights as a third, which none asks for here; 3 gives two
     return (out, lse, None) if "dropout_p" in given else (out, lse)
 
 

@@ -77,6 +77,7 @@ def aim(x: dict[str, Tensor], positions: list[int], score: float) -> dict[str, T
     x["query"][..., 1 % d] = 4.0
     x["key"][..., 1 % d] = 0.0
     aimed = torch.zeros(d)
+    # times the queries' 4 and α = 1/√d this is the score
     aimed[1 % d] = score * math.sqrt(d) / 4.0
     for position in positions:
         x["key"][:, :, position % x["key"].shape[2]] = aimed
@@ -102,6 +103,7 @@ def ties(count: int, score: float, *, apart: bool = False) -> Draw:
             x["key"][:, :, others, 1 % shape.head_dim] = (
                 (score - 6.0) * math.sqrt(shape.head_dim) / 4.0
             )
+        # of one sign, so that biased roundings of Ō add up instead of cancelling (Qiu & Yao)
         x["value"] = -(x["value"].abs() + 0.5)
         return x
 
@@ -161,6 +163,7 @@ def level(level: float, spread: float = 1.0) -> Draw:
 
     def draw(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
         x = gaussian(shape, g, q=spread)
+        # root² α is the level: query and key have equal parts in it
         root = math.sqrt(abs(level) * math.sqrt(shape.head_dim))
         x["query"][..., 0] = root
         x["key"][..., 0] = math.copysign(root, level)
@@ -187,6 +190,7 @@ def two_live_keys(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
     x = gaussian(shape, g)
     n = shape.n_key
     x["query"][..., 1 % shape.head_dim] = 4.0
+    # e⁻²⁰⁰ is 0 in float32, where the smallest number is about e⁻¹⁰³
     x["key"][..., 1 % shape.head_dim] = -200.0 * math.sqrt(shape.head_dim) / 4.0
     x["key"][:, :, [min(5, n - 1), max(n - 5, 0)], 1 % shape.head_dim] = 0.0
     return x

@@ -79,6 +79,7 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     q2, k2, v2, do2 = (t.square().sum(-1) for t in (q, k, v, do))
     e2 = (do * out).square().sum(-1)
     total: dict[str, Tensor] = {}
+    # 64 MiB of fp64 scores at once
     step = max(1, 2**23 // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         rows = slice(start, min(start + step, q.shape[2]))
@@ -318,6 +319,7 @@ def _compared(got: Tensor, exact: Tensor, fmt: Format, leans: bool) -> _Compared
             off.masked_fill_(~(size <= fmt.max), 0.0)
             largest = size.nan_to_num_(0.0, 0.0).amax(1)
         error = torch.linalg.vector_norm(off, dim=1)
+        # one look for all: an element that is not finite makes its norm, and the sum of norms, so
         if not math.isfinite(error.sum()):
             bad += int((~off.isfinite()).sum())
         along = (off * truth).sum(1) if leans else error
@@ -379,6 +381,7 @@ def _peak(got: Tensor, exact: Tensor, seen: _Compared, u: float, figure: Figure)
     there, expected = (
         x.flatten(2).flatten(0, 1).gather(1, seen.at[:, None])[:, 0].double() for x in (got, exact)
     )
+    # a head's norm, spread evenly over its elements
     natural = figure.through_delta / (exact.shape[2] * exact.shape[3]) ** 0.5
     own = torch.stack([u * seen.largest, figure.slack, natural]).amax(0)
     return Peak(seen.peak, own, seen.at, there, expected, tuple(exact.shape))
@@ -458,6 +461,7 @@ def _sums(
         and result.grad_query is not None
         and "grad_query" not in bad
     ):
+        # keys share feature 0 = c: of dQ that is α c Σ_j dS_ij, 0 but for the row's error of δ
         along = result.grad_query[..., :1].double() / (x.scale * probe.shared_feature)
         error, scale = _norm(along), noise.row_sums
         label = "row sums of dS (δ's error)"

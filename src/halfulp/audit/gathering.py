@@ -200,10 +200,12 @@ def _spread(asked: Asked, todo: Plan) -> _Found:
     work += [float(case.shape.work * len(relations)) for case, relations in related]
     loads = [0.0] * asked.jobs
     parts: list[list[int]] = [[] for _ in loads]
+    # the largest first, each to the least loaded: at most 4/3 of the best schedule (Graham 1969)
     for number in sorted(range(len(work)), key=lambda i: -work[i]):
         least = loads.index(min(loads))
         loads[least] += work[number]
         parts[least].append(number)
+    # in the plan's order again: where the time is up, what is left out is what the plan has last
     parts = [sorted(part) for part in parts if part]
     shares = [
         _Share(
@@ -258,6 +260,7 @@ def _measured(case: Case, reference: Any, outcome: Outcome) -> _Seen:
     attention = case.operation == ATTENTION
     if attention and case.probe == GROWTH_PROBE and "out" not in measured.nonfinite:
         difference = outcome.result.out.double() - reference.truth.out
+        # along O's sign, so that a cut toward zero drifts one way over elements of both signs
         signed = difference * reference.truth.out.sign()
         drift = drift_exponent(signed.flatten(0, 1).mT.flatten(0, 1))
     # another operation's references hold its functions, and cost little to have again

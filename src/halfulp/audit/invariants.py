@@ -54,8 +54,10 @@ def _relation(
         if a is None or b is None:
             continue
         a = a[:, :, : b.shape[2]] if rows == _ALL else a[:, :, rows]
+        # a NaN is as wrong as can be, also where both calls give one
         difference = (a.double() - b.double()).nan_to_num_(nan=torch.inf)
         part = 1.0 if rows == _ALL else a.shape[2] / getattr(first, name).shape[2]
+        # two independent calls differ by √2 of one rounding; some rows have their share of squares
         norm = difference.flatten(2).square().sum(-1).sqrt().flatten() / (2 * part) ** 0.5
         found.append(Relation(invariant, name, norm, float((a == b).double().mean())))
     return found
@@ -108,6 +110,7 @@ def lse_in_the_loss(run: Run, x: Inputs, base: Result) -> list[Relation]:
     share = float(base.grad_query.double().norm() / (x.scale * of_query.norm()))
     if not 0 < share < math.inf:
         return []
+    # so that ± dL is exact in every format
     size = 2.0 ** round(math.log2(share / 4))
     other = run(replace(x, grad_lse=signs * size))
     if other is None:
@@ -189,6 +192,7 @@ def split_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     if base.lse is None or n < 8:
         return []
     parts = []
+    # parts of different lengths, most of which end within a tile
     for start, end in ((0, n // 4), (n // 4, n // 2 + 3), (n // 2 + 3, n)):
         part = slice(start, end)
         found = run(replace(x, key=x.key[:, :, part], value=x.value[:, :, part]))
@@ -212,6 +216,7 @@ def split_count(run: Run, x: Inputs, _: Result) -> list[Relation]:
 def padded_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Keys more that a mask hides (not causal): of a kernel that takes a mask."""
     n, more = x.key.shape[2], 29
+    # finite and far from the last key, so that whatever leaks through the mask shows
     key, value = (
         torch.cat([t, 2 * t[:, :, -1:].expand(-1, -1, more, -1)], 2) for t in (x.key, x.value)
     )
@@ -282,6 +287,7 @@ def shifted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     before.
     """
     key = x.key.clone()
+    # a power of two, so that the shift itself rounds nothing
     key[..., 0] = 2.0
     other = run(replace(x, key=key))
     return (
@@ -298,6 +304,7 @@ def causal_prefix(run: Run, x: Inputs, _: Result) -> list[Relation]:
     tail, agree (also: padding at the end).
     """
     n = x.query.shape[2] * 2 // 3
+    # or the tail's rows would reach the prefix's keys in the whole call alone
     tail_silent = x.grad_out.clone()
     tail_silent[:, :, n:] = 0
     whole = run(replace(x, grad_out=tail_silent))
@@ -324,6 +331,7 @@ def one_at_a_time(run: Run, x: Inputs, base: Result) -> list[Relation]:
         own, before = slice(row, row + 1), slice(row + 1)
         cut = {"query": x.query[:, :, own], "grad_out": x.grad_out[:, :, own]}
         cut |= {"key": x.key[:, :, before], "value": x.value[:, :, before]}
+        # the keys end with the query's own: nothing is left to mask
         alone: dict[str, Any] = cut | {"sees": Sees()}
         parts.append(run(replace(x, **alone)))
     joined = _joined(parts, 2)
@@ -362,6 +370,7 @@ def poison(run: Run, x: Inputs, base: Result) -> list[Relation]:
     clean_query[0, 0, row] = False
     clean_query[-1, -groups:] = False
     clean_key = torch.ones(x.key.shape[:3], dtype=torch.bool, device=x.key.device)
+    # a row's NaN reaches every key of its head through dK and dV, and no further
     clean_key[0, 0] = clean_key[-1, -1] = False
     found = []
     for name in TENSORS:

@@ -34,8 +34,10 @@ from halfulp.operations import (
     emulated,
 )
 
+# small enough for errors to be of first order, and far above the 2⁻⁵³ of fp64
 _DISTURBED_BY = 2.0**-20
 _TIMES = 2  # how often the definition is disturbed
+# with the usual slack an update that is never applied hid behind storing the weight (docs/log.md)
 _WIDER = 2.0**-5  # of that, where the result is kept in fp32 beside 16-bit operands
 _DUST = 2.0**-7  # of a unit roundoff: what fp32 in any order may make
 
@@ -93,6 +95,7 @@ def operation_standard(calls: OperationCalls, truth: Tensors) -> OperationStanda
 
 def _rows(name: str, calls: OperationCalls, x: Tensor) -> int:
     """How many dimensions after the first count rows that are held to their own size."""
+    # without rows of their own, small ones could be anything beside large neighbors (docs/log.md)
     own = {r.name: r.rows for r in calls.operation.results}.get(name)
     return max(0, x.ndim - 2) if own is None else own
 
@@ -154,6 +157,7 @@ def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Te
         )
         peak = _peak(off, size, dust, fmt.unit_roundoff, _unit(calls), got, exact)
         figures.append(replace(figure, peak=peak))
+        # a result that is kept in fp32 leans by the roundings of its 16-bit operands
         coarser = max(fmt, FORMAT_OF[DTYPES[calls.dtype]], key=lambda f: f.unit_roundoff)
         leans.append(Lean(name, lean_along(off, size, natural, coarser)))
         ulps[name] = error_in_ulps(difference, exact, fmt)

@@ -205,5 +205,6 @@ def _standard(case: Case) -> Standard:
         return measure(emulated(x, recipe), truth, noise, x, probe, in_ulps=False)
 
     stock = measured(STOCK[case.dtype])
+    # in float32 stock and floor are one recipe; single elements are held to the stock recipe alone
     alike = FLOOR[case.dtype] is STOCK[case.dtype] or (probe is not None and probe.elements_only)
     return Standard(noise, stock, stock if alike else measured(FLOOR[case.dtype]))

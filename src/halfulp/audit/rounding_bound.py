@@ -36,6 +36,7 @@ def beyond_rounding(result: Result, truth: Result, x: Inputs) -> dict[str, tuple
         if got is None or exact is None or not bool(got.isfinite().all()):
             continue
         over = (got.double() - exact).abs_().div_(most)
+        # where a bound overflows, staying below it proves nothing, while passing another one does
         bounded = bool(most.isfinite().all())
         place = place_of(int(over.nan_to_num_(0.0, 0.0).argmax()), over.shape)
         ratio, told = float(over[place]), f"element {place} of {short(name)}"
@@ -54,6 +55,7 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
     P r |dP - δ| + P (1 + r) (γ |dO| |V|ᵀ + |dO| |ΔO| + γ |dO| |O|).
     """
     fmt, t = FORMAT_OF[x.query.dtype], FP32.unit_roundoff
+    # below the normal numbers errors are absolute, not relative
     least = max(2 * (u := fmt.unit_roundoff) * fmt.min_normal, _FLUSHED)
     groups, (n, width) = x.query.shape[1] // x.key.shape[1], truth.out.shape[2:]
     q, do, out = x.query.float(), x.grad_out.float(), truth.out.float().nan_to_num_(0.0)
@@ -62,9 +64,13 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
     s, terms = q @ k.mT * x.scale, k.shape[2]
     seen = x.sees.apply(s, slice(0, n), slice(0, terms), 1.0)
     p = torch.exp(seen - truth.lse.float().unsqueeze(-1)).nan_to_num_(0.0)
+    # a key without weight may have any score, and must not widen the bound of the row
     s = s.abs().masked_fill_(p == 0, 0.0)
+    # Σ |q| |k| and not |q · k|: a score that cancels keeps the error of its terms (Higham, ch. 3)
     h = (q.abs() @ k.abs().mT).mul_(x.scale * _gamma(q.shape[3] + 4, t))
+    # the shift rounds at the size of score and maximum; weights are rounded twice; then the row sum
     h += (s + s.amax(-1, keepdim=True)).mul_(4 * t) + (2 * u + _EXPONENTIAL + _gamma(2 * terms, t))
+    # Σ P e^-h, by its distance from 1: h is small, and e^-h alone would lose its digits
     total = 1 - (p * -torch.expm1(-h)).sum(-1, keepdim=True)
     far = h.exp_().div_(total).sub_(1)
     wrong = p * far + least * (p > 0)
@@ -74,8 +80,10 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
         return bounds
     delta, both, g = (do * out).sum(-1, keepdim=True), do.abs(), _gamma(width + 4, t)
     ds = (do @ v.mT).sub_(delta).abs_()
+    # what dP − δ is off by: dP's sum, O's error through δ, and δ's own sum
     moved = (both @ v.abs().mT).mul_(g) + (both * (of_out + g * out.abs())).sum(-1, keepdim=True)
     off = (p * (far + 1)).mul_(moved.add_(ds * (2 * u))).add_(wrong * ds).add_(least * (p > 0))
+    # dS and P are rounded once more as operands, and then summed over rows or keys
     again = 2 * u + _gamma(groups * max(n, terms) + 4, t)
     off.add_(off + p * ds, alpha=again).mul_(x.scale)
     most_of = (off @ k.abs(), off.mT @ q.abs(), wrong.add_(wrong + p, alpha=again).mT @ both)

@@ -22,6 +22,7 @@ from halfulp.runs.threads import own_thread
 from halfulp.targets.form import BHND, Form
 
 Run = Callable[[Inputs], Result | None]
+# of which shrinking takes 11 to 16 (docs/log.md)
 MOST_CALLS = 40
 
 
@@ -39,6 +40,7 @@ def severity(run: Run, case: Case, finding: Finding) -> float:
 
 
 def _severity(measured: Measured, reference: References, finding: Finding, case: Case) -> float:
+    # without a test: a single head, which is what is looked for, has no standard error
     limits = LIMITS[case.dtype]
     if finding.kind == "non-finite":
         return float(measured.nonfinite.get(finding.tensor, 0) > 0) * 2

@@ -80,6 +80,7 @@ def log_ratios(target: Figure, reference: Figure, *, through_delta: bool) -> Ten
 
 
 def _exp(x: float) -> float:
+    # math.exp raises from 709.8 on, where few samples give a bound without limit
     return math.exp(min(x, 700.0))
 
 
@@ -87,6 +88,7 @@ def excess_lean(target: Lean, reference: Lean, level: float) -> Estimate:
     """Mean over heads of how much more the target leans than the reference on the same inputs, in
     unit roundoffs, with two-sided bounds.
     """
+    # head by head: what both share on these inputs, such as ties, leaves the variance
     return estimate(target.lean - reference.lean, level / 2)
 
 

@@ -39,6 +39,8 @@ class Limits:
     lean: float  # unit roundoffs beyond the reference's lean
 
 
+# sound kernels reach 2.3 (bf16), 5.2 (fp16) and 26 (fp32) of these 12.5 and 320; heads that are
+# never written are beyond 20 in bf16 (docs/log.md, "The worst element")
 PEAK = 10.0
 """Times `Limits.stock`: beyond that the largest error of an element is no rounding."""
 
@@ -156,6 +158,8 @@ def judge_case(
             got.tensor,
         )
         rows.append(row)
+        # both: where the stock recipe happens to do better than its format can, the floor says what
+        # rounding costs
         if times_stock.lower > limits.stock and times_floor.lower > limits.stock:
             findings.append(_too_large("defect", got, case, row, times_stock.mean))
         elif times_floor.lower > limits.floor:
@@ -311,6 +315,7 @@ def judge_relation(
         or relation.difference.numel() < 2
     ):
         return None
+    # the two calls round independently; their √2 is taken out in `Relation.difference`
     ratio = error_ratio(
         replace(stock, name=relation.invariant, error=relation.difference),
         stock,

@@ -136,6 +136,7 @@ def attempted(
         return None, Outcome(None, f"refuses: {one_line(error)}", "refused")
     except KeyboardInterrupt:
         raise
+    # SystemExit too: a kernel must not end the audit
     except BaseException as error:
         return None, Outcome(None, f"raises {one_line(error)}", "error")
 
@@ -180,6 +181,7 @@ def _call(
                 notes += (UNWRITTEN,)
             outs.append(out)
             logs.append(lse)
+            # a copy, since the kernel may write its next result into the same memory
             kept.append(call.read(out.detach().clone()))
         except Exception as error:  # a class of tensors that cannot be looked at
             found = f"returns what cannot be read, {type(returned).__name__}: {one_line(error)}"
@@ -193,6 +195,7 @@ def _call(
     if not all(out.requires_grad for out in outs):
         return Outcome(result, None, "ok", (FORWARD_ONLY, *notes))
     grads = _grads(calls, lent["grad_out"].to(outs[0].dtype), grad_memory, leaves[0])
+    # compared afterwards: autograd may hand the same gradient to others
     passed += [("grad_out", g, g.clone()) for g in grads]
     if "grad_lse" in lent:
         if result.lse is None or not all(lse.requires_grad for lse in given_logs):
@@ -229,6 +232,7 @@ def _differentiated(
 ) -> Outcome:
     outs, grad_outs = results
     try:
+        # what a kernel keeps must last for a second pass over the same graph
         for left in reversed(range(passes)):
             grads = gradients_of(outs, grad_outs, leaves, keep_graph=left > 0)
     except NotImplementedError as error:

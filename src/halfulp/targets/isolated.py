@@ -175,6 +175,7 @@ class _Process:
                 self.ends += [str(error)] * MOST_ENDS
             return Outcome(None, str(error) + self._last_words(before), "error")
         except ValueError as error:
+            # what is left in the pipe would be read as the next call's answer
             self.stop()
             return Outcome(None, f"answers what is no result: {short(str(error))}", "error")
         if self._printed() > before:
@@ -193,6 +194,7 @@ class _Process:
         told = given | {"generator": torch.get_rng_state()}  # a kernel with dropout draws from it
         with self._watched(self.limits.seconds) as connection:
             send(connection, plain, told)
+            # bounded, so that an answer cannot fill this process's memory
             return receive(connection, 4 * size + 2**20)
 
     def _greet(self) -> None:
@@ -213,6 +215,7 @@ class _Process:
         gone.
         """
         assert self.connection is not None
+        # nothing interrupts a read that waits; the end of the process ends it
         timer = threading.Timer(seconds, self._end_late)
         timer.start()
         try:
@@ -257,6 +260,7 @@ class _Process:
             "threads": threads_outside(),
             "gigabytes": self.limits.gigabytes,
         }
+        # a file and not a pipe, at whose end a kernel that prints much would wait for a reader
         with self.said.open("ab") as said:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
@@ -266,6 +270,7 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that what the kernel starts ends with it
             )
+        # while this end is open here too, the connection does not end with the process
         theirs.close()
 
     def _end_late(self) -> None:

@@ -226,5 +226,6 @@ def _differentiated(
         if found is None:
             lacking += (f"no gradient for {operand.name}",)
         else:
+            # embeddings may give a sparse one
             tensors[f"grad_{operand.name}"] = found.detach().to_dense().clone()
     return replace(outcome, result=OperationResult(tensors), notes=lacking)

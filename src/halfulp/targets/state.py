@@ -96,6 +96,7 @@ def _random() -> tuple[Any, ...]:
 
 
 def _torch_random() -> bytes:
+    # settings are compared by !=, which of two tensors is a tensor
     return torch.get_rng_state().numpy().tobytes()
 
 
@@ -118,6 +119,7 @@ def _set_numpy_random(state: tuple[Any, ...]) -> None:
 
 
 def _flushes() -> bool:
+    # torch can set this and not read it: half the smallest normal number tells
     smallest = torch.finfo(torch.float64).tiny
     return smallest / 2 == 0.0
 
@@ -158,6 +160,7 @@ def _set_folder(before: str) -> None:
 
 
 def _set_path(before: tuple[str, ...]) -> None:
+    # in place, since others hold this very list
     sys.path[:] = before
 
 

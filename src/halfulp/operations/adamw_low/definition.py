@@ -82,5 +82,6 @@ def read(returned: Any, x: Tensors, _: Options) -> Tensors:
     found = whole(returned, RETURNED)
     if found["param"].dtype != x["param"].dtype:
         raise ValueError(f"param of dtype {found['param'].dtype}: expected {x['param'].dtype}")
+    # the change, not the weights: beside their size an update that is never applied would not show
     update = (found.pop("param").double() - x["param"].double()).float()
     return {**_with_means(update), **found}

@@ -49,6 +49,7 @@ PROBES = (
         "updates below half an ulp, never applied",
         _NEVER,
         _steady,
+        # at most 1.5 quarters of an ulp a step, so rounding to nearest gives the old weight back
         options={"lr": 2.0**-9, **_LATE},
     ),
     Probe(

@@ -58,5 +58,6 @@ def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, 
 def read(returned: Any, x: Tensors, _: Options) -> Tensors:
     """What the parameter changed by, and the two moments."""
     found = whole(returned, RETURNED)
+    # the change, not the parameters: beside their size the error of an update would not show
     update = (found.pop("param").double() - x["param"].double()).float()
     return {"update": update, **found}

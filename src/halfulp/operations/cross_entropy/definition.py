@@ -51,9 +51,11 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     if smoothing:
         loss = loss + smoothing * step("others", lse - rows).mean(-1, keepdim=True)
     loss = (loss + z_scale * lse * lse)[:, 0]
+    # over the row sum, but with the error of the lse that was kept, as kernels that read it have it
     p = step("_log_probabilities", (weights / row_sum).log() + (whole - kept)).exp()
     p = step("_probabilities", p)
     wanted = torch.zeros_like(rows).scatter(1, right, 1 - smoothing) + smoothing / rows.shape[1]
+    # ∂lse/∂x = p, so the square of lse adds 2 z · lse · p
     unit = p - wanted + 2 * z_scale * lse * p
     count = (
         step("_count", seen.sum().clamp_min(1).to(rows)) if options["reduction"] == "mean" else 1

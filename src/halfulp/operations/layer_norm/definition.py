@@ -27,6 +27,7 @@ def define(
     rows = x["input"]
     centered = step("centered", rows - step("mean", rows.mean(-1, keepdim=True)))
     if squared:
+        # of the centered row: E[x²] − mean² cancels where the mean is large
         variance = step("variance", step("squares", centered.square()).mean(-1, keepdim=True))
     else:
         variance = step("variance", rows.var(-1, keepdim=True, unbiased=False))

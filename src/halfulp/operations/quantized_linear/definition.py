@@ -58,6 +58,7 @@ def _quantized(step: Seam, format: str, x: Tensor, role: str) -> Tensor:
 def _in_squares(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A matrix changed square by square, each square a row of what is changed."""
     rows, columns = x.shape
+    # with zeros, which leave a square's largest number and with it its scale as they are
     padded = functional.pad(x, (0, -columns % _SQUARE, 0, -rows % _SQUARE))
     high, wide = padded.shape[0] // _SQUARE, padded.shape[1] // _SQUARE
     squares = padded.view(high, _SQUARE, wide, _SQUARE).transpose(1, 2).reshape(high * wide, -1)

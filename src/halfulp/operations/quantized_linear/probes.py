@@ -39,6 +39,7 @@ def _ranges(block: int, most: int) -> Draw:
     """Blocks of all sizes side by side along what each product sums over, of equal share in it."""
 
     def powers(length: int) -> Tensor:
+        # 7 is prime to 3 and to 11: every power occurs, and neighbors lie far apart
         return torch.exp2((torch.arange(length) // block * 7 % (2 * most + 1) - most).float())
 
     def draw(sizes: Sizes, g: torch.Generator) -> Tensors:
@@ -67,6 +68,7 @@ def _on_grid(codes: Tensor) -> Draw:
     def draw(sizes: Sizes, g: torch.Generator) -> Tensors:
         def matrix(rows: int, columns: int, level: float, first: int = 0) -> Tensor:
             x = highest[torch.randint(len(highest), (rows, columns), generator=g)]
+            # every block's largest is the format's: its scale is the level, and codes stay codes
             x[::_EVERY], x[:, first::_EVERY] = codes[-1], codes[-1]
             return x * level
 

@@ -61,6 +61,7 @@ def read(returned: Any, x: Tensors, options: Options) -> Tensors:
     ):
         raise ValueError(f"indices of shape {tuple(indices.shape)} that name no {experts} experts")
     picked = logits.gather(-1, indices)
+    # experts may be named in any order: golden's is that of their logits
     order = picked.sort(dim=-1, descending=True, stable=True).indices
     best = logits.topk(options["k"], -1).values.sum(-1)
     shortfall = (best - picked.sum(-1)).float()

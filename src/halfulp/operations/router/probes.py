@@ -24,6 +24,7 @@ def _near_ties(sizes: Sizes, g: torch.Generator) -> Tensors:
     x = _plain(sizes, g)
     order = x["logits"].argsort(-1, descending=True)
     k = sizes["K"]
+    # 2⁻⁶ is the ulp of bf16 from 2 to 4: different as operands, one in any coarser arithmetic
     close = torch.tensor([3.0 + 2.0**-6 * (k + 1 - i) for i in range(k + 1)])
     x["logits"].scatter_(1, order[:, : k + 1], close.expand(len(order), -1))
     return x
