@@ -35,6 +35,7 @@ def beta_quantile(chance: float, a: float, b: float) -> float:
 
 def binomial_at_most(count: int, tries: int) -> float:
     """P(X ≤ count) of X ~ Binomial(tries, ½)."""
+    # the sum of binomial terms is I_½(n − k, k + 1)
     return 1.0 if count >= tries else _beta_below(0.5, 0.5, tries - count, count + 1)
 
 
@@ -77,5 +78,6 @@ def student_tail(t: float, degrees: int) -> float:
     if math.isinf(t):
         return 0.0 if t > 0 else 1.0
     whole = degrees + t * t
+    # both arguments from t: where it is small, 1 − x would cancel
     beyond = _beta_below(degrees / whole, t * t / whole, degrees / 2, 0.5) / 2
     return beyond if t >= 0 else 1 - beyond

@@ -182,6 +182,7 @@ def python_functions(*objects: Any) -> tuple[Callable[..., Any], ...]:
     import torch
 
     try:
+        # PyDLL keeps the interpreter's lock, which whatever touches Python objects needs
         make = ctypes.PyDLL(library()._name).halfulp_python
         make.argtypes, make.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.py_object
         made: tuple[Callable[..., Any], ...] = make(objects, os.fsencode(torch._C.__file__))

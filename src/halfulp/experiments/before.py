@@ -128,6 +128,7 @@ def _files_of(revision: str) -> Iterator[tuple[Path, str]]:
     """The files of a revision in a temporary folder, and its commit."""
     try:
         _git("rev-parse", "--show-toplevel")
+        # a revision that begins with a dash is no option of git's
         commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     except ValueError as error:
         raise ValueError(

@@ -163,6 +163,7 @@ def _interleaved(
     square = torch.randn(GEMM, GEMM, device=like.device).to(like.dtype)
     order = random.Random(0)
     spent = _Spent({name: [] for name in runs}, [])
+    # the gemm is one of those that take turns, under the name ""
     for turn in range(_WARM_UP + rounds):
         for name in order.sample([*runs, ""], len(runs) + 1):
             if not name:
@@ -200,6 +201,7 @@ def _timing(name: str, setting: Setting, spent: _Spent, errors: dict[str, float]
     own = spent.times[name]
     whole = own[0][1] is not None
     totals = [f + (b or 0.0) for f, b in own]
+    # 2 of the 7 products of N² d are the forward pass's
     done = setting.work * (1.0 if whole else 4 / 14)
     return Timing(
         kernel=name,
@@ -208,6 +210,7 @@ def _timing(name: str, setting: Setting, spent: _Spent, errors: dict[str, float]
         backward_ms=quartiles([1e3 * b for _, b in own if b is not None]) if whole else None,
         ratio=_told(spent, name, BASELINE),
         halfulp_ratio=_told(spent, OWN, name),
+        # over the gemm of the same round, which whatever slows the machine slows as well
         gemm_share=quartiles(
             [done / t / (2.0 * GEMM**3 / p) for t, p in zip(totals, spent.peaks, strict=True)]
         ),

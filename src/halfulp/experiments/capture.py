@@ -129,6 +129,7 @@ class _Seen:
             for name, x in (("query", call.query), ("key", call.key), ("value", call.value))
         }
         self.calls[layer] = kept
+        # dO comes in the backward pass, to the very tensor that is handed on
         out.register_hook(lambda grad: kept.update(grad_out=grad.detach().bfloat16()))  # type: ignore[no-untyped-call]
         return out
 

@@ -127,6 +127,7 @@ def slope_of(steps: Sequence[int], values: Sequence[float]) -> float:
     if len(steps) < 2 or not np.isfinite(values).all():
         return math.nan
     x, y = np.array(steps, float), np.array(values, float)
+    # about their mean the intercept drops out
     x -= x.mean()
     return float(x @ y / (x @ x))
 
@@ -139,6 +140,7 @@ def unevenness_of(steps: Sequence[int], values: Sequence[float]) -> float:
         return math.nan
     x, y = np.array(steps, float), np.array(values, float)
     residual = y - y.mean() - slope_of(steps, values) * (x - x.mean())
+    # the line took two degrees of freedom
     return float(np.sqrt(np.square(residual).sum() / (len(steps) - 2)) / abs(values[-1]))
 
 
@@ -182,6 +184,7 @@ def geometric_interval(ratios: Sequence[float]) -> Interval:
     """Return the geometric mean of positive ratios with its 95 % interval, Student's t on the
     logarithm.
     """
+    # on the logarithm a ratio and its inverse are equally far from 1
     logs = interval_of([math.log(ratio) for ratio in ratios])
     return Interval(math.exp(logs.value), math.exp(logs.low), math.exp(logs.high), logs.count)
 

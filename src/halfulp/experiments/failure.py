@@ -96,8 +96,10 @@ def run_failure(
         metrics_every=record_every,
         measure_every=0,
     )
+    # another number of threads sums in another order, which a run that fails makes much of
     with one_thread():
         run = train(config, folder, own=own)
+    # the training loop took the signal; what was cut short has no outcome
     if run.status == "interrupted":
         raise KeyboardInterrupt
     broke_at = run.steps[-1] if run.status == "failed" else None

@@ -104,6 +104,7 @@ def baseline(fmt: Format) -> Recipe:
     else rounded.
     """
     steps = {name: fmt for name in STEPS if getattr(BF16_STANDARD, name) == BF16}
+    # rows do not depend on each other: their block bounds memory alone
     return _computed(
         BF16_STANDARD.with_(name=f"{fmt.name}_STANDARD", block_query=128, **steps), fmt
     )
@@ -247,6 +248,7 @@ def draw_inputs(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
         g = torch.Generator().manual_seed(seed)
         shape = (3, 1, setting.length, setting.head_dim)
         draw = torch.randn if setting.inputs == "normal" else torch.rand
+        # in fp64, from which every format rounds the same numbers
         drawn.append(draw(shape, generator=g, dtype=torch.float64))
     query, key, value = torch.stack(drawn, 1)
     return query, key, value
@@ -307,6 +309,7 @@ def _deviation(
     job: _Job, family: str, against: Against, difference: Tensor, recipe: Recipe | None
 ) -> Deviation:
     size = difference.abs().flatten(1)
+    # of all elements that there are, so no sample's correction
     std, mean = torch.std_mean(size, dim=1, correction=0)
     blocks = (None, None) if recipe is None else (recipe.block_query, recipe.block_key)
     largest = size.amax(1)

@@ -145,6 +145,7 @@ def _block_scale(largest: Tensor, fmt: BlockFormat, tensor_scale: Tensor | None)
     both float64.
     """
     if fmt.scale.mantissa_bits == 0:
+        # the largest magnitude's power of two over the element's own largest one (MX, section 6)
         below = power_of_two_below(largest) * 2.0**-fmt.element.max_exponent
         scale = below.clamp(2.0**-_E8M0_EXPONENT, 2.0**_E8M0_EXPONENT)
         return scale.masked_fill(~largest.isfinite(), torch.nan)

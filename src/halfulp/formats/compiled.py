@@ -44,6 +44,7 @@ def rounded(x: Tensor, fmt: Format, rounding: Rounding, isa: int = BEST_ISA) -> 
     """`x` (float32 or float64) rounded, contiguous; None where the library is missing or does not
     take the call.
     """
+    # a subclass may have no memory of its own to read from
     if type(x) is not Tensor or x.device.type != "cpu" or missing() is not None:
         return None
     spec = c_format(fmt, rounding, x.dtype)

@@ -211,6 +211,7 @@ class _Construction:
         """W_Q `[width, constant + 2 keys]`, W_K `[width, constant + keys]`, W_V `[width, 16]`."""
         task, g = self.task, self.generator
         n, d, c = task.keys, task.width, task.constant
+        # a sharp query and its key share one entry of this size: q · k / √d = size² / √d = gap
         size = math.sqrt(task.gap * math.sqrt(d))
         query, key = torch.zeros(d, c + 2 * n), torch.zeros(d, c + n)
         query[:n, c : c + n] = torch.eye(n) * size
@@ -220,8 +221,10 @@ class _Construction:
         for w in (query, key):
             w[:, :c] = torch.randn(d, c, generator=g) * 0.8 / math.sqrt(c)
         q, k = query[:, :c].sum(1), key[:, :c].sum(1)
+        # along q, by what makes q · k of the constant coordinates base · √d
         key[:, :c] += ((task.base * math.sqrt(d) - q @ k) / (q @ q) * q)[:, None] / c
         value = torch.randn(d, 16, generator=g) * 0.125
+        # V's input 0 is 1 in every token: its column is the mean of V
         value[:, 0] = 0
         value[: task.guilty, 0] = task.mean_value * (1 + 0.3 * torch.rand(task.guilty, generator=g))
         if task.mixed:
@@ -342,6 +345,7 @@ def _job(job: tuple[Variant, int, int]) -> MechanismRun:
 def _exact(now: _Now) -> tuple[Tensor, Tensor, Tensor]:
     """O_lp − O_hp and dO at O_hp `[B, N, width]`, and the scores `[B, N, N_k]` of bf16 operands."""
     query, key, value = (round_to(x.detach(), BF16) for x in now.inputs)
+    # scores rounded as the variant rounds them: the error is that of P̄V and O alone
     recipe = FP32_RECIPE.with_(scores=now.variant.recipe.scores, **_WHOLE)
     exact = emulate(query, key, value, recipe=recipe)[:, 0]
     scores = (query @ key.mT * now.variant.task.width**-0.5)[:, 0]
@@ -359,6 +363,7 @@ def _figures(now: _Now) -> tuple[float, ...]:
         float((_slope(now, now.out.detach()) * error).sum()),
     )
     sharp = error[:, : task.keys, : task.guilty]
+    # an error of 0 has no sign
     same = (sharp * slope[:, : task.keys, : task.guilty])[sharp != 0] > 0
     tied = (scores == scores.amax(-1, keepdim=True)).sum(-1) > 1
     signs = float(same.float().mean())
@@ -401,9 +406,11 @@ def profile(variant: Variant, seed: int = 0, steps: int = 300) -> Profile:
     error, slope, scores = _exact(now)
     rows = slice(0, task.keys)
     value = round_to(now.inputs[2].detach(), BF16)[:, 0, :, 0]
+    # the sharp row whose first guilty feature errs farthest to the negative
     entry, row = divmod(int(error[:, rows, 0].argmin()), task.keys)
     rounded = round_to(scores[entry, row], BF16)
     weights = round_to((rounded - rounded.max()).exp(), BF16)
+    # in fp64, so that what is shown is the rounding of the sums to bf16 alone
     sums = (weights.double() * value[entry].double()).cumsum(0)
     return Profile(
         step=steps,

@@ -73,6 +73,7 @@ def changed_attention(recipe: Recipe, change: Change) -> AttentionFunction:
     """
     if recipe.delta_from != "out":
         raise ValueError(f"recipe with delta_from={recipe.delta_from!r}: accepted is 'out'")
+    # the same forward pass but for the last rounding of O, from which e comes
     return partial(_attend, recipe, recipe.with_(out=FP64), change)
 
 
@@ -111,4 +112,5 @@ class _Changed(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         out, exact = ctx.saved_tensors
         error = (round_to(grad_out, ctx.recipe.grad_out) * (out - exact)).sum(-1)
+        # δ ← δ − dLSE: δ_hp + e − (e − change(e))
         return grad_out, error - ctx.change(error), None, None, None

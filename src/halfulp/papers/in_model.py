@@ -62,6 +62,7 @@ class Comparing:
         """Compare, and give back out as it came."""
         if self.step:
             self.calls += 1
+            # autocast would choose other formats than the versions have
             with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
                 self._compare(layer, call)
         return out

@@ -37,6 +37,7 @@ Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, bool], Result]
 
 FORWARD = ("out", "lse")
 BACKWARD = ("grad_query", "grad_key", "grad_value")
+# one even shape, then lengths that no block divides and widths that are no power of two
 SHAPES: tuple[Shape, ...] = (
     (1, 2, 1024, 64),
     (1, 2, 1000, 64),
@@ -215,6 +216,7 @@ def ulps_apart(a: Tensor, b: Tensor, fmt: Format) -> Tensor:
     spacing = ulp(torch.maximum(a.abs(), b.abs()), fmt)
     same = (a == b) | (a.isnan() & b.isnan())
     return (
+        # equal infinities and two NaN give NaN here, and are set to 0 last
         ((a - b).abs() / spacing).nan_to_num(nan=math.inf, posinf=math.inf).masked_fill_(same, 0.0)
     )
 
@@ -248,6 +250,8 @@ def _fractions(real: Result, inputs: Tensors, causal: bool, model: StepModel) ->
     saved = torch_cpu.forward(problem, exponential=model.weights_exp)
     ours = Result(saved.out.to(real.out.dtype), saved.lse.squeeze(-1))
     if model.tensors == BACKWARD:
+        # the kernel's own O and lse, so that no step of the backward pass is blamed for a forward
+        # pass that differs
         assert real.lse is not None
         kernels_own = real.out.float() if model.recipe.delta_from == "out" else saved.out_for_delta
         saved = replace(saved, out_for_delta=kernels_own, lse=real.lse.unsqueeze(-1))

@@ -218,8 +218,10 @@ def _recorded(config: RunConfig, seed: int, every: int) -> RunConfig:
     return dataclasses.replace(
         config,
         seed=seed,
+        # said apart, since "weights" changes the seed and keeps the data
         data_seed=seed,
         checkpoint_every=every,
+        # every checkpoint is compared, so none may be pruned
         keep=None,
         measure_every=0,
         metrics_every=every,

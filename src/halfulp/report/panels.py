@@ -190,6 +190,7 @@ def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        # on so short an axis stand one power of ten or two, too few to read it by
         if axis.get_scale() == "log" and axis.get_transform().base == 10 and high < 30 * low:
             short_log_ticks(axis, low, high)
     if axes.get_yscale() == "linear" and not is_rows(figure["series"]):

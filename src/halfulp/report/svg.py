@@ -31,6 +31,7 @@ def settings() -> Any:
     """Return matplotlib's settings for every picture."""
     return {
         "svg.fonttype": "none",
+        # without a salt matplotlib draws the ids at random, and no two files have the same bytes
         "svg.hashsalt": "halfulp",
         "svg.id": "halfulp",
         "font.family": _FONTS,
@@ -130,6 +131,7 @@ def _finish(svg: str, title: str, said: str, inline: bool) -> str:
     svg = svg.replace("xlink:href", "href").replace(
         ' xmlns:xlink="http://www.w3.org/1999/xlink"', ""
     )
+    # numbers inside of tags are coordinates; a text's stay as they are
     svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"-?\d+\.\d{3,}", _hundredths, tag[0]), svg)
     svg = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", svg)
     svg = re.sub(r"\s*\n\s*", " ", svg).replace("> <", ">\n<").replace('z " ', 'z" ')

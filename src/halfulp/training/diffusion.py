@@ -203,6 +203,7 @@ class _Block(nn.Module):
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.modulate = nn.Linear(width, 9 * width)
+        # gates of 0: a block begins as the identity
         _zero(self.modulate)
 
     def forward(self, x: Tensor, name: Tensor, condition: Tensor) -> Tensor:

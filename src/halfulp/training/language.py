@@ -68,6 +68,7 @@ class LanguageWorkload(Configured):
         """Mean cross-entropy in nats a token."""
         tokens, following = batch
         logits: Tensor = model(tokens)
+        # in fp32, whatever autocast made of the logits
         return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 

@@ -164,6 +164,7 @@ def _is_text(path: Path) -> bool:
             if b"\0" in data:
                 return False
             some = True
+        # a file may end inside of a character
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         return False
@@ -219,6 +220,7 @@ def _write_array(
     dtype, digest, count = _dtype(tokenizer), hashlib.sha256(), 0
     end = np.array([END[tokenizer]], dtype=dtype)
     with whole_file(target) as file:
+        # room for the header, which says how many tokens followed it
         file.write(b"\0" * _HEADER)
         for path in texts:
             for piece in chain(encode(path), [end]):

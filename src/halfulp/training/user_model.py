@@ -280,6 +280,7 @@ def _check_optimizer(name: str, model: nn.Module, optimizer: Any, scheduler: Any
     own = {id(p) for p in model.parameters()}
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise _misfit(name, "its optimizer has tensors that are no parameters of the model")
+    # state without a count of steps is of steps that were made, too
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise _misfit(name, "its optimizer has made steps already")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -312,6 +313,7 @@ def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(batch)
     if isinstance(batch, Mapping):
         return {name: _each(x, change) for name, x in batch.items()}
+    # a named tuple takes its fields one by one
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_each(x, change) for x in batch))
     if isinstance(batch, list | tuple):

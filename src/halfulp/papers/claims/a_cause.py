@@ -89,6 +89,7 @@ def _language(lab: Lab, names: Sequence[str], scale: Scale, layers: int) -> dict
     followed = {(2, "everywhere"), (2, "nowhere")}
 
     def plan(name: str, seed: int) -> Plan:
+        # measured often are the runs alone whose curves or calls a claim shows
         look, at = (INTERVAL, kept) if (layers, name) in followed else (SELDOM, ())
         return Plan(known[name], seed, scale.steps, layers, 2, look, at)
 
@@ -181,6 +182,7 @@ def _layers(lab: Lab) -> Measured:
 
     def damage(layer: int) -> tuple[float, float]:
         pairs = list(zip(runs[alone[layer]], twins, strict=True))
+        # the loss decides between layers of which equally many runs fail
         lost = statistics.mean(excess(run, twin) for run, twin in pairs)
         return failed_share(runs[alone[layer]], twins), lost
 

@@ -139,6 +139,7 @@ def _same_signs(lab: Lab) -> Measured:
     for run in layer_traces(lab):
         shares = [sign_shares(snapshots[0]) for snapshots in run.calls.values()]
         for name, values in found.items():
+            # steps of one run are not independent, so a seed is the sample that t counts
             values.append(statistics.mean(share[name] for share in shares))
     rounded, exact = (mean_of(torch.tensor(found[name])) for name in ("rounded", "exact"))
     runs = constructed(lab)
@@ -148,6 +149,7 @@ def _same_signs(lab: Lab) -> Measured:
     )
     figures = {
         "task": rounded.value,
+        # against one half, which signs that know nothing of each other give
         "task, t": (rounded.value - 0.5) / rounded.error,
         "constructed": built.value,
         "constructed, t": (built.value - 0.5) / built.error,
@@ -207,6 +209,7 @@ def _curvature(lab: Lab) -> Measured:
         positive = min(
             positive, _signs([h[0] for h in run.measured(names["curvature"], 0, _SINCE)])[0]
         )
+    # the worst seed of each, since the rule speaks of every seed
     share = min(c.value / e.value for c, e in zip(parts["curvature"], parts["e"], strict=True))
     leaning = max(
         abs(first.value) / e.value

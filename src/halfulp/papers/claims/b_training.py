@@ -237,6 +237,7 @@ def _text_to_image(lab: Lab) -> Measured:
     runs = run_jobs(_drawing_run, jobs, workers=lab.workers, progress=lab.report)
     count = len(runs[0][1].names)
     right = [drawn.right for _, drawn in runs]
+    # who ignores names is right once in `count` drawings: P(X ≥ hits)
     chances = [float(binom.sf(hits - 1, count, 1 / count)) for hits in right]
     fallen = [loss[-1] / loss[0] for loss, _ in runs]
     figures = {

@@ -30,6 +30,7 @@ def carry_errors(first: int, second: int, *, residual: float, seed: int) -> Tens
     residual, up to that share of an ulp of a.
     """
     g = generator(seed)
+    # 7 fraction bits: five that are drawn, then the two that are given
     high = 4 * torch.randint(0, 32, (2, _SAMPLES), generator=g)
     a, b = -(1 + (high + torch.tensor([[first], [second]])).double() / 128)
     exact = a + b - residual * torch.rand(_SAMPLES, generator=g, dtype=torch.float64) / 128

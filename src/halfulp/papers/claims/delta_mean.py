@@ -143,6 +143,7 @@ def final_weights(
     rows = []
     for start in range(0, len(weights), tiles):
         tile, m = weights[start : start + tiles], shifts[start : start + tiles]
+        # 2 to an integer difference of shifts: it rounds no weight of the halfulp recipe
         rows.append(
             torch.cat(
                 [w * exponential(shift - m[-1]) for w, shift in zip(tile, m, strict=True)], -1

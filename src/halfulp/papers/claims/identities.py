@@ -20,6 +20,7 @@ _SEEDS = 10
 _EXACT = f"an identity, which has to hold in each of {_SEEDS} seeds"
 _SHAPE = (1, 2, 75, 32)  # tokens that are no multiple of the tiles below
 _TILES = {"block_query": 16, "block_key": 24}
+# in fp64, whose own rounding lies far below the term that the identities are of
 _HIGH = FP64_RECIPE.with_(name="hp", **_TILES)
 _LOW = _HIGH.with_(name="lp", out=BF16)  # δ from the rounded O, and nothing else rounded
 

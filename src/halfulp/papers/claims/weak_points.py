@@ -48,6 +48,7 @@ def _underflow(maxima: tuple[float, ...]) -> Measured:
         out = attend_rows(BF16_PAPER_STABILIZED, scores)
         wrong += int((~((out - 1).abs() < 0.5)).sum())  # V = 1, so O is 1; NaN counts as wrong
         nan += int(out.isnan().sum())
+        # no bf16 number but 1 lies so near to 1
         fine += int(((attend_rows(BF16_HALFULP, scores) - 1).abs() < 2**-8).sum())
     total = _ROWS * len(maxima)
     text = (
@@ -123,6 +124,7 @@ def _tie_rate(lab: Lab) -> Measured:
             if step == "scores":
                 kept.append(rounded.clone())
 
+        # one tile, so that the observer sees whole rows
         with torch.no_grad():
             emulate(
                 q, k, v, recipe=recipe.with_(block_query=None, block_key=None), observers=(watch,)
@@ -195,6 +197,7 @@ def gradient_inputs(
     if family == "sink":
         q[..., 0], k[..., 0] = 4.0, 0.0
         k[:, :, 0] = 0.0
+        # q · k / √d = 4 · (2 √d) / √d = 8
         k[:, :, 0, 0] = 8.0 * head_dim**0.5 / 4.0
         v[:, :, 0] *= 0.05
     return [x.bfloat16() for x in (q, k, v, do)]
