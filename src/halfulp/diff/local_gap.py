@@ -82,6 +82,7 @@ class LocalGap:
     def _add_rows(self, b: Tensor, a: Tensor, mine: Tensor | None) -> float:
         gap, wide = _difference(b, a), _wide(a)
         square, size = _square(gap), _square(wide)
+        # hidden scores of −inf, say: what is not finite on a side tells no distance
         if not math.isfinite(square + size):
             finite = b.isfinite() & a.isfinite()
             b, a = (x.masked_fill(~finite, 0) for x in (b, a))
@@ -95,6 +96,7 @@ class LocalGap:
         own = _difference(b, mine)
         self.own += _square(own)
         wide = wide.to(own.dtype)
+        # rounding has no direction: what goes along A's own row is a wrong scale, or another eps
         lengths, along = torch.linalg.vecdot(wide, wide), torch.linalg.vecdot(own, wide)
         self.inherited += _square(gap - own)
         along = (along / lengths)[(lengths > 0) & lengths.isfinite()].double()
@@ -141,6 +143,7 @@ class LocalGap:
         if self.same or not self.own:
             return False
         if self.answer is None:
+            # with nothing of A's to make again, the coarsest format that A uses there has to do
             wide = torch.finfo(self.instead).bits > 16
             return self.relative_own > BEYOND[32 if wide else 16] * step_of(self.instead)
         bits = min(torch.finfo(x.coarsest).bits for x in (self.answer, self.entry))
@@ -171,6 +174,7 @@ class LocalGap:
         if self.rows < 2:
             return (self.lean, math.nan)
         mean = self.lean / self.rows
+        # a difference of nearly equal sums, which rounding may bring below 0
         spread = max(0.0, self.lean_squared / self.rows - mean**2) / (self.rows - 1)
         if not spread:
             return mean, math.inf if mean else 0.0

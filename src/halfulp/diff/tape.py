@@ -188,6 +188,7 @@ class Tape:
         folder.mkdir(parents=True, exist_ok=True)
         self._file, name = tempfile.mkstemp(dir=folder)
         weakref.finalize(self, os.close, self._file)
+        # without a name the file is gone with its last handle, even after a kill
         Path(name).unlink()
         self._where: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         self._end = 0
@@ -216,6 +217,7 @@ class Tape:
         """Read or write all bytes of a contiguous tensor, and return how many they are."""
         data = x.flatten().view(torch.uint8).numpy().data
         done = 0
+        # a call may move less than all: Linux stops at 2 GiB
         while done < len(data):
             done += move(self._file, [data[done:]], place + done)
         return done

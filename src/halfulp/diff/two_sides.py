@@ -140,6 +140,7 @@ class TwoSides:
         saved: list[tuple[Any, ...]] = []
 
         def before(operation: Operation) -> None:
+            # once it has run its operand is gone, on which A's operation is to be made
             if operation.in_place:
                 args = tuple(x.clone() if isinstance(x, Tensor) else x for x in operation.args)
                 saved[:] = [args]

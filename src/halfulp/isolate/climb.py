@@ -129,6 +129,7 @@ class Ladder:
             BudgetSpentError: some of them could not be run; those that could are remembered.
         """
         rungs = [self.add(substitution) for substitution in substitutions]
+        # by what is run and not by name: two rungs that ask for the same are one run
         wanted = dict.fromkeys((rung.attention, seed) for rung in rungs for seed in seeds)
         jobs = [key for key in wanted if key not in self._runs and not self._as_recorded(*key)]
         try:
@@ -156,6 +157,8 @@ class Ladder:
             return 0
         if s.budget_steps is None:
             return len(self.rungs) * len(s.seeds) + 1
+        # each is counted as if it went to the end; what those that fail early leave is the next
+        # round's
         return max(0, (s.budget_steps - self.steps) // (s.horizon - s.start))
 
     def _run(self, keys: Sequence[tuple[str, int]]) -> None:

@@ -113,6 +113,7 @@ class Investigation:
                 f"Seeds {list_text(sound)}: the run itself survives; they were left out."
             )
         if self.failing:
+            # one that fails is clearer to search on than one that only drifts
             self.main = next(
                 (seed for seed in self.failing if failed.runs[seed].outcome == "failed"),
                 self.failing[0],
@@ -177,6 +178,7 @@ class Investigation:
             return
         options = [one for one in OPERATIONS if self._with_replaced([one]) is not None]
         try:
+            # on the seed of the searches alone; `_keep` tries what saves it there on the others
             runs = self._scores([frozenset({one}) for one in options])
         except BudgetSpentError:  # what is known is kept
             known = {one: self._alone(one) for one in options}
@@ -193,6 +195,7 @@ class Investigation:
         repairs = [one for one in options if one.repair]
         if not saving:
             self._search(options)
+        # what saves the run may cost a kernel too much: then also a set that one can afford
         if not any(one.repair for one in saving):
             self._search(repairs)
 

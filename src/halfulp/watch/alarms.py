@@ -82,6 +82,7 @@ def alarms(rows: Sequence[Mapping[str, Any]], level: float = LEVEL) -> list[Alar
 
 def threshold(heads: int, measurements: int, level: float = LEVEL) -> float:
     """The |t| that is beyond the level, over all heads of one measurement."""
+    # Bonferroni over heads, two-sided
     return student_beyond(level / (2 * max(heads, 1)), measurements - 1)
 
 

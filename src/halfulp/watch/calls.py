@@ -157,9 +157,11 @@ def _chunk(
     exact = measures.exact_call(part)
     found = measures.figures_of(exact) | measures.activation_figures(part)
     share = len(rows) / full["query"].shape[2]
+    # dK sums over all rows, Σ|e| below over those looked at: scaled to as many
     in_gradient = measures.delta_error_in_gradient(all_rows) * share
     if call.asked.dropout:
         nan = torch.full_like(in_gradient, math.nan)
+        # |e| as independent roundings of O make it: the root of a sum of squares over features
         unit = (part.grad_out * part.out).double().square().sum(-1).sqrt().sum(-1) * _HALF_ULP  # type: ignore[operator]
         unknown = dict.fromkeys(_NEED_OUT, torch.full_like(found["mean_score"], math.nan))
         return found | unknown, {SIZE: unit, TOTAL: nan, IN_GRADIENT: in_gradient}
@@ -188,6 +190,7 @@ def _gradient_errors(
     for name, exact in zip(("grad_key", "grad_value"), golden[1:], strict=True):
         if whole and name in tensors:
             group = exact.shape[1] // tensors[name].shape[1]
+            # autograd sums dK and dV over the query heads that read one key head
             summed = exact.reshape(len(exact), -1, group, *exact.shape[2:]).sum(2)
             found[f"{name}_error"] = measures.relative_error(
                 tensors[name], summed

@@ -57,6 +57,8 @@ class Running:
         if n < 3:
             return torch.full_like(self.total, math.nan)
         variance = self.recent.var(0)
+        # for lag 1 the mean squared change is 2 (1 − ρ) of the variance; ρ below 0 would narrow the
+        # error and is taken as 0
         rho = (1 - self.recent.diff(dim=0).square().mean(0) / (2 * variance)).clamp(0, 1 - 1 / n)
         return self.recent.mean(0) / (variance / n * (1 + rho) / (1 - rho)).sqrt()
 
@@ -66,6 +68,8 @@ class Running:
         worse one, were either sign as likely; zeros are left out, and without signs p is 1. It
         takes measurements for independent.
         """
+        # a sign test beside t, since it is blind to sizes: e shrinks by orders of magnitude while a
+        # run learns, and t over steps pays for that
         signs, fewer = self.positive + self.negative, torch.minimum(self.positive, self.negative)
         counts = zip(fewer.flatten().tolist(), signs.flatten().tolist(), strict=True)
         p = [2 * binomial_at_most(int(count), int(tries)) for count, tries in counts]
@@ -106,6 +110,7 @@ def errors_of_delta(
         if name == SIZE:
             continue
         total = part.sum(0)
+        # in units of its size, or the steps with the largest gradients would decide the mean
         known = _known(
             running, f"{layer}/{name}", total / size.clamp_min(torch.finfo(size.dtype).tiny)
         )

@@ -134,8 +134,10 @@ class Snapshots:
         try:
             parts = self._parts(step, reason, optimizer, about)
         except (MemoryError, torch.OutOfMemoryError) as error:
+            # a watch must not end the training that it looks at
             LOG.warning("no snapshot of step %d: %s", step, error)
             return None
+        # one is written at a time, so that copies of the model do not pile up in memory
         self.wait()
         self._writer = threading.Thread(
             target=self._write, args=(path, parts), name="halfulp-snapshot"

@@ -68,6 +68,7 @@ def power_iteration(
     y = unit(start)
     for done in range(1, most + 1):
         z = apply(y)
+        # the Rayleigh quotient: its error is of second order in the residual that ends the search
         value = dot(y, z)
         if done % _BETWEEN_CHECKS == 1 or done == most:
             rest = z - value * y
@@ -113,6 +114,7 @@ def head_sigmas(
         tolerance: see `power_iteration`; the relative error of σ is half that of its square.
         most: see `power_iteration`.
     """
+    # a Gram matrix squares the span of singular values, so it is made in fp64
     w_q, w_k = query.detach().double(), key.detach().double()
     gram_q, gram_k = w_q @ w_q.mT, w_k @ w_k.mT
     shared = gram_k.repeat_interleave(len(w_q) // len(w_k), 0)

@@ -233,10 +233,12 @@ class Watcher:
             else:
                 self._taps.rest()
         elif (
+            # where a step's first pass showed nothing another of its passes is tried next time
             (self._due and self._passes == 1 + self._failures % self._usual)
             or (self._snapshots.heads and self._snapshots.wanted and self._passes == 1)
         ) and not captured():
             if self.eager:
+                # compiled code calls no function that could be tapped
                 self._stance = torch.compiler.set_stance("force_eager")
             self._found = {}
             self._taps = Taps(self.model, self.functions, entries_of, self._take)

@@ -47,6 +47,7 @@ class Moved:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = matrices(model)
+        # cloned, since the update writes into the same memory
         self._before = {name: _sample(x).clone() for name, x in self._parameters.items()}
 
     def figures(self) -> dict[str, dict[str, float]]:
@@ -134,6 +135,7 @@ def projections(
         if x.ndim == 2:
             short = name.removesuffix("_weight")
             named[short.lower()] = x, getattr(module, f"{short}_bias", None)
+    # of a sharded weight (DTensor) only a part is here, which has other singular values
     plain = {name: one for name, one in named.items() if not hasattr(one[0], "to_local")}
     query, key, fused = (
         next((one for name, one in plain.items() if name in names), None)
@@ -145,6 +147,7 @@ def projections(
         rest, odd = divmod(many - heads * each, 2)
         if odd or rest <= 0:
             return None
+        # W_K and W_V share evenly what W_Q leaves, however many key heads there are
         ends = (0, heads * each, heads * each + rest)
         query, key = (
             (fused[0][a:b], None if fused[1] is None else fused[1][a:b]) for a, b in pairwise(ends)
@@ -153,6 +156,7 @@ def projections(
         return None
     each = len(query[0]) // heads
     of_key = len(key[0]) // each if each else 0
+    # under a usual name something else may lie: only a weight that gives whole heads is taken
     fits = each == (width or each) and of_key and not heads % of_key
     if not fits or len(query[0]) != heads * each or len(key[0]) != of_key * each:
         return None
