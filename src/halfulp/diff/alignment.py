@@ -106,6 +106,7 @@ def _align_calls(a: list[Entry], b: list[Entry], shapes: bool, found: Aligned) -
     if left == right:
         found.pairs |= {y.place: x.place for x, y in zip(a, b, strict=True)}
         return
+    # autojunk would leave out what is frequent, which in a model of many layers is most
     matcher = SequenceMatcher(None, left, right, autojunk=False)
     for what, i, i_end, j, j_end in matcher.get_opcodes():
         if what == "equal" or (what == "replace" and _like(left[i:i_end], right[j:j_end])):

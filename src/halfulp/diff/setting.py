@@ -155,6 +155,7 @@ def run(
         if observe is not None and not reading:  # log-probabilities are no operation of theirs
             observe(operation, result)
 
+    # both sides, and every pass that is held against theirs, draw the same numbers on a batch
     torch.manual_seed(seed)
     if gradients:
         model.zero_grad(set_to_none=True)
@@ -257,6 +258,7 @@ def _read(given: Sequence[Any], batch: Any, setting: Setting) -> tuple[Tensor | 
         flat = together.detach().double().cpu().flatten(1)
         return (together.float().square().mean() if loss is None else loss), flat, False
     chosen = tokens[:, 1:, None].to(together.device)
+    # in fp32 whatever the model's format is: what measures a gap must not round it
     log_probs = together[:, :-1].float().log_softmax(-1).gather(-1, chosen)[..., 0]
     loss = -log_probs.mean() if loss is None else loss
     return loss, log_probs.detach().double().cpu(), True

@@ -114,6 +114,7 @@ class Standing:
 
     def again(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What a checkpoint runs again in the backward pass, standing where it stands now."""
+        # copies: when it is run again the pass has gone on
         stack, counts = list(self.stack), Counter(self._counts)
 
         def rerun(*args: Any, **kwargs: Any) -> Any:
@@ -151,8 +152,10 @@ class Standing:
             return
 
         def enter(module: nn.Module, _args: Any) -> None:
+            # a new pass of the model; what a checkpoint makes again keeps the numbers that it had
             if not self.stack and not in_backward():
                 self._counts.clear()
+            # nn.MultiheadAttention in a fused encoder layer, say, which has shut the mode already
             already = any(hidden for _, _, hidden in self.stack)
             now = "" if already else why or fused(module)
             if now:
@@ -168,6 +171,7 @@ class Standing:
                 self._hidden(False)
 
         first = module.register_forward_pre_hook(enter, prepend=True)
+        # always_call: also where the forward pass raises, or the module would stay on the stack
         last = module.register_forward_hook(leave, always_call=True)
         self._undo += [first.remove, last.remove]
 

@@ -45,9 +45,11 @@ def _rms_norm(module: nn.Module) -> tuple[float, float] | None:
     named = "rmsnorm" in type(module).__name__.lower() and not isinstance(module, nn.RMSNorm)
     if not named or not isinstance(weight, Tensor) or weight.ndim != 1 or not eps:
         return None
+    # rows of a mean that is not 0, on which a norm that subtracts it gives something else
     rows = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1)
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         try:
+            # the class's own, past hooks and past what stands in its place on the instance
             found = type(module).forward(module, rows)
         except Exception:  # of another signature
             return None

@@ -74,6 +74,7 @@ def of_run(folder: Path, config: RunConfig, rule: Rule, last: int) -> Symptoms:
     if watcher.failed is not None:
         failed = watcher.failed.failed_at
         losses = watcher.curves["loss"]
+        # without NaN, which has no order
         known = [(x, s) for s, x in zip(losses.steps, losses.values, strict=True) if x == x]
         lowest = min(known)[1] if known else 0
         said.append(f"the recorded run failed: {watcher.failed.reason}")

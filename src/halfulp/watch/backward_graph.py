@@ -61,6 +61,7 @@ class BackwardGraph:
         waiting = _nodes(values)
         while waiting:
             node = waiting.pop()
+            # once a pass each, however often modules inside each other reach them
             if node not in self._looked_at:
                 self._looked_at.add(node)
                 waiting += _before(node)
@@ -86,6 +87,7 @@ def _judged(node: Any) -> str:
         return ""
     if _NAMED_SO.search(name):
         return _DIRECT.format(_plain(name))
+    # scores of self-attention are square; a loss's (LogSoftmax) and a router's are not
     if "Softmax" in name and not name.startswith("Log"):
         shape = node._input_metadata[0].shape
         square = len(shape) >= 3 and shape[-1] == shape[-2] >= _LEAST_SQUARE

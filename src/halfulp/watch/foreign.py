@@ -169,6 +169,8 @@ class Taps:
 
     def _seen_call(self, name: str, made: Made) -> Any:
         again = torch._C._current_graph_task_id() != -1
+        # what is made again in a backward pass is counted apart, so that its n-th call answers to
+        # the n-th
         key = (name, self._counts[again][name])
         self._counts[again][name] += 1
         if again:
@@ -200,6 +202,8 @@ class Taps:
 
     def _run(self, call: Foreign, made: Made, keeping: str) -> Any:
         """Run a call on views of its operands, and look at what comes back."""
+        # a hook on a view sees what this call gives back; on x it would see the sum over all that
+        # use x
         views = [x.view_as(x) if x.requires_grad else x for x in made.operands]
         result = made.on(views).run()
         out = result[0] if isinstance(result, tuple) else result

@@ -163,6 +163,7 @@ def rises(steps: Sequence[Step], first: float = math.nan) -> tuple[int, float, f
     ]
     lowest = min(range(len(medians) - 8), key=medians.__getitem__)
     at_best = [loss for _, loss in known[max(0, lowest - 8) : lowest + 16]]
+    # 1.4826 × the median distance is the standard deviation of normal numbers
     spread = 1.4826 * statistics.median(abs(x - medians[lowest]) for x in at_best)
     last = medians[-1]
     fallen = first - medians[lowest] if math.isfinite(first) else 0.0
@@ -224,6 +225,8 @@ def _mark(x: Tensor) -> Tensor:
         flat = x.detach().reshape(-1)
         flat = flat[:: max(1, flat.numel() // _SAMPLE)].double()
         places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
+        # multiples of the golden ratio modulo 1 are spread evenly and none comes twice, so that
+        # numbers in another order give another sum
         return (flat * (places * 0.6180339887498949).frac()).sum()
 
 

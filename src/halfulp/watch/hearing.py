@@ -114,6 +114,7 @@ def _norm(stock: Callable[..., Any]) -> Callable[..., Any]:
     def norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return stock(tensors, norm_type, *args, **kwargs)
+        # a list, since a generator can be read only once and is PyTorch's to read
         grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         total = stock(grads, norm_type, *args, **kwargs)
         if float(norm_type) == 2.0 and grads:

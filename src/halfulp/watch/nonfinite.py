@@ -57,6 +57,8 @@ def place_in_gradients(model: nn.Module) -> Place | None:
         known.append(path)
         if not bool(grad.isfinite().all()):
             bad.append((path, str(grad.dtype).removeprefix("torch.")))
+    # a backward pass goes from the last module to the first: the last bad one was the first; if no
+    # module follows it, the loss gave it what was bad
     if not bad or bad[-1][0] == known[-1]:
         return None
     return Place("backward", *bad[-1], 0.0)
