@@ -46,6 +46,7 @@ def exponential(x: Tensor, base2: bool, out: Tensor | None = None) -> Tensor:
         call(BEST_ISA, torch.get_num_threads(), base2, x.data_ptr(), y.data_ptr(), x.numel())
     else:
         of_torch = torch.exp2 if base2 else torch.exp
+        # in fp64 first: the last bit of a float32 exp differs between vector libraries
         y = of_torch(x.double()).to(x.dtype) if fixed(x) else of_torch(x, out=out)
     return y if out is None or y is out else out.copy_(y)
 
@@ -92,6 +93,7 @@ def row_sum(x: Tensor) -> Tensor:
         call = function("halfulp_row_sum", "iippll")
         call(BEST_ISA, torch.get_num_threads(), x.data_ptr(), sums.data_ptr(), sums.numel(), n)
         return sums
+    # the order of the native library's lanes, so that both have the same bits
     padded = functional.pad(x, (0, -n % _LANES if n else _LANES))
     lanes = padded[..., :_LANES]
     for j in range(_LANES, n, _LANES):

@@ -82,6 +82,7 @@ def _meaning(
     rows, columns = (
         torch.arange(n, dtype=torch.int32, device=mask.device) for n in mask.shape[-2:]
     )
+    # a mask is a window if it is all of the band between its outermost diagonals
     offsets = columns - rows.unsqueeze(1)
     seen = offsets[mask.flatten(0, -3).any(0)]
     if seen.numel():
@@ -92,6 +93,7 @@ def _meaning(
             window = None if (left, right) in ((-1, 0), (-1, -1)) else (left, right)
             meaning = ((left, right) == (-1, 0), window, None)
     number = id(block_mask)
+    # forgotten with the mask, so that another object of its number is not taken for it
     _known[number] = (weakref.ref(block_mask, lambda _: _known.pop(number, None)), meaning)
     return meaning
 
@@ -117,6 +119,7 @@ def _spread(counts: Tensor, indices: Tensor, block_mask: Any, like: Tensor) -> T
     tall, wide = block_mask.BLOCK_SIZE
     columns = -(-like.shape[-1] // wide)
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    # lists are padded: what is beyond a row's count goes to a column that is cut off
     kept = torch.where(listed, indices, columns).long()
     blocks = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     blocks = blocks.scatter(-1, kept, True)[..., :columns]
@@ -151,6 +154,7 @@ def _modification(
     if plain:
         return 0.0, bias if query.dtype == torch.float64 else bias.float()
     with torch.no_grad():
+        # tanh is 1 there, so what comes back is the cap
         cap = float(of(1e30).flatten()[0]) if bias.numel() else 0.0
         if not 0 < cap < 1e29:
             return None

@@ -97,6 +97,7 @@ def compare(before: Report, after: Report) -> Comparison:
             f" {after['dtype']}: accepted are audits of the same inputs"
         )
     found = list(_rows(before, after))
+    # Bonferroni, twice: a figure may be called better or worse
     level = FAMILY_LEVEL / max(1, 2 * len(found))
     least = LEAST[after["dtype"]]
     pairs = [_pair(*row, level, least) for row in found]

@@ -32,6 +32,7 @@ def covering_array(
     while open_pairs:
         best: dict[str, int] = {}
         covered: set[Pair] = set()
+        # each try begins with an open pair, so every row covers one at least
         for first in _some(open_pairs, 6, chance):
             trial = _filled(dict(first), names, factors, allowed, open_pairs, chance)
             gained = set() if trial is None else _in_row(trial) & open_pairs.keys()

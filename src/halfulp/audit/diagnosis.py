@@ -124,6 +124,7 @@ def diagnose(
         return _stock(findings, found)
     left = [f for f in defects if f.property.startswith("memory full of NaN")]
     cached = sorted(note for note in notes if MISAPPENDED in note)
+    # what is appended to the wrong place makes every later error
     if cached:
         return (Diagnosis(CAUSES["cache"], cached[0]),)
     if UNWRITTEN in notes or left:  # it explains the rest, or hides what does
@@ -205,6 +206,7 @@ def _of_broken(broken: tuple[Finding, ...]) -> Diagnosis:
     """Why results are not finite, from the probes that show it."""
     outs = {f.case.probe for f in broken if f.case is not None and f.tensor == "out"}
     every = {f.case.probe.partition("/")[0] for f in broken if f.case is not None}
+    # the published fix shifts by a multiple of a repeated maximum, so that all weights underflow
     underflows = "ties_many" in outs or ("ties_negative" in outs and "deep_negative" not in outs)
     rules: tuple[tuple[bool, str], ...] = (
         (underflows, "underflow"),

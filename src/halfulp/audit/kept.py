@@ -35,6 +35,7 @@ def name_of(case: Case, kind: type[Any]) -> str:
     """
     file = None
     if case.file is not None:
+        # by what it holds: a file of the same name may be another's tomorrow
         file = hashlib.sha256(Path(case.file).read_bytes()).hexdigest()
     named = dataclasses.replace(case, file=None)
     settings = (torch.get_num_threads(), *bits_of_process())

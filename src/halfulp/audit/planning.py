@@ -91,6 +91,7 @@ def plan(
         sizes = (
             tuple(n for n in sizes if n <= 8 * max(shape.n_key for shape in shapes)) or sizes[:2]
         )
+    # few heads: golden costs N² a head, and an exponent needs no test
     lengths = [
         Case(GROWTH_PROBE, Shape(1, 4 if n <= 4096 else 2, n, n, 64), seed, dtype) for n in sizes
     ]

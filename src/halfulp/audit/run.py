@@ -251,6 +251,7 @@ def _judge(gathered: Gathered, level: float) -> tuple[list[Finding], dict[Case, 
         if broken is not None:
             findings.append(replace(broken, case=case))
     order = {"non-finite": 0, "error": 1, "lean": 1, "element": 2, "relation": 3}
+    # the first is what the verdict cites and what is shrunk, so the plainest kind leads its grade
     findings.sort(key=lambda f: (f.grade != "defect", order[f.kind], -f.ratio))
     return findings, rows
 

@@ -56,6 +56,7 @@ class Rounding:
             if fmt is None:
                 return exact
             passed[name] = passed.get(name, 0) + 1
+            # by step and pass: no two stochastic roundings share their random numbers
             return round_to(exact.detach(), fmt, seed=hash_seed(seed, name, passed[name]))
 
         return rounded

@@ -80,8 +80,10 @@ def attention_forward(
     saved = kernel.forward(call, recipe)
     residual, own_lse = saved.residual, saved.own_lse
     if residual is None:
+        # operators return tensors alone: an empty one says that there is none
         residual = query.new_empty(*query.shape[:3], 0, dtype=torch.int8)
     if own_lse is None:
+        # no two results of an operator may share memory
         own_lse = saved.lse.clone()
     return saved.out, saved.lse, residual, saved.row_max, saved.row_sum, own_lse
 
@@ -158,6 +160,7 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep for `gradients` what it needs of `attention_forward`'s inputs and outputs."""
     passed = Passed(*output)
     ctx.mark_non_differentiable(*output[_DIFFERENTIABLE:])
+    # or a loss without lse would give it zeros, and the backward pass would read them
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*passed, *inputs[:TENSORS])
     ctx.numbers = inputs[TENSORS:]

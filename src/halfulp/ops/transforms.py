@@ -52,6 +52,7 @@ def _autocast_rule(device_type: str) -> Callable[..., Any]:
         for name in ("query", "key", "value"):
             if given[name].dtype in (torch.float32, torch.float16, torch.bfloat16):
                 given[name] = given[name].to(dtype)
+        # or the operator would come back to this rule
         with torch._C._ExcludeDispatchKeyGuard(key):
             return torch.ops.halfulp.attention_forward(**given)
 

@@ -60,6 +60,7 @@ class FormedCall:
     def clear(self) -> None:
         """Fill what results are written into with a NaN that no arithmetic makes."""
         for x in self.buffers.values():
+            # a payload of its own, since a kernel that computes NaN has written all the same
             x.fill_(math.nan).view(BITS[x.element_size()]).add_(_MARK)
 
     @property
@@ -196,6 +197,8 @@ def _one(
     if form.ragged:
         audited = (1, *range(3, batch + 2))  # a longer one first, a shorter one after the first
         if "T" in form.dims("query"):
+            # other lengths before and between the audited ones: a kernel that takes one length for
+            # all of them reads the wrong rows
             q_lengths = (queries + 13, queries, max(1, queries // 2), *q_lengths[1:])
         else:
             q_lengths += (queries,) * 2
@@ -262,6 +265,7 @@ def _appending(whole: _Whole, new: int, memory: str, parameters: frozenset[str])
     """
     form, total = whole.form, whole.k_lengths
     earlier = min(new, min(total) - new)
+    # what is appended is not there before, so a kernel that does not write it reads fillers
     blank = {name: list(parts) for name, parts in whole.sequences.items()}
     for name in ("key", "value"):
         blank[name] = [x.clone() for x in blank[name]]
@@ -344,6 +348,7 @@ def _arranged(
         assert table is not None
         x, have = _paged(parts, table, page), "PHSD"
     elif "S" in dims:
+        # room beyond the longest, so that reading past a length meets fillers
         capacity = -(-max(p.shape[1] for p in parts) // PAGE) * PAGE + PAGE
         x, have = torch.stack([_filled(p, capacity) for p in parts]), "BHSD"
     else:
@@ -366,6 +371,7 @@ def _table(lengths: Sequence[int], page: int) -> Tensor:
     is, page 0 nobody's.
     """
     counts = [-(-n // page) for n in lengths]
+    # in a random order, or a kernel that ignores the table would find the right pages
     order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5))
     table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     for i, count in enumerate(counts):

@@ -95,5 +95,6 @@ def _told(plain: Mapping[str, Any]) -> Outcome:
         raise ValueError(f"kind={kind!r}")
     if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
         raise ValueError(f"notes={notes!r}")
+    # a kernel writes them too, and may write without end
     told = tuple(notes[:_MOST_NOTES])
     return Outcome(None, None if kind == "ok" else str(refusal), kind, told)

@@ -40,6 +40,7 @@ def serve(
 ) -> None:
     """Tell what the target is, then answer calls, over the connection of that number."""
     connection: Connection = Connection(handle)
+    # in a session of its own this process would outlive an auditor that is killed
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if device == "cpu":  # a GPU's driver reserves more than there is
         _limit(gigabytes)
@@ -108,6 +109,7 @@ def _limit(gigabytes: float) -> None:
     used = 0
     with contextlib.suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        # the limit counts what importing torch has taken, which is no kernel's
         used = sum(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
     most = used + int(gigabytes * 2**30)
     for what, limit in ((resource.RLIMIT_DATA, most), (resource.RLIMIT_FSIZE, _MOST_WRITTEN)):

@@ -64,6 +64,7 @@ def attention_sink(inputs: Inputs, strength: float, *, fmt: Format = BF16) -> In
     """
     dim = inputs.query.shape[-1]
     query, key = inputs.query.clone(), inputs.key.clone()
+    # times α = 1/√d the key's `strength` is the score
     query[..., 0] = dim**0.5
     key[:, :, 0] = 0
     key[:, :, 0, 0] = strength
@@ -165,6 +166,7 @@ def assert_within_budget(
     """
     allowed = budget(inputs, recipe, **options)
     for name, error in errors(actual, golden(*inputs, **_asked(inputs, options))).items():
+        # not `>`: a NaN must fail
         if not error <= max(factor * allowed[name], 1e-6):
             raise AssertionError(
                 f"{name}: relative error {error:.2e}, {recipe.name} makes {allowed[name]:.2e}"

@@ -129,6 +129,7 @@ def assert_sound(
         "device": device,
         "forward": forward,
     }
+    # first, so that a name or a file that does not exist is told before the target is audited
     before = None if like in ("stock", "sound") else _before(like, target, options)
     report = audit(target, isolate=isolate, form=form, **options)
     if before is not None:
