@@ -324,7 +324,7 @@ def test_the_command_prints_a_verdict_and_writes_a_page(halfulp: Run, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nosuch"], "run='nosuch': there is no run.json of a training"),
+        (["nosuch"], "run='nosuch': there is no such folder; accepted are one of halfulp train"),
         (["minutes", "--steps", "0"], "steps=0: accepted are 1 to the run's 2000"),
         (["minutes", "--seeds", "0"], "seeds=[]: accepted are different ones, at least one"),
         (
