@@ -40,6 +40,12 @@ def _ignored(sizes: Sizes, g: torch.Generator) -> Tensors:
     return x
 
 
+def _padded(sizes: Sizes, g: torch.Generator) -> Tensors:
+    x = _plain(sizes, g)
+    x["target"][1::3] = 0
+    return x
+
+
 def _edges(sizes: Sizes, g: torch.Generator) -> Tensors:
     """The first and the last token of the vocabulary."""
     x = _plain(sizes, g)
@@ -83,6 +89,13 @@ PROBES = (
         "torch.nn.functional, ignore_index and reduction",
         _ignored,
         options={"reduction": "mean"},
+    ),
+    Probe(
+        "ignored_zero",
+        "−100 left out whatever was asked for",
+        "torch.nn.functional, ignore_index: a tokenizer's padding",
+        _padded,
+        options={"ignore_index": 0},
     ),
     Probe("edges", "the first and the last token", "an offset by one", _edges),
     Probe(

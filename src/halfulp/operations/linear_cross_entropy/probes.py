@@ -45,6 +45,12 @@ def _ignored(sizes: Sizes, g: torch.Generator) -> Tensors:
     return x
 
 
+def _padded(sizes: Sizes, g: torch.Generator) -> Tensors:
+    x = _plain(sizes, g)
+    x["target"][1::3] = 0
+    return x
+
+
 _CHUNKS = "Liger-Kernel, chunks of tokens summed in the weight's dtype"
 
 PROBES = (
@@ -83,6 +89,13 @@ PROBES = (
         sizes={"T": 4, "K": 16, "V": 4096},
     ),
     Probe("ignored", "tokens that do not count", "torch.nn.functional, ignore_index", _ignored),
+    Probe(
+        "ignored_zero",
+        "−100 left out whatever was asked for",
+        "torch.nn.functional, ignore_index: a tokenizer's padding",
+        _padded,
+        options={"ignore_index": 0},
+    ),
     Probe(
         "ignored_mean",
         "a mean over all tokens, or over the means of chunks",
