@@ -324,16 +324,18 @@ PROBES: tuple[Probe, ...] = (
     ),
     Probe(
         "softcap",
-        "a softcap, and its slope in the backward pass",
-        "Gemma 2, arXiv 2408.00118",
-        draws.scaled(q=3.0, k=2.0),
-        options=lambda _: {"softcap": 4.0},
+        "a softcap, its slope in the backward pass, keys of padding that it makes finite",
+        "Gemma 2, arXiv 2408.00118; llama.cpp PR 29034",
+        draws.scaled(q=1.5, k=2.0),
+        change_shape=draws.lengths,
+        options=lambda _: {"softcap": 2.0},
     ),
     Probe(
         "learned_sinks",
         "sinks left out of the row sum, or of δ",
         "attention sinks, arXiv 2309.17453",
         draws.learned_sinks,
+        change_shape=draws.lengths,
     ),
     Probe(
         "dropout",
