@@ -327,6 +327,7 @@ def _audit(stage: _Stage, progress: Progress) -> Act:
     jobs = [Job(name, config.shapes, (str(file),), config.seed) for name in names]
     found = audit_all(jobs, config.workers, part_of(progress, share, 1.0))
     here = str(stage.folder)
+    # files by the names that they will have when the folder is in its place
     audits: list[dict[str, Any]] = json.loads(json.dumps(found).replace(here, str(stage.final)))
     sizes = ", ".join(map(str, config.shapes or (Shape(),)))
     shape = tuple(trained.captured.query.shape)

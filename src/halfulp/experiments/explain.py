@@ -173,8 +173,10 @@ def decide(exact: Fraction, fmt: Format) -> Decision:
         ValueError: `fmt` rounds stochastically or is block-scaled.
     """
     _check_format("fmt", fmt)
+    # in fractions, so that the rounding which is explained is the only one
     negative, size = exact < 0, abs(exact)
     power = max(_exponent(size), fmt.min_exponent) if size else fmt.min_exponent
+    # below the smallest normal number the spacing stays that of its binade
     spacing = Fraction(2) ** (power - fmt.mantissa_bits)
     count, rest = divmod(size, spacing)
     distance = rest / spacing  # of one spacing, 0 up to 1
@@ -190,6 +192,7 @@ def decide(exact: Fraction, fmt: Format) -> Decision:
         significand=significand,
         dropped=dropped,
         power=power,
+        # behind the last bit kept: a half, a quarter, and whether there is anything more
         guard=int(distance >= Fraction(1, 2)),
         round=int(distance % Fraction(1, 2) >= Fraction(1, 4)),
         sticky=int(distance % Fraction(1, 4) > 0),
@@ -271,6 +274,7 @@ def _accumulate(
     combine = Fraction.__mul__ if operation == "product" else Fraction.__add__
     symbol = "·" if operation == "product" else "+"
     first = 0 if operation == "dot" else 1
+    # a dot product is added to 0, so that its first product is rounded as well
     label, running = ("0", Fraction(0)) if operation == "dot" else terms[0]
     exact = running
     steps: list[RunningStep] = []
@@ -367,6 +371,7 @@ def _split_bits(count: int, distance: Fraction, fmt: Format, shown: int = 32) ->
 
 def _exponent(size: Fraction) -> int:
     """floor(log2 size), exactly."""
+    # numerator / denominator lies between 2^(power − 1) and 2^(power + 1)
     power = size.numerator.bit_length() - size.denominator.bit_length()
     return power if Fraction(2) ** power <= size else power - 1
 

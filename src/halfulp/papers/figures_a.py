@@ -205,6 +205,7 @@ def cosines(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     and `[n, width]`.
     """
     (u, x), (v, y) = ([t / t.norm(dim=-1, keepdim=True) for t in pair] for pair in (a, b))
+    # ⟨u xᵀ, v yᵀ⟩ = (u · v)(x · y): no matrix of a token has to be made
     similar: Tensor = (u @ v.mT) * (x @ y.mT)
     return similar
 

@@ -132,6 +132,7 @@ def measure_speed(
         ]
         times: tuple[list[float], list[float]] = ([], [])
         for pair in range(pairs + WARM_UP):
+            # neither comes always second, to what the other left in the caches
             for which in (0, 1) if pair % 2 else (1, 0):
                 began = _now(config.device)
                 steps[which]()

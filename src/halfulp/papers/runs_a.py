@@ -137,6 +137,7 @@ def train_steps(plan: Plan) -> Iterator[Now]:
         workload, order = session.workload, session.order
         if plan.optimizer != "adamw":
             optimizer, rate = optimizer_named(plan.optimizer, session.parameters)
+            # both hold it: the session makes the step, and the updates set its rate
             session.optimizer = session.updates.optimizer = optimizer
             session.updates.rates = replace(config.optimizer, learning_rate=rate)
         while session.done < config.steps:

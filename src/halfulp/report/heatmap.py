@@ -79,6 +79,7 @@ def _finished(figure: Mapping[str, Any], finish: Callable[[Any, str, str], Writt
     scale = _SIDE / max(columns, len(values))
     width, height = columns * scale, len(values) * scale
     total = _TOP + height + _BOTTOM
+    # an odd number of colors, so that one in the middle is white itself
     scheme = LinearSegmentedColormap.from_list("halfulp", [BLUE, WHITE, ORANGE], N=257)
     colors = scheme.with_extremes(bad=MISSING)
     with matplotlib.rc_context(settings()):

@@ -96,6 +96,7 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
     placed: list[float] = []
     for i in order:
         placed.append(max(wanted[i], placed[-1] + gap) if placed else max(wanted[i], 0.0))
+    # what moving apart has pushed beyond the top is pushed back down from there
     overflow = placed[-1] - 1.0 if placed else 0.0
     if overflow > 0:
         ceiling = 1.0

@@ -118,5 +118,6 @@ def now() -> str:
 
 def _seal(record: Mapping[str, Any]) -> str:
     """Of the sealed fields, as JSON reads them."""
+    # through JSON: a record that begins has tuples where one that was read has lists
     plain = json.loads(line_text({name: record[name] for name in SEALED if name in record}))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

@@ -116,6 +116,7 @@ class Table(Plain):
 
 
 def _median(values: Sequence[float]) -> float:
+    # a median sorts, and NaN has no place in an order
     return math.nan if any(map(math.isnan, values)) else statistics.median(values)
 
 

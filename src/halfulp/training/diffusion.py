@@ -78,6 +78,7 @@ def draw_samples(
     for now, then in itertools.pairwise(times):
         (alpha, sigma), (alpha_then, sigma_then) = noise_levels(now), noise_levels(then)
         v = predict(x, now.expand(len(x)))
+        # x and v are picture and noise, turned by an angle: since α² + σ² = 1 this turns them back
         clean, rest = alpha * x - sigma * v, sigma * x + alpha * v
         if clip is not None:
             clean = clean.clamp(-clip, clip)

@@ -42,6 +42,7 @@ class World:
         """Return the mean over processes."""
         if self.size == 1:
             return x
+        # all_reduce writes into what it is given
         x = x.clone()
         distributed.all_reduce(x)
         return x / self.size

@@ -43,6 +43,7 @@ def run_of_snapshot(folder: Path, workload: str, steps: int, out: Path) -> int:
             f"snapshot={str(folder)!r}: {len(sharded)} of its tensors are one process's parts;"
             " accepted is one of whole tensors"
         )
+    # a checkpoint is the state after its step, a snapshot mostly that before its update
     done = found.step - 1 if found.about.get("before_update", True) else found.step
     device = "cpu" if "cuda" not in found.about.get("autocast", {}) else "cuda"
     precision = _AUTOCAST.get(found.about.get("autocast", {}).get(device, ""), "none")
@@ -60,6 +61,7 @@ def run_of_snapshot(folder: Path, workload: str, steps: int, out: Path) -> int:
         order = made.order(config.steps, config.batch)
         journal = Journal.begin(out, config, order, made.source, None, done)
     journal.checkpoint(state, None)
+    # a run that is not over, so that it can be gone on with
     journal.close("interrupted", f"a snapshot of step {found.step}: {found.reason}")
     return done
 

@@ -110,6 +110,7 @@ def _draw(config: LayerTask, seed: int) -> tuple[list[Tensor], Tensor, list[Tens
     d = config.width
     teacher = [torch.randn(d, d, generator=g) * 1.5 / math.sqrt(d) for _ in range(4)]
     x = torch.randn(config.batch, config.tokens, d, generator=g)
+    # the direction that all keys share, along which scores walk off
     x[..., : config.constant] = 1
     student = [torch.randn(d, d, generator=g) * 0.5 / math.sqrt(d) for _ in range(4)]
     return teacher, x, student

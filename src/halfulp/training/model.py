@@ -131,7 +131,9 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, context: int) -> None:
         super().__init__()
         rates = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        # in fp64, since a large angle has few digits after the point in fp32
         angles = torch.arange(context, dtype=torch.float64)[:, None] * rates
+        # not persistent: they follow from the configuration, so no checkpoint has them
         self.register_buffer("cos", angles.cos().float(), persistent=False)  # [context, D/2]
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 

@@ -51,6 +51,7 @@ class PictureWorkload(Configured):
         pixels = torch.tensor(self.pictures.pixels, device=device).permute(0, 3, 1, 2)
         self._clean = pixels.float() / 127.5 - 1
         self._names = self.symbols(self.pictures.names)
+        # modules draw their weights from torch's global generator, which the caller gets back
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(hash_seed(seed, "pictures", 0))
             self.model: DiffusionTransformer = DiffusionTransformer(config, plan, own).to(device)

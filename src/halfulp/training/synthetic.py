@@ -47,6 +47,7 @@ def synthetic_tokens(vocabulary: int, seed: int) -> np.ndarray:
         left = np.where(starts, rng.integers(*LENGTHS, size=STREAMS), np.maximum(left - 1, 0))
         draw = rng.random(STREAMS)
         before = text[t - 1]
+        # the last of the summed chances may round to a little less than 1
         chosen = np.minimum((draw[:, None] > chances[before]).sum(axis=1), SUCCESSORS - 1)
         text[t] = np.where(left > 0, text[max(t - DISTANCE, 0)], following[before, chosen])
     tokens = text.T.reshape(-1).copy()

@@ -81,6 +81,7 @@ class Updates:
         if self.adjustment is not None:  # steps that a GradScaler leaves out count too
             self.adjustment.made = number - changed.since - 1
         if self.arithmetic is not None:
+            # what stochastic rounding draws by, so that a run which goes on draws the same
             self.arithmetic.made = number - 1
         share = changed.rate * warmed(number - changed.since, changed.warm_up)
         return float(self.optimizer.param_groups[0]["lr"]) * share
@@ -97,6 +98,8 @@ class Updates:
         if clip is not None:
             clip.attach(self.optimizer)
         if self.arithmetic is not None:
+            # hooks run in the order of their making: clipping scales the wide copies, before they
+            # are rounded
             self.arithmetic.attach()
 
     def masters(self) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ def _stabilized_softmax(lab: Lab) -> Measured:
         shift = replace(BF16_PAPER_STABILIZED.shift, beta=beta)
         exact = FP64.with_(shift=shift, block_key=16)
         q, k, v = torch.randn(3, 1, 2, 48, 16, generator=generator(int(beta)), dtype=torch.float64)
+        # two equal keys, whose scores are tied in every row
         k[:, :, 5] = k[:, :, 9]
         difference = max(
             difference, relative(emulate(q, k, v, recipe=exact), emulate(q, k, v, recipe=FP64))
