@@ -215,6 +215,7 @@ def _matched(first: Path, others: Sequence[Path]) -> list[tuple[str, Path, Path]
     rest = []
     for run in others:
         config = read_config(run)
+        # one baseline for a data seed; a second one is compared like any other
         if _kind(config) == kind and config.seed_of_data not in baselines:
             baselines[config.seed_of_data] = [run]
         else:

@@ -199,6 +199,7 @@ def sink_figures(snapshot: Snapshot) -> list[tuple[float, float, float, float]]:
     seen[:8] = False
     counts = seen.sum(0)
     keys = counts >= 16
+    # scores so near to the largest that their P̄ is rounded to 1
     units = ((exact.scores >= exact.row_max + UNIT_SCORE) & seen).sum(2) / counts.clamp_min(1)
     mass = (exact.weights * seen).sum(2) / counts.clamp_min(1)
     figures = []

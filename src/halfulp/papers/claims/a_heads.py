@@ -57,6 +57,7 @@ def pick_heads(run: Traced, twin: Traced, seed: int) -> Picked:
     draw, controls = random.Random(seed), list[tuple[int, ...]]()
     while len(controls) < CONTROLS:
         heads = tuple(sorted(draw.sample(range(HEADS), PICKED)))
+        # the picked heads are no control of themselves
         if heads != outliers and heads not in controls:
             controls.append(heads)
     return Picked(run.measured_steps()[at], outliers, tuple(controls))

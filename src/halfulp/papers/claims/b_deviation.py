@@ -114,6 +114,7 @@ def _factor(lab: Lab) -> Measured:
             (this,) = found.select(family=family, against="golden", format="bf16")
             factors[family].append(factor_of(this, base) or float("nan"))
             estimates[family].append(_ratio(this.max, base.max))
+        # B_c = ⌈M / 4 d⌉, d = 64
         where.append(f"{inputs}, N = {length}, B_c = {-(-memory // 256)}")
     shown = "; ".join(f"{family} × {min(f):.2g} to {max(f):.2g}" for family, f in factors.items())
     largest = where[max(range(len(where)), key=lambda i: factors[_UNIFORM][i])]
@@ -224,6 +225,7 @@ def _against_published(found: SweepResult, fmt: str, order: str) -> float:
     """The median, over blocks and seeds, of the deviation with that order over that of the
     published one.
     """
+    # matched by block and seed, so that what the inputs do to both drops out
     return statistics.median(ratio for one in _ratios(found, fmt, order) for ratio in one)
 
 
