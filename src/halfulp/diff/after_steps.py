@@ -223,6 +223,7 @@ class Training:
             return []
 
         def swaps(seed: int) -> Swaps:
+            # another noise at every pass and in every repetition
             return lambda setting, k: [Moved(setting, self._steps, seed * 1009 + k).swap()]
 
         return [self.gaps(0, swaps(i + 1)) for i in range(repetitions)]
@@ -246,6 +247,7 @@ class Training:
 
 def _trainee(setting: Setting) -> Setting:
     """The same with a copy of its model, in the mode that it is in."""
+    # a copy, so that every stretch and every noise begins at the same weights; in its dtype already
     return replace(setting, model=copy.deepcopy(setting.model), dtype=None)
 
 

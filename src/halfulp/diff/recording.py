@@ -260,8 +260,10 @@ def _sketches(operation: Operation) -> Tensor:
     one size. The squared distance of two sketches is that of the operands, give or take a fifth
     (Alon, Matias and Szegedy 1996).
     """
+    # a row of zeros first, so that an operation without operands has a sketch too
     found = [torch.zeros(64, dtype=torch.float64)]
     for x in operation.tensors():
+        # of the size alone: the other side, in another process, draws the same signs
         generator = torch.Generator().manual_seed(x.numel())
         signs = torch.randint(2, (x.numel(),), generator=generator).mul_(2).sub_(1)
         signed = functional.pad(x.detach().cpu().double().flatten() * signs, (0, -x.numel() % 64))
@@ -282,6 +284,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     for x in tensors:
         flat = x.detach().cpu().contiguous().flatten()
+        # the same bytes may be another tensor
         digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

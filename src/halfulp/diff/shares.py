@@ -55,6 +55,7 @@ def grouped(gaps: Sequence[LocalGap], by_layer: bool = False) -> list[Group]:
 
 
 def _weight(gap: LocalGap) -> float:
+    # what equal arithmetic does not explain stands before roundings that are merely large
     return gap.relative_own * (100 if gap.parts else 1)
 
 

@@ -139,6 +139,7 @@ def rescuing_set(
     helped by itself, since some help only together. Then every change is tried without.
     """
     items, current, saved = list(items), frozenset[Item](), False
+    # one change at a time: all pairs of the 17 operations alone would be 136 runs
     while not saved and len(current) < most:
         options = [current | {item} for item in items if item not in current]
         found = scores(options) if options else ()

@@ -172,6 +172,8 @@ OPERATIONS: tuple[Operation, ...] = (
         tensor="out",
     ),
     Operation(
+        # from the weights of the backward pass itself, which saves the one-layer task; an O of the
+        # forward pass does in no width (docs/log.md)
         "delta-recomputed-O",
         "δ from O recomputed as P V in the backward pass, in fp32",
         "an O in δ that the backward pass's own weights do not give",

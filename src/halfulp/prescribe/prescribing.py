@@ -362,6 +362,7 @@ class _Practice:
             return
         if len(layout.paths) < 2:
             return
+        # the search is on one seed; `_try` makes what it finds on all
         main = next(seed for seed, why in self.control.troubles.items() if why)
 
         def fails(sets: Sequence[frozenset[str]]) -> list[bool]:
@@ -434,6 +435,7 @@ class _Practice:
         norms = []
         for seed in self.control.once:
             rows = self._lines(self.ladder.folder(ORIGINAL, seed))
+            # before what goes wrong has made them large
             norms += [r["grad_norm"] for r in rows[: max(3, len(rows) // 10)] if r.get("grad_norm")]
         return statistics.median(norms) if norms else None
 

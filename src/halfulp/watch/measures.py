@@ -175,6 +175,7 @@ def delta_error_in_query_gradient(
         golden: its exact value, of `exact_gradients`.
     """
     means = exact.weights @ call.key.to(golden.dtype)  # PK
+    # unlike Σ dK, dQ is not 0 in exact arithmetic: its exact value has to be taken away first
     along = ((grad_query.to(golden.dtype) - golden) * means).sum((2, 3))
     return -along / (call.scale * means.square().sum(-1).mean((0, 2)))
 
