@@ -227,6 +227,7 @@ class Delta:
             for cols in problem.col_tiles():
                 if not problem.sees.hides(rows, cols):
                     dp = grad_probabilities(problem, self.do, rows, cols)
+                    # with the P of this pass, so that Σ_j dS_ij is 0 but for the last roundings
                     terms = step("delta_products", dp * rows_of.probabilities(rows, cols)[0])
                     delta[:, :, rows] += row_sum(terms)
         return delta

@@ -229,6 +229,7 @@ def _head_gradients(
             centered = step("grad_centered", torch.sub(dp, delta, out=step.scratch(dp)))
             ds = step("grad_scores", torch.mul(p, centered, out=step.scratch(centered)))
             gemm.add(dv[:, :, cols], operand.mT, do, 1.0)
+            # α inside the gemm: dS is rounded without it
             gemm.add(dq[:, :, rows], ds, k, problem.call.scale)
             gemm.add(dk[:, :, cols], ds.mT, q, problem.call.scale)
 

@@ -176,6 +176,7 @@ class _Emulated(torch.autograd.Function):
         with torch.autocast(flat.query.device.type, enabled=False):
             problem = Problem.read(Call.of_flat(flat), Step(recipe, observers))
             kept = algorithms.attend(problem)
+        # rounded as the forward pass read them, so that the backward pass reads the same
         read = flat._replace(query=problem.query, key=problem.key, value=problem.value)
         ctx.save_for_backward(*read.tensors, *vars(kept).values())
         ctx.numbers, ctx.groups, ctx.how = flat.numbers, problem.groups, (recipe, observers)

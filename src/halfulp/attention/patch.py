@@ -200,6 +200,7 @@ def _redirect(stock: FunctionType, ours: Callable[..., Any]) -> Callable[[], Non
         either = torch.compiler.disable(either)  # type: ignore[no-untyped-call]
     name = f"_halfulp_{stock.__name__}_{id(stock)}"
     space[name] = either
+    # the code that runs takes anything: without this whoever asks would see (*args, **kwargs)
     stock.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     stock.__code__ = _redirected.__code__.replace(co_names=(name,), co_name=stock.__name__)
 

@@ -77,6 +77,7 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     k, v = (t.double().repeat_interleave(groups, dim=1) for t in (x.key, x.value))
     cols = slice(0, k.shape[2])
     q2, k2, v2, do2 = (t.square().sum(-1) for t in (q, k, v, do))
+    # O rounded to nearest, each element by itself, makes of δ a random sum of this size a row
     e2 = (do * out).square().sum(-1)
     total: dict[str, Tensor] = {}
     # 64 MiB of fp64 scores at once

@@ -103,6 +103,8 @@ def lse_in_the_loss(run: Run, x: Inputs, base: Result) -> list[Relation]:
         return []
     signs = torch.randint(2, base.lse.shape, generator=torch.Generator().manual_seed(11)) * 2.0 - 1
     signs = signs.to(x.query.device)
+    # ∂lse/∂S is P, so lse's share of dQ is of P K, the kernel's own out on V = K, and with dO = ± Q
+    # its dV there is that of dK: one call gives both, without a golden value
     of_keys = run(replace(x, value=x.key, grad_out=x.query * signs[..., None].to(x.query.dtype)))
     if of_keys is None or of_keys.grad_value is None:
         return []
@@ -200,6 +202,7 @@ def split_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
             return []
         parts.append(found)
     logs = torch.stack([part.lse.double() for part in parts if part.lse is not None])
+    # e^lse of a part is its row sum, so parts are weighed by a softmax over their lse
     shares = torch.softmax(logs, 0).unsqueeze(-1)
     outs = torch.stack([part.out.double() for part in parts])
     return _relation("keys split, merged by lse", base, {"out": (shares * outs).sum(0)})

@@ -150,6 +150,7 @@ def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Te
         dust = noise[name] * _WIDER if is_wider(dtypes[name], calls) else noise[name]
         natural = (dust.square().sum((1, 2)) * size.shape[-1]).sqrt()
         own = size.flatten(2).square().sum(-1).sqrt().flatten()
+        # `plain_figure` counts in the audited format's roundoffs, the result may have its own
         allowed = (own * (fmt.unit_roundoff / _unit(calls)), torch.zeros_like(own))
         error, terms = off.flatten(2).square().sum(-1).sqrt().flatten(), off[0].numel()
         figure = plain_figure(

@@ -69,6 +69,7 @@ class Sees:
             return scores
         i = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
         j = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
+        # most tiles lie whole inside the bounds, and need no comparison
         if greatest is not None and cols.stop - 1 - rows.start > greatest:
             scores = scores.masked_fill(j - i > greatest, -math.inf)
         if least is not None and cols.start - (rows.stop - 1) < least:

@@ -77,6 +77,7 @@ class _Packed(torch.autograd.Function):
             found = packed.backward(call, recipe, Saved(*saved), grad_out, grad_lse, lengths)
         gradients = found[:4]
         if torch.is_grad_enabled():
+            # or create_graph would take the gradients for constants, without a word
             gradients = _Once.apply(*gradients, *inputs)  # type: ignore[no-untyped-call]
         needs = ctx.needs_input_grad
         given = (g if need else None for g, need in zip(gradients, needs, strict=False))

@@ -156,6 +156,7 @@ def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> O
     wrong = _wrong(results, calls)
     if wrong is not None:
         return Outcome(None, f"returns {wrong}", "error")
+    # copies, since the backward pass may write into what it kept
     kept = {name: x.detach().clone() for name, x in results.items()}
     outcome = Outcome(OperationResult(kept), None, "ok")
     if leaves:

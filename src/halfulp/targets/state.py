@@ -110,6 +110,7 @@ def _state_tensor(state: bytes) -> torch.Tensor:
 
 def _numpy_random() -> tuple[Any, ...]:
     numpy = sys.modules["numpy"]  # torch has loaded it
+    # a list's equality is one answer, an array's is one an element
     kind, keys, *rest = numpy.random.get_state()
     return (kind, tuple(keys.tolist()), *rest)
 
