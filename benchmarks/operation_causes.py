@@ -26,7 +26,7 @@ from halfulp.audit import audit
 def judged(fault: OperationFault) -> dict[str, Any]:
     """What the audit says of one fault, and whether that is right."""
     began = time.process_time()
-    report = audit(fault.fn, op=fault.op)
+    report = audit(fault.fn, op=fault.op, dtype=fault.dtype)
     said = [(c.key, text) for c, text in zip(report.causes, report.evidence, strict=True)]
     seen = report.verdict == "defect"
     how = operation_verdict(said, fault) if seen else "not seen"

@@ -82,6 +82,7 @@ class OperationFault:
     fn: Callable[..., Any]
     what: frozenset[str]
     where: tuple[str, ...] = ()
+    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         unknown = self.what - WHAT.keys()

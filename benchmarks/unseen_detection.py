@@ -27,8 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sets = ("first", "second", "third", "fourth", "fifth", "operations",
-            "operations_second")  # fmt: skip
+    sets = ("first", "second", "third", "fourth", "fifth", "sixth", "operations",
+            "operations_second", "operations_third")  # fmt: skip
     parser.add_argument("--set", default="fourth", choices=sets)
     parser.add_argument("--part", default="1/1", help="one of N parts")
     parser.add_argument("--only", nargs="*")
@@ -43,8 +43,12 @@ def main() -> None:
     rows = []
     for kernel, faulty in asked:
         began = time.process_time()
-        row = {"kernel": kernel.name, "faulty": faulty, "op": getattr(kernel, "op", "attention"),
-               "dtype": getattr(kernel, "dtype", "bfloat16")}  # fmt: skip
+        row = {
+            "kernel": kernel.name,
+            "faulty": faulty,
+            "op": getattr(kernel, "op", "attention"),
+            "dtype": kernel.dtype,
+        }
         try:
             report = audit(kernel.fn, op=row["op"], dtype=row["dtype"], seed=options.seed,
                            explain=False)  # fmt: skip

@@ -1,12 +1,12 @@
 """Draws the halves of unseen sets that come from a grid, and measures every fault of a set against
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
-usage: python -m benchmarks.unseen_draw fifth|operations_second [--check]
+usage: python -m benchmarks.unseen_draw fifth|operations_second|sixth|operations_third [--check]
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
-of the set is measured instead. Operations were drawn before the inputs of negative gates and small
-logits were there: one of their thirty is another now.
+of the set is measured instead. The second operations were drawn before the inputs of negative
+gates and small logits were there: one of their thirty is another now.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from benchmarks import unseen_fifth_grid, unseen_operations_second_grid
 from benchmarks import unseen_operations_second_kernels as kernels
 from benchmarks.unseen_fifth_kernel import Kernel, attention
 from torch import Tensor
@@ -28,11 +27,12 @@ from torch.nn import functional
 
 from halfulp.formats import round_to
 
-LOW = torch.bfloat16
+LATER = ("sixth", "operations_third")
+"""Sets that have more inputs, and dtypes of operations."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
 
-def attention_cases(dtype: torch.dtype) -> list[Case]:
+def attention_cases(dtype: torch.dtype, more: bool) -> list[Case]:
     """Queries, keys, values, options and dO."""
     chance, found = torch.Generator().manual_seed(7), []
 
@@ -66,7 +66,18 @@ def attention_cases(dtype: torch.dtype) -> list[Case]:
     add(2, 2, 2, 192, 192, 64, value=1, is_causal=True)
     add(2, 2, 2, 137, 137, 64, softcap=2.0)
     add(2, 2, 2, 200, 130, 64, is_causal=True)
-    return found
+    if not more:
+        return found
+    add(1, 6, 2, 96, 96, 32, times=2, is_causal=True)
+    add(2, 8, 2, 100, 100, 32)
+    add(1, 2, 2, 32, 640, 32)
+    add(2, 2, 2, 128, 128, 64, attn_mask=mask)
+    (q, k, v), *rest = found.pop()  # scores of −12800, hidden keys
+    found.append(((torch.full_like(q, -40), torch.full_like(k, 40), v), *rest))
+    add(2, 4, 4, 48, 48, 32, times=2)
+    turned, *rest = found.pop()
+    turned = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in turned)
+    return [*found, (turned, *rest)]
 
 
 def exact_attention(q, k, v, *, is_causal, scale, attn_mask=None, window=None, softcap=0.0,
@@ -87,7 +98,7 @@ def exact_attention(q, k, v, *, is_causal, scale, attn_mask=None, window=None, s
     return p[..., : k.shape[2]] @ v.repeat_interleave(groups, 1)
 
 
-def operation_cases() -> Iterator[tuple[str, Case]]:
+def operation_cases(dtype: torch.dtype, more: bool) -> Iterator[tuple[str, Case]]:
     """An operation, and how it is called."""
     chance = torch.Generator().manual_seed(3)
 
@@ -95,16 +106,16 @@ def operation_cases() -> Iterator[tuple[str, Case]]:
         return torch.randn(*shape, generator=chance)
 
     def low(*shape: int) -> Tensor:
-        return normal(*shape).to(LOW)
+        return normal(*shape).to(dtype)
 
     for t, d in ((24, 256), (33, 77), (40, 96)):
-        x, w = (normal(t, d) * 2 + 0.3).to(LOW), (1 + normal(d) * 0.3).to(LOW)
+        x, w = (normal(t, d) * 2 + 0.3).to(dtype), (1 + normal(d) * 0.3).to(dtype)
         b, dy = low(d), low(t, d)
         yield "rms_norm", ((x, (d,), w, 1e-6), {}, dy)
         yield "layer_norm", ((x, (d,), w, b, 1e-5), {}, dy)
         yield "softmax", ((x, -1), {}, dy)
-        yield "softmax", (((x.float() * 4 - 30).to(LOW), -1), {}, dy)
-        yield "softmax", (((x.float() - 120).to(LOW), -1), {}, dy)
+        yield "softmax", (((x.float() * 4 - 30).to(dtype), -1), {}, dy)
+        yield "softmax", (((x.float() - 120).to(dtype), -1), {}, dy)
         labels = torch.randint(0, d, (t,), generator=chance)
         labels[::5] = 7
         for options in ({}, {"reduction": "mean", "ignore_index": 7}, {"label_smoothing": 0.1},
@@ -113,10 +124,10 @@ def operation_cases() -> Iterator[tuple[str, Case]]:
             grad = each if "reduction" not in options else torch.tensor(1.0)
             yield "cross_entropy", ((x, labels), options, grad)
             if "lse_square_scale" not in options:
-                head = (normal(d, 64) * 0.3).to(LOW)
+                head = (normal(d, 64) * 0.3).to(dtype)
                 yield "linear_cross_entropy", ((low(t, 64), head, labels), options, grad)
-        up, negative = low(t, d), (-3 - 4 * torch.rand(t, d, generator=chance)).to(LOW)
-        for gate in (x, negative, (normal(t, d) * 4).to(LOW)):
+        up, negative = low(t, d), (-3 - 4 * torch.rand(t, d, generator=chance)).to(dtype)
+        for gate in (x, negative, (normal(t, d) * 4).to(dtype)):
             yield "swiglu", ((gate, up), {}, dy)
             yield "geglu", ((gate, up), {}, dy)
             yield "geglu", ((gate, up), {"approximate": "tanh"}, dy)
@@ -124,7 +135,7 @@ def operation_cases() -> Iterator[tuple[str, Case]]:
         yield "linear", ((x, w), {}, low(t, 48))
         yield "quantized_linear", ((x, w), {"format": "fp8_row"}, low(t, 48))
         table, index = low(20, d), torch.randint(0, 20, (t * 8,), generator=chance)
-        yield "embedding", ((index, table, None), {}, (normal(t * 8, d) + 0.5).to(LOW))
+        yield "embedding", ((index, table, None), {}, (normal(t * 8, d) + 0.5).to(dtype))
         yield "embedding", ((index, table, 3), {}, low(t * 8, d))
         yield "sum", ((x, 0), {}, low(d))
         turned, where = low(t, 2, 64), torch.arange(t) * 37
@@ -133,19 +144,46 @@ def operation_cases() -> Iterator[tuple[str, Case]]:
             yield "rope", ((turned, where), options, low(t, 2, 64))
     for spread, experts, k in ((2, 16, 2), (2, 60, 4), (2, 8, 1), (0.3, 60, 4)):
         for again in (True, False):
-            z = (normal(64, experts) * spread).to(LOW)
+            z = (normal(64, experts) * spread).to(dtype)
             yield "router", ((z, k), {"renormalize": again}, low(64, k))
     rates = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
     for n, step in ((512, 1), (512, 10), (501, 10)):
-        at = low(n), (normal(n) * 0.1).to(LOW), normal(n) * 0.05, (normal(n) * 0.1) ** 2
+        at = low(n), (normal(n) * 0.1).to(dtype), normal(n) * 0.05, (normal(n) * 0.1) ** 2
         yield "adamw_step", (at, {"step": step, "lr": 1e-2, **rates}, None)
     at = low(24, 20), low(48, 24, 20), torch.zeros(24, 20), torch.ones(24, 20)
     yield "adamw_low", (at, {"step": 100, "lr": 2e-4, **rates}, None)
     for t, d in ((16, 128), (9, 96)):
-        x = (normal(t, d) * torch.exp(normal(t, 1))).to(LOW)
+        x = (normal(t, d) * torch.exp(normal(t, 1))).to(dtype)
         for name in ("mxfp8_e4m3", "mxfp4"):
             yield "quantize", ((x,), {"format": name}, None)
     yield "stochastic_round", ((normal(64, 256),), {}, None)
+    if not more:
+        return
+    small, w, dy = normal(24, 64) * 1e-4, 1 + normal(64) * 0.3, low(24, 64)
+    yield "rms_norm", ((small.to(dtype), (64,), w.to(dtype), 1e-6), {}, dy)
+    far = (normal(24, 64) + 50).to(dtype)
+    yield "layer_norm", ((far, (64,), w.to(dtype), low(64), 1e-5), {}, dy)
+    yield "softmax", (((normal(8, 1000) * 0.1).to(dtype), -1), {}, low(8, 1000))
+    gate, up = (normal(24, 64) * 8).to(dtype), (normal(24, 64) * 6).to(dtype)
+    yield "swiglu", ((gate, up), {}, dy)
+    yield "geglu", ((gate, up), {"approximate": "tanh"}, dy)
+    yield "router", (((normal(32, 16) * 2 + 100).to(dtype), 2), {"renormalize": True}, low(32, 2))
+    labels = torch.randint(0, 96, (24,), generator=chance)
+    labels[::4] = -100
+    each = torch.rand(24, generator=chance) + 0.5
+    for options in ({}, {"label_smoothing": 0.1}):
+        yield "cross_entropy", ((low(24, 96), labels), options, each)
+        at = low(24, 64), (normal(96, 64) * 0.3).to(dtype), labels
+        yield "linear_cross_entropy", (at, options, each)
+    yield "sum", (((normal(700, 40).abs()).to(dtype), 0), {}, low(40))
+    yield "linear", ((low(24, 512), low(40, 512)), {}, low(24, 40))
+    yield "linear", ((low(600, 32), low(40, 32)), {}, low(600, 40))
+    at = low(512), (normal(512) * 1e-8).to(dtype), normal(512) * 1e-9, (normal(512) * 1e-8) ** 2
+    yield "adamw_step", (at, {"step": 3, "lr": 1e-2, **rates}, None)
+    wide = (normal(40, 96) * torch.exp(3 * normal(40, 1))).to(dtype)
+    yield "quantized_linear", ((low(24, 96), wide), {"format": "fp8_row"}, low(24, 40))
+    ties = torch.arange(-32, 32).view(2, 32) / 8
+    yield "quantize", ((ties.to(dtype),), {"format": "mxfp4"}, None)
 
 
 def exact_rope(x, positions, *, base, interleaved):
@@ -238,15 +276,16 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 TWINS: dict[str, Any] = {
     "attention": attention(Kernel), "sum": kernels.sum_rows(),
-    "stochastic_round": lambda x: kernels.stochastic_bf16(x).to(LOW),
+    "stochastic_round": lambda x: kernels.stochastic_bf16(x).to(torch.bfloat16),
 }  # fmt: skip
 
 
 @cache
-def judged(op: str, dtype: str) -> list[tuple[Case, list[Tensor], list[float]]]:
+def judged(op: str, dtype: str, more: bool) -> list[tuple[Case, list[Tensor], list[float]]]:
     """The cases of an operation, each with its exact results and its twin's errors."""
-    own = (attention_cases(getattr(torch, dtype)) if op == "attention"
-           else [case for name, case in operation_cases() if name == op])  # fmt: skip
+    kind = getattr(torch, dtype)
+    own = (attention_cases(kind, more) if op == "attention"
+           else [case for name, case in operation_cases(kind, more) if name == op])  # fmt: skip
     twin, found = TWINS.get(op) or getattr(kernels, op)(), []
     for case in own:
         exact = results(op, EXACT[op], case, True)
@@ -254,19 +293,19 @@ def judged(op: str, dtype: str) -> list[tuple[Case, list[Tensor], list[float]]]:
     return found
 
 
-def ratio(op: str, fn: Callable[..., Any], dtype: str = "bfloat16") -> float:
+def ratio(op: str, fn: Callable[..., Any], dtype: str = "bfloat16", more: bool = False) -> float:
     """The largest error, in units of the twin's."""
     worst = 0.0
-    for case, exact, twin in judged(op, dtype):
+    for case, exact, twin in judged(op, dtype, more):
         own = errors(results(op, fn, case, False), exact)
         worst = max([worst, *(a / max(b, 1e-7) for a, b in zip(own, twin, strict=True))])
     return worst
 
 
-def drawn(which: str) -> Iterator[tuple[tuple[str, str, str, str], float]]:
+def drawn(which: str) -> Iterator[tuple[tuple[str, ...], float]]:
     """Thirty of the grid, each with its ratio."""
-    attentive = which == "fifth"
-    grid: Any = unseen_fifth_grid if attentive else unseen_operations_second_grid
+    attentive = "operations" not in which
+    grid: Any = importlib.import_module(f"benchmarks.unseen_{which}_grid")
     counts: Counter[Any] = Counter()
     seen, kept = set(), 0
     for one in grid.grid():
@@ -276,8 +315,8 @@ def drawn(which: str) -> Iterator[tuple[tuple[str, str, str, str], float]]:
         if key in seen or any(counts[of] == most for of, most in limits):
             continue
         seen.add(key)
-        rate = (ratio("attention", attention(grid.faulty(*one)), one[3]) if attentive
-                else ratio(one[0], grid.faulty(*one)))  # fmt: skip
+        fault = grid.fault(*one)
+        rate = ratio(getattr(fault, "op", "attention"), fault.fn, fault.dtype, which in LATER)
         if rate <= 1.5:
             continue
         counts.update(of for of, _ in limits)
@@ -292,19 +331,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("set", choices=("fifth", "operations_second"))
+    parser.add_argument("set", choices=("fifth", "operations_second", *LATER))
     parser.add_argument("--check", action="store_true", help="measure every kernel of the set")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if not options.check:
         for one, rate in drawn(options.set):
-            print(f"{one!r},  # {rate:.3g} ×")
+            print(f"{one!r},  # {rate:.3g} ×", flush=True)
         return
     found = importlib.import_module(f"benchmarks.unseen_{options.set}")
     for fault in (*found.FAULTS, *found.SOUND):
         op = getattr(fault, "op", "attention")
-        rate = ratio(op, fault.fn, getattr(fault, "dtype", "bfloat16"))
-        print(f"{op:22} {fault.name:45} {rate:.3g} ×")
+        rate = ratio(op, fault.fn, fault.dtype, options.set in LATER)
+        print(f"{op:22} {fault.name:45} {rate:.3g} ×", flush=True)
 
 
 if __name__ == "__main__":
