@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=8)
+@cache
 def source_digest(*names: str) -> str:
     """Return a digest of this package's source files, all or those in some folders and files of it,
     and of the native library that was built beside them.
@@ -64,7 +64,7 @@ def source_digest(*names: str) -> str:
     return whole.hexdigest()
 
 
-@lru_cache(maxsize=1)
+@cache
 def bits_of_machine() -> tuple[str, ...]:
     """Return what of this machine may change the bits of a result."""
     told = describe_machine()
@@ -82,6 +82,7 @@ def bits_of_process() -> tuple[Any, ...]:
     )
 
 
+@cache  # of what this process has imported
 def git_revision() -> str | None:
     """Return the commit of the source tree that this package runs from, with "+" if it was changed
     since; else None.
