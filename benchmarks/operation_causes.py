@@ -1,6 +1,7 @@
 """How often the audit names the right cause of an operation's fault, or its place.
 
     python -m benchmarks.operation_causes [--set MODULE] [--op NAME ...] [--only NAME ...]
+        [--part I/N] [--json FILE]
 
 Without --set the faults of the zoo, tests/operations/; what is right for each of them is
 `zoo_causes.RIGHT`. A set is a module with `FAULTS`, a tuple of `unseen.OperationFault`:
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.unseen import OperationFault, operation_verdict, told
+from benchmarks.unseen import OperationFault, operation_verdict, part_of, told
 
 from halfulp.audit import audit
 
@@ -43,15 +44,18 @@ def main() -> None:
     parser.add_argument("--set", default="benchmarks.zoo_causes", help="a module with FAULTS")
     parser.add_argument("--op", nargs="*", help="operations; all where not given")
     parser.add_argument("--only", nargs="*", help="faults by name")
+    parser.add_argument("--part", default="1/1", help="one of N parts")
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for fault in importlib.import_module(options.set).FAULTS:
-        if options.only and fault.name not in options.only:
-            continue
-        if options.op and fault.op not in options.op:
-            continue
+    asked = [
+        fault
+        for fault in importlib.import_module(options.set).FAULTS
+        if not (options.only and fault.name not in options.only)
+        and not (options.op and fault.op not in options.op)
+    ]
+    for fault in part_of(asked, options.part):
         rows.append(row := judged(fault))
         told_first = "; ".join(f"{key}: {text}" for key, text in row["said"]) or "nothing"
         print(f"{row['verdict']:8} {fault.op} {fault.name} ({row['seconds']:.1f} s)", flush=True)

@@ -1,7 +1,7 @@
 """How often `halfulp reconstruct` names the right cause of a fault it was not written against.
 
     python -m benchmarks.reconstruct_faults [--set first|…|sixth|table] [--only NAME]
-        [--json FILE]
+        [--part I/N] [--json FILE]
 
 Every set was frozen before the search saw it (docs/reconstruct.md has its first figures and the
 later ones), but for `table`, which it was developed on; what counts as right is said in
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks.unseen import told, verdict
+from benchmarks.unseen import part_of, told, verdict
 
 from halfulp.reconstruct import reconstruct
 
@@ -32,17 +32,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--set", default="first", choices=tuple(SETS))
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--part", default="1/1", help="one of N parts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     kernels = importlib.import_module(f"benchmarks.{SETS[options.set]}")
-    names = [fault.name for fault in (*kernels.FAULTS, *kernels.SOUND)]
+    every = [*kernels.FAULTS, *kernels.SOUND]
+    names = [fault.name for fault in every]
     if unknown := sorted(set(options.only or ()) - set(names)):
         parser.error(f"--only {unknown[0]}: accepted are {', '.join(names)}")
     rows = []
-    for fault in (*kernels.FAULTS, *kernels.SOUND):
-        if options.only and fault.name not in options.only:
-            continue
+    asked = [fault for fault in every if not options.only or fault.name in options.only]
+    for fault in part_of(asked, options.part):
         began = time.process_time()
         found = reconstruct(fault.fn, dtype=fault.dtype)
         how, named = verdict(found, fault)

@@ -115,6 +115,12 @@ def operation_verdict(said: list[tuple[str, str]], fault: OperationFault) -> str
 _HONEST = frozenset({"operation-place", "operation-function", "operation-unexplained"})
 
 
+def part_of(asked: list[Any], which: str) -> list[Any]:
+    """One of N parts of a set, "1/4", so that processes share it."""
+    part, of = map(int, which.split("/"))
+    return asked[part - 1 :: of]
+
+
 def wilson(right: int, of: int, z: float = 1.96) -> tuple[float, float]:
     """The 95 % interval of a rate."""
     centre, spread = (

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks.unseen import wilson
+from benchmarks.unseen import part_of, wilson
 
 from halfulp.audit import audit
 
@@ -37,11 +37,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kernels = importlib.import_module(f"benchmarks.unseen_{options.set}")
-    part, of = map(int, options.part.split("/"))
     asked = [(f, True) for f in kernels.FAULTS] + [(f, False) for f in kernels.SOUND]
-    asked = [x for x in asked if not options.only or x[0].name in options.only][part - 1 :: of]
+    asked = [x for x in asked if not options.only or x[0].name in options.only]
     rows = []
-    for kernel, faulty in asked:
+    for kernel, faulty in part_of(asked, options.part):
         began = time.process_time()
         row = {
             "kernel": kernel.name,

@@ -39,6 +39,8 @@ GROUPS = {
     "liger_kernels": ("liger-kernel", ("float16", "float32")),
     "triton_tutorials": ("triton", ("float16", "float32")),
     "jax_kernels": ("jax", ("bfloat16",)),
+    "flax_kernels": ("flax", ("bfloat16", "float32")),
+    "mlx_kernels": ("mlx", ALL),
 }
 ATTENTION = ("sdpa:math", "sdpa:flash", "eager", "transformers:sdpa", "flex")
 MARK = "<!-- tables of python -m benchmarks.findings -->"

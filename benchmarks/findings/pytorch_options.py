@@ -1,4 +1,4 @@
-"""PyTorch's fused loss with a policy asked for by name.
+"""PyTorch's fused loss with a policy asked for by name, and AdamW with fused=True.
 
 `halfulp audit --op linear_cross_entropy benchmarks/findings/pytorch_options.py:accurate`.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AUDITED = {"accurate": "linear_cross_entropy", "accurate_fp32": "linear_cross_entropy"}
+AUDITED = {
+    "accurate": "linear_cross_entropy",
+    "accurate_fp32": "linear_cross_entropy",
+    "fused_step": "adamw_step",
+    "fused_low": "adamw_low",
+}
 
 
 def _loss(dtype: torch.dtype | None, *operands: Tensor, **options: object) -> Tensor:
@@ -29,3 +34,49 @@ def accurate_fp32(
     """acc_policy="accurate" with acc_dtype=torch.float32."""
     chosen = torch.float32
     return _loss(chosen, input, weight, target, ignore_index=ignore_index, reduction=reduction)
+
+
+def _fused(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, **rates: float) -> None:
+    at = torch.tensor(float(step))
+    torch._fused_adamw_([param], [grad], [m], [v], [], [at], amsgrad=False, maximize=False, **rates)
+
+
+def fused_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step; its moments are in the weights' dtype."""
+    moved = [x.to(param.dtype, copy=True) for x in (param, exp_avg, exp_avg_sq)]
+    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    _fused(moved[0], grad, *moved[1:], step, **rates)
+    return moved[0], moved[1], moved[2]
+
+
+def fused_low(
+    param: Tensor,
+    grads: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Some steps on weights in 16 bits."""
+    moved = [x.to(param.dtype, copy=True) for x in (param, exp_avg, exp_avg_sq)]
+    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    for number, grad in enumerate(grads):
+        _fused(moved[0], grad, *moved[1:], step + number, **rates)
+    return moved[0], moved[1], moved[2]
