@@ -132,17 +132,15 @@ def mass_exchanged(lse, x, share):
 
 
 def first_gradient(
-    *args, ignore_index=-100, reduction="none", label_smoothing=0.0, lse_square_scale=0.0
+    input, target, *, ignore_index=-100, reduction="none", label_smoothing=0.0, lse_square_scale=0.0
 ):
-    return FirstGradient.apply(
-        variant()(
-            *args,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            lse_square_scale=lse_square_scale,
-        )
-    )
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "lse_square_scale": lse_square_scale,
+    }
+    return FirstGradient.apply(variant()(input, target, **options))
 
 
 def ignored_from_the_end(

@@ -1,6 +1,7 @@
 """Audit the kernels that people use and write the tables of docs/findings.md.
 
-usage: python -m benchmarks.findings [--only GROUP ...] [--json FILE] [--write docs/findings.md]
+usage: python -m benchmarks.findings [--only GROUP ...] [--kernel NAME ...] [--dtype DTYPE ...]
+       [--seeds 0 1 2 3 4] [--json FILE] [--write docs/findings.md]
 
 Every kernel is audited by the command line, in a process of its own, as a reader would do it again.
 A group whose package is not installed is left out and named. With --json every verdict is written
@@ -70,9 +71,9 @@ def audited(path: Path) -> dict[str, str]:
     return json.loads(told.stdout.splitlines()[-1])
 
 
-def verdict(op: str, target: str, dtype: str) -> dict[str, Any]:
+def verdict(op: str, target: str, dtype: str, seed: int) -> dict[str, Any]:
     """What `halfulp audit` says."""
-    command = ["audit", "--op", op, "--dtype", dtype, target]
+    command = ["audit", "--op", op, "--dtype", dtype, "--seed", str(seed), target]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "audit.json"
         ran = subprocess.run(
@@ -81,7 +82,7 @@ def verdict(op: str, target: str, dtype: str) -> dict[str, Any]:
             text=True,
         )
         found = json.loads(file.read_text(encoding="utf-8"))[0] if file.exists() else None
-    row: dict[str, Any] = {"op": op, "target": target, "dtype": dtype}
+    row: dict[str, Any] = {"op": op, "target": target, "dtype": dtype, "seed": seed}
     if found is None:
         return row | {"verdict": "error", "reason": (ran.stderr or ran.stdout).strip()[-300:]}
     kept = ("verdict", "reason", "smallest", "missing", "left_out", "tests")
@@ -96,6 +97,11 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=tuple(GROUPS), help="a group, repeatable"
     )
+    parser.add_argument("--kernel", nargs="*", help="kernels by name; all where not given")
+    parser.add_argument(
+        "--dtype", nargs="*", choices=ALL, help="those of the group where not given"
+    )
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument(
         "--json", type=Path, help="keep every verdict in this file, and go on from it"
     )
@@ -109,7 +115,7 @@ def main() -> None:
         else []
     )
     rows = [row for row in rows if row["verdict"] != "error"]
-    done = {(row["op"], row["target"], row["dtype"]) for row in rows}
+    done = {(row["op"], row["target"], row["dtype"], row.get("seed", 0)) for row in rows}
     console = Console(stderr=True)
     for group in options.only or GROUPS:
         package, dtypes = GROUPS[group]
@@ -121,14 +127,20 @@ def main() -> None:
         if group == "triton_tutorials" and "TRITON_TUTORIALS" not in os.environ:
             console.print(f"{group}: left out, TRITON_TUTORIALS names no folder of tutorials")
             continue
-        asked = [(*s, dtype) for s in subjects(group) for dtype in dtypes]
+        asked = [
+            (*s, dtype, seed)
+            for seed in options.seeds
+            for s in subjects(group)
+            for dtype in options.dtype or dtypes
+            if not options.kernel or s[1].rpartition(":")[2] in options.kernel
+        ]
         # stochastic_round gives bf16 whatever it is given
         asked = [s for s in asked if s[0] != "stochastic_round" or s[2] == "bfloat16"]
         if group == "triton_tutorials":  # its attention casts to float16
             asked = [s for s in asked if s[0] != "attention" or s[2] == "float16"]
         asked = [s for s in asked if s not in done]
-        for op, target, dtype in track(asked, description=group, console=console):
-            rows.append(verdict(op, target, dtype) | {"group": group, "version": release})
+        for one in track(asked, description=group, console=console):
+            rows.append(verdict(*one) | {"group": group, "version": release})
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     told = tables(rows)
@@ -139,18 +151,26 @@ def main() -> None:
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """A table a group, in Markdown: one line a kernel and dtype."""
+    """A table a group, in Markdown: one line a kernel and dtype, of its first seed, and how many of
+    its seeds agree where there are more.
+    """
     lines = []
     for group in dict.fromkeys(row["group"] for row in rows):
         own = [row for row in rows if row["group"] == group]
         package = GROUPS[group][0]
         lines += [f"### {group} ({package} {own[0]['version']})", ""]
         lines += ["| kernel | operation | dtype | verdict | figure |", "|---|---|---|---|---|"]
+        kernels: dict[Any, list[dict[str, Any]]] = {}
         for row in own:
+            kernels.setdefault((row["op"], row["target"], row["dtype"]), []).append(row)
+        for row, *others in kernels.values():
             name = row["target"].rpartition(":")[2] if "/" in row["target"] else row["target"]
             op = row["op"].rpartition("/")[2]
-            said = f"| `{name}` | {op} | {row['dtype']} | {row['verdict']} | {_figure(row)} |"
-            lines.append(said)
+            how = row["verdict"]
+            if others:
+                agree = 1 + sum(other["verdict"] == how for other in others)
+                how += f", {agree} of {1 + len(others)} seeds"
+            lines.append(f"| `{name}` | {op} | {row['dtype']} | {how} | {_figure(row)} |")
         lines.append("")
     return "\n".join(lines)
 
