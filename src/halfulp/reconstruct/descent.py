@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from halfulp.reconstruct.evidence import NOISE, Fits, loss_of, surer
+from halfulp.reconstruct.evidence import NOISE, SOUND, Fits, loss_of, surer
 
 M = TypeVar("M", bound=Hashable)
 
@@ -23,6 +23,7 @@ ALIKE = 0.3  # of the loss: so near, what the other results say decides
 MANY = 300  # changes, so many that they are first held against one trial alone
 SIFTED = 24  # changes that are held against all trials of a screen
 WHOLE = 10 * NOISE  # share left of an error that needs no further explanation
+ORDERLY = 0.15  # share that another order of sums leaves where scores are far from 0
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,14 @@ class Search(Generic[M]):
         return sum(min(1.0, fit.left) for fit in fits.values()) / max(1, len(fits))
 
     def explained(self, model: M, tensors: frozenset[str]) -> bool:
-        """Whether nothing is left to explain."""
-        return all(fit.left <= WHOLE for fit in self.fits(model, tensors, None).values())
+        """Whether nothing is left to explain: in a few results another order of sums may leave
+        some, where the model errs as much.
+        """
+        fits = self.fits(model, tensors, None)
+        loose = [fit for fit in fits.values() if fit.left > WHOLE]
+        return 4 * len(loose) <= len(fits) and all(
+            fit.left < ORDERLY and fit.times < SOUND for fit in loose
+        )
 
     def screen(self, model: M, tensors: frozenset[str], count: int) -> tuple[str, ...]:
         """The trials that are explained worst, the worst first."""

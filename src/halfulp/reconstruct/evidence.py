@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,6 +19,8 @@ NOISE = 3e-3
 """Share of an error that two orders of summing in fp32 leave between kernels of one recipe; below
 it no candidate is better than another."""
 FLOOR = 2.0**-21  # of a result: an error below that is the order of sums, and explains itself
+HARMFUL = 1.25  # times the error without it: what is below is no cause
+SOUND = 1.1  # times a model's error: below, nothing is at fault
 WORST = 30.0  # a candidate's residual counts at most so many times the kernel's own error
 
 
@@ -51,6 +53,12 @@ class Observed:
         parts = high, (exact - high).float()
         floor = max(noise, FLOOR**2 * float(exact.square().sum()))
         return cls(value, exact, usable, error, squared(error), parts, bool(usable.all()), floor)
+
+    def within(self, mask: Tensor) -> Observed:
+        """The same where a mask that broadcasts is not 0."""
+        usable = self.usable & (mask != 0)
+        error = in_groups(torch.where(usable, self.value - self.exact, 0.0).float())
+        return replace(self, usable=usable, error=error, energy=squared(error), all_usable=False)
 
     @property
     def total(self) -> float:
@@ -113,6 +121,12 @@ class Fit:
         if total == 0:
             return 0.0 if residual == 0 else WORST
         return min(WORST, residual / total)
+
+    @property
+    def times(self) -> float:
+        """The kernel's error over the candidate's."""
+        energy, other = float(self.energy.sum()), float(self.other.sum())
+        return math.sqrt(energy / other) if other else math.inf if energy else 1.0
 
     @property
     def loss(self) -> float:

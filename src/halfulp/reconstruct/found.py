@@ -72,6 +72,7 @@ class Reconstruction:
     complete: bool  # the search was not cut off by its effort
     # in which order sums go, as masks of huge values reveal it: "O over keys" → in words
     sums: dict[str, str] = field(default_factory=dict)
+    region: str = ""  # "in heads of odd number alone": what is said holds there, all else is right
 
     @property
     def text(self) -> str:
@@ -113,7 +114,7 @@ class Reconstruction:
         if self.places:
             unsure = "; ".join(f"{SHORT[p.tensor]} ({p.text})" for p in self.places)
             told += f"; unexplained: {unsure}"
-        return told
+        return f"{self.region} {told}".lstrip()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -142,6 +143,7 @@ class Reconstruction:
                 for s in self.steps
             ],
             "sums": self.sums,
+            "region": self.region,
             "nonfinite": self.nonfinite,
             "refused": list(self.refused),
             "unsteady": self.unsteady,

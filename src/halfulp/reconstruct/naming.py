@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from halfulp.recipes import Recipe
 from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Way
+from halfulp.reconstruct.evidence import HARMFUL
 from halfulp.reconstruct.space import field_text
 
 GROSS = (
@@ -18,7 +20,6 @@ GROSS = (
 )
 PROVEN = 0.9  # share of an error that is "explains it"
 LIKELY = 0.5  # share of an error that a cause must explain to be named at all
-HARMFUL = 1.25  # times the error that the kernel would make without it: what is below is no cause
 
 _FORWARD_CAUSES = {
     "operand": ("query", "key", "value"),
@@ -50,6 +51,11 @@ _BACKWARD_CAUSES = {
     "backward-weights": ("backward_weights", "divisor_from", "grad_value_from"),
     "products": ("matmul",),
 }  # fmt: skip
+SHARED = {
+    "query", "key", "value", "product", "scores", "shifted_scores", "exp_degree", "scale_into",
+    "scaled_operand", "base", "shift", "block_key", "algorithm",
+}  # fmt: skip
+"""Fields that both passes read."""
 _LABEL = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 # how a twist of the backward pass alone is called
 _BACKWARD_TWISTS = {
@@ -194,10 +200,11 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
     with_it = emulator.fits(model, every)
     for key, group in groups.items():
         whose = frozenset[str]().union(*(d.tensors for d in group))
-        if key == "grad-scale" and whose >= frozenset(GRADIENTS):
+        slipped = any((d.twist or "").startswith("slip") for d in group)
+        if key == "grad-scale" and whose >= frozenset(GRADIENTS) and not slipped:
             key = "backward-weights"  # what all three gradients have, P has
         without = emulator.fits(reverted(model, stock, group), every)
-        most, place = 0.0, None
+        most, place = (False, 0.0), None
         for where, fit in with_it.items():
             before = float(without[where].other.sum()) + fit.floor
             own = float(fit.other.sum()) + fit.floor
@@ -206,15 +213,17 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             # above 20 times no rounding that leaves a tenth unexplained is what does it
             gross = CAUSES[key].kind == "rounding" and harm >= GROSS
             proven = 1 - min(1.0, fit.left) >= (PROVEN if gross else LIKELY)
-            if harm > most and explains > 0.05 and proven:
-                most, place = harm, where
+            # what the forward pass does is told there, though a gradient may show it more
+            first = (where[1] in whose & set(FORWARD) and harm > HARMFUL, harm)
+            if first > most and explains > 0.05 and proven:
+                most, place = first, where
         # one algorithm is as good as another
-        if place is None or most < HARMFUL or key == "weights-normalized":
+        if place is None or most[1] < HARMFUL or key == "weights-normalized":
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
         share = 1 - min(1.0, with_it[place].left)
-        found.append(Named(CAUSES[key], text, most, place[1], place[0], share))
+        found.append(Named(CAUSES[key], text, most[1], place[1], place[0], share))
     found.sort(key=lambda n: -n.harm)
     return found, harmless
 
@@ -248,3 +257,32 @@ def combined(model: Model, stock: Recipe) -> Recipe | None:
 def reads_forward() -> set[str]:
     """Fields that the forward pass reads as well."""
     return {n for names in _FORWARD_CAUSES.values() for n in names} | {"block_key", "algorithm"}
+
+
+def merged(model: Model) -> Model:
+    """One recipe throughout that has what any way has, the forward pass's word first, and all
+    twists of the forward pass.
+    """
+    own, changes = model.forward.recipe, dict[str, Any]()
+    for way in model.gradients:
+        for name, value in differs(way.recipe, own).items():
+            if name not in SHARED:
+                changes.setdefault(name, value)
+    for way in model.gradients:  # what only one gradient does otherwise than the others
+        for name, value in differs(way.recipe, own.with_(**changes)).items():
+            if name not in SHARED and getattr(own, name) == changes.get(name):
+                changes[name] = value
+    try:
+        whole = Way(own.with_(**changes), model.forward.twists)
+    except ValueError:
+        return model
+    return Model(whole, (whole, whole, whole))
+
+
+def differs(recipe: Recipe, from_: Recipe) -> dict[str, object]:
+    """Fields of one recipe that another has otherwise."""
+    return {
+        f.name: getattr(recipe, f.name)
+        for f in fields(recipe)
+        if f.name != "name" and getattr(recipe, f.name) != getattr(from_, f.name)
+    }

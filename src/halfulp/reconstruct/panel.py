@@ -190,6 +190,16 @@ _DRAWS: dict[str, tuple[str, Draw]] = {
 }
 
 
+_SIMPLE = ("plain", "causal", "wide", "scaled", "ragged", "ragged_causal", "cross", "rising",
+           "sharp", "grouped", "masked", "biased", "softcap", "window", "sinks", "small", "deep",
+           "many", "decode", "long")  # fmt: skip
+
+
+def simplicity(name: str) -> int:
+    """How far a trial is from the simplest; those of callers come first."""
+    return _SIMPLE.index(name) if name in _SIMPLE else -1
+
+
 @lru_cache(maxsize=4)
 def panel(dtype: torch.dtype, seed: int = 0) -> tuple[Trial, ...]:
     """The trials in `dtype`, the same bits on every machine."""

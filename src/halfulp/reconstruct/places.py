@@ -4,7 +4,6 @@ on which trials.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +13,9 @@ from halfulp.calls import Result
 from halfulp.reconstruct import call_kinds, space
 from halfulp.reconstruct.dataflow import OFF, Unlike, grad_scores, place_of, unlike
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
-from halfulp.reconstruct.evidence import WORST
+from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.suggested import exchanged, silent_rows
 from halfulp.reconstruct.sums_read import from_terms, one_term, signed_sums, spread
 from halfulp.reconstruct.weights_read import (
@@ -31,8 +30,6 @@ from halfulp.reconstruct.weights_read import (
 
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 READ = 0.5  # of an error that weights as they were read may leave
-HARMFUL = 1.25  # times the model's error: below it, an option that alone shows it is not at fault
-SOUND = 1.1  # times it, in most calls: below, and never above HARMFUL, nothing is at fault
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 
@@ -62,9 +59,6 @@ _STRUCTURE = {
 """Readings that say more than which calls are wrong."""
 _EXP_RANGE = 87.0  # exp of more is no float32
 _LEAST = 0.2  # of the worst trial's factor: a simpler trial that errs so much shows it as well
-_SIMPLE = ("plain", "causal", "wide", "scaled", "ragged", "ragged_causal", "cross", "rising",
-           "sharp", "grouped", "masked", "biased", "softcap", "window", "sinks", "small", "deep",
-           "many", "decode", "long")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,15 +96,15 @@ def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
         bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
         if not bad:
             continue
-        times_ = sorted(_times(fit) for fit in bad.values())
+        times_ = sorted(fit.times for fit in bad.values())
         most = times_[-1]
         if most <= HARMFUL and times_[len(times_) // 2] <= SOUND:
             continue  # it rounds otherwise than was tried, and no worse
         # the simplest that shows it: in others, more than the fault may be otherwise
-        shows = [t for t, fit in bad.items() if _times(fit) >= _LEAST * most]
-        worst = min(shows, key=lambda t: _SIMPLE.index(t) if t in _SIMPLE else -1)
-        left, times = bad[worst].left, _times(bad[worst])
-        gross = frozenset(t for t in bad if _times(bad[t]) > min(3.0, 0.5 * times))
+        shows = [t for t, fit in bad.items() if fit.times >= _LEAST * most]
+        worst = min(shows, key=simplicity)
+        left, times = bad[worst].left, bad[worst].times
+        gross = frozenset(t for t in bad if bad[t].times > min(3.0, 0.5 * times))
         right = frozenset(t for t, name in every if name == tensor and t not in bad)
         only = "", ""
         for some in (frozenset(bad), gross):  # a little is off where something else is
@@ -133,8 +127,7 @@ def _not_finite(emulator: Emulator) -> list[Place]:
     broken = emulator.nonfinite
     if not broken:
         return []
-    trial, tensor = min(broken, key=lambda k: (list(_SHORT).index(k[1]), _SIMPLE.index(k[0])
-                                               if k[0] in _SIMPLE else -1))  # fmt: skip
+    trial, tensor = min(broken, key=lambda k: (list(_SHORT).index(k[1]), simplicity(k[0])))
     call = emulator.trials[trial].call
     scores = scores_of(call)
     lse = scores.logsumexp(-1)
@@ -174,11 +167,6 @@ def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]
         else p
         for p in places
     ]
-
-
-def _times(fit: object) -> float:
-    energy, other = float(fit.energy.sum()), float(fit.other.sum())  # type: ignore[attr-defined]
-    return math.sqrt(energy / other) if other else math.inf
 
 
 def _told(
@@ -430,7 +418,7 @@ def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Un
     if found is None:
         return None, ""
     if found.kind == "head":
-        return found, "other-data"
+        return found, "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     if "features" in found.text:
         return found, "ragged"
     return found, "grad-tail" if tensor in GRADIENTS else "query-tail"

@@ -29,9 +29,11 @@ from halfulp.reconstruct.naming import (
     named,
     reads_forward,
 )
-from halfulp.reconstruct.order_read import key_order, query_order
+from halfulp.reconstruct.order_read import Order, key_order, query_order
 from halfulp.reconstruct.panel import Trial, panel, some_heads
 from halfulp.reconstruct.places import UNEXPLAINED, Place, unexplained
+from halfulp.reconstruct.regions import region_of, restricted
+from halfulp.reconstruct.slips import Tiles, of_others
 from halfulp.reconstruct.stages import Stages
 from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_target, target_of
@@ -140,11 +142,25 @@ def of_kernel(
     # one by one is how a product is summed, not how keys are tiled
     width = over_keys.block if over_keys is not None else None
     blocks = (width,) if width is not None and width > 1 else ()
-    stages = Stages(emulator, DTYPES[dtype], effort, blocks)
+    tiles = Tiles(_tile(over_queries), _tile(over_keys))
+    stages = Stages(emulator, DTYPES[dtype], effort, blocks, tiles)
+    region = region_of(emulator, stages.start)
+    if region is not None:
+        exchanged = of_others(emulator, region, tiles)
+        if exchanged is None:
+            emulator = restricted(emulator, region)
+        given = () if exchanged is None else (exchanged,)
+        stages = Stages(emulator, DTYPES[dtype], effort, blocks, tiles, given)
     model = stages.run()
     found = _found(name, dtype, emulator, stages, model, tuple(refused), unsteady, began)
+    found = replace(found, region="" if region is None else region.text)
     orders = {"O over keys": over_keys, "dV over queries": over_queries}
     return replace(found, sums={what: o.text for what, o in orders.items() if o is not None})
+
+
+def _tile(order: Order | None) -> int:
+    """The width of blocks that an order reveals, or the usual one."""
+    return 64 if order is None or order.block is None or order.block < 16 else order.block
 
 
 def _found(

@@ -6,45 +6,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 
 from halfulp.recipes import STEPS, Recipe
-from halfulp.reconstruct import call_kinds, call_options, heads, space, suggested
+from halfulp.reconstruct import call_kinds, call_options, heads, slips, space, suggested
 from halfulp.reconstruct import twists as structure
 from halfulp.reconstruct.descent import Search
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
 from halfulp.reconstruct.evidence import Fits
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.naming import differs, merged
+from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.places import UNEXPLAINED
+from halfulp.reconstruct.ruled_out import left
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
-from halfulp.reconstruct.weights_read import compared, forward_weights
 
-SHARED = {
-    "query", "key", "value", "product", "scores", "shifted_scores", "exp_degree", "scale_into",
-    "scaled_operand", "base", "shift", "block_key", "algorithm",
-}  # fmt: skip
-"""Fields that both passes read."""
 GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
 CLEARLY = 0.35  # of the loss of each result: a named recipe to start from instead of stock
 ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where it costs no more
 FORWARD_SHARE = 0.6  # of the effort
+SLIPPED = 2  # trials on which slips are looked for
+FAR = 20.0  # times a recipe's error: no two roundings make so much
+MOST = 0.8  # of the results that are wrong, which a slip must explain to come first
+HALF = 0.5  # share that a slip may leave on one trial
 PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
-
-_PAIRS = {"causal-mask", "mask", "key-tail", "query-tail"}
-_SUMS = {"rescale", "split-merge", "tiles-skipped"}
-_OFF = frozenset({*_PAIRS, *_SUMS, "padding", "mask-finite"})
-UNLIKELY: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("causal-mask", "mask", "key-tail", "query-tail"),
-                    frozenset({"scale", "rescale", "split-merge", "unnormalized"})),
-    **dict.fromkeys(("scale", "ragged"), _OFF),
-    **dict.fromkeys(("unnormalized", "row-sum", "rescale", "split-merge"),
-                    frozenset({*_PAIRS, "scale", "layout"})),
-    "": frozenset({*_OFF, "scale", "exponential", "softcap", "sinks", "window", "ragged"}),
-}  # fmt: skip
-"""What the faults are that weights which were read so rule out, by the cause that they tell."""
 
 Neighbors = Callable[[Model], Iterable[tuple[str, Model]]]
 
@@ -53,20 +39,27 @@ class Stages:
     """One search over the models of a kernel."""
 
     def __init__(
-        self, emulator: Emulator, dtype: torch.dtype, effort: int, blocks: tuple[int, ...] = ()
+        self,
+        emulator: Emulator,
+        dtype: torch.dtype,
+        effort: int,
+        blocks: tuple[int, ...] = (),
+        tiles: slips.Tiles = slips.USUAL,
+        given: tuple[Twist, ...] = (),
     ) -> None:
-        self.emulator, self.dtype = emulator, dtype
+        self.emulator, self.dtype, self.tiles, self.given = emulator, dtype, tiles, given
         self.blocks = blocks  # of keys, as they were revealed
         self.stock = Model.of(space.STOCK[dtype])
         self.effort = effort
         self.share = FORWARD_SHARE
+        self._slips: dict[tuple[str, frozenset[str]], list[slips.Held]] = {}
         self.search: Search[Model] = Search(
             self._fits, frozenset({"long"}), spent=lambda: self.late
         )
         self.forward = emulator.offered(FORWARD)
         self.gradients = emulator.offered(GRADIENTS)
         self.search.also = self.forward | self.gradients
-        self.hints, self.operands = _hints(emulator), tuple(call_options.operands(dtype))
+        self.hints, self.operands = suggested.hints(emulator), tuple(call_options.operands(dtype))
         self.twists = (*_twists(emulator), *self.hints)
 
     def _fits(self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None) -> Fits:
@@ -81,7 +74,7 @@ class Stages:
 
     def run(self) -> Model:
         """The model that explains most."""
-        model = self._forward(self._start())
+        model = self._forward(self.start)
         self.share = 1.0
         if self.gradients:
             model = self._backward(model)
@@ -109,7 +102,8 @@ class Stages:
                 return candidate
         return None
 
-    def _start(self) -> Model:
+    @cached_property
+    def start(self) -> Model:
         """The named recipe that fits best; the stock one unless another is clearly nearer."""
         offered = self.forward | self.gradients
         trials = frozenset({"plain", "sharp"} & self.emulator.trials.keys()) or None
@@ -144,16 +138,22 @@ class Stages:
                      *space.twist_changes(hints, frozenset(FORWARD)))
         )  # fmt: skip
         gross = self._gross(tensors)
-        likely = self._likely() if gross else self.twists
+        if gross:
+            model = self._slipped("forward", model, tensors, frozenset(FORWARD), everywhere=True)
+            gross = self._unexplained(model, tensors, 0.1)
+        likely = left(self.emulator, self.stock, self.twists) if gross else self.twists
         twisted = _neighbors(lambda: space.twist_changes(likely, EVERY))
         if gross:
             model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
             model = self._partly("forward", model, tensors, EVERY)
+            if self._unexplained(model, tensors):
+                scope = frozenset(FORWARD)
+                model = self._slipped("forward", model, tensors, scope, everywhere=False)
         else:
             model = search.descend("forward", model, arithmetic, tensors)
         model = self._refined("forward", model, tensors)
         model = self._factored("forward", model, "out", EVERY)
-        if self._unexplained(model, tensors) and not self.late:
+        if self._rounded(model, tensors):
             singles = list(space.forward_changes(self.dtype))
             model = search.pairs("forward, two at once", model, singles, tensors)
         if self._unexplained(model, tensors) and not self.late:
@@ -163,17 +163,51 @@ class Stages:
             model = search.descend("forward", model, arithmetic, tensors, most=3)
         return model
 
-    def _likely(self) -> tuple[Twist, ...]:
-        """The faults of structure that go with the weights as they are read on the worst trial."""
-        outs = [t for t, name in self.emulator.observed if name == "out"]
-        fits = self.emulator.fits(self.stock, frozenset({"out"}))
-        worst = max(outs, key=lambda t: (t != "long", fits[t, "out"].left))
-        trial = self.emulator.trials[worst]
-        weights = forward_weights(self.emulator.run, trial)
-        if weights is None:
-            return self.twists
-        never = UNLIKELY.get(compared(trial, weights).cause, frozenset())
-        return tuple(twist for twist in self.twists if twist.cause not in never)
+    def _slipped(
+        self,
+        stage: str,
+        model: Model,
+        tensors: frozenset[str],
+        scope: frozenset[str],
+        *,
+        everywhere: bool,
+    ) -> Model:
+        """One step of the dataflow done wrongly: what explains a simple trial, and, `everywhere`,
+        most of the others that are wrong.
+        """
+        fits = self.emulator.fits(model, tensors)
+        bad = {k: f.times for k, f in fits.items() if f.left > UNEXPLAINED and f.times > GROSS}
+        order = sorted((t for t, n in bad if bad[t, n] > 0.2 * max(bad.values())), key=simplicity)
+        twists = list(self.given)
+        for name in [n for n in dict.fromkeys(order) if slips.tells(self.emulator.trials[n])][
+            :SLIPPED
+        ]:
+            found = self._likeliest(name, tensors)
+            twists += [
+                slips.as_twist(h.slip, self.tiles._replace(filled=filled))
+                for h in found[:4] if h.left < HALF for filled in (True, False)
+            ]  # fmt: skip
+            if found and found[0].left < slips.DONE:
+                break
+        changes = [(t.text, changed) for t in dict.fromkeys(twists)
+                   if (changed := space.twisted(t, scope)(model)) is not None]  # fmt: skip
+        if not everywhere:
+            changes += [c for t in dict.fromkeys(twists)
+                        for c in self._on_some(model, t, tensors, scope)]  # fmt: skip
+        # what explains a simple trial alike is told apart by all the others
+        best = sorted(changes, key=lambda c: self.search.loss(c[1], tensors))[:1]
+        if everywhere and best:
+            new = self.emulator.fits(best[0][1], tensors)
+            told = sum(new[k].left < UNEXPLAINED for k in bad)
+            if told < MOST * len(bad):
+                return model
+        return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
+
+    def _likeliest(self, name: str, tensors: frozenset[str]) -> list[slips.Held]:
+        if (name, tensors) not in self._slips:
+            trial = self.emulator.trials[name]
+            self._slips[name, tensors] = slips.likeliest(self.emulator, trial, tensors, self.tiles)
+        return self._slips[name, tensors]
 
     def _partly(
         self, stage: str, model: Model, tensors: frozenset[str], scope: frozenset[str]
@@ -273,9 +307,13 @@ class Stages:
         twisted = _neighbors(lambda: space.twist_changes(self.twists, BACKWARD))
         both = _both(twisted, arithmetic)
         gross = self._gross(tensors)
+        if gross and self._unexplained(model, tensors):
+            model = self._slipped("backward", model, tensors, BACKWARD, everywhere=True)
         model = search.descend("backward", model, both if gross else arithmetic, tensors)
         if gross:
             model = self._partly("backward", model, tensors, BACKWARD)
+            if self._unexplained(model, tensors):
+                model = self._slipped("backward", model, tensors, BACKWARD, everywhere=False)
         return self._refined("backward", model, tensors)
 
     def _alone(self, model: Model, name: str) -> Model:
@@ -294,12 +332,12 @@ class Stages:
     def _together(self, model: Model) -> Model:
         """Two changes at once, of all gradients and of each, and products of low precision."""
         search, tensors = self.search, self.gradients
-        if self._unexplained(model, tensors) and not self.late:
+        if self._rounded(model, tensors):
             singles = list(self._backward_changes(BACKWARD))
             model = search.pairs("backward, two at once", model, singles, tensors)
         for name in sorted(tensors):
             own = frozenset({name})
-            if self._unexplained(model, own) and not self.late:
+            if self._rounded(model, own):
                 singles = list(space.backward_changes(self.dtype, own))
                 model = search.pairs(f"{name}, two at once", model, singles, own)
                 slow = _neighbors(partial(space.product_changes, self.dtype, own))
@@ -334,6 +372,13 @@ class Stages:
         self, model: Model, tensors: frozenset[str], share: float = UNEXPLAINED
     ) -> bool:
         return any(f.left > share for f in self.emulator.fits(model, tensors).values())
+
+    def _rounded(self, model: Model, tensors: frozenset[str]) -> bool:
+        """Whether something is left that two roundings at once may make."""
+        left = [
+            f.times for f in self.emulator.fits(model, tensors).values() if f.left > UNEXPLAINED
+        ]
+        return bool(left) and not self.late and sorted(left)[len(left) // 2] < FAR
 
     def _prune(self, model: Model) -> Model:
         offered = self.forward | self.gradients
@@ -424,45 +469,4 @@ def _twists(emulator: Emulator) -> tuple[Twist, ...]:
     return tuple(found)
 
 
-def _hints(emulator: Emulator) -> tuple[Twist, ...]:
-    """Twists that the kernel's own results suggest: few, so that they are tried in every search."""
-    found = suggested.silent(emulator.observed)
-    outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
-    for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
-        found += suggested.fitted_scales(emulator.trials[name], outs[name])
-    for name, observed in outs.items():
-        source = suggested.sources(emulator.trials[name], observed)
-        found += [] if source is None else [source]
-    return tuple({twist.key: twist for twist in found}.values())
-
-
-def merged(model: Model) -> Model:
-    """One recipe throughout that has what any way has, the forward pass's word first, and all
-    twists of the forward pass.
-    """
-    own, changes = model.forward.recipe, dict[str, Any]()
-    for way in model.gradients:
-        for name, value in differs(way.recipe, own).items():
-            if name not in SHARED:
-                changes.setdefault(name, value)
-    for way in model.gradients:  # what only one gradient does otherwise than the others
-        for name, value in differs(way.recipe, own.with_(**changes)).items():
-            if name not in SHARED and getattr(own, name) == changes.get(name):
-                changes[name] = value
-    try:
-        whole = Way(own.with_(**changes), model.forward.twists)
-    except ValueError:
-        return model
-    return Model(whole, (whole, whole, whole))
-
-
-def differs(recipe: Recipe, from_: Recipe) -> dict[str, object]:
-    """Fields of one recipe that another has otherwise."""
-    return {
-        f.name: getattr(recipe, f.name)
-        for f in fields(recipe)
-        if f.name != "name" and getattr(recipe, f.name) != getattr(from_, f.name)
-    }
-
-
-__all__ = ["STEPS", "Stages", "differs", "simpler"]
+__all__ = ["STEPS", "Stages", "simpler"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfulp.calls import Call
 from halfulp.reconstruct.call_kinds import option_of
-from halfulp.reconstruct.emulating import GRADIENTS, Twist
+from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
@@ -369,3 +369,15 @@ def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Tria
         text = f"Ō is multiplied by {told} before it is rounded: weights and row sum disagree"
         found.append(Twist(f"{key}-before", text, cause, before, unrounded=("value",)))
     return found
+
+
+def hints(emulator: Emulator) -> tuple[Twist, ...]:
+    """Twists that the kernel's own results suggest: few, so that they are tried in every search."""
+    found = silent(emulator.observed)
+    outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
+    for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
+        found += fitted_scales(emulator.trials[name], outs[name])
+    for name, observed in outs.items():
+        source = sources(emulator.trials[name], observed)
+        found += [] if source is None else [source]
+    return tuple({twist.key: twist for twist in found}.values())

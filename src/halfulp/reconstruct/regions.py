@@ -1,0 +1,205 @@
+"""In which heads, sequences and calls a kernel errs, before it is asked what it does there: heads
+that alone are wrong are asked for themselves, calls that are right are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import Call, Result
+from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model
+from halfulp.reconstruct.evidence import HARMFUL, NOISE
+from halfulp.reconstruct.panel import Trial
+
+Run = Callable[[Trial], Result | None]
+Spots = tuple[tuple[int, int], ...]  # (sequence, head)
+SOME = 6  # heads that are asked for themselves
+RIGHT = 0.15  # share of a head's error that is left: up to there it is right,
+WRONG = 0.3  # and from there on wrong
+CROWD = 32  # heads, of which a few may err by chance
+
+
+class _Heads(NamedTuple):
+    """Numbers of sequences and heads, and how many there are."""
+
+    b: Tensor
+    h: Tensor
+    batch: int
+    heads: int
+
+
+_RULES: tuple[tuple[str, Callable[[_Heads], Tensor]], ...] = (
+    ("heads of odd number", lambda at: at.h % 2 == 1),
+    ("heads of even number", lambda at: at.h % 2 == 0),
+    ("the first head", lambda at: at.h == 0),
+    ("the last head", lambda at: at.h == at.heads - 1),
+    ("heads after the first", lambda at: at.h > 0),
+    ("heads before the last", lambda at: at.h < at.heads - 1),
+    ("the first sequence", lambda at: at.b == 0),
+    ("sequences after the first", lambda at: at.b > 0),
+    ("the last sequence", lambda at: at.b == at.batch - 1),
+    ("sequences before the last", lambda at: at.b < at.batch - 1),
+    ("sequences of odd number", lambda at: at.b % 2 == 1),
+    ("the last head of the last sequence",
+     lambda at: (at.b == at.batch - 1) & (at.h == at.heads - 1)),
+)  # fmt: skip
+"""Which heads alone may be wrong."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a kernel errs."""
+
+    text: str  # "in heads of odd number"
+    heads: Mapping[str, Spots]  # by trial, those that are wrong; none: all are
+    trials: frozenset[str]  # that show it
+
+
+def region_of(emulator: Emulator, model: Model) -> Region | None:
+    """Heads that alone are wrong where others of the same call are right, or None."""
+    marks = {name: found for name, trial in emulator.trials.items()
+             if (found := _marked(emulator, model, trial)) is not None}  # fmt: skip
+    mixed = {n: m for n, m in marks.items() if bool(m.any()) and not bool(m.all())}
+    if not mixed:
+        return None
+    for told, rule in _RULES:
+        expected = {}
+        for name, mark in marks.items():
+            b, h = (torch.arange(n).view(shape) for n, shape in zip(
+                mark.shape, ((-1, 1), (1, -1)), strict=True))  # fmt: skip
+            expected[name] = rule(_Heads(b, h, *mark.shape)).expand(mark.shape)
+        # what is wrong is where the rule says, in the calls that tell
+        if all(bool((m & ~expected[n]).float().mean() < 1 / CROWD) for n, m in marks.items()) and (
+            all(torch.equal(mark, expected[name]) for name, mark in mixed.items()
+                if mark.numel() <= CROWD)):  # fmt: skip
+            spots = {n: _spots(expected[n]) for n, m in marks.items() if bool(m.any())}
+            return Region(f"in {told} alone", spots, frozenset(spots))
+    return None
+
+
+def _spots(mark: Tensor) -> Spots:
+    return tuple((int(b), int(h)) for b, h in mark.nonzero().tolist())
+
+
+def _marked(emulator: Emulator, model: Model, trial: Trial) -> Tensor | None:
+    """Which heads of a trial are wrong, `[B, H]`; None where it does not tell right from wrong."""
+    call, found = trial.call, None
+    batch, heads = call.query.shape[:2]
+    for (name, tensor), observed in emulator.observed.items():
+        if name != trial.name or tensor == "lse":
+            continue
+        if call.groups > 1 and tensor in GRADIENTS[1:]:
+            continue  # of heads that share one, whose error it is cannot be told
+        backward = model.way(tensor) if tensor in GRADIENTS else None
+        made = emulator.tensors(trial, model.forward, backward).get(tensor)
+        if made is None or made.shape != observed.value.shape:
+            return None
+        usable = observed.usable
+        error, rest, usual = (
+            torch.where(usable, x, 0.0).square().sum((-1, -2))
+            for x in (observed.value - observed.exact, observed.value - made, made - observed.exact)
+        )
+        floor = observed.floor / (batch * heads)
+        left = rest / (error + floor).clamp_min(1e-300)
+        more = error > HARMFUL**2 * (usual + NOISE * usual.mean()) + floor
+        wrong, right = (left > WRONG) & more, left < RIGHT
+        if not bool((wrong | right | ~more).all()):
+            return None
+        found = wrong if found is None else found | wrong
+    return found
+
+
+def restricted(emulator: Emulator, region: Region) -> Emulator:
+    """The kernel asked in the wrong heads alone, on the calls that show it."""
+    whole = {name: emulator.trials[name] for name in region.heads}
+    slots = {name: _slots(whole[name].call, spots) for name, spots in region.heads.items()}
+    run = _in_heads(emulator.run, whole, slots)
+    observed = {}
+    for name, trial in whole.items():
+        asked = _cut(trial, slots[name])
+        result = run(asked)
+        if result is not None:
+            observed[asked] = result
+    return Emulator(observed, run)
+
+
+def _slots(call: Call, spots: Spots) -> Spots:
+    """At most one of the heads that share a key head, or a sink."""
+    kept: dict[tuple[int, int], tuple[int, int]] = {}
+    for b, h in spots:
+        kept.setdefault((0 if call.sinks is not None else b, h // call.groups), (b, h))
+    return tuple(kept.values())[:SOME]
+
+
+def _cut(trial: Trial, slots: Spots) -> Trial:
+    """Some heads of a trial as those of one sequence."""
+    call = trial.call
+    b, h = torch.tensor(slots).T
+    mask = call.sees.mask
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        mask = mask.expand(*call.query.shape[:2], *mask.shape[2:])[b, h][None]
+    some = replace(
+        call,
+        query=call.query[b, h][None],
+        key=call.key[b, h // call.groups][None],
+        value=call.value[b, h // call.groups][None],
+        sees=replace(call.sees, mask=mask),
+        sinks=None if call.sinks is None else call.sinks[h],
+        shape=None,
+    )
+    return replace(trial, call=some, grad_out=trial.grad_out[b, h][None])
+
+
+def _in_heads(run: Run, whole: Mapping[str, Trial], slots: Mapping[str, Spots]) -> Run:
+    """A kernel's results in some heads, for calls of those alone: the others are what they are in
+    the whole call.
+    """
+
+    def asked(trial: Trial) -> Result | None:
+        base = trial.name.partition("/")[0]
+        if base not in slots or trial.call.query.shape[1] != len(slots[base]):
+            return None
+        call, like = trial.call, whole[base]
+        groups = like.call.groups
+        b, h = torch.tensor(slots[base]).T
+
+        def put(x: Tensor, old: Tensor, heads: Tensor) -> Tensor:
+            same = x.shape[2:] == old.shape[2:]
+            other = old if same else -x[:, :1].roll(1, 2).expand(*old.shape[:2], *x.shape[2:])
+            other = other.to(x.dtype).clone()
+            other[b, heads] = x[0]
+            return other
+
+        query = put(call.query, like.call.query, h)
+        key, value = (put(x, old, h // groups) for x, old in (
+            (call.key, like.call.key), (call.value, like.call.value)))  # fmt: skip
+        grad_out = put(trial.grad_out, like.grad_out, h)
+        if groups > 1:  # the others of a group add to dK and dV as well
+            mine = torch.zeros(query.shape[:2], dtype=torch.bool)
+            mine[b, h] = True
+            grad_out = grad_out * mine[..., None, None]
+        mask, sinks = call.sees.mask, call.sinks
+        if mask is not None:
+            filled = mask[:, :1].expand(*query.shape[:2], *mask.shape[2:]).clone()
+            filled[b, h] = mask.expand(1, len(b), *mask.shape[2:])[0]
+            mask = filled
+        if sinks is not None and like.call.sinks is not None:
+            filled = like.call.sinks.clone()
+            filled[h] = sinks
+            sinks = filled
+        sees = replace(call.sees, mask=mask)
+        full = replace(call, query=query, key=key, value=value, sees=sees, sinks=sinks)
+        result = run(replace(trial, call=full, grad_out=grad_out))
+        if result is None:
+            return None
+        given = {n: x for n, x in result.given().items() if n in TENSORS}
+        return Result(**{n: x[b, h // groups if n in GRADIENTS[1:] else h][None]
+                         for n, x in given.items()})  # fmt: skip
+
+    return asked
