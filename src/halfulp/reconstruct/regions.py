@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfulp.calls import Call, Result
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, NOISE
+from halfulp.reconstruct.evidence import NOISE
 from halfulp.reconstruct.panel import Trial
 
 Run = Callable[[Trial], Result | None]
@@ -21,6 +21,8 @@ Spots = tuple[tuple[int, int], ...]  # (sequence, head)
 SOME = 6  # heads that are asked for themselves
 RIGHT = 0.15  # share of a head's error that is left: up to there it is right,
 WRONG = 0.3  # and from there on wrong
+MORE = 1.5  # times the model's error, at least, where it is wrong
+CALLS = 2  # in which some heads are wrong and others right, at least
 CROWD = 32  # heads, of which a few may err by chance
 
 
@@ -65,7 +67,7 @@ def region_of(emulator: Emulator, model: Model) -> Region | None:
     marks = {name: found for name, trial in emulator.trials.items()
              if (found := _marked(emulator, model, trial)) is not None}  # fmt: skip
     mixed = {n: m for n, m in marks.items() if bool(m.any()) and not bool(m.all())}
-    if not mixed:
+    if len(mixed) < CALLS:
         return None
     for told, rule in _RULES:
         expected = {}
@@ -106,7 +108,7 @@ def _marked(emulator: Emulator, model: Model, trial: Trial) -> Tensor | None:
         )
         floor = observed.floor / (batch * heads)
         left = rest / (error + floor).clamp_min(1e-300)
-        more = error > HARMFUL**2 * (usual + NOISE * usual.mean()) + floor
+        more = error > MORE**2 * (usual + NOISE * usual.mean()) + floor
         wrong, right = (left > WRONG) & more, left < RIGHT
         if not bool((wrong | right | ~more).all()):
             return None

@@ -1,0 +1,185 @@
+"""Tiled attention in float32, forward and backward, with at most one step done wrongly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfulp.reconstruct.emulating import GRADIENTS
+from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, Memory, Slip, Tile
+
+_TO_SCORES = frozenset({"query", "key", "product", "scores"})
+_TO_WEIGHTS = frozenset({"b_query", "b_key", "b_scores"})
+_TO_DP = frozenset({"grad_out", "b_value"})
+_OF_QUERIES = ("dq_sum", "ds_in_dq", "dq")
+_OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "ds_in_dk", "dk", "dv")
+
+
+class Tiles(NamedTuple):
+    """Widths of the blocks of queries and of keys; the last ones are filled up, or cut."""
+
+    rows: int
+    cols: int
+    filled: bool = True
+
+
+USUAL = Tiles(64, 64)
+
+
+class Flow:
+    """Tiled attention on one trial, with at most one slip at a time."""
+
+    def __init__(self, trial: Trial, tiles: Tiles) -> None:
+        call = trial.call
+        self.slip: Slip | None = None
+        self.memory, self.kept = Memory(), Memory()  # what no slip reaches is computed once
+        self.call, self.groups = call, call.groups
+        self.n, self.nk = call.query.shape[2], call.key.shape[2]
+        self.rows, self.cols = (
+            [slice(i, i + w if tiles.filled else min(i + w, n)) for i in range(0, n, w)]
+            for n, w in ((self.n, tiles.rows), (self.nk, tiles.cols))
+        )
+        self.q, self.do = (self._filled(x, self.rows) for x in (call.query, trial.grad_out))
+        self.k, self.v = (
+            self._filled(x.repeat_interleave(call.groups, 1), self.cols) for x in call.operands[1:]
+        )
+        n, nk = self.rows[-1].stop, self.cols[-1].stop
+        hidden = torch.zeros(1, 1, self.n, self.nk)
+        hidden = call.sees.apply(hidden, slice(0, self.n), slice(0, self.nk), 1.0)
+        self.added = functional.pad(hidden, (0, nk - self.nk), value=-math.inf)
+        self.added = functional.pad(self.added, (0, 0, 0, n - self.n))
+
+    def _filled(self, x: Tensor, tiles: list[slice]) -> Tensor:
+        return functional.pad(x.float(), (0, 0, 0, tiles[-1].stop - x.shape[2]))
+
+    def results(self, slip: Slip | None) -> dict[str, Tensor]:
+        """Those of the pass that the slip is made in; all without one."""
+        self.slip = slip
+        self.memory.clear()
+        if slip is None or slip.stage in FORWARD_STAGES:
+            made = self.forward()
+            if slip is not None:
+                return made
+            self.lse, self.delta = made["lse"], (self.do[:, :, : self.n] * made["out"]).sum(
+                -1, keepdim=True)  # fmt: skip
+            return made | self.backward()
+        return self.backward()
+
+    def once(self, key: str, reached: frozenset[str], make: Callable[[], Tensor]) -> Tensor:
+        """What is the same as without a slip where none of these stages has one."""
+        if self.slip is not None and self.slip.stage in reached:
+            return make()
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def at(self, name: str, x: Tensor, rows: slice, cols: slice | None = None) -> Tensor:
+        """A stage's value, with the slip where that is it."""
+        if self.slip is None or self.slip.stage != name:
+            return x
+        cols = slice(0, self.nk) if cols is None else cols
+        return self.slip.made(x, Tile(rows, cols, self.n, self.nk), self.memory)
+
+    def scores(self, q: Tensor, k: Tensor, rows: slice, cols: slice, back: str) -> Tensor:
+        """Of one tile."""
+        s, cap = q @ k.mT, self.call.softcap
+        s = s if back else self.at("product", s, rows, cols)
+        s = s * self.call.scale
+        s = self.at(f"{back}scores", cap * torch.tanh(s / cap) if cap else s, rows, cols)
+        return s + self.added[:, :, rows, cols]
+
+    def _seen(self, q: Tensor, rows: slice, cols: slice) -> Tensor:
+        key = self.at("key", self.k[:, :, cols], rows, cols)
+        return self.scores(q, key, rows, cols, "")
+
+    def _again(self, q: Tensor, k: Tensor, lse: Tensor, rows: slice, cols: slice) -> Tensor:
+        return torch.exp(self.scores(q, k, rows, cols, "b_") - lse[:, :, rows])
+
+    def forward(self) -> dict[str, Tensor]:
+        """O and lse."""
+        outs, lses = [], []
+        for r in self.rows:
+            q = self.at("query", self.q[:, :, r], r)
+            m, l = q.new_full((*q.shape[:3], 1), -math.inf), q.new_zeros((*q.shape[:3], 1))
+            acc = q.new_zeros((*q.shape[:3], self.v.shape[3]))
+            if self.call.sinks is not None:
+                m, l = m.fill_(0) + self.call.sinks.float().view(1, -1, 1, 1), l + 1
+            for c in self.cols:
+                if self.call.sees.hides(r, c):
+                    continue
+                v = self.at("value", self.v[:, :, c], r, c)
+                s = self.once(f"S {r.start} {c.start}", _TO_SCORES, partial(self._seen, q, r, c))
+                new = self.at("row_max", torch.maximum(m, s.amax(-1, keepdim=True)), r, c)
+                safe = torch.where(new == -math.inf, 0.0, new)
+                p = self.at("weights", torch.exp(s - safe), r, c)
+                a = self.at("rescale", torch.exp(m - safe), r, c)
+                l = l * self.at("rescale_sum", a, r, c) + p.sum(-1, keepdim=True)
+                l, m = self.at("row_sum", l, r, c), new
+                acc = self.at("accumulator", acc * self.at("rescale_out", a, r, c) + p @ v, r, c)
+            outs.append(self.at("out", acc / torch.where(l == 0, 1.0, l), r))
+            lses.append(self.at("lse", m + l.log(), r))
+        out, lse = (torch.cat(x, 2)[:, :, : self.n] for x in (outs, lses))
+        return {"out": out, "lse": lse}
+
+    def backward(self) -> dict[str, Tensor]:
+        """The gradients."""
+        missing = (0, 0, 0, self.rows[-1].stop - self.n)
+        delta = functional.pad(self.at("delta", self.delta, slice(0, self.n)), missing)
+        lse = torch.where(self.lse == -math.inf, 0.0, self.lse)
+        lse = functional.pad(lse, missing, value=math.inf)
+        total = {name: torch.zeros_like(x) for name, x in zip(
+            GRADIENTS, (self.q, self.k, self.v), strict=True)}  # fmt: skip
+        wants = "" if self.slip is None else self.slip.stage
+        for by_key in (True, False):  # two kernels: tiles come in another order
+            if wants in (_OF_QUERIES if by_key else _OF_KEYS):
+                for name in GRADIENTS[1:] if by_key else GRADIENTS[:1]:
+                    del total[name]  # they are right
+                continue
+            pairs = [(r, c) for c in self.cols for r in self.rows] if by_key else [
+                (r, c) for r in self.rows for c in self.cols]  # fmt: skip
+            for r, c in pairs:
+                if self.call.sees.hides(r, c):
+                    continue
+                q, do = (self.at(n, x[:, :, r], r, c)
+                         for n, x in (("b_query", self.q), ("grad_out", self.do)))  # fmt: skip
+                k, v = (self.at(n, x[:, :, c], r, c)
+                        for n, x in (("b_key", self.k), ("b_value", self.v)))  # fmt: skip
+                tile = f"{r.start} {c.start}"
+                p = self.once(f"P {tile}", _TO_WEIGHTS, partial(self._again, q, k, lse, r, c))
+                p = self.at("b_weights", p, r, c)
+                dp = self.once(f"dP {tile}", _TO_DP, partial(torch.matmul, do, v.mT))
+                dp = self.at("dp", dp, r, c)
+                ds = p * (dp - delta[:, :, r])
+                if cap := self.call.softcap:
+                    ds = ds * (1 - torch.tanh(q @ k.mT * self.call.scale / cap).square())
+                ds = self.at("ds", ds, r, c)
+                if by_key:
+                    p, own = self.at("p_in_dv", p, r, c), self.at("ds_in_dk", ds, r, c)
+                    for name, part, stage in (("grad_value", p.mT @ do, "dv_sum"),
+                                              ("grad_key", own.mT @ q, "dk_sum")):  # fmt: skip
+                        x = total[name][:, :, c]
+                        x.copy_(self.at(stage, x + part, r, c))
+                else:
+                    x = total["grad_query"][:, :, r]
+                    x.copy_(self.at("dq_sum", x + self.at("ds_in_dq", ds, r, c) @ k, r, c))
+            self.memory.clear()
+        for name, stage in zip(GRADIENTS, ("dq", "dk", "dv"), strict=True):
+            if name not in total:
+                continue
+            x = total[name]
+            x = x if stage == "dv" else x * self.call.scale
+            if wants == stage:
+                tiles = ([(t, slice(0, self.nk)) for t in self.rows] if stage == "dq" else
+                         [(slice(0, self.n), t) for t in self.cols])  # fmt: skip
+                x = torch.cat([self.at(stage, x[:, :, t[stage != "dq"]], *t) for t in tiles], 2)
+            if stage != "dq" and self.groups > 1:
+                x = x.reshape(x.shape[0], -1, self.groups, *x.shape[2:]).sum(2)
+            total[name] = x[:, :, : self.n if stage == "dq" else self.nk]
+        return total
