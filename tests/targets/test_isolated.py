@@ -1,6 +1,7 @@
 """A kernel in a process of its own: whatever it does is one line, and its results are data."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -52,6 +53,31 @@ def test_a_hang_ends_and_is_not_waited_for_again():
     with isolated(f"{hostile.__file__}:hangs", limits=limits) as target:
         assert call(target, True).refusal == "takes longer than 1 s"
         assert call(target, False).refusal == "is not called any more: it takes longer than 1 s"
+
+
+_COPIED = """
+import sys, torch
+from halfulp.targets import CallLimits, isolated, run_target
+from tests.targets import hostile
+from tests.targets.calls import tensors
+limits = CallLimits(seconds=30, copied=True)
+for name, used in (("segfaults", False), ("exits_hard", True)):
+    if used:
+        torch.ones(1, requires_grad=True).sum().backward()
+    with isolated(f"{hostile.__file__}:{name}", limits=limits) as target:
+        for causal in (False, True, False):
+            outcome = run_target(target, *tensors(torch.float32), is_causal=causal, scale=None)
+            print(outcome.kind, outcome.refusal)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux alone")
+def test_a_copy_of_this_process_is_as_good_as_a_new_one():
+    # once whole, once where torch refuses gradients in a copy, so that it begins anew
+    done = subprocess.run([sys.executable, "-c", _COPIED], capture_output=True, text=True)
+    ends = ("crashes: segmentation fault (SIGSEGV)", "ends its process (exit code 0)")
+    told = [line for end in ends for line in ("ok None", f"error {end}", "ok None")]
+    assert (done.stdout.splitlines(), done.stderr) == (told, "")
 
 
 def test_what_is_printed_is_a_note_without_what_a_terminal_obeys(capfd):

@@ -19,6 +19,7 @@ import ctypes
 import math
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -120,7 +121,7 @@ def fixed_point(exact: Tensor, out: Tensor, mantissa_bits: int, bits: int, lowes
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left [..., M, K] @ right [..., K, N]`, float32 on a CPU; the library must be there."""
-    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
+    lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # torch's imports sympy
     (m, k), n = left.shape[-2:], right.shape[-1]
     out = left.new_empty(*lead, m, n)
     if out.numel() == 0:

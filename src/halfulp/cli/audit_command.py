@@ -18,7 +18,7 @@ from halfulp.cli.audit_files import AuditFiles
 from halfulp.cli.audit_part import AuditCalls, AuditPart, list_plan
 from halfulp.cli.ending import WORSE
 from halfulp.cli.shapes import parse_sizes
-from halfulp.cli.shell import STDOUT, complain, progress_bar, tell, write_each
+from halfulp.cli.shell import STDOUT, complain, load, progress_bar, tell, write_each
 
 if TYPE_CHECKING:
     from halfulp.audit import Shape
@@ -77,6 +77,7 @@ def audit(
         part: Less than the whole, which then is no pass.
         files: What is written.
     """
+    load("halfulp.experiments.before", "halfulp.experiments.audits")
     from halfulp.experiments.before import is_saved
 
     files.check()

@@ -63,7 +63,11 @@ class AuditCalls:
         """What one call may take; None in this process."""
         from halfulp.targets import CallLimits
 
-        return None if self.in_process else CallLimits(self.call_seconds, self.call_gigabytes)
+        return (
+            None
+            if self.in_process
+            else CallLimits(self.call_seconds, self.call_gigabytes, copied=True)
+        )
 
 
 def list_plan(targets: Sequence[str], options: Mapping[str, Any], json: Path | None) -> int:

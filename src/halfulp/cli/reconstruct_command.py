@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from halfulp.cli.shell import check_files, tell
+from halfulp.cli.shell import check_files, load, tell
 
 
 def reconstruct(
@@ -43,6 +43,7 @@ def reconstruct(
         call_gigabytes: Of memory that the target's process may take beyond what it starts with.
         json: File to write everything to; - prints it instead of the tables.
     """
+    load("halfulp.reconstruct")
     from halfulp.operations import ATTENTION
     from halfulp.reconstruct import OperationReconstruction, Reconstruction, reconstruct_operation
     from halfulp.reconstruct import reconstruct as search
@@ -51,7 +52,7 @@ def reconstruct(
     from halfulp.targets import CallLimits, isolated, resolve
 
     check_files(json)
-    limits = CallLimits(call_seconds, call_gigabytes)
+    limits = CallLimits(call_seconds, call_gigabytes, copied=True)
     given = resolve(target, operation=op) if in_process else None
     opened = nullcontext(given) if given else isolated(target, device, limits, op)
     found: Reconstruction | OperationReconstruction

@@ -15,10 +15,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from halfulp.targets.dialect import is_code, resolve
 from halfulp.targets.form import Form
 from halfulp.targets.loading import parted
 from halfulp.targets.messages import outcome_of, outcome_of_operation, receive, send
+from halfulp.targets.served import serve
 from halfulp.targets.target import Outcome, Target
 
 MOST_ENDS = 3
@@ -55,6 +59,9 @@ class CallLimits:
 
     seconds: float = 120.0
     gigabytes: float = 8.0  # beyond what the process has when it starts; not bound on a GPU
+    # whether it may start as a copy of this one, which saves loading torch twice: of a process that
+    # has loaded and changed nothing of a user's, as the command line's
+    copied: bool = False
 
 
 class EndedError(Exception):
@@ -105,7 +112,7 @@ class _Process:
         self.operation, self.form = operation, form
         self.ends: list[str] = []  # why it ended, each time
         self.late = False  # whether this process was killed for taking too long
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | BaseProcess | None = None
         self.connection: Connection | None = None
         self.known: dict[str, Any] | None = None  # what it said about the target
 
@@ -228,10 +235,8 @@ class _Process:
             timer.cancel()
 
     def _exit_reason(self) -> str:
-        assert self.process is not None
-        try:
-            code = self.process.wait(10)
-        except subprocess.TimeoutExpired:
+        code = self._exit_code(10)
+        if code is None:
             return "closes its connection"
         if code >= 0:
             return f"ends its process (exit code {code})"
@@ -243,6 +248,17 @@ class _Process:
             "SIGXFSZ": "is killed: it writes more than a file may hold",
         }
         return f"{told.get(name, 'crashes')} ({name})"
+
+    def _exit_code(self, seconds: float | None) -> int | None:
+        """What the process ends with; None where it does not in so many seconds."""
+        if isinstance(self.process, BaseProcess):
+            self.process.join(seconds)
+            return self.process.exitcode
+        assert self.process is not None
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _start(self) -> None:
         if self.process is not None:
@@ -261,15 +277,24 @@ class _Process:
             "gigabytes": self.limits.gigabytes,
         }
         # a file and not a pipe, at whose end a kernel that prints much would wait for a reader
+        program = [sys.executable, "-c", _PROGRAM, json.dumps(arguments)]
         with self.said.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that what the kernel starts ends with it
-            )
+            if self.limits.copied and self.device == "cpu" and _has_one_thread():
+                given = (program, arguments, self.connection, said.fileno())
+                self.process = get_context("fork").Process(target=_copy, args=given)
+                with warnings.catch_warnings():
+                    # Python counts numpy's threads, which end themselves before a fork
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    self.process.start()
+            else:
+                self.process = subprocess.Popen(
+                    program,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # so that what the kernel starts ends with it
+                )
         # while this end is open here too, the connection does not end with the process
         theirs.close()
 
@@ -280,15 +305,18 @@ class _Process:
     def _kill(self) -> None:
         """End the process and what it has started."""
         assert self.process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        assert self.process.pid is not None
+        # a copy that has just begun leads no group yet
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """End the process, if there is one."""
         if self.process is None:
             return
         self._kill()
-        self.process.wait()
+        self._exit_code(None)
         assert self.connection is not None
         self.connection.close()
         self.process = self.connection = self.known = None
@@ -305,6 +333,36 @@ class _Process:
     def _last_words(self, start: int) -> str:
         """What a process printed before it ended, if anything."""
         return f"; it prints: {self._first_line(start)}" if self._printed() > start else ""
+
+
+_TASKS = Path("/proc/self/task")
+_at_rest = len(list(_TASKS.glob("*")))  # threads of libraries, of which each ends its own at a fork
+
+
+def _has_one_thread() -> bool:
+    """Whether a copy of this process would be whole: of several threads it has the one that made
+    it, and all their locks.
+    """
+    global _at_rest
+    tasks, known = len(list(_TASKS.glob("*"))), _at_rest
+    _at_rest = 1  # from the first fork on
+    return threading.active_count() == 1 and 1 <= tasks <= known
+
+
+def _copy(program: list[str], arguments: dict[str, Any], theirs: Connection, said: int) -> None:
+    """What a copy of this process does: it serves, or begins anew where it cannot."""
+    os.setsid()
+    theirs.close()
+    for number in (1, 2):
+        os.dup2(said, number)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+    try:
+        # torch refuses gradients in a copy of a process that has computed some
+        torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        os.set_inheritable(arguments["handle"], True)
+        os.execv(program[0], program)
+    serve(**{name: x for name, x in arguments.items() if name != "path"})
 
 
 def _never(*_: Any, **__: Any) -> Any:
