@@ -69,7 +69,7 @@ def tasks(device: str, small: bool) -> Iterator[Task]:
             yield Task("seconds", name, replace(config, device=device, **every))
     yield Task("gpt2", "gpt2", gpt2_start(device, small))
     for kernel in ("torch:flash", "torch:fp32"):
-        config = minutes(kernel, steps=200 if small else 1_000_000)
+        config = minutes(kernel, steps=40 if small else 1_000_000)
         lines = {"metrics_every": 20, "measure_every": 50, "checkpoint_every": 50} if small else {
             "metrics_every": 1000, "measure_every": 10_000, "checkpoint_every": 20_000}  # fmt: skip
         yield Task(

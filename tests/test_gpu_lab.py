@@ -28,8 +28,8 @@ def test_it_goes_on_where_time_ended_and_ends_in_one_page(tmp_path, capsys) -> N
     found = json.loads((tmp_path / "lab" / "results.json").read_text())
     assert [(run["name"], run["status"], run["steps"]) for run in found["runs"]] == [
         ("gpt2", "done", 3),
-        ("bytes-torch-flash", "done", 200),
-        ("bytes-torch-fp32", "done", 200),
+        ("bytes-torch-flash", "done", 40),
+        ("bytes-torch-fp32", "done", 40),
     ]
     last = (tmp_path / "lab" / "gpt2" / "metrics.jsonl").read_text().splitlines()[-1]
     assert found["runs"][0]["last"] == json.loads(last)

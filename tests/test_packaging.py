@@ -3,6 +3,7 @@ dependency.
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -325,12 +326,11 @@ def test_every_module_imports_where_posix_is_not():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["matplotlib.pyplot", "scipy.stats", "tyro", "rich.progress", "transformers"]
-)
-def test_third_parties_import_without_a_warning(name):
-    pytest.importorskip(name)
-    subprocess.run([sys.executable, "-W", "error", "-c", f"import {name}"], check=True)
+def test_third_parties_import_without_a_warning():
+    named = ("matplotlib.pyplot", "scipy.stats", "tyro", "rich.progress", "transformers")
+    names = [name for name in named if importlib.util.find_spec(name.partition(".")[0])]
+    command = [sys.executable, "-W", "error", "-c", f"import {', '.join(names)}"]
+    subprocess.run(command, check=True)
 
 
 def test_the_wheels_for_users_are_one_for_every_python():

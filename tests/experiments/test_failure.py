@@ -129,15 +129,6 @@ def test_an_unknown_attention_is_refused_before_any_worker_starts() -> None:
         run_failures(["torch:fp32", "nothing"], (0, 1), 2, workers=2)
 
 
-def test_what_a_worker_raises_is_raised() -> None:
-    with pytest.raises(ValueError, match="batch=0"):
-        run_failures([refuse, "torch:fp32"], (0, 1), 2, workers=2)
-
-
-def refuse(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
-    raise ValueError("batch=0: a planted fault")
-
-
 def test_threads_are_left_as_they_were() -> None:
     torch.set_num_threads(2)
     run_failure("torch:fp32", 0, 2)

@@ -39,11 +39,21 @@ def _poison():
     torch.nn.functional.scaled_dot_product_attention = torch.add
 
 
-exits = _where_causal(lambda: sys.exit(0))
-exits_hard = _where_causal(lambda: os._exit(0))
-segfaults = _where_causal(lambda: ctypes.string_at(0))
 hangs = _where_causal(lambda: time.sleep(1000))
-takes_20_gb = _where_causal(lambda: torch.ones(20 * 2**30, dtype=torch.uint8))
-interrupts = _where_causal(_interrupt)
-prints = _where_causal(_print)
-poisons = _where_causal(_poison)
+DEEDS = {
+    "exits": lambda: sys.exit(0),
+    "interrupts": _interrupt,
+    "takes 20 GB": lambda: torch.ones(20 * 2**30, dtype=torch.uint8),
+    "prints": _print,
+    "poisons": _poison,
+    "exits hard": lambda: os._exit(0),
+    "segfaults": lambda: ctypes.string_at(0),
+}
+exits_hard, segfaults = (_where_causal(DEEDS[name]) for name in ("exits hard", "segfaults"))
+
+
+def deed(query, key, value, *, is_causal, scale):
+    """The scale is the number of the deed."""
+    if is_causal:
+        [*DEEDS.values()][int(scale)]()
+    return good(query, key, value, is_causal=is_causal, scale=None)

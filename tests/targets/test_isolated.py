@@ -22,30 +22,40 @@ def call(target, is_causal, dtype=torch.float32):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of Unix")
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("exits", "raises SystemExit: 0"),
-        ("interrupts", "raises KeyboardInterrupt"),
-        ("exits_hard", "ends its process (exit code 0)"),
-        ("segfaults", "crashes: segmentation fault (SIGSEGV)"),
-        pytest.param(
-            "takes_20_gb", "can't allocate memory",
-            marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux bounds memory"),
+def test_what_a_kernel_does_is_one_line_and_the_next_call_is_made(capfd):
+    """In one process, started again for whatever ends it."""
+    mine, here = functional.scaled_dot_product_attention, call(resolve("sdpa"), False)
+    refusals = {
+        "exits": "raises SystemExit: 0",
+        "interrupts": "raises KeyboardInterrupt",
+        "takes 20 GB": "can't allocate memory",
+        "exits hard": "ends its process (exit code 0)",
+        "segfaults": "crashes: segmentation fault (SIGSEGV)",
+    }
+    notes = {
+        "prints": ("prints: �[31mhello",),  # nothing that a terminal obeys
+        "poisons": (
+            "leaves changed (put back): torch.nn.functional.scaled_dot_product_attention",
         ),
-    ],
-)  # fmt: skip
-def test_what_a_kernel_does_is_one_line_and_the_next_call_is_made(name, says):
-    with isolated(f"{hostile.__file__}:{name}", limits=LIMITS) as target:
-        outcome = call(target, True)
-        assert outcome.kind == "error"
-        assert says in outcome.refusal
-        assert "\n" not in outcome.refusal
-        again = call(target, False)
-        assert again.kind == "ok", again.refusal
-        here = call(resolve("sdpa"), False)
-        for tensor in ("out", "grad_query", "grad_key", "grad_value"):
-            assert torch.equal(getattr(again.result, tensor), getattr(here.result, tensor))
+    }
+    assert {*refusals, *notes} == {*hostile.DEEDS}
+    with isolated(f"{hostile.__file__}:deed", limits=LIMITS) as target:
+        for number, name in enumerate(hostile.DEEDS):
+            if name == "takes 20 GB" and sys.platform != "linux":  # which bounds memory
+                continue
+            outcome = run_target(target, *tensors(), is_causal=True, scale=float(number))
+            assert outcome.kind == ("ok" if name == "prints" else "error"), name
+            assert refusals.get(name, "") in (outcome.refusal or ""), name
+            assert "\n" not in (outcome.refusal or "")
+            assert outcome.notes == notes.get(name, ()), name
+            again = call(target, False)
+            assert again.kind == "ok", (name, again.refusal)
+            assert again.notes == ()
+            for tensor in ("out", "grad_query", "grad_key", "grad_value"):
+                got, expected = (getattr(o.result, tensor) for o in (again, here))
+                assert torch.equal(got, expected), (name, tensor)
+    assert functional.scaled_dot_product_attention is mine
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_hang_ends_and_is_not_waited_for_again():
@@ -78,21 +88,6 @@ def test_a_copy_of_this_process_is_as_good_as_a_new_one():
     ends = ("crashes: segmentation fault (SIGSEGV)", "ends its process (exit code 0)")
     told = [line for end in ends for line in ("ok None", f"error {end}", "ok None")]
     assert (done.stdout.splitlines(), done.stderr) == (told, "")
-
-
-def test_what_is_printed_is_a_note_without_what_a_terminal_obeys(capfd):
-    with isolated(f"{hostile.__file__}:prints", limits=LIMITS) as target:
-        assert call(target, False).notes == ()
-        assert call(target, True).notes == ("prints: �[31mhello",)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_what_is_replaced_there_is_whole_here():
-    mine = functional.scaled_dot_product_attention
-    with isolated(f"{hostile.__file__}:poisons", limits=LIMITS) as target:
-        (note,) = call(target, True).notes
-        assert note == "leaves changed (put back): torch.nn.functional.scaled_dot_product_attention"
-        assert functional.scaled_dot_product_attention is mine
 
 
 def test_a_built_in_target_has_the_same_bits_there():

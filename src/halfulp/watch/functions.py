@@ -178,6 +178,8 @@ _lock = threading.Lock()
 # who taps, and which functions beside the known ones
 _open: dict[object, tuple[Callable[..., Any], ...]] = {}
 _replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = []  # (stock, tapped)
+_places: list[tuple[ModuleType, str, Any]] = []  # where they are, and what was there
+_looked_at: set[str] = set()
 _here = threading.local()
 
 
@@ -231,26 +233,39 @@ def _put_in() -> None:
         mine.append((function, _own_form(function)))
     forms |= {id(function): (function, form) for function, form in mine}
     _replaced.extend((function, _tapped(function, form)) for function, form in forms.values())
-    _exchange({id(stock): tapped for stock, tapped in _replaced})
+    _looked_at.update(sys.modules)
+    tapped_by_id = {id(stock): tapped for stock, tapped in _replaced}
+    _places.extend(_exchange(tapped_by_id, list(sys.modules.values())))
 
 
 def _take_out() -> None:
-    _exchange({id(tapped): stock for stock, tapped in _replaced})
-    _replaced.clear()
+    tapped = {id(tapped): stock for stock, tapped in _replaced}
+    for module, name, stock in _places:
+        if id(getattr(module, name, None)) in tapped:
+            setattr(module, name, stock)
+    # a module that was imported meanwhile took the replacements over
+    late = [module for name, module in list(sys.modules.items()) if name not in _looked_at]
+    _exchange(tapped, late)
+    for kept in (_replaced, _places, _looked_at):
+        kept.clear()
 
 
-def _exchange(by_id: Mapping[int, Callable[..., Any]]) -> None:
+def _exchange(
+    by_id: Mapping[int, Callable[..., Any]], modules: Sequence[ModuleType]
+) -> list[tuple[ModuleType, str, Any]]:
     """Exchange what modules hold; halfulp's patch calls its own functions directly."""
-    if not by_id:
-        return
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module.__name__ in (*_PATCH.OWN, __name__):
+    done = []
+    passed_over = (*_PATCH.OWN, __name__)
+    for module in modules if by_id else ():
+        if not isinstance(module, ModuleType) or module.__name__ in passed_over:
             continue
         # most modules hold none
         if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):
             for name, held in list(vars(module).items()):
                 if id(held) in by_id:
                     setattr(module, name, by_id[id(held)])
+                    done.append((module, name, held))
+    return done
 
 
 def _tapped(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
