@@ -239,6 +239,8 @@ def _put_in() -> None:
 
 
 def _take_out() -> None:
+    if not _replaced:
+        return
     tapped = {id(tapped): stock for stock, tapped in _replaced}
     for module, name, stock in _places:
         if id(getattr(module, name, None)) in tapped:
