@@ -214,11 +214,13 @@ def literals(*paths: str) -> str:
 
 def _literals_of(file: Path) -> Iterator[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    comments = {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr)}
-    for node in ast.walk(tree):
-        if id(node) in comments:
+    comments = set()
+    for node in ast.walk(tree):  # a parent before its children
+        if isinstance(node, ast.Expr):
+            comments.add(id(node.value))
+        elif id(node) in comments:
             continue
-        if isinstance(node, ast.JoinedStr):
+        elif isinstance(node, ast.JoinedStr):
             parts = (p.value if isinstance(p, ast.Constant) else "\n" for p in node.values)
             yield from map(_words, "".join(map(str, parts)).split("\n"))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

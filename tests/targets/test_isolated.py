@@ -34,9 +34,7 @@ def test_what_a_kernel_does_is_one_line_and_the_next_call_is_made(capfd):
     }
     notes = {
         "prints": ("prints: �[31mhello",),  # nothing that a terminal obeys
-        "poisons": (
-            "leaves changed (put back): torch.nn.functional.scaled_dot_product_attention",
-        ),
+        "poisons": ("leaves changed (put back): torch.nn.functional.scaled_dot_product_attention",),
     }
     assert {*refusals, *notes} == {*hostile.DEEDS}
     with isolated(f"{hostile.__file__}:deed", limits=LIMITS) as target:

@@ -148,22 +148,23 @@ for one in sys.argv[2:]:  # a process each, which has imported everything
 """
 
 
-@pytest.mark.parametrize("moments", [["begin", "3"], ["checkpoint", "18"]])
-def test_a_run_killed_again_and_again_ends_in_the_same_bits(whole, tmp_path, moments) -> None:
-    folder = tmp_path / "run"
+def test_a_run_killed_again_and_again_ends_in_the_same_bits(whole, tmp_path) -> None:
+    deaths = {"early": ("begin", "3"), "late": ("checkpoint", "18")}
     command = [sys.executable, "-c", DEATHS, json.dumps(config_as_dict(CONFIG))]
-    command += [f"{folder}:{moment}" for moment in moments]
+    command += [f"{tmp_path / run}:{moment}" for run in deaths for moment in deaths[run]]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [str(-signal.SIGKILL)] * 2
-    last = max(checkpoint_steps(folder / "checkpoints"), default=0)
-    ended = train(CONFIG, folder, resume=True)
-    assert last == (14 if "18" in moments else 0)
-    assert same(ended, whole)
-    assert [row["step"] for row in read_rows(folder)] == list(whole.steps)
-    record = read_record(folder)
-    assert record["status"] == "done"
-    assert [taken["step"] for taken in record["resumed"]][-1] == last
-    assert not list((folder / "checkpoints").glob(".*"))
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * 4
+    for run, step in (("early", 0), ("late", 14)):
+        folder = tmp_path / run
+        last = max(checkpoint_steps(folder / "checkpoints"), default=0)
+        ended = train(CONFIG, folder, resume=True)
+        assert last == step
+        assert same(ended, whole)
+        assert [row["step"] for row in read_rows(folder)] == list(whole.steps)
+        record = read_record(folder)
+        assert record["status"] == "done"
+        assert [taken["step"] for taken in record["resumed"]][-1] == last
+        assert not list((folder / "checkpoints").glob(".*"))
 
 
 def test_a_torn_checkpoint_is_skipped_with_a_warning(whole, tmp_path) -> None:

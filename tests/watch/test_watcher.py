@@ -206,10 +206,9 @@ class Layer(nn.Module):
         return out[:, 0].float() @ self.out.mT
 
 
-@pytest.mark.parametrize("repaired", [False, True])
-def test_a_run_that_will_fail_is_named_and_its_repaired_twin_is_not(repaired):
-    """Step 1000 of the 4000 that it takes; O errs alike in both, and the fix is the one that the
-    alarm names.
+def test_the_repaired_twin_of_a_run_that_will_fail_raises_no_alarm():
+    """At step 1000 of the 4000 that it takes; O errs as in the README's run, whose alarm is read
+    where that page is run (tests/test_documents.py), and the fix is the one that it names.
     """
     x = torch.randn(16, 32, 32, generator=torch.Generator().manual_seed(0))
     x[..., :8] = 1
@@ -223,25 +222,14 @@ def test_a_run_that_will_fail_is_named_and_its_repaired_twin_is_not(repaired):
             adam.step()
             adam.zero_grad()
 
-    with halfulp.patch() if repaired else contextlib.nullcontext():
+    with halfulp.patch():
         train_on()
         with halfulp.watch(model, every=25, start=500) as watcher:  # as an alarm looks back
             train_on()
     report = watcher.report()
     assert report.measurements == 21
     assert 1e-3 < report.rows[0]["out_error"] < 3e-3
-    if repaired:
-        assert watcher.alarms == []
-        return
-    (alarm,) = report.alarms
-    assert (alarm.kind, alarm.operation, alarm.layer, alarm.head) == (
-        "run-away",
-        "delta",
-        "(model)",
-        0,
-    )
-    assert alarm.step == 1000
-    assert "halfulp.patch()" in str(alarm)
+    assert watcher.alarms == []
 
 
 def report_of(layers, heads, alarms=()):
