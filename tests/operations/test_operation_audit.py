@@ -33,15 +33,10 @@ def ends(input, normalized_shape, weight, eps):
 
 
 def in_short(target, op):
-    """The audit; of linear layers in six formats, which have fifty probes, in two of them, and of
-    steps whose state is quantized, element by element, on each third probe.
-    """
-    probes = [p.name for p in operation_named(op).probes]
-    only = {
-        "quantized_linear": [p for p in probes if p.endswith(("ranges_fp8_row", "_nvfp4"))],
-        "adamw_low": probes[::3],
-    }
-    return audit(target, op=op, explain=False, only=only.get(op, ()))
+    """The audit; of linear layers in six formats, which have fifty probes, in two of them."""
+    probes = operation_named(op).probes if op == "quantized_linear" else ()
+    only = [p.name for p in probes if p.name.endswith(("ranges_fp8_row", "_nvfp4"))]
+    return audit(target, op=op, explain=False, only=only)
 
 
 def seen(report):

@@ -42,8 +42,11 @@ def begin(recorded: Path, run: Path, lines: int | None = None, **changed: Any) -
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Server]:
-    """A server of the folder `runs`, which is empty."""
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server of the folder `runs`, which is empty; its pages have no pictures, which take a
+    second each.
+    """
+    monkeypatch.setattr("halfulp.report.html.draw_picture", lambda figure: "<svg></svg>")
     (tmp_path / "runs").mkdir()
     server = Server(Site([tmp_path / "runs"]), 0)
     server.site.rest = 0.0
@@ -208,15 +211,6 @@ def test_bad_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 # in a browser -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    browsers = pytest.importorskip("tests.report.test_browser")
-    with browsers.sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=browsers.FOUND, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 def test_a_page_follows_its_run_until_the_server_ends(
