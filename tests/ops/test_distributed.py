@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 PROCESS = """
-import os, socket
+import os, socket, sys
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -48,7 +48,7 @@ for wrap in ("ddp", "fsdp"):
         grad = p.grad.full_tensor() if wrap == "fsdp" else p.grad
         wanted = expected[name.removeprefix("module.")]
         torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-7)
-    print(wrap, "agrees")
+    sys.stdout.write(f"{wrap} agrees\\n")  # at once, for both write to one pipe
 dist.destroy_process_group()
 if rank:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
