@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 72
 # From the bottom up: a layer may import the rows above its own in this table and nothing in its own
 # row but itself.
 ORDER = [
-    {"native", "runs", "chances"},
+    {"native", "runs", "chances", "complaints"},
     {"formats"},
     {"recipes", "calls"},
     {"algorithms"},
@@ -48,7 +48,11 @@ MAY_IMPORT = {
 # held equal to the algorithms by tests, so neither may lean on the other
 MAY_IMPORT["kernels"] = {"native", "formats", "recipes", "calls"}
 MAY_IMPORT["ops"] |= {"kernels"}  # the one door to the kernels
-MAY_IMPORT["report"] = {"formats", "recipes"}  # reads run folders and results, runs nothing
+MAY_IMPORT["report"] = {
+    "complaints",
+    "formats",
+    "recipes",
+}  # runs nothing
 MAY_IMPORT["testing"] |= {"report"}  # what a verdict means, in words
 MAY_IMPORT["cli"] |= {"report", ""}  # "" is the package's face, halfulp/__init__.py
 MAY_IMPORT["__main__"] = {"cli"}

@@ -81,20 +81,24 @@ def run(capsys, *arguments):
     ("arguments", "says"),
     [
         (["nosuch"], "'nosuch' is not known; accepted are the commands demo, audit, "),
-        (["adit"], "doctor; did you mean audit?"),
+        (["adit"], "doctor; did you mean 'audit'?"),
         (["ls", "--nosuch"], "'--nosuch' is not known; accepted by halfulp ls are --json"),
-        (["audit", "sdpa", "--sede", "3"], "--repro; did you mean --seed?"),
-        (["isolate", "run", "--from_stp=3"], "did you mean --from-step?"),
+        (["audit", "sdpa", "--sede", "3"], "--repro; did you mean '--seed'?"),
+        (["isolate", "run", "--from_stp=3"], "did you mean '--from-step'?"),
         (["--seed", "3"], "'--seed' is not known; accepted are the commands demo, "),
+        (["report", "nowhere"], "run='nowhere': there is no such folder; accepted is"),
+        (["train", "seconds", "--set", "step=3", "--out", "x"], "adjusted; did you mean 'steps'?"),
+        (["train", "secnds", "--out", "x"], "did you mean 'seconds'?"),
+        (["record", "os:getcwd", "--out", "x", "--device", "meta"], "device='meta': "),
         (["ls", "probes", "targets"], "'targets' is one argument too many; see --help"),
-        (["ls", "formatz"], "presets; did you mean formats?"),
+        (["ls", "formatz"], "presets; did you mean 'formats'?"),
         (
             ["ls", "colors"],
             "what='colors': accepted are all, formats, recipes, targets, probes, operations",
         ),
         (["explain", "1", "--operation", "dot"], "accepted for 'dot' is an even number"),
         (["explain", "1", "--format", "e4m3"], "accepted are ocp_e4m3 (largest 448"),
-        (["explain", "1", "--format", "bfloat16"], "did you mean bf16?"),
+        (["explain", "1", "--format", "bfloat16"], "did you mean 'bf16'?"),
         (["explain", "1", "two"], "values='two': accepted are finite numbers"),
         (["explain", "1", "inf"], "values='inf': accepted are finite numbers"),
         (["explain", "1", "2", "--format", "fp12"], "format='fp12' is not known; accepted: fp64, "),
@@ -171,10 +175,13 @@ def test_a_bad_argument_is_one_line(capsys, monkeypatch, tmp_path, arguments, sa
 def test_isolate_says_what_a_watched_run_lacks(capsys, tmp_path):
     record = tmp_path / "run.json"
     record.write_text('{"halfulp": "0.1.0", "kind": "watch"}', encoding="utf-8")
-    for arguments in (["isolate", tmp_path], ["train", "--resume", tmp_path]):
+    for arguments, said in (
+        (["isolate", tmp_path], "without a snapshot"),
+        (["train", "--resume", tmp_path], "which records another program's training"),
+    ):
         code, _, err = run(capsys, *arguments)
         assert code == 2
-        assert "is a folder of halfulp.watch, which records another program's training" in err
+        assert f"is a folder of halfulp.watch{'' if 'without' in said else ','} {said}" in err
 
 
 def test_a_demo_does_not_replace_other_files(capsys, tmp_path):

@@ -95,7 +95,7 @@ def test_a_format_that_is_none_is_refused_in_one_line(asked) -> None:
     x = torch.ones(3)
     with pytest.raises(ValueError, match=r"^format='e4m3' is two formats: .*ocp_e4m3.*ieee_e4m3"):
         asked(x, "e4m3")
-    with pytest.raises(ValueError, match=r"accepted: .*; did you mean bf16\?$"):
+    with pytest.raises(ValueError, match=r"accepted: .*; did you mean 'bf16'\?$"):
         asked(x, "bfloat16")
     with pytest.raises(ValueError, match=r"^fmt=torch\.bfloat16 is not accepted"):
         asked(x, torch.bfloat16)

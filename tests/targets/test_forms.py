@@ -433,7 +433,7 @@ def test_a_form_is_its_line(text):
         ("q[B,H,D], k[P,32,H,D], v[P,64,H,D], block_table", "hold as many rows"),
         ("qkv[B,N,3,H,D], q[B,N,H,D]", "must hold"),
         ("qkv[B,N,3,H,D], cu_seqlen", "such as cu_seqlen=cu_seqlens, or a value"),
-        ("qkv[B,N,3,H,D], flag=is_casual", "did you mean is_causal"),
+        ("qkv[B,N,3,H,D], flag=is_casual", "did you mean 'is_causal'"),
         ("qkv[B,N,3,H,D] -> qkv[B,N,3,H,D]", "results are out and lse"),
         ("qkv[B,N,3,H,D], cu_seqlens, cu_lens", "cu_seqlens is given twice"),
         ("qkv[B,N,3,H,D]; x", "is no argument"),

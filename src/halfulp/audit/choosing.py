@@ -5,13 +5,13 @@ Whatever is left out is missing, and said: no verdict but a defect is given with
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from halfulp.audit.inputs import Case
 from halfulp.audit.planning import Plan
+from halfulp.complaints import meant
 
 RELATIONS = "relations"
 TELLING = (
@@ -71,9 +71,7 @@ def chosen(todo: Plan, wanted: Budget) -> Plan:
     names = {_family(case): None for case in todo.all_cases} | {RELATIONS: None}
     for name in wanted.only:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"only={name!r}: accepted are {', '.join(names)}{meant}")
+            raise ValueError(f"only={name!r}: accepted are {', '.join(names)}{meant(name, names)}")
     cases = todo.all_cases
     if wanted.only:
         cases = tuple(case for case in cases if _family(case) in wanted.only)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfulp.complaints import alike
 from halfulp.targets import Outcome
 from halfulp.targets.calling import MODIFIES
 
@@ -61,7 +62,7 @@ def _absent(outcome: Outcome, expected: Sequence[str]) -> tuple[str, ...]:
 def _lines(found: Sequence[tuple[str, str]], total: int) -> tuple[str, ...]:
     """One line a reason, that of the most calls first."""
     by_reason: dict[str, list[str]] = {}
-    for reason, name in found:
+    for reason, (_, name) in zip(alike([reason for reason, _ in found]), found, strict=True):
         by_reason.setdefault(reason, []).append(name)
     lines = []
     for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):

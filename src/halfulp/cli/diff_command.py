@@ -98,6 +98,8 @@ def diff(
     options |= {"most": most, "repetitions": repetitions}
     runs.check(kinds)
     _check_kinds(a, b, kinds, steps)
+    if kinds[0] == RUN and Path(a).resolve() == Path(b).resolve():
+        raise ValueError(f"b={b!r} is the same folder as a; accepted is another")
     with progress_bar("diff") as progress:
         found: Any
         if kinds[0] == RUN:

@@ -144,7 +144,10 @@ def _version(name: str) -> str | None:
 
 def _text(found: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    machine = ", ".join(f"{key} {value}" for key, value in found["machine"].items() if value)
+    known = {key: value for key, value in found["machine"].items() if value}
+    if "memory" in known:
+        known["memory"] = f"{known['memory'] / 2**30:.1f} GiB"
+    machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in known.items())
     lines = [f"halfulp {found['halfulp']} ({found['revision'] or 'installed'})", versions, machine]
     for check in found["checks"]:
         mend = f" ({check['mend']})" if check["mend"] and not check["works"] else ""

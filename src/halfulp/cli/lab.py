@@ -19,6 +19,7 @@ from halfulp.cli.shell import (
     tell,
     typed_command,
 )
+from halfulp.complaints import meant
 
 if TYPE_CHECKING:
     from halfulp.isolate.rule import Rule
@@ -198,7 +199,8 @@ def isolate(
 
     Args:
         run: Folder of `halfulp train`, a preset (`halfulp ls presets`), file.py:function, which
-            makes a model of your own, or a snapshot of `halfulp.watch` with --workload.
+            makes a model of your own, or with --workload a snapshot of `halfulp.watch` or a folder
+            of it, whose last snapshot is taken.
         out: Folder for the runs it makes, isolation.json and report.html; by default the run's name
             with -isolated.
         seeds: How many seeds, the run's own first; 3, or 1 from a checkpoint.
@@ -245,14 +247,17 @@ def isolate(
 def _begun(
     run: Path, folder: Path, workload: str | None, steps: int | None, from_step: int
 ) -> tuple[Path, int | None, int]:
-    """A snapshot as a run folder beside the isolation's, and its step; anything else as it is."""
-    from halfulp.runs.snapshot import is_snapshot
+    """A snapshot, or the last of a watched training, as a run folder beside the isolation's, and
+    its step; anything else as it is.
+    """
+    from halfulp.prescribe.prescribing import snapshot_of
 
-    if not is_snapshot(run):
+    snapshot = snapshot_of(run)
+    if snapshot is None:
         return run, steps, from_step
     from halfulp.training.from_snapshot import begun
 
-    start, done = begun(run, folder, workload, steps)
+    start, done = begun(snapshot, folder, workload, steps)
     return start, None, done
 
 
@@ -284,7 +289,6 @@ def _isolated_run(
     from halfulp.isolate.rule import rule_for
     from halfulp.training.run_json import read_config
 
-    _refuse_watched("run", run)
     chosen = named_run(run)
     config = read_config(chosen) if isinstance(chosen, Path) else chosen
     given = {"loss_factor": loss_factor, "patience": patience}
@@ -308,7 +312,7 @@ def _configured(asked: dict[str, Any], workload: str | None) -> tuple[RunConfig,
         named = f"preset={preset!r}" if preset else "preset is missing"
         raise ValueError(
             f"{named}: accepted are {', '.join(PRESETS)}, file.py:function for a model of your own,"
-            " or --resume DIR alone"
+            f" or --resume DIR alone{meant(preset, PRESETS)}"
         )
     if asked["out"] is None:
         raise ValueError(

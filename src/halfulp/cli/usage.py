@@ -8,11 +8,12 @@ rest, a box of text, becomes a line.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from halfulp.complaints import meant
 
 # Colors, and the lines of the box, which are drawn with dashes where the terminal is not known to
 # have Unicode.
@@ -28,8 +29,8 @@ def unknown(arguments: Sequence[str], commands: Mapping[str, Callable[..., Any]]
     name, *rest = arguments
     if name not in commands:
         accepted = f"accepted are the commands {', '.join(commands)}"
-        meant = "" if name.startswith("-") else nearest(name, commands)
-        return f"{name!r} is not known; {accepted}{meant}"
+        hint = "" if name.startswith("-") else meant(name, commands)
+        return f"{name!r} is not known; {accepted}{hint}"
     options = options_of(commands[name])
     for text in rest:
         if text == "--":
@@ -38,15 +39,9 @@ def unknown(arguments: Sequence[str], commands: Mapping[str, Callable[..., Any]]
         if re.match("--[a-z]", option) and option not in (*options, "--help"):
             return (
                 f"{text!r} is not known; accepted by halfulp {name} are"
-                f" {', '.join(options)}{nearest(option, options)}"
+                f" {', '.join(options)}{meant(option, options)}"
             )
     return None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a complaint: what was probably meant, or nothing."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def usage_line(message: str) -> str:
@@ -60,8 +55,7 @@ def usage_line(message: str) -> str:
         value, argument, choices = found.groups()
         names = re.findall("'(.*?)'", choices)
         return (
-            f"{_argument(argument)}={value!r}: accepted are {', '.join(names)}"
-            f"{nearest(value, names)}"
+            f"{_argument(argument)}={value!r}: accepted are {', '.join(names)}{meant(value, names)}"
         )
     if found := re.search(
         r"Error parsing (\S+): .*?(?:invalid literal for (int)|could not convert).*?: ('.*?')", text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -11,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfulp.complaints import meant
 from halfulp.diff.run_sides import with_outputs
 from halfulp.diff.setting import Setting
+from halfulp.targets import check_device
 from halfulp.targets.loading import load_function
 
 OPTIONS = ("dtype", "autocast", "attention", "pieces", "decode", "compiled")
@@ -85,6 +86,7 @@ def optimizer_of(name: str, argument: str, seed: int = 0, device: str = "cpu") -
 
 
 def _called(function: Callable[..., Any], seed: int, device: str) -> Any:
+    check_device(device)
     torch.manual_seed(seed)
     takes = inspect.signature(function).parameters
     return function(seed, torch.device(device)) if len(takes) >= 2 else function()
@@ -101,11 +103,10 @@ def changed(setting: Setting, text: str, argument: str) -> Setting:
     for part in _parts(text):
         name, equals, value = part.partition("=")
         if name not in OPTIONS or not (equals or name == "compiled"):
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"{argument}={text!r}: {part!r} is not accepted; accepted are"
-                f" {', '.join(f'{x}=' for x in OPTIONS[:-1])} compiled, with commas between{hint}"
+                f" {', '.join(f'{x}=' for x in OPTIONS[:-1])} compiled, with commas between"
+                f"{meant(name, OPTIONS)}"
             )
         if name in ("pieces", "decode"):
             if not value.isdigit():

@@ -136,6 +136,9 @@ def compare_runs(
     others = list(runs[1:] if baseline is None else runs)
     if first is None or not others:
         raise ValueError(f"runs={[str(run) for run in runs]}: accepted are two or more run folders")
+    for other in others:
+        if other.resolve() == first.resolve():
+            raise ValueError(f"run={str(other)!r} is the baseline itself; accepted are other runs")
     pairs = _matched(first, others)
     drifts = []
     for i, (name, one, other) in enumerate(pairs):

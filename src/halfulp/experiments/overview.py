@@ -347,7 +347,9 @@ def _outcomes(runs: Sequence[RecordedRun], command: str) -> Table:
         "Runs",
         columns,
         tuple(rows),
-        " ".join(f"{rule[0].upper()}{rule[1:]}." for rule in rules),
+        " ".join(f"{rule[0].upper()}{rule[1:]}." for rule in rules)
+        + " No twin is trained for a report, so nothing here is judged by one; halfulp isolate"
+        " trains it.",
         command,
     )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Final
 
+from halfulp.complaints import meant
 from halfulp.formats.blocks import BLOCK_FORMATS, BlockFormat
 from halfulp.formats.format import SCALAR_FORMATS, Format, custom
 
@@ -34,10 +34,8 @@ def parse_format(name: str) -> Format | BlockFormat:
         )
     if widths is None:
         names = [fmt.name for fmt in FORMATS]
-        close = difflib.get_close_matches(lowered, names, n=1, cutoff=0.5)
-        meant = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(
             f"format={name!r} is not known; accepted: {', '.join(names)}, or eXmY such as"
-            f" e5m10{meant}"
+            f" e5m10{meant(lowered, names)}"
         )
     return custom(int(widths[1]), int(widths[2]))

@@ -10,7 +10,6 @@ what the model expects, and its own casts to less round nothing.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from halfulp.complaints import meant
 from halfulp.formats import Format, parse_format, round_to
 from halfulp.interpose.named_kernels import kernel_named
 from halfulp.interpose.operation import Operation, leaves, mapped
@@ -78,8 +78,7 @@ def _kernel(name: str, kinds: tuple[str, ...]) -> Into:
     except ValueError as error:
         if name.partition("[")[0].upper() in RECIPES or ":" in name:
             raise
-        near = difflib.get_close_matches(name, [*WIDE, "bf16", "fp16", "sdpa:math"], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = meant(name, [*WIDE, "bf16", "fp16", "sdpa:math"])
         said = f"accepted is {ACCEPTED}"
         if kinds:
             own = str(error).removeprefix(f"into={name!r}: ")

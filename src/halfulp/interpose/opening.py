@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
+from halfulp.complaints import meant
 from halfulp.formats import Format
 from halfulp.interpose import another, kinds
 from halfulp.interpose.operation import Operation, leaves, mapped, writes
@@ -65,7 +66,8 @@ class Swap:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             if kind not in kinds.KINDS:
-                raise ValueError(f"kinds={kind!r}: accepted are {', '.join(kinds.KINDS)}")
+                accepted = f"accepted are {', '.join(kinds.KINDS)}{meant(kind, kinds.KINDS)}"
+                raise ValueError(f"kinds={kind!r}: {accepted}")
         _ = self.run  # so that a name that nothing has is told here
 
     @cached_property

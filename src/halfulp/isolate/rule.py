@@ -91,8 +91,9 @@ class Rule:
                 f" largest score or a σ of W_Q or W_K is over {self.run_away:g} times the twin's;"
                 " survived: otherwise"
             )
+        least = f" and at least {self.least_loss:g}" if self.least_loss else ""
         return (
-            f"{lowest} and at least {self.least_loss:g}, or for {n} steps the largest score or a σ"
+            f"{lowest}{least}, or for {n} steps the largest score or a σ"
             f" of W_Q or W_K is over {self.run_away:g} times the fp32 twin's; drifting: not failed,"
             f" but over the second half the mean score has moved by more than {self.score_drift:g}"
             " beyond the twin's; survived: otherwise"

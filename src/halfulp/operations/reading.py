@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from halfulp.complaints import meant
 from halfulp.operations.operation_data import Operation, whole
 
 ATTENTION = "attention"
@@ -40,11 +40,9 @@ def operation_named(name: str) -> Operation:
         return _assembled(name, name, files)
     if "/" in name or Path(name).is_dir():
         return _assembled(Path(name).resolve().name, name, _files_of(Path(name)))
-    close = difflib.get_close_matches(name, [ATTENTION, *known], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"op={name!r}: accepted are {', '.join([ATTENTION, *known])}, or a folder with"
-        f" {', '.join(f'{f}.py' for f in FILES)}{hint}"
+        f" {', '.join(f'{f}.py' for f in FILES)}{meant(name, [ATTENTION, *known])}"
     )
 
 

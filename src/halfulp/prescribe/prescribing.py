@@ -8,7 +8,6 @@ are the ladder's (`halfulp.isolate.climb`).
 
 from __future__ import annotations
 
-import difflib
 import math
 import statistics
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from halfulp.complaints import meant
 from halfulp.isolate.climb import ORIGINAL, TWIN, BudgetSpentError, Ladder, Settings, Substitution
 from halfulp.isolate.isolation import looked_at, working
 from halfulp.isolate.rule import BEHIND, judge_rows, read_curves, rule_for
@@ -178,7 +178,7 @@ def _begin(
         config = with_settings(run, settings)
         horizon = min(config.steps, steps or config.steps)
         return _Begin(run.preset or "configuration", config, None, 0, horizon, Symptoms())
-    snapshot = _snapshot_of(run)
+    snapshot = snapshot_of(run)
     if snapshot is not None:
         if from_step is not None:
             raise ValueError(f"from_step={from_step}: accepted with the folder of a training")
@@ -203,7 +203,7 @@ def _begin(
     return _Begin(str(run), config, run, start, horizon, symptoms)
 
 
-def _snapshot_of(run: Path) -> Path | None:
+def snapshot_of(run: Path) -> Path | None:
     """The snapshot that a path names: itself, or the last of a watched training."""
     if is_snapshot(run):
         return run
@@ -314,9 +314,8 @@ class _Practice:
         known += ["clip"] * ("clip" not in known)  # whose norm is not known yet
         for name in only:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"remedy={name!r}: accepted are {', '.join(known)}{hint}")
+                accepted = f"accepted are {', '.join(known)}{meant(name, known)}"
+                raise ValueError(f"remedy={name!r}: {accepted}")
 
     def _judged(self, first: Remedy | Untried) -> bool:
         """Make the run as it is, twice, and its twin; False where the budget ended before."""

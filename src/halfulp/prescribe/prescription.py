@@ -193,7 +193,7 @@ class Prescription:
             )
             for one in self.trials
         )
-        columns = ("remedy", "of", "effect", "loss", "× the run's", "time")
+        columns = ("remedy", "of", "effect", "loss", "× the run's", "× time")
         seeds = ", ".join(map(str, self.seeds))
         caption = (
             f"Steps {self.start + 1} to {self.horizon}, seeds {seeds}: {self._seeds_text()}."
@@ -204,7 +204,7 @@ class Prescription:
             f" {100 * CONFIDENCE:.0f} % over seeds. Once more with its weights moved by an ulp the"
             f" run comes to {self._chaos()}; a mean below"
             f" {math.exp(-self.control.least):.3g} is no chance. Among those"
-            f" with {1 - ALIKE:.0%} of the best one's gain what is touched, and then the time of a"
+            f" with {1 - ALIKE:.0%} of the best one's gain what is touched, and then × time, of a"
             " step beside the run's, makes the order."
         )
         return Table("What was tried", columns, rows, caption, self.command)

@@ -54,7 +54,9 @@ def of_snapshot(folder: Path) -> Symptoms:
     named = tuple(dict.fromkeys(str(one["layer"]) for one in found if one.get("kind") in ROUNDING))
     broken = ("not_finite", "fp16_overflow")
     modules = [str(one["layer"]) for one in found if one.get("kind") in broken and one["layer"]]
-    said = [f"snapshot of step {snapshot.step}: {snapshot.reason}"]
+    kind, _, where = snapshot.reason.partition(" ")
+    reason = f"{CAUSES[kind].name} {where}".rstrip() if kind in CAUSES else snapshot.reason
+    said = [f"snapshot of step {snapshot.step}: {reason}"]
     said += [str(one).partition(". ")[0] for one in snapshot.about.get("causes", ())]
     once = tuple(dict.fromkeys(said))
     return Symptoms(once, kinds, named, tuple(dict.fromkeys(modules)))

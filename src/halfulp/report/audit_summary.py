@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from halfulp.complaints import alike
 from halfulp.report.text import duration_text, percent_text, times_text
 
 Report = Mapping[str, Any]
@@ -211,10 +212,11 @@ def _differences(relations: Iterable[Mapping[str, Any]]) -> str:
 def not_run(report: Report) -> list[tuple[str, str]]:
     """Return reason and probes of the cases without a result, one entry a reason."""
     reasons: dict[str, list[str]] = {}
-    for case in report["cases"]:
-        if case["status"] != "ok":
-            name = case["probe"].partition("/")[0]  # of the covering array's cases
-            reasons.setdefault(case["reason"] or case["status"], []).append(name)
+    failed = [case for case in report["cases"] if case["status"] != "ok"]
+    said = alike([case["reason"] or case["status"] for case in failed])
+    for reason, case in zip(said, failed, strict=True):
+        name = case["probe"].partition("/")[0]  # of the covering array's cases
+        reasons.setdefault(reason, []).append(name)
     return [(reason, ", ".join(dict.fromkeys(probes))) for reason, probes in reasons.items()]
 
 

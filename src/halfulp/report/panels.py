@@ -34,7 +34,7 @@ from halfulp.report.svg import (
     write_png,
     write_svg,
 )
-from halfulp.report.text import FORBIDDEN, number_text
+from halfulp.report.text import FORBIDDEN, number_text, tick_text
 
 Written = TypeVar("Written", str, bytes)
 HEIGHT = 3.3  # inches
@@ -195,6 +195,8 @@ def _label_axes(axes: Any, figure: FigureData, *, titled: bool) -> None:
             short_log_ticks(axis, low, high)
     if axes.get_yscale() == "linear" and not is_rows(figure["series"]):
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        if max(map(abs, axes.get_ylim())) < 1e-2:  # a power above the axis would cover its name
+            axes.yaxis.set_major_formatter(lambda y, _: tick_text(y))
     if axes.get_xscale() == "linear" and not any(
         one["style"] in ("bar", "row") for one in figure["series"]
     ):

@@ -86,9 +86,11 @@ def read_record(folder: Path, *kinds: str) -> dict[str, Any]:
     record = read_json(folder / "run.json")
     if not isinstance(record, dict) or record.get("kind") not in kinds:
         named = " or ".join(NAMED[kind] for kind in kinds)
+        below = sorted(str(found.parent) for found in folder.glob("*/run.json"))[:4]
+        lacking = "run.json, or it is torn" if folder.exists() else "such folder"
         raise ValueError(
-            f"run={str(folder)!r}: there is no run.json of {named}, or it is torn; accepted is the"
-            " folder of one"
+            f"run={str(folder)!r}: there is no {lacking}; accepted is the folder of {named}"
+            + (f", such as {', '.join(below)}" if below else "")
         )
     for name, types in _TYPES.items():
         if name not in record or not isinstance(record[name], types):

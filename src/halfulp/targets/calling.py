@@ -337,7 +337,7 @@ def _dtype(x: Tensor) -> str:
 def check_device(device: str) -> None:
     """Raise ValueError for a device that torch does not have here."""
     try:
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # meta's tensors hold no numbers
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         said = " ".join(str(error).split()).partition(":")[0].rstrip(".")
         reason = said if len(said) < 80 else "torch knows no such device"

@@ -8,13 +8,13 @@ code but a user's own module or file, and that only in `resolve`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from halfulp.complaints import meant
 from halfulp.operations import ATTENTION, Operation, operation_named
 from halfulp.ops import BACKENDS
 from halfulp.recipes import KERNEL_RECIPES, RECIPES, Recipe, recipe_named
@@ -147,7 +147,9 @@ def _of_attention(name: str, argument: str, form: str | None) -> Target:
         try:
             return load(name, form)
         except ValueError as error:
-            raise ValueError(str(error).replace("target=", f"{argument}=", 1)) from error
+            said = str(error).replace("target=", f"{argument}=", 1)
+            near = _hint(name) if isinstance(error.__cause__, ModuleNotFoundError) else ""
+            raise ValueError(f"{said}{near}") from error
     raise ValueError(f"{argument}={name!r}: accepted is {ACCEPTED}{_hint(name)}")
 
 
@@ -163,11 +165,9 @@ def _of_operation(operation: Operation, name: str, argument: str) -> Target:
             return target
     known = [target.name for target in operation_targets(operation)]
     if ":" not in name or name.startswith("recipe:"):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(
             f"{argument}={name!r}: of {operation.name} accepted are {', '.join(known)},"
-            f" 'module:function' or 'file.py:function'{hint}"
+            f" 'module:function' or 'file.py:function'{meant(name, known)}"
         )
     try:
         return operation_target(operation, load_function(name)[0], name)
@@ -191,8 +191,4 @@ def _hint(name: str) -> str:
     torchs = [known.replace("sdpa", "torch") for known in builtin if known.startswith("sdpa")]
     known = [*builtin, *torchs, *RECIPES, *ALGORITHM_RECIPES]
     known += [f"halfulp:{backend}:{recipe}" for backend in BACKENDS for recipe in KERNEL_RECIPES]
-    for spelled in (name, name.upper(), name.lower()):
-        close = difflib.get_close_matches(spelled, known, n=1)
-        if close:
-            return f"; did you mean {close[0]!r}?"
-    return ""
+    return meant(name, known)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from halfulp.complaints import meant
 from halfulp.targets.signature import OPTIONAL, SPELLINGS
 
 DIMS = {
@@ -293,9 +294,8 @@ def _argument(item: str, text: str) -> Argument:
     try:
         return Argument(name, "", (), ast.literal_eval(value))
     except (ValueError, SyntaxError):
-        near = difflib.get_close_matches(value, [*ROLES, *SPELLINGS, END], n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise _wrong(text, f"{name}={value} is no role and no value{meant}") from None
+        hint = meant(value, [*ROLES, *SPELLINGS, END])
+        raise _wrong(text, f"{name}={value} is no role and no value{hint}") from None
 
 
 def _check(form: Form, text: str) -> None:

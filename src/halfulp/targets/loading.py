@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from halfulp.complaints import meant
 from halfulp.targets.calling import one_line
 from halfulp.targets.target import Target
 
@@ -40,7 +41,7 @@ def load_function(name: str) -> tuple[Any, ModuleType]:
             found = getattr(found, part)
         except AttributeError:
             raise ValueError(
-                f"target={name!r}: {where} has no {attribute!r}{_callables(module)}"
+                f"target={name!r}: {where} has no {attribute!r}{_callables(module, part)}"
             ) from None
     return found, module
 
@@ -110,7 +111,7 @@ def _at(error: BaseException, path: Path) -> str:
     return "" if line is None else f"line {line}: "
 
 
-def _callables(module: ModuleType) -> str:
+def _callables(module: ModuleType, asked: str) -> str:
     own = [
         n
         for n, x in vars(module).items()
@@ -118,7 +119,7 @@ def _callables(module: ModuleType) -> str:
         and getattr(x, "__module__", None) == module.__name__
         and callable(x)
     ]
-    return f"; it has {', '.join(own[:8])}" if own else ""
+    return f"; it has {', '.join(own[:8])}{meant(asked, own)}" if own else ""
 
 
 @contextlib.contextmanager

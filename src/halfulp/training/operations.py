@@ -8,7 +8,6 @@ model that this package did not write.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfulp.attention import attention, emulate
+from halfulp.complaints import meant
 from halfulp.interpose import (
     KINDS,
     Kernel,
@@ -72,7 +72,8 @@ class Assigned:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             if kind not in _CHANGED:
-                raise ValueError(f"operations={kind!r}: accepted are all, {', '.join(_CHANGED)}")
+                accepted = f"accepted are all, {', '.join(_CHANGED)}{meant(kind, _CHANGED)}"
+                raise ValueError(f"operations={kind!r}: {accepted}")
         if self.into != OWN:
             called = tuple(kind for kind in self.kinds if kind != OPTIMIZER)
             try:
@@ -179,8 +180,7 @@ def check_seen(plan: OperationPlan, seen: Iterable[tuple[str, str]]) -> None:
         if not any(one.covers(*site) for site in known):
             paths = list(dict.fromkeys(path or OUTSIDE for path, _ in known))
             asked = one.paths[0].lstrip("=") if one.paths else ""
-            near = difflib.get_close_matches(asked, paths, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near and near[0] != asked else ""
+            hint = meant(asked, paths)
             raise ValueError(
                 f"operations={str(one)!r}: the model makes no such operation; accepted are its"
                 f" modules, such as {', '.join(paths[:4])}, and kinds, such as"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from halfulp.complaints import meant
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import RunConfig
 from halfulp.training.operations import OperationPlan
@@ -59,7 +60,7 @@ def _add(changes: dict[str, Any], part: Any, path: list[str], text: str, whole: 
     if name not in known:
         raise ValueError(
             f"set={whole!r}: {name!r} is no field of {type(part).__name__}; accepted:"
-            f" {', '.join(known)}"
+            f" {', '.join(known)}{meant(name, known)}"
         )
     inner = getattr(part, name)
     nested = is_dataclass(inner) and not isinstance(inner, PLANS)

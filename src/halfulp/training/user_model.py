@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from halfulp.interpose import Kernel, Observe, Operation, interpose
 from halfulp.recipes import hash_seed
+from halfulp.targets import check_device
 from halfulp.targets.calling import one_line
 from halfulp.targets.loading import load_function
 from halfulp.training.attention import AttentionFunction, AttentionPlan
@@ -204,6 +205,7 @@ def user_run(name: str, *, seed: int = 0, device: str = "cpu", **fields: Any) ->
         ValueError: there is no such function, or what it returns is not what `CONTRACT` says.
     """
     made = UserModel(absolute(name), "", 1)
+    check_device(device)
     with own_generators(torch.device(device)):
         workload = UserWorkload(
             made, AttentionPlan.of(OWN), OperationPlan(), seed=seed, device=device

@@ -227,8 +227,8 @@ def _of_attention(leaning: Sequence[str], unseen: Mapping[str, str], measurement
         return f"Attention leans too, in {len(set(leaning))} layers."
     if measurements < WINDOW // 2:
         return (
-            f"Whether attention's rounding plays a part is not known: {measurements} measurements,"
-            f" and it takes {WINDOW // 2}."
+            f"Whether attention's rounding plays a part is not known: that takes {WINDOW // 2}"
+            f" measurements, of which there {'is' if measurements == 1 else 'are'} {measurements}."
         )
     but = f", but {len(unseen)} layers are not measured" if unseen else ""
     return f"Rounding in attention is not seen: no head that is measured leans so far{but}."

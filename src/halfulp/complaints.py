@@ -1,0 +1,31 @@
+"""How a complaint ends, and how many that are alike become one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+_NUMBER = re.compile(r"\d+")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'NAME'?" with the nearest of the known names, however they are
+    capitalized, or nothing where none is near.
+    """
+    lowered = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1)
+    return f"; did you mean {lowered[close[0]]!r}?" if close and name != lowered[close[0]] else ""
+
+
+def alike(reasons: Sequence[str]) -> list[str]:
+    """Return in place of each reason the first that differs from it in numbers alone, as sizes in
+    what torch raises, with how many such there are.
+    """
+    kinds: dict[str, dict[str, None]] = {}
+    for reason in reasons:
+        kinds.setdefault(_NUMBER.sub("#", reason), {})[reason] = None
+    said = {}
+    for kind, (first, *others) in kinds.items():
+        said[kind] = f"{first} (and {len(others)} with other numbers)" if others else first
+    return [said[_NUMBER.sub("#", reason)] for reason in reasons]
