@@ -64,7 +64,9 @@ def reconstructed(
         x = case.inputs()
         if x.dropout is None:
             extra.append(Trial(f"probe {probe}", x, x.grad_out))
-    return of_kernel(lambda t: run(_inputs(t)), name, dtype, extra=extra, effort=EFFORT)
+    defect = any(f.grade == "defect" for f in findings)
+    asked = (lambda t: run(_inputs(t)), name, dtype)
+    return of_kernel(*asked, extra=extra, effort=EFFORT, rarer=defect)
 
 
 def operation_causes(

@@ -9,6 +9,7 @@ import torch
 
 from halfulp.reconstruct.panel import Trial
 
+PAIR = 0.5  # calls, that two kinds at once cost more than one
 FEW = 4  # calls that are right, at least
 MIXED = 0.45  # of the calls that are wrong: so many others may be of their kind
 
@@ -37,7 +38,10 @@ def _kinds(trial: Trial) -> dict[str, bool]:
         "grouped": call.groups > 1,
         "of several sequences": b > 1,
         "causal": call.sees.causal,
+        "with more queries than keys": n > n_key,
         "with other lengths of queries and keys": n != n_key,
+        "with other widths of keys and values": d != call.value.shape[3],
+        "of operands that lie as [B, N, H, D]": not call.query.is_contiguous(),
         "of lengths off 16": n_key % 16 != 0,
         "of lengths off 64": n_key % 64 != 0,
         "of lengths off 128": n_key % 128 != 0,
@@ -61,6 +65,8 @@ _CAUSES = {
     "with sinks": "sinks", "with a softcap": "softcap", "with a window": "window",
     "with a mask": "mask", "with an additive mask": "mask",
     "grouped": "key-heads", "of several sequences": "other-data",
+    "with more queries than keys": "ragged", "of operands that lie as [B, N, H, D]": "layout",
+    "with other widths of keys and values": "ragged",
     "causal": "causal-mask", "with other lengths of queries and keys": "ragged",
     "of lengths off 16": "ragged", "of lengths off 64": "ragged", "of lengths off 128": "ragged",
     "with a D off 64": "ragged", "with a D above 64": "ragged",
@@ -71,6 +77,10 @@ _CAUSES = {
     "of small values": "operand",
 }  # fmt: skip
 """What stands for a fault that only such calls show."""
+
+
+_TOLD_FIRST = ("with sinks", "with a softcap", "with a window", "with a mask",
+               "with an additive mask")  # fmt: skip
 
 
 def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:
@@ -91,7 +101,7 @@ def condition(some: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, str]
     if not with_it or len(without) < FEW:  # what nearly all have, tells nothing
         return "", ""
     shared = [(k, x) for k, x in with_it[0].items() if all(w[k] == x for w in with_it)]
-    best: tuple[float, str, str] = (MIXED * len(with_it), "", "")
+    best: tuple[float, str, str] = (max(PAIR + 0.1, MIXED * len(with_it)), "", "")
     for i, (kind, is_it) in enumerate(shared):
         if not is_it:
             continue
@@ -99,7 +109,9 @@ def condition(some: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, str]
         best = min(best, (len(left), f"calls {kind} alone", kind), key=lambda x: x[0])
         for j, (other, value) in enumerate(shared):
             if j > i or not value:
-                also = sum(k[other] == value for k in left) + 0.5  # simpler ones first
+                also = sum(k[other] == value for k in left) + PAIR  # simpler ones first
                 told = f"calls {kind} {'and ' if value else 'that are not '}{other} alone"
-                best = min(best, (also, told, kind), key=lambda x: x[0])
+                # lengths and groups change nothing where nothing is hidden: the mask is at fault
+                own = other if value and other == "causal" and kind not in _TOLD_FIRST else kind
+                best = min(best, (also, told, own), key=lambda x: x[0])
     return best[1], _CAUSES.get(best[2], "")

@@ -246,7 +246,7 @@ class Said:
 
 _OWN = {
     "factor": "grad-scale", "row-factor": "grad-scale", "tail": "grad-tail", "rows": "grad-tail",
-    "head": "other-data", "bits": "grad-stored", "noise": "grad-stored",
+    "head": "gradient-unexplained", "bits": "grad-stored", "noise": "grad-stored",
     "column-factor": "operand",
 }  # fmt: skip
 """What one gradient alone does to dS that the other has right, by the kind of difference."""
@@ -362,8 +362,6 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
             return Said(f"dS is wrong in dQ and dK: {told.format(size)}" + f" in {where}" * bool(
                 where), cause)  # fmt: skip
     told = f"dS {how.text}, in dQ and dK alike"
-    if how.kind == "head":
-        return Said(told, "other-data")
     if how.kind == "tail":
         return Said(told, "grad-tail")
     # dS errs with itself where it, or P, is rounded; with P dP where dP is

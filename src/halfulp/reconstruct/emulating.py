@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,6 +126,14 @@ class Emulator:
     def offered(self, names: tuple[str, ...] = TENSORS) -> frozenset[str]:
         """Which of these results the kernel gives."""
         return frozenset(tensor for _, tensor in self.observed if tensor in names)
+
+    def only(self, trials: frozenset[str]) -> Emulator:
+        """The same on some of the trials; what was computed is shared."""
+        some = copy(self)
+        some.trials = {name: t for name, t in self.trials.items() if name in trials}
+        some.nonfinite = {key: n for key, n in self.nonfinite.items() if key[0] in trials}
+        some.observed = {key: o for key, o in self.observed.items() if key[0] in trials}
+        return some
 
     def fits(
         self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None = None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfulp.calls import Call, Sees
 
+SMALL = 200_000  # pairs of queries and keys
 Draw = Callable[[torch.Generator], dict[str, Any]]
 
 
@@ -166,6 +167,29 @@ def _many(g: torch.Generator) -> dict[str, Any]:
     return _operands(g, (14, 19, 19), (8, 8), (32, 32))
 
 
+def _strided(g: torch.Generator) -> dict[str, Any]:
+    """Operands and dO that lie as [B, N, H, D] in memory."""
+    x = _operands(g, (2, 3, 3), (48, 48), (32, 32))
+    return {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
+
+
+def _of(
+    heads: tuple[int, int, int], lengths: tuple[int, int], widths: tuple[int, int], **options: Any
+) -> Draw:
+    """Standard normal operands with options."""
+    return lambda g: _operands(g, heads, lengths, widths) | options
+
+
+def _given(heads: tuple[int, int, int], n: int, *, additive: bool) -> Draw:
+    """One mask for all heads and sequences."""
+
+    def draw(g: torch.Generator) -> dict[str, Any]:
+        x, noise = _operands(g, heads, (n, n), (32, 32)), torch.randn(1, 1, n, n, generator=g)
+        return x | {"sees": Sees(mask=noise if additive else (noise > -0.5) | torch.eye(n).bool())}
+
+    return draw
+
+
 _DRAWS: dict[str, tuple[str, Draw]] = {
     "plain": ("standard normal numbers, blocks whole", _plain),
     "sharp": ("few keys a row, scores around −40, values of one sign", _sharp),
@@ -185,9 +209,36 @@ _DRAWS: dict[str, tuple[str, Draw]] = {
     "softcap": ("causal, scores capped at 5", _softcap),
     "sinks": ("causal, a sink for each head", _sinks),
     "long": ("640 tokens", _long),
+}
+_CAUSAL = Sees(causal=True)
+_RARER: dict[str, tuple[str, Draw]] = {
     "deep": ("causal, scores around −150", _deep),
     "many": ("266 heads of 8 tokens", _many),
-}
+    "grouped_causal": ("causal, 4 heads on 2 key heads",
+                       _of((2, 4, 2), (72, 72), (32, 32), sees=_CAUSAL)),
+    "fewer_keys": ("causal, 140 queries, 70 keys",
+                   _of((1, 2, 2), (140, 70), (32, 32), sees=_CAUSAL)),
+    "fewer_keys_seen": ("130 queries, 70 keys", _of((2, 2, 2), (130, 70), (32, 32))),
+    "capped_ragged": ("77 queries, 93 keys, scores capped at 2",
+                      _of((1, 2, 2), (77, 93), (32, 32), softcap=2.0)),
+    "window_both": ("90 queries, 130 keys, 20 back and 10 on",
+                    _of((1, 2, 2), (90, 130), (32, 32), sees=Sees(window=(20, 10)))),
+    "window_grouped": ("causal, 20 keys back, 4 heads on 2 key heads",
+                       _of((1, 4, 2), (77, 77), (32, 32), sees=Sees(causal=True, window=(20, 0)))),
+    "sinks_grouped": ("77 queries, 93 keys, 4 heads on 2, a sink for each",
+                      _of((2, 4, 2), (77, 93), (32, 32), sinks=torch.tensor([1.0, 2.0, 0.0, 3.0]))),
+    "masked_ragged": ("93 tokens, a boolean mask for all heads",
+                      _given((2, 2, 2), 93, additive=False)),
+    "biased_grouped": ("70 tokens, an additive mask for all heads, 4 heads on 2",
+                       _given((2, 4, 2), 70, additive=True)),
+    "other_widths": ("D = 80, of values 48", _of((1, 3, 3), (66, 130), (80, 48))),
+    "wide_ragged": ("causal, 150 tokens, D = 96",
+                    _of((1, 2, 2), (150, 150), (96, 96), sees=_CAUSAL)),
+    "one_query": ("1 query, 200 keys, 4 heads on 2", _of((3, 4, 2), (1, 200), (64, 64))),
+    "few_tokens": ("17 tokens", _of((2, 3, 3), (17, 17), (64, 64))),
+    "long_causal": ("causal, 520 tokens", _of((1, 1, 1), (520, 520), (32, 32), sees=_CAUSAL)),
+    "strided": ("[B, N, H, D] in memory", _strided),
+}  # fmt: skip
 
 
 _SIMPLE = ("plain", "causal", "wide", "scaled", "ragged", "ragged_causal", "cross", "rising",
@@ -200,10 +251,13 @@ def simplicity(name: str) -> int:
     return _SIMPLE.index(name) if name in _SIMPLE else -1
 
 
-@lru_cache(maxsize=4)
-def panel(dtype: torch.dtype, seed: int = 0) -> tuple[Trial, ...]:
-    """The trials in `dtype`, the same bits on every machine."""
-    return tuple(_trial(name, about, draw, dtype, seed) for name, (about, draw) in _DRAWS.items())
+@lru_cache(maxsize=8)
+def panel(dtype: torch.dtype, seed: int = 0, *, rarer: bool = False) -> tuple[Trial, ...]:
+    """The trials in `dtype`, the same bits on every machine; the rarer ones show what only calls
+    like them have.
+    """
+    draws = _RARER if rarer else _DRAWS
+    return tuple(_trial(name, about, draw, dtype, seed) for name, (about, draw) in draws.items())
 
 
 def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> Trial:
@@ -223,8 +277,12 @@ def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> 
 
 
 def some_heads(trial: Trial, most: int) -> Trial:
-    """The first heads of the first sequence, at most so many, whole groups; masks go along."""
+    """The first heads of the first sequence, at most so many, whole groups, of a large trial; masks
+    go along.
+    """
     call, groups = trial.call, trial.call.groups
+    if math.prod(call.scores_shape) <= SMALL:
+        return replace(trial, call=replace(call, shape=None))
     keys = max(1, min(most // groups, call.key.shape[1]))
     heads = keys * groups
     mask = call.sees.mask

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfulp.calls import Result
 from halfulp.reconstruct import call_kinds, space
+from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, Unlike, grad_scores, place_of, unlike
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST
@@ -28,6 +29,7 @@ from halfulp.reconstruct.weights_read import (
     unit_scores,
 )
 
+FAR = 20.0  # times the model's error: no rounding
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
@@ -41,8 +43,9 @@ _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse"}
 _WEIGHTS = {False: "weights", True: "probabilities"}
 _IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
+OF_CALLS = (*_OPTIONS, "causal-mask", "key-heads", "ragged")
 _ON_SIZES = ("ragged", "key-heads", "causal-mask", "other-data")
-_STRUCTURE = {
+STRUCTURE = {
     "key-tail",
     "query-tail",
     "grad-tail",
@@ -87,8 +90,12 @@ class Place:
         }
 
 
-def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
-    """One place for each result that keeps more than `share` of its error on some trial."""
+def unexplained(
+    emulator: Emulator, model: Model, share: float, common: tuple[str, str] = ("", "")
+) -> list[Place]:
+    """One place for each result that keeps more than `share` of its error on some trial; `common`
+    is what all of these are, and the cause that stands for it.
+    """
     found: list[Place] = []
     every = emulator.fits(model, frozenset(_SHORT))
     order = sorted(_SHORT, key=lambda name: name in ("grad_query", "grad_key"))
@@ -106,13 +113,20 @@ def unexplained(emulator: Emulator, model: Model, share: float) -> list[Place]:
         left, times = bad[worst].left, bad[worst].times
         gross = frozenset(t for t in bad if bad[t].times > min(3.0, 0.5 * times))
         right = frozenset(t for t, name in every if name == tensor and t not in bad)
-        only = "", ""
+        only = common
         for some in (frozenset(bad), gross):  # a little is off where something else is
             calls = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
                      for ts in (some, right))  # fmt: skip
             only = only if only[0] else call_kinds.condition(*calls)
         text, cause, alone, read = _told(
-            emulator, model, tensor, worst, gross, found, only if times > HARMFUL else ("", "")
+            emulator,
+            model,
+            tensor,
+            worst,
+            gross,
+            found,
+            only if times > HARMFUL else ("", ""),
+            times > FAR,
         )
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = _IN_GRADIENTS.get(cause, cause)
@@ -177,6 +191,7 @@ def _told(
     bad: frozenset[str],
     found: list[Place],
     only: tuple[str, str],
+    gross: bool,
 ) -> tuple[str, str, bool, bool]:
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
@@ -191,9 +206,8 @@ def _told(
     if told:
         parts.append(told)
         cause = special or cause
-    one, key = _alone(emulator, model, tensor, bad or frozenset({worst}))
-    if one:
-        return "; ".join([*parts, one]), key, False, True
+    if one := _few_elements(emulator, model, tensor, bad or frozenset({worst})):
+        return "; ".join([*parts, one]), "elements", False, True
     read = _read(emulator, model, trial, tensor, found)
     if read is not None:
         parts.append(read.text)
@@ -204,10 +218,12 @@ def _told(
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
             read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
-            told_more = _STRUCTURE if tensor == "out" else _STRUCTURE | {"lse", "delta", "no-delta"}
+            told_more = STRUCTURE if tensor == "out" else STRUCTURE | {"lse", "delta", "no-delta"}
             if special == "key-heads":  # grouped calls alone: of course it is heads
                 told_more = told_more - {"other-data"}
             stands = special in _OPTIONS or read.cause not in told_more
+            # a rounding is what it is, wherever it shows
+            stands = stands and (gross or CAUSES[read.cause].kind != "rounding")
             return "; ".join(parts), cause if option and stands else read.cause, False, True
         cause = cause if option else read.cause or cause
     place, key = _where(emulator, model, tensor, worst)
@@ -220,18 +236,11 @@ def _told(
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
 
 
-def _alone(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> tuple[str, str]:
-    """Few heads, or few elements, that alone are wrong in most calls that are."""
-    found = [
-        _where(emulator, model, tensor, name)
-        for name in sorted(bad)
-        if emulator.observed[name, tensor].value[..., 0, 0].numel() > 1
-    ]
-    for kind in ("head", "elements"):
-        some = [(p.text.removeprefix(" in "), cause) for p, cause in found if p and p.kind == kind]
-        if 2 * len(some) > len(found):
-            return max(some, key=lambda told: len(told[0]))
-    return "", ""
+def _few_elements(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> str:
+    """Few elements that alone are wrong in most calls that are."""
+    found = [_where(emulator, model, tensor, name)[0] for name in sorted(bad)]
+    some = [p.text for p in found if p is not None and p.kind == "elements"]
+    return max(some, key=len) if 2 * len(some) > len(found) else ""
 
 
 def _read(
@@ -275,7 +284,7 @@ def _read(
         if told is None and read.cause == "weights":
             told = unit_scores(emulator.run, trial)
         read = told or read
-    if how.where and read.cause and read.cause not in _STRUCTURE:
+    if how.where and read.cause and read.cause not in STRUCTURE:
         read = replace(read, text=f"{read.text},{how.where}")
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)

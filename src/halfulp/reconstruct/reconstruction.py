@@ -17,8 +17,8 @@ from halfulp.calls import Result
 from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model
-from halfulp.reconstruct.evidence import Cosine, Fit
+from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model, Twist
+from halfulp.reconstruct.evidence import HARMFUL, Cosine, Fit
 from halfulp.reconstruct.found import Explained, Reconstruction
 from halfulp.reconstruct.naming import (
     PROVEN,
@@ -31,8 +31,8 @@ from halfulp.reconstruct.naming import (
 )
 from halfulp.reconstruct.order_read import Order, key_order, query_order
 from halfulp.reconstruct.panel import Trial, panel, some_heads
-from halfulp.reconstruct.places import UNEXPLAINED, Place, unexplained
-from halfulp.reconstruct.regions import region_of, restricted
+from halfulp.reconstruct.places import OF_CALLS, STRUCTURE, UNEXPLAINED, Place, unexplained
+from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted
 from halfulp.reconstruct.slips import Tiles, of_others
 from halfulp.reconstruct.stages import Stages
 from halfulp.runs.threads import own_thread
@@ -121,41 +121,68 @@ def of_kernel(
     extra: Sequence[Trial] = (),
     effort: int = EFFORT,
     seed: int = 0,
+    rarer: bool = True,
 ) -> Reconstruction | None:
-    """The same of a kernel that `run` calls, with trials of the caller's own beside the panel;
-    None where it gives nothing.
+    """The same of a kernel that `run` calls, with trials of the caller's own beside the panel; with
+    `rarer`, where these show nothing, on rarer calls as well. None where it gives nothing.
     """
     began = time.perf_counter()
-    observed: dict[Trial, Result] = {}
-    refused = []
-    for trial in (*panel(DTYPES[dtype], seed), *(some_heads(t, HEADS) for t in extra)):
-        result = run(trial)
-        if result is None:
-            refused.append(trial.name)
-        else:
-            observed[trial] = result
+    low = DTYPES[dtype]
+    asked = [*panel(low, seed), *(some_heads(t, HEADS) for t in extra)]
+    observed = _asked(run, asked)
     if not observed:
         return None
     unsteady = _unsteady(run, observed)
-    over_keys, over_queries = key_order(run, DTYPES[dtype]), query_order(run, DTYPES[dtype])
-    emulator = Emulator(observed, run)
+    over_keys, over_queries = key_order(run, low), query_order(run, low)
     # one by one is how a product is summed, not how keys are tiled
     width = over_keys.block if over_keys is not None else None
     blocks = (width,) if width is not None and width > 1 else ()
     tiles = Tiles(_tile(over_queries), _tile(over_keys))
-    stages = Stages(emulator, DTYPES[dtype], effort, blocks, tiles)
+    emulator = Emulator(observed, run)
+    stages = Stages(emulator, low, effort, blocks, tiles)
+    if rarer and not _shown(emulator, stages.start):
+        observed |= _asked(run, more := panel(low, seed, rarer=True))
+        asked += more
+        emulator = Emulator(observed, run)
+        stages = Stages(emulator, low, effort, blocks, tiles)
+    whole = emulator
+    given: tuple[Twist, ...] = ()
     region = region_of(emulator, stages.start)
     if region is not None:
         exchanged = of_others(emulator, region, tiles)
         if exchanged is None:
-            emulator = restricted(emulator, region)
-        given = () if exchanged is None else (exchanged,)
-        stages = Stages(emulator, DTYPES[dtype], effort, blocks, tiles, given)
+            whole = emulator = restricted(emulator, region)
+        else:
+            given = (exchanged,)
+    else:
+        wrong, region = calls_of(emulator, stages.start)
+        emulator = emulator.only(wrong)
+    if region is not None or emulator is not whole:
+        stages = Stages(emulator, low, effort, blocks, tiles, given)
     model = stages.run()
-    found = _found(name, dtype, emulator, stages, model, tuple(refused), unsteady, began)
-    found = replace(found, region="" if region is None else region.text)
+    if emulator is not whole and not _harms(whole, stages.start, model):
+        emulator, region = whole, None  # what explains the calls that are wrong goes for all
+    refused = tuple(t.name for t in asked if t not in observed)
+    found = _found(name, dtype, emulator, stages, model, refused, unsteady, began, region)
     orders = {"O over keys": over_keys, "dV over queries": over_queries}
     return replace(found, sums={what: o.text for what, o in orders.items() if o is not None})
+
+
+def _asked(run: Run, trials: Sequence[Trial]) -> dict[Trial, Result]:
+    results = ((trial, run(trial)) for trial in trials)
+    return {trial: result for trial, result in results if result is not None}
+
+
+def _shown(emulator: Emulator, model: Model) -> bool:
+    """Whether something is wrong on any of the trials."""
+    fits = emulator.fits(model, frozenset(TENSORS)).values()
+    return bool(emulator.nonfinite) or any(f.left > UNEXPLAINED and f.times > HARMFUL for f in fits)
+
+
+def _harms(emulator: Emulator, start: Model, model: Model) -> bool:
+    """Whether a model leaves some of what another explains."""
+    old, new = (emulator.fits(m, frozenset(TENSORS)) for m in (start, model))
+    return any(new[key].left > UNEXPLAINED >= fit.left for key, fit in old.items())
 
 
 def _tile(order: Order | None) -> int:
@@ -172,11 +199,16 @@ def _found(
     refused: tuple[str, ...],
     unsteady: bool,
     began: float,
+    region: Region | None,
 ) -> Reconstruction:
     stock, halfulp = space.STOCK[DTYPES[dtype]], recipe_of("halfulp", DTYPES[dtype])
     causes, harmless = named(emulator, model, stock)
-    places = [_with_field(p, harmless) for p in unexplained(emulator, model, UNEXPLAINED)]
+    common = ("", "") if region is None else (region.text.removeprefix("in "), region.cause)
+    located = unexplained(emulator, model, UNEXPLAINED, common)
+    places = [_with_field(p, harmless) for p in located]
     causes = [n for n in causes if _holds(n, places)]
+    if region is not None and region.cause in OF_CALLS:
+        causes = [_of_calls(n, region) for n in causes]
     return Reconstruction(
         target=name,
         dtype=dtype,
@@ -196,6 +228,7 @@ def _found(
         tried=stages.search.tried,
         seconds=time.perf_counter() - began,
         complete=not stages.late,
+        region="" if region is None else region.text,
     )
 
 
@@ -213,6 +246,14 @@ def _holds(cause: Named, places: Sequence[Place]) -> bool:
         return cause.explained >= PROVEN and not any(
             p.tensor in FORWARD and p.was_read for p in places)  # fmt: skip
     return cause.explained >= PROVEN or not any(p.was_read for p in own)
+
+
+def _of_calls(cause: Named, region: Region) -> Named:
+    """What is gross in calls with an option alone is a matter of the option."""
+    if cause.cause.kind == "rounding" or cause.cause.key in STRUCTURE:
+        return cause
+    text = f"{cause.text}, {region.text}: {cause.cause.name}"
+    return replace(cause, cause=CAUSES[region.cause], text=text)
 
 
 def _with_field(place: Place, harmless: Sequence[Difference]) -> Place:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Result
+from halfulp.reconstruct import call_kinds
+from halfulp.reconstruct.call_kinds import FEW
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model
-from halfulp.reconstruct.evidence import NOISE
+from halfulp.reconstruct.evidence import NOISE, SOUND
 from halfulp.reconstruct.panel import Trial
 
 Run = Callable[[Trial], Result | None]
@@ -58,8 +60,8 @@ class Region:
     """Where a kernel errs."""
 
     text: str  # "in heads of odd number"
-    heads: Mapping[str, Spots]  # by trial, those that are wrong; none: all are
-    trials: frozenset[str]  # that show it
+    heads: Mapping[str, Spots]  # by trial, those that are wrong
+    cause: str = ""  # that stands for it, where nothing more is known
 
 
 def region_of(emulator: Emulator, model: Model) -> Region | None:
@@ -80,8 +82,26 @@ def region_of(emulator: Emulator, model: Model) -> Region | None:
             all(torch.equal(mark, expected[name]) for name, mark in mixed.items()
                 if mark.numel() <= CROWD)):  # fmt: skip
             spots = {n: _spots(expected[n]) for n, m in marks.items() if bool(m.any())}
-            return Region(f"in {told} alone", spots, frozenset(spots))
+            return Region(f"in {told} alone", spots)
     return None
+
+
+def calls_of(emulator: Emulator, model: Model) -> tuple[frozenset[str], Region | None]:
+    """The calls that are wrong, where others are right, and what they have in common."""
+    fits = emulator.fits(model, frozenset(TENSORS) - {"lse"})
+    every = {trial for trial, _ in fits}
+    own = {t: [f for (name, _), f in fits.items() if name == t] for t in every}
+    wrong = {t for t, some in own.items() if any(f.left > WRONG and f.times > MORE for f in some)}
+    right = {t for t, some in own.items() if all(f.left < RIGHT or f.times < SOUND for f in some)}
+    wrong |= {trial for trial, _ in emulator.nonfinite}
+    right -= wrong
+    if not wrong or len(right) < FEW:
+        return frozenset(every), None
+    some, others = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
+                    for ts in (wrong, right))  # fmt: skip
+    told, cause = call_kinds.condition(some, others)
+    told = f"in {told}" if told else call_kinds.where(some, others)
+    return frozenset(wrong), Region(told, {}, cause)
 
 
 def _spots(mark: Tensor) -> Spots:

@@ -16,7 +16,7 @@ from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, Memory, Slip, Tile
 
 _TO_SCORES = frozenset({"query", "key", "product", "scores"})
-_TO_WEIGHTS = frozenset({"b_query", "b_key", "b_scores"})
+_TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_scores"})
 _TO_DP = frozenset({"grad_out", "b_value"})
 _OF_QUERIES = ("dq_sum", "ds_in_dq", "dq")
 _OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "ds_in_dk", "dk", "dv")
@@ -132,8 +132,9 @@ class Flow:
         """The gradients."""
         missing = (0, 0, 0, self.rows[-1].stop - self.n)
         delta = functional.pad(self.at("delta", self.delta, slice(0, self.n)), missing)
-        lse = torch.where(self.lse == -math.inf, 0.0, self.lse)
-        lse = functional.pad(lse, missing, value=math.inf)
+        lse = functional.pad(self.lse, missing, value=math.inf)
+        lse = torch.cat([self.at("b_lse", lse[:, :, r], r) for r in self.rows], 2)
+        lse = torch.where(lse == -math.inf, 0.0, lse)
         total = {name: torch.zeros_like(x) for name, x in zip(
             GRADIENTS, (self.q, self.k, self.v), strict=True)}  # fmt: skip
         wants = "" if self.slip is None else self.slip.stage

@@ -37,6 +37,7 @@ STAGES: dict[str, Stage] = {
     "accumulator": Stage("O as it is summed", "accumulator", "accumulator"),
     "out": Stage("O", "unnormalized", "other-data"),
     "lse": Stage("lse", "lse-other", "lse-other", math.inf),
+    "b_lse": Stage("lse in the backward pass", "lse", "lse", math.inf),
     "delta": Stage("δ", "no-delta", "no-delta"),
     "b_query": Stage("Q of the backward pass", "backward-scores", "other-data"),
     "b_key": Stage("K of the backward pass", "backward-scores", "other-data"),

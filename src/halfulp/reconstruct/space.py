@@ -132,7 +132,8 @@ def tiled_changes(dtype: torch.dtype, blocks: tuple[int, ...]) -> Iterator[tuple
     low = _formats(dtype)[0]
     steps = (("scores",), ("row_max",), ("shifted_scores",), ("shifted_scores", "weights"))
     for width in blocks or (128,):
-        for names, fmt in ((names, fmt) for names in steps for fmt in (BF16, FP16)):
+        formats = BF16, FP16, BF16.with_(rounding="toward_zero")
+        for names, fmt in ((names, fmt) for names in steps for fmt in formats):
             yield from _whole(EVERY, {"base": "2", **dict.fromkeys(names, fmt), "block_key": width})
         yield from _whole(
             EVERY, {"block_sum": low, "row_sum_from": "rounded", "block_key": width})  # fmt: skip
@@ -176,7 +177,11 @@ def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tu
         {"probabilities_operand": low, "delta_products": low},
         *({"block_query": width} for width in (128, *_WIDTHS)),
         *({"block_key": width} for width in (128, *_WIDTHS)),
-        *({"grad_accumulator": low, "block_query": b, "block_key": b} for b in (None, 32, 64, 128)),
+        *(
+            {"grad_accumulator": fmt, "block_query": b, "block_key": b}
+            for fmt in (low, low.with_(rounding="toward_zero"))
+            for b in (None, 32, 64, 128)
+        ),
         *(
             {
                 "grad_accumulator": low,

@@ -23,6 +23,7 @@ from halfulp.reconstruct.twists import Tensors
 ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 ALONE = 0.8  # share that a factor of one trial's own must explain there
 LEAN = 3e-4  # a smaller factor is none
+HALF = 0.5  # of an error, that what lies elsewhere must hold
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -264,12 +265,14 @@ def exchanged(observed: Observed) -> tuple[str, str]:
         )
         if got.shape[-1] > 2 * got.shape[0]:
             continue
+        off = (got - exact).square().sum(0)
         got, exact = (x / x.norm(dim=0).clamp_min(1e-300) for x in (got, exact))
         alike = exact.mT @ got
         best, at = alike.max(0)
         moved = ((best > ALIKE) & (alike.diagonal() < ALIKE)).nonzero().flatten()
         # one feature may be like another by chance
-        if len(moved) > (name == "features") and not bool((at[moved] == moved).any()):
+        most = float(off[moved].sum()) > HALF * float(off.sum())
+        if most and len(moved) > (name == "features") and not bool((at[moved] == moved).any()):
             return f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}", cause
     return "", ""
 
