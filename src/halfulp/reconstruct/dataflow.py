@@ -24,6 +24,7 @@ OFF = 1.8  # times the spread that rounding makes: from there on a quantity diff
 HELD = 0.9  # share of what differs that a place must hold
 FITTED = 0.85  # share of it that a fit must explain
 LINES = 6  # times the variance by chance of a line's factor: it is the line's
+LINED = 0.15  # share of an error that lines must hold
 MANY = 24  # elements of a line that is looked at
 
 
@@ -274,13 +275,19 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
         how = RIGHT if again is None else _held(again, dtype)
         plain = shown(run, trial, tensor)
         other_units = again is not None and plain is not None and (
-            _by_lines(again, dtype) > LINES * _by_lines(plain, dtype))  # fmt: skip
-        if other_units or how.kind in ("column-factor", "row-factor", "noise"):
+            _by_lines(again, dtype) > LINES * _by_lines(plain, dtype)
+            and _line_share(again, dtype) > LINED)  # fmt: skip
+        if other_units or how.kind in ("column-factor", "row-factor"):
             of = "K" if tensor == "grad_query" else "Q"
             told = (
                 f"dS is right as {short[tensor]} shows it: the {of} that it is multiplied by is off"
             )
             return Said(told, "operand")
+        if how.kind == "noise":
+            terms = from_terms(run, trial, tensor)
+            told = f"dS is right as {short[tensor]} shows it, and {short[tensor]} is off"
+            if terms:
+                return Said(f"{told}, more so from {terms} terms on", "grad-accumulator")
         of = "" if other is own or other.right else ", unlike in the other gradient"
         told = f"dS is right as {short[tensor]} shows it{of}: what differs is an operand or a sum"
         return Said(told, "")
@@ -306,7 +313,8 @@ def _by_lines(read: ReadScores, dtype: torch.dtype) -> float:
     """
     sigma = _sigma(read, dtype)
     weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
-    error, base = (read.read - read.exact) * weight, read.exact * weight
+    error = (read.read - read.exact) * weight
+    base = read.exact * weight
     spread_ = float(error.square().sum()) / max(1, int((weight > 0).sum()))
     most = 1.0
     for dim in (-1, -2):
@@ -317,6 +325,20 @@ def _by_lines(read: ReadScores, dtype: torch.dtype) -> float:
         if spread_ > 0 and bool(lines.any()):
             most = max(most, float(factor[lines].mean() / weighed[lines].mean().clamp_min(1e-300)))
     return most
+
+
+def _line_share(read: ReadScores, dtype: torch.dtype) -> float:
+    """The share of dS's error that factors of single rows, or of columns, make, beside one of
+    all: of sums that are rounded it is small.
+    """
+    sigma = _sigma(read, dtype)
+    weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
+    error, base = (read.read - read.exact) * weight, read.exact * weight
+    error = error - base * (error * base).sum() / base.square().sum().clamp_min(1e-300)
+    total = float(error.square().sum()) or 1.0
+    shares = ((error * base).sum(d).square() / base.square().sum(d).clamp_min(1e-300)
+              for d in (-1, -2))  # fmt: skip
+    return max(float(share.sum()) / total for share in shares)
 
 
 def _sigma(read: ReadScores, dtype: torch.dtype) -> Tensor:

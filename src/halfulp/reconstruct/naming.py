@@ -204,7 +204,7 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         if key == "grad-scale" and whose >= frozenset(GRADIENTS) and not slipped:
             key = "backward-weights"  # what all three gradients have, P has
         without = emulator.fits(reverted(model, stock, group), every)
-        most, place = (False, 0.0), None
+        most, place = (False, False, 0.0), None
         for where, fit in with_it.items():
             before = float(without[where].other.sum()) + fit.floor
             own = float(fit.other.sum()) + fit.floor
@@ -214,16 +214,17 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             gross = CAUSES[key].kind == "rounding" and harm >= GROSS
             proven = 1 - min(1.0, fit.left) >= (PROVEN if gross else LIKELY)
             # what the forward pass does is told there, though a gradient may show it more
-            first = (where[1] in whose & set(FORWARD) and harm > HARMFUL, harm)
+            clear = harm > HARMFUL and fit.left <= 1 - PROVEN
+            first = (clear, clear and where[1] in whose & set(FORWARD), harm)
             if first > most and explains > 0.05 and proven:
                 most, place = first, where
         # one algorithm is as good as another
-        if place is None or most[1] < HARMFUL or key == "weights-normalized":
+        if place is None or most[-1] < HARMFUL or key == "weights-normalized":
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
         share = 1 - min(1.0, with_it[place].left)
-        found.append(Named(CAUSES[key], text, most[1], place[1], place[0], share))
+        found.append(Named(CAUSES[key], text, most[-1], place[1], place[0], share))
     found.sort(key=lambda n: -n.harm)
     return found, harmless
 

@@ -24,7 +24,7 @@ SOME = 6  # heads that are asked for themselves
 RIGHT = 0.15  # share of a head's error that is left: up to there it is right,
 WRONG = 0.3  # and from there on wrong
 MORE = 1.5  # times the model's error, at least, where it is wrong
-CALLS = 2  # in which some heads are wrong and others right, at least
+CALLS = 3  # in which some heads are wrong and others right, at least
 CROWD = 32  # heads, of which a few may err by chance
 
 

@@ -45,7 +45,7 @@ STAGES: dict[str, Stage] = {
     "grad_out": Stage("dO", "grad-scale", "other-data"),
     "b_scores": Stage("S of the backward pass", "backward-scores", "backward-scores", -math.inf),
     "b_weights": Stage("P of the backward pass", "backward-weights", "backward-weights"),
-    "dp": Stage("dP", "grad-scores", "grad-scores"),
+    "dp": Stage("dP", "no-delta", "no-delta"),
     "ds": Stage("dS", "grad-scores", "grad-scores"),
     "p_in_dv": Stage("P in dV", "probabilities", "probabilities"),
     "ds_in_dq": Stage("dS in dQ", "grad-scores", "grad-scores"),
@@ -164,6 +164,8 @@ class Slip:
         stage = STAGES[self.stage]
         if self.mistake.startswith(("last", "first")) or (
             self.mistake == "gone" and self.part.endswith(("keys", "rows"))):  # fmt: skip
+            if self.stage in ("b_lse", "delta"):  # of whole rows, in all that they enter
+                return stage.cause
             if self.stage not in FORWARD_STAGES:
                 return "grad-tail"
             return "key-tail" if self.stage in BY_KEY or "keys" in self.part else "query-tail"

@@ -27,6 +27,7 @@ from halfulp.reconstruct.slip_kinds import (
     Slip,
 )
 
+LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
 FITS = 3  # steps towards the factor that explains most
 NEAR = 8  # slips that point where the error does, which are tried in parts of the tiles
 EXCHANGED = 0.2  # share that another head's data may leave of what some heads err
@@ -150,7 +151,8 @@ def likeliest(
             like = [replace(slip, mistake=m) for m in SIFTED if m.startswith(kind)]
             parts = [replace(slip, part=part) for part in PARTS if part]
             best += map(fitted if slip.mistake == "factor" else held, (*like, *parts))
-    return sorted(best, key=order)[:6]
+    clear = [h for h in best if h.slip.mistake != "factor" or abs(h.slip.factor - 1) > LEAN]
+    return sorted(clear, key=order)[:6]
 
 
 class Held(NamedTuple):
