@@ -28,6 +28,7 @@ ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where
 FORWARD_SHARE = 0.6  # of the effort
 SLIPPED = 2  # trials on which slips are looked for
 FAR = 20.0  # times a recipe's error: no two roundings make so much
+EXACTLY = 0.1  # share that a slip may leave there
 MOST = 0.8  # of the results that are wrong, which a slip must explain to come first
 HALF = 0.5  # share that a slip may leave on one trial
 PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
@@ -198,7 +199,7 @@ class Stages:
         best = sorted(changes, key=lambda c: self.search.loss(c[1], tensors))[:1]
         if everywhere and best:
             new = self.emulator.fits(best[0][1], tensors)
-            told = sum(new[k].left < UNEXPLAINED for k in bad)
+            told = sum(new[k].left < EXACTLY for k in bad)
             if told < MOST * len(bad):
                 return model
         return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
