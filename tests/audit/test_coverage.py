@@ -164,7 +164,7 @@ def test_a_first_call_that_fails_ends_the_audit():
     report = audit(failing, explain=False)
     assert (report.verdict, report.exit_code) == ("error", 2)
     assert len(calls) == 4  # and in the forms that it may have meant
-    assert "called as q[B,H,N,D], k[B,H,N,D], v[B,H,N,D]; another form is said" in report.reason
+    assert "called as q[B,H,N,D], k[B,H,N,D], v[B,H,N,D]; say --form or form=" in report.reason
     assert {case.status for case in report.cases} == {"error", "not called"}
 
 

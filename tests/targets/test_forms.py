@@ -429,6 +429,7 @@ def test_a_form_is_its_line(text):
         ("qkv[T,3,H,D]", "T needs cu_seqlens; one sequence a call is N"),
         ("q[B,H,D], k[P,S,H,D], v[P,S,H,D]", "P needs block_table"),
         ("q[B,N,H,D], k_cache[B,S,H,D], v_cache[B,S,H,D], k_new[B,N,H,D]", "are appended to"),
+        ("q[B,H,D], k_cache[B,S,H,D], v_cache[B,S,H,D]", "which cache_seqlens counts"),
         ("q[B,H,D], k[B,32,H,D], v[B,32,H,D], block_table", "k has a dimension '32'"),
         ("q[B,H,D], k[P,32,H,D], v[P,64,H,D], block_table", "hold as many rows"),
         ("qkv[B,N,3,H,D], q[B,N,H,D]", "must hold"),

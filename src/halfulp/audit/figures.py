@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfulp.audit.inputs import Inputs
+from halfulp.audit.natural_noise import Noise, per_sample
 from halfulp.audit.probes import Probe
 from halfulp.calls import Result
 from halfulp.formats import BF16, FP16, FP32, Format
@@ -40,105 +41,6 @@ def short(tensor: str) -> str:
 _SLACK = 2.0**-7
 _TINY = FP32.min_normal
 _ROUNDING = 0.4  # root mean square of a rounding to nearest, in unit roundoffs, over a binade
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The error that rounding O by 1 (relative) leaves in gradients through δ, per head `[S]`."""
-
-    grad_query: Tensor
-    grad_key: Tensor
-    row_sums: Tensor
-    key_sum: Tensor  # of Σ_j dK_j
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Per head `[S]`, the root sum of squares of the terms of each tensor: the error of rounding
-    every term by 1 is about this.
-    """
-
-    out: Tensor
-    grad_query: Tensor
-    grad_key: Tensor
-    grad_value: Tensor
-    row_sums: Tensor  # of dS, over rows
-    delta: Delta  # what rounding O to nearest makes of δ, in the same tensors
-
-
-def natural_noise(x: Inputs, out: Tensor) -> Noise:
-    """The noise scales of one case in fp64, from its golden out: root sums over all pairs.
-
-    With w = P(|dP| + |δ|): Σ P²v², Σ w²k², Σ w²q², Σ P²dO², Σ w². With e² = Σ_d (dO O)² a row, what
-    O's rounding makes of δ: Σ e²(PK)², Σ e²P²q², Σ e², Σ e²q².
-    """
-    groups = x.query.shape[1] // x.key.shape[1]
-    q, do = x.query.double(), x.grad_out.double()
-    k, v = (t.double().repeat_interleave(groups, dim=1) for t in (x.key, x.value))
-    cols = slice(0, k.shape[2])
-    q2, k2, v2, do2 = (t.square().sum(-1) for t in (q, k, v, do))
-    # O rounded to nearest, each element by itself, makes of δ a random sum of this size a row
-    e2 = (do * out).square().sum(-1)
-    total: dict[str, Tensor] = {}
-    # 64 MiB of fp64 scores at once
-    step = max(1, 2**23 // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    for start in range(0, q.shape[2], step):
-        rows = slice(start, min(start + step, q.shape[2]))
-        p, kept, slope = _weights(x, q[:, :, rows] @ k.mT * x.scale, rows, cols)
-        dp = do[:, :, rows] @ v.mT
-        dp = dp if kept is None else dp * kept
-        w = p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())
-        w2 = (w if slope is None else w * slope).square_()
-        of_value = None if kept is None else (p * kept).square_()
-        p = p if slope is None else p * slope
-        attended = (p @ k).square().sum(-1)
-        p2 = p.square_()
-        of_value = p2 if of_value is None else of_value
-        p2_rows, w2_rows, e2_rows, q2_rows = p2.sum(-1), w2.sum(-1), e2[:, :, rows], q2[:, :, rows]
-        parts = {
-            "out": (of_value @ v2.unsqueeze(-1)).squeeze(-1),
-            "grad_value": of_value.sum(-1) * do2[:, :, rows],
-            "grad_query": (w2 @ k2.unsqueeze(-1)).squeeze(-1) * x.scale**2,
-            "grad_key": w2_rows * q2_rows * x.scale**2,
-            "row_sums": w2_rows,
-            "delta grad_query": e2_rows * attended * x.scale**2,
-            "delta grad_key": e2_rows * p2_rows * q2_rows * x.scale**2,
-            "delta row_sums": e2_rows,
-            "delta key_sum": e2_rows * q2_rows * x.scale**2,
-        }
-        for name, part in parts.items():
-            total[name] = total.get(name, 0.0) + part.sum(-1)
-    keyed = ("grad_key", "grad_value", "delta grad_key", "delta key_sum")
-    roots = {n: _per_sample(t.sqrt(), n in keyed and groups > 1, groups) for n, t in total.items()}
-    of_delta = {
-        n.removeprefix("delta "): roots.pop(n) for n in list(roots) if n.startswith("delta ")
-    }
-    return Noise(**roots, delta=Delta(**of_delta))
-
-
-def _weights(
-    x: Inputs, scores: Tensor, rows: slice, cols: slice
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """P of some rows of a call, what dropout multiplies it by, and the slope of its softcap."""
-    kept = slope = None
-    if x.softcap:
-        t = torch.tanh(scores / x.softcap)
-        scores, slope = t * x.softcap, 1 - t * t
-    scores = x.sees.apply(scores, rows, cols, 1.0)
-    if x.sinks is not None:
-        sink = x.sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], -1)
-    p = torch.softmax(scores, -1).nan_to_num_(0.0)[..., : cols.stop]
-    if x.dropout is not None:
-        batch, heads, queries = x.query.shape[:3]
-        numbers = torch.arange(batch * heads, device=p.device).view(batch, heads)
-        kept = x.dropout.keep(numbers, rows, cols, queries).double() * x.dropout.scale
-    return p, kept, slope
-
-
-def _per_sample(x: Tensor, grouped: bool, groups: int) -> Tensor:
-    """One number a sample: `[B·H]`, or `[B·H_k]` where query heads share a key head."""
-    return (x.reshape(x.shape[0], -1, groups).square().sum(-1).sqrt() if grouped else x).flatten()
 
 
 def place_of(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -444,7 +346,7 @@ def _sums(
     """
     found: list[Figure] = []
     groups = x.query.shape[1] // x.key.shape[1]
-    given = _per_sample(x.grad_out.double().square().sum((-2, -1)).sqrt(), groups > 1, groups)
+    given = per_sample(x.grad_out.double().square().sum((-2, -1)).sqrt(), groups > 1, groups)
     zero = torch.zeros_like(given)
     # rows whose weights sum to 1
     whole = x.sees.mask is None and x.sinks is None and x.dropout is None

@@ -12,6 +12,7 @@ from halfulp.audit.references import References
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION
 from halfulp.targets import BHND, Outcome, Target
+from halfulp.targets.form import FORMS
 
 _NO_ATTENTION, _ATTENTION = 0.5, 0.1
 """Relative errors of O above which a function may be called in another form, and below which it is
@@ -51,6 +52,8 @@ def in_its_form(
                 taken = f"takes [{', '.join(other.tensors[0].dims)}]"
                 return turned, replace(again, notes=(taken, *again.notes))
     if fails and (target.function is not None or target.elsewhere is not None):
-        told = f"{refusal} (called as {form}; another form is said in a line, form='...')"
+        others = ", ".join(name for name in FORMS if name != form.name)
+        told = f"{refusal} (called as {form}; say --form or form= where it takes {others}"
+        told += " or what a line says: docs/forms.md)"
         outcome = replace(outcome, refusal=told)
     return replace(target, form=form), outcome

@@ -64,6 +64,33 @@ class Inputs(Call):
         return replace(self, **moved, sees=replace(self.sees, mask=mask))
 
 
+def in_parts(
+    x: Inputs,
+    key_heads: int,
+    found: Callable[[Inputs, tuple[slice, slice]], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """What is found of a call `[B, H, ...]` in parts of at least so many key heads of a sequence,
+    the sequences and heads of each said beside it: less memory, and less of it far from the core.
+
+    What belongs to a head by its number, or its place in a mask, is not taken apart.
+    """
+    batch, heads = x.key.shape[:2]
+    if x.dropout is not None or x.sees.mask is not None or x.sinks is not None:
+        return found(x, (slice(0, batch), slice(0, x.query.shape[1])))
+    starts = range(0, max(1, heads - key_heads + 1), key_heads)
+    rows = []
+    for b in range(batch):
+        parts = []
+        for start, stop in zip(starts, [*starts[1:], heads], strict=True):
+            keys = (slice(b, b + 1), slice(start, stop))
+            own = (keys[0], slice(start * x.groups, stop * x.groups))
+            cut: dict[str, Any] = {"query": x.query[own], "grad_out": x.grad_out[own]}
+            cut |= {"key": x.key[keys], "value": x.value[keys]}
+            parts.append(found(replace(x, **cut), own))
+        rows.append({name: torch.cat([p[name] for p in parts], 1) for name in parts[0]})
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
 def seed_drawn(generator_seed: int) -> int:
     """The seed that `halfulp.attention` draws where torch's CPU generator was just seeded so."""
     with torch.random.fork_rng([]):

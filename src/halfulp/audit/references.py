@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from halfulp import recipes
 from halfulp.attention import emulate, golden
 from halfulp.audit import kept
-from halfulp.audit.figures import Measured, Noise, measure, natural_noise
-from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.figures import Measured, measure
+from halfulp.audit.inputs import Case, Inputs, in_parts
+from halfulp.audit.natural_noise import Noise, natural_noise
 from halfulp.audit.operation_figures import (
     Measures,
     OperationReferences,
@@ -147,23 +147,9 @@ def emulated(x: Inputs, recipe: Recipe) -> Result:
     """The recipe's out, lse and gradients on given inputs, emulated; long ones a key head at a
     time, with the same bits.
     """
-    batch, heads, queries, _ = x.query.shape
-    large = batch * heads * queries * x.key.shape[2] > _MOST_SCORES
-    # what belongs to a head by its number, or by its place in a mask, is not taken apart
-    if not large or x.dropout is not None or x.sees.mask is not None or x.sinks is not None:
+    if x.query.shape[:3].numel() * x.key.shape[2] <= _MOST_SCORES:
         return _emulated(x, recipe)
-    groups = heads // x.key.shape[1]
-    rows = []
-    for b in range(batch):
-        parts = []
-        for h in range(x.key.shape[1]):
-            own = (slice(b, b + 1), slice(h * groups, (h + 1) * groups))
-            keys = (own[0], slice(h, h + 1))
-            cut: dict[str, Any] = {"query": x.query[own], "grad_out": x.grad_out[own]}
-            cut |= {"key": x.key[keys], "value": x.value[keys]}
-            parts.append(_emulated(replace(x, **cut), recipe).given())
-        rows.append({name: torch.cat([p[name] for p in parts], 1) for name in parts[0]})
-    return Result(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+    return Result(**in_parts(x, 1, lambda part, _: _emulated(part, recipe).given()))
 
 
 def _emulated(x: Inputs, recipe: Recipe) -> Result:

@@ -36,6 +36,7 @@ from halfulp.audit.verdict import (
     verdict_of,
 )
 from halfulp.calls import Result
+from halfulp.complaints import alike
 from halfulp.operations import ATTENTION
 from halfulp.reconstruct import Reconstruction
 from halfulp.runs.results import Progress, no_progress
@@ -175,7 +176,7 @@ def _audit(asked: Asked, todo: Plan) -> AuditReport:
     if smallest is not None and shown is not None:
         text = script(name, shown, smallest, (gathered.target or asked.target).form)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
-    notes = tuple(dict.fromkeys(note for _, found in gathered.calls() for note in found.notes))
+    notes = tuple(dict.fromkeys(alike([n for _, o in gathered.calls() for n in o.notes])))
     versions = {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -330,6 +330,8 @@ def _check(form: Form, text: str) -> None:
         raise _wrong(text, "P needs block_table")
     if len({a.page for a in form.tensors if a.role != "query"}) > 1:
         raise _wrong(text, "pages of keys and of values hold as many rows")
+    if "S" in letters and "lengths" not in roles:
+        raise _wrong(text, "rows S are more than are used, which cache_seqlens counts; else N")
     if {"S", "T"} <= letters:
         raise _wrong(text, "S and T go together in no form that is known here")
 
