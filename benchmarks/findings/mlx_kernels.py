@@ -1,7 +1,8 @@
 """MLX's functions on a CPU, their gradients by mlx.core.vjp.
 
 Needs the packages mlx and mlx-cpu (`pip install "mlx[cpu]"`).
-`halfulp audit --op rms_norm benchmarks/findings/mlx_kernels.py:rms_norm`.
+`halfulp audit --op rms_norm benchmarks/findings/mlx_kernels.py:rms_norm`. Run as a script it prints
+what the softmax of equal logits sums to.
 """
 
 from __future__ import annotations
@@ -163,3 +164,10 @@ def adamw_step(
     own.state["step"] = mx.array(step, mx.uint64)
     new = own.apply_single(_array(grad), _array(param), state)
     return _tensor(new).to(param.dtype), _tensor(state["m"]), _tensor(state["v"])
+
+
+if __name__ == "__main__":
+    for width in (256, 1024, 4096):
+        for dtype in _DTYPES.values():
+            weights = mx.softmax(mx.zeros((width,)).astype(dtype))
+            print(width, dtype, float(weights.astype(mx.float32).sum()))

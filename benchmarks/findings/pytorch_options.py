@@ -37,7 +37,7 @@ def accurate_fp32(
 
 
 def _fused(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, **rates: float) -> None:
-    at = torch.tensor(float(step))
+    at, grad = torch.tensor(float(step)), grad.to(param.dtype)
     torch._fused_adamw_([param], [grad], [m], [v], [], [at], amsgrad=False, maximize=False, **rates)
 
 
@@ -58,7 +58,7 @@ def fused_step(
     moved = [x.to(param.dtype, copy=True) for x in (param, exp_avg, exp_avg_sq)]
     rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     _fused(moved[0], grad, *moved[1:], step, **rates)
-    return moved[0], moved[1], moved[2]
+    return moved[0], moved[1].to(exp_avg.dtype), moved[2].to(exp_avg_sq.dtype)
 
 
 def fused_low(
@@ -79,4 +79,4 @@ def fused_low(
     rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     for number, grad in enumerate(grads):
         _fused(moved[0], grad, *moved[1:], step + number, **rates)
-    return moved[0], moved[1], moved[2]
+    return moved[0], moved[1].to(exp_avg.dtype), moved[2].to(exp_avg_sq.dtype)
