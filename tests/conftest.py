@@ -28,9 +28,11 @@ settings.register_profile("halfulp", derandomize=True, deadline=None, database=N
 settings.load_profile("halfulp")
 
 
-# One torch thread a process: the same bits under any number of workers, and no two workers on one
-# core. A test that needs more sets them itself; the next one starts from one again.
+# One torch thread a process, also of those that tests start: the same bits under any number of
+# workers, and no two workers on one core. A test that needs more sets them itself; the next one
+# starts from one again.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # What audits are held against is computed once a test run, by whichever process comes first, and

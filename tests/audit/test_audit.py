@@ -56,6 +56,7 @@ def test_verdicts_on_recipes(recipe, verdict):
     assert report.exit_code == (verdict == "defect")
 
 
+@pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize(
     "changes", [{"delta_from": "out"}, {"row_sum_from": "exact"}, {"residual_bits": 2}]
 )
@@ -63,17 +64,20 @@ def test_one_ingredient_of_the_halfulp_recipe_less_is_no_longer_sound(changes):
     assert quick(BF16_HALFULP.with_(**changes)).verdict != "sound"
 
 
+@pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize(("dtype", "recipe"), [("float16", "FP16_FLOOR"), ("float32", "FP32")])
 def test_other_dtypes(dtype, recipe):
     assert quick(recipe, dtype=dtype).verdict == "sound"
 
 
+@pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize("name", ["sdpa:math", "halfulp:torch", "halfulp"])
 def test_kernels_that_sum_in_another_order_are_sound_in_float32(name):
     report = audit(name, dtype="float32", shapes=SMALL, explain=False)
     assert report.verdict == "sound", report.reason
 
 
+@pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -96,17 +100,6 @@ def flash(query, key, value, *, is_causal, scale):
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale
         )
-
-
-def test_pytorchs_cpu_flash_kernel_accumulates_in_bf16_and_the_audit_says_so():
-    report = audit(flash, shapes=SMALL)
-    assert report.verdict == "defect"
-    assert report.causes[0].key == "grad-accumulator"
-    assert "grad_accumulator=bf16" in report.evidence[0]
-    assert report.fingerprint is not None
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":  # elsewhere other widths are nearer
-        assert report.fingerprint.recipe.name == "TORCH_CPU_FLASH"
-        assert min(e.share for e in report.fingerprint.explained) > 0.98
 
 
 def test_every_case_is_reported_and_refusals_are_no_alarm_and_not_sound():

@@ -22,7 +22,7 @@ CAUSES = {
 SMALL = (Shape(4, 4, 96, 96, 32),)
 NEED_SIZE = ("tiles_skipped", "scale_low", "scale_of_padded_width", "dk_dv_sums_low", "dq_sums_low")
 
-pytestmark = pytest.mark.usefixtures("probes_alone")
+pytestmark = pytest.mark.usefixtures("probes_alone", "no_lengths")
 
 
 _ORDER = sorted(PROBES, key=lambda p: TELLING.index(p.name) if p.name in TELLING else len(TELLING))
@@ -31,7 +31,6 @@ PARTS = (*(_NAMES[i : i + 6] for i in range(0, len(_NAMES), 6)), ["relations"])
 TESTS = 800  # of a whole quick audit, by which the level of each is divided
 
 
-@pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize("kernel", FAULTY, ids=lambda k: k.name)
 def test_a_planted_fault_is_caught(kernel, monkeypatch):
     """At the level of the whole audit, of which no more is run than catches it."""
