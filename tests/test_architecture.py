@@ -85,8 +85,8 @@ HEAVY = {"triton", "matplotlib", "transformers", "scipy", "rich", "tyro", "jobli
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its path inside the package, its dotted name and layer, and its syntax
-    tree.
+    """One source file: its path inside the package, its dotted name and layer, and its syntax tree
+    with all nodes of it.
     """
 
     path: Path
@@ -94,6 +94,7 @@ class Module:
     layer: str
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     def at(self, line: int, message: str) -> str:
         return f"{self.path}:{line}: {message}"
@@ -108,7 +109,9 @@ def read_modules(package: Path) -> list[Module]:
         dotted = parts[:-1] if parts[-1] == "__init__" else parts
         text = file.read_text(encoding="utf-8")
         name = ".".join((PACKAGE, *dotted))
-        modules.append(Module(path, name, dotted[0] if dotted else "", text, ast.parse(text)))
+        tree = ast.parse(text)
+        nodes = tuple(ast.walk(tree))  # once, for every rule looks through them
+        modules.append(Module(path, name, dotted[0] if dotted else "", text, tree, nodes))
     return modules
 
 
@@ -116,7 +119,7 @@ def imported_names(module: Module) -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of every import, wherever it stands, `import_module("…")` with a
     literal included.
     """
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Import():
                 yield from ((node.lineno, alias.name) for alias in node.names)
@@ -143,7 +146,7 @@ def used_names(module: Module) -> Iterator[tuple[int, str]]:
     undone.
     """
     aliases = {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom):
@@ -152,7 +155,7 @@ def used_names(module: Module) -> Iterator[tuple[int, str]]:
                 for alias in node.names
             }
     yield from imported_names(module)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Name | ast.Attribute):
             root, *rest = ast.unparse(node).split(".")
             yield node.lineno, ".".join([aliases.get(root, root), *rest])
@@ -206,7 +209,7 @@ def long_functions(package: Path) -> list[str]:
         module.at(node.lineno, f"{node.name} has {size} lines")
         for module in read_modules(package)
         if module.layer != "kernels"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (size := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
     ]
@@ -251,7 +254,7 @@ def arbitrary_code(package: Path) -> list[str]:
                 f"{name}.".startswith(f"{banned}.") for banned in PICKLING
             ):
                 found.append(module.at(line, name))
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if (
                 isinstance(node, ast.keyword)
                 and node.arg == "allow_pickle"

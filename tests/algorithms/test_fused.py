@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -140,6 +140,7 @@ RECIPE = st.builds(
 )
 
 
+@settings(max_examples=60)
 @given(
     RECIPE,
     st.sampled_from(ISAS),

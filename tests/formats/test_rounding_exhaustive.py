@@ -85,7 +85,7 @@ def test_tf32() -> None:
 @pytest.mark.parametrize("fmt", SMALL_FORMATS, ids=describe)
 def test_the_two_oracles_agree(fmt: Format) -> None:
     x = trying_inputs(fmt, np.float32)
-    x = x[np.isfinite(x) & (x != 0)][::3]  # one number at a time is slow
+    x = x[np.isfinite(x) & (x != 0)][::9]  # one number at a time is slow
     for variant in variants(fmt):
         for rounding in DETERMINISTIC:
             one_by_one = np.array(

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 import torch
 
-from halfulp.audit import audit, run
+from halfulp.audit import audit, planning, run
 from halfulp.operations import operation_named, operation_names
 from tests.operations.zoo_norms import rms
 from tests.operations.zoo_operations import EXPECTED_DEFECTS, KERNELS
@@ -32,6 +32,14 @@ def ends(input, normalized_shape, weight, eps):
 """
 
 
+@pytest.fixture
+def probes_alone(monkeypatch):
+    """Audits without the covering array of sizes, which is half of their time; the other tests here
+    have it, and `python -m benchmarks.operation_rates`.
+    """
+    monkeypatch.setattr(planning, "size_cases_of", lambda *_: ())
+
+
 def in_short(target, op):
     """The audit; of linear layers in six formats, which have fifty probes, in two of them."""
     probes = operation_named(op).probes if op == "quantized_linear" else ()
@@ -44,6 +52,7 @@ def seen(report):
     return "sound" if "what was seen is sound" in report.reason else report.verdict
 
 
+@pytest.mark.usefixtures("probes_alone")
 @pytest.mark.parametrize("op", operation_names())
 def test_recipes_get_their_own_verdict(op):
     assert seen(in_short("recipe:floor", op)) == "sound"
@@ -57,6 +66,7 @@ def test_other_dtypes_have_a_verdict(dtype):
     assert audit(rms("inverse_low"), **options).verdict == "defect"
 
 
+@pytest.mark.usefixtures("probes_alone")
 @pytest.mark.parametrize("op", operation_names())
 def test_what_every_machine_has_raises_no_alarm(op):
     for target in operation_named(op).targets:
@@ -81,6 +91,7 @@ def a_few(op):
     return [faults[0], *few, next(kernel for kernel in own if not kernel.faulty)]
 
 
+@pytest.mark.usefixtures("probes_alone")
 @pytest.mark.parametrize(
     "kernel",
     [kernel for op in operation_names() for kernel in a_few(op)],

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfulp.runs.generators import generator_states, set_generator_states
@@ -46,6 +46,7 @@ def same(a, b) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+@settings(max_examples=40)
 @given(args=st.lists(plain, max_size=3), kwargs=st.dictionaries(st.text(max_size=4), plain))
 def test_plain_batches_come_back_as_they_were(tmp_path_factory, args, kwargs):
     folder = tmp_path_factory.mktemp("snapshots") / "one"
