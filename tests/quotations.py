@@ -289,7 +289,7 @@ def replay_isolation() -> str:
     from halfulp.isolate import climb
     from halfulp.isolate.isolation import isolate
     from halfulp.isolate.rung import Job, RungRun
-    from halfulp.report.isolation_page import print_isolation
+    from halfulp.report.trial_page import print_trial
     from halfulp.training.presets import seconds
 
     recorded = json.loads((RECORDED / "isolate_seconds.json").read_text(encoding="utf-8"))
@@ -303,7 +303,7 @@ def replay_isolation() -> str:
     out = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(climb, "run_rung", run):
         found = isolate(seconds(), out=Path(folder) / "out", workers=1, seeds=(0, 1, 2))
-    print_isolation(found.as_dict(), Console(file=out, width=200))
+    print_trial(found.as_dict(), Console(file=out, width=200))
     return out.getvalue()
 
 

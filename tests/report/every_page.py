@@ -11,13 +11,13 @@ from PIL import Image
 from halfulp.report.audit_page import audit_page
 from halfulp.report.compare_page import compare_page
 from halfulp.report.demo_page import demo_page
-from halfulp.report.isolation_page import isolation_page
 from halfulp.report.ledger_page import ledger_page
 from halfulp.report.pages import experiment_page
 from halfulp.report.run_page import record_section, run_page, training_section
+from halfulp.report.trial_page import trial_page
 from tests.report.test_audit_report import DEFECT, ERROR, SOUND, STOCK, case, row
 from tests.report.test_heatmap import figure as heat_map
-from tests.report.test_isolation_page import isolation
+from tests.report.test_trial_page import isolation
 
 LONG = "BF16_PAPER_STABILIZED[block_query=32,block_key=512,grad_accumulator=bf16]"
 CHANGE = (
@@ -186,7 +186,7 @@ def every_page() -> dict[str, str]:
         "audits": audit_page(audits, COMMAND, meta="today"),
         "run": run_page(sections, [LONG], COMMAND, "halfulp 0.1.0"),
         "compare": compare_page(compared, [picture()]),
-        "isolation": isolation_page(isolated),
+        "isolation": trial_page(isolated),
         "ledger": ledger_page([claim, claim | {"id": "A10", "pictures": []}], COMMAND),
         "experiment": experiment_page("Sweep of precision", seen["figures"], seen["tables"]),
     }

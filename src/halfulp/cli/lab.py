@@ -220,8 +220,8 @@ def isolate(
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.isolate.isolation import isolate as isolated
-    from halfulp.report.isolation_page import isolation_page, print_isolation
     from halfulp.report.terminal import console
+    from halfulp.report.trial_page import print_trial, trial_page
 
     check_files(json, html=html)
     folder = Path(f"{run.name}-isolated") if out is None else out
@@ -237,10 +237,10 @@ def isolate(
     plain, page = found.as_dict(), folder / "report.html" if html is None else html
 
     def show() -> None:
-        print_isolation(plain, console())
+        print_trial(plain, console())
         say(f"The page lies in {page}")
 
-    tell(plain, json, show, page, lambda: isolation_page(plain, meta=f"halfulp {__version__}"))
+    tell(plain, json, show, page, lambda: trial_page(plain, meta=f"halfulp {__version__}"))
     return found.exit_code
 
 

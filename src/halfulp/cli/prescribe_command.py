@@ -63,8 +63,8 @@ def prescribe(
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.prescribe.prescribing import prescribe as prescribed
-    from halfulp.report.prescription_page import prescription_page, print_prescription
     from halfulp.report.terminal import console
+    from halfulp.report.trial_page import print_trial, trial_page
 
     check_files(json, html=html)
     folder = Path(f"{run.name.partition(':')[0]}-prescribed") if out is None else out
@@ -77,8 +77,8 @@ def prescribe(
     plain, page = found.as_dict(), folder / "report.html" if html is None else html
 
     def show() -> None:
-        print_prescription(plain, console())
+        print_trial(plain, console())
         say(f"The page lies in {page}")
 
-    tell(plain, json, show, page, lambda: prescription_page(plain, meta=f"halfulp {__version__}"))
+    tell(plain, json, show, page, lambda: trial_page(plain, meta=f"halfulp {__version__}"))
     return found.exit_code

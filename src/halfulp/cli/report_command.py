@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -124,18 +124,16 @@ def _demo(path: Path) -> list[dict[str, Any]]:
     return demo_sections(run, [read_json(path / f"{act['name']}.json") for act in run["acts"]])
 
 
-def _isolation(path: Path) -> list[dict[str, Any]]:
-    from halfulp.report.isolation_page import isolation_sections
+def _tried(file: str, path: Path) -> list[dict[str, Any]]:
+    from halfulp.report.trial_page import trial_sections
     from halfulp.runs.folder import read_json
 
-    return isolation_sections(read_json(path / "isolation.json"))
+    return trial_sections(read_json(path / file))
 
 
-def _prescription(path: Path) -> list[dict[str, Any]]:
-    from halfulp.report.prescription_page import prescription_sections
-    from halfulp.runs.folder import read_json
-
-    return prescription_sections(read_json(path / "prescription.json"))
-
-
-_OF_KIND = {"demo": _demo, "isolate": _isolation, "prescribe": _prescription, "watch": _watched}
+_OF_KIND: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    "demo": _demo,
+    "isolate": partial(_tried, "isolation.json"),
+    "prescribe": partial(_tried, "prescription.json"),
+    "watch": _watched,
+}

@@ -1,5 +1,5 @@
-"""The page and the terminal table of an isolation: what was found stands first, and nothing needs a
-network.
+"""The page and the terminal table of an isolation or a prescription: what was found stands first,
+and nothing needs a network.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from halfulp.report.isolation_page import isolation_page, isolation_sections, print_isolation
+from halfulp.report.trial_page import print_trial, trial_page, trial_sections
 from tests.report.markup import problems
 
 
@@ -56,7 +56,7 @@ def isolation(**changes: Any) -> dict[str, Any]:
         "seeds": [0, 1],
         "failing": [0, 1],
         "status": "done",
-        "found": True,
+        "exit_code": 0,
         "verdict": (
             "δ from the rounded O; 2 of 2 seeds, so at least 22 % of all seeds at 95 % confidence."
         ),
@@ -86,14 +86,14 @@ def isolation(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_the_page_is_whole_whatever_is_missing(changes: dict[str, Any]) -> None:
-    page = isolation_page(isolation(**changes))
+    page = trial_page(isolation(**changes))
     assert problems(page) == []
     assert "<bad>" not in page
     assert isolation()["verdict"] in page
 
 
 def test_the_verdict_comes_first_and_says_how_sure_it_is() -> None:
-    verdict, ladder = isolation_sections(isolation())
+    verdict, ladder = trial_sections(isolation())
     assert verdict["finding"] == isolation()["verdict"]
     facts = dict(next(block for block in verdict["blocks"] if block["kind"] == "facts")["pairs"])
     assert (
@@ -107,7 +107,7 @@ def test_the_verdict_comes_first_and_says_how_sure_it_is() -> None:
 
 
 def test_an_interrupted_one_says_how_to_go_on() -> None:
-    verdict, _ = isolation_sections(isolation(status="interrupted"))
+    verdict, _ = trial_sections(isolation(status="interrupted"))
     assert verdict["finding"].startswith(
         "This isolation is interrupted; the same command goes on. δ from"
     )
@@ -116,7 +116,7 @@ def test_an_interrupted_one_says_how_to_go_on() -> None:
 
 def printed(plain: dict[str, Any]) -> str:
     out = io.StringIO()
-    print_isolation(plain, Console(file=out, width=100, highlight=False))
+    print_trial(plain, Console(file=out, width=100, highlight=False))
     return out.getvalue()
 
 
