@@ -90,6 +90,7 @@ class Named:
     trial: str
     explained: float  # share of that result's squared error that the model explains
     located: bool = False  # only where it sits is known, not what it is
+    function: bool = False  # no rounding, whatever the cause is at other times
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -224,7 +225,10 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
         share = 1 - min(1.0, with_it[place].left)
-        found.append(Named(CAUSES[key], text, most[-1], place[1], place[0], share))
+        function = slipped or CAUSES[key].kind == "function"
+        found.append(
+            Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function)
+        )
     found.sort(key=lambda n: -n.harm)
     return found, harmless
 

@@ -164,7 +164,7 @@ def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]
     elif gradients == {"grad_query", "grad_key"}:
         told = "O and dV are explained, so is P: dS or δ", "grad-scores"
     elif len(gradients) == 3:
-        told = "O is explained: P is recomputed otherwise in the backward pass", "backward-scores"
+        told = "O is explained: P is recomputed otherwise in the backward pass", "backward-weights"
     else:
         names = " and ".join(_SHORT[g] for g in GRADIENTS if g in gradients)
         told = f"the others are explained: the sum that {names} alone is", "grad-accumulator"
@@ -256,10 +256,9 @@ def _read(
         said = grad_scores(emulator.run, trial, tensor)
         if said is None:
             return None
-        # one rounding of P would not be in both
         both = first is not None and first.cause == "probabilities" and said.cause == "grad-scores"
         if both:
-            return Read(f"{said.text}, and P is off in dV", "backward-scores")
+            return Read(f"{said.text}, and P is off in dV", "backward-weights")
         return Read(said.text, said.cause)
     if tensor not in ("out", "grad_value"):
         return None

@@ -39,6 +39,8 @@ from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_target, target_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AGAIN = 7919  # seed of the numbers that a cause must foretell
+FORETOLD = 0.5  # of what it explains
 EFFORT = 2500  # emulations
 HEADS = 2  # of a trial that is handed in
 Run = Callable[[Trial], Result | None]
@@ -207,6 +209,9 @@ def _found(
     located = unexplained(emulator, model, UNEXPLAINED, common)
     places = [_with_field(p, harmless) for p in located]
     causes = [n for n in causes if _holds(n, places)]
+    if region is None or not region.heads:  # other numbers of the same calls
+        fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
+        causes = [n for n in causes if _predicts(emulator, model, n, fresh)]
     if region is not None and region.cause in OF_CALLS:
         causes = [_of_calls(n, region) for n in causes]
     return Reconstruction(
@@ -248,9 +253,22 @@ def _holds(cause: Named, places: Sequence[Place]) -> bool:
     return cause.explained >= PROVEN or not any(p.was_read for p in own)
 
 
+def _predicts(emulator: Emulator, model: Model, cause: Named, fresh: Mapping[str, Trial]) -> bool:
+    """Whether what explains a result explains it on other numbers as well."""
+    trial = fresh.get(cause.trial)
+    if trial is None or not cause.function:
+        return True
+    result = emulator.run(trial)
+    if result is None:
+        return True
+    again = Emulator({trial: result}, emulator.run)
+    fits = again.fits(model, frozenset({cause.tensor}))
+    return all(1 - min(1.0, f.left) > FORETOLD * cause.explained for f in fits.values())
+
+
 def _of_calls(cause: Named, region: Region) -> Named:
     """What is gross in calls with an option alone is a matter of the option."""
-    if cause.cause.kind == "rounding" or cause.cause.key in STRUCTURE:
+    if not cause.function or cause.cause.key in STRUCTURE:
         return cause
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
     return replace(cause, cause=CAUSES[region.cause], text=text)

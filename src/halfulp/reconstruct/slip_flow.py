@@ -170,7 +170,6 @@ class Flow:
                 else:
                     x = total["grad_query"][:, :, r]
                     x.copy_(self.at("dq_sum", x + self.at("ds_in_dq", ds, r, c) @ k, r, c))
-            self.memory.clear()
         for name, stage in zip(GRADIENTS, ("dq", "dk", "dv"), strict=True):
             if name not in total:
                 continue

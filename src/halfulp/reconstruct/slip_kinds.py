@@ -108,6 +108,7 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     "first1": ("lacks the first row of a tile", _cut(-1)),
     **{f"within{c:g}": (f"is held within ±{c:g}", _within(c)) for c in _WITHIN},
 }  # fmt: skip
+FACTORS = ("factor", "grows")  # mistakes that a number belongs to
 _RESULTS = {"out", "dq", "dk", "dv"}
 OTHERS = {name for name in MISTAKES if name.startswith(("head", "batch"))}
 _MOVED = OTHERS | {"row-1", "row+1", "stale"}
@@ -152,8 +153,11 @@ class Slip:
     @property
     def text(self) -> str:
         """In words."""
-        did = f"is {self.factor:.4g} × what it should be" if self.mistake == "factor" else (
-            MISTAKES[self.mistake][0])  # fmt: skip
+        if self.mistake in FACTORS:
+            more = " and again in each further block of keys" * (self.mistake == "grows")
+            did = f"is {self.factor:.4g} × what it should be{more}"
+        else:
+            did = MISTAKES[self.mistake][0]
         return f"{STAGES[self.stage].text} {did}{PARTS[self.part][0]}"
 
     @property
@@ -173,8 +177,9 @@ class Slip:
 
     def made(self, x: Tensor, tile: Tile, memory: Memory) -> Tensor:
         """The stage's value with it."""
-        if self.mistake == "factor":
-            wrong = x * self.factor
+        if self.mistake in FACTORS:
+            times = tile.cols.start // (tile.cols.stop - tile.cols.start)
+            wrong = x * self.factor ** (times if self.mistake == "grows" else 1)
         else:
             wrong = MISTAKES[self.mistake][1](x, STAGES[self.stage].neutral, memory)
         here = PARTS[self.part][1](tile, x)

@@ -17,6 +17,7 @@ from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.slip_flow import USUAL, Flow, Tiles
 from halfulp.reconstruct.slip_kinds import (
+    FACTORS,
     FORWARD_STAGES,
     MISTAKES,
     OTHERS,
@@ -28,7 +29,8 @@ from halfulp.reconstruct.slip_kinds import (
 )
 
 LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
-FITS = 3  # steps towards the factor that explains most
+FITTED = 8  # slips by a factor that are fitted
+FITS = 4  # steps towards the factor that explains most
 NEAR = 8  # slips that point where the error does, which are tried in parts of the tiles
 EXCHANGED = 0.2  # share that another head's data may leave of what some heads err
 MANY = 24  # heads, and
@@ -136,22 +138,22 @@ def likeliest(
             best = min(best, held(replace(slip, factor=factor)))
         return best
 
-    def order(h: Held) -> tuple[float, int]:
-        """Of those that explain alike the one nearest to the result."""
-        return round(h.left, 3), -list(STAGES).index(h.slip.stage)
+    def order(h: Held) -> tuple[float, bool, int]:
+        """Of those that explain alike the simplest, and the one nearest to the result."""
+        return round(h.left, 3), h.slip.mistake == "grows", -list(STAGES).index(h.slip.stage)
 
     every = [held(slip) for slip in _slips(trial, stages, region is not None)]
     if region is None:
-        first = [held(Slip(stage, "factor", factor=1.25)) for stage in stages]
-        every += [fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:6]]
+        first = [held(Slip(stage, m, factor=1.25)) for stage in stages for m in FACTORS]
+        every += [fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
     best, near = sorted(every, key=order)[:6], sorted(every, key=lambda h: h.least)[:NEAR]
     if region is None and best[0].left > DONE:
         for slip in dict.fromkeys(h.slip for h in near):
             kind = slip.mistake.rstrip("0123456789.")
             like = [replace(slip, mistake=m) for m in SIFTED if m.startswith(kind)]
-            parts = [replace(slip, part=part) for part in PARTS if part]
-            best += map(fitted if slip.mistake == "factor" else held, (*like, *parts))
-    clear = [h for h in best if h.slip.mistake != "factor" or abs(h.slip.factor - 1) > LEAN]
+            parts = [replace(slip, part=part) for part in PARTS if part and slip.mistake != "grows"]
+            best += map(fitted if slip.mistake in FACTORS else held, (*like, *parts))
+    clear = [h for h in best if h.slip.mistake not in FACTORS or abs(h.slip.factor - 1) > LEAN]
     return sorted(clear, key=order)[:6]
 
 

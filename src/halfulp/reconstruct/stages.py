@@ -19,7 +19,6 @@ from halfulp.reconstruct.evidence import Fits
 from halfulp.reconstruct.naming import differs, merged
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.places import UNEXPLAINED
-from halfulp.reconstruct.ruled_out import left
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
 
 GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
@@ -142,8 +141,7 @@ class Stages:
         if gross:
             model = self._slipped("forward", model, tensors, frozenset(FORWARD), everywhere=True)
             gross = self._unexplained(model, tensors, 0.1)
-        likely = left(self.emulator, self.stock, self.twists) if gross else self.twists
-        twisted = _neighbors(lambda: space.twist_changes(likely, EVERY))
+        twisted = _neighbors(lambda: space.twist_changes(self.twists, EVERY))
         if gross:
             model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
             model = self._partly("forward", model, tensors, EVERY)
