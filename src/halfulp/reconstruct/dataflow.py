@@ -24,7 +24,7 @@ OFF = 1.8  # times the spread that rounding makes: from there on a quantity diff
 HELD = 0.9  # share of what differs that a place must hold
 FITTED = 0.85  # share of it that a fit must explain
 LINES = 6  # times the variance by chance of a line's factor: it is the line's
-LINED = 0.15  # share of an error that lines must hold
+LINED = 0.08  # share of an error that lines must hold
 MANY = 24  # elements of a line that is looked at
 
 
@@ -313,8 +313,8 @@ def _by_lines(read: ReadScores, dtype: torch.dtype) -> float:
     """
     sigma = _sigma(read, dtype)
     weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
-    error = (read.read - read.exact) * weight
-    base = read.exact * weight
+    error, base = (read.read - read.exact) * weight, read.exact * weight
+    error = error - base * (error * base).sum() / base.square().sum().clamp_min(1e-300)
     spread_ = float(error.square().sum()) / max(1, int((weight > 0).sum()))
     most = 1.0
     for dim in (-1, -2):

@@ -119,7 +119,7 @@ def differences(model: Model, stock: Recipe) -> list[Difference]:
         mine = frozenset(g for g, own in zip(GRADIENTS, gradients, strict=True) if key in own)
         way = next(model.way(g) for g in GRADIENTS if g in mine)
         text = next(own[key] for own in gradients if key in own)
-        found.append(_difference(_backward_cause(way, key), text, mine, key))
+        found.append(_difference(_backward_cause(way, key, mine), text, mine, key))
     # what the forward pass does and the backward pass does not is the forward pass's alone
     return found
 
@@ -152,13 +152,14 @@ def _forward_cause(way: Way, key: tuple[str, str]) -> str:
     return every.get(name) or _backward_field(name)
 
 
-def _backward_cause(way: Way, key: tuple[str, str]) -> str:
+def _backward_cause(way: Way, key: tuple[str, str], tensors: frozenset[str]) -> str:
     kind, name = key
     if kind == "twist":
         cause = _twist_cause(way, name)
         return _BACKWARD_TWISTS.get(cause, cause)
-    blocks = way.recipe.block_query, way.recipe.block_key
-    if name == "grad_accumulator" and None in blocks:
+    blocks = {way.recipe.block_key if g == GRADIENTS[0] else way.recipe.block_query
+              for g in tensors}  # fmt: skip
+    if name == "grad_accumulator" and blocks == {None}:
         return "grad-stored"  # of one block there is no sum as it runs: it is cast before its scale
     return _backward_field(name)
 

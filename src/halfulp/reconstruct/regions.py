@@ -95,7 +95,7 @@ def calls_of(emulator: Emulator, model: Model) -> tuple[frozenset[str], Region |
     right = {t for t, some in own.items() if all(f.left < RIGHT or f.times < SOUND for f in some)}
     wrong |= {trial for trial, _ in emulator.nonfinite}
     right -= wrong
-    if not wrong or len(right) < FEW:
+    if wrong <= {"small"} or len(right) < FEW:  # what is small may round to 0
         return frozenset(every), None
     some, others = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
                     for ts in (wrong, right))  # fmt: skip

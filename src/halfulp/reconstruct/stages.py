@@ -176,11 +176,12 @@ class Stages:
         """
         fits = self.emulator.fits(model, tensors)
         bad = {k: f.times for k, f in fits.items() if f.left > UNEXPLAINED and f.times > GROSS}
-        order = sorted((t for t, n in bad if bad[t, n] > 0.2 * max(bad.values())), key=simplicity)
+        least = 0.2 * max(bad.values(), default=0.0)
+        # what is small may round to 0
+        some = dict.fromkeys(t for (t, _), much in bad.items() if much > least and t != "small")
+        order = sorted((t for t in some if slips.tells(self.emulator.trials[t])), key=simplicity)
         twists = list(self.given)
-        for name in [n for n in dict.fromkeys(order) if slips.tells(self.emulator.trials[n])][
-            :SLIPPED
-        ]:
+        for name in order[:SLIPPED]:
             found = self._likeliest(name, tensors)
             twists += [
                 slips.as_twist(h.slip, self.tiles._replace(filled=filled))
