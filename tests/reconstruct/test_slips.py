@@ -52,15 +52,15 @@ def kernel(slip, where=lambda trial, x: x.new_ones(())):
     "slip",
     [
         Slip("key", "stale"),
-        Slip("weights", "factor", "last keys", 1.25),
+        Slip("scores", "factor", "last keys", 1.25),
         Slip("b_weights", "row-1"),
-        Slip("dp", "factor", "later keys", 0.75),
+        Slip("b_query", "row+1"),
     ],
 )
 def test_a_slip_is_found_again(slip):
-    run, trial = kernel(slip), TRIALS["causal"]
+    run, trial = kernel(slip), TRIALS["plain"]
     emulator = Emulator({trial: run(trial)}, run)
-    forward = slip.stage in ("key", "weights")
+    forward = slip.stage in ("key", "scores")
     tensors = frozenset({"out"}) if forward else frozenset(GRADIENTS)
     found = likeliest(emulator, trial, tensors, USUAL)
     assert found[0].left < 0.02

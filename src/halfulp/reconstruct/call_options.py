@@ -16,7 +16,7 @@ from halfulp.calls import Call, Sees
 from halfulp.reconstruct.emulating import Twist
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.twists import LOG2_E, Tensors
+from halfulp.reconstruct.twists import LOG2_E, Tensors, hidden_too
 
 
 def asked() -> Iterator[Twist]:
@@ -24,6 +24,7 @@ def asked() -> Iterator[Twist]:
     yield from _windows()
     yield from _softcaps()
     yield from _sinks()
+    yield from _past_queries()
     for width in (16, 32, 64):
         text = f"features after the last whole block of {width} are left out of QKᵀ"
         yield Twist(f"features-{width}", text, "ragged", partial(_without_features, width))
@@ -163,6 +164,30 @@ def _sinks() -> Iterator[Twist]:
 
     yield Twist("sinks-lse", "sinks are left out of lse", "sinks",
                 partial(_of, "sinks", lambda c: replace(c)), back)  # fmt: skip
+
+
+def _past_queries() -> Iterator[Twist]:
+    """Keys beyond the number of queries, where sizes are taken for one another."""
+
+    def zeros(names: tuple[str, ...], trial: Trial) -> Trial | None:
+        n, changed = trial.call.query.shape[2], {}
+        if trial.call.key.shape[2] <= n:
+            return None
+        for name in names:
+            changed[name] = getattr(trial.call, name).clone()
+            changed[name][:, :, n:] = 0
+        return replace(trial, call=replace(trial.call, **changed))
+
+    def hidden(trial: Trial) -> Trial | None:
+        n, n_key = trial.call.scores_shape[2:]
+        return hidden_too(trial, (torch.arange(n_key) < n).expand(n, -1)) if n_key > n else None
+
+    told = "beyond the number of queries"
+    yield Twist("past-queries", f"keys {told} are left out", "key-tail", hidden)
+    for names, what in ((("key",), "K is"), (("value",), "V is"),
+                        (("key", "value"), "K and V are")):  # fmt: skip
+        key = f"past-queries-{'-'.join(names)}"
+        yield Twist(key, f"{what} 0 {told}", "key-tail", partial(zeros, names))
 
 
 def _without_features(width: int, trial: Trial) -> Trial | None:

@@ -41,7 +41,7 @@ _UPSTREAM = {"lse", "backward-scores", "backward-mask", "operand", "grad-tail"}
 _OF_P = {"lse", "backward-scores", "weights-disagree"}
 _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse"}
 _WEIGHTS = {False: "weights", True: "probabilities"}
-_IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
+IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
 OF_CALLS = (*_OPTIONS, "causal-mask", "key-heads", "ragged")
 _ON_SIZES = ("ragged", "key-heads", "causal-mask", "other-data")
@@ -129,7 +129,7 @@ def unexplained(
             times > FAR,
         )
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
-            cause = _IN_GRADIENTS.get(cause, cause)
+            cause = IN_GRADIENTS.get(cause, cause)
         found.append(Place(tensor, worst, text, cause, left, times, alone, read, frozenset(bad)))
     found += _not_finite(emulator)
     found.sort(key=lambda p: list(_SHORT).index(p.tensor))

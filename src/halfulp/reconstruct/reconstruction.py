@@ -31,7 +31,14 @@ from halfulp.reconstruct.naming import (
 )
 from halfulp.reconstruct.order_read import Order, key_order, query_order
 from halfulp.reconstruct.panel import Trial, panel, some_heads
-from halfulp.reconstruct.places import OF_CALLS, STRUCTURE, UNEXPLAINED, Place, unexplained
+from halfulp.reconstruct.places import (
+    IN_GRADIENTS,
+    OF_CALLS,
+    STRUCTURE,
+    UNEXPLAINED,
+    Place,
+    unexplained,
+)
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted
 from halfulp.reconstruct.slips import Tiles, of_others
 from halfulp.reconstruct.stages import Stages
@@ -271,7 +278,9 @@ def _of_calls(cause: Named, region: Region) -> Named:
     if not cause.function or cause.cause.key in STRUCTURE:
         return cause
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
-    return replace(cause, cause=CAUSES[region.cause], text=text)
+    key = region.cause
+    key = key if cause.tensor in FORWARD else IN_GRADIENTS.get(key, key)
+    return replace(cause, cause=CAUSES[key], text=text)
 
 
 def _with_field(place: Place, harmless: Sequence[Difference]) -> Place:

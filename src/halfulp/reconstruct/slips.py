@@ -31,7 +31,7 @@ from halfulp.reconstruct.slip_kinds import (
 LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
 FITTED = 8  # slips by a factor that are fitted
 FITS = 4  # steps towards the factor that explains most
-NEAR = 8  # slips that point where the error does, which are tried in parts of the tiles
+NEAR = 12  # slips that point where the error does, which are tried in parts of the tiles
 EXCHANGED = 0.2  # share that another head's data may leave of what some heads err
 MANY = 24  # heads, and
 LARGEST = 200_000  # pairs of queries and keys of a trial on which slips are looked for

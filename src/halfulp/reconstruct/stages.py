@@ -195,7 +195,9 @@ class Stages:
             changes += [c for t in dict.fromkeys(twists)
                         for c in self._on_some(model, t, tensors, scope)]  # fmt: skip
         # what explains a simple trial alike is told apart by all the others
-        best = sorted(changes, key=lambda c: self.search.loss(c[1], tensors))[:1]
+        losses = [self.search.loss(changed, tensors) for _, changed in changes]
+        near = min(losses, default=0.0) + ALIKE * len(fits)
+        best = [c for c, loss in zip(changes, losses, strict=True) if loss <= near][:1]
         if everywhere and best:
             new = self.emulator.fits(best[0][1], tensors)
             told = sum(new[k].left < EXACTLY for k in bad)

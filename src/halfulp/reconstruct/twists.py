@@ -206,12 +206,12 @@ def _cut_keys(
         if (first, last) == (0, n) or last - first < 1:
             return None
         i, j = _positions(trial.call)
-        return _hidden(trial, ((j >= first) & (j < last)).expand(len(i), -1))
+        return hidden_too(trial, ((j >= first) & (j < last)).expand(len(i), -1))
 
     return Twist(key, text, "key-tail", turn)
 
 
-def _hidden(trial: Trial, seen: Tensor) -> Trial:
+def hidden_too(trial: Trial, seen: Tensor) -> Trial:
     """Pairs that are not seen `[N, N_k]` hidden as well, whatever else the call says."""
     call, (i, j) = trial.call, _positions(trial.call)
     least, greatest = call.bounds
@@ -235,7 +235,7 @@ def orders() -> Iterator[Twist]:
     def turn(trial: Trial) -> Trial | None:
         call, (i, j) = trial.call, _positions(trial.call)
         seen = torch.ones(len(i), j.shape[1], dtype=torch.bool)
-        hidden = _hidden(trial, seen).call.sees.mask if call.bounds != (None, None) else None
+        hidden = hidden_too(trial, seen).call.sees.mask if call.bounds != (None, None) else None
         mask = call.sees.mask if hidden is None else hidden
         if mask is not None:
             mask = mask.flip(-1)
@@ -267,39 +267,9 @@ def ends() -> Iterator[Twist]:
     for count in (1, 2, 4, 8):
         text = "the last key is" if count == 1 else f"the last {count} keys are"
         yield _cut_keys(f"key-minus-{count}", f"{text} left out", _start, partial(_less, count))
-    yield from _past_queries()
     yield _cut_keys("key-first", "the first key is left out", _second, _end)
     yield _without_queries("query-last", "the last query is left out", lambda n: slice(n - 1, n))
     yield _without_queries("query-first", "the first query is left out", lambda _: slice(0, 1))
-
-
-def _past_queries() -> Iterator[Twist]:
-    """Keys beyond the number of queries, where sizes are taken for one another."""
-
-    def zeros(names: tuple[str, ...]) -> Turn:
-        def turn(trial: Trial) -> Trial | None:
-            n, changed = trial.call.query.shape[2], {}
-            if trial.call.key.shape[2] <= n:
-                return None
-            for name in names:
-                changed[name] = getattr(trial.call, name).clone()
-                changed[name][:, :, n:] = 0
-            return _with(trial, **changed)
-
-        return turn
-
-    def hidden(trial: Trial) -> Trial | None:
-        i, j = _positions(trial.call)
-        return _hidden(trial, (j < len(i)).expand(len(i), -1)) if j.shape[1] > len(i) else None
-
-    told = "beyond the number of queries"
-    yield Twist("past-queries", f"keys {told} are left out", "key-tail", hidden)
-    for names, what in (
-        (("key",), "K is"),
-        (("value",), "V is"),
-        (("key", "value"), "K and V are"),
-    ):
-        yield Twist(f"past-queries-{'-'.join(names)}", f"{what} 0 {told}", "key-tail", zeros(names))
 
 
 def _less(count: int, n: int) -> int:
