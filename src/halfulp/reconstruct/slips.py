@@ -29,9 +29,9 @@ from halfulp.reconstruct.slip_kinds import (
 )
 
 LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
-FITTED = 8  # slips by a factor that are fitted
+FITTED = 5  # slips by a factor that are fitted
 FITS = 4  # steps towards the factor that explains most
-NEAR = 12  # slips that point where the error does, which are tried in parts of the tiles
+NEAR = 10  # slips that point where the error does, which are tried in parts of the tiles
 EXCHANGED = 0.2  # share that another head's data may leave of what some heads err
 MANY = 24  # heads, and
 LARGEST = 200_000  # pairs of queries and keys of a trial on which slips are looked for
@@ -144,14 +144,17 @@ def likeliest(
 
     every = [held(slip) for slip in _slips(trial, stages, region is not None)]
     if region is None:
-        first = [held(Slip(stage, m, factor=1.25)) for stage in stages for m in FACTORS]
-        every += [fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
-    best, near = sorted(every, key=order)[:6], sorted(every, key=lambda h: h.least)[:NEAR]
+        for mistake in FACTORS:
+            first = [held(Slip(stage, mistake, factor=1.25)) for stage in stages]
+            every += [fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
+    best = sorted(every, key=order)[:6]
+    parted = [h for h in every if h.slip.mistake != "grows"]
+    near = sorted(parted, key=lambda h: h.least)[:NEAR]
     if region is None and best[0].left > DONE:
         for slip in dict.fromkeys(h.slip for h in near):
             kind = slip.mistake.rstrip("0123456789.")
             like = [replace(slip, mistake=m) for m in SIFTED if m.startswith(kind)]
-            parts = [replace(slip, part=part) for part in PARTS if part and slip.mistake != "grows"]
+            parts = [replace(slip, part=part) for part in PARTS if part]
             best += map(fitted if slip.mistake in FACTORS else held, (*like, *parts))
     clear = [h for h in best if h.slip.mistake not in FACTORS or abs(h.slip.factor - 1) > LEAN]
     return sorted(clear, key=order)[:6]
