@@ -142,14 +142,19 @@ def _truth(case: Case, x: Inputs) -> Result:
 _MOST_SCORES = 2**24
 """Of one emulation: recipes without tiles hold several matrices of this many numbers."""
 
+_CACHED_SCORES = 2**18
+"""Of one that is no single call of the library: its fp64 matrices pass through the cache often."""
+
 
 def emulated(x: Inputs, recipe: Recipe) -> Result:
     """The recipe's out, lse and gradients on given inputs, emulated; long ones a key head at a
-    time, with the same bits.
+    time, those in fp64 by two, with the same bits.
     """
-    if x.query.shape[:3].numel() * x.key.shape[2] <= _MOST_SCORES:
+    scores = x.query.shape[:3].numel() * x.key.shape[2]
+    if scores <= (_CACHED_SCORES if recipe.compute == "float64" else _MOST_SCORES):
         return _emulated(x, recipe)
-    return Result(**in_parts(x, 1, lambda part, _: _emulated(part, recipe).given()))
+    heads = 1 if scores > _MOST_SCORES else 2
+    return Result(**in_parts(x, heads, lambda part, _: _emulated(part, recipe).given()))
 
 
 def _emulated(x: Inputs, recipe: Recipe) -> Result:
