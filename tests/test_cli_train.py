@@ -123,7 +123,7 @@ def same(one, two):
             ["minutes", "--out", "run", "--parallel", "ddp"],
             "parallel='ddp': accepted under torchrun",
         ),
-        (["--resume", "nosuch"], "run='nosuch': there is no run.json of a training"),
+        (["--resume", "nosuch"], "run='nosuch': there is no such folder"),
         (["--resume", "nosuch", "--steps", "3"], "steps='3': accepted without --resume"),
         (["minutes", "--resume", "nosuch"], "preset='minutes': accepted without --resume"),
         (

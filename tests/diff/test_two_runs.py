@@ -200,7 +200,7 @@ def test_other_settings_are_told_and_scaled(runs, capsys):
             ["flash", "math", "--workload", "my.py:make"],
             "accepted for a run of a model of your",
         ),
-        (["A", "bf16", "--beside", "none"], "there is no run.json of a training"),
+        (["A", "bf16", "--beside", "none"], "there is no such folder"),
     ],
 )
 def test_what_cannot_be_compared(line, message, capsys):

@@ -191,7 +191,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path: Path) -> None:
         ([base, wide], "its model has other tensors"),
         ([base, late], "no checkpoint in common"),
         ([base], "accepted are two or more run folders"),
-        ([base, tmp_path], "there is no run.json of a training"),
+        ([base, tmp_path], "there is no run.json, or it is torn"),
         (
             [base, planted_run(tmp_path / "seed", dataclasses.replace(BASE, data_seed=5))],
             "all are baselines",

@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_said_on_the_page(
     assert status == 200
     says = {
         "torn line": "line 4 is torn and was left out",
-        "torn record": "there is no run.json of",
+        "torn record": "there is no run.json, or it is torn",
         "gone": "0 measurements",
         "older": "the last at step 3",
         "another&#39;s": "",

@@ -243,7 +243,7 @@ def test_an_altered_order_or_record_does_not_go_on(broken) -> None:
     for name, byte, says in (
         ("batches.npy", -1, "its SHA-256 is another"),
         ("batches.npy", 0, "accepted is a whole .npy file"),
-        ("run.json", 0, "there is no run.json of a training, or it is torn"),
+        ("run.json", 0, "there is no run.json, or it is torn"),
     ):
         flipped(broken / name, byte)
         with pytest.raises(ValueError, match=says):
