@@ -139,6 +139,8 @@ def test_the_plugin_remembers_what_failed_and_writes_figures(tmp_path, monkeypat
             ".",
             "-c",
             os.devnull,
+            "-p",
+            "no:unraisableexception",  # looks for garbage five times at each end, for seconds here
             *options,
         ]
         code = pytest.main(["test_it.py", "-q", "-o", "cache_dir=cache", *given])
