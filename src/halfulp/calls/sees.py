@@ -71,9 +71,9 @@ class Sees:
         j = torch.arange(cols.start, cols.stop, device=scores.device)[None, :]
         # most tiles lie whole inside the bounds, and need no comparison
         if greatest is not None and cols.stop - 1 - rows.start > greatest:
-            scores = scores.masked_fill(j - i > greatest, -math.inf)
+            scores = scores.masked_fill(j > i + greatest, -math.inf)
         if least is not None and cols.start - (rows.stop - 1) < least:
-            scores = scores.masked_fill(j - i < least, -math.inf)
+            scores = scores.masked_fill(j < i + least, -math.inf)
         return scores
 
     def tile(self, rows: slice, cols: slice) -> Tensor:
