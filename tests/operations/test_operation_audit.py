@@ -239,7 +239,12 @@ def test_a_kernel_says_which_values_of_an_option_it_takes():
         ("swiglu", "swapped_gradients", "exchanged", "grad_gate and grad_up are exchanged"),
         ("sum", "mean", "factor", "times what it should be"),
         ("swiglu", "clamped", "limited", "activated is held within ±10 in the forward pass alone"),
-        ("quantize", "scale_of_neighbor", "block-scale", "scales are the neighboring block's"),
+        (
+            "quantize",
+            "scale_of_neighbor",
+            "block-scale",
+            "is its neighbor's, the one before, along blocks",
+        ),
     ],
 )
 def test_the_cause_is_what_errs_as_the_kernel_does(op, fault, key, text):

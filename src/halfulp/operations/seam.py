@@ -104,7 +104,9 @@ def over_root(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
     """
     kept = step(name, torch.rsqrt(x.detach()))
     zero = (x - x.detach()).nan_to_num()  # where x has overflowed, too
-    return rows * (kept - 0.5 * kept**3 * zero)
+    # for every element, so that the terms of its gradient, an inner product, are a gradient's
+    zeros = step("_inner", zero.expand_as(rows))
+    return rows * (kept - 0.5 * kept**3 * zeros)
 
 
 def times_rsqrt(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:

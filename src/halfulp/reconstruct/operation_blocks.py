@@ -1,19 +1,20 @@
-"""What kernels do otherwise where an operation rounds to a block format: other scales, other codes,
-ends left out.
+"""What kernels do otherwise where an operation rounds to a block format: quantizing is a definition
+of its own, in steps (magnitudes, their largest, scales, quotients by them, codes), and at each of
+these the mistakes of the table may be made; beside other rules for scales and codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from halfulp.formats import (
+    BF16,
     FORMATS,
     FP32,
     OCP_E4M3,
@@ -23,26 +24,58 @@ from halfulp.formats import (
     round_to,
 )
 from halfulp.operations import OperationCalls, Rounding
+from halfulp.reconstruct.operation_mistakes import (
+    AlongAlter,
+    Alter,
+    cut,
+    other_values,
+    rare_shifts,
+    rounded,
+    shifts,
+)
+from halfulp.reconstruct.operation_trials import Trial
 from halfulp.reconstruct.operation_ways import Way
 
-_Scales = Callable[[Tensor, Tensor], Tensor]  # (scales, largest magnitudes) -> scales
-_Codes = Callable[[Tensor, Format], Tensor]
+_Rule = Callable[[Tensor, BlockFormat], Tensor]  # of a step's value
+_Changes = Mapping[str, _Rule]  # by step
+_Quantize = Callable[..., Tensor]  # (x, fmt=...) -> x
+_SCALES = ("magnitudes", "largest", "scale", "read")  # steps whose mistakes are of a scale
+_SAID = {
+    "magnitudes": "what a scale is taken from",
+    "largest": "the largest of a block",
+    "scale": "a scale",
+    "read": "the scale that codes are multiplied by",
+    "scaled": "what is rounded to codes",
+    "codes": "a code",
+}
+_ALONG = ("rows", "blocks", "a block")
 
 
 def block_ways(calls: OperationCalls, base: Rounding) -> Iterator[Way]:
     """Other scales and codes, at every step that this recipe rounds to a block format, and where
     the operation itself rounds to one.
     """
+    yield from _ways_of(calls, base, _tweaks())
+
+
+def block_mistakes(calls: OperationCalls, base: Rounding) -> Iterator[Way]:
+    """Every mistake of the table at every step of quantizing."""
+    yield from _ways_of(calls, base, _mistakes())
+
+
+def _ways_of(
+    calls: OperationCalls, base: Rounding, changes: Iterator[tuple[str, str, _Quantize]]
+) -> Iterator[Way]:
     chosen = calls.options.get("format")
     steps = {n: f for n, f in base.steps.items() if isinstance(f, BlockFormat)}
     steps = {n: f for n, f in steps.items() if n.startswith(f"{chosen}_")}
     known = {f.name: f for f in FORMATS if isinstance(f, BlockFormat)}
-    for cause, text, quantize in _tweaks():
+    for cause, text, quantize in changes if steps or chosen in known else ():
         if steps:
             for role, of in _roles(steps).items():
                 other = {n: partial(quantize, fmt=steps[n]) for n in of}
                 yield Way(cause, f"{text}, of {role}", formats=other)
-        elif chosen in known:
+        else:
             yield Way(cause, text, of_calls=partial(_result, known, quantize))
 
 
@@ -51,56 +84,103 @@ def _roles(steps: dict[str, BlockFormat]) -> dict[str, list[str]]:
     return roles | {f"{name.rpartition('_')[2]}s": [name] for name in steps}
 
 
-def _result(known: dict[str, BlockFormat], quantize: Any, calls: OperationCalls) -> Way:
+def _result(known: dict[str, BlockFormat], quantize: _Quantize, calls: OperationCalls) -> Way:
     x, fmt = next(iter(calls.operands.values())), known[calls.options["format"]]
     output = torch.stack([quantize(one.float(), fmt=fmt) for one in x])
     return Way("", "", results=lambda found: found | {"output": output})
 
 
-def _tweaks() -> Iterator[tuple[str, str, Callable[..., Tensor]]]:
-    scales: tuple[tuple[str, _Scales], ...] = (
-        ("scales are half of their block's", lambda s, _: s / 2),
-        ("scales are twice their block's", lambda s, _: s * 2),
-        ("scales are four times their block's", lambda s, _: s * 4),
-        ("scales are the neighboring block's", lambda s, _: s.roll(1, -2)),
-        ("scales are another row's", lambda s, _: s.roll(1, 0)),
-        ("one scale for all blocks", lambda s, _: s.amax().expand(s.shape)),
-        ("one scale a row", lambda s, _: s.amax(-2, keepdim=True).expand(s.shape)),
-        ("scales are fixed at 1", lambda s, _: torch.ones_like(s)),
-        ("scales are powers of two", lambda s, _: torch.exp2(s.log2().floor())),
-    )
-    for text, scale in scales:
-        yield "block-scale", text, partial(_quantized, scale=scale)
+def _tweaks() -> Iterator[tuple[str, str, _Quantize]]:
+    for text, scale in _OTHER_SCALES.items():
+        yield "block-scale", text, partial(_quantized, changes={"scale": scale})
     yield "block-scale", "there is no scale for the tensor", partial(_quantized, tensor=False)
     yield (
         "block-scale",
-        "codes are multiplied by other scales, a row's neighbor's",
-        partial(_quantized, read=lambda s, _: s.roll(1, 0)),
-    )
-    yield (
-        "block-scale",
-        "codes are multiplied by half of their scales",
-        partial(_quantized, read=lambda s, _: s / 2),
+        "scales are taken from positive numbers alone",
+        partial(_quantized, changes={"signed": lambda x, _: x.clamp_min(0)}),
     )
     for size in (16, 32, 64, 128, None):
         text = f"blocks are of {size or 'a whole row'}"
         yield "block-scale", text, partial(_quantized, size=size, sized=True)
-    codes: tuple[tuple[str, _Codes], ...] = (
-        ("codes are cut instead of rounded", lambda x, f: round_to(x, f, rounding="toward_zero")),
-        ("codes below the smallest normal one are lost",
-         lambda x, f: _without_subnormals(round_to(x, f), f, x * 0)),
-        ("there are no codes below the smallest normal one", lambda x, f: _without_subnormals(
-            round_to(x, f), f, (x / f.min_normal).round() * f.min_normal)),
-        ("codes end at 240", lambda x, f: round_to(x, f).clamp(-240, 240)),
-        ("codes between two numbers go away from zero",
-         lambda x, f: round_to(x * (1 + 2.0**-40), f)),
-        ("codes are E5M2", lambda x, _: round_to(x, OCP_E5M2.with_(overflow="saturate"))),
-        ("codes are E4M3", lambda x, _: round_to(x, OCP_E4M3.with_(overflow="saturate"))),
-    )  # fmt: skip
-    for text, code in codes:
+    for text, code in _OTHER_CODES.items():
         yield "block-codes", text, partial(_quantized, code=code)
     for block in (16, 32):
         yield "end", f"what no whole {block} cover is left out", partial(_ended, block=block)
+
+
+def _power(rule: Callable[[Tensor], Tensor]) -> _Rule:
+    """A power of two, so rounded that the largest number of a block becomes the format's."""
+
+    def scale(x: Tensor, fmt: BlockFormat) -> Tensor:
+        return torch.exp2(rule((x / fmt.element.max).log2()).clamp(-127, 127))
+
+    return scale
+
+
+_OTHER_SCALES: dict[str, _Rule] = {
+    "scales are four times their block's": lambda s, _: s * 4,
+    "scales are a quarter of their block's": lambda s, _: s / 4,
+    "scales are of codes up to 240": lambda s, f: s * (f.element.max / 240),
+    "scales are of codes up to 256": lambda s, f: s * (f.element.max / 256),
+    "scales are of codes up to 4": lambda s, f: s * (f.element.max / 4),
+    "scales are of codes up to 8": lambda s, f: s * (f.element.max / 8),
+    "one scale for all blocks": lambda s, _: s.amax().expand(s.shape),
+    "one scale a row": lambda s, _: s.amax(-2, keepdim=True).expand(s.shape),
+    "scales are powers of two": lambda s, _: torch.exp2(s.log2().floor()),
+    "scales are powers of two, rounded up": lambda s, _: torch.exp2(s.log2().ceil()),
+    "scales are rounded to bf16": lambda s, _: rounded(BF16)(s.float()).double(),
+    "scales are cut to bf16": lambda s, _: cut(BF16)(s.float()).double(),
+}
+_POWERS: dict[str, _Rule] = {
+    "scales are the power of two nearest to the largest / the format's": _power(torch.round),
+    "scales are the power of two above the largest / the format's": _power(torch.ceil),
+    "scales are the power of two below the largest / the format's": _power(torch.floor),
+}
+_OTHER_CODES: dict[str, Callable[[Tensor, Format], Tensor]] = {
+    "codes are cut instead of rounded": lambda x, f: round_to(x, f, rounding="toward_zero"),
+    "codes are rounded up": lambda x, f: round_to(x, f, rounding="up"),
+    "codes are rounded down": lambda x, f: round_to(x, f, rounding="down"),
+    "codes below the smallest normal one are lost": lambda x, f: _without_subnormals(
+        round_to(x, f), f, x * 0
+    ),
+    "there are no codes below the smallest normal one": lambda x, f: _without_subnormals(
+        round_to(x, f), f, (x / f.min_normal).round() * f.min_normal
+    ),
+    "codes end at 240": lambda x, f: round_to(x, f).clamp(-240, 240),
+    "codes between two numbers go away from zero": lambda x, f: round_to(x * (1 + 2.0**-40), f),
+    "codes between two numbers go toward zero": lambda x, f: round_to(x * (1 - 2.0**-40), f),
+    "codes are E5M2": lambda x, _: round_to(x, OCP_E5M2.with_(overflow="saturate")),
+    "codes are E4M3": lambda x, _: round_to(x, OCP_E4M3.with_(overflow="saturate")),
+    "codes have lost their sign": lambda x, f: round_to(x, f).abs(),
+    "codes are integers": lambda x, f: x.round().clamp(-f.max, f.max),
+    "codes are not rounded": lambda x, f: x.clamp(-f.max, f.max),
+}
+
+
+def _mistakes() -> Iterator[tuple[str, str, _Quantize]]:
+    for text, rule in _POWERS.items():
+        of_largest = partial(_quantized, changes={"from_largest": rule})
+        yield "block-scale", text, of_largest
+    for step, said in _SAID.items():
+        cause = "block-scale" if step in _SCALES else "block-codes"
+        known = torch.tensor([1e-3, 500.0]) if step in ("scaled", "codes") else torch.tensor(1e3)
+        for _, text, alter in other_values(known):
+            if "left out" not in text or cause == "block-codes":
+                change = {step: partial(_by_value, alter)}
+                yield cause, f"{said} {text}", partial(_quantized, changes=change)
+        dims = _ALONG if cause == "block-codes" else _ALONG[:2]
+        for dim, along in enumerate(dims):
+            for _, text, shift in (*shifts(), *rare_shifts()):
+                change = {step: partial(_along, shift, dim)}
+                yield cause, f"{said} {text}, along {along}", partial(_quantized, changes=change)
+
+
+def _along(alter: AlongAlter, dim: int, x: Tensor, _: BlockFormat) -> Tensor:
+    return alter(x, dim=dim)
+
+
+def _by_value(alter: Alter, x: Tensor, _: BlockFormat) -> Tensor:
+    return alter(x)
 
 
 def _ended(x: Tensor, fmt: BlockFormat, block: int) -> Tensor:
@@ -113,32 +193,46 @@ def _without_subnormals(x: Tensor, fmt: Format, instead: Tensor) -> Tensor:
     return torch.where(x.abs() < fmt.min_normal, instead, x)
 
 
+def _same(x: Tensor, _: BlockFormat) -> Tensor:
+    return x
+
+
 def _quantized(
     x: Tensor,
     fmt: BlockFormat,
-    scale: _Scales | None = None,
-    read: _Scales | None = None,
-    code: _Codes = round_to,
+    changes: _Changes | None = None,
+    code: Callable[[Tensor, Format], Tensor] = round_to,
     tensor: bool = True,
     size: int | None = None,
     sized: bool = False,
 ) -> Tensor:
-    """Rows of x quantized block by block: the scales of the format changed by `scale` before they
-    divide, by `read` where they multiply again.
-    """
+    """Rows of x quantized block by block, each step changed so."""
+
+    def step(name: str, value: Tensor) -> Tensor:
+        return (changes or {}).get(name, _same)(value, fmt)
+
+    blocks = blocks_of(x, (size if sized else fmt.block_size) or x.shape[-1])
+    magnitudes = step("magnitudes", step("signed", blocks).abs())
+    largest = step("largest", magnitudes.amax(-1, keepdim=True))
+    if changes and "from_largest" in changes:
+        scales = step("from_largest", largest)
+    else:
+        scales = scales_of(x.double(), largest, fmt, tensor)
+    scales = step("scale", scales)
+    scaled = step("scaled", blocks / torch.where(scales == 0, torch.inf, scales))
+    codes = step("codes", code(scaled.flatten(1), fmt.element).view(blocks.shape))
+    found = codes * step("read", scales)
+    return found.flatten(1)[:, : x.shape[-1]].reshape(x.shape).to(x.dtype)
+
+
+def blocks_of(x: Tensor, length: int) -> Tensor:
+    """Rows of x as `[rows, blocks, length]`, in fp64, filled up with zeros."""
     wide = x.double().reshape(-1, x.shape[-1])
-    length = (size if sized else fmt.block_size) or wide.shape[-1]
-    blocks = functional.pad(wide, (0, -wide.shape[-1] % length)).view(len(wide), -1, length)
-    largest = blocks.abs().amax(-1, keepdim=True)
-    scales = _scales(wide, largest, fmt, tensor)
-    scales = scale(scales, largest) if scale is not None else scales
-    scaled = blocks / torch.where(scales == 0, torch.inf, scales)
-    found = code(scaled.flatten(1), fmt.element).view(blocks.shape)
-    found = found * (read(scales, largest) if read is not None else scales)
-    return found.flatten(1)[:, : wide.shape[-1]].reshape(x.shape).to(x.dtype)
+    return functional.pad(wide, (0, -wide.shape[-1] % length)).view(len(wide), -1, length)
 
 
-def _scales(x: Tensor, largest: Tensor, fmt: BlockFormat, tensor: bool) -> Tensor:
+def scales_of(x: Tensor, largest: Tensor, fmt: BlockFormat, tensor: bool = True) -> Tensor:
+    """The scales of a format's standard, by the largest magnitude of each block."""
     if fmt.scale.mantissa_bits == 0:
         power = torch.frexp(largest)[1].double() - 1 - fmt.element.max_exponent
         return torch.exp2(power.clamp(-127, 127))
@@ -151,3 +245,53 @@ def _scales(x: Tensor, largest: Tensor, fmt: BlockFormat, tensor: bool) -> Tenso
         round_to(share, replace(fmt.scale, overflow="saturate") if fmt.scale is not FP32 else FP32)
         * whole
     )
+
+
+def codes_read(trial: Trial) -> tuple[str, str] | None:
+    """The cause and what is said of a quantizer that no way explains: its scales where its numbers
+    are codes of another scale, block by block, its codes where each is always given as another.
+    """
+    known = {f.name: f for f in FORMATS if isinstance(f, BlockFormat)}
+    fmt = known.get(trial.calls.options.get("format", ""))
+    if fmt is None or list(trial.kernel) != ["output"]:
+        return None
+    x = next(iter(trial.calls.operands.values()))[0].double()
+    given = trial.kernel["output"][0]
+    blocks, found = (blocks_of(t, fmt.block_size or t.shape[-1]) for t in (x, given))
+    scales = scales_of(x, blocks.abs().amax(-1, keepdim=True), fmt)
+    scales = torch.where(scales == 0, 1.0, scales)
+    due, own = (
+        round_to((blocks / scales).flatten(1), fmt.element).view(blocks.shape),
+        found / scales,
+    )
+    wrong = (own != due).any(-1)
+    powers = {}
+    for power in (-3, -2, -1, 1, 2, 3):
+        other = scales * 2.0**power
+        codes = round_to((blocks / other).flatten(1), fmt.element).view(blocks.shape)
+        same = wrong & (codes * other == found).all(-1)
+        if bool(same.any()):
+            powers[f"{2.0**power:g}"] = float(same.sum() / wrong.sum())
+    if sum(powers.values()) > MOST:
+        told = ", ".join(f"{by} times ({100 * of:.0f} %)" for by, of in powers.items())
+        share = f"{100 * float(wrong.double().mean()):.0f} % of blocks have scales that are"
+        return "block-scale", f"{share} {told} what they should be"
+    off = own != due
+    pairs = torch.unique(torch.stack([due[off], own[off]], 1), dim=0)
+    of_code = {float(a): float(b) for a, b in pairs[:4]}
+    if len(pairs) <= CODES and len(pairs) == len(torch.unique(pairs[:, 0])):
+        told = ", ".join(f"{a:g} as {b:g}" for a, b in of_code.items())
+        return "block-codes", f"codes are given as others: {told}{' …' * (len(pairs) > 4)}"
+    grid = bool((round_to(own.flatten(1), fmt.element).view(own.shape) == own).all())
+    if not grid:
+        of = 100 * float(wrong.double().mean())
+        return "block-scale", f"{of:.0f} % of blocks are no codes times their scale"
+    nearby = float((own - due)[off].abs().mean())
+    low, high = (float(f(blocks[off].div(scales.expand_as(blocks)[off]).abs())) for f in (
+        torch.min, torch.max))  # fmt: skip
+    text = f"codes of numbers between {low:.3g} and {high:.3g} scales are off, by {nearby:.2g}"
+    return "block-codes", text
+
+
+MOST = 0.8  # share of the blocks that are wrong, from which on scales explain them
+CODES = 64  # that are given as others, at most

@@ -26,6 +26,8 @@ def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator
     operation, own = calls.operation, OF_DTYPE[calls.dtype]
     definitions = operation.eager or (operation.define,)
     steps = [n for n in shapes_of_steps(calls, definitions[0]) if not n.startswith("grad_")]
+    if len(steps) == 1:  # no chain of operations: what is low is its sum
+        return
     names = ", ".join(map(said, steps[:TOLD])) + " …" * (len(steps) > TOLD)
     both = f"every step of both passes ({names}) is rounded to {own}, as eager code does"
     whole = [Way("step-low", both, eager=partial(_ran, d, calls.dtype, "")) for d in definitions]
@@ -53,6 +55,10 @@ class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.low, self.since, self.on = DTYPES[dtype], since, not since
         self.before: list[str] = []  # steps up to that one
         self.leaves, self.back = leaves, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper that keeps the compiler out of it would import the compiler first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # autograd adds what reaches an operand twice, and hardly anything else

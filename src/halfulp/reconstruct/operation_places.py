@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from halfulp.operations import OperationCalls, Rounding, Tensors, defined
+from halfulp.reconstruct.operation_mistakes import Region, regions
 from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial, trial
 from halfulp.reconstruct.operation_ways import (
+    RESULT,
     Way,
     first_calls,
     said,
+    shapes_of_results,
     shapes_of_steps,
     sizes_of,
     values_of_steps,
@@ -31,6 +34,11 @@ FEW = 0.34  # of the elements that may be
 FACTOR = 0.02  # a constant that is nearer to 1 is none
 DRAWS = 4  # of random errors of a step
 NOTHING = 1e-3  # and one that is nearer to 0 leaves out
+NOISY = 2.0  # times the squares that rounding makes, which are no error yet
+REGIONS = 4  # of those that show, at most
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # of a step, between which its limit is looked for
+ALONG = 0.05  # square of the cosine to an error, below which no number of a way is looked for
+FURTHER = 0.3  # share that one of these must explain for that
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def manner_of(run: Run, one: Trial) -> str:
         again = trial(run, replace(one.calls, manner=manner), None)
         return again is not None and bool(again.failing)
 
-    if fails(PLAIN):
+    if fails(PLAIN) or not fails(one.calls.manner):
         return ""
     own, plain = one.calls.manner.split("/"), PLAIN.split("/")
     of = ("operands", "gradients that reach it", "")
@@ -110,19 +118,57 @@ def _only(one: Trial, others: Sequence[Trial]) -> str:
     return ""
 
 
-def further_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
-    """What is tried where no common way explains: a step that is another of its shape; steps,
-    results and options so many times what they should be, by the number that fits.
+def visible_regions(trial: Trial) -> list[Region]:
+    """Regions outside which what fails is off by what rounding makes, the smallest first."""
+    operation, found = trial.calls.operation, {}
+    made_by = [trial.emulated(recipe, ()) for recipe in (operation.stock, operation.floor)]
+    shape = shapes_of_results(operation)
+    for name in trial.failing:
+        kernel, exact = trial.kernel[name][0], trial.exact[name][0]
+        off, *dues = (
+            _squares(x, exact)
+            for x in (kernel, *(recipe[name][0] for recipe in made_by if recipe is not None))
+        )
+        due = torch.stack([off * 0, *dues]).sum(0)
+        for dim, symbol in enumerate(shape[name].split()):
+            other = [d for d in range(kernel.ndim) if d != dim]
+            each, made = (x.mean(other) if other else x for x in (off, due))
+            for region in regions(symbol):
+                here = region.rule(len(each))
+                outside = float(each[~here].mean()) if not bool(here.all()) else float("inf")
+                limit = NOISY * float(made.mean()) + 1e-6 * float(each.mean())
+                if here.any() and outside <= limit < float(each[here].mean()):
+                    found[region.text] = (float(here.double().mean()), region)
+    smallest = sorted(found.values(), key=lambda one: one[0])[:REGIONS]
+    return [region for _, region in smallest]
+
+
+def _squares(x: Tensor, exact: Tensor) -> Tensor:
+    broken = BROKEN * (x.isfinite() != exact.isfinite())
+    return (x - exact).nan_to_num(0.0, 0.0, 0.0).square() + broken
+
+
+def further_ways(trial: Trial, base: Rounding, region: Region | None) -> Iterator[Way]:
+    """A step that is another of its shape; steps, results and options so many times what they
+    should be, and steps with a constant or so much of an operand beside them, or held within
+    limits: by the number that fits; in a region alone where one is given.
     """
-    yield from _taken_for_others(trial)
-    yield from _fitted_ways(trial, base)
+    yield from (replace(way, region=region) for way in _taken_for_others(trial))
+    for make, nothing, step in _numbers(trial, base):
+        yield from _fitted(trial, base, _in(region, make), nothing, step)
+    for name in _steps(trial, base):
+        yield from _limits(trial, base, _in(region, partial(_held, name)), name)
+
+
+def _in(region: Region | None, make: Callable[[float], Way]) -> Callable[[float], Way]:
+    return lambda number: replace(make(number), region=region)
 
 
 def _taken_for_others(trial: Trial) -> Iterator[Way]:
     values = _values(trial.calls)
     for name, own in values.items():
         for other, x in values.items():
-            if name != other and own.shape == x.shape and not name.startswith("result_"):
+            if name != other and own.shape == x.shape and not name.startswith(RESULT):
                 text = f"{said(name)} is taken for {said(other)}"
                 yield Way("term-missing", text, of_calls=partial(_taken, name, other))
 
@@ -132,7 +178,7 @@ def _values(calls: OperationCalls) -> Tensors:
     given = {n: x[0].float() for n, x in (calls.operands | calls.grads).items()}
     given |= {n: x[0].float() for n, x in defined(first_calls(calls, 1)).items()
               if n not in given and not n.startswith("grad_")}  # fmt: skip
-    return values_of_steps(calls) | {f"result_{n}": x for n, x in given.items()}
+    return values_of_steps(calls) | {RESULT + n: x for n, x in given.items()}
 
 
 def _taken(name: str, other: str, calls: OperationCalls) -> Way:
@@ -140,41 +186,41 @@ def _taken(name: str, other: str, calls: OperationCalls) -> Way:
     return Way("", "", {name: lambda own: x if own.shape == x.shape else own})
 
 
-def _fitted_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
-    """Steps, results and options so many times what they should be, and steps with a constant, or
-    so much of an operand, beside them: by the number that fits.
-    """
-    calls = trial.calls
+def _steps(trial: Trial, base: Rounding) -> list[str]:
+    """Steps that what fails hangs on."""
+    shapes = shapes_of_steps(trial.calls)
+    return [n for n in shapes if trial.concerns(base, Way("", "", {n: torch.neg}))]
 
-    def of_step(name: str, factor: float) -> Way:
-        cause = "factor" if abs(factor) > NOTHING else "term-missing"
-        text = f"{said(name)} is {factor:.4g} times what it should be"
-        text = text if cause == "factor" else f"{said(name)} is left out"
-        return Way(cause, text, {name: partial(torch.mul, other=factor)})
 
-    def of_option(name: str, factor: float) -> Way:
-        own, other = calls.options[name], factor * calls.options[name]
-        return Way("option", f"{name} is taken as {other:.3g} instead of {own!r}",
-                   options={name: other})  # fmt: skip
-
-    shapes = shapes_of_steps(calls)
-    names = [n for n in shapes if trial.concerns(base, Way("", "", {n: torch.neg}))]
-    for name in [f"result_{n}" for n in trial.failing] + names:
-        yield from _fitted(trial, base, partial(of_step, name), 1.0, BY)
+def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Callable[[float], Way], float, float]]:
+    """Ways of one number each, the number that changes nothing, and by how much it is moved."""
+    calls, names, values = trial.calls, _steps(trial, base), _values(trial.calls)
+    operands = {n: x for n, x in values.items() if n.removeprefix(RESULT) in calls.operands}
+    for name in (*(RESULT + n for n in trial.failing), *names):
+        yield partial(_times, name), 1.0, BY
     for name, value in calls.options.items():
         if isinstance(value, float) and value != 0:
-            yield from _fitted(trial, base, partial(of_option, name), 1.0, BY)
-    values = _values(calls)
-    operands = {n: x for n, x in values.items() if n.removeprefix("result_") in calls.operands}
+            yield partial(_option_times, name, value), 1.0, BY
     for name in names:
         own = values.get(name)
-        size = float(own.square().mean().sqrt()) if own is not None else 1.0
-        yield from _fitted(trial, base, partial(_with_constant, name), 0.0, BY * (size or 1.0))
+        size = (float(own.square().mean().sqrt()) if own is not None else 1.0) or 1.0
+        yield partial(_with_constant, name), 0.0, BY * size
         for other, x in operands.items() if own is not None else ():
             by = float(x.square().mean().sqrt())
-            if own is not None and x.shape == own.shape and x.any() and by:
-                added = partial(_with_operand, calls, name, other)
-                yield from _fitted(trial, base, added, 0.0, BY * (size or 1.0) / by)
+            if own is not None and x.shape == own.shape and by:
+                yield partial(_with_operand, calls, name, other), 0.0, BY * size / by
+
+
+def _times(name: str, factor: float) -> Way:
+    cause = "factor" if abs(factor) > NOTHING else "term-missing"
+    text = f"{said(name)} is {factor:.4g} times what it should be"
+    text = text if cause == "factor" else f"{said(name)} is left out"
+    return Way(cause, text, {name: partial(torch.mul, other=factor)})
+
+
+def _option_times(name: str, own: float, factor: float) -> Way:
+    text = f"{name} is taken as {factor * own:.3g} instead of {own!r}"
+    return Way("option", text, options={name: factor * own})
 
 
 def _with_constant(name: str, by: float) -> Way:
@@ -207,6 +253,9 @@ def _fitted(
         if start is None or moved is None:
             return
         slopes, errors = _weighted(trial, moved, start), _weighted(trial, trial.kernel, start)
+        along = float(slopes.dot(errors)) ** 2
+        if found == nothing and along < ALONG * float(slopes.dot(slopes) * errors.dot(errors)):
+            return
         by = float((slopes * errors).sum() / (slopes * slopes).sum().clamp_min(1e-300))
         found, last = nothing + by * (at - nothing), found
         if not abs(found) < 1e6 or abs(found - last) < 2e-3 * step:
@@ -214,6 +263,42 @@ def _fitted(
         at = found if abs(found - nothing) > 0.02 * step else nothing + step
     if FACTOR * step / BY < abs(found - nothing) < 1e6:
         yield make(found)
+
+
+def _held(name: str, most: float) -> Way:
+    ends = partial(torch.clamp, min=-most, max=most)
+    return Way("limited", f"{said(name)} is held within ±{most:.3g}", {name: ends})
+
+
+def _limits(trial: Trial, base: Rounding, make: Callable[[float], Way], name: str) -> Iterator[Way]:
+    """The limit that explains most, between quantiles of a step, where any explains a part."""
+    seen: list[Tensor] = []
+
+    def kept(x: Tensor) -> Tensor:
+        seen.append(x.abs().flatten())
+        return x
+
+    probe = Way("", f"{name} seen", {name: kept})
+    if trial.emulated(base, (probe,)) is None or not seen:
+        return
+    sizes = seen[0].double().sort().values
+
+    def at(share: float) -> float:
+        return float(sizes[int(share * (len(sizes) - 1))])
+
+    def explained(share: float) -> float:
+        most = at(share)
+        return trial.share(base, (make(most),)) if most > 0 else -1.0
+
+    best = max((explained(share), share) for share in QUANTILES)
+    if best[0] < FURTHER:
+        return
+    by = 0.25
+    for _ in range(8):
+        around = [s for s in (best[1] - by, best[1] + by) if 0 <= s <= 1]
+        best = max(best, *((explained(s), s) for s in around))
+        by /= 2
+    yield make(at(best[1]))
 
 
 def _weighted(trial: Trial, a: Tensors, b: Tensors) -> Tensor:
@@ -307,9 +392,7 @@ def _sits(trial: Trial, name: str) -> str:
     size = exact.nan_to_num(0.0, 0.0, 0.0).square() + (0.0 if bool(exact.any()) else 1.0)
     error = broken.double() if bool(broken.any()) else error
     total, of = float(error.sum()), float(size.sum())
-    operation = calls.operation
-    shape = {r.name: r.shape for r in operation.results}
-    shape |= {f"grad_{o.name}": o.shape for o in operation.operands}
+    shape = shapes_of_results(calls.operation)
     found: list[tuple[float, str]] = []
     for dim, symbol in enumerate(shape[name].split()):
         other = [d for d in range(kernel.ndim) if d != dim]

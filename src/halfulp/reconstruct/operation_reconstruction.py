@@ -12,16 +12,32 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halfulp.operations import Rounding
-from halfulp.reconstruct.operation_blocks import block_ways
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
 from halfulp.reconstruct.operation_eager import eager_ways
-from halfulp.reconstruct.operation_places import Place, further_ways, manner_of, place
+from halfulp.reconstruct.operation_mistakes import Region, regions
+from halfulp.reconstruct.operation_places import (
+    Place,
+    further_ways,
+    manner_of,
+    place,
+    visible_regions,
+)
 from halfulp.reconstruct.operation_random import random_cause
 from halfulp.reconstruct.operation_sums import sum_ways
 from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
-from halfulp.reconstruct.operation_ways import Way, ways
+from halfulp.reconstruct.operation_ways import (
+    RESULT,
+    Way,
+    rare_ways,
+    shapes_of_steps,
+    sizes_of,
+    ways,
+)
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
 ALL = 0.995  # share from which on eager code is all that is looked at
+DO = 0.8  # share from which on several roundings are all that is looked for
 WHOLLY = 0.9  # share from which on no other case is looked at, and nothing more looked for
 FURTHER = 0.1  # share that a first way must have, or a further way must add
 TOGETHER = 3  # ways at most
@@ -35,10 +51,16 @@ OTHERWISE = frozenset(
     {"option", "end", "neighbor", "factor", "term-missing", "exchanged", "limited"}
 )
 """Causes that are no rounding: such a way computes the kernel's own function or it does not."""
+AT_TAILS = frozenset({"neighbor", "term-missing", "factor"})
+"""What kernels do at ends that no whole block covers."""
 LEFT = 0.05  # share of the error, beside what rounding makes, that such a way may leave
 CASES = 3  # that are looked at until one is explained
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
+SMALL = 0.5  # below which it is likelier a rounding, or a short sum
+LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
+ALIKE = 3  # ways that give the same are told, at most
+LIKE = 0.1  # and least square of their cosine
 
 
 _Tried = tuple[Rounding, float, Way]
@@ -54,13 +76,17 @@ class FoundWay:
     fits: float  # how well it fits the other calls: below 0 where it is wrong and the kernel is not
     tensor: str  # what errs, the worst first
     rivals: tuple[Rival, ...] = ()  # ways that were weighed, the one that is named first
+    alike: tuple[str, ...] = ()  # ways that no call tells from it
 
     @property
     def told(self) -> str:
         """The way, and how much of what it explains."""
         if not self.share:
             return self.text
-        return f"{self.text}: explains {100 * self.share:.0f} % of the error of {self.tensor}"
+        alike = f" (as would: {'; or '.join(self.alike)})" if self.alike else ""
+        return (
+            f"{self.text}: explains {100 * self.share:.0f} % of the error of {self.tensor}{alike}"
+        )
 
 
 class Rival(NamedTuple):
@@ -132,35 +158,18 @@ class _Judge:
         found: list[_Tried] = []
         tried: list[Way] = []
         if not eager or max(eager, key=_share)[1] < ALL:
-            every = (*ways(self.trial.calls), *sum_ways(self.trial.calls))
-            tried = [way for way in every if self.trial.concerns(floor, way)]
-            bases.sort(key=lambda base: -self.trial.share(base, ()))
-            for base in bases:  # the other recipe where the nearer one does not do
-                if not found or max(found, key=_share)[1] < WHOLLY:
-                    here = [
-                        (base, *self.trial.best(base, (), way))
-                        for way in (*block_ways(self.trial.calls, base), *tried)
-                        if self.trial.concerns(base, way)
-                    ]
-                    telling = sorted(here, key=_share, reverse=True)[:TELLING]
-                    tried = [replace(way, alone="") for _, _, way in telling]
-                    found += here
+            found, tried = self._alone(bases)
         found += eager
-        if self.thorough and not self._whole(found):
-            further = [(base, way) for base in bases for way in further_ways(self.trial, base)]
-            found += [(base, *self.trial.best(base, (), way)) for base, way in further]
+        if self.thorough and not self._whole(found) and not self._roundings_do(found, tried):
+            more = self._further(bases, found)
+            tried = _both([*more, *found])
+            found += more
         (base, share, way), fits, rivals = self._told_apart(found)
-        chosen: tuple[Way, ...] = (way,)
-        while tried and FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
-            rest = self.trial.unexplained(base, chosen)
-            tried = [way for way in tried if self.trial.concerns(base, way, rest)]
-            more = [(base, *self.trial.best(base, chosen, way)) for way in tried]
-            if not more:
-                break
-            base, risen, way = max(more, key=_share)
-            if risen < share + max(FURTHER, (1 - share) / 3):
-                break
-            share, chosen = risen, (*chosen, way)
+        if share >= WHOLLY and fits < WRONG:  # elsewhere it is in a part alone
+            found += self._in_parts(found)
+            (base, share, way), fits, rivals = self._told_apart(found)
+        alike = self._alike(base, way, found)
+        share, chosen = self._joined(base, share, way, tried)
         of_rounding = self._of_rounding()
         otherwise = {w.cause for w in chosen} & OTHERWISE
         most = max(LEFT, 4 * of_rounding) if otherwise else 1.0
@@ -171,17 +180,150 @@ class _Judge:
         if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
             return self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
-        return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals)
+        alike = alike if len(chosen) == 1 else ()
+        return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals, alike)
+
+    def _alone(self, bases: list[Rounding]) -> tuple[list[_Tried], list[Way]]:
+        """Every way tried by itself, roundings first where errors are small, and those that tell
+        most.
+        """
+        floor, calls = self.trial.calls.operation.floor, self.trial.calls
+        other = {True: [], False: []}  # type: dict[bool, list[Way]]
+        for way in ways(calls):
+            if self.trial.concerns(floor, way):
+                other[way.cause in OTHERWISE].append(way)
+        found: list[_Tried] = []
+        telling: list[_Tried] = []
+        bases.sort(key=lambda base: -self.trial.share(base, ()))
+        likelier = self.trial.relative > SMALL
+        for otherwise in (likelier, not likelier):
+            if found and (self._whole(found) or self._roundings_do(telling, _both(telling))):
+                break
+            tried = other[otherwise]
+            if not otherwise:
+                tried += [w for w in sum_ways(calls) if self.trial.concerns(floor, w)]
+            for base in bases:  # the other recipe where the nearer one does not do
+                if not found or max(found, key=_share)[1] < WHOLLY:
+                    blocks = () if otherwise else block_ways(calls, base)
+                    here = [
+                        (base, *self.trial.best(base, (), way))
+                        for way in (*blocks, *tried)
+                        if self.trial.concerns(base, way)
+                    ]
+                    telling += sorted(here, key=_share, reverse=True)[:TELLING]
+                    tried = [replace(way, alone="") for _, _, way in telling]
+                    found += here
+        return found, _both(telling)
+
+    def _roundings_do(self, found: list[_Tried], tried: list[Way]) -> bool:
+        """Whether up to three roundings together explain enough."""
+        base, share, way = max(found, key=_share)
+        share, chosen = self._joined(base, share, way, tried)
+        # coarse formats come near to any factor
+        kinds = {CAUSES[w.cause].kind if w.cause != "coarser" else "" for w in chosen}
+        return share >= DO and kinds == {"rounding"}
+
+    def _joined(
+        self, base: Rounding, share: float, way: Way, tried: list[Way]
+    ) -> tuple[float, tuple[Way, ...]]:
+        """With further ways beside one, as long as each explains more of what is left."""
+        chosen: tuple[Way, ...] = (way,)
+        while tried and FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
+            rest = self.trial.unexplained(base, chosen)
+            steps = {name for one in chosen for name in one.steps}
+            tried = [
+                way
+                for way in tried
+                if not steps & way.steps.keys() and self.trial.concerns(base, way, rest)
+            ]
+            more = [(base, *self.trial.best(base, chosen, way)) for way in tried]
+            if not more:
+                break
+            _, risen, way = max(more, key=_share)
+            if risen < share + max(FURTHER, (1 - share) / 3):
+                break
+            share, chosen = risen, (*chosen, way)
+        return share, chosen
+
+    def _further(self, bases: list[Rounding], found: list[_Tried]) -> list[_Tried]:
+        """What is tried where no common way explains: ways in a region alone, numbers that fit."""
+        base, seen, calls = bases[0], visible_regions(self.trial), self.trial.calls
+        more: list[_Tried] = []
+        where = seen[0] if seen else None
+        # numbers that fit are a few calls each
+        stages = [(base, block_mistakes(calls, base))]
+        stages += [(of, further_ways(self.trial, of, where)) for of in bases]
+        for of, rarer in (*stages, (base, rare_ways(calls))):
+            if not self._sure(more):
+                more += [(of, *self.trial.best(of, (), way))
+                         for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
+        for region in seen:
+            if not self._sure(more):
+                every = [*found, *more]
+                every.sort(key=lambda one: -self.trial.part(one[0], one[2], region))
+                more += [self._tried(of, way, region) for of, _, way in every[:LIKELY]]
+        if not seen and not self._sure(more):
+            more += self._hidden(base, found)
+        return more
+
+    def _sure(self, found: list[_Tried]) -> bool:
+        """Whether one leaves no more than rounding may make, and is wrong on no other call."""
+        if not self._whole(found):
+            return False
+        base, _, way = max(found, key=_share)
+        return self._fit(base, (way,)) >= WRONG
+
+    def _hidden(self, base: Rounding, found: list[_Tried]) -> list[_Tried]:
+        """Ways in a part that results do not show: those whose errors are like the kernel's, and at
+        tails such as no sum shows where they are everywhere, a neighbor's data for one.
+        """
+        every = self._regions()
+        likely = sorted(found, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
+        more = [
+            self._tried(of, way, region)
+            for of, _, way in likely
+            if self.trial.like(of, way) > LIKE
+            for region in every
+        ]
+        tails = [r for r in every if r.text.startswith("past")]
+        often = {str(w): w for of, _, w in found if w.cause in AT_TAILS and of is base}
+        for way in often.values():
+            if self._whole(more):
+                break
+            more += [self._tried(base, way, region) for region in tails]
+        return more
+
+    def _in_parts(self, found: list[_Tried]) -> list[_Tried]:
+        """Ways that explain this call, in every region that they may be in here as well."""
+        most, every = max(found, key=_share)[1], self._regions()
+        whole = [one for one in found if one[1] >= most - EQUAL and one[2].region is None]
+        tried = [
+            self._tried(base, way, region) for base, _, way in whole[:MOST] for region in every
+        ]
+        return [one for one in tried if one[1] >= most - EQUAL]
+
+    def _regions(self) -> list[Region]:
+        sizes = sizes_of(self.trial.calls)
+        lengths = {n for shape in shapes_of_steps(self.trial.calls).values() for n in shape}
+        halves = [f"{s} / 2" for s, n in sizes.items() if n // 2 in lengths - set(sizes.values())]
+        return [r for symbol in (*sizes, *halves) for r in regions(symbol)]
+
+    def _tried(self, base: Rounding, way: Way, region: Region) -> _Tried:
+        if way.eager is not None or way.within is not None or way.options:
+            return base, -1.0, way  # which are of a whole call
+        return (base, *self.trial.best(base, (), replace(way, region=region, alone="")))
 
     def _whole(self, found: list[_Tried]) -> bool:
         """Whether a way leaves no more than rounding may make."""
+        if not found:
+            return False
         base, share, way = max(found, key=_share)
         emulated = self.trial.emulated(base, (way,))
         if share < WHOLLY or emulated is None:
             return False
         names = self.trial.failing
         rest = sum(self.trial.left(emulated, name) for name in names)
-        return rest <= max(16 * self._rounding(), 1e-6 * sum(self.trial.errors[n] for n in names))
+        return rest <= max(6 * self._rounding(), 1e-6 * sum(self.trial.errors[n] for n in names))
 
     def _rounding(self) -> float:
         """What rounding makes of results of the kernel's size, which may be much smaller."""
@@ -204,7 +346,7 @@ class _Judge:
             return rivals[0], 0.0, ()
         fits = [self._fit(base, (way,)) for base, _, way in rivals]
         scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
-        order = {id(way): number for number, (_, _, way) in enumerate(found)}
+        order = {id(way): (self._rank(way), number) for number, (_, _, way) in enumerate(found)}
         equal = min(EQUAL, 4 * self._of_rounding())
         rows = list(zip(rivals, fits, scores, strict=True))
         alike = [row for row in rows if row[2] >= max(scores) - equal]
@@ -215,10 +357,37 @@ class _Judge:
             told.setdefault(str(one[2]), Rival(str(one[2]), one[1], fit))
         return named[0], named[1], tuple(told.values())
 
+    def _rank(self, way: Way) -> tuple[int, int]:
+        """Everywhere before in a part, the forward pass before the gradient's, early before late,
+        results last.
+        """
+        names = list(shapes_of_steps(self.trial.calls))
+        places = [
+            names.index(n) if n in names else len(names) * (1 + n.startswith(RESULT))
+            for n in way.steps
+        ]
+        return (way.region is not None) + bool(way.alone), max(places, default=0)
+
     def _fit(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """How well ways do on the other calls, where the kernel errs and where it does not."""
         others = [t for t in self.others if t.knows(chosen)]
         return sum(t.share(base, chosen) for t in others) / max(1, len(others))
+
+    def _alike(self, base: Rounding, way: Way, found: list[_Tried]) -> tuple[str, ...]:
+        """Ways of other names that give what this one gives, on every call."""
+        shares = [one.share(base, (way,)) for one in self.others]
+        best = self.trial.share(base, (way,))
+        if best < EXPLAINS:
+            return ()
+        told = {str(way).partition(" is ")[0]: ""}
+        for of, share, other in found:
+            where = str(other).partition(" is ")[0]
+            if of is not base or abs(share - best) > EQUAL or where in told or len(told) > ALIKE:
+                continue
+            if all(abs(one.share(of, (other,)) - own) <= 10 * EQUAL
+                   for one, own in zip(self.others, shares, strict=True)):  # fmt: skip
+                told[where] = str(other)
+        return tuple(told.values())[1:]
 
     def _predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The mean share of the error that ways explain on the other calls that fail."""
@@ -230,6 +399,8 @@ class _Judge:
         return ", ".join(self.trial.failing)
 
     def _unexplained(self, share: float, chosen: tuple[Way, ...], base: Rounding) -> FoundWay:
+        if read := codes_read(self.trial):
+            return FoundWay(*read, 0.0, 0.0, self._failing)
         found: Place = place(self.trial, base, self.others)
         nearest = "; ".join(str(way) for way in chosen)
         nearest = f"; nearest is: {nearest} ({100 * share:.0f} %)" if share > EXPLAINS else ""
@@ -243,3 +414,9 @@ class _Judge:
 
 def _share(one: _Tried) -> float:
     return one[1]
+
+
+def _both(telling: list[_Tried]) -> list[Way]:
+    """Those that tell most, in both passes."""
+    most = sorted(telling, key=_share, reverse=True)[:TELLING]
+    return [replace(way, alone="") for _, _, way in most]

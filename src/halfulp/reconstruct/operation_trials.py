@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,17 @@ from halfulp.operations import (
     defined,
     drawn_calls,
 )
-from halfulp.reconstruct.operation_ways import Way, computed, first_calls, shapes_of_steps, sizes_of
+from halfulp.reconstruct.operation_mistakes import Region
+from halfulp.reconstruct.operation_ways import (
+    OPERAND,
+    RESULT,
+    Way,
+    computed,
+    first_calls,
+    shapes_of_results,
+    shapes_of_steps,
+    sizes_of,
+)
 
 Run = Callable[[OperationCalls], OperationResult | None]
 
@@ -52,6 +63,39 @@ class Trial:
     rounding: dict[str, float]  # squared, of the floor
     failing: tuple[str, ...]
     known: dict[Any, Tensors] = field(default_factory=dict)  # of the bases
+
+    @property
+    def relative(self) -> float:
+        """The error of the tensor that fails worst, of its size."""
+        return max(  # type: ignore[no-any-return]
+            (self.errors[n] / max(square(self.exact[n]), 1e-300)) ** 0.5 for n in self.failing
+        )
+
+    def like(self, base: Rounding, way: Way) -> float:
+        """The square of the cosine between the kernel's errors and a way's, over what fails."""
+        start, other = self.emulated(base, ()), self.emulated(base, (replace(way, alone=""),))
+        if start is None or other is None:
+            return 0.0
+        a, b = ([(x[n] - start[n]).flatten().nan_to_num(0.0, 0.0, 0.0) for n in self.failing]
+                for x in (self.kernel, other))  # fmt: skip
+        inner = sum(float(x.dot(y)) ** 2 / max(float(x.dot(x)) * float(y.dot(y)), 1e-300)
+                    for x, y in zip(a, b, strict=True))  # fmt: skip
+        return inner / max(1, len(self.failing))
+
+    def part(self, base: Rounding, way: Way, region: Region) -> float:
+        """The share that a way explains of the errors in a region, of what fails there."""
+        emulated, shares = self.emulated(base, (replace(way, alone=""),)), []
+        symbols = shapes_of_results(self.calls.operation)
+        for name in self.failing if emulated is not None else ():
+            of = symbols[name].split()
+            if emulated is not None and region.symbol in of:
+                dim = 1 + of.index(region.symbol)
+                here = region.rule(self.kernel[name].shape[dim]).nonzero()[:, 0]
+                kernel, own, exact = (x[name].index_select(dim, here)
+                                      for x in (self.kernel, emulated, self.exact))  # fmt: skip
+                error = max(power(kernel, exact, exact), 1e-300)
+                shares.append(max(-1.0, 1 - power(kernel, own, exact) / error))
+        return sum(shares) / len(shares) if shares else -1.0
 
     def left(self, emulated: Tensors, name: str) -> float:
         """The squared distance of the kernel from an emulation."""
@@ -97,7 +141,8 @@ class Trial:
         names = {name for way in chosen for name in (*way.steps, *way.formats)}
         if "steps" not in self.known:
             self.known["steps"] = dict.fromkeys(shapes_of_steps(self.calls), torch.zeros(()))
-        return not names or any(n in self.known["steps"] or n.startswith("result_") for n in names)
+        known = self.known["steps"]
+        return not names or any(n in known or n.startswith((OPERAND, RESULT)) for n in names)
 
     def unexplained(self, base: Rounding, chosen: tuple[Way, ...]) -> set[str]:
         """The failing tensors of whose error these ways leave a tenth or more."""
@@ -112,8 +157,8 @@ class Trial:
         return any(self._hangs_on(base, name) & of for name in (*way.steps, *way.formats))
 
     def _hangs_on(self, base: Rounding, name: str) -> set[str]:
-        if name.startswith("result_"):
-            return {name.removeprefix("result_")}
+        if name.startswith(RESULT):
+            return {name.removeprefix(RESULT)}
         key = ("hangs", name)
         if key not in self.known:
             start, moved = self.emulated(base, ()), self.emulated(base, (moving(name),))
@@ -153,7 +198,7 @@ class Trial:
 
     def emulated(self, base: Rounding, chosen: tuple[Way, ...]) -> Tensors | None:
         """What a kernel of these ways gives; None where a definition has no value there."""
-        key = (base.name, tuple((way.text, way.alone) for way in chosen))
+        key = (base.name, tuple(str(way) for way in chosen))
         if any(way.alone for way in chosen):
             own, other = (tuple(replace(w, alone="") for w in chosen if w.alone != no)
                           for no in ("backward", "forward"))  # fmt: skip
@@ -176,7 +221,7 @@ def moving(name: str) -> Way:
     """A step that is off by a known share of itself, zeros by that of 1."""
 
     def move(x: Tensor) -> Tensor:
-        return x * (1 + MOVED) + (x == 0) * MOVED
+        return x * (1 + MOVED) + (x == 0) * MOVED if x.is_floating_point() else x
 
     return Way("", f"{name} moved", {name: move})
 
@@ -194,9 +239,13 @@ def _mixed(forward: Tensors | None, backward: Tensors | None) -> Tensors | None:
 
 def power(a: Tensor, b: Tensor, scale: Tensor) -> float:
     """The squared distance; where one of two is not finite it counts as large."""
+    difference = (a - b).flatten()
+    plain = float(difference.dot(difference))
+    if math.isfinite(plain):  # as nearly everywhere, and half of a search is spent here
+        return plain
     one = a.isfinite() != b.isfinite()
     apart = (a - b).nan_to_num(0.0, 0.0, 0.0).square().sum()
-    each = square(scale) / max(1, scale.numel()) + float(scale.numel() == 0)
+    each = max(square(a), square(scale)) / max(1, scale.numel()) + float(scale.numel() == 0)
     return float(apart) + BROKEN * float(one.sum()) * max(each, 1e-300)
 
 

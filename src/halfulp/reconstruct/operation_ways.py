@@ -1,5 +1,6 @@
 """What kernels of any operation are known to do otherwise, as ways to compute its definition: a
-step rounded, a result cut, an option not read, an end left out. Sums are operation_sums'.
+mistake of the table at a step, an operand, a gradient or a result, an option not read. Sums are
+operation_sums'.
 
 Nothing here knows an operation: steps, operands, options and symbols are the operation's own.
 """
@@ -15,26 +16,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.formats import BF16, FP16, FP32, OCP_E4M3, OCP_E5M2, Format, round_to
+from halfulp.formats import BF16, Format
 from halfulp.operations import (
     OF_DTYPE,
     PLACE,
+    Operation,
     OperationCalls,
     Rounding,
     Tensors,
     changed,
     defined,
 )
+from halfulp.reconstruct.operation_mistakes import (
+    BLOCKS,
+    LIMITS,
+    AlongMistake,
+    Alter,
+    Mistake,
+    Region,
+    beside_one,
+    ends,
+    other_values,
+    rare_ends,
+    rare_roundings,
+    rare_shifts,
+    rare_values,
+    rounded,
+    roundings,
+    shifts,
+)
 
-Alter = Callable[[Tensor], Tensor]
-
-_LIMITS = (1.0, 5.0, 6.0, 7.0, 8.0, 10.0, 16.0, 20.0, 30.0, 32.0, 50.0, 64.0, 80.0, 88.0, 100.0,
-           240.0, 448.0, 57344.0, 65504.0,
-           *(float(2**n - less) for n in range(7, 18) for less in (0, 1)))  # fmt: skip
-_OF_FORMATS = (1.0, 240.0, 448.0, 57344.0, 65504.0)  # those of gradients
-_ENDS = (8, 16, 32, 64)  # blocks past the last of which an end is left out
 TOLD = 3  # steps that are named one by one
-_SCALED_FP8 = Format("e8m3", 8, 3)
+OPERAND, RESULT = "operand_", "result_"  # before the names of what is read and written
 
 
 @dataclass(frozen=True)
@@ -56,76 +69,290 @@ class Way:
     within: Callable[[], AbstractContextManager[Any]] | None = None  # what runs around it
     # the definition, and what rounds in place of a recipe while it runs
     eager: Callable[[], tuple[Any, Any]] | None = None
+    region: Region | None = None  # where alone
 
     def __str__(self) -> str:
-        return f"{self.text} in the {self.alone} pass alone" if self.alone else self.text
+        text = f"{self.text}, {self.region.text}" if self.region is not None else self.text
+        return f"{text} in the {self.alone} pass alone" if self.alone else text
 
 
 def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Tensors:
     """The results and gradients of a kernel that is `base` but for these ways."""
-    rounded, define = base.change(calls.dtype), calls.operation.define
+    recipe, define = base.change(calls.dtype), calls.operation.define
     running_as: AbstractContextManager[Any] = nullcontext()
-    ways = tuple(w if w.of_calls is None else w.of_calls(calls) for w in ways)
+    sizes = sizes_of(calls)
+    sizes |= {f"{symbol} / 2": n // 2 for symbol, n in sizes.items()}  # of pairs
+    ways = tuple(
+        w if w.of_calls is None else replace(w.of_calls(calls), region=w.region) for w in ways
+    )
+
+    def where(way: Way, other: Tensor, own: Tensor) -> Tensor:
+        """Another value, in the way's region."""
+        if way.region is None:
+            return other
+        here = way.region.mask(own.shape, sizes)
+        return own if here is None else torch.where(here, other, own)
+
+    def altered(name: str, value: Tensor) -> Tensor:
+        for way in ways:
+            if name in way.steps:
+                value = where(way, way.steps[name](value), value)
+        return value
+
+    def each(name: str, stacked: Tensor) -> Tensor:
+        """The same of the calls' stacked tensors, where anything is altered."""
+        if not any(name in way.steps for way in ways):
+            return stacked
+        # 16 bits do not hold what is rounded to others on the way
+        wide = stacked.float() if stacked.is_floating_point() else stacked
+        return torch.stack([altered(name, x) for x in wide]).to(stacked.dtype)
+
     for way in ways:
         if way.eager is not None:
-            define, rounded = way.eager()
-            running_as = rounded
+            define, recipe = way.eager()
+            running_as = recipe
         if way.within is not None:
             running_as = way.within()
         if way.options:
             calls = replace(calls, options={**calls.options, **way.options})
         if way.operands is not None:
-            given = way.operands({**calls.operands, **calls.grads})
-            operands = {name: given[name] for name in calls.operands}
+            given = {**calls.operands, **calls.grads}
+            given |= way.operands(given)
+            operands = {n: given[n] for n in calls.operands}
             calls = replace(calls, operands=operands, grads={n: given[n] for n in calls.grads})
+    calls = replace(
+        calls,
+        operands={n: each(OPERAND + n, x) for n, x in calls.operands.items()},
+        grads={n: each(OPERAND + n, x) for n, x in calls.grads.items()},
+    )
 
     def change(name: str, exact: Tensor) -> Tensor:
-        value = exact.detach()
-        for way in ways:
-            if name in way.steps:
-                value = way.steps[name](value)
+        if name.startswith(RESULT):  # stacked, and rounded as the caller rounds it
+            return recipe(name, each(name, exact.detach()))
+        value = altered(name, exact.detach())
         for way in ways:
             if name in way.formats:
-                return way.formats[name](value)
-        return rounded(name, value)
+                return where(way, way.formats[name](value), recipe(name, value))
+        return recipe(name, value)
 
     with running_as:
         found = changed(calls, change, define)
     for way in ways:
         if way.results is not None:
-            found = way.results(found)
+            other = way.results(found)
+            found = {n: torch.stack([where(way, *pair) for pair in zip(other[n], x, strict=True)])
+                     for n, x in found.items()}  # fmt: skip
     return found
 
 
+def rare_ways(calls: OperationCalls) -> Iterator[Way]:
+    """What is tried where nothing common explains."""
+    own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
+    for spot in (*_spots(calls), *_together(calls)):
+        for mistake in (*_rare(spot, own), *spot.along(rare_ends, rare_shifts)):
+            yield spot.way(*mistake)
+    yield from _filled_up(calls)
+
+
 def ways(calls: OperationCalls) -> Iterator[Way]:
-    """All that is tried for a kernel that errs on these calls."""
-    yield from _of_results(calls)
+    """What is tried for every kernel that errs on these calls."""
+    yield from _exchanges(calls)
     yield from _of_options(calls)
-    yield from _of_steps(calls)
-    yield from _of_operands(calls)
-    yield from _of_ends(calls)
+    own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
+    every = _spots(calls)
+    for spot in every:
+        for mistake in _of_spot(spot, own):
+            yield spot.way(*mistake)
+        yield from _of_lengths(calls, spot)
+    for spot in _together(calls):
+        for mistake in spot.along(ends, shifts):
+            yield spot.way(*mistake)
+    for name, x in calls.operands.items():
+        yield from _limits_of_operand(name, x)
+    low = {name: rounded(own) for s in every for name in s.names
+           if not name.startswith((PLACE, OPERAND, RESULT, f"grad_{PLACE}"))}  # fmt: skip
+    forward = {name: alter for name, alter in low.items() if not name.startswith("grad_")}
+    names = f" ({', '.join(forward)})" if len(forward) <= TOLD else ""
+    yield Way("step-low", f"every step{names} is rounded to {own}", forward)
+    yield Way("step-low", f"every step{names} and its gradient are rounded to {own}", low)
 
 
-def _rounded(fmt: Format) -> Alter:
-    return lambda x: round_to(x.contiguous(), fmt)
+@dataclass(frozen=True)
+class _Spot:
+    """What mistakes are made of: a step, its gradient, an operand, a gradient that arrives, a
+    result, or all of them that have a symbol.
+    """
+
+    names: tuple[str, ...]
+    said: str
+    shapes: tuple[torch.Size, ...]  # of each
+    symbols: Mapping[int, str]  # by length
+    values: Tensor | None = None  # where they are known
+    holds: bool = False  # whether it is of the low format as it is
+    small: bool = False  # whether many elements share it
+
+    @property
+    def kind(self) -> str:
+        """ "step", "gradient", "operand" or "result"."""
+        first = self.names[0]
+        kinds = {OPERAND: "operand", RESULT: "result", "grad_": "gradient"}
+        return next((kind for start, kind in kinds.items() if first.startswith(start)), "step")
+
+    def way(self, cause: str, text: str, alter: Any) -> Way:
+        """A mistake made here."""
+        by_name = alter if isinstance(alter, dict) else dict.fromkeys(self.names, alter)
+        return Way(cause, f"{self.said} {text}", by_name)
+
+    def along(
+        self,
+        by_length: Callable[[int], Iterator[AlongMistake]],
+        of_any: Callable[[], Iterator[AlongMistake]],
+    ) -> Iterator[tuple[str, str, dict[str, Alter]]]:
+        """Mistakes along every length, of all that have it."""
+        for length in dict.fromkeys(n for shape in self.shapes for n in shape if n > 1):
+            of = {n: shape.index(length) for n, shape in zip(self.names, self.shapes, strict=True)
+                  if length in shape}  # fmt: skip
+            symbol = self.symbols.get(length, "")
+            for cause, text, alter in (*by_length(length), *of_any()):
+                along = f"{text} along {symbol}" if symbol else text
+                yield cause, along, {n: partial(alter, dim=dim) for n, dim in of.items()}
 
 
-def _beside_1(x: Tensor, fmt: Format, times: int) -> Tensor:
-    """A share, from 0 to 1, as it comes out of 1 + x or of 2 x − 1."""
-    if not bool(((x >= 0) & (x <= 1)).all()):
-        return x
-    by = 1 if times == 1 else -1
-    return (round_to(times * x + by, fmt) - by) / times
+def _spots(calls: OperationCalls) -> list[_Spot]:
+    """Results, steps and operands: what a row shares before what each element has, and late before
+    early.
+    """
+    widest = max(x[0].numel() for x in calls.operands.values())
+    symbols = {size: symbol for symbol, size in sizes_of(calls).items()}
+    shapes, values, expected = shapes_of_steps(calls), values_of_steps(calls), calls.expected()
+    exact = defined(first_calls(calls, 1))
+    found = [
+        _Spot((RESULT + n,), n, (x[0].shape,), symbols, x[0], kinds[0] is not torch.float32)
+        for n, x in exact.items()
+        if n in expected and (kinds := expected[n][1])[0].is_floating_point
+    ]
+    order = list(shapes)[::-1]
+    order.sort(key=lambda name: shapes[name].numel() >= widest)
+    found += [
+        _Spot((n,), said(n), (shapes[n],), symbols, values.get(n),
+              small=shapes[n].numel() < widest)
+        for n in order
+    ]  # fmt: skip
+    found += [
+        _Spot((OPERAND + n,), n, (x[0].shape,), symbols, x[0], x.dtype is not torch.float32)
+        for n, x in (calls.operands | calls.grads).items()
+    ]
+    return found
 
 
-def _cut(fmt: Format) -> Alter:
-    return lambda x: round_to(x.contiguous(), fmt, rounding="toward_zero")
+def _of_spot(spot: _Spot, own: Format) -> Iterator[tuple[str, str, Any]]:
+    if spot.values is None or spot.values.is_floating_point():
+        yield from roundings(own, _low(spot), spot.holds, spot.kind == "result")
+        yield from beside_one(own) if spot.kind == "step" else ()
+        yield from other_values(None if spot.kind == "gradient" else spot.values)
+    else:
+        for by in (1, -1):
+            yield Mistake("neighbor", f"is off by {by}", partial(torch.add, other=by))
+        yield Mistake("option", "is not read: 0, 1, 2 …", _places)
+    yield from spot.along(ends, shifts)
+
+
+def _rare(spot: _Spot, own: Format) -> Iterator[tuple[str, str, Any]]:
+    if len(spot.names) == 1 and (spot.values is None or spot.values.is_floating_point()):
+        yield from rare_roundings(own, _low(spot), spot.kind == "result")
+        yield from rare_values(None if spot.kind == "gradient" else spot.values)
+
+
+def _low(spot: _Spot) -> str:
+    """The cause where it is rounded to few bits."""
+    lows = {"gradient": "grad-step-low", "result": "result-low", "operand": "coarser"}
+    return lows.get(spot.kind, "statistic-low" if spot.small else "step-low")
+
+
+def shapes_of_results(operation: Operation) -> dict[str, str]:
+    """The symbols of results and gradients."""
+    found = {r.name: r.shape for r in operation.results}
+    return found | {f"grad_{o.name}": o.shape for o in operation.operands}
+
+
+def _shapes_of_operands(operation: Operation) -> dict[str, str]:
+    """The symbols of operands and of gradients that arrive."""
+    found = {o.name: o.shape for o in operation.operands}
+    return found | {f"grad_{r.name}": r.shape for r in operation.results}
+
+
+def _together(calls: OperationCalls) -> Iterator[_Spot]:
+    """All that is read, and all that is written, along each symbol."""
+    sizes, operation = sizes_of(calls), calls.operation
+    symbols = {size: symbol for symbol, size in sizes.items()}
+    given = calls.operands | calls.grads
+    read = {OPERAND + n: s for n, s in _shapes_of_operands(operation).items() if n in given}
+    written = {RESULT + n: s for n, s in shapes_of_results(operation).items()}
+    for told, every in (("what is read", read), ("what is written", written)):
+        shapes = {n: torch.Size(sizes.get(s, 0) for s in of.split()) for n, of in every.items()}
+        if len(shapes) > 1:
+            yield _Spot(tuple(shapes), told, tuple(shapes.values()), symbols)
+
+
+def _of_lengths(calls: OperationCalls, spot: _Spot) -> Iterator[Way]:
+    """A number that is a count, or was divided by another."""
+    if spot.kind != "step" or not spot.small:
+        return
+    (name,) = spot.names
+    for symbol, n in sizes_of(calls).items():
+        if spot.shapes[0].numel() == 1:
+            text = f"{spot.said} is {symbol}, which is {n} there"
+            yield Way("option", text, of_calls=partial(_size_for, name, symbol))
+        for told, count in _COUNTS.items():
+            if n > 1 and count(n) != n:
+                text = f"{spot.said} is {symbol} / {told.format(symbol)} times what it should be"
+                yield Way("factor", text, of_calls=partial(_counted, name, symbol, count))
+
+
+def _padded(block: int, n: int) -> int:
+    return -(-n // block) * block
+
+
+_COUNTS: dict[str, Callable[[int], int]] = {
+    "({} − 1)": lambda n: n - 1,
+    "({} + 1)": lambda n: n + 1,
+    "({} up to a whole 32)": partial(_padded, 32),
+    "({} up to a whole 64)": partial(_padded, 64),
+    "({} up to a whole 128)": partial(_padded, 128),
+    "({} up to a power of two)": lambda n: 1 << (n - 1).bit_length(),
+}
+
+
+def _counted(name: str, symbol: str, count: Callable[[int], int], calls: OperationCalls) -> Way:
+    n = sizes_of(calls)[symbol]
+    factor = n / count(n) if count(n) else torch.nan
+    return Way("", "", {name: partial(torch.mul, other=factor)})
+
+
+def _size_for(name: str, symbol: str, calls: OperationCalls) -> Way:
+    size = sizes_of(calls)[symbol]
+    return Way("option", "", {name: lambda x: torch.full_like(x, size)})
+
+
+def _exchanges(calls: OperationCalls) -> Iterator[Way]:
+    expected = calls.expected()
+    for first, (_, kinds) in expected.items():
+        for second, (_, others) in expected.items():
+            if first < second and kinds[0] == others[0] and first[:5] == second[:5] == "grad_":
+                text = f"{first} and {second} are exchanged"
+                yield Way("exchanged", text, results=partial(_exchanged, first, second))
+
+
+def _exchanged(first: str, second: str, found: Tensors) -> Tensors:
+    if found[first].shape != found[second].shape:
+        return found
+    return found | {first: found[second], second: found[first]}
 
 
 def said(name: str) -> str:
     """A step, its gradient or a result in words."""
-    if name.startswith("result_"):
-        return name.removeprefix("result_")
+    if name.startswith((OPERAND, RESULT)):
+        return name.removeprefix(OPERAND).removeprefix(RESULT)
     back = "the gradient of " if name.startswith("grad_") else ""
     return back + name.removeprefix("grad_").lstrip(PLACE)
 
@@ -139,7 +366,7 @@ def shapes_of_steps(calls: OperationCalls, define: Any = None) -> dict[str, torc
         return exact
 
     changed(first_calls(calls, 1), seen, define)
-    return {n: shape for n, shape in shapes.items() if not n.startswith("result_")}
+    return {n: shape for n, shape in shapes.items() if not n.startswith(RESULT)}
 
 
 def values_of_steps(calls: OperationCalls) -> Tensors:
@@ -161,167 +388,44 @@ def first_calls(calls: OperationCalls, count: int) -> OperationCalls:
     return replace(calls, operands=operands, grads={n: x[:count] for n, x in calls.grads.items()})
 
 
-def _of_steps(calls: OperationCalls) -> Iterator[Way]:
-    own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
-    widest = max(x[0].numel() for x in calls.operands.values())
-    shapes = shapes_of_steps(calls)
-    low = {name: _rounded(own) for name in shapes if not name.startswith(PLACE)}
-    forward = {name: alter for name, alter in low.items() if not name.startswith("grad_")}
-    # what a row shares before what each element has, and late before early
-    order = list(shapes)[::-1]
-    order.sort(key=lambda name: shapes[name].numel() >= widest)
-    values = values_of_steps(calls)
-    for name in order:
-        largest = float(values[name].abs().amax()) if name in values else 0.0
-        yield from _of_step(calls, name, shapes, largest, own, widest)
-    names = f" ({', '.join(forward)})" if len(forward) <= TOLD else ""
-    yield Way("step-low", f"every step{names} is rounded to {own}", forward)
-    yield Way("step-low", f"every step{names} and its gradient are rounded to {own}", low)
+def _filled_up(calls: OperationCalls) -> Iterator[Way]:
+    """Operands filled up with zeros to a whole block, which count."""
+    for symbol, n in sizes_of(calls).items():
+        for block in (*BLOCKS, 128):
+            if _padded(block, n) not in (n, *(_padded(b, n) for b in BLOCKS if b < block)):
+                text = f"zeros that fill up {symbol} to a whole {block} count"
+                yield Way("end", text, of_calls=partial(_filled, symbol, block))
 
 
-def _of_step(
-    calls: OperationCalls,
-    name: str,
-    shapes: dict[str, torch.Size],
-    largest: float,
-    own: Format,
-    widest: int,
-) -> Iterator[Way]:
-    shape, back, step = shapes[name], name.startswith("grad_"), said(name)
-    along = {size: f" along {symbol}" for symbol, size in sizes_of(calls).items()}
-    small = shape.numel() < widest
-    cause = "grad-step-low" if back else "statistic-low" if small else "step-low"
-    yield Way(cause, f"{step} is rounded to {own}", {name: _rounded(own)})
-    yield Way(cause, f"{step} is cut to {own}", {name: _cut(own)})
-    for fmt in (FP16, OCP_E4M3, OCP_E5M2, _SCALED_FP8):
-        if fmt is not own:
-            told = "fp8 of a scale of its own" if fmt is _SCALED_FP8 else str(fmt)
-            yield Way("coarser", f"{step} passes through {told}", {name: _rounded(fmt)})
-    if not back:
-        beside = f"{step} loses what {own} does not hold beside 1"
-        yield Way(cause, beside, {name: partial(_beside_1, fmt=own, times=1)})
-        yield Way(cause, beside, {name: partial(_beside_1, fmt=own, times=2)})
-    yield Way("term-missing", f"{step} is left out", {name: torch.zeros_like})
-    yield Way("limited", f"{step} is at least 0", {name: partial(torch.clamp, min=0)})
-    for most in _OF_FORMATS if back else _LIMITS:
-        if back or largest / 100 < most < largest:
-            ends = partial(torch.clamp, min=-most, max=most)
-            yield Way("limited", f"{step} is held within ±{most:g}", {name: ends})
-    if shape.numel() == 1:
-        for symbol, size in sizes_of(calls).items():
-            text = f"{step} is {symbol}, which is {size} there"
-            yield Way("option", text, of_calls=partial(_size_for, name, symbol))
-    for dim, length in enumerate(shape):
-        if length > 1:
-            yield from _ends_of_step(name, step, dim, length, along.get(length, ""))
-    if "grad_" + name in shapes and small:
-        for symbol, n in sizes_of(calls).items():
-            if n > 1:
-                text = f"{step} is {symbol} / ({symbol} − 1) times what it should be"
-                yield Way("factor", text, of_calls=partial(_of_one_less, name, symbol))
-
-
-def _of_one_less(name: str, symbol: str, calls: OperationCalls) -> Way:
+def _filled(symbol: str, block: int, calls: OperationCalls) -> Way:
     n = sizes_of(calls)[symbol]
-    return Way("", "", {name: partial(torch.mul, other=n / (n - 1) if n > 1 else torch.nan)})
+    of_operands, of_results = (
+        {name: 1 + shape.split().index(symbol) for name, shape in shapes.items()
+         if symbol in shape.split()}
+        for shapes in (_shapes_of_operands(calls.operation), shapes_of_results(calls.operation))
+    )  # fmt: skip
 
-
-def _size_for(name: str, symbol: str, calls: OperationCalls) -> Way:
-    size = sizes_of(calls)[symbol]
-    return Way("option", "", {name: lambda x: torch.full_like(x, size)})
-
-
-def _ends_of_step(name: str, step: str, dim: int, length: int, along: str) -> Iterator[Way]:
-    for block, whole in _wholes(length):
-        text = f"{step} ends at {whole} of {length}{along}"
-        ended = partial(_step_ended, dim=dim, block=block)
-        yield Way("end", text, {name: ended})
-        yield Way("end", f"{text}, and its mean is theirs", {name: partial(ended, mean=True)})
-    stale = partial(_step_ended, dim=dim, repeats=True)
-    yield Way("neighbor", f"the last of {step}{along} repeats the one before", {name: stale})
-
-
-def _wholes(length: int) -> Iterator[tuple[int, int]]:
-    """Blocks whose last is not whole, and where it begins; the block 0 leaves out the last one."""
-    seen = set()
-    for block in (*_ENDS, 0):
-        whole = length // block * block if block else length - 1
-        if 0 < whole < length and whole not in seen:
-            seen.add(whole)
-            yield block, whole
-
-
-def _step_ended(
-    x: Tensor, dim: int, block: int = 0, mean: bool = False, repeats: bool = False
-) -> Tensor:
-    """Zeros, or the last one again, past the last whole block."""
-    length = x.shape[dim]
-    whole = length // block * block if block else length - 1
-    if whole in (0, length):  # nothing, whose mean is none; or all
-        return x if whole else x * (torch.nan if mean else 0)
-    kept = x.narrow(dim, 0, whole) * (length / whole if mean else 1.0)
-    rest = x.narrow(dim, whole, length - whole) * 0
-    return torch.cat([kept, kept.narrow(dim, whole - 1, 1) if repeats else rest], dim)
-
-
-def _of_results(calls: OperationCalls) -> Iterator[Way]:
-    expected = calls.expected()
-    own = OF_DTYPE[calls.dtype]
-    for name, (_, kinds) in expected.items():
-        if not kinds[0].is_floating_point:
-            continue
-        step = f"result_{name}"
-        yield Way("result-cut", f"{name} is cut to {own}", {step: _cut(own)})
-        if kinds[0] is torch.float32 and own is not FP32:
-            yield Way("result-low", f"{name} is rounded to {own}", {step: _rounded(own)})
-        for fmt in (OCP_E5M2, OCP_E4M3):
-            yield Way("coarser", f"{name} passes through {fmt}", {step: _rounded(fmt)})
-    for first, (_, kinds) in expected.items():
-        for second, (_, others) in expected.items():
-            if first < second and kinds[0] == others[0] and first[:5] == second[:5] == "grad_":
-                text = f"{first} and {second} are exchanged"
-                yield Way("exchanged", text, results=partial(_exchanged, first, second))
-
-
-def _exchanged(first: str, second: str, found: Tensors) -> Tensors:
-    if found[first].shape != found[second].shape:
+    def wide(given: Tensors) -> Tensors:
+        found = {}
+        for name, dim in of_operands.items():
+            if name in given:
+                more = list(given[name].shape)
+                more[dim] = _padded(block, n) - n
+                found[name] = torch.cat([given[name], given[name].new_zeros(more)], dim)
         return found
-    return found | {first: found[second], second: found[first]}
 
+    def narrow(found: Tensors) -> Tensors:
+        return {name: x.narrow(of_results[name], 0, n) if name in of_results else x
+                for name, x in found.items()}  # fmt: skip
 
-def _of_operands(calls: OperationCalls) -> Iterator[Way]:
-    shapes = {o.name: o.shape.split() for o in calls.operation.operands}
-    for name, x in (calls.operands | calls.grads).items():
-        for dim, symbol in enumerate(shapes.get(name, ()), 1):
-            for by in (1, -1):
-                turned = partial(_operand, name, partial(torch.roll, shifts=by, dims=dim))
-                yield Way("neighbor", f"{name} is its neighbor's along {symbol}", operands=turned)
-        if name not in calls.grads:
-            yield from _limits_of_operand(name, x)
-        if not x.is_floating_point():
-            for by in (1, -1):
-                moved = partial(_operand, name, partial(torch.add, other=by))
-                yield Way("neighbor", f"{name} is off by {by}", operands=moved)
-            yield Way(
-                "option",
-                f"{name} is not read: 0, 1, 2 …",
-                operands=partial(_operand, name, _places),
-            )
-            continue
-        for fmt in (BF16, FP16, OCP_E4M3, OCP_E5M2):
-            if not fmt.holds(x.dtype):
-                alter = partial(_operand, name, partial(_through, fmt))
-                yield Way("coarser", f"{name} passes through {fmt}", operands=alter)
-        if name in calls.grads:
-            ones = partial(_operand, name, torch.ones_like)
-            yield Way("term-missing", f"{name} is taken as 1", operands=ones)
+    return Way("end", "", operands=wide, results=narrow)
 
 
 def _limits_of_operand(name: str, x: Tensor) -> Iterator[Way]:
     """An operand held within limits, past which it has no gradient."""
     own = x.double()
     ends = {"at most": (None, 1.0), "at least": (-1.0, None), "within ±": (-1.0, 1.0)}
-    for most in _LIMITS:
+    for most in LIMITS:
         for word, (low, high) in ends.items():
             beyond = own.amax() > most, own.amin() < -most
             if (high and beyond[0]) or (low and beyond[1]):
@@ -341,19 +445,11 @@ def _limited(name: str, low: float | None, high: float | None, calls: OperationC
         grad = f"grad_{name}"
         return found | {grad: found[grad] * inside} if grad in found else found
 
-    return Way("limited", "", operands=lambda given: given | {name: held}, results=masked)
-
-
-def _operand(name: str, alter: Alter, operands: Tensors) -> Tensors:
-    return operands | {name: alter(operands[name])}
-
-
-def _through(fmt: Format, x: Tensor) -> Tensor:
-    return round_to(x.float(), fmt).to(x.dtype)
+    return Way("limited", "", operands=lambda _: {name: held}, results=masked)
 
 
 def _places(x: Tensor) -> Tensor:
-    return torch.arange(x[0].numel()).view(x[:1].shape).expand(x.shape).to(x.dtype)
+    return torch.arange(x.numel()).view(x.shape).to(x.dtype)
 
 
 def _of_options(calls: OperationCalls) -> Iterator[Way]:
@@ -380,43 +476,4 @@ def sizes_of(calls: OperationCalls) -> dict[str, int]:
         for operand in calls.operation.operands
         for place, symbol in enumerate(operand.shape.split())
         if not symbol.isdigit()
-    }
-
-
-def _of_ends(calls: OperationCalls) -> Iterator[Way]:
-    operation = calls.operation
-    of_operands = {o.name: o.shape.split() for o in operation.operands}
-    of_results = {r.name: r.shape.split() for r in operation.results}
-    of_results |= {f"grad_{name}": shape for name, shape in of_operands.items()}
-    for symbol, n in sizes_of(calls).items():
-        for block, whole in _wholes(n):
-            left = f"the last {n - whole} along {symbol}"
-            given = partial(_ended, of_operands, symbol, block, False)
-            written = partial(_ended, of_results, symbol, block, False)
-            yield Way("end", f"{left} are left out of what is read", operands=given)
-            yield Way("end", f"{left} are not written", results=written)
-        if n > 1:
-            stale = partial(_ended, of_results, symbol, 0, True)
-            turned = partial(_turned, of_results, symbol)
-            yield Way("neighbor", f"the last along {symbol} repeats the one before", results=stale)
-            yield Way("neighbor", f"each along {symbol} is its neighbor's", results=turned)
-
-
-def _ended(
-    shapes: Mapping[str, list[str]], symbol: str, block: int, repeats: bool, found: Tensors
-) -> Tensors:
-    """Zeros past the last whole block along a symbol, or the last before it once more."""
-    other = {}
-    for name, x in found.items():
-        other[name] = x
-        if symbol in shapes.get(name, ()) and x.is_floating_point():
-            dim = 1 + shapes[name].index(symbol)
-            other[name] = _step_ended(x, dim, block, repeats=repeats)
-    return other
-
-
-def _turned(shapes: Mapping[str, list[str]], symbol: str, found: Tensors) -> Tensors:
-    return {
-        name: x.roll(1, 1 + shapes[name].index(symbol)) if symbol in shapes.get(name, ()) else x
-        for name, x in found.items()
     }

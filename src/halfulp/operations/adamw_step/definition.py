@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {
 
 def define(step: Seam, x: Tensors, o: Options) -> Tensors:
     """N parameters, none of which sees another."""
-    param, grad = x["param"], x["grad"]
+    param, grad = x["param"], step("_grad", x["grad"])
     first = step("first", x["exp_avg"] * o["beta1"]) + step("new", grad * (1 - o["beta1"]))
     second = step("second", x["exp_avg_sq"] * o["beta2"])
     second = second + step("square", step("_squared", grad * grad) * (1 - o["beta2"]))

@@ -26,9 +26,14 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
         below = step("_below", torch.sigmoid(2 * inner))
         density = 2 * below * (1 - below) * _TANH * (1 + 3 * 0.044715 * gate * gate)
     else:
-        below = step("_below", 0.5 * torch.erfc(-gate * 0.5**0.5))
+        inner = step("_inner", gate * 0.5**0.5)
+        # kernels take 1 + erf, which loses what a format does not hold beside 1: only what the step
+        # makes of erf is added, so that the definition itself keeps the tail
+        erf = torch.erf(inner.double())
+        lost = (step("_erf", erf) - erf).to(inner)
+        below = step("_below", 0.5 * torch.erfc(-inner) + 0.5 * lost)
         density = (-0.5 * gate * gate).exp() / math.sqrt(2 * math.pi)
-    return gated(step, x, gate * below, below + gate * density)
+    return gated(step, x, gate * below, below + gate * step("_density", density))
 
 
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -25,7 +25,8 @@ def define(
 ) -> Tensors:
     """T rows of D features; `weighted` before they are divided."""
     rows = x["input"]
-    centered = step("centered", rows - step("mean", rows.mean(-1, keepdim=True)))
+    mean = step("mean", rows.mean(-1, keepdim=True))
+    centered = step("centered", rows - step("_means", mean.expand_as(rows)))
     if squared:
         # of the centered row: E[x²] − mean² cancels where the mean is large
         variance = step("variance", step("squares", centered.square()).mean(-1, keepdim=True))

@@ -32,7 +32,7 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     """
     rows, half = x["input"], x["input"].shape[-1] // 2
     power = torch.arange(half, dtype=rows.dtype) * (-2.0 / rows.shape[-1])
-    frequency = step("_frequency", options["base"] ** power)
+    frequency = step("_frequency", options["base"] ** step("_exponent", power))
     positions = step("_positions", x["positions"].to(rows.dtype))[:, None]
     angle = step("_angle", positions * frequency)
     cos, sin = (step(n, t)[:, None, :] for n, t in (("cos", angle.cos()), ("sin", angle.sin())))

@@ -1,0 +1,278 @@
+"""The table of mistakes: what kernels may do to a tensor on its way through any operation, each a
+change of that tensor, everywhere or in a region of it.
+
+Nothing here knows an operation: a tensor is an operand, a step, a gradient or a result by its
+values and its lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfulp.formats import FP16, OCP_E4M3, OCP_E5M2, Format, round_to
+
+Alter = Callable[[Tensor], Tensor]
+AlongAlter = Callable[..., Tensor]  # of a tensor, along `dim`
+
+LIMITS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 16.0, 20.0, 30.0, 32.0, 50.0, 64.0, 80.0,
+          88.0, 100.0, 240.0, 448.0, 57344.0, 65504.0,
+          *(float(2**n - less) for n in range(7, 18) for less in (0, 1)))  # fmt: skip
+OF_FORMATS = (1.0, 240.0, 448.0, 57344.0, 65504.0)  # those of gradients
+_BELOW = (2.0**-24, 1e-6, 2.0**-14, 1e-4, 1e-3, 1e-2)  # of what may be flushed to 0
+_FACTORS = {-1.0: "has the other sign", 0.5: "is half of what it should be",
+            2.0: "is twice what it should be"}  # fmt: skip
+_LOST = 0.001  # share of a tensor below such a number from which on that shows
+BLOCKS = (8, 16, 32, 64)  # past the last of which an end is left out
+_SCALED_FP8 = Format("e8m3", 8, 3)
+
+
+class Mistake(NamedTuple):
+    """One thing that may happen to a tensor; `text` follows its name."""
+
+    cause: str
+    text: str
+    alter: Alter
+
+
+class AlongMistake(NamedTuple):
+    """One along a dimension."""
+
+    cause: str
+    text: str
+    alter: AlongAlter
+
+
+class Region(NamedTuple):
+    """A part of the indices along one symbol."""
+
+    text: str
+    symbol: str
+    rule: Callable[[int], Tensor]  # of so many, which
+
+    def mask(self, shape: torch.Size, sizes: dict[str, int]) -> Tensor | None:
+        """What of a tensor is in it; None where no dimension is of that length. Of two that are, it
+        is the one where the symbol stands among the operand's.
+        """
+        length = sizes.get(self.symbol, 0)
+        dims = [d for d, n in enumerate(shape) if n == length]
+        if not dims:
+            return None
+        dim = dims[0] if self.symbol == next(iter(sizes)) else dims[-1]
+        here: Tensor = self.rule(length).view(-1, *(1,) * (len(shape) - dim - 1))
+        return here
+
+
+def _past(block: int, n: int) -> Tensor:
+    return torch.arange(n) >= n // block * block
+
+
+def regions(symbol: str) -> Iterator[Region]:
+    """Parts that kernels treat otherwise: ends, every second, first and last blocks."""
+    yield Region(f"where {symbol} is odd", symbol, lambda n: torch.arange(n) % 2 == 1)
+    yield Region(f"where {symbol} is even", symbol, lambda n: torch.arange(n) % 2 == 0)
+    for block in (8, 16, 32, 64, 128):
+        rule = partial(_past, block)
+        yield Region(f"past the last whole {block} along {symbol}", symbol, rule)
+    for count in (1, 2, 4, 8, 16, 32, 64):
+        these = f"{count} along {symbol}" if count > 1 else f"along {symbol}"
+        first = partial(lambda c, n: torch.arange(n) < c, count)
+        last = partial(lambda c, n: torch.arange(n) >= n - c, count)
+        rest = partial(lambda c, n: torch.arange(n) >= c, count)
+        yield Region(f"at the first {these}", symbol, first)
+        yield Region(f"at the last {these}", symbol, last)
+        yield Region(f"after the first {these}", symbol, rest)
+
+
+def cut(fmt: Format) -> Alter:
+    """Rounding toward zero."""
+    return lambda x: round_to(x.contiguous(), fmt, rounding="toward_zero")
+
+
+def rounded(fmt: Format) -> Alter:
+    """Rounding to nearest."""
+    return lambda x: round_to(x.contiguous(), fmt)
+
+
+def roundings(own: Format, low: str, holds: bool, result: bool) -> Iterator[Mistake]:
+    """A tensor rounded: to `own`, whose cause is `low`, unless it `holds` no more anyway; cut,
+    where it is a `result` that is another cause; to coarser formats.
+    """
+    if not holds:
+        yield Mistake(low, f"is rounded to {own}", rounded(own))
+    if result or not holds:
+        yield Mistake("result-cut" if result else low, f"is cut to {own}", cut(own))
+    for fmt in (FP16, OCP_E4M3, OCP_E5M2, _SCALED_FP8):
+        if fmt is not own:
+            told = "fp8 of a scale of its own" if fmt is _SCALED_FP8 else str(fmt)
+            yield Mistake("coarser", f"passes through {told}", rounded(fmt))
+
+
+def rare_roundings(own: Format, low: str, result: bool) -> Iterator[Mistake]:
+    """Roundings that few kernels have."""
+    for way in ("down", "up"):
+        alter = partial(_directed, own, way)
+        yield Mistake("result-cut" if result else low, f"is rounded {way} to {own}", alter)
+    yield Mistake("coarser", "is rounded to integers", torch.round)
+
+
+def _directed(fmt: Format, way: str, x: Tensor) -> Tensor:
+    return round_to(x.contiguous(), fmt, rounding=way)  # type: ignore[arg-type]
+
+
+def beside_one(own: Format) -> Iterator[Mistake]:
+    """A share, from 0 to 1, as it comes out of 1 + x or of 2 x − 1."""
+    for times in (1, 2):
+        alter = partial(_beside_1, fmt=own, times=times)
+        yield Mistake("step-low", f"loses what {own} does not hold beside 1", alter)
+
+
+def _beside_1(x: Tensor, fmt: Format, times: int) -> Tensor:
+    if not bool(((x >= 0) & (x <= 1)).all()):
+        return x
+    by = 1 if times == 1 else -1
+    return (round_to(times * x + by, fmt) - by) / times
+
+
+def other_values(values: Tensor | None) -> Iterator[Mistake]:
+    """Values left out, taken as 1, negated, held within limits or flushed; of gradients, whose
+    values are not known, the limits of formats.
+    """
+    yield Mistake("term-missing", "is left out", torch.zeros_like)
+    yield Mistake("term-missing", "is taken as 1", torch.ones_like)
+    for by, text in _FACTORS.items():
+        yield Mistake("factor", text, partial(torch.mul, other=by))
+    for least in (0, 1):
+        low = partial(torch.clamp, min=least)
+        yield Mistake("limited", f"is at least {least}", low)
+    largest = float(values.abs().amax()) if values is not None and values.numel() else 0.0
+    for most in OF_FORMATS if values is None else LIMITS:
+        if values is None or largest / 100 < most < largest:
+            ends = partial(torch.clamp, min=-most, max=most)
+            yield Mistake("limited", f"is held within ±{most:g}", ends)
+
+
+def rare_values(values: Tensor | None) -> Iterator[Mistake]:
+    """Values that are flushed to 0, or in the place of which stands another power of them."""
+    for least in _BELOW:
+        few = values is not None and float((values.abs() < least).double().mean()) < _LOST
+        if not few and (values is None or bool(values.any())):
+            alter = partial(_flushed, least)
+            yield Mistake("limited", f"is 0 where it is below {least:.2g}", alter)
+    yield Mistake("factor", "is the inverse of what it should be", torch.reciprocal)
+    yield Mistake("factor", "is the square of what it should be", torch.square)
+    yield Mistake("factor", "is the root of what it should be", torch.sqrt)
+
+
+def _flushed(least: float, x: Tensor) -> Tensor:
+    return torch.where(x.abs() < least, 0.0, x)
+
+
+def ends(length: int) -> Iterator[AlongMistake]:
+    """What is left out along a dimension: past the last whole block, or all but the last one; the
+    mean over the rest may be taken as the whole's.
+    """
+    for block, whole in wholes(length):
+        text = f"ends at {whole} of {length}"
+        yield AlongMistake("end", text, partial(ended, block=block))
+        yield AlongMistake("end", f"{text}, and its mean is theirs",
+                           partial(ended, block=block, mean=True))  # fmt: skip
+
+
+def rare_ends(length: int) -> Iterator[AlongMistake]:
+    """What is left out but for one end, or at the beginning."""
+    for count in (1, *BLOCKS):
+        if count < length:
+            text = f"is left out but for the last {count} of {length}"
+            alter = partial(_only, part=slice(-count, None))
+            yield AlongMistake("end", text, alter)
+            text = f"is left out but for the first {count} of {length}"
+            yield AlongMistake("end", text, partial(_only, part=slice(None, count)))
+    yield AlongMistake("end", "begins at 1", partial(_only, part=slice(1, None)))
+
+
+def shifts() -> Iterator[AlongMistake]:
+    """Indices along a dimension that are the neighbor's."""
+    repeats = partial(ended, repeats=True)
+    yield AlongMistake("neighbor", "is that of the one before at the last", repeats)
+    for by, of in _NEIGHBORS.items():
+        yield AlongMistake("neighbor", f"is its neighbor's, {of}", partial(_turned, by=by))
+
+
+_NEIGHBORS = {1: "the one before", -1: "the next one"}
+
+
+def rare_shifts() -> Iterator[AlongMistake]:
+    """Indices along a dimension that are another's."""
+    for by, of in _NEIGHBORS.items():
+        yield AlongMistake("neighbor", f"is shifted by one, to {of}", partial(_shifted, by=by))
+        yield AlongMistake("neighbor", f"is that of {of}, repeated at the end",
+                           partial(_shifted, by=by, repeats=True))  # fmt: skip
+    for block in (2, 8, 16, 32):
+        yield AlongMistake("neighbor", f"is that of {block} before", partial(_turned, by=block))
+    yield AlongMistake("neighbor", "is the first's", partial(_of_one, at=0))
+    yield AlongMistake("neighbor", "is the last's", partial(_of_one, at=-1))
+    for block in (2, 4, 16, 32):
+        alter = partial(_by_blocks, block=block)
+        yield AlongMistake("neighbor", f"is that of the first of every {block}", alter)
+    yield AlongMistake("neighbor", "is in reverse order", lambda x, dim: x.flip(dim))
+    yield AlongMistake("neighbor", "is exchanged in pairs", _in_pairs)
+    yield AlongMistake("neighbor", "is their mean",
+                       lambda x, dim: x.mean(dim, keepdim=True).expand_as(x))  # fmt: skip
+
+
+def wholes(length: int) -> Iterator[tuple[int, int]]:
+    """Blocks whose last is not whole, and where it begins; the block 0 leaves out the last one."""
+    seen = set()
+    for block in (*BLOCKS, 0):
+        whole = length // block * block if block else length - 1
+        if 0 < whole < length and whole not in seen:
+            seen.add(whole)
+            yield block, whole
+
+
+def ended(x: Tensor, dim: int, block: int = 0, mean: bool = False, repeats: bool = False) -> Tensor:
+    """Zeros, or the last one again, past the last whole block."""
+    length = x.shape[dim]
+    whole = length // block * block if block else length - 1
+    if whole in (0, length):  # nothing, whose mean is none; or all
+        return x if whole else x * (torch.nan if mean else 0)
+    kept = x.narrow(dim, 0, whole) * (length / whole if mean else 1)
+    rest = x.narrow(dim, whole, length - whole) * 0
+    return torch.cat([kept, kept.narrow(dim, whole - 1, 1) if repeats else rest], dim).to(x.dtype)
+
+
+def _only(x: Tensor, dim: int, part: slice) -> Tensor:
+    kept = torch.zeros(x.shape[dim], dtype=torch.bool)
+    kept[part] = True
+    return torch.where(kept.view(-1, *(1,) * (x.ndim - dim - 1)), x, 0)
+
+
+def _turned(x: Tensor, dim: int, by: int) -> Tensor:
+    return x.roll(by, dim)
+
+
+def _shifted(x: Tensor, dim: int, by: int, repeats: bool = False) -> Tensor:
+    n = x.shape[dim]
+    if repeats:
+        return x.index_select(dim, (torch.arange(n) - by).clamp(0, n - 1))
+    turned = x.roll(by, dim)
+    return _only(turned, dim, slice(1, None) if by == 1 else slice(0, n - 1))
+
+
+def _of_one(x: Tensor, dim: int, at: int) -> Tensor:
+    return x.select(dim, at).unsqueeze(dim).expand_as(x).contiguous()
+
+
+def _by_blocks(x: Tensor, dim: int, block: int) -> Tensor:
+    return x.index_select(dim, torch.arange(x.shape[dim]) // block * block)
+
+
+def _in_pairs(x: Tensor, dim: int) -> Tensor:
+    n = x.shape[dim]
+    order = torch.arange(n) ^ 1
+    return x.index_select(dim, torch.where(order < n, order, torch.arange(n)))
