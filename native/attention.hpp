@@ -221,6 +221,11 @@ static inline Span seen_by(const halfulp_call& c, long i, long rows, long from, 
   return {most(from, lo / kPanel * kPanel), least(to, up(hi, kHalf))};
 }
 
+// Whether any of the keys [from, to) is hidden from any of `rows` rows from i on, or their scores take a mask.
+static inline bool hides(const halfulp_call& c, long i, long rows, long from, long to) {
+  return c.mask_kind != HALFULP_NO_MASK || first_key(c, i + rows - 1) > from || end_key(c, i) < to;
+}
+
 // Scores of one row take the mask, and outside of what the row may see become −∞; `row` starts at key `from`.
 static inline void hide(const halfulp_call& c, long b, long h, long i, float* row, long from, long to) {
   if (c.mask_kind != HALFULP_NO_MASK && i < c.n_query) {

@@ -233,7 +233,7 @@ struct Backward {
                                       wide, wv.units, grad_weights, kPanel, &one);
     for (long r = 0; r < n && careful && c.softcap > 0.f; ++r)
       cap(c, scores + r * kPanel, wide, slopes + r * kPanel);
-    for (long r = 0; r < n; ++r)
+    for (long r = 0; r < n && hides(c, i0 + G * g, n, first + j, first + j + wide); ++r)
       hide(c, batch, head, i0 + G * g + r, scores + r * kPanel, first + j, first + j + wide);
     if (careful) veil_rows(i0, G * g, n, first + j);
   }

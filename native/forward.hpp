@@ -135,16 +135,15 @@ struct Forward {
     }
     const Span block = seen_by(c, i0, kRows, 0, keys);
     const long first = block.from / step * step;
-    if (few && first < block.to) scores_of(first, next_scores);
+    if (few && first < block.to) scores_of(0, first, next_scores);
     for (long k0 = first; k0 < block.to; k0 += step) {
       if (few) {
         // Few rows wait for memory. The next block's K is read before this one's weights are computed, which depend on
         // nothing that is still on its way: the processor does both at once.
         std::swap(scores, next_scores);
-        if (k0 + step < block.to) scores_of(k0 + step, next_scores);
+        if (k0 + step < block.to) scores_of(0, k0 + step, next_scores);
       } else {
         if (once) pack(b, h / plan.groups, k0, least(block.to, k0 + step));
-        scores_of(k0, scores);
       }
       keys_of(k0);
     }
@@ -153,40 +152,39 @@ struct Forward {
   // The keys of a block that the rows of a group see.
   Span span_of(long g, long k0) const { return seen_by(c, i0 + G * g, G, k0, least(keys, k0 + step)); }
 
-  void scores_of(long k0, float* all) {
-    for (long j = k0; j < least(keys, k0 + step); j += kPanel)
-      for (long g = 0; g < groups; ++g) {
-        const Span span = span_of(g, k0);
-        if (j < span.from || span.to <= j) continue;
-        const long width = least(kPanel, span.to - j), real = least(kPanel, c.n_key - j);
-        const Unit* q = query + G * g * row_stride(wd);
-        float* to = all + G * g * BK + j - k0;
-        if (few)
-          Multiply<E>::few_rows(valid, q, row_stride(wd), turned,
-                                rows_of_panel<E>(c.key, b, h / plan.groups, j, real, wd, rows), width, wd.units, to, BK,
-                                early);
-        else
-          Multiply<E>::template group<kSet>(rows_in(g), q, row_stride(wd), key_at(j), width_of(real),
-                                            least(width, width_of(real)), wd.units, to, BK, &early);
-      }
+  void scores_of(long g, long k0, float* all) {
+    const Span span = span_of(g, k0);
+    for (long j = span.from; j < span.to; j += kPanel) {
+      const long width = least(kPanel, span.to - j), real = least(kPanel, c.n_key - j);
+      const Unit* q = query + G * g * row_stride(wd);
+      float* to = all + G * g * BK + j - k0;
+      if (few)
+        Multiply<E>::few_rows(valid, q, row_stride(wd), turned,
+                              rows_of_panel<E>(c.key, b, h / plan.groups, j, real, wd, rows), width, wd.units, to, BK,
+                              early);
+      else
+        Multiply<E>::template group<kSet>(rows_in(g), q, row_stride(wd), key_at(j), width_of(real),
+                                          least(width, width_of(real)), wd.units, to, BK, &early);
+    }
   }
 
-  // Weights of one block of keys from their scores, and their product with V.
+  // One block of keys, a group of rows after another, whose scores so stay in the nearest cache: weights from scores, and
+  // their product with V.
   void keys_of(long k0) {
     Span span[GROUPS];
-    for (long g = 0; g < groups; ++g) span[g] = span_of(g, k0);
     float rescale[kRows];
-    for (long g = 0; g < groups; ++g)
-      if (!span[g].empty())
-        for (long r = G * g; r < G * g + rows_in(g); ++r) rescale[r] = softmax(r, k0, span[g]);
+    for (long g = 0; g < groups; ++g) {
+      span[g] = span_of(g, k0);
+      if (span[g].empty()) continue;
+      if (!few) scores_of(g, k0, scores);
+      for (long r = G * g; r < G * g + rows_in(g); ++r) rescale[r] = softmax(r, k0, span[g]);
+      for (long col = 0; col < wv.columns && !few; col += 64)
+        Multiply<E>::template group<kScaleAdd>(
+            rows_in(g), weights + (G * g * BK + span[g].from - k0) / KP, BK / KP, value_at(col, span[g].from),
+            wv.panel(col), wv.panel(col), (least(span[g].to, held) - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
+            rescale + G * g);
+    }
     if (few) return values_of(k0, span[0], rescale);
-    for (long col = 0; col < wv.columns; col += 64)
-      for (long g = 0; g < groups; ++g)
-        if (!span[g].empty())
-          Multiply<E>::template group<kScaleAdd>(
-              rows_in(g), weights + (G * g * BK + span[g].from - k0) / KP, BK / KP, value_at(col, span[g].from),
-              wv.panel(col), wv.panel(col), (least(span[g].to, held) - span[g].from) / KP, out + G * g * wv.columns + col, wv.columns,
-              rescale + G * g);
     for (long j = k0; j < least(keys, k0 + step); j += kPanel)
       if (odd[j / kPanel]) add_odd(k0, j, span);
   }
