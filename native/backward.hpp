@@ -11,6 +11,8 @@ struct Backward {
   // Every block of rows adds to all of dK and dV: by tiles that is longer in coming from memory than in being computed.
   static constexpr long kRows = (G == 32 ? 2 : 1) * halfulp::kRows;
   static constexpr long kStep = E::k_step * KP > 2 ? E::k_step * KP : 2;  // rows that come and go together
+  // Keys of a tile's scores: what tiles store is read soon, and should still be in the nearest cache.
+  static constexpr long kStrip = G == 32 ? kHalf : kPanel;
   const Plan& plan;
   const halfulp_call& c;
   Width<E> wd, wv;
@@ -73,7 +75,7 @@ struct Backward {
   long first, count;  // keys of this chunk
   long batch, head;   // of the rows at hand
   long valid, exist;  // of them, how many there are, and these in whole steps of a product
-  long wide;          // keys of the panel at hand that some row of the block sees
+  long wide;          // keys of the tile at hand
   bool odd_keys;      // K or V of this chunk is not finite, or 2⁶⁵ and more
   bool odd_grads;     // dO of the rows at hand is not finite
   float late;         // what scores are multiplied by when they are read
@@ -221,21 +223,21 @@ struct Backward {
       plan.sink_rows[flat + r] = sink == -HALFULP_INF ? 0.f : -(std::exp2(sink - shift[r]) * inverse[r]) * delta[r];
   }
 
-  // S and dP of a group of rows and one panel.
-  void products(long i0, long g, long j) {
+  // S and dP of a group of rows and `wide` keys from s on of panel j.
+  void products(long i0, long g, long j, long s) {
     const float scale = score_factor(c), one = 1.f;
     const bool waits = !careful && scaled_when_read<E>(c);
     late = waits ? scale : one;
     const long n = rows_in(g), ld = panel_width(count - j);
-    Multiply<E>::template group<kSet>(n, query + G * g * row_stride(wd), row_stride(wd), key + j * wd.units, ld, wide,
+    Multiply<E>::template group<kSet>(n, query + G * g * row_stride(wd), row_stride(wd), key + j * wd.units + s, ld, wide,
                                       wd.units, scores, kPanel, waits ? &one : &scale);
-    Multiply<E>::template group<kSet>(n, grad_out + G * g * row_stride(wv), row_stride(wv), value + j * wv.units, ld,
+    Multiply<E>::template group<kSet>(n, grad_out + G * g * row_stride(wv), row_stride(wv), value + j * wv.units + s, ld,
                                       wide, wv.units, grad_weights, kPanel, &one);
     for (long r = 0; r < n && careful && c.softcap > 0.f; ++r)
       cap(c, scores + r * kPanel, wide, slopes + r * kPanel);
-    for (long r = 0; r < n && hides(c, i0 + G * g, n, first + j, first + j + wide); ++r)
-      hide(c, batch, head, i0 + G * g + r, scores + r * kPanel, first + j, first + j + wide);
-    if (careful) veil_rows(i0, G * g, n, first + j);
+    for (long r = 0; r < n && hides(c, i0 + G * g, n, first + j + s, first + j + s + wide); ++r)
+      hide(c, batch, head, i0 + G * g + r, scores + r * kPanel, first + j + s, first + j + s + wide);
+    if (careful) veil_rows(i0, G * g, n, first + j + s);
   }
   long rows_in(long g) const { return least(G, exist - G * g); }
 
@@ -255,15 +257,17 @@ struct Backward {
       for (long g = 0; g < groups; ++g) {
         const Span s = seen(i0 + G * g, G, j, j + kPanel);
         if (s.empty()) continue;
-        wide = s.to - j;
-        products(i0, g, j);
-        for (long r = 0; r < rows_in(g); ++r) {
-          const V m = set1(shift[G * g + r]), l = set1(inverse[G * g + r]);
-          V sum = load(delta_lanes + (G * g + r) * 16);
-          for (long k = 0; k < wide; k += 16)
-            sum = fma(mul(weight<integer>(read_scores<E>(scores + r * kPanel + k, late), m), l),
-                      load(grad_weights + r * kPanel + k), sum);
-          store(delta_lanes + (G * g + r) * 16, sum);
+        for (long from = 0; from < s.to - j; from += kStrip) {
+          wide = least(kStrip, s.to - j - from);
+          products(i0, g, j, from);
+          for (long r = 0; r < rows_in(g); ++r) {
+            const V m = set1(shift[G * g + r]), l = set1(inverse[G * g + r]);
+            V sum = load(delta_lanes + (G * g + r) * 16);
+            for (long k = 0; k < wide; k += 16)
+              sum = fma(mul(weight<integer>(read_scores<E>(scores + r * kPanel + k, late), m), l),
+                        load(grad_weights + r * kPanel + k), sum);
+            store(delta_lanes + (G * g + r) * 16, sum);
+          }
         }
       }
     for (long r = 0; r < exist; ++r) delta[r] = tree(delta_lanes + 16 * r);
@@ -274,27 +278,30 @@ struct Backward {
     for (long j = k0; j < end; j += kPanel) {
       const Span block = seen(i0, kRows, j, j + kPanel);
       if (block.empty()) continue;
-      wide = block.to - j;
+      const long panel = block.to - j;  // what some row of the block sees of it
       long g0 = groups, g1 = 0;
       for (long g = 0; g < groups; ++g) {
         const Span s = seen(i0 + G * g, G, j, j + kPanel);
         if (s.empty()) continue;
         g0 = least(g0, g), g1 = g + 1;
-        products(i0, g, j);
-        if (careful) {
-          for (long r = 0; r < rows_in(g); r += 2) pair_of<true>(G * g + r, r, j - k0);
-          if (odd_grads) add_odd(i0, G * g, j);
-          if (plan.terms) keep_terms(i0, G * g, j);
-        } else {
-          for (long r = 0; r < rows_in(g); r += 2) pair_of<false>(G * g + r, r, j - k0);
+        for (long from = 0; from < panel; from += kStrip) {
+          wide = least(kStrip, panel - from);
+          products(i0, g, j, from);
+          if (!careful) {
+            for (long r = 0; r < rows_in(g); r += 2) pair_of<false>(G * g + r, r, j - k0 + from);
+            continue;
+          }
+          for (long r = 0; r < rows_in(g); r += 2) pair_of<true>(G * g + r, r, j - k0 + from);
+          if (odd_grads) add_odd(i0, G * g, j, from);
+          if (plan.terms) keep_terms(i0, G * g, j + from);
         }
       }
       if (g0 >= g1) continue;
       const long k = G * g0 / KP, length = least(G * g1, exist) / KP - k, tile = (j - k0) * (kRows / KP) + k * kPanel;
       const long ld = panel_width(count - j);
-      Multiply<E>::add_rows(wv.even, grad_out_t + k, kRows / KP, p + tile, kPanel, wide, length,
+      Multiply<E>::add_rows(wv.even, grad_out_t + k, kRows / KP, p + tile, kPanel, panel, length,
                             grad_value + j * wv.columns, ld);
-      Multiply<E>::add_rows(wd.even, query_t + k, kRows / KP, ds + tile, kPanel, wide, length,
+      Multiply<E>::add_rows(wd.even, query_t + k, kRows / KP, ds + tile, kPanel, panel, length,
                             grad_key + j * wd.columns, ld);
     }
     for (long col = 0; col < wd.columns; col += 64)
@@ -314,14 +321,14 @@ struct Backward {
   }
 
   // What is not finite in dO, for dV of the keys that its rows see.
-  __attribute__((noinline)) void add_odd(long i0, long from, long j) {
+  __attribute__((noinline)) void add_odd(long i0, long from, long j, long strip) {
     float* go = o + wv.columns;
     for (long r = from; r < least(from + G, valid); ++r) {
       E::widen(row_at<const typename E::Element>(c.grad_out, batch, head, i0 + r), go, c.dv);
       for (long col = 0; col < c.dv; ++col)
         for (long k = 0; k < wide && !finite(go[col]); ++k) {
           const float s = scores[(r - from) * kPanel + k], p = integer ? exact_inverse[r] : 1.f;
-          if (s != -HALFULP_INF) grad_value[j * wv.columns + col * panel_width(count - j) + k] += std::exp2(s - shift[r]) * p * go[col];
+          if (s != -HALFULP_INF) grad_value[j * wv.columns + col * panel_width(count - j) + strip + k] += std::exp2(s - shift[r]) * p * go[col];
         }
     }
   }
@@ -339,8 +346,8 @@ struct Backward {
   static V bits(const Unit* at) { return load(reinterpret_cast<const float*>(at)); }
   template <bool careful>
   void pair_of(long r, long t, long column) {
-    Unit* p_at = p + column * (kRows / KP) + r / KP * kPanel;
-    Unit* ds_at = ds + column * (kRows / KP) + r / KP * kPanel;
+    const long pair = column / kPanel * kPanel * (kRows / KP) + r / KP * kPanel + column % kPanel;
+    Unit *p_at = p + pair, *ds_at = ds + pair;
     for (long j = 0; j < wide; j += 32) {
       typename E::Packed pp[2], pds[2];
 #pragma GCC unroll 2
