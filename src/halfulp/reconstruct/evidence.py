@@ -126,7 +126,9 @@ class Fit:
     def times(self) -> float:
         """The kernel's error over the candidate's."""
         energy, other = float(self.energy.sum()), float(self.other.sum())
-        return math.sqrt(energy / other) if other else math.inf if energy else 1.0
+        if not other or energy == math.inf:
+            return math.inf if energy else 1.0
+        return math.sqrt(energy / other)
 
     @property
     def loss(self) -> float:

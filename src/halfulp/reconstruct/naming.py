@@ -38,9 +38,9 @@ _FORWARD_CAUSES = {
     "weights-disagree": ("shift", "base", "exponential", "row_sum_from"),
 }  # fmt: skip
 _BACKWARD_CAUSES = {
-    "backward-scores": ("query", "key", "value", "product", "scores", "scale_into",
+    "backward-scores": ("query", "key", "product", "scores", "scale_into",
                         "scaled_operand", "shifted_scores", "exp_degree"),
-    "operand": ("grad_out",),
+    "operand": ("grad_out", "value"),
     "delta": ("delta_products", "delta", "delta_from", "residual", "residual_bits",
               "grad_probabilities", "grad_centered"),
     "probabilities": ("probabilities", "probabilities_operand", "weights", "weights_operand"),

@@ -168,7 +168,7 @@ class Slip:
         stage = STAGES[self.stage]
         if self.mistake.startswith(("last", "first")) or (
             self.mistake == "gone" and self.part.endswith(("keys", "rows"))):  # fmt: skip
-            if self.stage in ("b_lse", "delta"):  # of whole rows, in all that they enter
+            if self.stage in ("b_lse", "b_weights", "delta"):  # of whole rows, in all they enter
                 return stage.cause
             if self.stage not in FORWARD_STAGES:
                 return "grad-tail"

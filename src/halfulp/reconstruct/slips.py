@@ -4,6 +4,7 @@ held against what the kernel gave. What it does to the results is the difference
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -108,7 +109,7 @@ def likeliest(
     seen = {n: o for n in tensors if (o := emulator.observed.get((trial.name, n))) is not None}
     if region is not None:
         seen = {n: o.within(_mask(region, trial, o.value)) for n, o in seen.items()}
-    seen = {n: o for n, o in seen.items() if o.total > 4 * o.floor}
+    seen = {n: o for n, o in seen.items() if 4 * o.floor < o.total < math.inf}
     if not seen:
         return []
     weight = {n: 1 / max(float(o.exact.square().sum()), 1e-300) for n, o in seen.items()}
