@@ -20,6 +20,7 @@ SURE = 3.5  # standard errors that a change must be better by
 TRIED = 6  # changes, the best first, that are held against all trials before the search gives up
 DECISIVE = 2.0  # of the loss: a gain that a few rows are enough for
 ALIKE = 0.3  # of the loss: so near, what the other results say decides
+TIED = 0.05  # of the loss on some trials: so near, all trials decide
 MANY = 300  # changes, so many that they are first held against one trial alone
 SIFTED = 24  # changes that are held against all trials of a screen
 WHOLE = 10 * NOISE  # share left of an error that needs no further explanation
@@ -133,6 +134,10 @@ class Search(Generic[M]):
             near = [entry for entry in ranked if entry[0] < ranked[0][0] + ALIKE]
             near.sort(key=lambda entry: self.loss(entry[2], self.also, trials))
             ranked = near + ranked[len(near) :]
+        alike = [e for e in ranked[:TRIED] if e[0] < min(ranked[0][0] + TIED, here - GAIN)]
+        if len(alike) > 1:  # on a few trials; all of them tell
+            alike.sort(key=lambda entry: self.loss(entry[2], tensors))
+            ranked = alike + ranked[len(alike) :]
         old, before = self.fits(model, tensors, None), self.loss(model, tensors)
         for i, (loss, text, candidate) in enumerate(ranked[:TRIED]):
             if here - loss < GAIN:
