@@ -90,7 +90,6 @@ def diff(
     """
     from halfulp.diff.recording import compare_recordings
     from halfulp.diff.two_runs import diff_runs
-    from halfulp.report.diff_page import diff_page, runs_page
 
     check_files(json, html=html)
     kinds = [_kind(side) for side in (a, b)]
@@ -109,10 +108,15 @@ def diff(
             found = compare_recordings(a, b)
         else:
             found = _made(a, b, batches, steps, seed, device, {**options, "progress": progress})
-    plain = found.as_dict()
-    draw = runs_page if kinds[0] == RUN else diff_page
-    tell(plain, json, lambda: say(found), html, lambda: draw(plain, str(found), typed_command()))
+    tell(found.as_dict(), json, lambda: say(found), html, lambda: _page(found))
     return int(found.exit_code)
+
+
+def _page(found: Any) -> str:
+    from halfulp.report.diff_page import diff_page
+
+    tables = {name: [x.as_dict() for x in part] for name, part in found.sections().items()}
+    return diff_page(found.names, str(found), tables, typed_command())
 
 
 def _kind(side: str) -> str:

@@ -26,7 +26,9 @@ from halfulp.diff.one_step import step_of_training
 from halfulp.diff.setting import Setting
 from halfulp.diff.shares import Carried, Share, Swapped, grouped, part_of_gap, share_of
 from halfulp.diff.tape import Tape
+from halfulp.diff.weights_apart import by_module
 from halfulp.interpose import Swap
+from halfulp.runs.results import plain_data
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], Any]
 """Of a model's parameters: an optimizer, a pair of one and its learning-rate scheduler, or a
@@ -318,7 +320,7 @@ def _at_step(
         (_mean([x for x, _ in losses]), _mean([y for _, y in losses])),
         float(torch.cat([x.flatten() for x in gaps]).square().mean().sqrt()),
         float(torch.cat(usual).square().mean().sqrt()) if usual else math.nan,
-        found.p if math.isfinite(found.p) else None,
+        plain_data(found.p),
         _gradient(training, b, k, None),
         _rms([_gradient(training, one, k, None) for one in noise]),
         _mean(way),
@@ -347,11 +349,8 @@ def _modules(
     training: Training, b: Sequence[Gaps], noise: Sequence[Sequence[Gaps]], names: Sequence[str]
 ) -> list[ModuleCourse]:
     """By module, the one whose gap leaves rounding first, and farthest, first."""
-    modules: dict[str, list[str]] = {}
-    for name in names:
-        modules.setdefault(name.rpartition(".")[0] or "(model)", []).append(name)
     last, found = training.count, []
-    for module, members in modules.items():
+    for module, members in by_module(names).items():
         steps = range(1, last + 1)
         ways = [
             [_share_of_way(training, x, i, k, members) or 0.0 for i, x in enumerate(b)]

@@ -18,6 +18,7 @@ from halfulp.diff.noise import LEVEL, Chance, speaks_for_rounding
 from halfulp.diff.shares import Carried, Stand
 from halfulp.diff.tape import asked_otherwise
 from halfulp.runs.folder import json_text, write_json
+from halfulp.runs.results import Table, plain_data
 
 if TYPE_CHECKING:
     from halfulp.diff.after_steps import AfterSteps
@@ -159,6 +160,12 @@ class Difference(Report):
 
         return text(self, width)
 
+    def sections(self) -> dict[str, list[Table]]:
+        """Groups, operations and steps, whole."""
+        from halfulp.diff.wording import sections
+
+        return sections(self)
+
 
 def summed_up(
     compared: Compared, chances: Mapping[str, Chance], carried: Sequence[Carried], left_out: int
@@ -173,15 +180,15 @@ def summed_up(
     return Difference(
         names=compared.names,
         verdict=_verdict(same, mine),
-        p=1.0 if same else _known(mine.p if mine else math.nan),
-        p_formats=_known(coarser.p) if coarser else None,
-        ratio=_known(mine.ratio) if mine else None,
+        p=1.0 if same else plain_data(mine.p if mine else math.nan),
+        p_formats=plain_data(coarser.p) if coarser else None,
+        ratio=plain_data(mine.ratio) if mine else None,
         what="log-probabilities" if compared.of_tokens else "outputs",
         batches=len(compared.stands),
         sequences=sum(len(x.outputs[0]) for x in compared.stands),
         gap=float(gaps.square().mean().sqrt()),
         lean=float(gaps.mean()),
-        lean_p=_known(mine.lean_p) if mine else None,
+        lean_p=plain_data(mine.lean_p) if mine else None,
         losses=tuple(x.losses for x in compared.stands),
         first=None if first is None else _row(first),
         operations=tuple(map(_row, compared.gaps.values())),
@@ -218,10 +225,6 @@ def _verdict(
     return "within rounding" if speaks_for_rounding(chance) else "beyond rounding"
 
 
-def _known(x: float) -> float | None:
-    return x if math.isfinite(x) else None
-
-
 def _format(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -238,8 +241,8 @@ def _row(gap: LocalGap) -> OperationGap:
     return OperationGap(
         entry.place, None if answer is None else answer.place, entry.kind, entry.number, gap.same,
         gap.relative_gap, gap.relative_own, gap.exact, gap.relative_inherited,
-        gap.relative_floor, _known(gap.over_floor), gap.beyond, formats, asks, lean, _known(t),
-        gradient,
+        gap.relative_floor, plain_data(gap.over_floor), gap.beyond, formats, asks, lean,
+        plain_data(t), gradient,
     )  # fmt: skip
 
 
@@ -250,12 +253,12 @@ def shares_of(carried: Sequence[Carried]) -> tuple[GroupShare, ...]:
 
 def _group_share(carried: Carried, layer: bool) -> GroupShare:
     def shares(found: Sequence[Any]) -> dict[str, tuple[float, float | None]]:
-        return {x.of: (x.share, _known(x.error)) for x in found if math.isfinite(x.share)}
+        return {x.of: (x.share, plain_data(x.error)) for x in found if math.isfinite(x.share)}
 
     group = carried.group
     first = _row(max(group.members, key=lambda gap: (gap.parts, gap.relative_own)))
     return GroupShare(
-        group.name, tuple(group.kinds), len(group.members), _known(carried.share()),
+        group.name, tuple(group.kinds), len(group.members), plain_data(carried.share()),
         shares(carried.into), shares(carried.out), reason(first), layer, carried.failed,
     )  # fmt: skip
 

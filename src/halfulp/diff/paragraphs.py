@@ -7,34 +7,43 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from halfulp.diff.difference import GroupShare
+from halfulp.runs.results import Table
 
 Item = TypeVar("Item")
 ROWS = 12
+SHARES = "±: 1 standard error, over sequences (outputs) or batches."
 
 
 def group_tables(groups: Sequence[GroupShare], columns: Sequence[str], width: int) -> str:
     """What each group carries, both ways, and each layer of the first one."""
     whole, layers = ([x for x in groups if x.layer is layer] for layer in (False, True))
-    said = [_group_table(whole, columns, width)]
+    said = [_with_reasons(whole, columns, width)]
     if layers:
-        said += ["", f"Layers of {whole[0].name}:", _group_table(layers, columns, width)]
+        said += ["", f"Layers of {whole[0].name}:", _with_reasons(layers, columns, width)]
     return "\n".join(said)
 
 
-def _group_table(groups: Sequence[GroupShare], columns: Sequence[str], width: int) -> str:
-    lines = [["carries of the gap in", "", *columns]]
-    for group in groups[:ROWS]:
+def _with_reasons(groups: Sequence[GroupShare], columns: Sequence[str], width: int) -> str:
+    shown = drawn(group_table(groups[:ROWS], columns), width)
+    why = [wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
+    return "\n".join([shown, *([""] if why else []), *why[:4]])
+
+
+def group_table(groups: Sequence[GroupShare], columns: Sequence[str], why: bool = False) -> Table:
+    """What each group carries of the gap in each column, and, where it is asked, what differs."""
+    rows: list[tuple[str, ...]] = []
+    for group in groups:
+        reason = (group.why,) * why
         for way, shares in (("into A", group.into), ("out of B", group.out)):
             if not shares and (way == "into A" or group.into):
                 continue
             cells = [_share(shares.get(x)) for x in columns]
             first = way == "into A" or not group.into
-            lines.append([group.name if first else "", way, *cells])
+            rows.append((group.name if first else "", way, *cells, *reason))
         if group.failed:
-            lines.append([group.name, "failed", *("-" for _ in columns)])
-    shown = table(lines, width)
-    why = [wrapped(f"{x.name}: {x.why}.", width) for x in groups if (x.share or 0) >= 0.2]
-    return "\n".join([shown, *([""] if why else []), *why[:4]])
+            rows.append((group.name, "failed", *("-" for _ in columns), *reason))
+    named = ("carries of the gap in", "", *columns, *("what differs",) * why)
+    return Table("One group of operations swapped at a time", named, tuple(rows), SHARES, "")
 
 
 def _share(found: tuple[float, float | None] | None) -> str:
@@ -44,8 +53,9 @@ def _share(found: tuple[float, float | None] | None) -> str:
     return f"{share:.0%}" + ("" if error is None else f" ± {error:.0%}")
 
 
-def table(lines: Sequence[Sequence[str]], width: int) -> str:
+def drawn(made: Table, width: int) -> str:
     """Columns; a first one that is too wide loses its beginning, which rows have in common."""
+    lines = [list(map(str, line)) for line in (made.columns, *made.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     widths[0] = min(widths[0], max(24, width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     said = []

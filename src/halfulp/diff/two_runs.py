@@ -20,7 +20,7 @@ from halfulp.diff.run_sides import RunSide
 from halfulp.diff.setting import Setting
 from halfulp.diff.two_sides import compared
 from halfulp.diff.weights_apart import Distance, ModuleDrift, Weights, apart, distance, drifts
-from halfulp.runs.results import Progress, no_progress
+from halfulp.runs.results import Progress, Table, no_progress, number_of
 from halfulp.training.checkpoint import load_weights
 from halfulp.training.run_json import difference
 from halfulp.training.trust import named_code, trusted
@@ -99,6 +99,12 @@ class RunDifference(Report):
         from halfulp.diff.run_wording import text
 
         return text(self, width)
+
+    def sections(self) -> dict[str, list[Table]]:
+        """Settings, curves, weights and passes, whole."""
+        from halfulp.diff.run_wording import sections
+
+        return sections(self)
 
 
 def diff_runs(
@@ -227,7 +233,7 @@ def _curves(one: RunSide, other: RunSide, tolerance: float) -> list[CurveGap]:
         first = beyond = None
         last = (0, math.nan, math.nan)
         for step in steps:
-            a, b = (_number(row[step].get(name)) for row in rows)
+            a, b = (number_of(row[step].get(name)) for row in rows)
             last = (step, a, b)
             if a != b and not (math.isnan(a) and math.isnan(b)):
                 first = step if first is None else first
@@ -235,10 +241,6 @@ def _curves(one: RunSide, other: RunSide, tolerance: float) -> list[CurveGap]:
                     beyond = step
         found.append(CurveGap(name, len(steps), first, beyond, last))
     return found
-
-
-def _number(x: Any) -> float:
-    return math.nan if x is None else float(x)
 
 
 def _drifts(

@@ -5,7 +5,7 @@ Golden et al. (arXiv 2405.02803, section V) put beside each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,13 +62,18 @@ def apart(a: Weights, b: Weights) -> float:
     return math.sqrt(sum(squares(b[name], x)[0] for name, x in mine.items()))
 
 
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of parameters by the path of the module that has them."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or "(model)", []).append(name)
+    return modules
+
+
 def drifts(a: Weights, b: Weights, start: Weights | None) -> list[ModuleDrift]:
     """By module, the one whose gap is the largest share of its way first."""
-    modules: dict[str, list[str]] = {}
-    for name in floating(a):
-        modules.setdefault(name.rpartition(".")[0] or "(model)", []).append(name)
     found = []
-    for module, names in modules.items():
+    for module, names in by_module(floating(a)).items():
         mine, theirs = ({name: x[name] for name in names} for x in (a, b))
         way = None if start is None else apart({name: start[name] for name in names}, mine)
         found.append(ModuleDrift(module, apart(mine, theirs), way))

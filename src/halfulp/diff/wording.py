@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from halfulp.diff.difference import Difference, OperationGap, reason
 from halfulp.diff.noise import FAR, LEVEL
-from halfulp.diff.paragraphs import ROWS, chance_text, group_tables, table, wrapped
-from halfulp.diff.steps_wording import after_text
+from halfulp.diff.paragraphs import ROWS, chance_text, drawn, group_table, group_tables, wrapped
+from halfulp.diff.steps_wording import after_tables, after_text
+from halfulp.runs.results import Table
 
 
 def text(found: Difference, width: int) -> str:
@@ -20,13 +21,11 @@ def without_verdict(found: Difference, width: int) -> str:
     said = [_sizes(found, width)]
     if found.first is not None and found.verdict != "identical":
         said += ["", wrapped(f"First to part: {reason(found.first)}.", width)]
-    columns = ["outputs", *(["loss"] if any(x is not None for x, _ in found.losses) else [])]
-    columns += ["gradients"] if found.gradients else []
     if found.groups:
-        said += ["", group_tables(found.groups, columns, width)]
+        said += ["", group_tables(found.groups, _gaps(found), width)]
     parting = [x for x in found.operations if not x.same and x.own and (x.beyond or not x.exact)]
     if parting and found.verdict != "identical":
-        said += ["", _operation_table(parting, width)]
+        said += ["", _operations(parting, width)]
     if found.after is not None:
         said += ["", after_text(found.after, width)]
     said += ["", *(wrapped(line, width) for line in notes(found))]
@@ -81,25 +80,50 @@ def _sizes(found: Difference, width: int) -> str:
     return wrapped(f"{said}.", width)
 
 
-def _operation_table(rows: Sequence[OperationGap], width: int) -> str:
-    lines = [["operation", "own", "× floor", "leans", "t", "inherited", "gap", "floor"]]
+def _gaps(found: Difference) -> list[str]:
+    """What a group may carry of."""
+    loss = any(x is not None for x, _ in found.losses)
+    return ["outputs", *["loss"] * loss, *["gradients"] * bool(found.gradients)]
+
+
+def sections(found: Difference) -> dict[str, list[Table]]:
+    """Everything that it has in tables, below their headings."""
+    told = [x for x in found.operations if not x.same and x.own]
+    return {
+        "What carries the gap": [group_table(found.groups, _gaps(found), why=True)],
+        "Operations that differ": [_operation_table(told, why=True)],
+        "After some steps": [] if found.after is None else after_tables(found.after),
+    }
+
+
+def _operations(rows: Sequence[OperationGap], width: int) -> str:
     chosen = sorted(rows, key=lambda row: -row.own)[:ROWS]
-    for row in sorted(chosen, key=lambda row: row.number):
-        over = "-" if row.over_floor is None else f"{row.over_floor:.2g}"
-        t = "-" if row.lean_t is None else f"{row.lean_t:+.1f}"
-        lines.append([
-            row.place, f"{row.own:.1e}", over, f"{row.lean:+.0e}", t, f"{row.inherited:.1e}",
-            f"{row.gap:.1e}", f"{row.floor:.1e}",
-        ])  # fmt: skip
-    shown = table(lines, width)
+    shown = _operation_table(sorted(chosen, key=lambda row: row.number))
     more = len(rows) - len(chosen)
     rest = f"\nand {more} smaller ones; to_json() has all" if more else ""
-    legend = (
-        "Sizes relative to A's result. own: B − A's operation on B's operands; floor: what rounding"
-        " operands and result once on both sides makes; leans: the mean of own along A's rows, as a"
-        " share of them, and its t; inherited: what came in; gap: B − A."
-    )
-    return f"{shown}{rest}\n\n{wrapped(legend, width)}"
+    return f"{drawn(shown, width)}{rest}\n\n{wrapped(shown.caption, width)}"
+
+
+def _operation_table(rows: Sequence[OperationGap], why: bool = False) -> Table:
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        over = "-" if row.over_floor is None else f"{row.over_floor:.2g}"
+        t = "-" if row.lean_t is None else f"{row.lean_t:+.1f}"
+        marks = filter(None, (row.formats, row.asks, "beyond its floor" * row.beyond))
+        lines.append((
+            row.place, f"{row.own:.1e}", over, f"{row.lean:+.0e}", t, f"{row.inherited:.1e}",
+            f"{row.gap:.1e}", f"{row.floor:.1e}", *("; ".join(marks),) * why,
+        ))  # fmt: skip
+    columns = ("operation", "own", "× floor", "leans", "t", "inherited", "gap", "floor")
+    named = (*columns, *("what differs",) * why)
+    return Table("In the order of B's pass", named, tuple(lines), _SIZES, "")
+
+
+_SIZES = (
+    "Sizes relative to A's result. own: B − A's operation on B's operands; floor: what rounding"
+    " operands and result once on both sides makes; leans: the mean of own along A's rows, as a"
+    " share of them, and its t; inherited: what came in; gap: B − A."
+)
 
 
 def notes(found: Difference) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from halfulp.runs.results import number_of
 from halfulp.training.config import LayerTask, UserModel, WorkloadConfig
 
 Outcome: TypeAlias = Literal["survived", "drifting", "failed"]
@@ -202,20 +203,16 @@ def read_curves(rows: Iterable[Row]) -> dict[str, Curve]:
 
 def _figures(row: Row) -> Iterator[tuple[str, float]]:
     if "loss" in row:
-        yield "loss", _number(row["loss"])
+        yield "loss", number_of(row["loss"])
     for name in (DRIFT, *RUN_AWAY):
         if name in row:
-            yield name, _number(row[name])
+            yield name, number_of(row[name])
         measured = row.get("measure", {}).get(name)
         for layer, heads in enumerate(measured if isinstance(measured, list) else ()):
             yield from (
-                (f"{name} of layer {layer}, head {head}", _number(x))
+                (f"{name} of layer {layer}, head {head}", number_of(x))
                 for head, x in enumerate(heads)
             )
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)

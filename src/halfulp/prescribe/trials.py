@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from halfulp.chances import student_beyond
 from halfulp.isolate.rung import RungRun
 from halfulp.prescribe.candidates import TOUCHES, Remedy
+from halfulp.runs.results import number_of, plain_data
 from halfulp.training.journal import Row
 
 Effect: TypeAlias = Literal["cures", "helps on some seeds", "lowers the loss", "no effect", "worse"]
@@ -57,7 +58,7 @@ class Seen:
 
 def seen(run: RungRun, rows: Sequence[Row], start: int, horizon: int) -> Seen:
     """Judge a run by its own losses: by the rule, and from the beginning also whether it learns."""
-    losses = {r["step"]: _number(r["loss"]) for r in rows if "loss" in r and r["step"] <= horizon}
+    losses = {r["step"]: number_of(r["loss"]) for r in rows if "loss" in r and r["step"] <= horizon}
     found = Seen(run, losses, horizon - start, start == 0)
     return replace(found, trouble=_trouble(found))
 
@@ -213,9 +214,9 @@ class Trial:
             "effect": self.effect,
             "cured": saved,
             "in_trouble": tried,
-            "loss": _plain(self.last),
-            "log_ratio": {name: _plain(x) for name, x in ratios.items()},
-            "step_time": _plain(self.cost),
+            "loss": plain_data(self.last),
+            "log_ratio": plain_data(ratios),
+            "step_time": plain_data(self.cost),
             "runs": [self._run_as_dict(seed) for seed in self.seeds],
         }
 
@@ -224,11 +225,11 @@ class Trial:
         return {
             **asdict(mine.run),
             "seed": seed,
-            "last_loss": _plain(mine.last),
+            "last_loss": plain_data(mine.last),
             "trouble": mine.trouble,
             "cured": self.cured(seed),
-            "log_ratio": _plain(self.log_ratio(seed)),
-            "its_loss": _plain(its.last),
+            "log_ratio": plain_data(self.log_ratio(seed)),
+            "its_loss": plain_data(its.last),
         }
 
 
@@ -271,11 +272,3 @@ def _log(x: float) -> float:
     if not math.isfinite(x):
         return math.inf
     return math.log(max(x, 5e-324))
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None

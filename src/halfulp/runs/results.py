@@ -36,6 +36,11 @@ def plain_data(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def number_of(plain: float | None) -> float:
+    """Return a number that `plain_data` wrote; NaN where that is None."""
+    return math.nan if plain is None else float(plain)
+
+
 class Plain:
     """A dataclass whose JSON form is its fields and the properties that `BESIDE` names."""
 
