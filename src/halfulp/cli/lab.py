@@ -220,8 +220,6 @@ def isolate(
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.isolate.isolation import isolate as isolated
-    from halfulp.report.terminal import console
-    from halfulp.report.trial_page import print_trial, trial_page
 
     check_files(json, html=html)
     folder = Path(f"{run.name}-isolated") if out is None else out
@@ -234,14 +232,22 @@ def isolate(
     options |= {"trust": trust, "workload": workload}
     with progress_bar("isolate") as progress, going_on():
         found = isolated(chosen, out=folder, rule=rule, progress=progress, **options)
-    plain, page = found.as_dict(), folder / "report.html" if html is None else html
+    return tell_trial(found, json, folder / "report.html" if html is None else html)
+
+
+def tell_trial(found: Any, json: Path | None, page: Path) -> int:
+    """Tell of an isolation or a prescription, write its page, and return the exit code."""
+    from halfulp.report.terminal import console
+    from halfulp.report.trial_page import print_trial, trial_page
+
+    plain = found.as_dict()
 
     def show() -> None:
         print_trial(plain, console())
         say(f"The page lies in {page}")
 
     tell(plain, json, show, page, lambda: trial_page(plain, meta=f"halfulp {__version__}"))
-    return found.exit_code
+    return int(found.exit_code)
 
 
 def _begun(

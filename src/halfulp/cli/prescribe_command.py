@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfulp import __version__
-from halfulp.cli.lab import named_run
-from halfulp.cli.shell import check_files, going_on, progress_bar, say, tell, typed_command
+from halfulp.cli.lab import named_run, tell_trial
+from halfulp.cli.shell import check_files, going_on, progress_bar, typed_command
 
 
 def prescribe(
@@ -63,8 +62,6 @@ def prescribe(
         json: File to write what was found to; - prints it instead of the tables.
     """
     from halfulp.prescribe.prescribing import prescribe as prescribed
-    from halfulp.report.terminal import console
-    from halfulp.report.trial_page import print_trial, trial_page
 
     check_files(json, html=html)
     folder = Path(f"{run.name.partition(':')[0]}-prescribed") if out is None else out
@@ -74,11 +71,4 @@ def prescribe(
     asked |= {"out": folder, "command": typed_command()}
     with progress_bar("prescribe") as progress, going_on():
         found = prescribed(named_run(run), progress=progress, **asked)
-    plain, page = found.as_dict(), folder / "report.html" if html is None else html
-
-    def show() -> None:
-        print_trial(plain, console())
-        say(f"The page lies in {page}")
-
-    tell(plain, json, show, page, lambda: trial_page(plain, meta=f"halfulp {__version__}"))
-    return found.exit_code
+    return tell_trial(found, json, folder / "report.html" if html is None else html)
