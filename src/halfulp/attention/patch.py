@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
@@ -167,15 +167,25 @@ def _install() -> None:
         stock = getattr(sys.modules["torch.utils.checkpoint"], name)
         kept.append(stock)
         replacements[id(stock)] = recomputing
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module.__name__ in (*OWN, "torch._C._nn"):
+    modules = list(sys.modules.values())
+    _undo.extend(
+        _restore(*place) for place in exchange(replacements, modules, (*OWN, "torch._C._nn"))
+    )
+
+
+def exchange(
+    by_id: Mapping[int, Any], modules: Sequence[ModuleType], but: Collection[str]
+) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Exchange what modules hold; yield where, and what was there."""
+    for module in modules:
+        if not isinstance(module, ModuleType) or module.__name__ in but:
             continue
         # most modules hold none
-        if not replacements.keys().isdisjoint(map(id, list(vars(module).values()))):
+        if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):
             for name, held in list(vars(module).items()):
-                if id(held) in replacements:
-                    setattr(module, name, replacements[id(held)])
-                    _undo.append(_restore(module, name, held))
+                if id(held) in by_id:
+                    setattr(module, name, by_id[id(held)])
+                    yield module, name, held
 
 
 def _may_redirect(stock: Any) -> bool:

@@ -234,8 +234,7 @@ def _put_in() -> None:
     forms |= {id(function): (function, form) for function, form in mine}
     _replaced.extend((function, _tapped(function, form)) for function, form in forms.values())
     _looked_at.update(sys.modules)
-    tapped_by_id = {id(stock): tapped for stock, tapped in _replaced}
-    _places.extend(_exchange(tapped_by_id, list(sys.modules.values())))
+    _exchange({id(stock): tapped for stock, tapped in _replaced}, list(sys.modules.values()))
 
 
 def _take_out() -> None:
@@ -252,22 +251,9 @@ def _take_out() -> None:
         kept.clear()
 
 
-def _exchange(
-    by_id: Mapping[int, Callable[..., Any]], modules: Sequence[ModuleType]
-) -> list[tuple[ModuleType, str, Any]]:
-    """Exchange what modules hold; halfulp's patch calls its own functions directly."""
-    done = []
-    passed_over = (*_PATCH.OWN, __name__)
-    for module in modules if by_id else ():
-        if not isinstance(module, ModuleType) or module.__name__ in passed_over:
-            continue
-        # most modules hold none
-        if not by_id.keys().isdisjoint(map(id, list(vars(module).values()))):
-            for name, held in list(vars(module).items()):
-                if id(held) in by_id:
-                    setattr(module, name, by_id[id(held)])
-                    done.append((module, name, held))
-    return done
+def _exchange(by_id: Mapping[int, Callable[..., Any]], modules: Sequence[ModuleType]) -> None:
+    """halfulp's patch calls its own functions directly."""
+    _places.extend(_PATCH.exchange(by_id, modules, (*_PATCH.OWN, __name__)))
 
 
 def _tapped(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
