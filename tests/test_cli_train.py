@@ -80,7 +80,7 @@ def same(one, two):
             ["minutes"],
             "out is missing; accepted is a new folder for the run (--out), or --resume DIR",
         ),
-        (["minutes", "--out", "no/where"], "out='no/where': there is no folder for it"),
+        (["minutes", "--out", "no/where"], "out='no/where': there is no folder"),
         (
             ["minutes", "--out", "run", "--steps", "0"],
             "steps=0: accepted is an integer of at least 1",

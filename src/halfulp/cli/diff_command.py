@@ -186,8 +186,10 @@ def record(
     """
     from halfulp.diff.recording import record as write_down
     from halfulp.diff.sides_by_name import changed, made
+    from halfulp.runs.folder import check_folder
 
     check_files(json)
+    check_folder("out", out)
     chosen, given = made(make, "make", batches, seed, device)
     if setting:
         chosen = changed(chosen, setting, "setting")

@@ -29,7 +29,7 @@ def ended(error: BaseException) -> int:
         traceback.print_exception(error)
     said, notes = _words(error), "".join(getattr(error, "__notes__", ()))
     if isinstance(error, KeyboardInterrupt):
-        complain("interrupted")
+        complain(f"interrupted{notes}")
         return INTERRUPTED
     if isinstance(error, (ValueError, WorkerKilledError)):
         complain(f"{said}{notes}")

@@ -14,8 +14,10 @@ import contextlib
 import functools
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,13 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        with patient_output(), warnings_in_lines():
+        with patient_output(), warnings_in_lines(), _terminated_as_interrupted():
             if arguments in (["--version"], ["-V"]):
                 say(version_text())
                 return 0
             return _dispatch(arguments)
     except BaseException as error:
         return ended(error)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does: workers would outlive a parent that just dies."""
+    if threading.current_thread() is not threading.main_thread():  # where no handler may be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _dispatch(arguments: list[str]) -> int:

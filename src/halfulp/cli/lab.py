@@ -121,7 +121,7 @@ def tokens(
     """
     from halfulp.training.tokens import read_tokens, write_tokens
 
-    check_files(json)
+    check_files(json, file=file)
     _, about = read_tokens(write_tokens(folder, file, tokenizer))
     left_out = about["left_out"]
     said = f"{about['tokens']:,} tokens of {about['documents']:,} documents lie in {file}"
@@ -222,7 +222,7 @@ def isolate(
     from halfulp.isolate.isolation import isolate as isolated
 
     check_files(json, html=html)
-    folder = Path(f"{run.name}-isolated") if out is None else out
+    folder = Path(f"{run.name.partition(':')[0]}-isolated") if out is None else out
     run, steps, from_step = _begun(run, folder, workload, steps, from_step)
     chosen, first, rule = _isolated_run(run, loss_factor, patience)
     chosen_seeds = None if seeds is None else tuple(range(first, first + seeds))
@@ -304,6 +304,7 @@ def _isolated_run(
 
 def _configured(asked: dict[str, Any], workload: str | None) -> tuple[RunConfig, Path]:
     """The preset or the user's model with what was asked for instead, and where the run goes."""
+    from halfulp.runs.folder import check_folder
     from halfulp.training.attention import AttentionPlan
     from halfulp.training.presets import PRESETS
     from halfulp.training.settings import settable, with_settings
@@ -324,6 +325,7 @@ def _configured(asked: dict[str, Any], workload: str | None) -> tuple[RunConfig,
         raise ValueError(
             "out is missing; accepted is a new folder for the run (--out), or --resume DIR"
         )
+    check_folder("out", asked["out"])
     config = _own_model(asked) if own else PRESETS[preset]()
     if attention:
         somewhere = attention[0].lstrip().startswith(("layer", "head"))

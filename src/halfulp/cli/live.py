@@ -142,6 +142,7 @@ def _title(path: Path) -> str:
 def _note(path: Path) -> str:
     """What a run.json says in a line; whatever it holds is somebody else's."""
     from halfulp.runs.folder import read_json
+    from halfulp.watch.troubles import CAUSES
 
     record = read_json(path / "run.json")
     if not isinstance(record, dict):
@@ -150,6 +151,7 @@ def _note(path: Path) -> str:
     if record.get("kind") == "watch":
         causes = record.get("causes")
         kinds = [str(one.get("kind")) for one in causes or () if isinstance(one, dict)]
+        kinds = [CAUSES[kind].name if kind in CAUSES else kind for kind in kinds]
         said += [str(record.get("loss") or "")]
         said += [f"alarm: {', '.join(dict.fromkeys(kinds))}"] if kinds else []
     return ", ".join(word[:80] for word in said if word)

@@ -100,12 +100,12 @@ def write_each(*writes: Callable[[], object]) -> None:
 
 @contextmanager
 def going_on() -> Iterator[None]:
-    """Say of a worker that was killed in the block that the same command goes on."""
+    """Say of what was cut off in the block that the same command goes on."""
     from halfulp.runs.parallel import WorkerKilledError
 
     try:
         yield
-    except WorkerKilledError as error:
+    except (WorkerKilledError, KeyboardInterrupt) as error:
         error.add_note("; the same command goes on where this one ended")
         raise
 

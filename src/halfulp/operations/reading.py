@@ -47,6 +47,9 @@ def operation_named(name: str) -> Operation:
 
 
 def _files_of(folder: Path) -> dict[str, ModuleType]:
+    if not folder.is_dir():
+        near = meant(folder.name, [p.name for p in folder.parent.glob("*") if p.is_dir()])
+        raise ValueError(f"op={str(folder)!r}: there is no such folder{near}")
     lacking = [f"{f}.py" for f in FILES if not (folder / f"{f}.py").is_file()]
     if lacking:
         raise ValueError(f"op={str(folder)!r}: has no {', '.join(lacking)}")

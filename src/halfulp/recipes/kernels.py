@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from halfulp.complaints import meant
 from halfulp.formats import BF16, FP16, FP32, FP64, Format
 from halfulp.recipes.named import BF16_FLASH2, BF16_HALFULP, RECIPES
 from halfulp.recipes.recipe import STEPS, Matmul, Recipe, Shift
@@ -92,7 +93,8 @@ def recipe_of(name: str, dtype: torch.dtype) -> Recipe:
     a name that is no kernel's recipe.
     """
     if name not in KERNEL_RECIPES:
-        raise ValueError(f"recipe={name!r}: accepted are {', '.join(KERNEL_RECIPES)}")
+        accepted = f"accepted are {', '.join(KERNEL_RECIPES)}{meant(name, KERNEL_RECIPES)}"
+        raise ValueError(f"recipe={name!r}: {accepted}")
     recipe, fmt = KERNEL_RECIPES[name].in_bf16, FORMATS[dtype]
     if fmt == BF16:
         return recipe
@@ -137,7 +139,7 @@ def recipe_for(recipe: Recipe | str, dtype: torch.dtype) -> Recipe:
         known = f"{', '.join(KERNEL_RECIPES)}, {', '.join(RECIPES)}"
         raise ValueError(
             f"recipe={recipe!r}: accepted are {known}, the latter each with [field=value,…] if"
-            " wanted"
+            f" wanted{meant(recipe.partition('[')[0], [*KERNEL_RECIPES, *RECIPES])}"
         ) from error
 
 

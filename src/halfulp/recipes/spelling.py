@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from halfulp.complaints import meant
 from halfulp.formats import BlockFormat, Format, parse_format
 from halfulp.recipes.named import RECIPES
 from halfulp.recipes.recipe import Matmul, Recipe, Shift
@@ -41,7 +42,7 @@ def recipe_named(text: str) -> Recipe:
     if match is None or base is None:
         raise ValueError(
             f"recipe={text!r}: accepted are {', '.join(RECIPES)}, each with [field=value,…] if"
-            " wanted"
+            f" wanted{meant(text.partition('[')[0], RECIPES)}"
         )
     if not (match[2] or "").strip():
         return base
@@ -130,6 +131,7 @@ def _read(kind: type, field: str, text: str) -> Any:
     if field not in hints:
         raise ValueError(
             f"{field}={text!r}: not a field of a recipe; accepted are {', '.join(hints)}"
+            f"{meant(field, hints)}"
         )
     return _value(field, hints[field], text)
 

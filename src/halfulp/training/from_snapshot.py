@@ -14,6 +14,7 @@ from halfulp.runs.snapshot import Snapshot, read_snapshot
 from halfulp.training.checkpoint import Checkpoint, checkpoint_steps, restore
 from halfulp.training.determinism import own_generators
 from halfulp.training.journal import Journal
+from halfulp.training.run_json import read_config
 from halfulp.training.user_model import user_run
 from halfulp.training.workload import build_workload
 
@@ -79,6 +80,12 @@ def begun(snapshot: Path, out: Path, workload: str | None, steps: int | None) ->
     if not start.exists():
         run_of_snapshot(snapshot, workload, STEPS if steps is None else steps, start)
     (done,) = checkpoint_steps(start / "checkpoints")
+    begun_with = read_config(start).steps - done
+    if steps not in (None, begun_with):
+        raise ValueError(
+            f"steps={steps}: {str(start)!r} was begun with {begun_with}; accepted is that, or"
+            " another out"
+        )
     return start, done
 
 

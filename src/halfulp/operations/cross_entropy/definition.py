@@ -76,6 +76,12 @@ def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, 
 def read(returned: Any, x: Tensors, options: Options) -> Tensors:
     """A loss a token; the mean and the sum stand for every token."""
     found = whole(returned, RESULTS)
-    if options["reduction"] != "none" and found["loss"].ndim == 0:
+    if found["loss"].ndim == 0:
+        if options["reduction"] == "none":
+            raise ValueError(
+                "one loss where reduction='none' asks for one a token; of a function that has a"
+                " mean alone, say reduction: Literal['mean'] = 'mean', and what asks for a mean is"
+                " audited"
+            )
         found["loss"] = found["loss"].expand(x["target"].shape)
     return found
