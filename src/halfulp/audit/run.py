@@ -105,8 +105,9 @@ def audit(
         only: names of the probes to run, "sizes" or "relations"; what is left out is missing.
         seconds: after how long no further case is begun; the most telling come first.
         jobs: processes that the calls and their measuring are shared over, each on one thread of
-            torch; the figures are those of one job on one thread. The target must be named, and is
-            opened in each, so that what it keeps from call to call it keeps by process.
+            torch, but not the search for causes and the smallest input; the figures are those of
+            one job on one thread. The target must be named, and is opened in each, so that what it
+            keeps from call to call it keeps by process.
         progress: called with (fraction done, what is being done).
 
     Returns:

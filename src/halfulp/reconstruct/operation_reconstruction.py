@@ -46,6 +46,7 @@ RIVALS = 0.2  # ways that explain so much less than the best are told apart from
 MOST = 16  # of them
 OTHERS = 18  # calls that they are held against: first those of its options, and that fail
 PREDICTS = 0.3  # share of other failing calls' errors that a way which is named explains
+MOSTLY = 0.7  # of them, below which a way that explains a call wholly is looked at in parts
 EQUAL = 1e-3  # at most; of two ways that explain alike the one that is tried first is named
 OTHERWISE = frozenset(
     {"option", "end", "neighbor", "factor", "term-missing", "exchanged", "limited"}
@@ -165,8 +166,10 @@ class _Judge:
             tried = _both([*more, *found])
             found += more
         (base, share, way), fits, rivals = self._told_apart(found)
-        if share >= WHOLLY and fits < WRONG:  # elsewhere it is in a part alone
+        elsewhere = self._predicts(base, (way,))
+        if share >= WHOLLY and (fits < WRONG or elsewhere < MOSTLY):  # it is in a part alone
             found += self._in_parts(found)
+            found += self._hidden(base, found) if elsewhere < MOSTLY and self.thorough else []
             (base, share, way), fits, rivals = self._told_apart(found)
         alike = self._alike(base, way, found)
         share, chosen = self._joined(base, share, way, tried)
@@ -262,7 +265,7 @@ class _Judge:
                 every = [*found, *more]
                 every.sort(key=lambda one: -self.trial.part(one[0], one[2], region))
                 more += [self._tried(of, way, region) for of, _, way in every[:LIKELY]]
-        if not seen and not self._sure(more):
+        if not self._sure(more):
             more += self._hidden(base, found)
         return more
 
@@ -277,7 +280,8 @@ class _Judge:
         """Ways in a part that results do not show: those whose errors are like the kernel's, and at
         tails such as no sum shows where they are everywhere, a neighbor's data for one.
         """
-        every = self._regions()
+        # a first or last few would show
+        every = [r for r in self._regions() if r.text.startswith(("past", "where"))]
         likely = sorted(found, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
         more = [
             self._tried(of, way, region)
