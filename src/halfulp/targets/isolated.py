@@ -49,6 +49,7 @@ import json, sys
 given = json.loads(sys.argv[1])
 sys.path[:] = given.pop("path")
 from halfulp.targets.served import serve
+sys.stdout.reconfigure(line_buffering=True)
 serve(**given)
 """
 
@@ -355,7 +356,8 @@ def _copy(program: list[str], arguments: dict[str, Any], theirs: Connection, sai
     theirs.close()
     for number in (1, 2):
         os.dup2(said, number)
-    sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+    # line by line: a kernel that ends the process at once leaves what it printed
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
     try:
         # torch refuses gradients in a copy of a process that has computed some
         torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
