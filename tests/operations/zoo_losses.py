@@ -123,12 +123,13 @@ def cross_entropy(fault=""):
 
 
 def upcast_in_double(input, target, *, ignore_index, reduction, label_smoothing, lse_square_scale):
-    """In fp64, z-loss added."""
+    """In fp64, z-loss added where a token counts."""
     logits = input.double()
     own = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     loss = torch.nn.functional.cross_entropy(logits, target, reduction=reduction, **own)
     if lse_square_scale:
-        loss = loss + lse_square_scale * logits.logsumexp(-1).square()
+        counts = target != ignore_index
+        loss = loss + lse_square_scale * logits.logsumexp(-1).square() * counts
     return loss.float()
 
 

@@ -291,12 +291,17 @@ PROBES: tuple[Probe, ...] = (
     ),
     Probe(
         "masked_rows",
-        "rows that may attend to nothing",
+        "rows that may attend to nothing, masks whose rows end inside a tile",
         "pytorch, fully masked rows",
         draws.masked_rows,
+        change_shape=draws.lengths,
     ),
     Probe(
-        "additive_mask", "a bias added to the scores", "ALiBi position bias", draws.additive_mask
+        "additive_mask",
+        "a bias added to the scores, read as if its rows were as long as padded keys",
+        "ALiBi position bias; onnxruntime PR 29247",
+        draws.additive_mask,
+        change_shape=draws.lengths,
     ),
     Probe(
         "window",
@@ -311,6 +316,7 @@ PROBES: tuple[Probe, ...] = (
         "sliding-window attention",
         draws.gaussian,
         is_causal=True,
+        change_shape=draws.lengths,
         options=lambda _: {"window": (45, -1)},
     ),
     Probe(

@@ -100,9 +100,9 @@ PROBES = (
     Probe("edges", "the first and the last token", "an offset by one", _edges),
     Probe(
         "smoothing",
-        "label smoothing in one pass alone",
-        "torch.nn.functional, label_smoothing",
-        _plain,
+        "label smoothing in one pass alone, or of tokens that do not count",
+        "torch.nn.functional, label_smoothing; Liger-Kernel PR 198",
+        _ignored,
         options={"label_smoothing": 0.1},
     ),
     Probe(
@@ -123,9 +123,9 @@ PROBES = (
     ),
     Probe(
         "z_loss",
-        "the gradient of z-loss",
+        "the gradient of z-loss, of tokens that do not count too",
         "PaLM, arXiv 2204.02311; Liger-Kernel's lse_square_scale",
-        _plain,
+        _ignored,
         options={"lse_square_scale": 1e-2},
     ),
     odd_sizes(_plain, "V", exposes="rows and a vocabulary that are no multiples of a block"),

@@ -120,9 +120,9 @@ PROBES = (
     ),
     Probe(
         "smoothing",
-        "label smoothing in one pass alone",
-        "torch.nn.functional, label_smoothing",
-        _plain,
+        "label smoothing in one pass alone, or of tokens that do not count",
+        "torch.nn.functional, label_smoothing; Liger-Kernel PR 198",
+        _ignored,
         options={"label_smoothing": 0.1},
         sizes={"V": 5},
     ),
