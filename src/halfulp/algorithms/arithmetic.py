@@ -69,6 +69,7 @@ def polynomial_exponential(x: Tensor, base2: bool, degree: int) -> Tensor:
     y = x if base2 else x * math.log2(math.e)
     lowest = -126.0 if x.dtype == torch.float32 else -1022.0
     n = y.floor()
+    # −inf − (−inf) is NaN, where the weight of a hidden key must become 0
     f = torch.where(y == -math.inf, 0.0, y - n)
     total = torch.zeros_like(y)
     for c in reversed(_coefficients(degree)):
@@ -126,6 +127,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     out = left.new_empty(*lead, m, n)
     if out.numel() == 0:
         return out
+    # broadcast dimensions get a stride of 0, which the library reads in place
     held = [x.expand(*lead, *x.shape[-2:]) for x in (left, right)]
     # a copy only where strides demand it
     held = [x if x.ndim <= 3 else x.flatten(0, -3) for x in held]

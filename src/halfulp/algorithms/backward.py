@@ -38,6 +38,8 @@ def backward(
     if problem.recipe.gradient_scale_at == "products":
         dq, dk = dq * scale, dk * scale
     dv = problem.undropped(dv)
+    # summed before they are rounded: a key head that queries share has one rounding, not one a
+    # query head
     dk, dv = _sum_groups(dk, problem.groups), _sum_groups(dv, problem.groups)
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
 
@@ -47,6 +49,8 @@ def _tiles(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV summed tile by tile."""
     step = problem.step
+    # dK and dV of a block are whole after its inner loop, dQ gathers over the outer one: the order
+    # in which each gradient is summed is a part of what is emulated
     dq = torch.zeros_like(problem.query)
     dk, dv = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
     for cols in problem.col_tiles():
@@ -56,6 +60,8 @@ def _tiles(
             # two: dV may take unrounded weights over l where dS takes the rounded ones of O
             p, p_for_value = rows_of.probabilities(rows, cols)
             operand, do_i = step("probabilities_operand", p_for_value), do[:, :, rows]
+            # what was dropped is 0 here as it was in O; what is left is scaled up once, on the
+            # finished dV
             operand = problem.kept(operand, rows, cols)
             _add(dv[:, :, cols], product(operand.mT, do_i, step), step)
             dp = grad_probabilities(problem, do, rows, cols)
@@ -144,6 +150,7 @@ class Rows:
             p = step("probabilities", exact)
             return p, p
         weights = step("weights", exact)
+        # the very weights that O was summed from: only then does a row of dS sum to 0 but for fp32
         if problem.recipe.backward_weights == "rounded":
             weights = problem.weights_operand(weights)
         if self.value_divisor is None:
@@ -175,6 +182,7 @@ class Delta:
         problem, kept = rows_of.problem, rows_of.kept
         self.step, self.rows_of, self.do, self.grad_lse = problem.step, rows_of, do, grad_lse
         self.delta: Tensor | None = None
+        # ∂lse/∂S is P, so dS = P (dP − δ + dLSE): lse's gradient needs no pass of its own
         if grad_lse is not None:
             # A fully masked row's lse is constant, and the gradient that reaches it may be infinite
             # or NaN.
@@ -236,6 +244,7 @@ class Delta:
 def _add(total: Tensor, block: Tensor, step: Step) -> None:
     """Add one tile's contribution to a running gradient, in place."""
     block = step("grad_block", block)
+    # in place where nobody rounds or watches the sum: no second matrix for every tile
     if step.rounds("grad_accumulator") or step.observers:
         total.copy_(step("grad_accumulator", total + block))
     else:

@@ -29,6 +29,7 @@ _SCALE_AT = {"products": 0, "scores": 1, "probabilities": 2}
 @lru_cache(maxsize=1)
 def _steps() -> tuple[str, ...]:
     """The steps that the library rounds, in its order."""
+    # asked of the library, so that its list and Python's cannot part
     name = function("halfulp_step_name", "i", ctypes.c_char_p)
     names: list[str] = []
     while (found := name(len(names))) is not None:
@@ -39,6 +40,7 @@ def _steps() -> tuple[str, ...]:
 def refused(problem: Problem) -> str | None:
     """Why the library does not run these loops, in words; None where it does."""
     recipe, call = problem.recipe, problem.call
+    # observers are called where a step rounds, and inside of the library no Python is called
     reasons = (
         "observers" if problem.step.observers else None,
         None if fixed(problem.query) and type(problem.query) is Tensor else "not float32 on a CPU",

@@ -15,6 +15,7 @@ from halfulp.recipes import Matmul, Step
 def product(left: Tensor, right: Tensor, step: Step) -> Tensor:
     """`left [..., M, K] @ right [..., K, N]` as the recipe of `step` sums products."""
     spec = step.recipe.matmul
+    # a library's gemm sums in its operands' dtype; whatever else is asked for must be emulated
     if spec.order == "native" and (spec.accumulate == FP32) == (left.dtype == torch.float32):
         return _native(left, right)
     return matmul(left, right, spec, seed=step.next_seed("matmul"))
@@ -46,12 +47,16 @@ def matmul(left: Tensor, right: Tensor, spec: Matmul, *, seed: int = 0) -> Tenso
     sequential = spec.order == "sequential"
     if sequential and spec.accumulate == FP32 and arithmetic.compiled(left, right):
         return arithmetic.product(left, right)
+    # a product of two fp32 numbers has 48 bits at most: in fp64 it is exact
     a, b = left.double(), right.double()
     width = 1 if sequential else spec.block
+    # an fp64 sum rounded to nearest and then to the format is rounded twice; to odd first, the
+    # second rounding is as of the exact sum (Boldo & Melquiond 2008)
     add = _sum_to_odd if sequential and left.dtype == torch.float32 else torch.add
     total = a.new_zeros(()).expand((a[..., :0] @ b[..., :0, :]).shape)
     for i, k in enumerate(range(0, a.shape[-1], width)):
         exact = add(total, a[..., k : k + width] @ b[..., k : k + width, :])
+        # a seed for every step, or the stochastic roundings of one element would all fall alike
         total = round_to(exact, spec.accumulate, seed=seed + i)
     return total.to(left.dtype)
 
@@ -64,6 +69,7 @@ def _sum_to_odd(total: Tensor, term: Tensor) -> Tensor:
     """total + term in float64, rounded to odd: rounding that to a narrower format is rounding the
     sum itself, once.
     """
+    # Knuth's two-sum: `lost` is exactly what the addition rounds away, whichever term is larger
     near = total + term
     other = near - total
     lost = (total - (near - other)) + (term - other)

@@ -108,11 +108,14 @@ class Problem:
         if cap:
             s = step("scores", torch.tanh(s * (scale / cap)) * (cap * self.unit))
         else:
+            # α and log₂ e in one factor, as in kernels that exponentiate in base 2: one rounding of
+            # a score
             s = step("scores", torch.mul(s, scale * self.unit, out=step.scratch(s)))
         return self.sees.apply(s, rows, cols, self.unit)
 
     def softcap_slope(self, rows: slice, cols: slice) -> Tensor:
         """The derivative of the capped scores of one tile by the scores, 1 − tanh²(S / c)."""
+        # made again tile by tile: a tanh that was kept would take N² numbers
         s = product(self.query[:, :, rows], self.key[:, :, cols].mT, self.step)
         t = torch.tanh(s * (self.call.scale / self.call.softcap))
         return 1 - t * t
@@ -164,6 +167,8 @@ class Problem:
 
     def row_sums(self, weights: Tensor, operand: Tensor) -> tuple[Tensor, Tensor]:
         """l of one tile as the recipe sums it, and as lse needs it."""
+        # O over the sum of the rounded weights that it is made of: their common error cancels. lse
+        # shall be of the exact weights all the same
         rounded = self.recipe.row_sum_from == "rounded"
         l = row_sum(operand if rounded else weights)
         exact = row_sum(weights) if rounded and self.recipe.lse_from == "exact" else l
@@ -171,6 +176,8 @@ class Problem:
 
     def weights_operand(self, weights: Tensor) -> Tensor:
         """The weights as they enter a product: pre-scaled, rounded, scaled back."""
+        # a pre-scale keeps small weights from underflowing in a narrow format: without one a
+        # diffuse row loses its mass from the numerator only (flashinfer PR 5020)
         step, c = self.step, self.recipe.weights_scale
         return (
             step("weights_operand", weights) if c == 1 else step("weights_operand", weights * c) / c
@@ -245,12 +252,14 @@ def finish(problem: Problem, state: State) -> Kept:
     """
     recipe, step, exact_out = problem.recipe, problem.step, state.out
     out = step("out", exact_out)
+    # the rounding of O inside δ is what the failure of training comes from (Qiu & Yao, 3.2)
     for_delta = out
     if recipe.delta_from == "exact_out":
         for_delta = exact_out
     elif recipe.delta_from == "residual":
         for_delta = out + step("residual", _residual(exact_out, out, recipe))
     summed = state.exact_row_sum if recipe.lse_from == "exact" else state.row_sum
+    # by way of m: e^lse itself leaves fp32 from a score of 88.7 on
     lse = step("lse", state.row_max + step("log_row_sum", problem.log(summed)))
     return Kept(out, for_delta, lse, state.row_max, state.row_sum, state.largest_score)
 
@@ -263,6 +272,7 @@ def _residual(exact: Tensor, out: Tensor, recipe: Recipe) -> Tensor:
     if compiled(exact, out) and mantissa_bits + bits <= LARGEST_UNIT:
         return fixed_point(exact, out, mantissa_bits, bits, _lowest(recipe.out))
     unit, steps = residual_unit(out, recipe.out, bits), 2.0 ** (bits - 1)
+    # half an ulp is 2^(bits − 1) steps, one more than a signed integer of so many bits can say
     q = torch.ldexp(exact - out, -unit).round_().clamp_(-steps, steps - 1)
     return torch.ldexp(q, unit)
 
@@ -295,6 +305,7 @@ def read_input(name: str, x: Tensor, step: Step) -> Tensor:
         or x.numel() == 0
     ):
         return step(name, x)
+    # formats of 8 exponent bits have fp32's range, and need no scale; fp16 and fp8 do
     largest = x.abs().amax()
     # a tensor of zeros, or with infinities, has no scale that maps its largest to the format's
     scale = torch.where(

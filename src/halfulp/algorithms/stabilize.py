@@ -22,6 +22,8 @@ def row_shift(scores: Tensor, r_m: Tensor, step: Step) -> Tensor:
     """
     shift = step.recipe.shift
     if shift.kind == "integer":
+        # m − m_new is an integer then, and every rescale an exact power of two, which rounds
+        # nothing
         return r_m.ceil()
     if shift.kind == "offset":
         return r_m + shift.offset
@@ -31,6 +33,9 @@ def row_shift(scores: Tensor, r_m: Tensor, step: Step) -> Tensor:
             repeated = (scores >= step("tie_threshold", r_m - shift.tie_tolerance)).sum(
                 dim=-1, keepdim=True
             ) > 1
+        # no weight is exactly 1 any more. The price: far from 0 a whole row underflows, which the
+        # audit's ties_many (β r_m) and ties_negative (γ r_m) look for
         factor = torch.where(r_m > 0, shift.beta, shift.gamma)
+        # the scores of a masked row tie at −inf, and must stay there
         return torch.where(repeated & r_m.isfinite(), factor * r_m, r_m)
     return r_m

@@ -35,6 +35,7 @@ def _rows(problem: Problem, rows: slice) -> State:
     top = row_shift(scores, largest, step)
     m = step("row_max", top if sink is None else torch.maximum(sink.row_max, top))
     weights = step("weights", problem.weights(scores, shift_of(m)))
+    # of unrounded weights: here it is P that is rounded for the product, after the division
     l = step("block_sum", row_sum(weights)).clamp_min(problem.recipe.row_sum_floor)
     if sink is not None:
         l = l + sink.row_sum * problem.rescale(sink.row_max, shift_of(m))

@@ -74,6 +74,8 @@ def vector_exp(x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % (2 * LANES)))
     result = _elu_derivative(padded)
     if bool((padded > 0).any()):
+        # above 0 ELU's derivative is 1: −x with an input scale of −1 is exp(x) in the branch below
+        # 0, and the two minus signs in front of it cancel
         mirrored = torch.ops.aten.elu_backward(
             padded.new_tensor(-1.0), 1.0, 1.0, -1.0, False, -padded
         )
@@ -97,6 +99,7 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     total = product + c64
     # The float64 sum is rounded to odd, so that rounding it once more to float32 is right (Boldo &
     # Melquiond 2008).
+    # Knuth's two-sum; the product of two fp32 numbers has no error in fp64
     back = total - product
     lost = (product - (total - back)) + (c64 - back)
     bits = total.view(torch.int64)

@@ -62,6 +62,7 @@ def _pairs(
 
 def _some(pairs: Mapping[Pair, None], count: int, chance: random.Random) -> list[Pair]:
     listed = list(pairs)
+    # the oldest is always tried: a pair that no whole row can have is met, and dropped, in the end
     return [listed[0], *(chance.choice(listed) for _ in range(count - 1))]
 
 
@@ -82,6 +83,7 @@ def _filled(
             row = {n: factors[n][i] for n, i in chosen.items()} | {name: factors[name][level]}
             if allowed(row):
                 gain = sum(_pair((name, level), item) in open_pairs for item in chosen.items())
+                # chance between equals, or the first levels would fill every row's rest
                 ranked.append((-gain, chance.random(), level))
         if not ranked:
             return None

@@ -210,6 +210,7 @@ def _of_broken(broken: tuple[Finding, ...]) -> Diagnosis:
     every = {f.case.probe.partition("/")[0] for f in broken if f.case is not None}
     # the published fix shifts by a multiple of a repeated maximum, so that all weights underflow
     underflows = "ties_many" in outs or ("ties_negative" in outs and "deep_negative" not in outs)
+    # the first that holds is named: from the narrowest rule to the one that always holds
     rules: tuple[tuple[bool, str], ...] = (
         (underflows, "underflow"),
         (bool(every & {"lse_below_88", "deep_negative"}) and not outs, "exp-of-lse"),

@@ -77,6 +77,7 @@ def in_parts(
     batch, heads = x.key.shape[:2]
     if x.dropout is not None or x.sees.mask is not None or x.sinks is not None:
         return found(x, (slice(0, batch), slice(0, x.query.shape[1])))
+    # the last part takes what is left over: a smaller one would be multiplied in another way
     starts = range(0, max(1, heads - key_heads + 1), key_heads)
     rows = []
     for b in range(batch):
@@ -140,6 +141,8 @@ class Case:
             return _cut(read_captured(self.file), self.shape, DTYPES[self.dtype], device)
         probe = probe_named(self.probe)
         generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
+        # on the CPU and in fp32, whatever is audited: a case has the same bits on every device, and
+        # its dtypes differ by one rounding
         drawn = probe.draw(self.shape, generator)
         asked = probe.options(self.shape)
         operands: dict[str, Any] = {
@@ -229,6 +232,7 @@ def _cut(x: Inputs, shape: Shape, dtype: torch.dtype, device: str | torch.device
 
 
 def _seed(name: str, seed: int) -> int:
+    # not hash(), which Python salts anew in every process
     named = sum(ord(c) * 257**i for i, c in enumerate(name))
     return int((named * 1000003 + seed) % 2**63)
 

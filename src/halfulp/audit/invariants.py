@@ -126,6 +126,7 @@ def lse_in_the_loss(run: Run, x: Inputs, base: Result) -> list[Relation]:
 
 def powers_of_two(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """V scaled by 4 and dO by 1/8 scale every result exactly."""
+    # different powers, so that a result that takes the wrong one of the two shows
     other = run(replace(x, value=x.value * 4, grad_out=x.grad_out / 8))
     if other is None:
         return []
@@ -218,6 +219,7 @@ def split_count(run: Run, x: Inputs, _: Result) -> list[Relation]:
 
 def padded_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Keys more that a mask hides (not causal): of a kernel that takes a mask."""
+    # no tile's multiple, so that hidden keys share a tile with seen ones
     n, more = x.key.shape[2], 29
     # finite and far from the last key, so that whatever leaks through the mask shows
     key, value = (
@@ -306,6 +308,7 @@ def causal_prefix(run: Run, x: Inputs, _: Result) -> list[Relation]:
     """The first two thirds of a causal sequence alone, and the whole with no gradient from the
     tail, agree (also: padding at the end).
     """
+    # 170 of 256: the prefix ends inside a tile
     n = x.query.shape[2] * 2 // 3
     # or the tail's rows would reach the prefix's keys in the whole call alone
     tail_silent = x.grad_out.clone()

@@ -75,6 +75,7 @@ def _squares(x: Inputs, out: Tensor) -> dict[str, Tensor]:
         p, kept, slope = _weights(x, q[:, :, rows] @ k.mT * x.scale, rows, cols)
         dp = do[:, :, rows] @ v.mT
         dp = dp if kept is None else dp * kept
+        # dP and δ at their own size: where they cancel, their roundings stay
         w = p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())
         w2 = (w if slope is None else w * slope).square_()
         of_value = None if kept is None else (p * kept).square_()
@@ -111,6 +112,8 @@ def _weights(
     if x.sinks is not None:
         sink = x.sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
+    # softmax of a row that sees nothing is NaN, where the definition says 0; a sink has taken its
+    # share when its column is cut off
     p = torch.softmax(scores, -1).nan_to_num_(0.0)[..., : cols.stop]
     if x.dropout is not None:
         batch, heads, queries = x.query.shape[:3]

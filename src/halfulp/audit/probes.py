@@ -187,6 +187,7 @@ PROBES: tuple[Probe, ...] = (
         "lse_below_88",
         "exp(−lse) overflowing in the backward pass",
         "pytorch issue 196678",
+        # e^(−lse) is beyond fp32 from lse < −88.7 on
         draws.level(-120.0),
         is_causal=True,
         traits=_traits("level"),
@@ -209,6 +210,7 @@ PROBES: tuple[Probe, ...] = (
         "the scale folded into a rounded operand",
         "FastVideo PR 1730 (key pre-scaled in bf16)",
         draws.scaled(q=2.0, k=2.0),
+        # no power of two, so that multiplying it into query or key rounds
         scale=0.173,
     ),
     Probe(
@@ -308,6 +310,7 @@ PROBES: tuple[Probe, ...] = (
         "windows that end inside a tile",
         "sliding-window attention",
         draws.gaussian,
+        # neither edge at a multiple of any tile's width
         options=lambda _: {"window": (37, 5)},
     ),
     Probe(
@@ -334,6 +337,7 @@ PROBES: tuple[Probe, ...] = (
         "Gemma 2, arXiv 2408.00118; llama.cpp PR 29034",
         draws.scaled(q=1.5, k=2.0),
         change_shape=draws.lengths,
+        # scores have a standard deviation of 3 here, so that a cap of 2 bends most of them
         options=lambda _: {"softcap": 2.0},
     ),
     Probe(
@@ -348,6 +352,7 @@ PROBES: tuple[Probe, ...] = (
         "a backward pass that drops other weights, or forgets their scale",
         "flash-attention, dropout",
         draws.gaussian,
+        # 1 / (1 − p) is 4/3, which no format holds: where the scale is applied shows
         options=lambda _: {"dropout_p": 0.25},
     ),
 )

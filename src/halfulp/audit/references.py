@@ -107,6 +107,7 @@ _held: dict[Case, Exact] = {}  # the one asked for last at the end
 
 
 def _exact(case: Case) -> Exact:
+    # taken out and put in again at the end: a dictionary's order is then that of the last use
     found = _held.pop(case, None)
     if found is None:
         x = case.inputs()

@@ -32,6 +32,7 @@ SCORES = ("plain", "sharp", "rising", "late", "negative")
 """How scores lie; late: those of the first tile lie 88 and more below the rest."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
+    # at the borders of tiles of 16 to 128 keys, short of them and past them
     "n_key": (1, 3, 17, 31, 64, 65, 77, 128, 140, 200, 257, 300, 385, 4200),
     # as many as keys, decode, a short chunk, fewer, more, a long one
     "n_query": ("same", 1, 7, "fewer", "more", 4200),

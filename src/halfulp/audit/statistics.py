@@ -44,6 +44,7 @@ def estimate(samples: Tensor, level: float) -> Estimate:
             f"samples of {n} head(s): accepted are 2 or more, a standard error needs them"
         )
     mean, error = float(samples.double().mean()), float(samples.double().std() / math.sqrt(n))
+    # Student's t: a default case has 16 heads, whose standard error is itself uncertain
     reach = student_beyond(level, n - 1) * error
     return Estimate(mean, error, mean - reach, mean + reach, n)
 
@@ -75,6 +76,7 @@ def log_ratios(target: Figure, reference: Figure, *, through_delta: bool) -> Ten
         if through_delta
         else target.own
     )
+    # without this a reference that is exact by luck would make a defect of correct rounding
     allowed = torch.maximum(reference.error, least)
     return ((target.error + target.slack) / (allowed + target.slack)).log()
 
@@ -97,6 +99,7 @@ def growth_exponent(lengths: list[int], errors: list[float]) -> float:
     or more lengths.
     """
     x = torch.tensor(lengths, dtype=torch.float64).log()
+    # an error of exactly 0 has no logarithm
     y = torch.tensor(errors, dtype=torch.float64).clamp_min(1e-300).log()
     x, y = x - x.mean(), y - y.mean()
     return float((x * y).sum() / x.square().sum())
@@ -110,5 +113,6 @@ def drift_exponent(difference: Tensor) -> float:
     """
     sums = difference.double().cumsum(-1).square().mean(0).sqrt()
     n = difference.shape[-1]
+    # powers of two, which a fit in logarithms weighs alike; few terms say nothing of growth
     lengths = [k for k in (2**i for i in range(3, 30)) if k <= n]
     return growth_exponent(lengths, [float(sums[k - 1]) for k in lengths])

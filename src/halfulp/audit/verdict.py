@@ -145,6 +145,8 @@ def judge_case(
     floor = {f.name: f for f in reference.floor.figures}
     for got, stock in pairs(measured.figures, reference.stock.figures):
         times_stock = error_ratio(got, stock, level, through_delta=True)
+        # what O's rounding makes through δ is forgiven beside the stock recipe, which has it too,
+        # and not beside the floor: it is what the grade `stock` tells
         times_floor = error_ratio(got, floor[got.name], level, through_delta=False)
         row = Row(
             got.name,
@@ -234,6 +236,7 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
     against. In float32 the proof overrules the measured bound; in 16 bits that still tells what is
     much worse than the stock recipe, such as a bias through δ.
     """
+    # a proof needs no margin: any element beyond the bound is wrong
     if passed := {name: told for name, told in measured.beyond.items() if told[0] > 1}:
         # gradients inherit O's errors
         tensor = max(passed, key=lambda name: (name == "out", passed[name]))
@@ -305,6 +308,7 @@ def judge_relation(
         name = f"{relation.invariant}: {short(relation.tensor)}"
         return Finding("defect", "relation", name, relation.tensor, None, text, times)
 
+    # NaN outside of its row is wrong at any size: no test, no level
     if not relation.confined:
         nan = relation.invariant == "NaN confined"
         where = "outside the poisoned rows and heads" if nan else "where memory held NaN before"
