@@ -139,7 +139,7 @@ def test_the_page_of_one_run_lies_in_its_folder_and_json_has_its_figures(folders
     ("arguments", "said"),
     [
         ([], "none given"),
-        (["nowhere"], "there is no run.json"),
+        (["nowhere"], "there is no such folder"),
         (["FLASH", "FP32"], "html is missing"),
         (["FLASH", "--html", "nowhere/page.html"], "there is no folder"),
     ],

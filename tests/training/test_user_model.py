@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def test_reading_a_run_imports_nothing(tmp_path, made, capsys):
     train(user_run(made, steps=4, checkpoint_every=2, keep=None), folder)
     (tmp_path / "mine.py").write_text("raise SystemExit('it was imported')\n")
     assert cli.main(["report", str(folder)]) == 0
-    assert cli.main(["compare", str(folder), str(folder)]) == 0
+    again = shutil.copytree(folder, tmp_path / "again")
+    assert cli.main(["compare", str(folder), str(again)]) == 0
     assert "it was imported" not in capsys.readouterr().err
     assert cli.main(["train", "--resume", str(folder), "--trust"]) == 2
     assert "does not load: line 1: SystemExit: it was imported" in capsys.readouterr().err
