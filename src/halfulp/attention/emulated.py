@@ -181,6 +181,8 @@ class _Emulated(torch.autograd.Function):
         ctx.save_for_backward(*read.tensors, *vars(kept).values())
         ctx.numbers, ctx.groups, ctx.how = flat.numbers, problem.groups, (recipe, observers)
         ctx.dtypes = {n: x.dtype for n, x in flat._asdict().items() if isinstance(x, Tensor)}
+        # or a loss without lse would give zeros for it, and the backward pass would compute with
+        # them
         ctx.set_materialize_grads(False)
         return kept.out.to(flat.query.dtype), (kept.lse / problem.unit).squeeze(-1)
 

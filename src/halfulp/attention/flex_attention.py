@@ -17,6 +17,7 @@ from torch import Tensor
 from halfulp.attention.attend import attention
 from halfulp.attention.stand_ins import Chosen, Stock
 
+# a bias and a slope show at 0 and 1, what treats signs unlike below 0, and a cap at 17
 _PROBES = (0.0, 1.0, -2.5, 17.0)
 _known: dict[int, tuple[weakref.ref[Any], tuple[bool, tuple[int, int] | None, Tensor | None]]] = {}
 
@@ -74,6 +75,7 @@ def _meaning(
     block_mask: Any, query: Tensor, key: Tensor
 ) -> tuple[bool, tuple[int, int] | None, Tensor | None]:
     """Whether the mask is causal, a window, or what it is; kept for as long as it lives."""
+    # a mask is evaluated whole, and as a rule every layer of a model is given the same one
     held = _known.get(id(block_mask))
     if held is not None and held[0]() is block_mask:
         return held[1]

@@ -130,6 +130,7 @@ def current() -> Patched | None:
     for block in reversed(_stack.get()):
         if block.open:
             return block
+    # autograd's own threads inherit no context; that a backward pass runs is all that they tell
     if _open and torch._C._current_graph_task_id() != -1:
         with _lock:
             return _open[-1] if _open else None
@@ -140,6 +141,7 @@ def current() -> Patched | None:
 def pinned(block: Patched) -> Iterator[None]:
     """Have a block's choice once more here, whether it is open or not."""
     again = Patched(block.recipe, block.backend, block.strict)
+    # one count: what is recomputed is told with the block that it belongs to
     again._seen, again._said, again._lock = block._seen, block._said, block._lock
     token = _stack.set((*_stack.get(), again))
     try:

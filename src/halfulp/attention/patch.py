@@ -99,6 +99,7 @@ def patch(
     hold()
     if blocks.enter(block):
         _fused.append(torch.backends.mha.get_fastpath_enabled())
+        # the fused path calls no Python function that could be stood in for
         torch.backends.mha.set_fastpath_enabled(False)
     try:
         with _strictly(strict):
@@ -238,6 +239,8 @@ def _checkpoints() -> dict[str, Any]:
         def apply(function: Callable[..., Any], *args: Any) -> Any:
             return of_functions(_with_choice(function), *args)
 
+    # private names: a PyTorch that has others keeps its own functions, and a checkpoint that is
+    # recomputed outside of the block then runs as stock
     names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
     if not all(hasattr(checkpoint, name) for name in names):
         return {}

@@ -38,6 +38,8 @@ def stand_in(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(stock)
     def either(*args: Any, **kwargs: Any) -> Any:
+        # what is asked in here stays in the graph as a constant, and is asked again where `newest`
+        # is another: a block entered later, or left, traces the code anew
         if torch.compiler.is_compiling():
             chosen = blocks.choice(blocks.newest)
             if chosen is None or not traceable:
@@ -275,6 +277,7 @@ def flash(chosen: Chosen, stock: Callable[..., Any], *args: Any, **kwargs: Any) 
         )  # fmt: skip
     else:
         query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        # FlashAttention's diagonal ends at the last key, PyTorch's begins at the first
         offset = key.shape[2] - query.shape[2]
         out, lse = attention(
             query, key, value, None, dropout, causal, scale, True,

@@ -192,6 +192,7 @@ def _check_keywords(
 
 def _sparse(indices: Tensor, mask: Tensor | None, query: Tensor, keys: int) -> Tensor | None:
     """The mask with only the chosen keys left."""
+    # a column more, for negative indices, which is cut off
     chosen = torch.zeros(*indices.shape[:2], keys + 1, dtype=torch.bool, device=query.device)
     kept = torch.where(indices < 0, keys, indices).long()
     return _both(chosen.scatter(-1, kept, True)[:, None, :, :keys], mask)

@@ -179,7 +179,6 @@ def measure(
         leans.append(Lean(name, _lean(seen.along, seen.size, own, fmt)))
         if in_ulps:
             off = got.double().sub_(exact)
-            # defined
             if not bool((seen.largest <= fmt.max).all()):  # beyond there is no ulp to be off by
                 off.masked_fill_(~(exact.abs() <= fmt.max), 0.0)
             ulps[name] = error_in_ulps(off, exact, fmt)

@@ -100,6 +100,7 @@ def explain(
 def why_not(name: str, call: Call, recipe: str, *, mask_gradient: bool = False) -> str | None:
     """Why a backend does not take a call, in words; None if it does."""
     _check_name(name)
+    # asked before anything is imported: it is what remains where all else is missing
     if name == "torch":
         return None
     if mask_gradient and name == "triton":

@@ -69,6 +69,7 @@ class _Packed(torch.autograd.Function):
             return (None,) * 7
         query, key, value, sinks, *saved = ctx.saved_tensors
         bare, recipe, lengths = ctx.how
+        # a loss of lse alone, whose dO is 0
         if grad_out is None:
             grad_out = torch.zeros_like(saved[0])
         inputs = (query, key, value, sinks, grad_out, grad_lse)

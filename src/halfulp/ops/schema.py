@@ -129,6 +129,7 @@ def attention_backward(
     grads = kernel.backward(call, recipe, saved, grad_out, grad_lse, **more)
     none = query.new_empty(0)
     of_sinks = none if grads.sinks is None else grads.sinks
+    # a clone, since no two results of an operator may share memory
     of_mask = none.clone() if grads.mask is None else grads.mask
     return grads.query, grads.key, grads.value, of_sinks, of_mask
 

@@ -32,6 +32,7 @@ def forward(call: Call, recipe: str) -> Saved:
     query = call.query
     if 0 in call.scores_shape:
         return _nothing(call, recipe)
+    # autocast would read the emulation's own products, which are in fp32, in its dtype
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         problem = Problem.read(call, Step(recipe_of(recipe, query.dtype)))
         kept = algorithms.attend(problem)
@@ -43,6 +44,8 @@ def forward(call: Call, recipe: str) -> Saved:
             lse / problem.unit,
             row_max.contiguous(),
             row_sum.contiguous(),
+            # over log₂ e and times it again is not the same number: the backward pass needs this
+            # one
             lse if problem.unit != 1 else None,
         )
 
@@ -86,6 +89,7 @@ def _to_bits(residual: Tensor, out: Tensor, recipe: Recipe) -> Tensor | None:
         return None
     assert isinstance(recipe.out, Format)
     steps = torch.ldexp(residual, -residual_unit(out, recipe.out, recipe.residual_bits))
+    # a row that is NaN or infinite has no residual, and C++ leaves open what int8 makes of NaN
     return steps.nan_to_num_(0, 0, 0).to(torch.int8).contiguous()
 
 

@@ -50,6 +50,7 @@ def _autocast_rule(device_type: str) -> Callable[..., Any]:
         dtype = torch.get_autocast_dtype(device_type)
         given = dict(zip(_names(attention_forward), args, strict=True))
         for name in ("query", "key", "value"):
+            # float64 stays, as under PyTorch's own autocast
             if given[name].dtype in (torch.float32, torch.float16, torch.bfloat16):
                 given[name] = given[name].to(dtype)
         # or the operator would come back to this rule
@@ -158,6 +159,7 @@ def _mapped(
     if mask is not None:
         given["attn_mask"] = _join_mask(mask, dims["attn_mask"], size, batch)
     results = operator(**given)
+    # an empty vector stands for what there is none of, and has no batch to split
     split = tuple(x.view(size, batch, *x.shape[1:]) if x.ndim > 1 else x for x in results)
     return split, tuple(0 if x.ndim > 1 else None for x in results)
 

@@ -89,6 +89,7 @@ def write(name: str, plain: Any, tensors: Mapping[str, Tensor], top: Path | None
     data = data.replace(_FIELD % _UNKNOWN, _FIELD % _digest(name, data), 1)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # whole, so that no reader meets half of it; not synced, since a crash costs one computation
         with whole_file(path, sync=False) as file:
             file.write(data)
         _evict(path)

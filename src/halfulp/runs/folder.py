@@ -178,6 +178,8 @@ class NewRun:
             old = Path(
                 tempfile.mkdtemp(prefix=f".{self._place.name}.replaced-", dir=self._place.parent)
             )
+            # aside, since no folder is renamed onto one that holds something; a run that is killed
+            # here is put back by `_recover`
             self._place.rename(old)  # an empty folder of our own may be renamed onto
         self.folder.rename(self._place)
         sync_folder(self._place.parent)

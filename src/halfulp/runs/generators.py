@@ -67,6 +67,7 @@ def set_generator_states(states: Mapping[str, Tensor]) -> None:
 
 
 def _packed(number: float | None) -> list[int]:
+    # its bits, so that nothing is rounded on the way through integers
     return [0, 0] if number is None else [1, int(np.float64(number).view(np.int64))]
 
 

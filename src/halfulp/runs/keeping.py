@@ -165,6 +165,7 @@ def unfinished_folder(*parts: Any) -> Iterator[Path]:
             if old.is_dir():
                 rmtree(old, ignore_errors=True)
         yield folder
+        # not in a `finally`: what is cut off is for the next call
         rmtree(folder, ignore_errors=True)
 
 

@@ -54,6 +54,7 @@ def save_sealed(
         for file, tensors in files.items():
             save_file({key: x.contiguous() for key, x in tensors.items()}, partial / file)
             sync_file(partial / file)
+        # digests of what lies on the disk, not of what was handed to the writer
         said = {**plain, "sha256": {file: _digest(partial / file) for file in files}}
         write_json(partial / name, said | {"seal": _seal(said)})
         if final.exists() or final.is_symlink():
@@ -65,6 +66,7 @@ def save_sealed(
         if isinstance(error, SafetensorError):  # how its writer says what the system said
             raise OSError(errno.EIO, " ".join(str(error).split()), str(final)) from None
         raise
+    # what was put aside goes when the new folder stands, and what killed writers left with it
     remove_temporaries(final.parent)
     sync_folder(final.parent)
     return final

@@ -27,6 +27,7 @@ def own_thread() -> Iterator[None]:
     """As `one_thread`, but for what `as_outside` calls: a kernel is judged as it runs."""
     import torch
 
+    # inside of another block the count is that of one thread already: the outermost knows
     outside = _OUTSIDE.set(_OUTSIDE.get() or torch.get_num_threads())
     try:
         with one_thread():

@@ -114,6 +114,7 @@ def _lent(
 ) -> dict[str, Tensor]:
     """Copies of what a call is given, that require gradients where any `reach` its results."""
     lent = {name: x.detach().clone() for name, x in given.items()}
+    # no copies: dO is laid out anew for every call, in memory of its own
     lent |= {name: x.detach() for name, x in reach.items() if x is not None}
     for name, x in operands.items():
         lent[name] = x.detach().to(wide, copy=True).requires_grad_(bool(reach))
@@ -135,6 +136,7 @@ def attempted(
         return None, Outcome(None, str(error), "unsupported")
     except (NotImplementedError, ValueError, AssertionError) as error:
         return None, Outcome(None, f"refuses: {one_line(error)}", "refused")
+    # the user's Ctrl-C, which is to end the audit
     except KeyboardInterrupt:
         raise
     # SystemExit too: a kernel must not end the audit
@@ -234,6 +236,7 @@ def _differentiated(
     outs, grad_outs = results
     try:
         # what a kernel keeps must last for a second pass over the same graph
+        # kept for all passes but the last, which frees the graph as training does
         for left in reversed(range(passes)):
             grads = gradients_of(outs, grad_outs, leaves, keep_graph=left > 0)
     except NotImplementedError as error:

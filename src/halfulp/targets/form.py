@@ -262,6 +262,7 @@ def _parsed(text: str) -> Form:
 
 
 def _arguments(line: str, text: str) -> tuple[Argument, ...]:
+    # commas outside of brackets alone: those inside are between dimensions
     found = [_argument(item.strip(), text) for item in re.split(r",(?![^\[]*\])", line)]
     cached = {a.role for a in found if "S" in a.dims}
     return tuple(

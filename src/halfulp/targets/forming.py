@@ -27,6 +27,8 @@ Passed = tuple[str, Tensor, Tensor]
 MISAPPENDED = "its rows are not those appended"
 """Of a cache, where a kernel was asked to append rows to it."""
 
+# finite, so that what is read by mistake gives wrong numbers of its own and no NaN, which would be
+# told as another fault
 _FILLER = 3.0
 BITS, _MARK = {2: torch.int16, 4: torch.int32, 8: torch.int64}, 0x25
 _AXES = {"T": "N", "S": "N", "G": "H"}  # what a dimension is of one sequence

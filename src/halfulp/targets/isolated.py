@@ -41,6 +41,8 @@ from halfulp.targets.target import Outcome, Target
 MOST_ENDS = 3
 """How often a target's process is started again before it is given up."""
 
+# importing torch alone takes 1.5 to 2.6 s (docs/log.md); what a user's module does as it is loaded,
+# such as compiling kernels, is given time too
 _START_SECONDS = 120.0
 
 # Not the way of multiprocessing, which runs the caller's script again.
@@ -352,7 +354,9 @@ def _has_one_thread() -> bool:
 
 def _copy(program: list[str], arguments: dict[str, Any], theirs: Connection, said: int) -> None:
     """What a copy of this process does: it serves, or begins anew where it cannot."""
+    # a group of its own, as `start_new_session` gives: `_kill` ends what the kernel has started
     os.setsid()
+    # the auditor's end, which came along with the fork: open here, the connection would outlive it
     theirs.close()
     for number in (1, 2):
         os.dup2(said, number)
@@ -362,6 +366,7 @@ def _copy(program: list[str], arguments: dict[str, Any], theirs: Connection, sai
         # torch refuses gradients in a copy of a process that has computed some
         torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     except RuntimeError:
+        # Python's descriptors close at an exec unless they are told not to
         os.set_inheritable(arguments["handle"], True)
         os.execv(program[0], program)
     serve(**{name: x for name, x in arguments.items() if name != "path"})

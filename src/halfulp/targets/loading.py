@@ -65,6 +65,7 @@ def _is_file(where: str) -> bool:
 def _from_file(name: str, path: Path) -> ModuleType:
     # A module under a name of its own, known to sys.modules: dataclasses and Triton look their
     # source up there.
+    # by the whole path, since two files of one name are two modules
     module_name = f"halfulp_target_{path.stem}_{abs(hash(path.resolve())):x}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -76,6 +77,7 @@ def _from_file(name: str, path: Path) -> ModuleType:
     try:
         with _on_path(path.resolve().parent):
             spec.loader.exec_module(module)
+    # a script may ask the interpreter to exit as it is loaded, which is no reason to end here
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ValueError(
@@ -129,5 +131,6 @@ def _on_path(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # what was loaded may have changed the path itself
         with contextlib.suppress(ValueError):
             sys.path.remove(entry)

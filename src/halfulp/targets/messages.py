@@ -40,6 +40,7 @@ def receive(connection: Connection, most_bytes: int) -> tuple[dict[str, Any], di
         tensors = load(connection.recv_bytes(most_bytes))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
+    # what follows on the connection cannot be read either: the same as an end
     except OSError as error:  # longer, or cut off in the middle
         raise EOFError(str(error)) from error
     if not isinstance(plain, dict):

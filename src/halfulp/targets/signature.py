@@ -58,6 +58,7 @@ class Signature:
         """
         try:
             parameters = list(inspect.signature(function).parameters.values())
+        # C says nothing of its parameters: it is taken to have those of PyTorch's own function
         except (TypeError, ValueError):  # of C
             known = {option: option for option in ("is_causal", "scale", *OPTIONAL[:2])}
             return cls(known | form.options)
@@ -106,6 +107,7 @@ class Signature:
             if name in self.names:
                 spelled[self.names[name]] = value
             elif name == "scale":
+                # a kernel without the argument divides by √D itself
                 if value is not None and not math.isclose(value, head_dim**-0.5):
                     raise ValueError(f"does not take scale, and this one is not 1/√D{self._near}")
             elif isinstance(value, Tensor) or value:

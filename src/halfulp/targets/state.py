@@ -47,6 +47,7 @@ def as_before(device: torch.device, *, grad: bool) -> Iterator[list[str]]:
     off = torch.autocast(device.type, enabled=False)
     # in this order
     with as_outside(), torch.inference_mode(False), torch.set_grad_enabled(grad), off:
+        # looking at all of this takes 0.7 ms a call (docs/log.md), so that every call can have it
         settings = [*SETTINGS, *_of_device(device)]
         before = [setting.read() for setting in settings]
         functions = [(owner, dict(vars(owner))) for owner in _OWNERS]
@@ -68,6 +69,7 @@ def _put_back(functions: list[tuple[Any, dict[str, Any]]]) -> list[str]:
     def is_wrapper(now: Any, function: Any) -> bool:
         """Whether torch.compile, which does so when it is first loaded, has wrapped a function."""
         inside = getattr(now, "__wrapped__", None) is function
+        # inside torch's own files alone: somebody else's wrapper may change what the function does
         own = getattr(getattr(now, "__code__", None), "co_filename", "")
         return bool(inside and own.startswith(torch.__path__[0]))
 

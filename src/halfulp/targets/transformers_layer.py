@@ -88,6 +88,7 @@ def _transformers(
             )
     if name == "flex_attention":
         query, key, value, mask = for_flex(query, key, value, is_causal)
+    # of a layer, what these functions read and no more: building one would take a whole model
     module = SimpleNamespace(
         num_key_value_groups=query.shape[1] // key.shape[1] if enable_gqa else 1,
         is_causal=is_causal,
