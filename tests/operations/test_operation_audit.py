@@ -12,6 +12,7 @@ import torch
 
 from halfulp.audit import audit, planning, run
 from halfulp.operations import operation_named, operation_names
+from halfulp.targets import UnsupportedError
 from tests.operations.zoo_norms import rms
 from tests.operations.zoo_operations import EXPECTED_DEFECTS, KERNELS
 
@@ -223,7 +224,40 @@ def test_a_kernel_says_which_values_of_an_option_it_takes():
 
     report = audit(of_one, op="router", explain=False)
     assert report.verdict == "sound"
-    assert [line.split(" in ")[0] for line in report.limits] == ["does not take renormalize=True"]
+    assert (report.limits, {case.status for case in report.cases}) == ((), {"ok"})
+
+
+def mean_loss(input, target, *, reduction: Literal["mean"] = "mean", ignore_index=-100):
+    return torch.nn.functional.cross_entropy(input.float(), target, ignore_index=ignore_index)
+
+
+def unshifted_mean_loss(input, target, *, reduction: Literal["mean"] = "mean", ignore_index=-100):
+    x, seen = input.float(), target != ignore_index
+    own = x.gather(1, torch.where(seen, target, 0)[:, None])[:, 0]
+    return (x.exp().sum(-1).log() - own)[seen].mean()
+
+
+def test_a_loss_of_the_mean_alone_is_audited_on_every_probe_that_it_takes():
+    found = {kernel: audit(kernel, op="cross_entropy", explain=False)
+             for kernel in (mean_loss, unshifted_mean_loss)}  # fmt: skip
+    assert [report.verdict for report in found.values()] == ["sound", "defect"]
+    left = {
+        case.case.probe.partition("/")[0] for case in found[mean_loss].cases if case.status != "ok"
+    }
+    assert left == {"smoothing", "smoothing_alone", "small_vocabulary", "z_loss"}
+    # a mean changes with its rows
+    assert {r.invariant for r in found[mean_loss].relations} == {"same call twice"}
+
+
+def test_a_kernel_that_is_meant_for_hardly_any_call_is_not_called_sound():
+    def narrow(x, weight, eps=1e-6):
+        if x.shape != (24, 256) or x.abs().max() > 6:
+            raise UnsupportedError("not meant for this")
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+    report = audit(narrow, op="rms_norm", explain=False)
+    assert report.verdict == "incomplete"
+    assert report.missing[0].startswith("declared as not meant for more than two thirds")
 
 
 @pytest.mark.parametrize(

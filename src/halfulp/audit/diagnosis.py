@@ -86,7 +86,7 @@ def operation_causes(
         if f.case is not None and f.kind != "relation":
             tensors.setdefault(f.case, {})[f.tensor] = None
     # probes say more than sizes do: they are of one thing each
-    cases = sorted(tensors.items(), key=lambda item: "/" in item[0].probe)[:FAILURES]
+    cases = sorted(tensors.items(), key=lambda item: item[0].probe.startswith("sizes/"))[:FAILURES]
     failures = [Failure(references(case).inputs, tuple(failing)) for case, failing in cases]
     found = of_operation(run, failures)
     if found is not None and (found.share or found.cause == "random" or not broken):

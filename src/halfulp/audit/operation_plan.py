@@ -17,11 +17,17 @@ from halfulp.operations import (
     OperationResult,
     Sizes,
     Tensors,
+    defined,
+    operation_named,
+    probe_of,
     size_rows,
 )
 
 SIZE_CASES = {"quick": 36, "full": 200}
 """By the depth of an audit."""
+
+_SAME = 1e-9
+"""Of fp64 values near 1: sums in another order are no other function."""
 
 Run = Callable[[OperationCalls], OperationResult | None]
 
@@ -50,6 +56,15 @@ def operation_relations(operation: Operation) -> tuple[Callable[..., list[Relati
     return (_repeated_call, *(partial(_reversed, symbol) for symbol in operation.independent))
 
 
+def in_only_values(case: Case, only: frozenset[str]) -> Case:
+    """The case with the values that a kernel has alone ("reduction='mean'") of options that its
+    probe leaves at the operation's own.
+    """
+    probe = probe_of(operation_named(case.operation), case.probe)
+    new = [text for text in sorted(only) if text.partition("=")[0] not in probe.options]
+    return replace(case, probe="/".join((case.probe, *new)))
+
+
 def name_of(relation: Callable[..., list[Relation]]) -> str:
     """A relation's name in lines about its calls."""
     if isinstance(relation, partial):
@@ -64,8 +79,17 @@ def _repeated_call(run: Run, x: OperationCalls, base: OperationResult) -> list[R
 
 def _reversed(symbol: str, run: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:
     """Along one symbol without its last, in reverse order: a row does not depend on its
-    neighbors.
+    neighbors, except where an option, such as a mean, lets the definition's do.
     """
+    if x.options != x.operation.options:
+        exact = OperationResult(defined(x))
+        made = _in_reverse(symbol, lambda calls: OperationResult(defined(calls)), x, exact)
+        if any(float(relation.difference.max()) > _SAME for relation in made):
+            return []
+    return _in_reverse(symbol, run, x, base)
+
+
+def _in_reverse(symbol: str, run: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:
     shapes = {o.name: o.shape for o in x.operation.operands}
     shapes |= {f"grad_{r.name}": r.shape for r in x.operation.results}
 

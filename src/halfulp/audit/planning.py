@@ -9,7 +9,7 @@ from typing import Any, Literal
 from halfulp.audit import invariants
 from halfulp.audit.inputs import CAPTURED, Case, case_of, read_captured, shape_of
 from halfulp.audit.invariants import Relation
-from halfulp.audit.operation_plan import operation_cases, operation_relations
+from halfulp.audit.operation_plan import in_only_values, operation_cases, operation_relations
 from halfulp.audit.operation_plan import size_cases as size_cases_of
 from halfulp.audit.probes import PROBES, Shape, probe_named
 from halfulp.audit.size_array import held, size_cases, without
@@ -37,10 +37,15 @@ class Plan:
 
     def fitted(self, accepts: frozenset[str], form: Form = BHND) -> Plan:
         """The plan for a target that takes these options: the array's cases without the others, and
-        all in sizes that its form can hold.
+        all in sizes that its form can hold; of another operation with the values that it has alone.
         """
         if self.relations and self.relations[0].operation != ATTENTION:
-            return self
+            names = ("cases", "sizes", "relations")
+            changed: dict[str, Any] = {
+                name: tuple(in_only_values(case, accepts) for case in getattr(self, name))
+                for name in names
+            }
+            return replace(self, **changed)
         fitted = (
             replace(case, probe=name, shape=shape)
             for case in self.sizes

@@ -178,6 +178,8 @@ def _audit(asked: Asked, todo: Plan) -> AuditReport:
         text = script(name, shown, smallest, (gathered.target or asked.target).form)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
     notes = tuple(dict.fromkeys(alike([n for _, o in gathered.calls() for n in o.notes])))
+    if asked.target.operation != ATTENTION and (only := sorted(asked.target.accepts)):
+        notes += (f"called with {', '.join(only)}, which it has alone",)
     versions = {
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -8,6 +8,7 @@ call, judged by its elements alone, and goes by the name of its levels,
 
 from __future__ import annotations
 
+import ast
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -60,9 +61,18 @@ MANNERS = {
 
 
 def probe_of(operation: Operation, name: str) -> OperationProbe:
-    """The probe of a case's name, one of the operation's or of these sizes; raises ValueError for
-    what is no such name.
+    """The probe of a case's name, one of the operation's or of these sizes, with the one value that
+    a kernel takes of an option behind it: "gaussian/reduction='mean'"; raises ValueError for what
+    is no such name.
     """
+    before, slash, last = name.rpartition("/")
+    option, equal, value = last.partition("=")
+    if slash and equal:
+        asked = probe_of(operation, before)
+        if option not in operation.options:
+            accepted = ", ".join(operation.options)
+            raise ValueError(f"probe={name!r}: {option} is no option; accepted are {accepted}")
+        return replace(asked, options={option: ast.literal_eval(value), **asked.options})
     if not name.startswith(f"{PREFIX}/"):
         return operation.probe(name)
     _, probe, *levels = name.split("/")

@@ -148,7 +148,8 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     worst = max(rows, key=lambda row: row[reference] or 0.0, default=None)
     other = [f for f in failing if f["kind"] in ("non-finite", "lean", "element")]
     note = _by_kind(dict.fromkeys(f["property"] for f in other))
-    row = ProbeRow(grade, case["probe"], case["shape"], case["exposes"], note or "–")
+    name = case["probe"] if _of_sizes(case["probe"]) else case["probe"].partition("/")[0]
+    row = ProbeRow(grade, name, case["shape"], case["exposes"], note or "–")
     if worst is None or (other and not any(f["kind"] == "error" for f in failing)):
         return row
     return replace(

@@ -65,7 +65,7 @@ def operation_target(
     return Target(
         name,
         call,
-        frozenset(),
+        _only(taken, declared),
         description or documented or f"the function {name}",
         function=function,
         operation=operation.folder,
@@ -90,6 +90,16 @@ def _declared(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     except Exception:  # annotations that nobody can evaluate
         return {}
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _only(taken: OperationSignature, declared: dict[str, tuple[Any, ...]]) -> frozenset[str]:
+    """The first declared value of every option that is not declared to take the operation's own."""
+    spelled = {our: (taken.names or {}).get(our, our) for our in taken.operation.options}
+    return frozenset(
+        f"{our}={declared[theirs][0]!r}"
+        for our, theirs in spelled.items()
+        if theirs in declared and taken.operation.options[our] not in declared[theirs]
+    )
 
 
 def run_operation(target: Target, calls: OperationCalls, *, forward: bool = False) -> Outcome:

@@ -35,7 +35,9 @@ class Target:
     name: str  # "sdpa:flash", "flex", "recipe:BF16_HALFULP", "pkg.mod:fn", "path/file.py:fn"
     # (query, key, value, *, is_causal, scale, [attn_mask], [window], ...) -> out or (out, lse)
     call: Callable[..., Any]
-    accepts: frozenset[str]  # which of `signature.OPTIONAL` it takes
+    # which of `signature.OPTIONAL` it takes; of another operation the options of which it does not
+    # take the operation's own value, each with one that it takes: "reduction='mean'"
+    accepts: frozenset[str]
     description: str  # one line for `halfulp ls targets`
     # why it cannot run here (None: it can), e.g. "flash_attn is not installed"
     missing: str | None = None

@@ -80,8 +80,8 @@ def read(returned: Any, x: Tensors, options: Options) -> Tensors:
         if options["reduction"] == "none":
             raise ValueError(
                 "one loss where reduction='none' asks for one a token; of a function that has a"
-                " mean alone, say reduction: Literal['mean'] = 'mean', and what asks for a mean is"
-                " audited"
+                " mean alone, say reduction: Literal['mean'] = 'mean', and every probe asks"
+                " for it"
             )
         found["loss"] = found["loss"].expand(x["target"].shape)
     return found
