@@ -79,6 +79,7 @@ def forward(problem: Problem, *, exponential: Exponential = weights_exp) -> Kept
             for_delta = exact
         elif problem.recipe.delta_from == "residual":
             for_delta = out + step("residual", exact - out)
+        # log 1 leaves a masked row the −inf of its maximum
         lse = step("lse", m + step("log_row_sum", scalar_log(divisor)))
     return Kept(out, for_delta, lse, m, l, m)
 

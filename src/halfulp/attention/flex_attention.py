@@ -146,6 +146,8 @@ def _modification(
     except Exception:  # whatever somebody else's function raises, given all scores at once
         return None
     with torch.no_grad():
+        # vmap is the definition, but outside of a compiler it loses the gradients of what a
+        # function captures (docs/log.md): all scores at once serve where both have the same values
         one_by_one = _one_by_one(score_mod, torch.zeros_like(bias, dtype=torch.float64), places)
         if bias.shape != shape or not torch.allclose(bias.double(), one_by_one, equal_nan=True):
             return None

@@ -107,6 +107,7 @@ def enter(block: Patched) -> bool:
         _open.append(block)
         _renew()
         first = len(_open) == 1
+    # those that were closed in another thread or task are still on this context's stack
     _stack.set((*_still_open(), block))
     block.compiled = (block.recipe, block.backend) in _traced
     return first

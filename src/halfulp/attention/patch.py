@@ -151,6 +151,7 @@ _SDPA = stand_ins.stand_in(stand_ins.stock_sdpa, stand_ins.scaled_dot_product_at
 
 def _install() -> None:
     """Replace the stock functions in every loaded module; called with the lock held."""
+    # by identity: what modules hold may compare in ways of its own, or not be hashable
     replacements: dict[int, Any] = {id(stand_ins.STOCK_SDPA): _SDPA}
     kept = [stand_ins.STOCK_SDPA]  # so that no other object gets its number
     redirected = set()

@@ -56,6 +56,7 @@ def coverage(
         ]
     absent = [] if forward else [(name, _absent(o, expected)) for name, o in went]
     lacking = [(name, operands) for name, operands in absent if operands]
+    # no gradient in any call is a kernel without a backward pass, and no fault of each call
     silent = bool(lacking) and all(len(operands) == len(expected) for _, operands in absent)
     if not silent:
         failed += [(f"no gradient for {', '.join(operands)}", name) for name, operands in lacking]

@@ -94,6 +94,8 @@ def ties(count: int, score: float, *, apart: bool = False) -> Draw:
         x = gaussian(shape, g, q=0.5)
         n = shape.n_key
         positions = (
+            # neighbors share a tile, but for its border; apart, each has another where tiles are
+            # narrow
             [i * (n // count) + 1 for i in range(count)] if apart else list(range(1, count + 1))
         )
         x["key"][..., 1 % shape.head_dim] = 0
@@ -226,6 +228,7 @@ def masked_rows(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
 def additive_mask(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
     """A linear position bias of another slope in each head (ALiBi), added to the scores."""
     i, j = torch.arange(shape.n_query)[:, None], torch.arange(shape.n_key)[None, :]
+    # with one slope a kernel that reads the first head's mask for all would pass (docs/log.md)
     slopes = 2.0 ** -(1 + torch.arange(shape.heads, dtype=torch.float32))[:, None, None]
     return gaussian(shape, g) | {"attn_mask": (-(i - j).abs() * slopes)[None]}
 

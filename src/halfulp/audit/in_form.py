@@ -14,6 +14,7 @@ from halfulp.operations import ATTENTION
 from halfulp.targets import BHND, Outcome, Target
 from halfulp.targets.form import FORMS
 
+# in a wrong order of dimensions O is off by about its own size, attention in bf16 by some 1e-3
 _NO_ATTENTION, _ATTENTION = 0.5, 0.1
 """Relative errors of O above which a function may be called in another form, and below which it is
 attention there."""

@@ -94,6 +94,7 @@ def in_parts(
 
 def seed_drawn(generator_seed: int) -> int:
     """The seed that `halfulp.attention` draws where torch's CPU generator was just seeded so."""
+    # of no device: without the list torch keeps and restores the state of every GPU
     with torch.random.fork_rng([]):
         torch.manual_seed(generator_seed)
         return int(draw_seed())

@@ -124,6 +124,7 @@ def _compared(name: str, first: Tensors, second: Tensors) -> list[Relation]:
         if not a.is_floating_point() or a.shape != b.shape:
             continue
         off = (a.double() - b.double()).nan_to_num_(nan=torch.inf)
+        # two independent calls differ by √2 of one rounding
         norm = off.flatten(1).square().sum(-1).sqrt() / 2**0.5
         found.append(Relation(name, tensor, norm, float((a == b).double().mean())))
     return sorted(found, key=lambda relation: relation.tensor)

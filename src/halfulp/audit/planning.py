@@ -82,6 +82,7 @@ def plan(
                 " head_dim)"
             )
     main = tuple(shapes) or (
+        # 3 heads and 320 keys, of which the last tile of 128 is half full, beside sizes that divide
         (Shape(),) if depth == "quick" else (Shape(4, 4, 384, 384, 64), Shape(4, 3, 320, 320, 128))
     )
     seeds = (seed,) if depth == "quick" else (seed, seed + 1)

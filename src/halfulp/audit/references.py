@@ -110,9 +110,11 @@ def _exact(case: Case) -> Exact:
     # taken out and put in again at the end: a dictionary's order is then that of the last use
     found = _held.pop(case, None)
     if found is None:
+        # made again in every process: 390 MB a plan on disk would save 1.5 s (docs/log.md)
         x = case.inputs()
         found = Exact(x, _truth(case, x))
     _held[case] = found
+    # without a bound --full took 10 GB (docs/log.md)
     total = sum(exact.bytes for exact in _held.values())
     for other in list(_held)[:-1]:
         if total <= MOST_HELD:

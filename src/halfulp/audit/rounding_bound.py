@@ -30,6 +30,7 @@ def beyond_rounding(result: Result, truth: Result, x: Inputs) -> dict[str, tuple
     short_rows = x.key.shape[2] <= _MOST_KEYS and x.query.numel() <= _MOST
     if not (plain and short_rows) or truth.lse is None:
         return {}
+    # sound kernels reach 0.71 of these bounds in bf16, 0.50 in fp16 and 0.19 in fp32 (docs/log.md)
     found = {}
     for name, most in rounding_bounds(x, truth).items():
         got, exact = getattr(result, name), getattr(truth, name)

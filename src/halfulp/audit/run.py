@@ -164,6 +164,7 @@ def _audit(asked: Asked, todo: Plan) -> AuditReport:
     seen = coverage(gathered.calls(), asked.forward, asked.gradients)
     unseen = left_out(whole, todo, asked.wanted, list(gathered.outcomes))
     seen = replace(seen, missing=seen.missing + unseen)
+    # Bonferroni over the tests that can be made: what was refused or not finite makes none
     level = FAMILY_LEVEL / max(1, tests := _count(gathered))
     findings, rows = _judge(gathered, level)
     growth = _growth(todo, gathered)
@@ -272,6 +273,8 @@ def _growth(todo: Plan, gathered: Gathered) -> dict[str, float]:
                     {f.tensor: f for f in m.figures if f.name.endswith(" error")}
                     for m in (measured, reference.stock)
                 )
+                # over the stock recipe's error at that length, or what any kernel's error does with
+                # N would count
                 if tensor in got:
                     points.append(
                         (
@@ -315,6 +318,7 @@ def _verdict(
         reason = f"{worst.property}{where}: {worst.figure}"
         if causes:
             reason = f"{causes[0].cause.name} ({causes[0].evidence}); {reason}"
+    # before what is missing: no call that failed takes back a defect that was seen
     if grade == "defect":
         return grade, reason
     if seen.missing:

@@ -229,6 +229,7 @@ def laboratory(*, whole: bool, workers: int | None) -> Lab:
     from halfulp.papers.claim import FULL_SEEDS, FULL_STEPS, Lab
 
     if workers is None:
+        # the cores that this process may use, which may be fewer than the machine has
         workers = max(1, min(4, len(os.sched_getaffinity(0))))
     return Lab(workers, FULL_SEEDS, FULL_STEPS, full=True) if whole else Lab(workers)
 

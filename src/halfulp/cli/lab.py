@@ -386,6 +386,7 @@ def _train(
     from halfulp.training.loop import train as trained
 
     order = None if batches is None else read_order(batches)
+    # a sum that is split over threads has other bits, and a run shall be repeated bit for bit
     with one_thread() if config.device == "cpu" else nullcontext():
         return trained(config, folder, batches=order, command=typed_command(), **options)
 

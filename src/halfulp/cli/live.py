@@ -89,6 +89,7 @@ class Site:
                     warnings.simplefilter("always")
                     text = _index(runs, tag) if address == "/" else _page(runs, tag, caught)
                 took = time.monotonic() - now
+                # a fifth of the time at most goes into drawing, however often a browser asks
                 ready = now + took * (1 + self.rest)
                 data = text.encode(errors="backslashreplace")
                 made = self._made[address] = _Made(state, data, tag, ready)
@@ -216,8 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
         assert isinstance(self.server, Server)
         port = self.server.port
         hosts = {f"{name}:{port}" for name in _NAMES} | (set(_NAMES) if port == 80 else set())
+        # of two Host headers either may be the one that a browser meant
         if len(self.headers.get_all("Host", [])) != 1 or self.headers["Host"].lower() not in hosts:
             return False
+        # a page elsewhere that embeds or fetches this one reaches it by its true name, and says so
+        # here
         return self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
 
     def _send(

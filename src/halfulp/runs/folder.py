@@ -27,6 +27,7 @@ import numpy as np
 from halfulp.runs.lock import LOCK, Lock, is_held
 from halfulp.runs.results import plain_data
 
+# TokenError too: numpy reads a header with Python's tokenizer, which met a torn one (docs/log.md)
 _NO_ARRAY = (OSError, ValueError, EOFError, OverflowError, TypeError, SyntaxError, TokenError)
 TEMPORARY = ".halfulp-"
 """What every temporary file of ours is called by, before eight random characters."""

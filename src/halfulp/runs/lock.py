@@ -75,6 +75,7 @@ def _taken(path: Path, folder: Path) -> int:
                 " accepted is a folder that nobody writes"
             )
         with contextlib.suppress(OSError):
+            # a lock on a file that has no name any more keeps nobody out
             if os.path.samestat(os.fstat(handle), path.lstat()):
                 return handle
         os.close(handle)  # its owner removed it between our opening and locking it

@@ -68,6 +68,7 @@ class FormedCall:
     @property
     def unwritten(self) -> bool:
         """Whether some of it is as it was filled."""
+        # bits are compared, since no NaN equals another
         marks = (torch.full_like(x, math.nan) for x in self.buffers.values())
         return any(
             bool((x.view(BITS[x.element_size()]) - _MARK == m.view(BITS[m.element_size()])).any())

@@ -282,6 +282,7 @@ class _Process:
         # a file and not a pipe, at whose end a kernel that prints much would wait for a reader
         program = [sys.executable, "-c", _PROGRAM, json.dumps(arguments)]
         with self.said.open("ab") as said:
+            # importing torch and this package again takes 3 s of processor time (docs/log.md)
             if self.limits.copied and self.device == "cpu" and _has_one_thread():
                 given = (program, arguments, self.connection, said.fileno())
                 self.process = get_context("fork").Process(target=_copy, args=given)
@@ -346,6 +347,7 @@ def _has_one_thread() -> bool:
     """Whether a copy of this process would be whole: of several threads it has the one that made
     it, and all their locks.
     """
+    # of a process that has computed in parallel, a copy hung for ever in libgomp (docs/log.md)
     global _at_rest
     tasks, known = len(list(_TASKS.glob("*"))), _at_rest
     _at_rest = 1  # from the first fork on

@@ -121,6 +121,7 @@ def run_operation(target: Target, calls: OperationCalls, *, forward: bool = Fals
         warnings.catch_warnings(record=True) as said,
         filled() if full else nullcontext(),
     ):
+        # or Python would tell a warning once a place, and the next audit would not hear of it
         warnings.simplefilter("always")
         for number in range(calls.count):
             found = _one(target, calls, number, forward)

@@ -34,6 +34,8 @@ def halfulp_target(backend: str | None = None, recipe: str = "halfulp") -> Targe
 
     def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         if backend is not None:
+            # asked first: a ValueError from the call would be a refusal, which makes an audit
+            # incomplete, where a backend that does not take the inputs is only left out
             found = explain_dispatch(query, key, value, backend=backend, recipe=recipe, **options)
             if found.backend is None:
                 raise UnsupportedError(found.reasons[backend].removeprefix("not: "))

@@ -125,4 +125,5 @@ def _eager(
             if attn_mask.dtype == torch.bool
             else scores + attn_mask
         )
+    # in fp32 as a GPU's autocast has it; a CPU's leaves the softmax in bf16 (docs/log.md)
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value

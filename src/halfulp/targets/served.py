@@ -112,6 +112,7 @@ def _limit(gigabytes: float) -> None:
         # the limit counts what importing torch has taken, which is no kernel's
         used = sum(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
     most = used + int(gigabytes * 2**30)
+    # this limit holds torch's allocator too (docs/log.md)
     for what, limit in ((resource.RLIMIT_DATA, most), (resource.RLIMIT_FSIZE, _MOST_WRITTEN)):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))
