@@ -171,3 +171,15 @@ def test_the_command_says_what_a_kernel_of_another_operation_does(capsys, monkey
 
 def _silent(gate, up):
     raise NotImplementedError("not today")
+
+
+def _overflowing(gate, up):
+    e = gate.float().exp()
+    return (gate.float() * (e / (1 + e)) * up.float()).to(gate.dtype)
+
+
+def test_results_that_are_not_finite_are_the_first_thing_said():
+    found = reconstruct_operation(_overflowing, "swiglu")
+    assert str(found).partition(": ")[2].startswith("NaN or Inf where exact values are finite: ")
+    assert found.nonfinite["output"] > 0
+    assert not found.understood

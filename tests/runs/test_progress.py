@@ -1,4 +1,4 @@
-"""The line of progress fits the terminal, and shows nothing where there is none."""
+"""The line of progress fits the terminal, and is plain lines where there is none."""
 
 import io
 import re
@@ -7,6 +7,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from halfulp.runs import progress as progress_module
 from halfulp.runs.progress import progress_line
 
 
@@ -33,8 +34,15 @@ def test_it_is_one_line_of_the_terminals_width(width: int, counted: bool) -> Non
         assert "value_constant" in line
 
 
-def test_nothing_is_shown_where_nobody_watches() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    with progress_line(console, counted=True) as progress:
-        progress.update(progress.add_task("", title="x", total=2), completed=1)
-    assert console.file.getvalue() == ""
+def test_where_no_terminal_is_a_plain_line_comes_after_half_a_minute(monkeypatch) -> None:
+    clock = iter([0.0, 1.0, 31.0, 40.0, 62.0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), width=40)
+    lines = progress_line(console, counted=True)
+    task = lines.add_task("", total=8, title="train my.py:make")
+    for number in range(1, 5):
+        lines.update(task, completed=number, description="loss 2.5")
+    assert console.file.getvalue().splitlines() == [
+        "train my.py:make: 2/8 after 31 s, loss 2.5",
+        "train my.py:make: 4/8 after 62 s, loss 2.5",
+    ]

@@ -169,3 +169,9 @@ def test_a_training_without_an_optimizer_is_kept_as_it_is_after_the_step(tmp_pat
     snapshot = halfulp.read_snapshot(tmp_path / "one")
     assert snapshot.about["before_update"] is False
     assert torch.equal(snapshot.batches[0][0][0], torch.ones(2, 4))
+
+
+def test_a_snapshot_that_no_step_followed_is_told(tmp_path, caplog):
+    with halfulp.watch(torch.nn.Linear(2, 2)) as watcher:
+        watcher.snapshot(tmp_path / "one")
+    assert "no snapshot was written (asked for): no step came after it" in caplog.text

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from halfulp.report.text import HIDDEN, visible
-from halfulp.runs.results import Progress, no_progress
+from halfulp.runs.results import Progress
 
 PROGRAM = "halfulp"
 STDOUT = Path("-")
@@ -161,16 +161,14 @@ def patient_output() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Progress]:
-    """Show on standard error how far the block is; nothing where that is no terminal.
+    """Show on standard error how far the block is; a plain line now and then where that is no
+    terminal.
 
     The block gets a function of the fraction done, 0 to 1, and of what is being worked on.
     """
     from halfulp.report.terminal import console
     from halfulp.runs.progress import progress_line
 
-    if not sys.stderr.isatty():
-        yield no_progress
-        return
     with progress_line(console(stderr=True), counted=False) as bar:
         task = bar.add_task("", total=1.0, title=what)
         yield lambda fraction, message: bar.update(task, completed=fraction, description=message)

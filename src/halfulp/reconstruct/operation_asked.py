@@ -5,6 +5,7 @@ does.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -29,18 +30,23 @@ class OperationReconstruction:
     recipes: dict[str, float]  # the mean share of the error, over all calls, that each explains
     calls: int
     seconds: float
+    nonfinite: dict[str, int]  # calls with NaN or Inf where the exact value is finite, by tensor
 
     @property
     def understood(self) -> bool:
         """Whether nothing is worse than the recipes, or a way explains it."""
-        return self.found is None or self.found.share >= WELL
+        return not self.nonfinite and (self.found is None or self.found.share >= WELL)
 
     @property
     def sentence(self) -> str:
         """One line: what it does."""
+        broken = ", ".join(f"{name} in {n}" for name, n in self.nonfinite.items())
+        first = f"NaN or Inf where exact values are finite: {broken} of {self.calls} calls; "
         if self.found is None:
-            return f"errs by no more than its recipes on {self.calls} calls, one of every probe"
-        return self.found.told
+            rest = f"errs by no more than its recipes on {self.calls} calls, one of every probe"
+        else:
+            rest = self.found.told
+        return first * bool(broken) + rest
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -100,6 +106,8 @@ def reconstruct_operation(
         recipe.name: fmean(t.share(recipe, ()) for t in errs) if errs else 1.0
         for recipe in (operation.stock, operation.floor)
     }
+    seconds = time.perf_counter() - began
+    broken = Counter(name for t in trials for name in t.nonfinite)
     return OperationReconstruction(
-        chosen.name, op, dtype, found, recipes, len(trials), time.perf_counter() - began
+        chosen.name, op, dtype, found, recipes, len(trials), seconds, dict(broken)
     )

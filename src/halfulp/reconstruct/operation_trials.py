@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfulp.operations import (
+    DTYPES,
     STOCHASTIC,
     Operation,
     OperationCalls,
@@ -70,6 +71,16 @@ class Trial:
         return max(  # type: ignore[no-any-return]
             (self.errors[n] / max(square(self.exact[n]), 1e-300)) ** 0.5 for n in self.failing
         )
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """The tensors with NaN or Inf where the audited dtype has a number for the exact value."""
+        most = torch.finfo(DTYPES[self.calls.dtype]).max
+        return [
+            name
+            for name, x in self.kernel.items()
+            if bool((~x.isfinite() & (self.exact[name].abs() <= most)).any())
+        ]
 
     def like(self, base: Rounding, way: Way) -> float:
         """The square of the cosine between the kernel's errors and a way's, over what fails."""

@@ -35,6 +35,10 @@ def training_section(
 
 def record_section(name: str, record: Mapping[str, Any]) -> Section:
     """Return what a run.json says of where and how a run was made."""
+    config = dict(record["config"])
+    made = config.get("workload")
+    if isinstance(made, Mapping) and "make" in made:  # the rest of it says nothing of a user's own
+        config["optimizer"] = f"as {made['make']} makes it, clip: {config['optimizer']['clip']}"
     pairs = [
         ("command", record["command"] or "from Python"),
         ("started", record["started"]),
@@ -45,7 +49,7 @@ def record_section(name: str, record: Mapping[str, Any]) -> Section:
             or "no",
         ),
         *made_on(record).items(),
-        ("configuration", ", ".join(f"{key}: {value}" for key, value in record["config"].items())),
+        ("configuration", ", ".join(f"{key}: {value}" for key, value in config.items())),
     ]
     return {
         "heading": f"How {name} was made",

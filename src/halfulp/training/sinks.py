@@ -9,8 +9,8 @@ from halfulp.runs.progress import progress_line
 
 
 class ConsoleSink:
-    """A line on standard error with step, loss, tokens a second and the time left; silent where
-    that is no terminal.
+    """A line on standard error with step, loss, tokens a second and the time left; a plain
+    line now and then where that is no terminal.
     """
 
     def __init__(self, steps: int, title: str, console: Any = None) -> None:

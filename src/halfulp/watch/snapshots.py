@@ -151,6 +151,12 @@ class Snapshots:
             self._writer.join()
             self._writer = None
 
+    def closes(self) -> None:
+        """Wait so, and say what is wanted still: a snapshot is of a whole step."""
+        self.wait()
+        if self.wanted is not None and (self.wanted[1] is not None or self._left > 0):
+            LOG.warning("no snapshot was written (%s): no step came after it", self.wanted[0])
+
     def _write(self, path: Path, parts: Snapshot) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

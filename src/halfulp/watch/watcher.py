@@ -181,7 +181,7 @@ class Watcher:
             return
         self._finish(None)
         self._look()
-        self._snapshots.wait()
+        self._snapshots.closes()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
