@@ -82,7 +82,7 @@ def run(capsys, *arguments):
     [
         (["nosuch"], "'nosuch' is not known; accepted are the commands demo, audit, "),
         (["adit"], "doctor; did you mean 'audit'?"),
-        (["ls", "--nosuch"], "'--nosuch' is not known; accepted by halfulp ls are --json"),
+        (["ls", "--nosuch"], "'--nosuch' is not known; accepted by halfulp ls are --op, --json"),
         (["audit", "sdpa", "--sede", "3"], "--repro; did you mean '--seed'?"),
         (["isolate", "run", "--from_stp=3"], "did you mean '--from-step'?"),
         (["--seed", "3"], "'--seed' is not known; accepted are the commands demo, "),
@@ -335,6 +335,19 @@ def test_ls(capsys, what, names):
     rows = json.loads(run(capsys, "ls", what, "--json", "-")[1])
     first = next(iter(rows[0]))
     assert set(names) <= {row[first] for row in rows}
+
+
+@pytest.mark.parametrize("what", ["probes", "targets"])
+def test_ls_of_an_operation_counts_what_the_table_of_operations_says(capsys, what):
+    _, out, _ = run(capsys, "ls", "operations", "--json", "-")
+    said = {row["operation"]: row[what] for row in json.loads(out)}
+    for op in ("attention", "rms_norm"):
+        code, out, _ = run(capsys, "ls", what, "--op", op, "--json", "-")
+        assert code == 0
+        assert len(json.loads(out)) == said[op] > 3
+    code, _, err = run(capsys, "ls", "formats", "--op", "rms_norm")
+    assert code == 2
+    assert err == "halfulp: op='rms_norm': an operation has lists of targets and probes only\n"
 
 
 def test_ls_everything(capsys):

@@ -279,6 +279,7 @@ def ls(
     ] = "all",
     /,
     *,
+    op: str = "attention",
     json: Path | None = None,
 ) -> int:
     """List what there is: number formats, recipes, attention kernels to audit, probe inputs,
@@ -287,13 +288,21 @@ def ls(
     Args:
         what: Which list: formats, recipes, targets, probes, operations, causes, claims,
             presets, or all.
+        op: The operation whose probes or targets are listed: one of `halfulp ls operations`, or a
+            folder that defines another.
         json: File to write the lists to; - prints them as JSON instead of tables.
     """
-    from halfulp.cli.listing import LISTS
+    from halfulp.cli.listing import LISTS, OF_OPERATION
+    from halfulp.operations import ATTENTION
     from halfulp.report.terminal import print_tables
 
     check_files(json)
-    tables = {name: LISTS[name]().as_dict() for name in (LISTS if what == "all" else (what,))}
+    if op == ATTENTION:
+        tables = {name: LISTS[name]().as_dict() for name in (LISTS if what == "all" else (what,))}
+    elif what in OF_OPERATION:
+        tables = {what: OF_OPERATION[what](op).as_dict()}
+    else:
+        raise ValueError(f"op={op!r}: an operation has lists of {' and '.join(OF_OPERATION)} only")
     rows = {
         name: [dict(zip(t["columns"], row, strict=True)) for row in t["rows"]]
         for name, t in tables.items()

@@ -5,8 +5,10 @@ claims and training presets.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from halfulp.formats import FORMATS, Format
+from halfulp.operations import ATTENTION, operation_named, operation_names
 from halfulp.recipes import RECIPES, Recipe
 from halfulp.runs.results import Cell, Table
 
@@ -59,28 +61,31 @@ def _held(recipe: Recipe) -> tuple[str, str]:
     return scores, out
 
 
-def targets() -> Table:
-    """Return the built-in targets, those that cannot run here with the reason."""
-    from halfulp.targets import builtin_targets
+def targets(op: str) -> Table:
+    """Return the built-in targets of an operation, those that cannot run here with the reason."""
+    from halfulp.targets import builtin_targets, operation_targets
 
+    known = builtin_targets() if op == ATTENTION else operation_targets(operation_named(op))
     rows: list[tuple[Cell, ...]] = [
         (t.name, "yes" if t.missing is None else "no", f"{t.description}{_why(t.missing)}")
-        for t in builtin_targets()
+        for t in known
     ]
-    title = "Targets; package.module:function and path/file.py:function are others"
-    return _table(title, ("target", "here", "what it is"), rows, "targets")
+    title = f"Targets of {op}; package.module:function and path/file.py:function are others"
+    return _table(title, ("target", "here", "what it is"), rows, f"targets --op {op}")
 
 
 def _why(missing: str | None) -> str:
     return f"; {missing}" if missing else ""
 
 
-def probes() -> Table:
-    """Return the probe inputs with what each is built to expose."""
+def probes(op: str) -> Table:
+    """Return the probe inputs of an operation with what each is built to expose."""
     from halfulp.audit import PROBES
 
-    rows: list[tuple[Cell, ...]] = [(probe.name, probe.exposes, probe.source) for probe in PROBES]
-    return _table("Probe inputs", ("probe", "built to expose", "source"), rows, "probes")
+    known = PROBES if op == ATTENTION else operation_named(op).probes
+    rows: list[tuple[Cell, ...]] = [(probe.name, probe.exposes, probe.source) for probe in known]
+    columns = ("probe", "built to expose", "source")
+    return _table(f"Probe inputs of {op}", columns, rows, f"probes --op {op}")
 
 
 def causes() -> Table:
@@ -95,21 +100,19 @@ def causes() -> Table:
 
 def operations() -> Table:
     """Return the operations that can be audited."""
-    from halfulp.operations import ATTENTION, operation_named, operation_names
+    from halfulp.audit import PROBES
+    from halfulp.targets import builtin_targets, operation_targets
 
-    attention = "f(query, key, value, *, is_causal, scale)"
-    rows: list[tuple[Cell, ...]] = [
-        (ATTENTION, attention, "`halfulp ls probes`", "`halfulp ls targets`")
-    ]
+    signature = "f(query, key, value, *, is_causal, scale)"
+    rows: list[tuple[Cell, ...]] = [(ATTENTION, signature, len(PROBES), len(builtin_targets()))]
     for name in operation_names():
         operation = operation_named(name)
-        probes = ", ".join(probe.name for probe in operation.probes)
-        here = [target.name for target in operation.targets]
-        built_in = ", ".join([*here, "recipe:stock", "recipe:floor"])
-        rows.append((name, operation.signature, probes, built_in))
+        targets = operation_targets(operation)
+        rows.append((name, operation.signature, len(operation.probes), len(targets)))
     title = "Operations: halfulp audit --op NAME kernel.py:function"
-    columns = ("operation", "signature", "probe inputs", "built-in targets")
-    return _table(title, columns, rows, "operations")
+    columns = ("operation", "signature", "probes", "targets")
+    note = "Names: halfulp ls probes --op NAME, halfulp ls targets --op NAME."
+    return _table(title, columns, rows, "operations", note)
 
 
 def claims() -> Table:
@@ -141,18 +144,23 @@ def presets() -> Table:
     return _table("Trainings", ("preset", "what it does", "steps", "attention"), rows, "presets")
 
 
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[Cell, ...]], name: str) -> Table:
-    return Table(title, columns, tuple(rows), "", f"halfulp ls {name}")
+def _table(
+    title: str, columns: tuple[str, ...], rows: list[tuple[Cell, ...]], name: str, note: str = ""
+) -> Table:
+    return Table(title, columns, tuple(rows), note, f"halfulp ls {name}")
 
 
 LISTS: dict[str, Callable[[], Table]] = {
     "formats": formats,
     "recipes": recipes,
-    "targets": targets,
-    "probes": probes,
+    "targets": partial(targets, ATTENTION),
+    "probes": partial(probes, ATTENTION),
     "operations": operations,
     "causes": causes,
     "claims": claims,
     "presets": presets,
 }
 """Every list by the name that the command line knows it by."""
+
+OF_OPERATION: dict[str, Callable[[str], Table]] = {"targets": targets, "probes": probes}
+"""The lists that every operation has one of."""
