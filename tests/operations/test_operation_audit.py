@@ -2,6 +2,7 @@
 process of its own.
 """
 
+import itertools
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from halfulp.audit import audit, planning, run
+from halfulp.formats import BF16, round_to
 from halfulp.operations import operation_named, operation_names
 from halfulp.targets import UnsupportedError
 from tests.operations.zoo_norms import rms
@@ -359,3 +361,30 @@ def test_what_nothing_explains_is_told_by_its_place():
     report = audit(noisy, op="softmax", only=["gaussian"])
     assert report.causes[0].key == "operation-place", report.evidence
     assert report.evidence[0] == "output is 2 % off; it begins at kept, by 2 %"
+
+
+def test_the_step_and_the_rows_whose_noise_makes_calls_differ_are_named():
+    def noisy(gate, up):
+        sigmoid = torch.sigmoid(gate.float())
+        low = round_to(sigmoid.detach(), BF16.with_(rounding="stochastic"), seed=next(seeds))
+        rows = (torch.arange(len(gate)) % 4 == 3)[:, None]
+        sigmoid = sigmoid + torch.where(rows, low - sigmoid.detach(), 0.0)
+        return (gate.float() * sigmoid * up.float()).to(gate.dtype)
+
+    seeds = itertools.count()
+    report = audit(noisy, op="swiglu", dtype="float16", only=["gaussian"])
+    assert report.causes[0].key == "step-low"
+    text = "sigmoid is rounded to bf16 by random numbers, where T modulo 4 is 3"
+    assert report.evidence[0].startswith(text)
+
+
+def test_the_rows_of_a_wrong_function_are_read_off_the_results():
+    def every_third(input, dim):
+        rows = (torch.arange(len(input)) % 3 == 1)[:, None]
+        found = torch.softmax(input.float(), dim)
+        wrong = torch.where(rows, found.roll(1, 0) - found, 0.0)
+        return (found + wrong.detach()).to(input.dtype)
+
+    report = audit(every_third, op="softmax", only=["gaussian"])
+    assert report.causes[0].key == "neighbor"
+    assert "its neighbor's, the one before along T, where T modulo 3 is 1" in report.evidence[0]

@@ -78,9 +78,6 @@ def operation_causes(
     defects = [f for f in findings if f.grade == "defect"]
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
     causes: list[Diagnosis] = []
-    unsteady = [f for f in defects if f.property.startswith("same call twice")]
-    if unsteady:
-        causes.append(Diagnosis(CAUSES["unstable"], unsteady[0].figure))
     tensors: dict[Case, dict[str, None]] = {}
     for f in defects:
         if f.case is not None and f.kind != "relation":
@@ -89,7 +86,14 @@ def operation_causes(
     cases = sorted(tensors.items(), key=lambda item: item[0].probe.startswith("sizes/"))[:FAILURES]
     failures = [Failure(references(case).inputs, tuple(failing)) for case, failing in cases]
     found = of_operation(run, failures)
-    if found is not None and (found.share or found.cause == "random" or not broken):
+    unsteady = [f.figure for f in defects if f.property.startswith("same call twice")]
+    if found is not None and found.cause == "unstable":
+        causes.append(Diagnosis(CAUSES["unstable"], "; ".join((*unsteady[:1], found.text))))
+    elif unsteady and (found is None or not found.share):
+        causes.append(Diagnosis(CAUSES["unstable"], unsteady[0]))
+    if found is not None and found.cause == "unstable":
+        pass
+    elif found is not None and (found.share or found.cause == "random" or not broken):
         causes.append(Diagnosis(CAUSES[found.cause], found.told))
     elif not broken and cases and not causes:  # too large to be computed hundreds of times
         worst = defects[0]
@@ -99,6 +103,8 @@ def operation_causes(
     elif broken:
         of = _of_broken(broken)
         causes.append(replace(of, evidence=f"{of.evidence}{f': {found.text}' if found else ''}"))
+    if unsteady and causes[0].cause.key != "unstable":  # what makes calls differ stands first
+        causes.insert(1, Diagnosis(CAUSES["unstable"], unsteady[0]))
     return tuple(causes)
 
 

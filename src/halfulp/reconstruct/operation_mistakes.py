@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.formats import FP16, OCP_E4M3, OCP_E5M2, Format, round_to
+from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, Format, round_to
 
 Alter = Callable[[Tensor], Tensor]
 AlongAlter = Callable[..., Tensor]  # of a tensor, along `dim`
@@ -78,6 +78,8 @@ def regions(symbol: str) -> Iterator[Region]:
     for block in (8, 16, 32, 64, 128):
         rule = partial(_past, block)
         yield Region(f"past the last whole {block} along {symbol}", symbol, rule)
+    yield Region(f"in the last half along {symbol}", symbol, lambda n: torch.arange(n) >= n // 2)
+    yield Region(f"in the first half along {symbol}", symbol, lambda n: torch.arange(n) < n // 2)
     for count in (1, 2, 4, 8, 16, 32, 64):
         these = f"{count} along {symbol}" if count > 1 else f"along {symbol}"
         first = partial(lambda c, n: torch.arange(n) < c, count)
@@ -86,6 +88,27 @@ def regions(symbol: str) -> Iterator[Region]:
         yield Region(f"at the first {these}", symbol, first)
         yield Region(f"at the last {these}", symbol, last)
         yield Region(f"after the first {these}", symbol, rest)
+
+
+def fitting(symbol: str, here: Tensor, clean: Tensor) -> list[Region]:
+    """Regions that hold every index that is known to be in one and none that is known not to be:
+    those that are common, and so many in a row of every third, fourth … 64th.
+    """
+    every, length = list(regions(symbol)), len(here)
+    for block in (3, 4, 5, 6, 7, 8, 16, 32, 64):
+        seen = sorted({int(i) % block for i in here.nonzero()[:, 0]})
+        if seen and seen[-1] - seen[0] < block - 1 and length >= 2 * block:
+            low, high = seen[0], seen[-1]
+            of = f"{low} to {high}" if low < high else f"{low}"
+            rule = partial(_of_every, block, low, high)
+            every.append(Region(f"where {symbol} modulo {block} is {of}", symbol, rule))
+    rules = [(region, region.rule(length)) for region in every]
+    return [r for r, held in rules if bool(held[here].all()) and not bool(held[clean].any())]
+
+
+def _of_every(block: int, low: int, high: int, n: int) -> Tensor:
+    place = torch.arange(n) % block
+    return (place >= low) & (place <= high)
 
 
 def cut(fmt: Format) -> Alter:
@@ -118,6 +141,28 @@ def rare_roundings(own: Format, low: str, result: bool) -> Iterator[Mistake]:
         alter = partial(_directed, own, way)
         yield Mistake("result-cut" if result else low, f"is rounded {way} to {own}", alter)
     yield Mistake("coarser", "is rounded to integers", torch.round)
+
+
+def random_errors(low: str, result: bool, chance: torch.Generator) -> Iterator[Mistake]:
+    """Errors that no two calls share: such as rounding by random numbers makes, or of any size."""
+    for fmt in (BF16, FP16, OCP_E4M3):
+        # where a result's own rounding follows, variances alone do not do
+        alter = partial(_stochastic if result else _by_chance, fmt, chance)
+        yield Mistake(low, f"is rounded to {fmt} by random numbers", alter)
+    yield Mistake("", "were off", lambda x: x * (1 + torch.randn(x.shape, generator=chance)))
+
+
+def _stochastic(fmt: Format, chance: torch.Generator, x: Tensor) -> Tensor:
+    seed = int(torch.randint(0, 1 << 31, (), generator=chance))
+    return round_to(x.contiguous(), fmt.with_(rounding="stochastic"), seed=seed)
+
+
+def _by_chance(fmt: Format, chance: torch.Generator, x: Tensor) -> Tensor:
+    """Errors of the variances of those that stochastic rounding makes, none of them rare."""
+    x = x.contiguous()
+    below, above = (round_to(x, fmt, rounding=way) for way in ("down", "up"))
+    size = ((x - below) * (above - x)).sqrt().nan_to_num(0.0)
+    return x + size * torch.randn(x.shape, generator=chance)
 
 
 def _directed(fmt: Format, way: str, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfulp.operations import OperationCalls, Rounding, Tensors, defined
-from halfulp.reconstruct.operation_mistakes import Region, regions
+from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial, trial
 from halfulp.reconstruct.operation_ways import (
     RESULT,
@@ -34,8 +34,6 @@ FEW = 0.34  # of the elements that may be
 FACTOR = 0.02  # a constant that is nearer to 1 is none
 DRAWS = 4  # of random errors of a step
 NOTHING = 1e-3  # and one that is nearer to 0 leaves out
-NOISY = 2.0  # times the squares that rounding makes, which are no error yet
-REGIONS = 4  # of those that show, at most
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # of a step, between which its limit is looked for
 ALONG = 0.05  # square of the cosine to an error, below which no number of a way is looked for
 FURTHER = 0.3  # share that one of these must explain for that
@@ -116,36 +114,6 @@ def _only(one: Trial, others: Sequence[Trial]) -> str:
             if small and all(n % block for n in large) and not any(n % block for n in small):
                 return f"only where {symbol} is no multiple of {block}"
     return ""
-
-
-def visible_regions(trial: Trial) -> list[Region]:
-    """Regions outside which what fails is off by what rounding makes, the smallest first."""
-    operation, found = trial.calls.operation, {}
-    made_by = [trial.emulated(recipe, ()) for recipe in (operation.stock, operation.floor)]
-    shape = shapes_of_results(operation)
-    for name in trial.failing:
-        kernel, exact = trial.kernel[name][0], trial.exact[name][0]
-        off, *dues = (
-            _squares(x, exact)
-            for x in (kernel, *(recipe[name][0] for recipe in made_by if recipe is not None))
-        )
-        due = torch.stack([off * 0, *dues]).sum(0)
-        for dim, symbol in enumerate(shape[name].split()):
-            other = [d for d in range(kernel.ndim) if d != dim]
-            each, made = (x.mean(other) if other else x for x in (off, due))
-            for region in regions(symbol):
-                here = region.rule(len(each))
-                outside = float(each[~here].mean()) if not bool(here.all()) else float("inf")
-                limit = NOISY * float(made.mean()) + 1e-6 * float(each.mean())
-                if here.any() and outside <= limit < float(each[here].mean()):
-                    found[region.text] = (float(here.double().mean()), region)
-    smallest = sorted(found.values(), key=lambda one: one[0])[:REGIONS]
-    return [region for _, region in smallest]
-
-
-def _squares(x: Tensor, exact: Tensor) -> Tensor:
-    broken = BROKEN * (x.isfinite() != exact.isfinite())
-    return (x - exact).nan_to_num(0.0, 0.0, 0.0).square() + broken
 
 
 def further_ways(trial: Trial, base: Rounding, region: Region | None) -> Iterator[Way]:
@@ -252,7 +220,7 @@ def _fitted(
         moved = trial.emulated(base, (make(at),))
         if start is None or moved is None:
             return
-        slopes, errors = _weighted(trial, moved, start), _weighted(trial, trial.kernel, start)
+        slopes, errors = trial.weighted(moved, start), trial.weighted(trial.kernel, start)
         along = float(slopes.dot(errors)) ** 2
         if found == nothing and along < ALONG * float(slopes.dot(slopes) * errors.dot(errors)):
             return
@@ -299,12 +267,6 @@ def _limits(trial: Trial, base: Rounding, make: Callable[[float], Way], name: st
         best = max(best, *((explained(s), s) for s in around))
         by /= 2
     yield make(at(best[1]))
-
-
-def _weighted(trial: Trial, a: Tensors, b: Tensors) -> Tensor:
-    """What fails, as one vector, each tensor in its error's size."""
-    parts = [(a[n] - b[n]).flatten() / max(trial.errors[n], 1e-300) ** 0.5 for n in trial.failing]
-    return torch.cat(parts).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _begins(trial: Trial, base: Rounding) -> str:

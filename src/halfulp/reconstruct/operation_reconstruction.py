@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from halfulp.operations import Rounding
@@ -16,14 +17,15 @@ from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
 from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region, regions
+from halfulp.reconstruct.operation_noise import noise_of
 from halfulp.reconstruct.operation_places import (
     Place,
     further_ways,
     manner_of,
     place,
-    visible_regions,
 )
 from halfulp.reconstruct.operation_random import random_cause
+from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
 from halfulp.reconstruct.operation_sums import sum_ways
 from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
 from halfulp.reconstruct.operation_ways import (
@@ -59,6 +61,7 @@ CASES = 3  # that are looked at until one is explained
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
+IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
 LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
 ALIKE = 3  # ways that give the same are told, at most
 LIKE = 0.1  # and least square of their cosine
@@ -113,6 +116,10 @@ def of_operation(
     wrong = sorted((t for t in (*trials, *others) if t.failing), key=lambda t: bool(t.calls.manner))
     if wrong and wrong[0].calls.manner and (text := manner_of(run, wrong[0])):
         return FoundWay("operation-place", text, 0.0, 0.0, ", ".join(wrong[0].failing))
+    # of what is short along a symbol chance tells little
+    telling = max(wrong[:CASES], key=lambda t: min(sizes_of(t.calls).values()), default=None)
+    if telling is not None and (noise := noise_of(run, telling)):
+        return FoundWay(noise.cause, noise.text, noise.share, 0.0, ", ".join(telling.failing))
     for one in wrong[:CASES]:
         rest = [t for t in (*trials, *others) if t is not one]
         rest.sort(key=lambda t: (t.calls.options != one.calls.options, not t.failing))
@@ -251,7 +258,7 @@ class _Judge:
     def _further(self, bases: list[Rounding], found: list[_Tried]) -> list[_Tried]:
         """What is tried where no common way explains: ways in a region alone, numbers that fit."""
         base, seen, calls = bases[0], visible_regions(self.trial), self.trial.calls
-        more: list[_Tried] = []
+        more = self._in_read(found)
         where = seen[0] if seen else None
         # numbers that fit are a few calls each
         stages = [(base, block_mistakes(calls, base))]
@@ -260,11 +267,8 @@ class _Judge:
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), way))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
-        for region in seen:
-            if not self._sure(more):
-                every = [*found, *more]
-                every.sort(key=lambda one: -self.trial.part(one[0], one[2], region))
-                more += [self._tried(of, way, region) for of, _, way in every[:LIKELY]]
+        if not self._sure(more):
+            more += self._in_read(more)
         if not self._sure(more):
             more += self._hidden(base, found)
         return more
@@ -276,45 +280,78 @@ class _Judge:
         base, _, way = max(found, key=_share)
         return self._fit(base, (way,)) >= WRONG
 
+    def _in_read(self, found: list[_Tried]) -> list[_Tried]:
+        """Ways in the regions that results show for each, those first that would explain most."""
+        read = [
+            (share, base, way, region)
+            for base, _, way in found
+            if way.region is None and self._may_be_in_part(way)
+            for share, region in regions_of(self.trial, base, way)
+        ]
+        read.sort(key=lambda one: -one[0])
+        return [self._tried(base, way, region) for _, base, way, region in read[:IN_REGIONS]]
+
     def _hidden(self, base: Rounding, found: list[_Tried]) -> list[_Tried]:
         """Ways in a part that results do not show: those whose errors are like the kernel's, and at
         tails such as no sum shows where they are everywhere, a neighbor's data for one.
         """
+        own = [one for one in found if one[2].region is None and self._may_be_in_part(one[2])]
+        likely = sorted(own, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
         # a first or last few would show
-        every = [r for r in self._regions() if r.text.startswith(("past", "where"))]
-        likely = sorted(found, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
-        more = [
-            self._tried(of, way, region)
-            for of, _, way in likely
-            if self.trial.like(of, way) > LIKE
-            for region in every
-        ]
-        tails = [r for r in every if r.text.startswith("past")]
+        groups = [g for g in self._groups() if g[0].text.startswith(("past", "where", "in"))]
+        more: list[_Tried] = []
+        for of, _, way in likely:
+            if self.trial.like(of, way) > LIKE:
+                more += [self._tried(of, way, r) for r in hidden_regions(self.trial, of, way)]
+                more += self._in_groups(of, way, groups, WHOLLY)
+        tails = [g for g in groups if g[0].text.startswith("past")]
         often = {str(w): w for of, _, w in found if w.cause in AT_TAILS and of is base}
-        for way in often.values():
-            if self._whole(more):
-                break
-            more += [self._tried(base, way, region) for region in tails]
+        if tails and not self._whole(more):
+            for way in often.values():
+                more += self._in_groups(base, way, tails, WHOLLY)
         return more
 
     def _in_parts(self, found: list[_Tried]) -> list[_Tried]:
         """Ways that explain this call, in every region that they may be in here as well."""
-        most, every = max(found, key=_share)[1], self._regions()
+        most, groups = max(found, key=_share)[1], self._groups()
         whole = [one for one in found if one[1] >= most - EQUAL and one[2].region is None]
-        tried = [
-            self._tried(base, way, region) for base, _, way in whole[:MOST] for region in every
+        more = [
+            one
+            for base, _, way in whole[:MOST]
+            if self._may_be_in_part(way)
+            for one in self._in_groups(base, way, groups, most - EQUAL)
         ]
-        return [one for one in tried if one[1] >= most - EQUAL]
+        return [one for one in more if one[1] >= most - EQUAL]
 
-    def _regions(self) -> list[Region]:
+    def _in_groups(
+        self, base: Rounding, way: Way, groups: list[list[Region]], least: float
+    ) -> list[_Tried]:
+        """A way in one of each group of regions, in all of a group where it explains enough."""
+        more = []
+        for first, *rest in groups:
+            more.append(self._tried(base, way, first))
+            if more[-1][1] >= least:
+                more += [self._tried(base, way, region) for region in rest]
+        return more
+
+    def _groups(self) -> list[list[Region]]:
+        """Regions that are the same indices in this call."""
         sizes = sizes_of(self.trial.calls)
         lengths = {n for shape in shapes_of_steps(self.trial.calls).values() for n in shape}
-        halves = [f"{s} / 2" for s, n in sizes.items() if n // 2 in lengths - set(sizes.values())]
-        return [r for symbol in (*sizes, *halves) for r in regions(symbol)]
+        known = sizes | {
+            f"{s} / 2": n // 2 for s, n in sizes.items() if n // 2 in lengths - set(sizes.values())
+        }
+        groups: dict[tuple[str, bytes], list[Region]] = {}
+        for symbol, n in known.items():
+            for region in regions(symbol):
+                if (here := region.rule(n)).any():
+                    groups.setdefault((symbol, here.numpy().tobytes()), []).append(region)
+        return list(groups.values())
+
+    def _may_be_in_part(self, way: Way) -> bool:
+        return way.eager is None and way.within is None and not way.options
 
     def _tried(self, base: Rounding, way: Way, region: Region) -> _Tried:
-        if way.eager is not None or way.within is not None or way.options:
-            return base, -1.0, way  # which are of a whole call
         return (base, *self.trial.best(base, (), replace(way, region=region, alone="")))
 
     def _whole(self, found: list[_Tried]) -> bool:
@@ -365,7 +402,7 @@ class _Judge:
         """Everywhere before in a part, the forward pass before the gradient's, early before late,
         results last.
         """
-        names = list(shapes_of_steps(self.trial.calls))
+        names = self._steps
         places = [
             names.index(n) if n in names else len(names) * (1 + n.startswith(RESULT))
             for n in way.steps
@@ -397,6 +434,10 @@ class _Judge:
         """The mean share of the error that ways explain on the other calls that fail."""
         shares = [t.share(base, chosen) for t in self.others if t.failing and t.knows(chosen)]
         return sum(shares) / len(shares) if shares else 1.0
+
+    @cached_property
+    def _steps(self) -> list[str]:
+        return list(shapes_of_steps(self.trial.calls))
 
     @property
     def _failing(self) -> str:

@@ -21,14 +21,12 @@ from halfulp.operations import (
     defined,
     drawn_calls,
 )
-from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_ways import (
     OPERAND,
     RESULT,
     Way,
     computed,
     first_calls,
-    shapes_of_results,
     shapes_of_steps,
     sizes_of,
 )
@@ -93,20 +91,10 @@ class Trial:
                     for x, y in zip(a, b, strict=True))  # fmt: skip
         return inner / max(1, len(self.failing))
 
-    def part(self, base: Rounding, way: Way, region: Region) -> float:
-        """The share that a way explains of the errors in a region, of what fails there."""
-        emulated, shares = self.emulated(base, (replace(way, alone=""),)), []
-        symbols = shapes_of_results(self.calls.operation)
-        for name in self.failing if emulated is not None else ():
-            of = symbols[name].split()
-            if emulated is not None and region.symbol in of:
-                dim = 1 + of.index(region.symbol)
-                here = region.rule(self.kernel[name].shape[dim]).nonzero()[:, 0]
-                kernel, own, exact = (x[name].index_select(dim, here)
-                                      for x in (self.kernel, emulated, self.exact))  # fmt: skip
-                error = max(power(kernel, exact, exact), 1e-300)
-                shares.append(max(-1.0, 1 - power(kernel, own, exact) / error))
-        return sum(shares) / len(shares) if shares else -1.0
+    def weighted(self, a: Tensors, b: Tensors) -> Tensor:
+        """What fails, as one vector, each tensor in its error's size."""
+        parts = [(a[n] - b[n]).flatten() / max(self.errors[n], 1e-300) ** 0.5 for n in self.failing]
+        return torch.cat(parts).nan_to_num(0.0, 0.0, 0.0)
 
     def left(self, emulated: Tensors, name: str) -> float:
         """The squared distance of the kernel from an emulation."""

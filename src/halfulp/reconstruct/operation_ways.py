@@ -37,6 +37,7 @@ from halfulp.reconstruct.operation_mistakes import (
     beside_one,
     ends,
     other_values,
+    random_errors,
     rare_ends,
     rare_roundings,
     rare_shifts,
@@ -175,6 +176,16 @@ def ways(calls: OperationCalls) -> Iterator[Way]:
     names = f" ({', '.join(forward)})" if len(forward) <= TOLD else ""
     yield Way("step-low", f"every step{names} is rounded to {own}", forward)
     yield Way("step-low", f"every step{names} and its gradient are rounded to {own}", low)
+
+
+def random_ways(calls: OperationCalls) -> Iterator[Way]:
+    """Random errors that differ from call to call, and are of no known size where no cause is
+    named.
+    """
+    chance = torch.Generator().manual_seed(0)
+    for spot in _spots(calls):
+        for mistake in random_errors(_low(spot), spot.kind == "result", chance):
+            yield spot.way(*mistake)
 
 
 @dataclass(frozen=True)
