@@ -90,8 +90,7 @@ def _reversed(symbol: str, run: Run, x: OperationCalls, base: OperationResult) -
 
 
 def _in_reverse(symbol: str, run: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:
-    shapes = {o.name: o.shape for o in x.operation.operands}
-    shapes |= {f"grad_{r.name}": r.shape for r in x.operation.results}
+    shapes = x.operation.shapes_of_operands
 
     def turned(tensors: Tensors) -> Tensors:
         return {name: _flipped(t, shapes[name], symbol) for name, t in tensors.items()}
@@ -99,8 +98,7 @@ def _in_reverse(symbol: str, run: Run, x: OperationCalls, base: OperationResult)
     other = run(replace(x, operands=turned(x.operands), grads=turned(x.grads)))
     if other is None:
         return []
-    own = {r.name: r.shape for r in x.operation.results}
-    own |= {f"grad_{o.name}": o.shape for o in x.operation.operands}
+    own = x.operation.shapes_of_results
     first, second = {}, {}
     for name, t in base.tensors.items():
         if symbol in own[name].split() and name in other.tensors:

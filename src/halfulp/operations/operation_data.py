@@ -163,6 +163,18 @@ class Operation:
         """The operands that have a gradient."""
         return tuple(x for x in self.operands if x.differentiable)
 
+    @property
+    def shapes_of_results(self) -> dict[str, str]:
+        """The symbols of results and gradients."""
+        found = {r.name: r.shape for r in self.results}
+        return found | {f"grad_{o.name}": o.shape for o in self.operands}
+
+    @property
+    def shapes_of_operands(self) -> dict[str, str]:
+        """The symbols of operands and of gradients that arrive."""
+        found = {o.name: o.shape for o in self.operands}
+        return found | {f"grad_{r.name}": r.shape for r in self.results}
+
     def probe(self, name: str) -> OperationProbe:
         """The probe of that name; raises ValueError with the accepted names."""
         for probe in self.probes:

@@ -18,7 +18,6 @@ from halfulp.reconstruct.operation_ways import (
     RESULT,
     Way,
     random_ways,
-    shapes_of_results,
     sizes_of,
 )
 
@@ -164,7 +163,7 @@ def _made(one: Trial, base: Rounding, way: Way) -> _Spread | None:
 
 def _regions(one: Trial, own: _Spread, due: _Spread) -> list[Region]:
     """Where alone results have the noise."""
-    shapes, found = shapes_of_results(one.calls.operation), []
+    shapes, found = one.calls.operation.shapes_of_results, []
     for symbol in sizes_of(one.calls):
         for name, x in own.elements.items():
             if symbol not in shapes[name].split():

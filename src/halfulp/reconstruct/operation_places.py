@@ -19,7 +19,6 @@ from halfulp.reconstruct.operation_ways import (
     Way,
     first_calls,
     said,
-    shapes_of_results,
     shapes_of_steps,
     sizes_of,
     values_of_steps,
@@ -354,7 +353,7 @@ def _sits(trial: Trial, name: str) -> str:
     size = exact.nan_to_num(0.0, 0.0, 0.0).square() + (0.0 if bool(exact.any()) else 1.0)
     error = broken.double() if bool(broken.any()) else error
     total, of = float(error.sum()), float(size.sum())
-    shape = shapes_of_results(calls.operation)
+    shape = calls.operation.shapes_of_results
     found: list[tuple[float, str]] = []
     for dim, symbol in enumerate(shape[name].split()):
         other = [d for d in range(kernel.ndim) if d != dim]

@@ -15,7 +15,7 @@ from torch import Tensor
 from halfulp.operations import Rounding
 from halfulp.reconstruct.operation_mistakes import Region, fitting
 from halfulp.reconstruct.operation_trials import BROKEN, Trial
-from halfulp.reconstruct.operation_ways import Way, shapes_of_results, sizes_of
+from halfulp.reconstruct.operation_ways import Way, sizes_of
 
 NOISY = 2.0  # times the squares that rounding makes, which are no error yet
 CLOSER = 0.25  # times the square of the distance: as one of two ways makes it, not the other
@@ -91,7 +91,7 @@ def _one(index: int, length: int) -> Tensor:
 
 def _showing(trial: Trial, symbol: str) -> list[tuple[str, int]]:
     """What fails that has an index of this symbol, and its dimension."""
-    shapes = shapes_of_results(trial.calls.operation)
+    shapes = trial.calls.operation.shapes_of_results
     return [(n, 1 + shapes[n].split().index(symbol)) for n in trial.failing
             if symbol in shapes[n].split()]  # fmt: skip
 

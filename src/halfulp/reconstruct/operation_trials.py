@@ -286,8 +286,7 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
 def _small(calls: OperationCalls, longest: int) -> OperationCalls | None:
     """A call of few enough elements, of rows that do not depend on each other no more than that."""
     operation, elements = calls.operation, sum(x.numel() for x in calls.operands.values())
-    shapes = {o.name: o.shape.split() for o in operation.operands}
-    shapes |= {f"grad_{r.name}": r.shape.split() for r in operation.results}
+    shapes = {n: shape.split() for n, shape in operation.shapes_of_operands.items()}
     for symbol, size in sizes_of(calls).items():
         if elements <= LARGEST or symbol not in operation.independent:
             continue

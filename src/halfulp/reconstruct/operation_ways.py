@@ -20,7 +20,6 @@ from halfulp.formats import BF16, Format
 from halfulp.operations import (
     OF_DTYPE,
     PLACE,
-    Operation,
     OperationCalls,
     Rounding,
     Tensors,
@@ -280,25 +279,13 @@ def _low(spot: _Spot) -> str:
     return lows.get(spot.kind, "statistic-low" if spot.small else "step-low")
 
 
-def shapes_of_results(operation: Operation) -> dict[str, str]:
-    """The symbols of results and gradients."""
-    found = {r.name: r.shape for r in operation.results}
-    return found | {f"grad_{o.name}": o.shape for o in operation.operands}
-
-
-def _shapes_of_operands(operation: Operation) -> dict[str, str]:
-    """The symbols of operands and of gradients that arrive."""
-    found = {o.name: o.shape for o in operation.operands}
-    return found | {f"grad_{r.name}": r.shape for r in operation.results}
-
-
 def _together(calls: OperationCalls) -> Iterator[_Spot]:
     """All that is read, and all that is written, along each symbol."""
     sizes, operation = sizes_of(calls), calls.operation
     symbols = {size: symbol for symbol, size in sizes.items()}
     given = calls.operands | calls.grads
-    read = {OPERAND + n: s for n, s in _shapes_of_operands(operation).items() if n in given}
-    written = {RESULT + n: s for n, s in shapes_of_results(operation).items()}
+    read = {OPERAND + n: s for n, s in operation.shapes_of_operands.items() if n in given}
+    written = {RESULT + n: s for n, s in operation.shapes_of_results.items()}
     for told, every in (("what is read", read), ("what is written", written)):
         shapes = {n: torch.Size(sizes.get(s, 0) for s in of.split()) for n, of in every.items()}
         if len(shapes) > 1:
@@ -413,7 +400,7 @@ def _filled(symbol: str, block: int, calls: OperationCalls) -> Way:
     of_operands, of_results = (
         {name: 1 + shape.split().index(symbol) for name, shape in shapes.items()
          if symbol in shape.split()}
-        for shapes in (_shapes_of_operands(calls.operation), shapes_of_results(calls.operation))
+        for shapes in (calls.operation.shapes_of_operands, calls.operation.shapes_of_results)
     )  # fmt: skip
 
     def wide(given: Tensors) -> Tensors:
