@@ -52,7 +52,7 @@ def kernel(slip, where=lambda trial, x: x.new_ones(())):
     "slip",
     [
         Slip("key", "stale"),
-        Slip("scores", "factor", "last keys", 1.25),
+        Slip("scores", "factor", ("last keys",), 1.25),
         Slip("b_weights", "row-1"),
         Slip("b_query", "row+1"),
     ],
@@ -73,7 +73,7 @@ def odd(trial, x):
 
 
 def test_heads_that_alone_are_wrong_are_asked_for_themselves():
-    run = kernel(Slip("value", "factor", "", 1.5), where=odd)
+    run = kernel(Slip("value", "factor", (), 1.5), where=odd)
     asked = [TRIALS[n] for n in ("plain", "causal", "ragged", "masked", "sinks", "grouped")]
     emulator = Emulator({t: run(t) for t in asked}, run)
     region = region_of(emulator, STOCK)
@@ -92,7 +92,7 @@ def test_calls_that_alone_are_wrong_are_told_by_what_they_have_in_common():
     def masked(trial, x):
         return x.new_ones(()) * (trial.call.sees.mask is not None)
 
-    run = kernel(Slip("out", "factor", "", 1.5), where=masked)
+    run = kernel(Slip("out", "factor", (), 1.5), where=masked)
     asked = [TRIALS[n] for n in ("plain", "causal", "ragged", "masked", "biased", "wide", "scaled")]
     emulator = Emulator({t: run(t) for t in asked}, run)
     assert region_of(emulator, STOCK) is None

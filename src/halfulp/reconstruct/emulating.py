@@ -123,6 +123,14 @@ class Emulator:
         self._fits: dict[Any, Fit] = {}
         self.emulations = 0
 
+    def within(self, seen: Mapping[tuple[str, str], Tensor]) -> Emulator:
+        """The same on these results of these trials alone, where masks that broadcast are not 0."""
+        some = copy(self)
+        some.observed = {key: self.observed[key].within(mask) for key, mask in seen.items()}
+        some.nonfinite = {key: n for key, n in self.nonfinite.items() if key in seen}
+        some._fits = {}
+        return some
+
     def offered(self, names: tuple[str, ...] = TENSORS) -> frozenset[str]:
         """Which of these results the kernel gives."""
         return frozenset(tensor for _, tensor in self.observed if tensor in names)

@@ -39,7 +39,7 @@ from halfulp.reconstruct.places import (
     Place,
     unexplained,
 )
-from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted
+from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.slips import Tiles, of_others
 from halfulp.reconstruct.stages import Stages
 from halfulp.runs.threads import own_thread
@@ -163,6 +163,9 @@ def of_kernel(
             whole = emulator = restricted(emulator, region)
         else:
             given = (exchanged,)
+    elif (narrow := rows_of(emulator, stages.start)) is not None:
+        emulator, region = narrow
+        whole = emulator
     else:
         wrong, region = calls_of(emulator, stages.start)
         emulator = emulator.only(wrong)
@@ -216,7 +219,7 @@ def _found(
     located = unexplained(emulator, model, UNEXPLAINED, common)
     places = [_with_field(p, harmless) for p in located]
     causes = [n for n in causes if _holds(n, places)]
-    if region is None or not region.heads:  # other numbers of the same calls
+    if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
         causes = [n for n in causes if _predicts(emulator, model, n, fresh)]
     if region is not None and region.cause in OF_CALLS:

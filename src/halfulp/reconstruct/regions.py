@@ -1,11 +1,12 @@
-"""In which heads, sequences and calls a kernel errs, before it is asked what it does there: heads
-that alone are wrong are asked for themselves, calls that are right are left out.
+"""In which heads, sequences, rows and calls a kernel errs, before it is asked what it does there:
+heads that alone are wrong are asked for themselves, rows and calls that are right are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from halfulp.calls import Call, Result
 from halfulp.reconstruct import call_kinds
 from halfulp.reconstruct.call_kinds import FEW
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model
-from halfulp.reconstruct.evidence import NOISE, SOUND
+from halfulp.reconstruct.evidence import NOISE, SOUND, Observed
 from halfulp.reconstruct.panel import Trial
 
 Run = Callable[[Trial], Result | None]
@@ -24,8 +25,14 @@ SOME = 6  # heads that are asked for themselves
 RIGHT = 0.15  # share of a head's error that is left: up to there it is right,
 WRONG = 0.3  # and from there on wrong
 MORE = 1.5  # times the model's error, at least, where it is wrong
+MOST_ROWS = 0.7  # of those that a rule says, which are wrong; others may be by chance, but for
+FEW_ROWS = 0.04
 CALLS = 3  # in which some heads are wrong and others right, at least
 CROWD = 32  # heads, of which a few may err by chance
+
+
+def _fourth(k: int, i: Tensor, _: int) -> Tensor:
+    return i % 4 == k
 
 
 class _Heads(NamedTuple):
@@ -55,6 +62,23 @@ _RULES: tuple[tuple[str, Callable[[_Heads], Tensor]], ...] = (
 """Which heads alone may be wrong."""
 
 
+_ROW_RULES: tuple[tuple[str, Callable[[Tensor, int], Tensor]], ...] = (
+    ("odd {}", lambda i, _: i % 2 == 1),
+    ("even {}", lambda i, _: i % 2 == 0),
+    *((f"every fourth of the {{}}, from {k} on", partial(_fourth, k)) for k in range(4)),
+    ("the last 8 of 64 {}", lambda i, _: i % 64 >= 56),
+    ("the last 4 of 64 {}", lambda i, _: i % 64 >= 60),
+    ("the upper half of 64 {}", lambda i, _: i % 64 >= 32),
+    ("the lower half of 64 {}", lambda i, _: i % 64 < 32),
+    ("{} from 16 on of 64", lambda i, _: i % 64 >= 16),
+    ("the last 8 {}", lambda i, n: i >= n - 8),
+    ("the last block of 64 {}", lambda i, n: i >= (n - 1) // 64 * 64),
+    ("the first 64 {}", lambda i, _: i < 64),
+    ("{} after the first 64", lambda i, _: i >= 64),
+)
+"""Which rows alone may be wrong."""
+
+
 @dataclass(frozen=True)
 class Region:
     """Where a kernel errs."""
@@ -62,6 +86,7 @@ class Region:
     text: str  # "in heads of odd number"
     heads: Mapping[str, Spots]  # by trial, those that are wrong
     cause: str = ""  # that stands for it, where nothing more is known
+    rows: bool = False  # other rows of the same calls are left out
 
 
 def region_of(emulator: Emulator, model: Model) -> Region | None:
@@ -104,6 +129,68 @@ def calls_of(emulator: Emulator, model: Model) -> tuple[frozenset[str], Region |
     return frozenset(wrong), Region(told, {}, cause)
 
 
+def rows_of(emulator: Emulator, model: Model) -> tuple[Emulator, Region] | None:
+    """Rows of queries, or of keys, that alone are wrong where others of the same results are right,
+    and what is left where those are left out: results that sum over such rows are left out too.
+    """
+    marks = {key: found for key in emulator.observed
+             if key[0] != "small" and key[1] != "lse"
+             and (found := _rows(emulator, model, key)) is not None}  # fmt: skip
+    for whose, own, sums in (("queries", ("out", "grad_query"), GRADIENTS[1:]),
+                             ("keys", GRADIENTS[1:], ("grad_query",))):  # fmt: skip
+        some = {k: m for k, m in marks.items() if k[1] in own}
+        mixed = [k for k, (wrong, right) in some.items() if bool(wrong.any() and right.any())]
+        others = [k for k, (wrong, _) in marks.items() if k[1] not in (*own, *sums)
+                  and float(wrong.float().mean()) > FEW_ROWS]  # fmt: skip
+        if len(mixed) < CALLS or len(others) * CALLS > len(mixed):
+            continue
+        for told, rule in _ROW_RULES:
+            fits = [_as_told(m, rule) for m in some.values()]
+            if fits.count(True) >= CALLS and fits.count(False) * FEW <= fits.count(True):
+                seen = {}
+                for key, observed in emulator.observed.items():
+                    n = observed.value.shape[2]
+                    at = rule(torch.arange(n), n) if key[1] in own else torch.ones(n)
+                    if key[1] not in sums and key[1] != "lse" and bool(at.any()):
+                        seen[key] = at[:, None]
+                return emulator.within(seen), Region(f"in {told.format(whose)} alone", {}, rows=True)
+    return None
+
+
+def _as_told(marks: tuple[Tensor, Tensor], rule: Callable[[Tensor, int], Tensor]) -> bool | None:
+    """Whether wrong rows are where a rule says; None where few are wrong, and these there."""
+    wrong, right = (m.float() for m in marks)
+    at = rule(torch.arange(len(wrong)), len(wrong))
+    if bool(at.all()):
+        return None
+    outside = float(wrong[~at].mean()) < FEW_ROWS
+    if not bool(at.any()) or float(wrong[at].mean()) < MOST_ROWS:
+        return None if outside else False
+    return outside and float(right[~at].mean()) > MOST_ROWS
+
+
+def _rows(
+    emulator: Emulator, model: Model, key: tuple[str, str]
+) -> tuple[Tensor, Tensor] | None:
+    """Which rows of a result are wrong, and which are right, over all heads."""
+    observed, (name, tensor) = emulator.observed[key], key
+    backward = model.way(tensor) if tensor in GRADIENTS else None
+    made = emulator.tensors(emulator.trials[name], model.forward, backward).get(tensor)
+    if made is None or made.shape != observed.value.shape:
+        return None
+    error, rest, usual = _energies(observed, made, (0, 1, 3))
+    floor = observed.floor / len(error)
+    left = rest / (error + floor).clamp_min(1e-300)
+    more = error > MORE**2 * (usual + NOISE * usual.mean()) + floor
+    return (left > WRONG) & more, (left < RIGHT) | (error < SOUND**2 * usual + floor)
+
+
+def _energies(observed: Observed, made: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Squares of a kernel's error, of what a model leaves of it, and of the model's own."""
+    found = (observed.value - observed.exact, observed.value - made, made - observed.exact)
+    return tuple(torch.where(observed.usable, x, 0.0).square().sum(dims) for x in found)
+
+
 def _spots(mark: Tensor) -> Spots:
     return tuple((int(b), int(h)) for b, h in mark.nonzero().tolist())
 
@@ -121,11 +208,7 @@ def _marked(emulator: Emulator, model: Model, trial: Trial) -> Tensor | None:
         made = emulator.tensors(trial, model.forward, backward).get(tensor)
         if made is None or made.shape != observed.value.shape:
             return None
-        usable = observed.usable
-        error, rest, usual = (
-            torch.where(usable, x, 0.0).square().sum((-1, -2))
-            for x in (observed.value - observed.exact, observed.value - made, made - observed.exact)
-        )
+        error, rest, usual = _energies(observed, made, (-1, -2))
         floor = observed.floor / (batch * heads)
         left = rest / (error + floor).clamp_min(1e-300)
         more = error > MORE**2 * (usual + NOISE * usual.mean()) + floor

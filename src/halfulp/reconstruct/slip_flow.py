@@ -13,21 +13,25 @@ from torch.nn import functional
 
 from halfulp.reconstruct.emulating import GRADIENTS
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, Memory, Slip, Tile
+from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, JOINT, Memory, Slip, Tile
 
-_TO_SCORES = frozenset({"query", "key", "product", "scores"})
+_TO_SCORES = frozenset({"query", "key", "key_value", "product", "scores"})
 _TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_scores"})
 _TO_DP = frozenset({"grad_out", "b_value"})
+_TO_DELTA = _TO_WEIGHTS | _TO_DP | {"b_weights", "dp"}
 _OF_QUERIES = ("dq_sum", "ds_in_dq", "dq")
 _OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "ds_in_dk", "dk", "dv")
 
 
 class Tiles(NamedTuple):
-    """Widths of the blocks of queries and of keys; the last ones are filled up, or cut."""
+    """Widths of the blocks of queries and of keys; the last ones are filled up, or cut; δ is from
+    dO and O, or from P and dP.
+    """
 
     rows: int
     cols: int
     filled: bool = True
+    from_weights: bool = False
 
 
 USUAL = Tiles(64, 64)
@@ -39,8 +43,8 @@ class Flow:
     def __init__(self, trial: Trial, tiles: Tiles) -> None:
         call = trial.call
         self.slip: Slip | None = None
-        self.memory, self.kept = Memory(), Memory()  # what no slip reaches is computed once
-        self.call, self.groups = call, call.groups
+        self.memory, self.kept = dict[str, Memory](), dict[str, Tensor]()  # what no slip reaches is computed once
+        self.call, self.groups, self.from_weights = call, call.groups, tiles.from_weights
         self.n, self.nk = call.query.shape[2], call.key.shape[2]
         self.rows, self.cols = (
             [slice(i, i + w if tiles.filled else min(i + w, n)) for i in range(0, n, w)]
@@ -82,10 +86,11 @@ class Flow:
 
     def at(self, name: str, x: Tensor, rows: slice, cols: slice | None = None) -> Tensor:
         """A stage's value, with the slip where that is it."""
-        if self.slip is None or self.slip.stage != name:
+        if self.slip is None or self.slip.stage not in (name, JOINT.get(name)):
             return x
         cols = slice(0, self.nk) if cols is None else cols
-        return self.slip.made(x, Tile(rows, cols, self.n, self.nk), self.memory)
+        memory = self.memory.setdefault(name, {})
+        return self.slip.made(x, Tile(rows, cols, self.n, self.nk), memory)
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, cols: slice, back: str) -> Tensor:
         """Of one tile."""
@@ -102,6 +107,18 @@ class Flow:
     def _again(self, q: Tensor, k: Tensor, lse: Tensor, rows: slice, cols: slice) -> Tensor:
         return torch.exp(self.scores(q, k, rows, cols, "b_") - lse[:, :, rows])
 
+    def _read(
+        self, acc: Tensor, m: Tensor, l: Tensor, rows: slice, cols: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """O, m and l as a tile takes them up; where O is kept divided it is multiplied by l."""
+        for stage in ("statistics", "divided_statistics"):
+            if self.slip is not None and self.slip.stage == stage:
+                read, sum_ = self.at(stage, torch.cat([m, l], -1), rows, cols).split(1, -1)
+                if stage.startswith("divided"):
+                    acc = acc * sum_ / torch.where(l == 0, 1.0, l)
+                return acc, read, sum_
+        return acc, m, l
+
     def forward(self) -> dict[str, Tensor]:
         """O and lse."""
         outs, lses = [], []
@@ -116,17 +133,45 @@ class Flow:
                     continue
                 v = self.at("value", self.v[:, :, c], r, c)
                 s = self.once(f"S {r.start} {c.start}", _TO_SCORES, partial(self._seen, q, r, c))
+                acc, m, l = self._read(acc, m, l, r, c)
                 new = self.at("row_max", torch.maximum(m, s.amax(-1, keepdim=True)), r, c)
                 safe = torch.where(new == -math.inf, 0.0, new)
                 p = self.at("weights", torch.exp(s - safe), r, c)
                 a = self.at("rescale", torch.exp(m - safe), r, c)
                 l = l * self.at("rescale_sum", a, r, c) + p.sum(-1, keepdim=True)
                 l, m = self.at("row_sum", l, r, c), new
+                p = self.at("weights_in_out", p, r, c)
                 acc = self.at("accumulator", acc * self.at("rescale_out", a, r, c) + p @ v, r, c)
+                if self.slip is not None and self.slip.stage == "divided_out":
+                    some = torch.where(l == 0, 1.0, l)
+                    acc = self.at("divided_out", acc / some, r, c) * some
             outs.append(self.at("out", acc / torch.where(l == 0, 1.0, l), r))
             lses.append(self.at("lse", m + l.log(), r))
         out, lse = (torch.cat(x, 2)[:, :, : self.n] for x in (outs, lses))
         return {"out": out, "lse": lse}
+
+    def _pairs(self, lse: Tensor, r: slice, c: slice) -> tuple[Tensor, ...]:
+        """Q, K, dO, P and dP of one tile of the backward pass."""
+        q, do = (self.at(n, x[:, :, r], r, c)
+                 for n, x in (("b_query", self.q), ("grad_out", self.do)))  # fmt: skip
+        k, v = (self.at(n, x[:, :, c], r, c)
+                for n, x in (("b_key", self.k), ("b_value", self.v)))  # fmt: skip
+        tile = f"{r.start} {c.start}"
+        p = self.once(f"P {tile}", _TO_WEIGHTS, partial(self._again, q, k, lse, r, c))
+        dp = self.once(f"dP {tile}", _TO_DP, partial(torch.matmul, do, v.mT))
+        return q, k, do, self.at("b_weights", p, r, c), self.at("dp", dp, r, c)
+
+    def _more(self, lse: Tensor, r: slice) -> Tensor:
+        """What a slip adds to rowsum(P ∘ dP) of some queries."""
+        made: list[Tensor | int] = []
+        slip = self.slip
+        for self.slip in (None, slip):
+            seen = [c for c in self.cols if not self.call.sees.hides(r, c)]
+            pairs = (self._pairs(lse, r, c)[3:] for c in seen)
+            made.append(sum((p * dp).sum(-1, keepdim=True) for p, dp in pairs))
+        more = made[1] - made[0]
+        assert isinstance(more, Tensor)
+        return more
 
     def backward(self) -> dict[str, Tensor]:
         """The gradients."""
@@ -135,6 +180,8 @@ class Flow:
         lse = functional.pad(self.lse, missing, value=math.inf)
         lse = torch.cat([self.at("b_lse", lse[:, :, r], r) for r in self.rows], 2)
         lse = torch.where(lse == -math.inf, 0.0, lse)
+        if self.from_weights and self.slip is not None and self.slip.stage in _TO_DELTA:
+            delta = delta + torch.cat([self._more(lse, r) for r in self.rows], 2)
         total = {name: torch.zeros_like(x) for name, x in zip(
             GRADIENTS, (self.q, self.k, self.v), strict=True)}  # fmt: skip
         wants = "" if self.slip is None else self.slip.stage
@@ -148,15 +195,7 @@ class Flow:
             for r, c in pairs:
                 if self.call.sees.hides(r, c):
                     continue
-                q, do = (self.at(n, x[:, :, r], r, c)
-                         for n, x in (("b_query", self.q), ("grad_out", self.do)))  # fmt: skip
-                k, v = (self.at(n, x[:, :, c], r, c)
-                        for n, x in (("b_key", self.k), ("b_value", self.v)))  # fmt: skip
-                tile = f"{r.start} {c.start}"
-                p = self.once(f"P {tile}", _TO_WEIGHTS, partial(self._again, q, k, lse, r, c))
-                p = self.at("b_weights", p, r, c)
-                dp = self.once(f"dP {tile}", _TO_DP, partial(torch.matmul, do, v.mT))
-                dp = self.at("dp", dp, r, c)
+                q, k, do, p, dp = self._pairs(lse, r, c)
                 ds = p * (dp - delta[:, :, r])
                 if cap := self.call.softcap:
                     ds = ds * (1 - torch.tanh(q @ k.mT * self.call.scale / cap).square())

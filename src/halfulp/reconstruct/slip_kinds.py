@@ -19,46 +19,61 @@ class Stage(NamedTuple):
     text: str
     cause: str  # of a number of it that is wrong
     other: str  # of another's in its place
+    rounding: str  # of numbers of it that are coarse
     neutral: float = 0.0  # what it is where it is left out
 
 
 STAGES: dict[str, Stage] = {
-    "query": Stage("Q", "scale", "other-data"),
-    "key": Stage("K", "scale", "other-data"),
-    "value": Stage("V", "unnormalized", "other-data"),
-    "product": Stage("Q Kᵀ", "scale", "other-data"),
-    "scores": Stage("S", "scale", "other-data", -math.inf),
-    "row_max": Stage("the running maximum", "row-max", "row-max"),
-    "weights": Stage("exp(S − m)", "exponential", "other-data"),
-    "rescale": Stage("the factor that rescales O and l", "rescale", "rescale", 1.0),
-    "rescale_out": Stage("the factor that rescales O", "rescale", "rescale", 1.0),
-    "rescale_sum": Stage("the factor that rescales l", "rescale", "rescale", 1.0),
-    "row_sum": Stage("l", "unnormalized", "unnormalized"),
-    "accumulator": Stage("O as it is summed", "accumulator", "accumulator"),
-    "out": Stage("O", "unnormalized", "other-data"),
-    "lse": Stage("lse", "lse-other", "lse-other", math.inf),
-    "b_lse": Stage("lse in the backward pass", "lse", "lse", math.inf),
-    "delta": Stage("δ", "no-delta", "no-delta"),
-    "b_query": Stage("Q of the backward pass", "backward-scores", "other-data"),
-    "b_key": Stage("K of the backward pass", "backward-scores", "other-data"),
-    "b_value": Stage("V in dP", "no-delta", "other-data"),
-    "grad_out": Stage("dO", "grad-scale", "other-data"),
-    "b_scores": Stage("S of the backward pass", "backward-scores", "backward-scores", -math.inf),
-    "b_weights": Stage("P of the backward pass", "backward-weights", "backward-weights"),
-    "dp": Stage("dP", "no-delta", "no-delta"),
-    "ds": Stage("dS", "grad-scores", "grad-scores"),
-    "p_in_dv": Stage("P in dV", "probabilities", "probabilities"),
-    "ds_in_dq": Stage("dS in dQ", "grad-scores", "grad-scores"),
-    "ds_in_dk": Stage("dS in dK", "grad-scores", "grad-scores"),
-    "dq_sum": Stage("dQ as it is summed", "grad-accumulator", "grad-accumulator"),
-    "dk_sum": Stage("dK as it is summed", "grad-accumulator", "grad-accumulator"),
-    "dv_sum": Stage("dV as it is summed", "grad-accumulator", "grad-accumulator"),
-    "dq": Stage("dQ", "grad-scale", "other-data"),
-    "dk": Stage("dK", "grad-scale", "other-data"),
-    "dv": Stage("dV", "grad-scale", "other-data"),
-}
-FORWARD_STAGES = tuple(STAGES)[:14]
-BY_KEY = {"key", "value", "b_key", "b_value", "dk_sum", "dv_sum", "dk", "dv"}
+    "query": Stage("Q", "scale", "other-data", "operand"),
+    "key": Stage("K", "scale", "other-data", "operand"),
+    "value": Stage("V", "unnormalized", "other-data", "operand"),
+    "key_value": Stage("K and V", "scale", "other-data", "operand"),
+    "product": Stage("Q Kᵀ", "scale", "other-data", "scores"),
+    "scores": Stage("S", "scale", "other-data", "scores", -math.inf),
+    "row_max": Stage("the running maximum", "row-max", "row-max", "row-max"),
+    "statistics": Stage("m and l as a tile reads them", "rescale", "rescale", "rescale"),
+    "divided_statistics": Stage("m and l as a tile reads them, O being kept divided,",
+        "rescale", "rescale", "rescale"),
+    "weights": Stage("exp(S − m)", "exponential", "other-data", "weights"),
+    "weights_in_out": Stage("exp(S − m) in O", "weights-disagree", "other-data", "weights"),
+    "rescale": Stage("the factor that rescales O and l", "rescale", "rescale", "rescale", 1.0),
+    "rescale_out": Stage("the factor that rescales O", "rescale", "rescale", "rescale", 1.0),
+    "rescale_sum": Stage("the factor that rescales l", "rescale", "rescale", "rescale", 1.0),
+    "row_sum": Stage("l", "unnormalized", "unnormalized", "row-sum"),
+    "accumulator": Stage("O as it is summed", "accumulator", "accumulator", "accumulator"),
+    "divided_out": Stage("O as it is summed, divided at each step,",
+        "accumulator", "accumulator", "accumulator"),
+    "out": Stage("O", "unnormalized", "other-data", "out"),
+    "lse": Stage("lse", "lse-other", "lse-other", "lse", math.inf),
+    "b_lse": Stage("lse in the backward pass", "lse", "lse", "lse", math.inf),
+    "delta": Stage("δ", "no-delta", "no-delta", "delta"),
+    "b_query": Stage("Q of the backward pass", "backward-scores", "other-data", "backward-scores"),
+    "b_key": Stage("K of the backward pass", "backward-scores", "other-data", "backward-scores"),
+    "b_value": Stage("V in dP", "no-delta", "other-data", "operand"),
+    "grad_out": Stage("dO", "grad-scale", "other-data", "operand"),
+    "b_scores": Stage("S of the backward pass",
+        "backward-scores", "backward-scores", "backward-scores", -math.inf),
+    "b_weights": Stage("P of the backward pass",
+        "backward-weights", "backward-weights", "backward-weights"),
+    "dp": Stage("dP", "no-delta", "no-delta", "delta"),
+    "ds": Stage("dS", "grad-scores", "grad-scores", "grad-scores"),
+    "p_in_dv": Stage("P in dV", "probabilities", "probabilities", "probabilities"),
+    "ds_in_dq": Stage("dS in dQ", "grad-scores", "grad-scores", "grad-scores"),
+    "ds_in_dk": Stage("dS in dK", "grad-scores", "grad-scores", "grad-scores"),
+    "dq_sum": Stage("dQ as it is summed",
+        "grad-accumulator", "grad-accumulator", "grad-accumulator"),
+    "dk_sum": Stage("dK as it is summed",
+        "grad-accumulator", "grad-accumulator", "grad-accumulator"),
+    "dv_sum": Stage("dV as it is summed",
+        "grad-accumulator", "grad-accumulator", "grad-accumulator"),
+    "dq": Stage("dQ", "grad-scale", "other-data", "grad-stored"),
+    "dk": Stage("dK", "grad-scale", "other-data", "grad-stored"),
+    "dv": Stage("dV", "grad-scale", "other-data", "grad-stored"),
+}  # fmt: skip
+FORWARD_STAGES = tuple(STAGES)[: list(STAGES).index("b_lse")]
+JOINT = {"key": "key_value", "value": "key_value"}
+"""Stages that another stands for as well."""
+BY_KEY = {"key", "value", "key_value", "b_key", "b_value", "dk_sum", "dv_sum", "dk", "dv"}
 
 Wrong = Callable[[Tensor, float, "Memory"], Tensor]
 Memory = dict[str, Tensor]
@@ -92,6 +107,46 @@ def _within(limit: float) -> Wrong:
     return lambda x, *_: x.clamp(-limit, limit)
 
 
+def _codes(dims: tuple[int, ...], most: float, code: Callable[[Tensor], Tensor]) -> Wrong:
+    """Codes of what is divided by the largest, which is `most` then."""
+
+    def wrong(x: Tensor, *_: object) -> Tensor:
+        size = x.nan_to_num(0.0, 0.0, 0.0).abs().amax(dims, keepdim=True).clamp_min(1e-30) / most
+        return code(x / size) * size
+
+    return wrong
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def _e5m2(x: Tensor) -> Tensor:
+    return x.clamp(-57344, 57344).to(torch.float8_e5m2).float()
+
+
+def _truncated(x: Tensor) -> Tensor:
+    return (x.contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32)
+
+
+LOG2_E = math.log2(math.e)
+IN_BASE_2 = {"scores", "b_scores", "row_max", "lse", "b_lse"}
+"""Stages that kernels keep in base 2, where they are rounded."""
+FORMATS: dict[str, tuple[str, Wrong]] = {
+    "bf16": ("is rounded to bf16", lambda x, *_: x.bfloat16().float()),
+    "fp16": ("is rounded to fp16", lambda x, *_: x.half().float()),
+    "e4m3": ("is rounded to e4m3", lambda x, *_: _e4m3(x)),
+    "e5m2": ("is rounded to e5m2", lambda x, *_: _e5m2(x)),
+    "cut": ("is truncated to bf16", lambda x, *_: _truncated(x)),
+}
+"""Roundings that recipes have for whole steps, and slips for a part of one."""
+CODES: dict[str, tuple[str, Wrong]] = {
+    f"{name} {of}": (f"is kept in {name} codes of a scale for each {of}", _codes(dims, most, code))
+    for name, most, code in (("int8", 127, torch.round), ("e4m3", 448, _e4m3))
+    for of, dims in (("row", (-1,)), ("tile", (-1, -2)))
+}
+FLUSHED = {"flush row": 2.0**-8, "flush tile": 2.0**-6, "flush": 2.0**-10}
+"""What is 0 below a share of its row's or tile's largest, or below a number; and where to begin."""
 MISTAKES: dict[str, tuple[str, Wrong]] = {
     "gone": ("is left out", _gone),
     "head-1": ("is that of the head before", lambda x, *_: x.roll(1, 1)),
@@ -107,11 +162,17 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     **{f"last{c}": (f"lacks the last {c} rows of a tile", _cut(c)) for c in _LAST},
     "first1": ("lacks the first row of a tile", _cut(-1)),
     **{f"within{c:g}": (f"is held within ±{c:g}", _within(c)) for c in _WITHIN},
+    **FORMATS,
+    **CODES,
 }  # fmt: skip
-FACTORS = ("factor", "grows")  # mistakes that a number belongs to
+FACTORS = ("factor", "grows")  # mistakes that a factor belongs to
+TOGETHER = {"key_value", "statistics", "divided_statistics"}
+"""Stages of several quantities, which others' or a tile before's may be."""
+NOT_ROUNDED = {*TOGETHER, "rescale_out", "rescale_sum"}
+ROUNDINGS = {*FORMATS, *CODES, *FLUSHED}
 _RESULTS = {"out", "dq", "dk", "dv"}
 OTHERS = {name for name in MISTAKES if name.startswith(("head", "batch"))}
-_MOVED = OTHERS | {"row-1", "row+1", "stale"}
+MOVED = OTHERS | {"row-1", "row+1", "stale"}
 SQUARED = {"rescale", "rescale_out", "rescale_sum", "weights", "product"}
 
 
@@ -124,8 +185,15 @@ class Tile(NamedTuple):
     keys: int
 
 
+def _rows(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2])[:, None]
+
+
+def _columns(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[3])
+
+
 PARTS: dict[str, tuple[str, Callable[[Tile, Tensor], Tensor | bool]]] = {
-    "": ("", lambda *_: True),
     "last keys": (" in the last block of keys", lambda t, _: t.cols.stop >= t.keys),
     "first keys": (" in the first block of keys", lambda t, _: t.cols.start == 0),
     "later keys": (" in later blocks of keys", lambda t, _: t.cols.start > 0),
@@ -134,20 +202,34 @@ PARTS: dict[str, tuple[str, Callable[[Tile, Tensor], Tensor | bool]]] = {
     "later rows": (" in later blocks of queries", lambda t, _: t.rows.start > 0),
     "diagonal": (" in tiles on the diagonal", lambda t, _: t.rows.start == t.cols.start),
     "positive": (" where it is positive", lambda _, x: x > 0),
+    "odd rows": (" in odd rows", lambda _, x: _rows(x) % 2 == 1),
+    "even rows": (" in even rows", lambda _, x: _rows(x) % 2 == 0),
+    "fourth rows": (" in every fourth row", lambda _, x: _rows(x) % 4 == 3),
+    "last 8 rows": (" in the last 8 rows of a tile", lambda _, x: _rows(x) >= x.shape[2] - 8),
+    "other warps": (" in rows from 16 on of a tile", lambda _, x: _rows(x) >= 16),
+    "odd columns": (" in odd columns", lambda _, x: _columns(x) % 2 == 1),
+    "even columns": (" in even columns", lambda _, x: _columns(x) % 2 == 0),
+    "upper columns": (" in the upper half of the columns",
+                      lambda _, x: _columns(x) >= max(1, x.shape[3] // 2)),
+    "lower columns": (" in the lower half of the columns",
+                      lambda _, x: _columns(x) < x.shape[3] // 2),
     "large": (" where it is large", lambda _, x: x.abs() > 0.5 * x.abs().nan_to_num(
         0.0, 0.0, 0.0).amax((-1, -2), keepdim=True)),
 }  # fmt: skip
+_BLOCKS = tuple(PARTS)[:7]
 SIFTED = {"last1", "last8", "last16", *(f"within{c:g}" for c in _WITHIN[3:])}
 """Mistakes that are tried where one like them is near."""
 
 
 @dataclass(frozen=True, order=True)
 class Slip:
-    """A mistake at a stage, in some tiles; `factor` where the stage is multiplied by a number."""
+    """A mistake at a stage, in parts of it; `factor` is what it is multiplied by, or below which it
+    is 0.
+    """
 
     stage: str
     mistake: str
-    part: str = ""
+    parts: tuple[str, ...] = ()
     factor: float = 1.0
 
     @property
@@ -156,24 +238,29 @@ class Slip:
         if self.mistake in FACTORS:
             more = " and again in each further block of keys" * (self.mistake == "grows")
             did = f"is {self.factor:.4g} × what it should be{more}"
+        elif self.mistake in FLUSHED:
+            _, _, of = self.mistake.partition(" ")
+            did = f"is 0 where it is below {self.factor:.2g}" + f" of its {of}'s largest" * bool(of)
         else:
             did = MISTAKES[self.mistake][0]
-        return f"{STAGES[self.stage].text} {did}{PARTS[self.part][0]}"
+        return f"{STAGES[self.stage].text} {did}{''.join(PARTS[p][0] for p in self.parts)}"
 
     @property
     def cause(self) -> str:
         """A key of CAUSES."""
         if self.mistake == "gone" and self.stage in _RESULTS:
             return "unwritten"
-        stage = STAGES[self.stage]
-        if self.mistake.startswith(("last", "first")) or (
-            self.mistake == "gone" and self.part.endswith(("keys", "rows"))):  # fmt: skip
+        stage, blocks = STAGES[self.stage], {p for p in self.parts if p in _BLOCKS}
+        if self.mistake in ROUNDINGS:
+            return stage.rounding
+        if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):
             if self.stage in ("b_lse", "b_weights", "delta"):  # of whole rows, in all they enter
                 return stage.cause
             if self.stage not in FORWARD_STAGES:
                 return "grad-tail"
-            return "key-tail" if self.stage in BY_KEY or "keys" in self.part else "query-tail"
-        return stage.other if self.mistake in _MOVED else stage.cause
+            return "key-tail" if self.stage in BY_KEY or any(
+                "keys" in p for p in blocks) else "query-tail"
+        return stage.other if self.mistake in MOVED else stage.cause
 
     def made(self, x: Tensor, tile: Tile, memory: Memory) -> Tensor:
         """The stage's value with it."""
@@ -181,6 +268,23 @@ class Slip:
             times = tile.cols.start // (tile.cols.stop - tile.cols.start)
             wrong = x * self.factor ** (times if self.mistake == "grows" else 1)
         else:
-            wrong = MISTAKES[self.mistake][1](x, STAGES[self.stage].neutral, memory)
-        here = PARTS[self.part][1](tile, x)
-        return torch.where(here, wrong, x) if isinstance(here, Tensor) else wrong if here else x
+            unit = LOG2_E if self.mistake in ROUNDINGS and self.stage in IN_BASE_2 else 1.0
+            wrong = self._done(x * unit, memory) / unit
+        for part in self.parts:
+            here = PARTS[part][1](tile, x)
+            wrong = torch.where(here, wrong, x) if isinstance(here, Tensor) else (
+                wrong if here else x)  # fmt: skip
+        return wrong
+
+    def _done(self, x: Tensor, memory: Memory) -> Tensor:
+        if self.mistake in FLUSHED:
+            return torch.where(x.abs() < self.factor * _largest(x, self.mistake), 0.0, x)
+        return MISTAKES[self.mistake][1](x, STAGES[self.stage].neutral, memory)
+
+
+def _largest(x: Tensor, mistake: str) -> Tensor | float:
+    """What smallness is measured by."""
+    if mistake == "flush":
+        return 1.0
+    dims = (-1,) if mistake == "flush row" else (-1, -2)
+    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax(dims, keepdim=True)

@@ -5,7 +5,7 @@ held against what the kernel gave. What it does to the results is the difference
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,26 +13,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Twist
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist
+from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.slip_flow import USUAL, Flow, Tiles
 from halfulp.reconstruct.slip_kinds import (
+    CODES,
     FACTORS,
+    FLUSHED,
+    FORMATS,
     FORWARD_STAGES,
+    IN_BASE_2,
     MISTAKES,
+    MOVED,
     OTHERS,
+    NOT_ROUNDED,
     PARTS,
+    ROUNDINGS,
     SIFTED,
     SQUARED,
     STAGES,
+    TOGETHER,
     Slip,
 )
 
 LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
 FITTED = 5  # slips by a factor that are fitted
 FITS = 4  # steps towards the factor that explains most
-NEAR = 10  # slips that point where the error does, which are tried in parts of the tiles
+NEAR = 10  # slips that point where the error does, which are tried in parts of the tiles, and
+COARSE = 7  # of roundings, and
+TWICE = 3  # so many of these in two parts at once
 EXCHANGED = 0.2  # share that another head's data may leave of what some heads err
 MANY = 24  # heads, and
 LARGEST = 200_000  # pairs of queries and keys of a trial on which slips are looked for
@@ -85,9 +96,9 @@ def _slips(trial: Trial, stages: tuple[str, ...], others: bool) -> Iterator[Slip
         for mistake in MISTAKES:
             if (mistake.startswith("head") and h == 1) or (mistake.startswith("batch") and b == 1):
                 continue
-            if mistake in SIFTED or (mistake == "squared" and stage not in SQUARED):
+            if mistake in SIFTED or mistake in ROUNDINGS or (mistake == "squared" and stage not in SQUARED):
                 continue
-            if others and mistake not in OTHERS:
+            if (others and mistake not in OTHERS) or (stage in TOGETHER and mistake not in MOVED):
                 continue
             yield Slip(stage, mistake)
 
@@ -104,61 +115,33 @@ def likeliest(
     tensors: frozenset[str],
     tiles: Tiles,
     region: Region | None = None,
+    model: Model | None = None,
 ) -> list[Held]:
-    """The slips that explain most of these results' errors on a trial, the best first."""
+    """The slips that explain most of these results' errors on a trial, the best first; of errors
+    less a model's, where one is given.
+    """
     seen = {n: o for n in tensors if (o := emulator.observed.get((trial.name, n))) is not None}
     if region is not None:
         seen = {n: o.within(_mask(region, trial, o.value)) for n, o in seen.items()}
     seen = {n: o for n, o in seen.items() if 4 * o.floor < o.total < math.inf}
     if not seen:
         return []
-    weight = {n: 1 / max(float(o.exact.square().sum()), 1e-300) for n, o in seen.items()}
-    total = sum(o.total * weight[n] for n, o in seen.items())
-    weight = {n: w / total for n, w in weight.items()}
+    holds = _Errors(emulator, trial, tiles, seen, model)
     stages = FORWARD_STAGES if tensors & {"out", "lse"} else tuple(STAGES)[len(FORWARD_STAGES) :]
-
-    def held(slip: Slip) -> Held:
-        moved = _moved.__wrapped__(trial, tiles, slip)
-        along = size = 0.0
-        for name, o in seen.items():
-            if name not in moved:
-                continue
-            x = moved[name].double()
-            x = torch.where(o.usable, x.unsqueeze(-1) if x.ndim == 3 else x, 0.0)
-            error = torch.where(o.usable, o.value - o.exact, 0.0)
-            along += float((x * error).sum()) * weight[name]
-            size += float(x.square().sum()) * weight[name]
-        least = 1 - (along * along / size if size else 0.0)
-        return Held(1 - 2 * along + size, least, along / size if size else 0.0, slip)
-
-    def fitted(slip: Slip) -> Held:
-        """With the factor that fits best."""
-        best = held(replace(slip, factor=1.25))
-        for _ in range(FITS):
-            factor = 1 + (best.slip.factor - 1) * max(-4.0, min(4.0, best.times))
-            best = min(best, held(replace(slip, factor=factor)))
-        return best
-
-    def order(h: Held) -> tuple[float, bool, int]:
-        """Of those that explain alike the simplest, and the one nearest to the result."""
-        return round(h.left, 3), h.slip.mistake == "grows", -list(STAGES).index(h.slip.stage)
-
-    every = [held(slip) for slip in _slips(trial, stages, region is not None)]
-    if region is None:
-        for mistake in FACTORS:
-            first = [held(Slip(stage, mistake, factor=1.25)) for stage in stages]
-            every += [fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
-    best = sorted(every, key=order)[:6]
-    parted = [h for h in every if h.slip.mistake != "grows"]
-    near = sorted(parted, key=lambda h: h.least)[:NEAR]
-    if region is None and best[0].left > DONE:
-        for slip in dict.fromkeys(h.slip for h in near):
-            kind = slip.mistake.rstrip("0123456789.")
-            like = [replace(slip, mistake=m) for m in SIFTED if m.startswith(kind)]
-            parts = [replace(slip, part=part) for part in PARTS if part]
-            best += map(fitted if slip.mistake in FACTORS else held, (*like, *parts))
+    every = [holds(slip) for slip in _slips(trial, stages, region is not None)]
+    if region is not None:
+        return sorted(every, key=_order)[:6]
+    for mistake in FACTORS:
+        first = [holds(Slip(s, mistake, factor=1.25)) for s in stages if s not in TOGETHER]
+        every += [holds.fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
+    if min(h.left for h in every) > DONE:
+        every += holds.roundings(stages)
+    whole = (h for h in every if h.slip.mistake not in FORMATS or h.slip.stage in IN_BASE_2)
+    best = sorted(whole, key=_order)[:6]  # recipes round whole steps, in base e
+    if best[0].left > DONE:
+        best += holds.in_parts(every)
     clear = [h for h in best if h.slip.mistake not in FACTORS or abs(h.slip.factor - 1) > LEAN]
-    return sorted(clear, key=order)[:6]
+    return sorted(clear, key=_order)[:6]
 
 
 class Held(NamedTuple):
@@ -170,6 +153,97 @@ class Held(NamedTuple):
     least: float
     times: float
     slip: Slip
+
+
+def _order(h: Held) -> tuple[float, int, bool, int]:
+    """Of those that explain alike the simplest, and the one nearest to the result."""
+    simple = len(h.slip.parts), h.slip.mistake == "grows"
+    return round(h.left, 3), *simple, -list(STAGES).index(h.slip.stage)
+
+
+class _Errors:
+    """What slips are held against: some results' errors on one trial."""
+
+    def __init__(
+        self,
+        emulator: Emulator,
+        trial: Trial,
+        tiles: Tiles,
+        seen: Mapping[str, Observed],
+        model: Model | None,
+    ) -> None:
+        self.trial, self.tiles = trial, tiles
+        self.of = {}
+        for name, o in seen.items():
+            made = None if model is None else emulator.tensors(
+                trial, model.forward, model.way(name) if name in GRADIENTS else None).get(name)  # fmt: skip
+            usual = o.exact if made is None else made.double().view_as(o.exact)
+            error = torch.where(o.usable & usual.isfinite(), o.value - usual, 0.0)
+            weight = 1 / max(float(o.exact.square().sum()), 1e-300)
+            self.of[name] = o.usable, error, weight
+        total = sum(float(e.square().sum()) * w for _, e, w in self.of.values())
+        self.of = {n: (u, e, w / max(total, 1e-300)) for n, (u, e, w) in self.of.items()}
+
+    def __call__(self, slip: Slip) -> Held:
+        moved = _moved.__wrapped__(self.trial, self.tiles, slip)
+        along = size = 0.0
+        for name, (usable, error, weight) in self.of.items():
+            if name not in moved:
+                continue
+            x = moved[name].double()
+            x = torch.where(usable, x.unsqueeze(-1) if x.ndim == 3 else x, 0.0)
+            along += float((x * error).sum()) * weight
+            size += float(x.square().sum()) * weight
+        least = 1 - (along * along / size if size else 0.0)
+        return Held(1 - 2 * along + size, least, along / size if size else 0.0, slip)
+
+    def fitted(self, slip: Slip) -> Held:
+        """With the factor, or the threshold, that fits best."""
+        if slip.mistake in FLUSHED:
+            best = self(slip)
+            for step in (4.0, 4.0, 2.0, 1.4, 1.2, 1.1):
+                near = (self(replace(slip, factor=best.slip.factor * s)) for s in (step, 1 / step))
+                best = min(best, *near)
+            return best
+        if slip.mistake not in FACTORS:
+            return self(slip)
+        best = self(replace(slip, factor=1.25))
+        for _ in range(FITS):
+            factor = 1 + (best.slip.factor - 1) * max(-4.0, min(4.0, best.times))
+            best = min(best, self(replace(slip, factor=factor)))
+        return best
+
+    def roundings(self, stages: Sequence[str]) -> list[Held]:
+        """Numbers of a stage that are coarse, or 0 where they are small."""
+        some = [s for s in stages if s not in NOT_ROUNDED]
+        every = [self(Slip(stage, mistake)) for stage in some for mistake in (*FORMATS, *CODES)]
+        for mistake, start in FLUSHED.items():
+            first = [min(self(Slip(stage, mistake, factor=start * by)) for by in (1 / 16, 1.0))
+                     for stage in some]  # fmt: skip
+            every += map(self.fitted, (h.slip for h in sorted(first, key=_least)[:FITTED]))
+        return every
+
+    def in_parts(self, every: Sequence[Held]) -> list[Held]:
+        """Slips that point where the error does, in parts of the tiles and numbers."""
+        parted = [h for h in every if h.slip.mistake != "grows"]
+        coarse = [h for h in parted if h.slip.mistake in ROUNDINGS]
+        others = [h for h in parted if h.slip.mistake not in ROUNDINGS]
+        near = [*sorted(others, key=_least)[:NEAR], *sorted(coarse, key=_least)[:COARSE]]
+        found: list[Held] = []
+        for slip in dict.fromkeys(h.slip for h in near):
+            kind = slip.mistake.rstrip("0123456789.")
+            like = [replace(slip, mistake=m) for m in SIFTED if m.startswith(kind)]
+            parts = [replace(slip, parts=(part,)) for part in PARTS]
+            found += map(self.fitted if slip.mistake in FACTORS else self, (*like, *parts))
+        two = [self.fitted(h.slip) for h in sorted(found, key=_order)[:TWICE]]
+        if min(two).left > DONE:
+            found += [self(replace(h.slip, parts=(*h.slip.parts, part)))
+                      for h in two for part in PARTS if part not in h.slip.parts]  # fmt: skip
+        return found + two
+
+
+def _least(h: Held) -> float:
+    return h.least
 
 
 def of_others(emulator: Emulator, region: Region, tiles: Tiles) -> Twist | None:

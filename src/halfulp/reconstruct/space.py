@@ -80,7 +80,8 @@ def finer_formats(dtype: torch.dtype) -> tuple[Format, ...]:
         {torch.float16: FP16}.get(dtype, BF16).with_(rounding=mode)
         for mode in ("nearest_away", "up", "down")
     )
-    return (TF32, zero, *wide, *modes)
+    cut = tuple(custom(8, bits).with_(rounding="toward_zero") for bits in (3, 4, 5, 6))
+    return (TF32, zero, *wide, *modes, *cut)
 
 
 def setting(tensors: frozenset[str], **fields: Any) -> Change:

@@ -15,7 +15,7 @@ from halfulp.reconstruct import call_kinds, call_options, heads, slips, space, s
 from halfulp.reconstruct import twists as structure
 from halfulp.reconstruct.descent import Search
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
-from halfulp.reconstruct.evidence import Fits
+from halfulp.reconstruct.evidence import SOUND, Fits
 from halfulp.reconstruct.naming import differs, merged
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.places import UNEXPLAINED
@@ -127,6 +127,12 @@ class Stages:
                 return tiled
         return best
 
+    @cached_property
+    def own_tiles(self) -> slips.Tiles:
+        """With δ as the named recipe has it."""
+        recipe = self.start.gradients[0].recipe
+        return self.tiles._replace(from_weights=recipe.delta_from == "probabilities")
+
     def _forward(self, model: Model) -> Model:
         search, tensors = self.search, self.forward
         hints = (*self.hints, *self._factor(model, "out"))
@@ -145,11 +151,11 @@ class Stages:
         if gross:
             model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
             model = self._partly("forward", model, tensors, EVERY)
-            if self._unexplained(model, tensors):
-                scope = frozenset(FORWARD)
-                model = self._slipped("forward", model, tensors, scope, everywhere=False)
         else:
             model = search.descend("forward", model, arithmetic, tensors)
+        if self._unexplained(model, tensors):
+            scope = frozenset(FORWARD)
+            model = self._slipped("forward", model, tensors, scope, everywhere=False)
         model = self._refined("forward", model, tensors)
         model = self._factored("forward", model, "out", EVERY)
         if self._rounded(model, tensors):
@@ -175,16 +181,17 @@ class Stages:
         most of the others that are wrong.
         """
         fits = self.emulator.fits(model, tensors)
-        bad = {k: f.times for k, f in fits.items() if f.left > UNEXPLAINED and f.times > GROSS}
+        more = GROSS if everywhere else SOUND
+        bad = {k: f.times for k, f in fits.items() if f.left > UNEXPLAINED and f.times > more}
         least = 0.2 * max(bad.values(), default=0.0)
         # what is small may round to 0
         some = dict.fromkeys(t for (t, _), much in bad.items() if much > least and t != "small")
         order = sorted((t for t in some if slips.tells(self.emulator.trials[t])), key=simplicity)
         twists = list(self.given)
         for name in order[:SLIPPED]:
-            found = self._likeliest(name, tensors)
+            found = self._likeliest(name, tensors, model)
             twists += [
-                slips.as_twist(h.slip, self.tiles._replace(filled=filled))
+                slips.as_twist(h.slip, self.own_tiles._replace(filled=filled))
                 for h in found[:4] if h.left < HALF for filled in (True, False)
             ]  # fmt: skip
             if found and found[0].left < slips.DONE:
@@ -205,10 +212,12 @@ class Stages:
                 return model
         return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
 
-    def _likeliest(self, name: str, tensors: frozenset[str]) -> list[slips.Held]:
+    def _likeliest(self, name: str, tensors: frozenset[str], model: Model) -> list[slips.Held]:
         if (name, tensors) not in self._slips:
             trial = self.emulator.trials[name]
-            self._slips[name, tensors] = slips.likeliest(self.emulator, trial, tensors, self.tiles)
+            self._slips[name, tensors] = slips.likeliest(
+                self.emulator, trial, tensors, self.own_tiles, model=model
+            )
         return self._slips[name, tensors]
 
     def _partly(
@@ -314,8 +323,8 @@ class Stages:
         model = search.descend("backward", model, both if gross else arithmetic, tensors)
         if gross:
             model = self._partly("backward", model, tensors, BACKWARD)
-            if self._unexplained(model, tensors):
-                model = self._slipped("backward", model, tensors, BACKWARD, everywhere=False)
+        if self._unexplained(model, tensors):
+            model = self._slipped("backward", model, tensors, BACKWARD, everywhere=False)
         return self._refined("backward", model, tensors)
 
     def _alone(self, model: Model, name: str) -> Model:
