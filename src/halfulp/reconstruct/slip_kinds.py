@@ -132,6 +132,8 @@ def _truncated(x: Tensor) -> Tensor:
 LOG2_E = math.log2(math.e)
 IN_BASE_2 = {"scores", "b_scores", "row_max", "lse", "b_lse"}
 """Stages that kernels keep in base 2, where they are rounded."""
+ONLY_HERE = {*IN_BASE_2, "divided_out"}
+"""Stages whose rounding no recipe has so."""
 FORMATS: dict[str, tuple[str, Wrong]] = {
     "bf16": ("is rounded to bf16", lambda x, *_: x.bfloat16().float()),
     "fp16": ("is rounded to fp16", lambda x, *_: x.half().float()),
@@ -185,6 +187,10 @@ class Tile(NamedTuple):
     keys: int
 
 
+def _heads(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])[:, None, None]
+
+
 def _rows(x: Tensor) -> Tensor:
     return torch.arange(x.shape[2])[:, None]
 
@@ -202,6 +208,10 @@ PARTS: dict[str, tuple[str, Callable[[Tile, Tensor], Tensor | bool]]] = {
     "later rows": (" in later blocks of queries", lambda t, _: t.rows.start > 0),
     "diagonal": (" in tiles on the diagonal", lambda t, _: t.rows.start == t.cols.start),
     "positive": (" where it is positive", lambda _, x: x > 0),
+    "odd heads": (" in heads of odd number", lambda _, x: _heads(x) % 2 == 1),
+    "last head": (" in the last head", lambda _, x: _heads(x) == x.shape[1] - 1),
+    "later sequences": (" in sequences after the first",
+                        lambda _, x: torch.arange(x.shape[0]).view(-1, 1, 1, 1) > 0),
     "odd rows": (" in odd rows", lambda _, x: _rows(x) % 2 == 1),
     "even rows": (" in even rows", lambda _, x: _rows(x) % 2 == 0),
     "fourth rows": (" in every fourth row", lambda _, x: _rows(x) % 4 == 3),

@@ -24,11 +24,11 @@ from halfulp.reconstruct.slip_kinds import (
     FLUSHED,
     FORMATS,
     FORWARD_STAGES,
-    IN_BASE_2,
     MISTAKES,
     MOVED,
     OTHERS,
     NOT_ROUNDED,
+    ONLY_HERE,
     PARTS,
     ROUNDINGS,
     SIFTED,
@@ -47,6 +47,8 @@ TWICE = 3  # so many of these in two parts at once
 EXCHANGED = 0.2  # share that another head's data may leave of what some heads err
 MANY = 24  # heads, and
 LARGEST = 200_000  # pairs of queries and keys of a trial on which slips are looked for
+OTHER_TILES = ((32, 64), (128, 64), (64, 32), (32, 32), (64, 128), (128, 128))
+HALF = 0.5  # share left from which other tiles are tried
 DONE = 0.05  # share left: no part is looked for
 
 
@@ -136,10 +138,14 @@ def likeliest(
         every += [holds.fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
     if min(h.left for h in every) > DONE:
         every += holds.roundings(stages)
-    whole = (h for h in every if h.slip.mistake not in FORMATS or h.slip.stage in IN_BASE_2)
-    best = sorted(whole, key=_order)[:6]  # recipes round whole steps, in base e
+    whole = (h for h in every if h.slip.mistake not in FORMATS or h.slip.stage in ONLY_HERE)
+    best = sorted(whole, key=_order)[:6]  # recipes round most whole steps
     if best[0].left > DONE:
         best += holds.in_parts(every)
+    if min(best).left > HALF:  # what is left of the tile before tells the tiles
+        others = (tiles._replace(rows=rows, cols=cols) for rows, cols in OTHER_TILES)
+        best += [_Errors(emulator, trial, other, seen, model)(Slip(stage, "stale"))
+                 for other in others if other != tiles for stage in stages]  # fmt: skip
     clear = [h for h in best if h.slip.mistake not in FACTORS or abs(h.slip.factor - 1) > LEAN]
     return sorted(clear, key=_order)[:6]
 
@@ -153,6 +159,7 @@ class Held(NamedTuple):
     least: float
     times: float
     slip: Slip
+    tiles: Tiles
 
 
 def _order(h: Held) -> tuple[float, int, bool, int]:
@@ -195,7 +202,8 @@ class _Errors:
             along += float((x * error).sum()) * weight
             size += float(x.square().sum()) * weight
         least = 1 - (along * along / size if size else 0.0)
-        return Held(1 - 2 * along + size, least, along / size if size else 0.0, slip)
+        return Held(1 - 2 * along + size, least, along / size if size else 0.0, slip,
+                    self.tiles)  # fmt: skip
 
     def fitted(self, slip: Slip) -> Held:
         """With the factor, or the threshold, that fits best."""
@@ -217,11 +225,10 @@ class _Errors:
         """Numbers of a stage that are coarse, or 0 where they are small."""
         some = [s for s in stages if s not in NOT_ROUNDED]
         every = [self(Slip(stage, mistake)) for stage in some for mistake in (*FORMATS, *CODES)]
-        for mistake, start in FLUSHED.items():
-            first = [min(self(Slip(stage, mistake, factor=start * by)) for by in (1 / 16, 1.0))
-                     for stage in some]  # fmt: skip
-            every += map(self.fitted, (h.slip for h in sorted(first, key=_least)[:FITTED]))
-        return every
+        small = [self(Slip(stage, mistake, factor=start * by)) for stage in some
+                 for mistake, start in FLUSHED.items() for by in (1 / 16, 1.0)]  # fmt: skip
+        near = sorted(small, key=_least)[:FITTED]
+        return [*every, *small, *(self.fitted(h.slip) for h in near)]
 
     def in_parts(self, every: Sequence[Held]) -> list[Held]:
         """Slips that point where the error does, in parts of the tiles and numbers."""
@@ -232,14 +239,21 @@ class _Errors:
         found: list[Held] = []
         for slip in dict.fromkeys(h.slip for h in near):
             kind = slip.mistake.rstrip("0123456789.")
-            like = [replace(slip, mistake=m) for m in SIFTED if m.startswith(kind)]
-            parts = [replace(slip, parts=(part,)) for part in PARTS]
-            found += map(self.fitted if slip.mistake in FACTORS else self, (*like, *parts))
-        two = [self.fitted(h.slip) for h in sorted(found, key=_order)[:TWICE]]
+            found += [self(replace(slip, mistake=m)) for m in SIFTED if m.startswith(kind)]
+            found += [self(replace(slip, parts=(part,))) for part in PARTS]
+        two = self._nearest(found)
         if min(two).left > DONE:
-            found += [self(replace(h.slip, parts=(*h.slip.parts, part)))
-                      for h in two for part in PARTS if part not in h.slip.parts]  # fmt: skip
+            two += self._nearest([self(replace(h.slip, parts=(*h.slip.parts, part)))
+                                  for h in two for part in PARTS
+                                  if part not in h.slip.parts])  # fmt: skip
         return found + two
+
+    def _nearest(self, found: Sequence[Held]) -> list[Held]:
+        """The few that explain most, those with a number by what it may be."""
+        open_ = {*FACTORS, *FLUSHED}
+        free = sorted((h for h in found if h.slip.mistake in open_), key=_least)[:TWICE]
+        whole = sorted((h for h in found if h.slip.mistake not in open_), key=_order)[:TWICE]
+        return sorted((*map(self.fitted, (h.slip for h in free)), *whole), key=_order)[:TWICE]
 
 
 def _least(h: Held) -> float:
@@ -253,7 +267,7 @@ def of_others(emulator: Emulator, region: Region, tiles: Tiles) -> Twist | None:
         for tensors in (frozenset(FORWARD), frozenset(GRADIENTS)):
             found = likeliest(emulator, emulator.trials[name], tensors, tiles, region)
             if found and found[0].left < EXCHANGED:
-                return as_twist(found[0].slip, tiles, region)
+                return as_twist(found[0].slip, found[0].tiles, region)
     return None
 
 

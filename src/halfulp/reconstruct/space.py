@@ -43,6 +43,8 @@ _BACKWARD = (
 _LSE = ("lse", "log_row_sum", "row_sum", "row_max")
 _WIDTHS: tuple[int | None, ...] = (None, 16, 32, 48, 64, 80, 96, 256, 512)
 
+_OPERANDS = ("query", "key", "value", "grad_out")
+_CUT = tuple(custom(8, bits).with_(rounding="toward_zero") for bits in (3, 4, 5, 6))
 _STORED = ("out", "grad_query", "grad_key", "grad_value")  # in the kernel's dtype, as seen
 DIVIDES = ("block_key", "block_query", "exp_degree", "division", "reciprocal", "algorithm",
            "weights_operand", "row_sum_from", "lse_from", "base", "shift", "weights", "row_sum",
@@ -80,8 +82,7 @@ def finer_formats(dtype: torch.dtype) -> tuple[Format, ...]:
         {torch.float16: FP16}.get(dtype, BF16).with_(rounding=mode)
         for mode in ("nearest_away", "up", "down")
     )
-    cut = tuple(custom(8, bits).with_(rounding="toward_zero") for bits in (3, 4, 5, 6))
-    return (TF32, zero, *wide, *modes, *cut)
+    return (TF32, zero, *wide, *modes, *_CUT)
 
 
 def setting(tensors: frozenset[str], **fields: Any) -> Change:
@@ -99,7 +100,8 @@ def setting(tensors: frozenset[str], **fields: Any) -> Change:
 def _steps(names: tuple[str, ...], tensors: frozenset[str], dtype: torch.dtype) -> Iterator[
     tuple[str, Change]]:  # fmt: skip
     for name in names:
-        for fmt in _formats(dtype):
+        cut = _CUT if name in _OPERANDS else ()
+        for fmt in (*_formats(dtype), *cut):
             if fmt != FP64 or name not in _STORED:
                 yield field_text(name, fmt), setting(tensors, **{name: fmt})
 

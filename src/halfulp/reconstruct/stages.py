@@ -183,15 +183,16 @@ class Stages:
         fits = self.emulator.fits(model, tensors)
         more = GROSS if everywhere else SOUND
         bad = {k: f.times for k, f in fits.items() if f.left > UNEXPLAINED and f.times > more}
-        least = 0.2 * max(bad.values(), default=0.0)
         # what is small may round to 0
-        some = dict.fromkeys(t for (t, _), much in bad.items() if much > least and t != "small")
+        told = {k: much for k, much in bad.items() if k[0] != "small"} or bad
+        least = 0.2 * max(told.values(), default=0.0)
+        some = dict.fromkeys(t for (t, _), much in told.items() if much > least)
         order = sorted((t for t in some if slips.tells(self.emulator.trials[t])), key=simplicity)
         twists = list(self.given)
         for name in order[:SLIPPED]:
             found = self._likeliest(name, tensors, model)
             twists += [
-                slips.as_twist(h.slip, self.own_tiles._replace(filled=filled))
+                slips.as_twist(h.slip, h.tiles._replace(filled=filled))
                 for h in found[:4] if h.left < HALF for filled in (True, False)
             ]  # fmt: skip
             if found and found[0].left < slips.DONE:
@@ -207,8 +208,7 @@ class Stages:
         best = [c for c, loss in zip(changes, losses, strict=True) if loss <= near][:1]
         if everywhere and best:
             new = self.emulator.fits(best[0][1], tensors)
-            told = sum(new[k].left < EXACTLY for k in bad)
-            if told < MOST * len(bad):
+            if sum(new[k].left < EXACTLY for k in bad) < MOST * len(bad):
                 return model
         return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
 
