@@ -2,6 +2,8 @@
 found again; heads that alone are wrong are asked for themselves.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,9 +12,9 @@ from halfulp.calls import Result
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.panel import panel
-from halfulp.reconstruct.regions import calls_of, region_of, restricted
+from halfulp.reconstruct.regions import calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.slip_flow import Flow, Tiles
-from halfulp.reconstruct.slip_kinds import Slip
+from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, ROUNDINGS, Slip
 from halfulp.reconstruct.slips import USUAL, as_twist, likeliest
 
 TRIALS = {t.name: t for r in (False, True) for t in panel(torch.bfloat16, rarer=r)}
@@ -55,15 +57,17 @@ def kernel(slip, where=lambda trial, x: x.new_ones(())):
         Slip("scores", "factor", ("last keys",), 1.25),
         Slip("b_weights", "row-1"),
         Slip("b_query", "row+1"),
+        Slip("product", "int8 tile", ("upper columns",)),
+        Slip("divided_statistics", "stale", ("later keys", "other warps")),
     ],
 )
 def test_a_slip_is_found_again(slip):
     run, trial = kernel(slip), TRIALS["plain"]
     emulator = Emulator({trial: run(trial)}, run)
-    forward = slip.stage in ("key", "scores")
+    forward = slip.stage in FORWARD_STAGES
     tensors = frozenset({"out"}) if forward else frozenset(GRADIENTS)
     found = likeliest(emulator, trial, tensors, USUAL)
-    assert found[0].left < 0.02
+    assert found[0].left < (0.2 if slip.mistake in ROUNDINGS else 0.02)
     assert found[0].slip.cause == slip.cause
 
 
@@ -86,6 +90,23 @@ def test_heads_that_alone_are_wrong_are_asked_for_themselves():
     assert abs(float((out.value / out.exact).median()) - 1.5) < 0.01
     # of a call that is not among the trials no head is known to be wrong
     assert own.run(TRIALS["wide"]) is None
+
+
+def test_rows_that_alone_are_wrong_are_looked_at_alone():
+    right, wrong = kernel(Slip("query", "factor")), kernel(Slip("b_query", "e4m3"))
+
+    def run(trial):  # odd rows of dQ are wrong; what sums over rows is as it should be
+        grad = right(trial).grad_query.clone()
+        grad[:, :, 1::2] = wrong(trial).grad_query[:, :, 1::2]
+        return replace(right(trial), grad_query=grad)
+
+    asked = [TRIALS[n] for n in ("plain", "causal", "ragged", "masked", "wide", "scaled")]
+    assert rows_of(Emulator({t: right(t) for t in asked}, right), STOCK) is None
+    found, region = rows_of(Emulator({t: run(t) for t in asked}, run), STOCK)
+    assert region.text == "in odd queries alone"
+    usable = found.observed["plain", "grad_query"].usable
+    assert bool(usable[:, :, 1::2].all())
+    assert not bool(usable[:, :, ::2].any())
 
 
 def test_calls_that_alone_are_wrong_are_told_by_what_they_have_in_common():

@@ -153,7 +153,9 @@ def rows_of(emulator: Emulator, model: Model) -> tuple[Emulator, Region] | None:
                     at = rule(torch.arange(n), n) if key[1] in own else torch.ones(n)
                     if key[1] not in sums and key[1] != "lse" and bool(at.any()):
                         seen[key] = at[:, None]
-                return emulator.within(seen), Region(f"in {told.format(whose)} alone", {}, rows=True)
+                return emulator.within(seen), Region(
+                    f"in {told.format(whose)} alone", {}, rows=True
+                )
     return None
 
 
@@ -169,9 +171,7 @@ def _as_told(marks: tuple[Tensor, Tensor], rule: Callable[[Tensor, int], Tensor]
     return outside and float(right[~at].mean()) > MOST_ROWS
 
 
-def _rows(
-    emulator: Emulator, model: Model, key: tuple[str, str]
-) -> tuple[Tensor, Tensor] | None:
+def _rows(emulator: Emulator, model: Model, key: tuple[str, str]) -> tuple[Tensor, Tensor] | None:
     """Which rows of a result are wrong, and which are right, over all heads."""
     observed, (name, tensor) = emulator.observed[key], key
     backward = model.way(tensor) if tensor in GRADIENTS else None

@@ -43,7 +43,10 @@ class Flow:
     def __init__(self, trial: Trial, tiles: Tiles) -> None:
         call = trial.call
         self.slip: Slip | None = None
-        self.memory, self.kept = dict[str, Memory](), dict[str, Tensor]()  # what no slip reaches is computed once
+        self.memory, self.kept = (
+            dict[str, Memory](),
+            dict[str, Tensor](),
+        )  # what no slip reaches is computed once
         self.call, self.groups, self.from_weights = call, call.groups, tiles.from_weights
         self.n, self.nk = call.query.shape[2], call.key.shape[2]
         self.rows, self.cols = (
@@ -113,7 +116,7 @@ class Flow:
         """O, m and l as a tile takes them up; where O is kept divided it is multiplied by l."""
         for stage in ("statistics", "divided_statistics"):
             if self.slip is not None and self.slip.stage == stage:
-                read, sum_ = self.at(stage, torch.cat([m, l], -1), rows, cols).split(1, -1)
+                read, sum_ = self.at(stage, torch.cat([m, l], -1), rows, cols).chunk(2, -1)
                 if stage.startswith("divided"):
                     acc = acc * sum_ / torch.where(l == 0, 1.0, l)
                 return acc, read, sum_

@@ -268,8 +268,11 @@ class Slip:
                 return stage.cause
             if self.stage not in FORWARD_STAGES:
                 return "grad-tail"
-            return "key-tail" if self.stage in BY_KEY or any(
-                "keys" in p for p in blocks) else "query-tail"
+            return (
+                "key-tail"
+                if self.stage in BY_KEY or any("keys" in p for p in blocks)
+                else "query-tail"
+            )
         return stage.other if self.mistake in MOVED else stage.cause
 
     def made(self, x: Tensor, tile: Tile, memory: Memory) -> Tensor:

@@ -26,9 +26,9 @@ from halfulp.reconstruct.slip_kinds import (
     FORWARD_STAGES,
     MISTAKES,
     MOVED,
-    OTHERS,
     NOT_ROUNDED,
     ONLY_HERE,
+    OTHERS,
     PARTS,
     ROUNDINGS,
     SIFTED,
@@ -48,6 +48,7 @@ EXCHANGED = 0.2  # share that another head's data may leave of what some heads e
 MANY = 24  # heads, and
 LARGEST = 200_000  # pairs of queries and keys of a trial on which slips are looked for
 OTHER_TILES = ((32, 64), (128, 64), (64, 32), (32, 32), (64, 128), (128, 128))
+NOWHERE = 0.985  # share left by the best multiple of what is no part of an error
 HALF = 0.5  # share left from which other tiles are tried
 DONE = 0.05  # share left: no part is looked for
 
@@ -98,7 +99,11 @@ def _slips(trial: Trial, stages: tuple[str, ...], others: bool) -> Iterator[Slip
         for mistake in MISTAKES:
             if (mistake.startswith("head") and h == 1) or (mistake.startswith("batch") and b == 1):
                 continue
-            if mistake in SIFTED or mistake in ROUNDINGS or (mistake == "squared" and stage not in SQUARED):
+            if (
+                mistake in SIFTED
+                or mistake in ROUNDINGS
+                or (mistake == "squared" and stage not in SQUARED)
+            ):
                 continue
             if (others and mistake not in OTHERS) or (stage in TOGETHER and mistake not in MOVED):
                 continue
@@ -116,11 +121,13 @@ def likeliest(
     trial: Trial,
     tensors: frozenset[str],
     tiles: Tiles,
-    region: Region | None = None,
     model: Model | None = None,
+    region: Region | None = None,
+    *,
+    coarse: bool = True,
 ) -> list[Held]:
     """The slips that explain most of these results' errors on a trial, the best first; of errors
-    less a model's, where one is given.
+    less a model's, where one is given; with `coarse`, what is rounded as well.
     """
     seen = {n: o for n in tensors if (o := emulator.observed.get((trial.name, n))) is not None}
     if region is not None:
@@ -136,13 +143,13 @@ def likeliest(
     for mistake in FACTORS:
         first = [holds(Slip(s, mistake, factor=1.25)) for s in stages if s not in TOGETHER]
         every += [holds.fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
-    if min(h.left for h in every) > DONE:
+    if coarse and min(h.left for h in every) > DONE:
         every += holds.roundings(stages)
     whole = (h for h in every if h.slip.mistake not in FORMATS or h.slip.stage in ONLY_HERE)
     best = sorted(whole, key=_order)[:6]  # recipes round most whole steps
     if best[0].left > DONE:
         best += holds.in_parts(every)
-    if min(best).left > HALF:  # what is left of the tile before tells the tiles
+    if coarse and min(best).left > HALF:  # what is left of the tile before tells the tiles
         others = (tiles._replace(rows=rows, cols=cols) for rows, cols in OTHER_TILES)
         best += [_Errors(emulator, trial, other, seen, model)(Slip(stage, "stale"))
                  for other in others if other != tiles for stage in stages]  # fmt: skip
@@ -182,8 +189,10 @@ class _Errors:
         self.trial, self.tiles = trial, tiles
         self.of = {}
         for name, o in seen.items():
-            made = None if model is None else emulator.tensors(
-                trial, model.forward, model.way(name) if name in GRADIENTS else None).get(name)  # fmt: skip
+            made = None
+            if model is not None:
+                backward = model.way(name) if name in GRADIENTS else None
+                made = emulator.tensors(trial, model.forward, backward).get(name)
             usual = o.exact if made is None else made.double().view_as(o.exact)
             error = torch.where(o.usable & usual.isfinite(), o.value - usual, 0.0)
             weight = 1 / max(float(o.exact.square().sum()), 1e-300)
@@ -237,12 +246,13 @@ class _Errors:
         others = [h for h in parted if h.slip.mistake not in ROUNDINGS]
         near = [*sorted(others, key=_least)[:NEAR], *sorted(coarse, key=_least)[:COARSE]]
         found: list[Held] = []
-        for slip in dict.fromkeys(h.slip for h in near):
-            kind = slip.mistake.rstrip("0123456789.")
-            found += [self(replace(slip, mistake=m)) for m in SIFTED if m.startswith(kind)]
-            found += [self(replace(slip, parts=(part,))) for part in PARTS]
+        for whole in (h for h in near if h.least < NOWHERE):
+            kind = whole.slip.mistake.rstrip("0123456789.")
+            found += [self(replace(whole.slip, mistake=m)) for m in SIFTED if m.startswith(kind)]
+            parts = (self(replace(whole.slip, parts=(part,))) for part in PARTS)
+            found += [h for h in parts if h.left != whole.left]  # a part that is all is none
         two = self._nearest(found)
-        if min(two).left > DONE:
+        if two and min(two).left > DONE:
             two += self._nearest([self(replace(h.slip, parts=(*h.slip.parts, part)))
                                   for h in two for part in PARTS
                                   if part not in h.slip.parts])  # fmt: skip
@@ -265,7 +275,7 @@ def of_others(emulator: Emulator, region: Region, tiles: Tiles) -> Twist | None:
     some = [n for n in region.heads if tells(emulator.trials[n])]
     for name in sorted(some, key=simplicity)[:2]:
         for tensors in (frozenset(FORWARD), frozenset(GRADIENTS)):
-            found = likeliest(emulator, emulator.trials[name], tensors, tiles, region)
+            found = likeliest(emulator, emulator.trials[name], tensors, tiles, region=region)
             if found and found[0].left < EXCHANGED:
                 return as_twist(found[0].slip, found[0].tiles, region)
     return None

@@ -52,7 +52,7 @@ class Stages:
         self.stock = Model.of(space.STOCK[dtype])
         self.effort = effort
         self.share = FORWARD_SHARE
-        self._slips: dict[tuple[str, frozenset[str]], list[slips.Held]] = {}
+        self._slips: dict[tuple[str, frozenset[str], bool], list[slips.Held]] = {}
         self.search: Search[Model] = Search(
             self._fits, frozenset({"long"}), spent=lambda: self.late
         )
@@ -67,9 +67,7 @@ class Stages:
 
     @property
     def late(self) -> bool:
-        """Whether the effort is spent, or the forward pass's share of it: what would cost most is
-        then left out.
-        """
+        """Whether the effort, or the forward pass's share of it, is spent."""
         return self.emulator.emulations > self.effort * self.share
 
     def run(self) -> Model:
@@ -154,8 +152,7 @@ class Stages:
         else:
             model = search.descend("forward", model, arithmetic, tensors)
         if self._unexplained(model, tensors):
-            scope = frozenset(FORWARD)
-            model = self._slipped("forward", model, tensors, scope, everywhere=False)
+            model = self._slipped("forward", model, tensors, tensors, everywhere=False)
         model = self._refined("forward", model, tensors)
         model = self._factored("forward", model, "out", EVERY)
         if self._rounded(model, tensors):
@@ -190,18 +187,23 @@ class Stages:
         order = sorted((t for t in some if slips.tells(self.emulator.trials[t])), key=simplicity)
         twists = list(self.given)
         for name in order[:SLIPPED]:
-            found = self._likeliest(name, tensors, model)
+            key = name, tensors, everywhere
+            if key not in self._slips:
+                self._slips[key] = slips.likeliest(
+                    self.emulator, self.emulator.trials[name], tensors, self.own_tiles, model,
+                    coarse=not everywhere)  # fmt: skip
+            found = self._slips[key]
             twists += [
                 slips.as_twist(h.slip, h.tiles._replace(filled=filled))
                 for h in found[:4] if h.left < HALF for filled in (True, False)
             ]  # fmt: skip
             if found and found[0].left < slips.DONE:
                 break
-        changes = [(t.text, changed) for t in dict.fromkeys(twists)
+        twists = list(dict.fromkeys(twists))
+        changes = [(t.text, changed) for t in twists
                    if (changed := space.twisted(t, scope)(model)) is not None]  # fmt: skip
         if not everywhere:
-            changes += [c for t in dict.fromkeys(twists)
-                        for c in self._on_some(model, t, tensors, scope)]  # fmt: skip
+            changes += [c for t in twists for c in self._on_some(model, t, tensors, scope)]
         # what explains a simple trial alike is told apart by all the others
         losses = [self.search.loss(changed, tensors) for _, changed in changes]
         near = min(losses, default=0.0) + ALIKE * len(fits)
@@ -211,14 +213,6 @@ class Stages:
             if sum(new[k].left < EXACTLY for k in bad) < MOST * len(bad):
                 return model
         return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
-
-    def _likeliest(self, name: str, tensors: frozenset[str], model: Model) -> list[slips.Held]:
-        if (name, tensors) not in self._slips:
-            trial = self.emulator.trials[name]
-            self._slips[name, tensors] = slips.likeliest(
-                self.emulator, trial, tensors, self.own_tiles, model=model
-            )
-        return self._slips[name, tensors]
 
     def _partly(
         self, stage: str, model: Model, tensors: frozenset[str], scope: frozenset[str]
