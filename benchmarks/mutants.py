@@ -109,6 +109,8 @@ def _inside(folder: Path, said: Path, what: Callable[[list[str]], int], rest: li
     sys.dont_write_bytecode = True
     os.environ["PYTHONPATH"] = str(folder / "src")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    # this process ends without its own tidying up: what it leaves goes with the copy
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     with said.open("w", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
