@@ -103,7 +103,8 @@ def _filled(
     taken = sum(1 << i for i in chosen.values())
     for name in rest:
         ranked = []
-        for i, row[name] in zip(levels.numbers[name], levels.factors[name], strict=True):
+        for i, level in zip(levels.numbers[name], levels.factors[name], strict=True):
+            row[name] = level
             if levels.allowed(row):
                 gain = (levels.partners[i] & taken).bit_count()
                 # chance between equals, or the first levels would fill every row's rest
