@@ -4,6 +4,7 @@ before the work.
 
 import importlib.metadata
 import inspect
+import itertools
 import json
 import platform
 import re
@@ -261,6 +262,11 @@ def test_every_option_says_what_it_is(capsys, command):
     text = re.sub(r"[│╭╮╰╯─|+]|-{3,}|\s+", " ", out.split("--help", 1)[1])
     entries = re.split(r" (?=--[a-z])", re.sub(" +", " ", text))[1:]
     assert any(entry.startswith("--json") for entry in entries) == (command != "serve")
+    lines = [line.removeprefix("│ ").rstrip(" │") for line in out.splitlines() if line[:1] == "│"]
+    for line, after in itertools.pairwise(lines):
+        if after.startswith("  ") and not line.startswith(("-", " " * 30)) and "•" not in line:
+            first = after.split()[0]
+            assert len(line) + len(first) + 1 > 76, f"{line!r} breaks off before {first!r}"
     for entry in entries:
         name, *words = re.sub(r" (\{[^}]*\}|\[.*?\]\]|[A-Z]{3,4}) ", " ", entry, count=1).split()
         assert len(words) >= 4, f"{command} {name} is not explained"

@@ -5,12 +5,16 @@ named, and what rounding did not cause is not blamed on it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from halfulp import cli
+from halfulp.isolate import user_conclusion
+from halfulp.isolate.conclusion import conclude
 from halfulp.isolate.isolation import isolate
+from halfulp.isolate.result import Seeds
 from halfulp.isolate.rule import Rule, judge_rows, read_curves, rule_for
 from halfulp.isolate.sites import layout_of, only_sites, without_sites
 from halfulp.training.attention import AttentionPlan
@@ -131,7 +135,7 @@ def run_of(file, name, **fields):
         ("norm", (0, 1), "norm in blocks.0.norm", "Norm in blocks.0.norm (Norm); 2 of 2 seeds"),
     ],
 )
-def test_a_planted_operation_is_named(tmp_path, file, name, seeds, site, says):
+def test_a_planted_operation_is_named(monkeypatch, tmp_path, file, name, seeds, site, says):
     found = isolate(run_of(file, name), out=tmp_path / "out", seeds=seeds, workers=1)
     assert found.sites == (site,)
     assert found.verdict.startswith(says)
@@ -141,6 +145,14 @@ def test_a_planted_operation_is_named(tmp_path, file, name, seeds, site, says):
     assert found.steps < 200
     plain = json.loads((tmp_path / "out" / "isolation.json").read_text())
     assert plain["sites"] == list(found.sites)
+    # what no seed bears out is no finding
+    never = lambda *given: replace(conclude(*given), confidence=Seeds(0, 1))  # noqa: E731
+    monkeypatch.setattr(user_conclusion, "conclude", never)
+    lost = isolate(run_of(file, name), out=tmp_path / "out", seeds=seeds, workers=1)
+    assert (lost.exit_code, lost.fix) == (1, "")
+    assert re.match(
+        r"Not found: the search ended at .*, which holds on 0 of 1 seed\.", lost.verdict
+    )
     # what was said to save the run does
     option = found.fix.partition("operations=")[2].rstrip("'")
     saved = replace(run_of(file, name), operations=OperationPlan.of(*option.split("; ")))

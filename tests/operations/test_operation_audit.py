@@ -153,6 +153,7 @@ def test_a_process_of_its_own_gives_the_same_figures(tmp_path, monkeypatch):
     ended = audit("kernel.py:ends", op="rms_norm", isolate=True)
     assert ended.verdict == "error"
     assert "SystemExit" in ended.reason
+    assert "it was given input [24, 256], weight [256]" in ended.reason
 
 
 def test_the_worst_element_is_named():

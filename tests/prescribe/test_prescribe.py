@@ -19,6 +19,7 @@ from halfulp.isolate.climb import Substitution
 from halfulp.prescribe import candidates
 from halfulp.prescribe.candidates import Remedy
 from halfulp.prescribe.prescribing import prescribe
+from halfulp.prescribe.prescription import Prescription
 from halfulp.prescribe.trials import Control, Seen, Trial, ranked
 from halfulp.training.journal import read_rows
 from halfulp.training.loop import train
@@ -273,6 +274,16 @@ def test_what_chaos_makes_of_a_rounding_is_no_cure():
     assert runs_with(2, losses=(1.0, 0.8)).effect == "helps on some seeds"
     assert runs_with(3, losses=(1.0, 0.8), noise=0.3).effect == "no effect"
     assert runs_with(3, losses=(1.0, 1e-4), noise=0.3).effect == "cures"
+    lucky = runs_with(3, losses=(1.0, 0.8), noise=0.3, name="fp32")
+    told = Prescription(
+        "run", {}, "", (0, 1, 2), 0, 10, False, "done", (), lucky.control, (lucky,), (), (), (),
+        1.0, 30, "",
+    )  # fmt: skip
+    assert told.verdict.startswith(
+        "Nothing tried here helps (1 remedy). Whether it is rounding is not known: fp32 gets"
+        " through 2 of 3 seeds, with no lower loss"
+    )
+    assert "no effect, 2 of 3 by chance" in told.tables()[0].rows[0]
     assert runs_with(3, losses=(1.0, 0.97)).effect == "no effect"
     assert runs_with(3, losses=(math.nan, 0.97)).effect == "cures"
     assert runs_with(3, losses=(math.nan, math.nan)).effect == "no effect"

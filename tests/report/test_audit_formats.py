@@ -67,6 +67,8 @@ def test_the_schema_knows_every_property_and_refuses_what_is_missing(reports):
 
 
 def test_markdown_says_the_verdict_first_and_at_most_ten_rows(reports, comparison):
+    of_norms = [reports[0] | {"operation": "rms_norm", "verdict": "stock"}]
+    assert "as good as the stock recipe, above the floor: " in audit_markdown(of_norms)
     text = audit_markdown([reports[0]])
     lines = text.splitlines()
     assert lines[0].startswith("### ✗ DEFECT: `")

@@ -313,6 +313,7 @@ class Group:
         return attention(query, key, value, is_causal=is_causal, scale=scale)
 
 def two(query, key): ...
+def norm(x, weight, eps=1e-6): ...
 answer = 42
 """
 
@@ -357,6 +358,7 @@ def test_a_users_function_from_file_or_module(folder, name):
         ("kernel.py:nothing", "has no 'nothing'; it has attention, Group, two"),
         ("kernel.py:answer", "is no function but int"),
         ("kernel.py:Group", "is no function but type"),
+        ("kernel.py:norm", r"eps=1e-06\); accepted is .*, or op=, --op with the name of another"),
         ("kernel.py:two", r"takes \(query, key\); accepted is f\(query, key, value"),
         ("kernel.py:", "'module:function'"),
         ("broken.py:f", "line 3: SyntaxError"),

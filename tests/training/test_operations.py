@@ -14,7 +14,7 @@ from torch.nn import functional
 from halfulp.interpose import interpose
 from halfulp.training.attention import AttentionPlan
 from halfulp.training.config import Language, RunConfig
-from halfulp.training.operations import Assigned, OperationPlan, check_seen, swaps_of
+from halfulp.training.operations import Assigned, OperationPlan, check_seen, planned, swaps_of
 from halfulp.training.run_json import config_as_dict, config_from_dict
 from halfulp.training.settings import with_settings
 
@@ -132,6 +132,12 @@ def test_heads_run_what_the_plan_says_and_the_others_their_own(masked):
         assert calls == [2]
     with pytest.raises(ValueError, match=r"'layer 2: halfulp'.*accepted are layers 0 to 1"):
         run("own", "layer 2: halfulp")
+    hidden = torch.compile(model, backend="eager")
+    with (
+        pytest.raises(ValueError, match=r"no call of PyTorch's .*; not seen: .*it is compiled"),
+        planned(hidden, attention="halfulp"),
+    ):
+        hidden(x, mask)
 
 
 FORMS = {

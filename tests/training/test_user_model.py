@@ -22,7 +22,8 @@ from safetensors.numpy import load_file
 from halfulp import cli
 from halfulp.training.config import UserModel
 from halfulp.training.loop import train
-from halfulp.training.run_json import config_as_dict, config_from_dict, read_config
+from halfulp.training.run_json import config_as_dict, config_from_dict, difference, read_config
+from halfulp.training.trust import trusted
 from halfulp.training.user_model import CONTRACT, user_run
 from halfulp.training.workload import build_workload
 
@@ -137,6 +138,10 @@ def test_the_record_names_source_and_digest_and_a_change_is_said(tmp_path, made)
     assert len(recorded.workload.sha256) == 64
     moved = replace(recorded.workload, make="elsewhere.py:make")
     assert replace(recorded, workload=moved) == recorded, "where a file lies is no part of a run"
+    other = replace(recorded, workload=replace(recorded.workload, make="elsewhere.py:other"))
+    assert difference(recorded, other) == ["workload.function: make → other"]
+    with pytest.raises(ValueError, match="a run of the function 'make'; accepted is one of that"):
+        trusted(recorded, folder, trust=False, workload="mine.py:other")
     (tmp_path / "mine.py").write_text(MODEL + "\n# a change\n")
     with pytest.warns(UserWarning, match=r"changed since the run was recorded \(SHA-256"):
         train(recorded, tmp_path / "again")

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -134,6 +135,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _later(command: Callable[..., int]) -> Callable[..., Callable[[], int]]:
     """The command as tyro reads it, but run only after parsing, whose messages are caught."""
+    # Tyro would begin a line of its box wherever one of the docstring begins.
+    command.__doc__ = re.sub(r"(?<=\S)\n {4}(?: {8})?(?=\S)", " ", command.__doc__ or "")
 
     @functools.wraps(command)
     def bound(*args: Any, **options: Any) -> Callable[[], int]:

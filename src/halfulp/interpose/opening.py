@@ -109,11 +109,15 @@ class Interposed:
         """Raise ValueError for a swap that no operation was chosen for."""
         for swap, count in zip(swaps, self.chosen, strict=True):
             if not count:
-                hidden = "".join(f"; not seen: {path}, {why}" for path, why in self.unseen.items())
                 raise ValueError(
-                    f"{swap} chooses no operation of this model{hidden}; accepted are kinds, names"
-                    " and paths that `interpose(model, observe=print)` shows"
+                    f"{swap} chooses no operation of this model{self.hidden}; accepted are kinds,"
+                    " names and paths that `interpose(model, observe=print)` shows"
                 )
+
+    @property
+    def hidden(self) -> str:
+        """What is not seen, as the end of a complaint."""
+        return "".join(f"; not seen: {path}, {why}" for path, why in self.unseen.items())
 
 
 @contextmanager

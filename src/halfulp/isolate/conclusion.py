@@ -115,13 +115,27 @@ def _verdict(
     place = places_text(where, found.heads_a_layer) if 0 < len(where) < len(found.cells) else ""
     if not rescues:
         what = f"attention in low precision{', ' + place if place else ''}"
+        if seeds.tried and not seeds.held:
+            return unheld(what, seeds)
         which = "not known, the budget was spent" if _cut(found) else "not found"
         return f"{_capital(what)}; which operation is {which}; {seeds.text()}."
     first = rescues[0]
     together = " together with " if len(first.operations) > 1 else ""
     what = together.join(first.blames) if together else first.blames[0]
-    said = f"{_capital(what)}{', ' + place if place else ''}; {seeds.text()}."
+    what += f", {place}" if place else ""
+    if seeds.tried and not seeds.held:
+        return unheld(what, seeds)
+    said = f"{_capital(what)}; {seeds.text()}."
     return f"{said} {alone_text(found, rescues)}"
+
+
+def unheld(what: str, seeds: Seeds) -> str:
+    """What is said of a place or a cause that no seed bears out."""
+    return (
+        f"Not found: the search ended at {what}, which holds on {seeds.text()}. A run that any"
+        " change takes elsewhere, as at too high a learning rate, ends so; `halfulp prescribe`"
+        " tries lower ones."
+    )
 
 
 def alone_text(found: Investigation, rescues: Sequence[Rescue]) -> str:

@@ -40,6 +40,8 @@ class Seeds:
         if not self.tried:
             return "no seeds"
         said = f"{self.held} of {self.tried} seed{'s' * (self.tried > 1)}"
+        if not self.held:
+            return said
         if self.bound is None:
             return f"{said}, the one it was searched on; others were not tried"
         if self.searched:

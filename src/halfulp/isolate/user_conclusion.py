@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from halfulp.isolate.conclusion import alone_text, conclude, no_failure
+from halfulp.isolate.conclusion import alone_text, conclude, no_failure, unheld
 from halfulp.isolate.result import Isolation
 from halfulp.isolate.user_questions import UserInvestigation
 from halfulp.training.optimizer_arithmetic import OPTIMIZER
@@ -20,7 +20,7 @@ def conclude_user(found: UserInvestigation, status: str, command: str) -> Isolat
         plain,
         found=known and plain.confidence.held > 0,
         verdict=_verdict(found, plain, known),
-        fix=_fix(found, known),
+        fix=_fix(found, known and plain.confidence.held > 0),
         sites=_sites(found) if known else (),
     )
 
@@ -40,6 +40,8 @@ def _verdict(found: UserInvestigation, plain: Isolation, known: bool) -> str:
             f" told apart; {plain.confidence.text()}."
         )
     where = found.where()
+    if plain.confidence.tried and not plain.confidence.held:
+        return unheld(where, plain.confidence)
     said = f"{where[0].upper()}{where[1:]}; {plain.confidence.text()}."
     return f"{said} {alone_text(found, plain.rescues)}" if plain.rescues else said
 

@@ -119,25 +119,30 @@ class Prescription:
                 f" {_ratio(exact)} times, and the run is in trouble all the same."
             )
         if self.failing:
-            lost = exact.cures[1] - exact.cures[0]
+            saved, asked = exact.cures
+            if not saved and asked:
+                return (
+                    "It is not rounding, in what was tried: with"
+                    f" {exact.remedy.change} the run fails too, on {asked} of {asked} seeds."
+                )
             return (
-                "It is not rounding, in what was tried: with"
-                f" {exact.remedy.change} the run fails too, on {lost} of {exact.cures[1]} seeds."
+                f"Whether it is rounding is not known: {exact.remedy.change} gets through {saved}"
+                f" of {asked} seeds, with no lower loss than chance makes."
             )
         return (
             f"Rounding is not seen: {exact.remedy.change} does not lower the loss on {tried} seeds."
         )
 
     def _nothing(self) -> str:
-        count = len(self.trials)
+        count = f"{len(self.trials)} remed{'y' if len(self.trials) == 1 else 'ies'}"
         partly = ("helps on some seeds", "lowers the loss")
         some = [one for one in self.trials if one.effect in partly and one.remedy.name != TWIN]
         if some:
             return (
-                f"Nothing tried here cures it ({count} remedies). {self._not_rounding()} What"
+                f"Nothing tried here cures it ({count}). {self._not_rounding()} What"
                 f" lowers its loss: {'; '.join(_lowers(one) for one in some[:4])}."
             )
-        said = f"Nothing tried here helps ({count} remedies). {self._not_rounding()}"
+        said = f"Nothing tried here helps ({count}). {self._not_rounding()}"
         if self.failing:
             return said
         return f"{said} In these {self.horizon - self.start} steps the run as it is does not fail."
@@ -186,7 +191,7 @@ class Prescription:
             (
                 one.remedy.change,
                 one.remedy.group,
-                one.effect + (f", {one.cures[0]} of {one.cures[1]}" if self.failing else ""),
+                one.effect + (_counted(one) if self.failing else ""),
                 one.last,
                 _ratio(one),
                 one.cost if one.cost == one.cost else None,
@@ -197,7 +202,8 @@ class Prescription:
         seeds = ", ".join(map(str, self.seeds))
         caption = (
             f"Steps {self.start + 1} to {self.horizon}, seeds {seeds}: {self._seeds_text()}."
-            " effect: with the seeds that it cures, on which the run fails as it is; loss: the"
+            " effect: with the seeds that it cures, on which the run fails as it is (by chance: its"
+            " loss is not lower than chance makes it); loss: the"
             " median of"
             " the last tenth of the steps, the geometric mean over seeds; × the run's: of the run"
             " as it is, on the last batches that both read, with"
@@ -230,6 +236,13 @@ def _ratio(one: Trial) -> str:
         return apart or "–"
     wide = "" if math.isnan(low) else f" ({low:.2g} to {high:.2g})"
     return f"{mean:.3g}{wide}" + (f"; {apart}" if apart else "")
+
+
+def _counted(one: Trial) -> str:
+    """On how many seeds it gets the run through; by chance where its effect is another."""
+    saved, tried = one.cures
+    chance = saved and one.effect in ("no effect", "worse")
+    return f", {saved} of {tried}{' by chance' if chance else ''}"
 
 
 def _said(one: Trial) -> str:

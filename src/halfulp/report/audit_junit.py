@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from halfulp.report.audit_summary import HOLDS, MEANING, Report, relation_rows
+from halfulp.report.audit_summary import HOLDS, Report, meaning, relation_rows
 from halfulp.report.comparison_table import Comparison, summary_line
 from halfulp.report.text import number_text, visible
 
@@ -54,9 +54,9 @@ def _suite(report: Report) -> ElementTree.Element:
     whole = _test(report, "verdict", report["seconds"])
     if report["verdict"] not in ("sound", "stock", "forward sound", "forward stock"):
         kind = "failure" if report["verdict"] == "defect" else "error"
-        _add(whole, kind, f"{MEANING[report['verdict']]}: {report['reason']}", report["script"])
+        _add(whole, kind, f"{meaning(report)}: {report['reason']}", report["script"])
     elif report["verdict"].startswith("forward") and not report["forward"]:
-        _add(whole, "error", f"{MEANING[report['verdict']]}: {report['reason']}")
+        _add(whole, "error", f"{meaning(report)}: {report['reason']}")
     suite.append(whole)
     return _counted(suite, report["seconds"])
 

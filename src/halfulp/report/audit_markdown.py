@@ -11,12 +11,12 @@ from typing import Any
 
 from halfulp.report.audit_summary import (
     HOLDS,
-    MEANING,
     ProbeRow,
     Report,
     facts,
     false_alarms,
     headline,
+    meaning,
     not_run,
     probe_rows,
     relation_rows,
@@ -50,7 +50,7 @@ def _section(report: Report, comparison: Comparison | None) -> str:
     lines = [
         f"### {sign_of(verdict)} {verdict.upper()}: {_code(report['target'])}",
         "",
-        f"{escaped(MEANING[verdict])}: {escaped(report['reason'])}  ",
+        f"{escaped(meaning(report))}: {escaped(report['reason'])}  ",
         f"<sub>{escaped(headline(report))}</sub>",
     ]
     cause = report["cause"]

@@ -156,6 +156,9 @@ def _one(target: Target, calls: OperationCalls, number: int, forward: bool) -> O
         read = {n: laid_out(x, memory) for n, x in lent.items()}  # autograd lets it be written to
         args, keywords = operation.arguments(read, calls.options)
         returned, failed = attempted(target, args, keywords)
+        if failed is not None and failed.kind == "error":
+            sizes = ", ".join(f"{x.name} {list(given[x.name].shape)}" for x in operation.operands)
+            return replace(failed, refusal=f"{failed.refusal}; it was given {sizes}")
         if failed is not None:
             return failed
     try:

@@ -64,9 +64,13 @@ class Signature:
             return cls(known | form.options)
         placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         count = len(form.tensors)
-        if len(placed) < count and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            shown = ", ".join(p.name for p in parameters)
-            raise ValueError(f"target={name!r}: takes ({shown}); accepted is {SIGNATURE}")
+        few = len(placed) < count and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        if few or any(isinstance(p.default, float | int | str) for p in placed[:count]):
+            shown = ", ".join(str(p) for p in parameters)
+            raise ValueError(
+                f"target={name!r}: takes ({shown}); accepted is {SIGNATURE}, or op=, --op with the"
+                " name of another operation"
+            )
         rest = [p for p in parameters if p.kind is p.KEYWORD_ONLY or p in placed[count:]]
         rest = [p for p in rest if p.name not in form.given]
         found = {

@@ -108,13 +108,24 @@ class UserModel:
     """
 
     # "file.py:function" or "module:function"; where a file lies now is no part of what a run is
-    make: str = field(compare=False)
+    make: str = field(compare=False)  # but for the function's name
     sha256: str  # of the file that the function is in
     rows: int  # of every batch that it makes
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: accepted is an integer of at least 1")
+
+    @property
+    def function(self) -> str:
+        """The function's name, without its file or module."""
+        return self.make.rpartition(":")[2]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UserModel):
+            return NotImplemented
+        mine, its = ((x.function, x.sha256, x.rows) for x in (self, other))
+        return mine == its
 
 
 WorkloadConfig: TypeAlias = LayerTask | Language | Pictures | UserModel

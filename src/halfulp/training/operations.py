@@ -171,9 +171,9 @@ class _Planned(Swap):
         return self._known[key]
 
 
-def check_seen(plan: OperationPlan, seen: Iterable[tuple[str, str]]) -> None:
+def check_seen(plan: OperationPlan, seen: Iterable[tuple[str, str]], hidden: str = "") -> None:
     """Raise ValueError for an assignment that covers none of the operations that a model made, by
-    path and kind.
+    path and kind; hidden: what else it may make, for the message.
     """
     known = list(seen)
     for one in plan.assignments:
@@ -182,8 +182,8 @@ def check_seen(plan: OperationPlan, seen: Iterable[tuple[str, str]]) -> None:
             asked = one.paths[0].lstrip("=") if one.paths else ""
             hint = meant(asked, paths)
             raise ValueError(
-                f"operations={str(one)!r}: the model makes no such operation; accepted are its"
-                f" modules, such as {', '.join(paths[:4])}, and kinds, such as"
+                f"operations={str(one)!r}: the model makes no such operation{hidden}; accepted are"
+                f" its modules, such as {', '.join(paths[:4])}, and kinds, such as"
                 f" {', '.join(dict.fromkeys(kind for _, kind in known[:8]))}{hint}"
             )
 
@@ -228,8 +228,15 @@ class Heads:
                 parts[head] = out[..., place, :, :]
         return torch.stack([part for part in parts if part is not None], -3)
 
-    def check(self) -> None:
-        """Raise ValueError for a layer or head that no call has been of."""
+    def check(self, hidden: str = "") -> None:
+        """Raise ValueError for a layer or head that no call has been of; hidden: what is not seen,
+        for the message.
+        """
+        if not self.calls.layers:
+            raise ValueError(
+                f"attention={str(self.plan)!r}: no call of PyTorch's {SDPA} was seen{hidden};"
+                f" accepted is {OWN!r}"
+            )
         self.plan.check(len(self.calls.layers), max(self.calls.heads, default=1))
 
     def by_hand(self, operation: Operation) -> tuple[Written, list[int]]:
@@ -341,13 +348,13 @@ def planned(
             arithmetic = OptimizerArithmetic(optimizer, named, steps, 0)
             arithmetic.attach()
             stack.callback(arithmetic.remove)
-        stack.enter_context(interpose(model, see, swaps=swaps))
+        seen = stack.enter_context(interpose(model, see, swaps=swaps))
         yield
-    if made:
+    if made or seen.unseen:
         own = {} if optimizer is None else trained(model, optimizer)
-        check_seen(plan, [*made, *((path, OPTIMIZER) for path in own)])
-    if places is not None and places.calls.layers:
-        places.check()
+        check_seen(plan, [*made, *((path, OPTIMIZER) for path in own)], seen.hidden)
+        if places is not None:
+            places.check(seen.hidden)
 
 
 def _of_heads(

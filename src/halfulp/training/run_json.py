@@ -137,10 +137,12 @@ def difference(one: RunConfig, other: RunConfig) -> list[str]:
 
 def _differing(one: Any, other: Any, prefix: str) -> Iterator[str]:
     for f in dataclasses.fields(one):
-        before, after = getattr(one, f.name), getattr(other, f.name)
-        if before == after or not f.compare:  # where a file lies is no part of what a run is
+        # where a file lies is no part of what a run is, but which function of it
+        name = f.name if f.compare else "function"
+        before, after = getattr(one, name), getattr(other, name)
+        if before == after:
             continue
         if f.name in ("workload", "optimizer") and type(before) is type(after):
             yield from _differing(before, after, f"{f.name}.")
         else:
-            yield f"{prefix}{f.name}: {before} → {after}"
+            yield f"{prefix}{name}: {before} → {after}"

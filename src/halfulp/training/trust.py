@@ -39,7 +39,13 @@ def trusted(config: RunConfig, folder: Path, trust: bool, workload: str | None =
     named = named_code(config)
     if isinstance(config.workload, UserModel):
         if workload is not None:
-            config = replace(config, workload=replace(config.workload, make=absolute(workload)))
+            given = replace(config.workload, make=absolute(workload))
+            if given != config.workload:
+                raise ValueError(
+                    f"workload={workload!r}: {str(folder)!r} is a run of the function"
+                    f" {config.workload.function!r}; accepted is one of that name, in any file"
+                )
+            config = replace(config, workload=given)
             named = named[1:]
     elif workload is not None:
         raise ValueError(

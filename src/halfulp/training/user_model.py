@@ -158,13 +158,13 @@ class UserWorkload:
             if see is not None:
                 see(operation, found)
 
-        with interpose(self.model, note, swaps=self.swaps):
+        with interpose(self.model, note, swaps=self.swaps) as interposed:
             yield
         self._checked = True
         steps = ((path, OPTIMIZER) for path in trained(self.model, self.parts.optimizer))
-        check_seen(self._operations, [*made, *steps])
+        check_seen(self._operations, [*made, *steps], interposed.hidden)
         if self._heads is not None:
-            self._heads.check()
+            self._heads.check(interposed.hidden)
         for swap in self.swaps:
             if isinstance(swap.run, Kernel):
                 swap.run.check()
