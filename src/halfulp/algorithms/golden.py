@@ -25,37 +25,43 @@ def golden(call: Call, grad_out: Tensor | None = None, grad_lse: Tensor | None =
     Inputs are taken as they are (any float dtype) and results are float64. Memory beside inputs and
     results: a few blocks of 2¹⁶ scores.
     """
-    q, k, v = call.query.double(), call.key.double(), call.value.double()
-    batch, heads, key_heads, groups = *q.shape[:2], k.shape[1], call.groups
+    (batch, heads), key_heads, groups = call.query.shape[:2], call.key.shape[1], call.groups
 
     def by_key_head(x: Tensor) -> Tensor:
         """`[B, H, ...]` → `[B·H_k, heads of queries that share a key head, ...]`"""
         return x.reshape(batch * key_heads, groups, *x.shape[2:])
 
-    out = q.new_empty(batch * key_heads, groups, q.shape[2], v.shape[3])
-    lse = q.new_empty(out.shape[:-1])
+    q, k, v = by_key_head(call.query), call.key.flatten(0, 1), call.value.flatten(0, 1)
+    given = [q, *(None if x is None else by_key_head(x) for x in (grad_out, grad_lse))]
+    dq, dk, dv, out = (
+        q.new_empty(shape, dtype=torch.float64)
+        for shape in (q.shape, k.shape, v.shape, (*q.shape[:3], v.shape[2]))
+    )
+    lse = out.new_empty(out.shape[:-1])
     sinks, mask = (
         None if x is None or x.dtype == torch.bool else torch.zeros_like(x, dtype=torch.float64)
         for x in (call.sinks, call.sees.mask)
     )
     by_sink = None if sinks is None else lse.new_zeros(lse.shape[:2])
-    k, v, q = k.flatten(0, 1), v.flatten(0, 1), by_key_head(q)
-    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    given = [None if x is None else by_key_head(x.double()) for x in (grad_out, grad_lse)]
     for own in _own(call):
         part = _Heads.of(call, own)
+        # as fp64 no more than is looked at, which stays in the cache
+        of_rows = [None if x is None else x[own].double() for x in given]
+        k_own, v_own = k[own].double(), v[own].double()
         # rows of dQ are whole within their block; keys gather from every block of queries
+        of_k, of_v = dk[own].zero_(), dv[own].zero_()
         for rows, cols in _blocks(call):
-            do, d_lse = (None if x is None else x[own][:, :, rows] for x in given)
-            operands = (q[own][:, :, rows], k[own][:, cols], v[own][:, cols])
+            q_rows, do, d_lse = (None if x is None else x[:, :, rows] for x in of_rows)
+            assert q_rows is not None
+            operands = (q_rows, k_own[:, cols], v_own[:, cols])
             out[own][:, :, rows], lse[own][:, :, rows], grads = part.block(
                 rows, cols, *operands, do, d_lse
             )
             if grads is None:
                 continue
             dq[own][:, :, rows] = grads.query
-            dk[own][:, cols] += grads.key
-            dv[own][:, cols] += grads.value
+            of_k[:, cols] += grads.key
+            of_v[:, cols] += grads.value
             if by_sink is not None and grads.sinks is not None:
                 by_sink[own] += grads.sinks
             if mask is not None and grads.mask is not None:
@@ -108,13 +114,15 @@ class _Heads(NamedTuple):
     call: Call
     sees: Sees
     sinks: Tensor | None  # `[key heads, groups, 1, 1]`
-    numbers: Tensor  # `[key heads, groups]`, b·H + h, which dropout counts by
+    numbers: Tensor | None  # `[key heads, groups]`, b·H + h, which dropout and sinks count by
 
     @classmethod
     def of(cls, call: Call, own: slice) -> _Heads:
         sees, (batch, heads) = call.sees, call.query.shape[:2]
         if sees.mask is not None:
             sees = Sees(sees.causal, sees.window, sees.offset, _of_heads(sees.mask, call, own))
+        if call.sinks is None and call.dropout is None:
+            return cls(call, sees, None, None)
         numbers = torch.arange(batch * heads, device=call.query.device)
         numbers = numbers.view(-1, call.groups)[own]
         sinks = None if call.sinks is None else call.sinks.double()[numbers % heads, None, None]
@@ -177,4 +185,5 @@ class _Heads(NamedTuple):
     def _kept(self, dropout: Dropout, rows: slice, cols: slice) -> Tensor:
         """What dropout multiplies the weights by."""
         queries = self.call.query.shape[2]
+        assert self.numbers is not None
         return dropout.keep(self.numbers, rows, cols, queries).double() * dropout.scale

@@ -51,9 +51,9 @@ def gaussian(
     d_v = shape.head_dim if shape.value_dim is None else shape.value_dim
     b, h, hk = shape.batch, shape.heads, shape.key_heads
     return {
-        "query": torch.randn(b, h, shape.n_query, shape.head_dim, generator=g) * q,
-        "key": torch.randn(b, hk, shape.n_key, shape.head_dim, generator=g) * k,
-        "value": torch.randn(b, hk, shape.n_key, d_v, generator=g) * v,
+        "query": torch.randn(b, h, shape.n_query, shape.head_dim, generator=g).mul_(q),
+        "key": torch.randn(b, hk, shape.n_key, shape.head_dim, generator=g).mul_(k),
+        "value": torch.randn(b, hk, shape.n_key, d_v, generator=g).mul_(v),
         "grad_out": torch.randn(b, h, shape.n_query, d_v, generator=g),
     }
 

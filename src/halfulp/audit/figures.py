@@ -230,7 +230,10 @@ def _compared(got: Tensor, exact: Tensor, fmt: Format, leans: bool) -> _Compared
             bad += int((~off.isfinite()).sum())
         along = (off * truth).sum(1) if leans else error
         size = torch.linalg.vector_norm(truth, dim=1)
-        parts.append((error, size, largest, *off.abs_().max(1), along))
+        # numpy finds a row's largest element in a quarter of the time
+        at = torch.from_numpy(off.abs_().numpy().argmax(1))
+        peak = off.gather(1, at[:, None])[:, 0]
+        parts.append((error, size, largest, peak, at, along))
     return _Compared(bad, *map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -327,10 +330,11 @@ def error_in_ulps(difference: Tensor, exact: Tensor, fmt: Format) -> tuple[float
     slabs = (torch.split(x.flatten(), _AT_ONCE) for x in (difference, exact))
     for off, truth in zip(*slabs, strict=True):
         # an ulp is 2^-mantissa_bits of this
-        steps = off / power_of_two_below(truth.abs().clamp_min_(least)).clamp_(max=most)
+        steps = power_of_two_below(truth.abs().clamp_min_(least)).clamp_(max=most)
+        steps = torch.div(off, steps, out=steps)
         signed = torch.dot(steps, truth.sign())
-        parts.append(torch.stack([steps.abs_().sum(), steps.max(), signed]))
-    found = torch.stack(parts) * 2.0**fmt.mantissa_bits
+        parts += [steps.abs_().sum(), steps.max(), signed]
+    found = torch.stack(parts).view(-1, 3) * 2.0**fmt.mantissa_bits
     total, largest, signed = found[:, 0].sum(), found[:, 1].max(), found[:, 2].sum()
     return float(total) / exact.numel(), float(largest), float(signed) / exact.numel()
 

@@ -29,8 +29,8 @@ MOST_BYTES = 256 * 2**20
 
 # the digest stands inside of what it is the digest of: it is taken with zeros in its place
 _FIELD, _UNKNOWN = b'"sha256":"%b"', b"0" * 64
-# a write looks through one shelf and not through all entries
-_SHELVES = 16  # by the first digit of the name, each held to its share
+# bytes that are written between two looks through all entries, on average
+_BETWEEN = 2**22
 
 
 def folder() -> Path | None:
@@ -68,7 +68,11 @@ def read(name: str, top: Path | None = None) -> tuple[Any, dict[str, Tensor]] | 
         # a safetensors file: the length of its header in 8 bytes, the header in JSON, the tensors
         told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         digest = str(told["sha256"]).encode()
-        if _digest(name, data.replace(_FIELD % digest, _FIELD % _UNKNOWN, 1)) != digest:
+        # in pieces, since every copy of a large entry takes as long as its digest
+        field, whole = _FIELD % digest, memoryview(data)
+        start = data.index(field)
+        pieces = (whole[:start], _FIELD % _UNKNOWN, whole[start + len(field) :])
+        if _digest(name, *pieces) != digest:
             return None
         plain = json.loads(told["plain"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
@@ -92,7 +96,9 @@ def write(name: str, plain: Any, tensors: Mapping[str, Tensor], top: Path | None
         # whole, so that no reader meets half of it; not synced, since a crash costs one computation
         with whole_file(path, sync=False) as file:
             file.write(data)
-        _evict(path)
+        # a digest's end is as good as chance, and needs no count that processes would share
+        if int(name[-6:], 16) * _BETWEEN < len(data) * 16**6:
+            _evict(path)
 
 
 def _path(name: str, top: Path | None = None) -> Path | None:
@@ -100,26 +106,30 @@ def _path(name: str, top: Path | None = None) -> Path | None:
     return None if top is None else top / name[0] / f"{name[1:]}.safetensors"
 
 
-def _digest(name: str, data: bytes) -> bytes:
+def _digest(name: str, *pieces: bytes | memoryview) -> bytes:
     """Of an entry's name and bytes, its own digest not known yet."""
     # with the name, so that an entry under another's name counts as torn
-    return hashlib.sha256(name.encode() + data).hexdigest().encode()
+    found = hashlib.sha256(name.encode())
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest().encode()
 
 
 def _evict(newest: Path) -> None:
-    """Delete what was read least lately until the shelf keeps its share; a file that a stopped
+    """Delete what was read least lately until all entries keep `MOST_BYTES`; a file that a stopped
     writer left goes like any other. What another process deletes first is gone as well.
     """
     found = []
-    with os.scandir(newest.parent) as entries:
-        for entry in entries:
-            if entry.name.endswith(".safetensors") or entry.name.startswith(TEMPORARY):
-                with contextlib.suppress(OSError):
-                    stat = entry.stat(follow_symlinks=False)
-                    found.append((stat.st_mtime, stat.st_size, entry.path))
+    for shelf in newest.parents[1].iterdir():
+        with contextlib.suppress(OSError), os.scandir(shelf) as entries:
+            for entry in entries:
+                if entry.name.endswith(".safetensors") or entry.name.startswith(TEMPORARY):
+                    with contextlib.suppress(OSError):
+                        stat = entry.stat(follow_symlinks=False)
+                        found.append((stat.st_mtime, stat.st_size, entry.path))
     held = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
-        if held <= MOST_BYTES // _SHELVES:
+        if held <= MOST_BYTES:
             break
         if path != str(newest):
             Path(path).unlink(missing_ok=True)

@@ -112,13 +112,15 @@ def _state_tensor(state: bytes) -> torch.Tensor:
 
 def _numpy_random() -> tuple[Any, ...]:
     numpy = sys.modules["numpy"]  # torch has loaded it
-    # a list's equality is one answer, an array's is one an element
+    # equality of bytes is one answer, an array's is one an element
     kind, keys, *rest = numpy.random.get_state()
-    return (kind, tuple(keys.tolist()), *rest)
+    return (kind, keys.tobytes(), *rest)
 
 
 def _set_numpy_random(state: tuple[Any, ...]) -> None:
-    sys.modules["numpy"].random.set_state(state)
+    numpy = sys.modules["numpy"]
+    kind, keys, *rest = state
+    numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 
 
 def _flushes() -> bool:
