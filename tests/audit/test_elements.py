@@ -7,11 +7,13 @@ from torch.nn import functional
 from halfulp.audit import Case, Shape, audit, verdict
 from halfulp.audit import run as audit_run
 from halfulp.audit.figures import excess
+from halfulp.audit.inputs import Inputs
+from halfulp.audit.natural_noise import natural_noise
 from halfulp.audit.references import references
 from halfulp.audit.rounding_bound import rounding_bounds
 from halfulp.audit.shrink import severity
 from halfulp.audit.statistics import error_ratio
-from halfulp.calls import Result
+from halfulp.calls import Result, Sees
 from halfulp.operations import DTYPES
 from halfulp.targets import resolve
 
@@ -167,3 +169,26 @@ def test_the_smallest_input_still_shows_it(monkeypatch):
     shown = next(f for f in report.findings if f.kind == "element")
     run = audit_run.runner(audit_run.Target.of(unwritten_heads))
     assert severity(run, shown.case, shown) > 3
+
+
+@pytest.mark.parametrize(("tensor", "rows"), [("grad_query", 1), ("grad_key", 7)])
+def test_one_element_may_get_all_that_rounding_o_makes_of_delta(tensor, rows):
+    """Where keys share a feature, dQ's error through δ is that feature's; where a query has one,
+    dK's. Over many heads the largest error of rounding O is what is said of an element, no less.
+    """
+    g = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(200, 2, n, 32, generator=g) for n in (rows, 24, 24, rows))
+    k[..., 0] += 40
+    q[..., 1] *= 20
+    q, k, v, do = (x.bfloat16() for x in (q, k, v, do))
+    scale = 32**-0.5
+    wide = (q.double(), k.double())
+    weights = torch.softmax(wide[0] @ wide[1].mT * scale, -1)
+    out = weights @ v.double()
+    moved = (do * (out.bfloat16() - out)).sum(-1, keepdim=True) * weights * scale
+    errors = {"grad_query": moved @ wide[1], "grad_key": moved.mT @ wide[0]}
+    call = Inputs(query=q, key=k, value=v, grad_out=do, sees=Sees(), scale=scale)
+    most = getattr(natural_noise(call, out).delta, f"most_{tensor}")
+    beyond = errors[tensor].abs().amax((2, 3)).flatten() / (0.4 * 2**-8 * most)
+    assert beyond.max() < 5  # ten times as much is a fault
+    assert 0.3 < beyond.square().mean().sqrt() < 2

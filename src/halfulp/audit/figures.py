@@ -173,7 +173,11 @@ def measure(
         figure = plain_figure(
             label, name, seen.error, seen.size, terms, own, allowed, fmt.unit_roundoff
         )
-        figures.append(replace(figure, peak=_peak(got, exact, seen, fmt.unit_roundoff, figure)))
+        # one element's share: a feature that all keys have in common gets nearly all of δ's error
+        most = getattr(noise.delta, f"most_{name}", torch.zeros_like(seen.size))
+        figures.append(
+            replace(figure, peak=_peak(got, exact, seen, fmt.unit_roundoff, figure, most))
+        )
         if alone:
             continue
         leans.append(Lean(name, _lean(seen.along, seen.size, own, fmt)))
@@ -286,13 +290,13 @@ def _lse_figure(got: Tensor, exact: Tensor, fmt: Format) -> Figure:
     )
 
 
-def _peak(got: Tensor, exact: Tensor, seen: _Compared, u: float, figure: Figure) -> Peak:
+def _peak(
+    got: Tensor, exact: Tensor, seen: _Compared, u: float, figure: Figure, most: Tensor
+) -> Peak:
     there, expected = (
         x.flatten(2).flatten(0, 1).gather(1, seen.at[:, None])[:, 0].double() for x in (got, exact)
     )
-    # a head's norm, spread evenly over its elements
-    natural = figure.through_delta / (exact.shape[2] * exact.shape[3]) ** 0.5
-    own = torch.stack([u * seen.largest, figure.slack, natural]).amax(0)
+    own = torch.stack([u * seen.largest, figure.slack, _ROUNDING * u * most]).amax(0)
     return Peak(seen.peak, own, seen.at, there, expected, tuple(exact.shape))
 
 

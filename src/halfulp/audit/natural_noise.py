@@ -18,6 +18,9 @@ class Delta:
     grad_key: Tensor
     row_sums: Tensor
     key_sum: Tensor  # of Σ_j dK_j
+    # of the single element that gets the most: where keys share one feature it gets nearly all
+    most_grad_query: Tensor
+    most_grad_key: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     """The noise scales of one case in fp64, from its golden out: root sums over all pairs.
 
     With w = P(|dP| + |δ|): Σ P²v², Σ w²k², Σ w²q², Σ P²dO², Σ w². With e² = Σ_d (dO O)² a row, what
-    O's rounding makes of δ: Σ e²(PK)², Σ e²P²q², Σ e², Σ e²q².
+    O's rounding makes of δ: Σ e²(PK)², Σ e²P²q², Σ e², Σ e²q², and max e²(PK)²,
+    max_j Σ_i e²P² max_d q².
     """
     scores = x.query.shape[:3].numel() * x.key.shape[2]
 
@@ -48,8 +52,11 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
     whole = (slice(None), slice(None))
     # by two heads, which a core's cache holds; one alone would be multiplied in another way
     rows = squares(x, whole) if scores < 2**18 else in_parts(x, 2, squares)
-    total = {name: part.sum(-1) for name, part in rows.items()}
-    keyed = ("grad_key", "grad_value", "delta grad_key", "delta key_sum")
+    total = {
+        name: part.amax(-1) if name.startswith("delta most") else part.sum(-1)
+        for name, part in rows.items()
+    }
+    keyed = ("grad_key", "grad_value", "delta grad_key", "delta key_sum", "delta most_grad_key")
     roots = {
         n: per_sample(t.sqrt(), n in keyed and x.groups > 1, x.groups) for n, t in total.items()
     }
@@ -60,7 +67,9 @@ def natural_noise(x: Inputs, out: Tensor) -> Noise:
 
 
 def _squares(x: Inputs, out: Tensor) -> dict[str, Tensor]:
-    """What each row `[B, H, N]` adds to the sums that `natural_noise` takes roots of."""
+    """What each row `[B, H, N]` adds to the sums that `natural_noise` takes roots of; of the most
+    that an element of dK gets, what each key does `[B, H, N_k]`.
+    """
     q, do = x.query.double(), x.grad_out.double()
     k, v = (t.double().repeat_interleave(x.groups, dim=1) for t in (x.key, x.value))
     cols = slice(0, k.shape[2])
@@ -68,6 +77,7 @@ def _squares(x: Inputs, out: Tensor) -> dict[str, Tensor]:
     # O rounded to nearest, each element by itself, makes of δ a random sum of this size a row
     e2 = (do * out).square().sum(-1)
     found: list[dict[str, Tensor]] = []
+    most_of_keys = k2.new_zeros(*k2.shape[:2], 1, k2.shape[2])
     # so many at once that a core's cache holds their matrices
     step = max(64, 2**17 // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
@@ -80,10 +90,12 @@ def _squares(x: Inputs, out: Tensor) -> dict[str, Tensor]:
         w2 = (w if slope is None else w * slope).square_()
         of_value = None if kept is None else (p * kept).square_()
         p = p if slope is None else p * slope
-        attended = (p @ k).square().sum(-1)
+        attended = (p @ k).square()
         p2 = p.square_()
         of_value = p2 if of_value is None else of_value
         p2_rows, w2_rows, e2_rows, q2_rows = p2.sum(-1), w2.sum(-1), e2[:, :, rows], q2[:, :, rows]
+        widest = q[:, :, rows].abs().amax(-1).square_()
+        most_of_keys += (e2_rows * widest).unsqueeze(-2) @ p2
         found.append(
             {
                 "out": (of_value @ v2.unsqueeze(-1)).squeeze(-1),
@@ -91,13 +103,15 @@ def _squares(x: Inputs, out: Tensor) -> dict[str, Tensor]:
                 "grad_query": (w2 @ k2.unsqueeze(-1)).squeeze(-1) * x.scale**2,
                 "grad_key": w2_rows * q2_rows * x.scale**2,
                 "row_sums": w2_rows,
-                "delta grad_query": e2_rows * attended * x.scale**2,
+                "delta grad_query": e2_rows * attended.sum(-1) * x.scale**2,
+                "delta most_grad_query": e2_rows * attended.amax(-1) * x.scale**2,
                 "delta grad_key": e2_rows * p2_rows * q2_rows * x.scale**2,
                 "delta row_sums": e2_rows,
                 "delta key_sum": e2_rows * q2_rows * x.scale**2,
             }
         )
-    return {name: torch.cat([part[name] for part in found], -1) for name in found[0]}
+    joined = {name: torch.cat([part[name] for part in found], -1) for name in found[0]}
+    return joined | {"delta most_grad_key": most_of_keys.squeeze(-2) * x.scale**2}
 
 
 def _weights(
