@@ -1,6 +1,7 @@
 """`halfulp diff RUN RUN`: settings, curves, weights in context, and one pass of both models."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,12 @@ def test_a_run_made_again_is_identical_and_nothing_is_imported(capsys):
     assert all(x["first"] is None for x in found["curves"])
     assert [x["step"] for x in found["drifts"]] == [2, 4]
     assert found["own_weights"] is found["same_weights"] is None
+    shutil.copytree("A", "two")
+    record = Path("two/run.json")
+    assert '"processes": 1' in record.read_text()
+    record.write_text(record.read_text().replace('"processes": 1', '"processes": 2'))
+    main(["diff", "A", "two"])
+    assert "Versions and machine: processes: 1 → 2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_curves_and_weights_are_measured_from_what_lies_there(runs):

@@ -57,6 +57,27 @@ def test_a_folder_that_is_not_whole_is_said(softplus):
         operation_named(str(softplus))
 
 
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        ("definition", '"T D")', '"T X")', r"shape='T X': 'X' is no symbol; accepted are T, D"),
+        ("definition", '"output": rows', '"out": rows', r"define gives out; expected output too"),
+        (
+            "probes",
+            '{"input": torch',
+            '{"inp": torch',
+            r"draws no input; expected input of \[24, 64",
+        ),
+        ("probes", '"T D"', '"T"', r"draws input of \[24\]; expected input of \[24, 64\], T D"),
+    ],
+)
+def test_files_that_do_not_fit_together_are_said(softplus, file, old, new, says):
+    path = softplus / f"{file}.py"
+    path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    with pytest.raises(ValueError, match=says):
+        audit("torch", op=str(softplus), explain=False)
+
+
 def test_every_operation_and_probe_is_on_the_page():
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in PAGE.splitlines()]
     for name in operation_names():

@@ -127,7 +127,7 @@ def test_a_torn_or_foreign_file_is_refused_in_one_line(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("nosuch", "x.npy"), "holds no UTF-8 text"),
+        (("nosuch", "x.npy"), "there is no such folder"),
         (("texts", "x.bin"), "accepted is a name that ends in .npy"),
         (("texts", "no/x.npy"), "in a folder that is there"),
         (("texts", "x.npy", "gpt3"), "tokenizer='gpt3': accepted are bytes, gpt2"),

@@ -144,6 +144,9 @@ def sweep(
     check_files(json, html=html)
     sizes = {"length": length, "head_dim": head_dim, "memory": memory, "seeds": seeds}
     given = {name: size for name, size in sizes.items() if size is not None}
+    swept = sweeps.SWEPT.get(what, "")
+    if swept in given:
+        raise ValueError(f"{swept}={given[swept]}: accepted where it is not what is swept")
     small = {"length": 512, "head_dim": 32} if what in ("block", "order") else {}
     setting = sweeps.Setting(**(small | given), inputs=inputs)
     measure: Callable[..., sweeps.SweepResult] = getattr(sweeps, f"sweep_{what}")
@@ -188,8 +191,8 @@ def claims(
     earlier call is said.
 
     Args:
-        ids: Which (`halfulp ls claims`); every one by default, in about 8 minutes on four idle
-            cores (an estimate).
+        ids: Which (`halfulp ls claims`); every one by default, in about ten minutes on four idle
+            cores.
         all: Measure at a larger scale: more seeds, steps and sizes, in an hour or so on four cores
             (an estimate).
         workers: Processes of one thread each; one for each core, at most four, by default.

@@ -86,8 +86,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not all(
         isinstance(one, dict) and one.keys() >= set(_NEEDED) for one in found
     ):
+        what = "it holds no verdicts" if path.exists() else "there is no such file"
         raise ValueError(
-            f"claims={str(path)!r}: it holds no verdicts; accepted is what halfulp claims --json"
-            " FILE writes"
+            f"claims={str(path)!r}: {what}; accepted is what halfulp claims --json FILE writes"
         )
     return found

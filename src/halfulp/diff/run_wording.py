@@ -97,7 +97,9 @@ def _drifts(found: RunDifference, width: int) -> str:
     if modules.rows:
         more = len(modules.rows) - MODULES
         said += ["", drawn(replace(modules, rows=modules.rows[:MODULES]), width)]
-        said += [f"and {more} modules that parted less; to_json() has all"] if more > 0 else []
+        said += (
+            [f"and {more} modules that parted less; --json (to_json()) has all"] if more > 0 else []
+        )
     return "\n".join(said)
 
 

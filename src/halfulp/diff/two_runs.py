@@ -219,7 +219,8 @@ def _environments(one: RunSide, other: RunSide) -> list[str]:
     found = []
     for of in ("versions", "machine"):
         mine, theirs = one.record[of], other.record[of]
-        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        both = mine | theirs if of == "versions" else [n for n in mine if n in theirs]
+        names = [name for name in both if mine.get(name) != theirs.get(name)]
         found += [f"{name}: {mine.get(name)} → {theirs.get(name)}" for name in names]
     return found
 

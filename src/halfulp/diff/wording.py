@@ -100,7 +100,7 @@ def _operations(rows: Sequence[OperationGap], width: int) -> str:
     chosen = sorted(rows, key=lambda row: -row.own)[:ROWS]
     shown = _operation_table(sorted(chosen, key=lambda row: row.number))
     more = len(rows) - len(chosen)
-    rest = f"\nand {more} smaller ones; to_json() has all" if more else ""
+    rest = f"\nand {more} smaller ones; --json (to_json()) has all" if more else ""
     return f"{drawn(shown, width)}{rest}\n\n{wrapped(shown.caption, width)}"
 
 
@@ -147,5 +147,5 @@ def notes(found: Difference) -> list[str]:
         if group.failed:
             said.append(f"Not swapped: {group.name}: {group.failed}.")
     if found.left_out:
-        said.append(f"{found.left_out} more groups that differ were not swapped (most=).")
+        said.append(f"{found.left_out} more groups that differ were not swapped (--most).")
     return said

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -36,6 +36,8 @@ Statistic: TypeAlias = Literal["max", "mean", "std"]
 Against: TypeAlias = Literal["baseline", "golden"]
 Order: TypeAlias = Literal["published", "exchanged", "square", "square, B_c kept"]
 ORDERS: tuple[Order, ...] = get_args(Order)
+SWEPT = {"length": "length", "block": "memory", "order": "memory"}
+"""Which size of `Setting` a sweep goes through, so that it is none of its settings."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,22 @@ class Setting:
     inputs: Inputs = "uniform"  # of query, key, value: uniform on [0, 1), or standard normal
 
     def __post_init__(self) -> None:
-        if min(self.length, self.head_dim, self.memory, self.seeds) < 1:
-            raise ValueError(f"setting={self}: accepted are integers of at least 1")
+        for name in ("length", "head_dim", "memory", "seeds"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: accepted is an integer of at least 1"
+                )
         if self.inputs not in ("normal", "uniform"):
             raise ValueError(f"inputs={self.inputs!r}: accepted are 'normal' and 'uniform'")
 
-    def flags(self) -> str:
-        """Return the command-line options that repeat it."""
-        return (
-            f"--length {self.length} --head-dim {self.head_dim} --memory {self.memory} --seeds"
-            f" {self.seeds} --inputs {self.inputs}"
+    def command(self, what: str) -> str:
+        """Return the line that repeats a sweep of it."""
+        flags = (
+            f"--{f.name.replace('_', '-')} {getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name != SWEPT.get(what)
         )
+        return f"halfulp sweep {what} {' '.join(flags)}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ def sweep_precision(
     blocks = blocks_for_memory(setting.memory, setting.head_dim)
     jobs = [_Job(setting, fmt, families, blocks, fmt.mantissa_bits) for fmt in formats]
     found = _measure_all(jobs, progress)
-    command = f"halfulp sweep precision {setting.flags()}"
+    command = setting.command("precision")
     names = tuple(fmt.name for fmt in formats)
     flash = [family for family in families if family.startswith("flash")]
     against, both = "Flash attention against the baseline", "Both against the fp64 golden value"
@@ -348,7 +355,7 @@ def _curves(
     paper: str,
 ) -> SweepResult:
     """A figure per statistic, a line per format and family, and a table from first to last x."""
-    command = f"halfulp sweep {name} {setting.flags()}"
+    command = setting.command(name)
     figures, rows = [], []
     for statistic in shown:
         series = []

@@ -78,8 +78,13 @@ def drawn_calls(
     for _ in range(sizes.calls):
         drawn = chosen.draw(sizes, generator)
         for operand in operation.operands:
-            x = drawn[operand.name]
-            assert tuple(x.shape) == sizes.shape(operand.shape), (operand.name, x.shape)
+            x, size = drawn.get(operand.name), sizes.shape(operand.shape)
+            if x is None or tuple(x.shape) != size:
+                what = f"no {operand.name}" if x is None else f"{operand.name} of {list(x.shape)}"
+                raise ValueError(
+                    f"op={operation.folder!r}: probe {probe!r} draws {what}; expected"
+                    f" {operand.name} of {list(size)}, {operand.shape}"
+                )
             stacked.setdefault(operand.name, []).append(x.to(kinds.get(operand.dtype, x.dtype)))
         for result in operation.results:
             if operation.differentiable and result.differentiable:
@@ -129,6 +134,11 @@ def _evaluated(
             x[name].requires_grad_()
         with torch.set_grad_enabled(bool(leaves)):
             results = (define or operation.define)(step, x, calls.options)
+        if lacking := [r.name for r in operation.results if r.name not in results]:
+            raise ValueError(
+                f"op={operation.folder!r}: define gives {', '.join(results)}; expected"
+                f" {', '.join(lacking)} too, as RESULTS says"
+            )
         if leaves:
             outs = [results[name.removeprefix("grad_")] for name in calls.grads]
             given = [g[number].to(o.dtype) for g, o in zip(calls.grads.values(), outs, strict=True)]

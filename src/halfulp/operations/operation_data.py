@@ -64,8 +64,14 @@ class Sizes:
         return self.calls * math.prod(n for _, n in self.of)
 
     def shape(self, symbols: str) -> tuple[int, ...]:
-        """`"T D"` → (24, 256); a number stands for itself."""
+        """`"T D"` → (24, 256); a number stands for itself. Raises ValueError for anything else."""
         known = dict(self.of)
+        for one in symbols.split():
+            if one not in known and not one.isdecimal():
+                raise ValueError(
+                    f"shape={symbols!r}: {one!r} is no symbol; accepted are {', '.join(known)}, as"
+                    " SIZES gives them, and numbers"
+                )
         return tuple(known[s] if s in known else int(s) for s in symbols.split())
 
     def __str__(self) -> str:

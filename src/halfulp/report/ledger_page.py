@@ -27,7 +27,7 @@ def counts(verdicts: Sequence[Verdict]) -> str:
         own = [str(v["verdict"]) for v in verdicts if v["source"] == source]
         if own:
             kinds = ", ".join(f"{own.count(kind)} {kind}" for kind in dict.fromkeys(own))
-            said.append(f"of {whose} {len(own)} claims {kinds}")
+            said.append(f"of {whose} {len(own)} claim{'s' * (len(own) > 1)} {kinds}")
     return "; ".join(said)
 
 

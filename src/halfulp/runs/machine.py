@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _PACKAGES = ("halfulp", "torch", "numpy", "scipy", "safetensors", "transformers")
 
@@ -31,8 +32,8 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return system, processor, cores, memory in bytes, and the vector instructions that torch
-    uses.
+    """Return system, processor, cores, memory in bytes, the vector instructions and threads that
+    torch uses, and how many processes work together.
     """
     return {
         "system": f"{platform.system()} {platform.release()}",
@@ -46,6 +47,8 @@ def describe_machine() -> dict[str, Any]:
         else None,
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "processes": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
     }
 
 

@@ -87,9 +87,12 @@ def read_record(folder: Path, *kinds: str) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("kind") not in kinds:
         named = " or ".join(NAMED[kind] for kind in kinds)
         below = sorted(str(found.parent) for found in folder.glob("*/run.json"))[:4]
-        lacking = "run.json, or it is torn" if folder.exists() else "such folder"
+        lacking = "it is a file"
+        if not folder.is_file():
+            no = "run.json, or it is torn" if folder.exists() else "such folder"
+            lacking = f"there is no {no}"
         raise ValueError(
-            f"run={str(folder)!r}: there is no {lacking}; accepted is the folder of {named}"
+            f"run={str(folder)!r}: {lacking}; accepted is the folder of {named}"
             + (f", such as {', '.join(below)}" if below else "")
         )
     for name, types in _TYPES.items():

@@ -63,9 +63,9 @@ def write_tokens(folder: str | Path, file: str | Path, tokenizer: Tokenizer = "b
     every = list(_files(source))
     texts = [path for path in every if path.resolve() != target.resolve() and _is_text(path)]
     if not texts:
+        what = "holds no UTF-8 text" if source.exists() else "there is no such folder"
         raise ValueError(
-            f"folder={str(source)!r}: holds no UTF-8 text; accepted is a folder with some, or a"
-            " text file"
+            f"folder={str(source)!r}: {what}; accepted is a folder with some, or a text file"
         )
     sidecar_path(target).unlink(missing_ok=True)  # no moment in which it speaks of another file
     tokens, sha256 = _write_array(target, texts, encode, tokenizer)
