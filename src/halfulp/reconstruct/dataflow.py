@@ -267,7 +267,11 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
         own = found[tensor]
         if not own.right:
             break
-    other = found.get("grad_key" if tensor == "grad_query" else "grad_query", own)
+    name = "grad_key" if tensor == "grad_query" else "grad_query"
+    other = found.get(name, own)
+    if other.right and not own.right:  # the other end may be what is wrong
+        again = shown(run, trial, name, first=not first)
+        other = other if again is None else _held(again, dtype)
     short = {"grad_query": "dQ", "grad_key": "dK"}
     if own.right:
         numbers = 1 + torch.linspace(0.01, 0.97, trial.call.query.shape[3])

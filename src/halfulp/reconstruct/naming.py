@@ -56,6 +56,7 @@ SHARED = {
     "scaled_operand", "base", "shift", "block_key", "algorithm",
 }  # fmt: skip
 """Fields that both passes read."""
+_EXACT = ("=exact", " in fp64")  # what is not rounded is no cause
 _LABEL = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 # how a twist of the backward pass alone is called
 _BACKWARD_TWISTS = {
@@ -193,7 +194,7 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
     groups: dict[str, list[Difference]] = {}
     harmless = []
     for difference in differences(model, stock):
-        if difference.cause:
+        if difference.cause and not difference.text.endswith(_EXACT):
             groups.setdefault(difference.cause, []).append(difference)
         else:
             harmless.append(difference)
@@ -230,7 +231,10 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         found.append(
             Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function)
         )
-    found.sort(key=lambda n: -n.harm)
+    # what computes another O is the cause of other gradients, however large their errors are
+    found.sort(key=lambda n: (
+        not (n.function and n.tensor in FORWARD and n.harm > GROSS and n.explained > PROVEN),
+        -n.harm))  # fmt: skip
     return found, harmless
 
 

@@ -17,8 +17,8 @@ from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial, simplicity
-from halfulp.reconstruct.suggested import exchanged, silent_rows
-from halfulp.reconstruct.sums_read import from_terms, one_term, signed_sums, spread
+from halfulp.reconstruct.suggested import exchanged, reads_others, silent_rows
+from halfulp.reconstruct.sums_read import Run, from_terms, one_term, signed_sums, spread
 from halfulp.reconstruct.weights_read import (
     NOISE,
     Read,
@@ -125,7 +125,7 @@ def unexplained(
             worst,
             gross,
             found,
-            only if times > HARMFUL else ("", ""),
+            only if times > HARMFUL or common[0] else ("", ""),
             times > FAR,
         )
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
@@ -198,6 +198,10 @@ def _told(
     for text, key in ("", "") if worst == "small" else silent_rows(observed), exchanged(observed):
         if key:
             return text, key, False, True
+    if gross:
+        text, key = reads_others(emulator.run, trial, tensor, observed)
+        if key:
+            return text, key, False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     told, special = only
@@ -253,6 +257,8 @@ def _read(
         first = next((p for p in found if p.tensor == "grad_value" and p.was_read), None)
         if first is not None and first.cause in _UPSTREAM:
             return Read(f"as in dV: {first.text}", first.cause)
+        if not emulator.offered(("grad_value",)) and (own := _own_weights(emulator.run, trial)):
+            return own
         said = grad_scores(emulator.run, trial, tensor)
         if said is None:
             return None
@@ -262,7 +268,7 @@ def _read(
         return Read(said.text, said.cause)
     if tensor not in ("out", "grad_value"):
         return None
-    observed, dtype = emulator.observed[trial.name, tensor], trial.call.query.dtype
+    observed = emulator.observed[trial.name, tensor]
     backward = tensor == "grad_value"
     weights = (backward_weights if backward else forward_weights)(emulator.run, trial)
     if weights is None:
@@ -275,8 +281,7 @@ def _read(
         value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
         made = weights @ value
     exact = weights_of(trial.call, scores_of(trial.call))
-    least = exact.clamp_min(torch.finfo(dtype).smallest_normal) * (exact > 0)
-    how = unlike(weights, exact, 2 * spread(dtype) * least, dtype)
+    how = _off(weights, exact, trial)
     read = compared(trial, _in_place(weights, exact, how), backward=backward)
     if read.cause in ("weights", "scores", "row-max") and not backward:
         told = of_distance(emulator.run, trial)
@@ -300,6 +305,26 @@ def _read(
             return Read(f"P {how.text}, and that of the backward pass is right", "unnormalized")
         return Read(f"P {how.text}", read.cause)
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
+
+
+def _own_weights(run: Run, trial: Trial) -> Read | None:
+    """What is wrong with P of the backward pass, where dV itself, a sum over rows, does not say."""
+    weights = backward_weights(run, trial)
+    if weights is None:
+        return None
+    exact = weights_of(trial.call, scores_of(trial.call))
+    how = _off(weights, exact, trial)
+    if how.right:
+        return None
+    read = compared(trial, _in_place(weights, exact, how), backward=True)
+    cause = "backward-weights" if read.cause in ("", "probabilities") else read.cause
+    return Read(f"P as dV shows it {how.text}; {read.text}", cause)
+
+
+def _off(weights: Tensor, exact: Tensor, trial: Trial) -> Unlike:
+    dtype = trial.call.query.dtype
+    least = exact.clamp_min(torch.finfo(dtype).smallest_normal) * (exact > 0)
+    return unlike(weights, exact, 2 * spread(dtype) * least, dtype)
 
 
 def _in_place(weights: Tensor, exact: Tensor, how: Unlike) -> Tensor:

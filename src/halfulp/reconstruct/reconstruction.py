@@ -44,6 +44,7 @@ from halfulp.reconstruct.slips import Tiles, of_others
 from halfulp.reconstruct.stages import Stages
 from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_target, target_of
+from halfulp.targets.manner import PLAIN
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AGAIN = 7919  # seed of the numbers that a cause must foretell
@@ -116,7 +117,8 @@ def _called(target: Target, trial: Trial, device: str) -> Any:
         name: x.to(device) if isinstance(x, torch.Tensor) else x
         for name, x in call.options().items()
     }
-    outcome = run_target(target, query, key, value, do, **options)
+    manner = PLAIN if call.query.is_contiguous() else "transposed/transposed/once"
+    outcome = run_target(target, query, key, value, do, manner=manner, **options)
     if outcome.result is None or device == "cpu":
         return outcome
     return replace(outcome, result=outcome.result.map(torch.Tensor.cpu))
@@ -222,6 +224,8 @@ def _found(
     if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
         causes = [n for n in causes if _predicts(emulator, model, n, fresh)]
+    if region is not None and region.rows:
+        causes = [_of_rows(n) for n in causes]
     if region is not None and region.cause in OF_CALLS:
         causes = [_of_calls(n, region) for n in causes]
     return Reconstruction(
@@ -274,6 +278,13 @@ def _predicts(emulator: Emulator, model: Model, cause: Named, fresh: Mapping[str
     again = Emulator({trial: result}, emulator.run)
     fits = again.fits(model, frozenset({cause.tensor}))
     return all(1 - min(1.0, f.left) > FORETOLD * cause.explained for f in fits.values())
+
+
+def _of_rows(cause: Named) -> Named:
+    """Of a gradient of which some rows alone are 0 a part of the sequence is left out."""
+    if cause.cause.key != "unwritten" or cause.tensor in FORWARD:
+        return cause
+    return replace(cause, cause=CAUSES["grad-tail"])
 
 
 def _of_calls(cause: Named, region: Region) -> Named:

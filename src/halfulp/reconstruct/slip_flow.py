@@ -16,11 +16,11 @@ from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, JOINT, Memory, Slip, Tile
 
 _TO_SCORES = frozenset({"query", "key", "key_value", "product", "scores"})
-_TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_scores"})
-_TO_DP = frozenset({"grad_out", "b_value"})
+_TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_key_value", "b_scores"})
+_TO_DP = frozenset({"grad_out", "b_value", "b_key_value"})
 _TO_DELTA = _TO_WEIGHTS | _TO_DP | {"b_weights", "dp"}
-_OF_QUERIES = ("dq_sum", "ds_in_dq", "dq")
-_OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "ds_in_dk", "dk", "dv")
+_OF_QUERIES = ("dq_sum", "ds_in_dq", "key_in_dq", "dq")
+_OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "ds_in_dk", "query_in_dk", "dk", "dv")
 
 
 class Tiles(NamedTuple):
@@ -204,6 +204,7 @@ class Flow:
                     ds = ds * (1 - torch.tanh(q @ k.mT * self.call.scale / cap).square())
                 ds = self.at("ds", ds, r, c)
                 if by_key:
+                    q = self.at("query_in_dk", q, r, c)
                     p, own = self.at("p_in_dv", p, r, c), self.at("ds_in_dk", ds, r, c)
                     for name, part, stage in (("grad_value", p.mT @ do, "dv_sum"),
                                               ("grad_key", own.mT @ q, "dk_sum")):  # fmt: skip
@@ -211,7 +212,8 @@ class Flow:
                         x.copy_(self.at(stage, x + part, r, c))
                 else:
                     x = total["grad_query"][:, :, r]
-                    x.copy_(self.at("dq_sum", x + self.at("ds_in_dq", ds, r, c) @ k, r, c))
+                    ds, k = self.at("ds_in_dq", ds, r, c), self.at("key_in_dq", k, r, c)
+                    x.copy_(self.at("dq_sum", x + ds @ k, r, c))
         for name, stage in zip(GRADIENTS, ("dq", "dk", "dv"), strict=True):
             if name not in total:
                 continue

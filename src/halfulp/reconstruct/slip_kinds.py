@@ -49,6 +49,8 @@ STAGES: dict[str, Stage] = {
     "delta": Stage("δ", "no-delta", "no-delta", "delta"),
     "b_query": Stage("Q of the backward pass", "backward-scores", "other-data", "backward-scores"),
     "b_key": Stage("K of the backward pass", "backward-scores", "other-data", "backward-scores"),
+    "b_key_value": Stage("K and V of the backward pass", "backward-scores", "other-data",
+        "backward-scores"),
     "b_value": Stage("V in dP", "no-delta", "other-data", "operand"),
     "grad_out": Stage("dO", "grad-scale", "other-data", "operand"),
     "b_scores": Stage("S of the backward pass",
@@ -60,6 +62,8 @@ STAGES: dict[str, Stage] = {
     "p_in_dv": Stage("P in dV", "probabilities", "probabilities", "probabilities"),
     "ds_in_dq": Stage("dS in dQ", "grad-scores", "grad-scores", "grad-scores"),
     "ds_in_dk": Stage("dS in dK", "grad-scores", "grad-scores", "grad-scores"),
+    "key_in_dq": Stage("K in dQ", "grad-scale", "other-data", "operand"),
+    "query_in_dk": Stage("Q in dK", "grad-scale", "other-data", "operand"),
     "dq_sum": Stage("dQ as it is summed",
         "grad-accumulator", "grad-accumulator", "grad-accumulator"),
     "dk_sum": Stage("dK as it is summed",
@@ -71,7 +75,12 @@ STAGES: dict[str, Stage] = {
     "dv": Stage("dV", "grad-scale", "other-data", "grad-stored"),
 }  # fmt: skip
 FORWARD_STAGES = tuple(STAGES)[: list(STAGES).index("b_lse")]
-JOINT = {"key": "key_value", "value": "key_value"}
+JOINT = {
+    "key": "key_value",
+    "value": "key_value",
+    "b_key": "b_key_value",
+    "b_value": "b_key_value",
+}
 """Stages that another stands for as well."""
 BY_KEY = {"key", "value", "key_value", "b_key", "b_value", "dk_sum", "dv_sum", "dk", "dv"}
 
@@ -149,11 +158,18 @@ CODES: dict[str, tuple[str, Wrong]] = {
 }
 FLUSHED = {"flush row": 2.0**-8, "flush tile": 2.0**-6, "flush": 2.0**-10}
 """What is 0 below a share of its row's or tile's largest, or below a number; and where to begin."""
+
+
+def _paired(heads: int) -> Tensor:
+    return (torch.arange(heads) ^ 1).clamp_max(heads - 1)
+
+
 MISTAKES: dict[str, tuple[str, Wrong]] = {
     "gone": ("is left out", _gone),
     "head-1": ("is that of the head before", lambda x, *_: x.roll(1, 1)),
     "head+1": ("is that of the head after", lambda x, *_: x.roll(-1, 1)),
     "head0": ("is that of the first head", lambda x, *_: x[:, :1].expand_as(x)),
+    "heads": ("is exchanged between heads", lambda x, *_: x[:, _paired(x.shape[1])]),
     "batch-1": ("is that of the sequence before", lambda x, *_: x.roll(1, 0)),
     "batch+1": ("is that of the sequence after", lambda x, *_: x.roll(-1, 0)),
     "batch0": ("is that of the first sequence", lambda x, *_: x[:1].expand_as(x)),
@@ -168,7 +184,7 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     **CODES,
 }  # fmt: skip
 FACTORS = ("factor", "grows")  # mistakes that a factor belongs to
-TOGETHER = {"key_value", "statistics", "divided_statistics"}
+TOGETHER = {"key_value", "b_key_value", "statistics", "divided_statistics"}
 """Stages of several quantities, which others' or a tile before's may be."""
 NOT_ROUNDED = {*TOGETHER, "rescale_out", "rescale_sum"}
 ROUNDINGS = {*FORMATS, *CODES, *FLUSHED}

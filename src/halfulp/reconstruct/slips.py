@@ -124,10 +124,11 @@ def likeliest(
     model: Model | None = None,
     region: Region | None = None,
     *,
+    gross: bool = True,
     coarse: bool = True,
 ) -> list[Held]:
     """The slips that explain most of these results' errors on a trial, the best first; of errors
-    less a model's, where one is given; with `coarse`, what is rounded as well.
+    less a model's, where one is given: what is no rounding, what is one, or both.
     """
     seen = {n: o for n in tensors if (o := emulator.observed.get((trial.name, n))) is not None}
     if region is not None:
@@ -137,13 +138,15 @@ def likeliest(
         return []
     holds = _Errors(emulator, trial, tiles, seen, model)
     stages = FORWARD_STAGES if tensors & {"out", "lse"} else tuple(STAGES)[len(FORWARD_STAGES) :]
-    every = [holds(slip) for slip in _slips(trial, stages, region is not None)]
+    every: list[Held] = []
+    if gross:
+        every = [holds(slip) for slip in _slips(trial, stages, region is not None)]
     if region is not None:
         return sorted(every, key=_order)[:6]
-    for mistake in FACTORS:
+    for mistake in FACTORS if gross else ():
         first = [holds(Slip(s, mistake, factor=1.25)) for s in stages if s not in TOGETHER]
-        every += [holds.fitted(h.slip) for h in sorted(first, key=lambda h: h.least)[:FITTED]]
-    if coarse and min(h.left for h in every) > DONE:
+        every += [holds.fitted(h.slip) for h in sorted(first, key=_least)[:FITTED]]
+    if coarse and min((h.left for h in every), default=1.0) > DONE:
         every += holds.roundings(stages)
     whole = (h for h in every if h.slip.mistake not in FORMATS or h.slip.stage in ONLY_HERE)
     best = sorted(whole, key=_order)[:6]  # recipes round most whole steps

@@ -191,6 +191,7 @@ class Stages:
             if key not in self._slips:
                 self._slips[key] = slips.likeliest(
                     self.emulator, self.emulator.trials[name], tensors, self.own_tiles, model,
+                    gross=everywhere or (name, tensors, True) not in self._slips,
                     coarse=not everywhere)  # fmt: skip
             found = self._slips[key]
             twists += [
@@ -312,12 +313,13 @@ class Stages:
         twisted = _neighbors(lambda: space.twist_changes(self.twists, BACKWARD))
         both = _both(twisted, arithmetic)
         gross = self._gross(tensors)
-        if gross and self._unexplained(model, tensors):
+        known = not self._unexplained(model, self.forward)  # else what is wrong there is first
+        if gross and known and self._unexplained(model, tensors):
             model = self._slipped("backward", model, tensors, BACKWARD, everywhere=True)
         model = search.descend("backward", model, both if gross else arithmetic, tensors)
         if gross:
             model = self._partly("backward", model, tensors, BACKWARD)
-        if self._unexplained(model, tensors):
+        if known and self._unexplained(model, tensors):
             model = self._slipped("backward", model, tensors, BACKWARD, everywhere=False)
         return self._refined("backward", model, tensors)
 

@@ -5,14 +5,14 @@ on a scale or on a result, what was never written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call
+from halfulp.calls import Result
 from halfulp.reconstruct.call_kinds import option_of
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
@@ -27,109 +27,41 @@ HALF = 0.5  # of an error, that what lies elsewhere must hold
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
+Run = Callable[[Trial], Result | None]
 Results = Mapping[tuple[str, str], Observed]  # (trial, tensor)
 
 
-def sources(trial: Trial, out: Observed) -> Twist | None:
-    """Which heads are computed from another's data: each head of O that is far off is looked for
-    among what the other heads' keys and values would give it.
+def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
+    """Whether what a kernel gives in one head, or row, follows what only others are given: the
+    others' data change their sign, so that largest numbers and scales stay.
     """
     call = trial.call
-    b, h = call.query.shape[:2]
-    if b * h > 24 or call.sees.mask is not None or call.softcap or call.sinks is not None:
-        return None
-    head_error = (out.value - out.exact).square().sum((-1, -2))
-    head_size = out.exact.square().sum((-1, -2))
-    wrong = [(i, j) for i in range(b) for j in range(h)
-             if float(head_error[i, j]) > 0.02 * float(head_size[i, j])]  # fmt: skip
-    if not wrong:
-        return None
-    found: dict[tuple[int, int], tuple[str, tuple[int, int]]] = {}
-    for place in wrong:
-        best = min(_candidates(call, place, out), default=None)
-        if best is not None and best[0] < 0.02 * float(head_size[place]):
-            found[place] = best[1:]
-    if len(found) < len(wrong):
-        return None
-    what = {w for w, _ in found.values()}
-    if len(what) > 1:
-        return None
-    which = what.pop()
-    told = "; ".join(f"{place} from {source}" for place, (_, source) in list(found.items())[:3])
-    words = {"kv": "key and value", "k": "key", "v": "value", "q": "query", "qkv": "all operands"}
-    text = f"heads (sequence, head) are computed from another's {words[which]}: {told}"
-    if len(found) > 3:
-        text += f" and {len(found) - 3} more"
-    return _from_elsewhere(trial.name, text, which, {k: v for k, (_, v) in found.items()})
-
-
-def _candidates(
-    call: Call, place: tuple[int, int], out: Observed
-) -> Iterator[tuple[float, str, tuple[int, int]]]:
-    b, h = call.query.shape[:2]
-    g = call.groups
-    for i in range(b):
-        for j in range(h):
-            for which in ("kv", "q", "qkv", "k", "v"):
-                if (i, j) == place or (which in ("kv", "k", "v") and (i, j // g) == (
-                    place[0], place[1] // g)):  # fmt: skip
-                    continue
-                q = (i, j) if "q" in which else place
-                k = (i, j) if "k" in which else place
-                v = (i, j) if "v" in which else place
-                part = _head_out(call, q, (k[0], k[1] // g), (v[0], v[1] // g))
-                off = float((part - out.value[place]).square().sum())
-                yield off, which, (i, j)
-
-
-def _head_out(call: Call, q: tuple[int, int], k: tuple[int, int], v: tuple[int, int]) -> Tensor:
-    scores = call.query[q].double() @ call.key[k].double().mT * call.scale
-    scores = call.sees.apply(scores, slice(0, scores.shape[0]), slice(0, scores.shape[1]), 1.0)
-    return scores.softmax(-1).nan_to_num(0.0) @ call.value[v].double()
-
-
-def _from_elsewhere(
-    name: str, text: str, which: str, found: dict[tuple[int, int], tuple[int, int]]
-) -> Twist:
-    def moved(x: Tensor, letter: str, groups: int) -> Tensor:
-        x = x if letter == "q" else x.repeat_interleave(groups, 1)
-        if letter not in which:
-            return x
-        x = x.clone()
-        original = x.clone()
-        for place, source in found.items():
-            x[place] = original[source]
-        return x
-
-    def turn(trial: Trial) -> Trial | None:
-        call = trial.call
-        if trial.name.partition("/")[0] != name or call.query.shape[1] <= max(
-            max(p[1], s[1]) for p, s in found.items()):  # fmt: skip
-            return None
-        g = call.groups
-        q, k, v = (moved(x, c, g) for x, c in ((call.query, "q"), (call.key, "k"),
-                                               (call.value, "v")))  # fmt: skip
-        return replace(trial, call=replace(call, query=q, key=k, value=v))
-
-    def back(trial: Trial, tensors: Tensors) -> Tensors:
-        call, changed = trial.call, dict(tensors)
-        for grad, letter in zip(GRADIENTS, "qkv", strict=True):
-            if grad not in tensors:
-                continue
-            x = tensors[grad].clone()
-            if letter in which:
-                own = tensors[grad]
-                for place in found:
-                    x[place] = 0
-                for place, source in found.items():
-                    x[source] += own[place]
-            if letter != "q" and call.groups > 1:
-                x = x.reshape(x.shape[0], -1, call.groups, *x.shape[2:]).sum(2)
-            changed[grad] = x
-        return changed
-
-    return Twist(f"elsewhere-{name}-{which}-{sorted(found.items())}", text, "other-data", turn,
-                 back)  # fmt: skip
+    own = torch.zeros(call.key.shape[:2], dtype=torch.bool)
+    own[0, 0] = True
+    mine = own.repeat_interleave(call.groups, 1)
+    even = torch.arange(call.query.shape[2]) % 2 == 0
+    rows = torch.where(even[:, None], call.query, -call.query)
+    grads = torch.where(even[:, None], trial.grad_out, -trial.grad_out)
+    heads = own[..., None, None]
+    changed = replace(call, key=torch.where(heads, call.key, -call.key),
+                      value=torch.where(heads, call.value, -call.value))  # fmt: skip
+    kept = (own if tensor in GRADIENTS[1:] else mine)[..., None, None]
+    asked = [(own.numel() > 1, changed, trial.grad_out, kept, "heads")]
+    asked += [(tensor in ("out", "grad_query"), replace(call, query=rows), grads,
+               even[:, None], "rows")]  # fmt: skip
+    for possible, other, grad_out, where, told in asked:
+        if not possible:
+            continue
+        result = run(replace(trial, name=f"{trial.name}/other {told}", call=other,
+                             grad_out=grad_out))  # fmt: skip
+        got = None if result is None else getattr(result, tensor)
+        if got is None:
+            continue
+        moved, error = (torch.where(observed.usable & where, x, 0.0).square().sum() for x in (
+            got.double() - observed.value, observed.value - observed.exact))  # fmt: skip
+        if float(moved) > max(HALF * float(error), 4 * observed.floor):
+            return f"{told} follow what others are given, whose own data stay", "other-data"
+    return "", ""
 
 
 def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
@@ -380,7 +312,4 @@ def hints(emulator: Emulator) -> tuple[Twist, ...]:
     outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
     for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
         found += fitted_scales(emulator.trials[name], outs[name])
-    for name, observed in outs.items():
-        source = sources(emulator.trials[name], observed)
-        found += [] if source is None else [source]
     return tuple({twist.key: twist for twist in found}.values())
