@@ -191,23 +191,11 @@ def merges() -> Iterator[Twist]:
                           "split-merge", _equal(parts), kind)  # fmt: skip
     for block in (32, 64, 128):
         for key, text, kind in (
-            ("neither", "neither Ō nor l is rescaled where the maximum grows", "sums"),
-            ("out", "Ō is not rescaled where the maximum grows", "out"),
-            ("sum", "l is not rescaled where the maximum grows", "sum"),
-            ("twice", "Ō is rescaled twice where the maximum grows", "twice"),
-            ("dropped", "Ō of earlier blocks is dropped where the maximum grows", "dropped"),
             ("late", "Ō is rescaled after a block is added, not before", "late"),
             ("late-both", "Ō and l are rescaled after a block is added, not before", "late both"),
         ):
             yield _merged(f"rescale-{block}-{key}", f"{text} (key blocks of {block})", "rescale",
                           _blocks(block), kind)  # fmt: skip
-        for jump in (2.0**-5, 0.5, 1.0, 5.0):
-            yield _merged(f"rescale-{block}-below-{jump:g}", "Ō, but not l, is left as it is where"
-                          f" the maximum grows by less than {jump:g} (key blocks of {block})",
-                          "rescale", _blocks(block), f"lazy{jump}")  # fmt: skip
-        yield _merged(f"rescale-{block}-clamped", f"the factor that rescales Ō is kept above e⁻⁵"
-                      f" (key blocks of {block})", "rescale", _blocks(block),
-                      "clamp")  # fmt: skip
         for bits in (4.0, 8.0, 16.0):
             yield _merged(f"skipped-{block}-{bits:g}", f"key blocks of {block} that lie"
                           f" {bits:g} below the maximum are skipped", "tiles-skipped",
@@ -273,21 +261,10 @@ def _online(trial: Trial, parts: tuple[tuple[int, int], ...], kind: str) -> tupl
         shift = torch.where(m_new == -math.inf, 0.0, m_new)
         p, rescale = (s - shift).exp(), (m - shift).exp()
         pv, block = p @ value[:, :, first:last], p.sum(-1, keepdim=True)
-        kept = rescale
-        if kind in ("out", "sums"):
-            kept = torch.ones_like(rescale)
-        elif kind.startswith("lazy"):
-            kept = torch.where(m_new - m < float(kind[4:]), 1.0, rescale)
-        elif kind == "twice":
-            kept = rescale.square()
-        elif kind == "dropped":
-            kept = (rescale == 1).double()
-        elif kind == "clamp":
-            kept = rescale.clamp_min(math.exp(-5.0)).masked_fill(rescale == 0, 0.0)
+        kept = torch.ones_like(rescale) if kind == "sums" else rescale
         late = 1.0 if m.isinf().all() else rescale  # nothing is rescaled at the first block
         acc = (acc + pv) * late if kind.startswith("late ") or kind == "late" else acc * kept + pv
-        kept_sum = 1.0 if kind in ("sum", "sums") else rescale
-        l = (l + block) * late if kind == "late both" else l * kept_sum + block
+        l = (l + block) * late if kind == "late both" else l * kept + block
         own = torch.where(top == -math.inf, 0.0, top)
         part = (s - own).exp()
         l_part = part.sum(-1, keepdim=True)

@@ -29,9 +29,6 @@ class Trial:
     call: Call
     grad_out: Tensor
     about: str = ""  # what is telling in it
-    delta_left_out: float = (
-        0.0  # share of δ that a candidate leaves out of dS; no kernel is asked so
-    )
 
 
 def _operands(

@@ -165,9 +165,9 @@ def of_kernel(
             whole = emulator = restricted(emulator, region)
         else:
             given = (exchanged,)
-    elif (narrow := rows_of(emulator, stages.start)) is not None:
-        emulator, region = narrow
-        whole = emulator
+    elif _shown(emulator, stages.start) and (narrow := rows_of(emulator, stages.start)):
+        whole, region = narrow
+        emulator = whole
     else:
         wrong, region = calls_of(emulator, stages.start)
         emulator = emulator.only(wrong)

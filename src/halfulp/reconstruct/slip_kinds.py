@@ -164,6 +164,17 @@ def _paired(heads: int) -> Tensor:
     return (torch.arange(heads) ^ 1).clamp_max(heads - 1)
 
 
+def _left(jump: float) -> tuple[str, Wrong]:
+    return (f"is left out where the maximum grows by less than {jump:g}",
+            lambda x, *_: torch.where(x > math.exp(-jump), 1.0, x))  # fmt: skip
+
+
+RESCALED: dict[str, tuple[str, Wrong]] = {
+    "dropped": ("is 0 where the maximum grows", lambda x, *_: (x == 1).float()),
+    "floor": ("is kept above e⁻⁵", lambda x, *_: x.clamp_min(math.exp(-5)).masked_fill(x == 0, 0)),
+    **{f"left{jump:g}": _left(jump) for jump in (2**-5, 0.5, 1.0, 5.0)},
+}
+"""What only factors of rescaling have."""
 MISTAKES: dict[str, tuple[str, Wrong]] = {
     "gone": ("is left out", _gone),
     "head-1": ("is that of the head before", lambda x, *_: x.roll(1, 1)),
@@ -180,6 +191,7 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     **{f"last{c}": (f"lacks the last {c} rows of a tile", _cut(c)) for c in _LAST},
     "first1": ("lacks the first row of a tile", _cut(-1)),
     **{f"within{c:g}": (f"is held within ±{c:g}", _within(c)) for c in _WITHIN},
+    **RESCALED,
     **FORMATS,
     **CODES,
 }  # fmt: skip

@@ -30,6 +30,7 @@ from halfulp.reconstruct.slip_kinds import (
     ONLY_HERE,
     OTHERS,
     PARTS,
+    RESCALED,
     ROUNDINGS,
     SIFTED,
     SQUARED,
@@ -47,7 +48,7 @@ TWICE = 3  # so many of these in two parts at once
 EXCHANGED = 0.2  # share that another head's data may leave of what some heads err
 MANY = 24  # heads, and
 LARGEST = 200_000  # pairs of queries and keys of a trial on which slips are looked for
-OTHER_TILES = ((32, 64), (128, 64), (64, 32), (32, 32), (64, 128), (128, 128))
+OTHER_TILES = ((64, 64), (32, 64), (128, 64), (64, 32), (32, 32), (64, 128), (128, 128))
 NOWHERE = 0.985  # share left by the best multiple of what is no part of an error
 HALF = 0.5  # share left from which other tiles are tried
 DONE = 0.05  # share left: no part is looked for
@@ -99,11 +100,10 @@ def _slips(trial: Trial, stages: tuple[str, ...], others: bool) -> Iterator[Slip
         for mistake in MISTAKES:
             if (mistake.startswith("head") and h == 1) or (mistake.startswith("batch") and b == 1):
                 continue
-            if (
-                mistake in SIFTED
-                or mistake in ROUNDINGS
-                or (mistake == "squared" and stage not in SQUARED)
-            ):
+            own = stage.startswith("rescale") or mistake not in RESCALED
+            if mistake in SIFTED | ROUNDINGS or not own:
+                continue
+            if mistake == "squared" and stage not in SQUARED:
                 continue
             if (others and mistake not in OTHERS) or (stage in TOGETHER and mistake not in MOVED):
                 continue
@@ -152,10 +152,12 @@ def likeliest(
     best = sorted(whole, key=_order)[:6]  # recipes round most whole steps
     if best[0].left > DONE:
         best += holds.in_parts(every)
-    if coarse and min(best).left > HALF:  # what is left of the tile before tells the tiles
-        others = (tiles._replace(rows=rows, cols=cols) for rows, cols in OTHER_TILES)
-        best += [_Errors(emulator, trial, other, seen, model)(Slip(stage, "stale"))
-                 for other in others if other != tiles for stage in stages]  # fmt: skip
+    if min(best).left > HALF:  # the order of sums may not have told the tiles
+        widths = OTHER_TILES if coarse else OTHER_TILES[:1]
+        others = (tiles._replace(rows=rows, cols=cols) for rows, cols in widths)
+        best += [_Errors(emulator, trial, other, seen, model)(Slip(stage, mistake))
+                 for other in others if other != tiles for stage in stages
+                 for mistake in ("stale", "row-1", "row+1")[: 1 if coarse else 3]]  # fmt: skip
     clear = [h for h in best if h.slip.mistake not in FACTORS or abs(h.slip.factor - 1) > LEAN]
     return sorted(clear, key=_order)[:6]
 
@@ -172,9 +174,10 @@ class Held(NamedTuple):
     tiles: Tiles
 
 
-def _order(h: Held) -> tuple[float, int, bool, int]:
+def _order(h: Held) -> tuple[float, int, int, int]:
     """Of those that explain alike the simplest, and the one nearest to the result."""
-    simple = len(h.slip.parts), h.slip.mistake == "grows"
+    simple = len(h.slip.parts), 1 + FACTORS.index(h.slip.mistake) if (
+        h.slip.mistake in FACTORS) else 0  # fmt: skip
     return round(h.left, 3), *simple, -list(STAGES).index(h.slip.stage)
 
 
@@ -231,6 +234,8 @@ class _Errors:
         for _ in range(FITS):
             factor = 1 + (best.slip.factor - 1) * max(-4.0, min(4.0, best.times))
             best = min(best, self(replace(slip, factor=factor)))
+        if slip.mistake == "factor" and abs(best.slip.factor) < LEAN:
+            return self(replace(slip, mistake="gone", factor=1.0))
         return best
 
     def roundings(self, stages: Sequence[str]) -> list[Held]:
@@ -246,7 +251,7 @@ class _Errors:
         """Slips that point where the error does, in parts of the tiles and numbers."""
         parted = [h for h in every if h.slip.mistake != "grows"]
         coarse = [h for h in parted if h.slip.mistake in ROUNDINGS]
-        others = [h for h in parted if h.slip.mistake not in ROUNDINGS]
+        others = [h for h in parted if h.slip.mistake not in {*ROUNDINGS, *RESCALED}]
         near = [*sorted(others, key=_least)[:NEAR], *sorted(coarse, key=_least)[:COARSE]]
         found: list[Held] = []
         for whole in (h for h in near if h.least < NOWHERE):

@@ -371,11 +371,6 @@ def results() -> Iterator[Twist]:
     factors: tuple[tuple[str, str, Callable[[Call], float]], ...] = (
         ("unscaled", "lacks the scale", lambda c: 1 / c.scale),
         ("rescaled", "has the scale twice", lambda c: c.scale),
-        ("log2e", "has a factor log₂e", lambda _: LOG2_E),
-        ("ln2", "has a factor ln 2", lambda _: 1 / LOG2_E),
-        ("double", "is twice as large", lambda _: 2.0),
-        ("half", "is half as large", lambda _: 0.5),
-        ("sign", "has the wrong sign", lambda _: -1.0),
         ("group", "is the mean over its group of query heads, not their sum",
          lambda c: 1 / c.groups),
         ("zero", "is 0", lambda _: 0.0),
@@ -387,24 +382,7 @@ def results() -> Iterator[Twist]:
                         times((tensor,), factor))  # fmt: skip
     for key, pick in (("last", -1), ("first", 0)):
         yield _one_of_group(key, key, pick)
-    yield from _deltas()
     yield from _other_lses()
-
-
-def _deltas() -> Iterator[Twist]:
-    for key, text, factor in (
-        ("none", "δ is left out of dS", 1.0),
-        ("sign", "δ is added to dP", 2.0),
-        ("twice", "δ is subtracted twice", -1.0),
-        ("half", "half of δ is subtracted", 0.5),
-    ):
-        yield Twist(f"delta-{key}", text, "no-delta", partial(_without_delta, factor))
-    yield Twist("delta-scaled", "δ is multiplied by the scale", "no-delta", lambda t: replace(
-        t, delta_left_out=1 - t.call.scale))  # fmt: skip
-
-
-def _without_delta(share: float, trial: Trial) -> Trial:
-    return replace(trial, delta_left_out=trial.delta_left_out + share)
 
 
 def _other_lses() -> Iterator[Twist]:
