@@ -13,7 +13,6 @@ from halfulp.audit.invariants import Relation
 from halfulp.audit.verdict import LIMITS, Finding, Row
 from halfulp.operations import ATTENTION
 from halfulp.reconstruct import Cause, Reconstruction
-from halfulp.reconstruct.codes import CODES
 
 Verdict = Literal[
     "sound", "stock", "forward sound", "forward stock", "defect", "incomplete", "error"
@@ -109,7 +108,7 @@ class AuditReport:
         """Plain data for JSON; NaN and infinities become None."""
         causes = [
             {
-                "code": CODES[c.key],
+                "code": c.code,
                 "key": c.key,
                 "name": c.name,
                 "resembles": c.resembles,

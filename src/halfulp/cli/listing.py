@@ -91,10 +91,9 @@ def probes(op: str) -> Table:
 def causes() -> Table:
     """Return what an audit can find, by its code; docs/causes has a page of each."""
     from halfulp.reconstruct import CAUSES
-    from halfulp.reconstruct.codes import CODES
 
-    found = sorted((code, CAUSES[key]) for key, code in CODES.items())
-    rows: list[tuple[Cell, ...]] = [(code, c.name, c.resembles) for code, c in found]
+    found = sorted(CAUSES.values(), key=lambda cause: cause.code)
+    rows: list[tuple[Cell, ...]] = [(c.code, c.name, c.resembles) for c in found]
     return _table("Causes", ("code", "what the kernel does", "resembles"), rows, "causes")
 
 

@@ -161,6 +161,10 @@ def _mistakes() -> Iterator[tuple[str, str, _Quantize]]:
     for text, rule in _POWERS.items():
         of_largest = partial(_quantized, changes={"from_largest": rule})
         yield "block-scale", text, of_largest
+    for text, rule in _OTHER_SCALES.items():
+        other = text.replace("scales are", "codes are multiplied by scales that are", 1)
+        if other != text:
+            yield "block-scale", other, partial(_quantized, changes={"read": rule})
     for step, said in _SAID.items():
         cause = "block-scale" if step in _SCALES else "block-codes"
         known = torch.tensor([1e-3, 500.0]) if step in ("scaled", "codes") else torch.tensor(1e3)

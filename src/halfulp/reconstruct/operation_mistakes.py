@@ -129,7 +129,7 @@ def roundings(own: Format, low: str, holds: bool, result: bool) -> Iterator[Mist
         yield Mistake(low, f"is rounded to {own}", rounded(own))
     if result or not holds:
         yield Mistake("result-cut" if result else low, f"is cut to {own}", cut(own))
-    for fmt in (FP16, OCP_E4M3, OCP_E5M2, _SCALED_FP8):
+    for fmt in (FP16, BF16, OCP_E4M3, OCP_E5M2, _SCALED_FP8):
         if fmt is not own:
             told = "fp8 of a scale of its own" if fmt is _SCALED_FP8 else str(fmt)
             yield Mistake("coarser", f"passes through {told}", rounded(fmt))
@@ -141,6 +141,10 @@ def rare_roundings(own: Format, low: str, result: bool) -> Iterator[Mistake]:
         alter = partial(_directed, own, way)
         yield Mistake("result-cut" if result else low, f"is rounded {way} to {own}", alter)
     yield Mistake("coarser", "is rounded to integers", torch.round)
+    for per, dim in (("the largest", None), ("the largest of a row", -1)):
+        for fmt in (OCP_E4M3, OCP_E5M2):
+            text = f"passes through {fmt}, scaled by {per}"
+            yield Mistake("coarser", text, partial(_scaled, fmt, dim))
 
 
 def random_errors(low: str, result: bool, chance: torch.Generator) -> Iterator[Mistake]:
@@ -163,6 +167,14 @@ def _by_chance(fmt: Format, chance: torch.Generator, x: Tensor) -> Tensor:
     below, above = (round_to(x, fmt, rounding=way) for way in ("down", "up"))
     size = ((x - below) * (above - x)).sqrt().nan_to_num(0.0)
     return x + size * torch.randn(x.shape, generator=chance)
+
+
+def _scaled(fmt: Format, dim: int | None, x: Tensor) -> Tensor:
+    """Through a format whose largest number the largest one becomes."""
+    sizes = x.abs().nan_to_num(0.0, 0.0, 0.0)
+    whole = sizes.amax() if dim is None or not x.ndim else sizes.amax(dim, keepdim=True)
+    scale = whole.clamp_min(1e-30) / fmt.max
+    return round_to((x / scale).contiguous(), fmt) * scale
 
 
 def _directed(fmt: Format, way: str, x: Tensor) -> Tensor:

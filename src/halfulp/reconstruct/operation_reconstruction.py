@@ -125,14 +125,14 @@ def of_operation(
         rest.sort(key=lambda t: (t.calls.options != one.calls.options, not t.failing))
         del rest[OTHERS:]
         found.append(_Judge(one, rest, thorough=not found).found())
-        if found[-1].share >= WHOLLY and found[-1].fits >= WRONG:
+        of_rounding = CAUSES[found[-1].cause].kind == "rounding"
+        if found[-1].share >= (DO if of_rounding else WHOLLY) and found[-1].fits >= WRONG:
             break
     best = max(found, key=_rank, default=None)
     if best is not None and not (best.share and best.cause in OTHERWISE):
-        asked = [(f.calls, f.failing) for f in failures]
-        for calls, failing in asked or [(t.calls, t.failing) for t in others if t.failing]:
+        for calls in (*(f.calls for f in failures), *(t.calls for t in others)):
             if text := random_cause(run, calls):
-                return FoundWay("random", text, 0.0, 0.0, ", ".join(failing))
+                return FoundWay("random", text, 0.0, 0.0, best.tensor)
     return best
 
 
@@ -168,7 +168,8 @@ class _Judge:
         if not eager or max(eager, key=_share)[1] < ALL:
             found, tried = self._alone(bases)
         found += eager
-        if self.thorough and not self._whole(found) and not self._roundings_do(found, tried):
+        explained = self._whole(found) or self._roundings_do(found, tried)
+        if self.thorough and not explained:
             more = self._further(bases, found)
             tried = _both([*more, *found])
             found += more
@@ -176,7 +177,8 @@ class _Judge:
         elsewhere = self._predicts(base, (way,))
         if share >= WHOLLY and (fits < WRONG or elsewhere < MOSTLY):  # it is in a part alone
             found += self._in_parts(found)
-            found += self._hidden(base, found) if elsewhere < MOSTLY and self.thorough else []
+            if elsewhere < MOSTLY and self.thorough and explained:  # else it was looked for
+                found += self._hidden(base, found)
             (base, share, way), fits, rivals = self._told_apart(found)
         alike = self._alike(base, way, found)
         share, chosen = self._joined(base, share, way, tried)
@@ -186,7 +188,8 @@ class _Judge:
         predicts = self._predicts(base, chosen)
         if len(chosen) > 1:
             fits = self._fit(base, chosen)
-        wrong = share + min(0.0, fits) < EXPLAINS or predicts < PREDICTS
+        least = MOSTLY if otherwise and len(chosen) > 1 else PREDICTS  # two come near by chance
+        wrong = share + min(0.0, fits) < EXPLAINS or predicts < least
         if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
             return self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
@@ -420,9 +423,9 @@ class _Judge:
         best = self.trial.share(base, (way,))
         if best < EXPLAINS:
             return ()
-        told = {str(way).partition(" is ")[0]: ""}
+        told: dict[object, str] = {tuple(way.steps) or way.text: ""}
         for of, share, other in found:
-            where = str(other).partition(" is ")[0]
+            where = tuple(other.steps) or other.text
             if of is not base or abs(share - best) > EQUAL or where in told or len(told) > ALIKE:
                 continue
             if all(abs(one.share(of, (other,)) - own) <= 10 * EQUAL

@@ -16,7 +16,6 @@ from halfulp.audit.run import runner
 from halfulp.audit.shrink import severity
 from halfulp.audit.verdict import Finding
 from halfulp.operations import Sizes
-from halfulp.reconstruct.codes import CODES
 from halfulp.report.audit_summary import meaning
 from halfulp.runs.threads import own_thread
 from halfulp.targets import CallLimits, Form, Target, resolve, target_of
@@ -194,7 +193,7 @@ def failure_text(report: AuditReport, like: str) -> str:
     if report.verdict in ("error", "incomplete"):
         return "\n".join([*lines, *_told("why", report.reason)])
     if report.cause is not None:
-        code = CODES[report.cause.key]
+        code = report.cause.code
         lines += _told("cause", f"{report.cause.name} ({code}, docs/causes/{code}.md)")
         lines += _told("resembles", report.cause.resembles)
         lines += _told("in training", report.cause.effect)

@@ -43,7 +43,7 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     right = torch.where(seen, target, 0)[:, None]
     largest = step("_maximum", rows.amax(-1, keepdim=True))
     weights = step("weights", step("_shifted", rows - largest).exp())
-    row_sum = step("row_sum", step("_summed", weights).sum(-1, keepdim=True))
+    row_sum = step("row_sum", step("_row_sum_terms", weights).sum(-1, keepdim=True))
     whole = largest + row_sum.log()
     kept = step("_lse", whole)  # of which kernels take the loss and the gradient
     lse = step("lse", kept)

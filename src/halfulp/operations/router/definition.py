@@ -39,7 +39,7 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     largest = step("_maximum", logits.detach().amax(-1, keepdim=True))
     powers = step("powers", (step("_logits", logits) - largest).exp())
     weights = step(
-        "weights", powers / step("row_sum", step("_summed", powers).sum(-1, keepdim=True))
+        "weights", powers / step("row_sum", step("_row_sum_terms", powers).sum(-1, keepdim=True))
     )
     weights = weights.gather(-1, chosen)
     if options["renormalize"]:

@@ -20,7 +20,7 @@ def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     rows = x["input"].detach()
     largest = step("_maximum", rows.amax(-1, keepdim=True))
     weights = step("weights", step("_shifted", rows - largest).exp())
-    row_sum = step("row_sum", step("_summed", weights).sum(-1, keepdim=True))
+    row_sum = step("row_sum", step("_row_sum_terms", weights).sum(-1, keepdim=True))
     kept = step("kept", weights * step("_reciprocal", 1 / row_sum))
     zero = (x["input"] - rows).nan_to_num()  # 0, whose gradient is that of the scores
     terms = step("terms", kept * zero)
