@@ -39,6 +39,7 @@ _DISTURBED_BY = 2.0**-20
 _TIMES = 2  # how often the definition is disturbed
 # with the usual slack an update that is never applied hid behind storing the weight (docs/log.md)
 _WIDER = 2.0**-5  # of that, where the result is kept in fp32 beside 16-bit operands
+_FLUSHED = 6.0  # times its error counts a 0 where the exact value is another
 _DUST = 2.0**-7  # of a unit roundoff: what fp32 in any order may make
 
 
@@ -187,6 +188,8 @@ def _peak(
     """The largest error of an element in units of what rounding its row's largest may make."""
     largest = size.abs().amax(-1, keepdim=True) * of_result
     allowed = torch.maximum(largest, noise.unsqueeze(1) * (unit * _DUST)) + FP32.min_normal
-    error, at = (off.abs() / allowed).flatten(1).max(-1)
+    # rounding makes small numbers of small numbers; a 0 has been flushed
+    weight = torch.where((got.reshape(off.shape) == 0) & (off != 0), _FLUSHED, 1.0)
+    error, at = (weight * off.abs() / allowed).flatten(1).max(-1)
     there, expected = (x.flatten(1).gather(1, at[:, None])[:, 0] for x in (got, exact))
     return Peak(error, torch.ones_like(error), at, there, expected, tuple(got.shape))

@@ -47,17 +47,22 @@ def _is_steady(run: Run, calls: OperationCalls, given: Tensor, name: str) -> boo
 
 def _of_value(given: Tensor, exact: Tensor, dtype: str) -> str:
     """Whether a kernel that draws nothing goes up and down among numbers that lie alike."""
-    below, step = _between(exact, dtype)
-    here = (step > 0) & ((exact - below) / step > 0.3) & ((exact - below) / step < 0.45)
-    up = ((given > below) & here).sum() / here.sum().clamp_min(1)
-    alike = 0.1 < float(up) < 0.9
-    return "random numbers are made of the numbers themselves: equal ones go one way" * alike
+    due, up, _ = _shares(given, exact, dtype)
+    alike = up[(due > 0.3) & (due < 0.45)]
+    if not alike.numel() or not 0.1 < float(alike.mean()) < 0.9:
+        return ""
+    return "random numbers are made of the numbers themselves: equal ones go one way"
 
 
-def _between(exact: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """The number below in a format, and how far it is from there to the one above."""
-    below = round_to(exact, OF_DTYPE[dtype], rounding="down")
-    return below, round_to(exact, OF_DTYPE[dtype], rounding="up") - below
+def _shares(given: Tensor, exact: Tensor, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """How far numbers are from the one below in a format, in steps, 1 where they go up, and which
+    are negative; nothing where results are not one rounding.
+    """
+    below, above = (round_to(exact, OF_DTYPE[dtype], rounding=way) for way in ("down", "up"))
+    between = above > below
+    due, up = (((x - below) / (above - below))[between] for x in (exact, given))
+    of = slice(None) if bool(((up == 0) | (up == 1)).all()) else slice(0)
+    return due[of], up[of], (exact < 0)[between][of]
 
 
 def _shared(own: Tensor, stock: Tensor) -> str:
@@ -78,13 +83,7 @@ def _shared(own: Tensor, stock: Tensor) -> str:
 
 def _probability(own: Tensor, exact: Tensor, dtype: str) -> str:
     """Whether numbers go up as often as what is cut off says, where results are one rounding."""
-    below, step = _between(exact, dtype)
-    between = step > 0
-    due = ((exact - below) / step)[between]
-    up = ((own + exact - below) / step)[between]
-    if not due.numel() or not bool(((up == 0) | (up == 1)).all()):
-        return ""
-    signs = exact[between] < 0
+    due, up, signs = _shares(own + exact, exact, dtype)
     worst, text = SURE, ""
     for low in range(BINS):
         for sign in (False, True):

@@ -423,9 +423,9 @@ class _Judge:
         best = self.trial.share(base, (way,))
         if best < EXPLAINS:
             return ()
-        told: dict[object, str] = {tuple(way.steps) or way.text: ""}
+        told: dict[object, str] = {_subject(way): ""}
         for of, share, other in found:
-            where = tuple(other.steps) or other.text
+            where = _subject(other)
             if of is not base or abs(share - best) > EQUAL or where in told or len(told) > ALIKE:
                 continue
             if all(abs(one.share(of, (other,)) - own) <= 10 * EQUAL
@@ -458,6 +458,10 @@ class _Judge:
         elif found.relative > GROSS:
             key = "operation-function"
         return FoundWay(key, f"{found.text}{nearest}", 0.0, 0.0, self._failing)
+
+
+def _subject(way: Way) -> object:
+    return tuple(way.steps) or way.text.partition(" is ")[0]
 
 
 def _share(one: _Tried) -> float:
