@@ -36,10 +36,9 @@ TINY = Pictures(
 )
 
 
-def tiny(
-    attention: str = "torch:fp32", seed: int = 0, data_seed: int = 0, **own: object
-) -> PictureWorkload:
-    return PictureWorkload(TINY, AttentionPlan.of(attention), seed=seed, data_seed=data_seed, **own)  # type: ignore[arg-type]
+def tiny(attention: str = "torch:fp32", seed: int = 0, data_seed: int = 0) -> PictureWorkload:
+    config = RunConfig(TINY, AttentionPlan.of(attention), seed=seed, data_seed=data_seed)
+    return PictureWorkload(config, torch.device("cpu"), None)
 
 
 def shaken(workload: PictureWorkload) -> PictureWorkload:
@@ -255,7 +254,9 @@ def test_both_attentions_are_taken_by_layer_and_have_their_own_shape() -> None:
         assert w_key.shape == (2, 8, 16)
     with pytest.raises(ValueError, match="accepted are layers 0 to 3"):
         PictureWorkload(
-            TINY, AttentionPlan.of("torch:fp32", "layer 4: torch:math"), seed=0, data_seed=0
+            RunConfig(TINY, AttentionPlan.of("torch:fp32", "layer 4: torch:math")),
+            torch.device("cpu"),
+            None,
         )
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from halfulp.training import synthetic, tokens
 from halfulp.training.attention import AttentionPlan
-from halfulp.training.config import Language
+from halfulp.training.config import Language, RunConfig
 from halfulp.training.language import LanguageWorkload
 from halfulp.training.synthetic import DISTANCE, LENGTHS, english_text, synthetic_tokens
 from halfulp.training.tokens import gpt2_encoding, read_tokens, sidecar_path, write_tokens
@@ -276,7 +276,7 @@ def workload(**changes) -> LanguageWorkload:
     config = Language(
         **({"layers": 1, "heads": 2, "width": 8, "context": 16, "vocabulary": 256} | changes)
     )
-    return LanguageWorkload(config, PLAN, **seeds)
+    return LanguageWorkload(RunConfig(config, PLAN, **seeds), torch.device("cpu"), None)
 
 
 def test_a_sample_is_a_window_and_what_follows_it():

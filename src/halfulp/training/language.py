@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfulp.training.attention import AttentionFunction, AttentionPlan
-from halfulp.training.config import Language
+from halfulp.training.attention import AttentionFunction
+from halfulp.training.config import Language, RunConfig
 from halfulp.training.model import Gpt
 from halfulp.training.synthetic import english_text, synthetic_tokens
 from halfulp.training.tokens import read_tokens
@@ -28,24 +28,19 @@ class LanguageWorkload(Configured):
     """
 
     def __init__(
-        self,
-        config: Language,
-        plan: AttentionPlan,
-        *,
-        seed: int,
-        data_seed: int,
-        device: torch.device | str = "cpu",
-        own: Mapping[str, AttentionFunction] | None = None,
+        self, config: RunConfig, device: torch.device, own: Mapping[str, AttentionFunction] | None
     ) -> None:
-        self.config, self.tokens_per_sample = config, config.context
-        self.device, self.data_seed = torch.device(device), data_seed
+        assert isinstance(config.workload, Language)
+        self.config = task = config.workload
+        self.tokens_per_sample, self.device = task.context, device
+        self.data_seed = config.seed_of_data
         self.source: dict[str, Any]
-        self.tokens, self.source = token_stream(config, data_seed)
-        if len(self.tokens) <= config.context:
+        self.tokens, self.source = token_stream(task, self.data_seed)
+        if len(self.tokens) <= task.context:
             raise ValueError(
-                f"context={config.context}: accepted are fewer tokens than data={config.data!r} has"
+                f"context={task.context}: accepted are fewer tokens than data={task.data!r} has"
             )
-        self.model: Gpt = Gpt(config, plan, seed=seed, own=own).to(self.device)
+        self.model: Gpt = Gpt(task, config.attention, seed=config.seed, own=own).to(device)
 
     def order(self, steps: int, batch: int) -> np.ndarray:
         """Where windows start, int64 `[steps, batch]`; a longer run begins with a shorter one's."""

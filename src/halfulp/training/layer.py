@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from halfulp.training.attention import Attend, AttentionFunction, AttentionPlan
-from halfulp.training.config import LayerTask
+from halfulp.training.attention import Attend, AttentionFunction
+from halfulp.training.config import LayerTask, RunConfig
 from halfulp.training.workload import Configured
 
 
@@ -47,25 +47,20 @@ class LayerWorkload(Configured):
     """Teacher, data and student of the one-layer task; see `halfulp.training.workload.Workload`."""
 
     def __init__(
-        self,
-        config: LayerTask,
-        plan: AttentionPlan,
-        *,
-        seed: int,
-        data_seed: int,
-        device: torch.device | str = "cpu",
-        own: Mapping[str, AttentionFunction] | None = None,
+        self, config: RunConfig, device: torch.device, own: Mapping[str, AttentionFunction] | None
     ) -> None:
+        assert isinstance(config.workload, LayerTask)
+        task, plan, data_seed = config.workload, config.attention, config.seed_of_data
         plan.check(1, 1)
-        self.config, self.tokens_per_sample = config, config.batch * config.tokens
+        self.config, self.tokens_per_sample = task, task.batch * task.tokens
         self.source: dict[str, Any] = {"data": "a random teacher", "seed": data_seed}
-        teacher, x, _ = _draw(config, data_seed)
-        hidden = torch.triu(torch.ones(config.tokens, config.tokens, dtype=torch.bool), 1)
+        teacher, x, _ = _draw(task, data_seed)
+        hidden = torch.triu(torch.ones(task.tokens, task.tokens, dtype=torch.bool), 1)
         query, key, value = (x @ w.mT for w in teacher[:3])
-        weights = (query @ key.mT * config.width**-0.5).masked_fill(hidden, -math.inf).softmax(-1)
+        weights = (query @ key.mT * task.width**-0.5).masked_fill(hidden, -math.inf).softmax(-1)
         self._hidden = hidden.to(device)
         self._fixed = (x.to(device), (weights @ value @ teacher[3].mT).to(device))
-        *_, student = _draw(config, seed)
+        *_, student = _draw(task, config.seed)
         self.model: AttentionLayer = AttentionLayer(student, Attend(0, 1, plan, own)).to(device)
 
     def order(self, steps: int, batch: int) -> np.ndarray:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfulp.recipes import hash_seed
-from halfulp.training.attention import AttentionFunction, AttentionPlan
-from halfulp.training.config import Pictures
+from halfulp.training.attention import AttentionFunction
+from halfulp.training.config import Pictures, RunConfig
 from halfulp.training.diffusion import DiffusionTransformer, add_noise, draw_samples, encode_name
 from halfulp.training.glyphs import load_pictures
 from halfulp.training.workload import Configured
@@ -30,21 +30,16 @@ class PictureWorkload(Configured):
     """
 
     def __init__(
-        self,
-        config: Pictures,
-        plan: AttentionPlan,
-        *,
-        seed: int,
-        data_seed: int,
-        device: torch.device | str = "cpu",
-        own: Mapping[str, AttentionFunction] | None = None,
+        self, config: RunConfig, device: torch.device, own: Mapping[str, AttentionFunction] | None
     ) -> None:
-        self.config, self.data_seed, self.device = config, data_seed, torch.device(device)
-        self.tokens_per_sample = (config.size // config.patch) ** 2
-        self.pictures = load_pictures(config.data, config.size, config.count)
+        assert isinstance(config.workload, Pictures)
+        self.config = task = config.workload
+        self.data_seed, self.device = config.seed_of_data, device
+        self.tokens_per_sample = (task.size // task.patch) ** 2
+        self.pictures = load_pictures(task.data, task.size, task.count)
         digest = hashlib.sha256(self.pictures.pixels.tobytes()).hexdigest()
         self.source: dict[str, Any] = {
-            "data": config.data,
+            "data": task.data,
             "pictures": len(self.pictures.names),
             "sha256": digest,
         }
@@ -53,8 +48,9 @@ class PictureWorkload(Configured):
         self._names = self.symbols(self.pictures.names)
         # modules draw their weights from torch's global generator, which the caller gets back
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(hash_seed(seed, "pictures", 0))
-            self.model: DiffusionTransformer = DiffusionTransformer(config, plan, own).to(device)
+            torch.manual_seed(hash_seed(config.seed, "pictures", 0))
+            made = DiffusionTransformer(task, config.attention, own)
+        self.model: DiffusionTransformer = made.to(device)
 
     def order(self, steps: int, batch: int) -> np.ndarray:
         """Every picture once an epoch, in another order each; picture = sample modulo the number of

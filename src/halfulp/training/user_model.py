@@ -29,7 +29,7 @@ from halfulp.targets.loading import load_function
 from halfulp.training.attention import AttentionFunction, AttentionPlan
 from halfulp.training.config import RunConfig, UserModel
 from halfulp.training.determinism import own_generators, seed_generators
-from halfulp.training.operations import OWN, OperationPlan, check_seen, swaps_of
+from halfulp.training.operations import OWN, check_seen, swaps_of
 from halfulp.training.optimizer_arithmetic import OPTIMIZER, trained
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -62,33 +62,27 @@ class UserWorkload:
     """
 
     def __init__(
-        self,
-        config: UserModel,
-        plan: AttentionPlan,
-        operations: OperationPlan,
-        *,
-        seed: int,
-        device: torch.device | str = "cpu",
-        own: Mapping[str, AttentionFunction] | None = None,
+        self, config: RunConfig, device: torch.device, own: Mapping[str, AttentionFunction] | None
     ) -> None:
-        self.config, self.seed, self.device = config, seed, torch.device(device)
-        self.swaps, self._heads = swaps_of(plan, operations, own)
-        self._operations = operations
+        assert isinstance(config.workload, UserModel)
+        self.config = made = config.workload
+        self.seed, self.device, self._operations = config.seed, device, config.operations
+        self.swaps, self._heads = swaps_of(config.attention, config.operations, own)
         self.observers: list[Observe] = []  # shown every operation of every pass
         self._checked = False  # whether the plans were held against what the model computes
-        function, module = load_named(config.make)
+        function, module = load_named(made.make)
         self.source: dict[str, Any] = {"data": "made by the model's own function"}
         self.sha256 = source_digest(module)
-        self.parts = _parts(function, config.make, seed, self.device)
+        self.parts = _parts(function, made.make, config.seed, device)
         self.model = self.parts.model.train()
         first = self._made(0)
         if not _same_bits(first, self._made(0)):
             raise _misfit(
-                config.make,
+                made.make,
                 "batch(0) gave other values when it was called again, as an iterator would",
             )
-        self.rows = _rows(first, config.make)
-        self._held_against(config)
+        self.rows = _rows(first, made.make)
+        self._held_against(made)
         self.tokens_per_sample = _tokens(first)
 
     def _held_against(self, config: UserModel) -> None:
@@ -204,21 +198,13 @@ def user_run(name: str, *, seed: int = 0, device: str = "cpu", **fields: Any) ->
     Raises:
         ValueError: there is no such function, or what it returns is not what `CONTRACT` says.
     """
-    made = UserModel(absolute(name), "", 1)
+    made, plan = UserModel(absolute(name), "", 1), AttentionPlan.of(OWN)
     check_device(device)
+    config = RunConfig(made, plan, seed=seed, device=device, preset=name)
     with own_generators(torch.device(device)):
-        workload = UserWorkload(
-            made, AttentionPlan.of(OWN), OperationPlan(), seed=seed, device=device
-        )
-    return RunConfig(
-        replace(made, sha256=workload.sha256, rows=workload.rows),
-        AttentionPlan.of(OWN),
-        batch=workload.rows,
-        seed=seed,
-        device=device,
-        preset=name,
-        **fields,
-    )
+        workload = UserWorkload(config, torch.device(device), None)
+    made = replace(made, sha256=workload.sha256, rows=workload.rows)
+    return replace(config, workload=made, batch=made.rows, **fields)
 
 
 def load_named(name: str) -> tuple[Callable[..., Any], ModuleType]:

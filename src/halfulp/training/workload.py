@@ -96,22 +96,21 @@ def build_workload(
         ValueError: the plan names an attention, layer or head that is not there, or the data cannot
             be read.
     """
-    given: dict[str, Any] = {"seed": config.seed, "device": device or config.device, "own": own}
-    if isinstance(config.workload, UserModel):
-        from halfulp.training.user_model import UserWorkload
-
-        return UserWorkload(config.workload, config.attention, config.operations, **given)
-    given["data_seed"] = config.seed_of_data
+    place = torch.device(device or config.device)
     match config.workload:
+        case UserModel():
+            from halfulp.training.user_model import UserWorkload
+
+            return UserWorkload(config, place, own)
         case LayerTask():
             from halfulp.training.layer import LayerWorkload
 
-            return LayerWorkload(config.workload, config.attention, **given)
+            return LayerWorkload(config, place, own)
         case Language():
             from halfulp.training.language import LanguageWorkload
 
-            return LanguageWorkload(config.workload, config.attention, **given)
+            return LanguageWorkload(config, place, own)
         case Pictures():
             from halfulp.training.pictures import PictureWorkload
 
-            return PictureWorkload(config.workload, config.attention, **given)
+            return PictureWorkload(config, place, own)
