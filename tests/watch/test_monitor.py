@@ -188,13 +188,8 @@ def test_chunks_of_heads_change_nothing(monkeypatch):
             )
 
 
-def test_layers_and_entries_can_be_chosen(monkeypatch):
+def test_as_many_entries_are_measured_as_fit(monkeypatch):
     model = Toy(FLASH, dropout=0.0)
-    measured = Monitor(model, layers=[1], entries=2).measure(
-        1, lambda: toy_loss(model, toy_batch())
-    )
-    assert measured["max_score"][0] == []
-    assert measured["entries"] == [[], [2.0] * HEADS]
     monkeypatch.setattr(monitor_module, "MOST_SCORES", 2 * 36 * HEADS)
     measured = Monitor(model).measure(1, lambda: toy_loss(model, toy_batch()))
     assert measured["entries"][0] == [2.0] * HEADS
@@ -333,22 +328,9 @@ def test_delta_error_is_of_the_o_that_ran():
     torch.testing.assert_close(delta_error(call, exact_call(call)), expected, rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every=0: accepted is an integer of at least 1"),
-        ({"entries": 0}, "entries=0: accepted is an integer of at least 1"),
-        ({"history": -1}, "history=-1: accepted is an integer of at least 0"),
-        (
-            {"dtype": torch.bfloat16},
-            "dtype=torch.bfloat16: accepted are torch.float32 and torch.float64",
-        ),
-        ({"layers": [0, 5]}, r"layers=\[0, 5\]: accepted are 0, 1"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Monitor(Toy(FLASH), **options)
+def test_a_bad_interval_is_refused():
+    with pytest.raises(ValueError, match="every=0: accepted is an integer of at least 1"):
+        Monitor(Toy(FLASH), 0)
 
 
 def test_a_model_without_attention_is_refused():

@@ -34,17 +34,10 @@ class TwoSides:
     """Runs both sides and holds what they part in."""
 
     def __init__(
-        self,
-        a: Setting,
-        b: Setting,
-        gradients: bool,
-        folder: Path,
-        *,
-        swaps: bool = True,
-        seed: int = 0,
+        self, a: Setting, b: Setting, gradients: bool, folder: Path, *, swaps: bool = True
     ) -> None:
         self._swaps = swaps
-        self.a, self.b, self.gradients, self.seed = a, b, gradients, seed
+        self.a, self.b, self.gradients = a, b, gradients
         self._folder = folder
         self._tape = Tape(folder / "a")
         self._kept = Tape(folder / "gradients")
@@ -306,8 +299,7 @@ class TwoSides:
         for number, stand in enumerate(self.stands):
             noise.append([])
             for repetition in range(repetitions):
-                seed = self.seed * 7919 + number * 101 + repetition
-                swap = Moved(self.a, steps, seed).swap()
+                swap = Moved(self.a, steps, number * 101 + repetition).swap()
                 found = run(self.a, stand.batch, swaps=[swap], seed=number)
                 noise[-1].append(found.outputs - stand.outputs[0])
         return chance(gaps, noise)

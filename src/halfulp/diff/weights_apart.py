@@ -53,7 +53,7 @@ def distance(a: Weights, b: Weights) -> Distance:
         if x.numel()
     ]
     flat = (np.concatenate([x.float().numpy().ravel() for x in y.values()]) for y in (mine, theirs))
-    return Distance(apart(mine, theirs), float(np.max(most)), wasserstein(*flat))
+    return Distance(apart(mine, theirs), float(np.max([0.0, *most])), wasserstein(*flat))
 
 
 def apart(a: Weights, b: Weights) -> float:

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from halfulp.diff.weights_apart import wasserstein
+from halfulp.diff.weights_apart import Distance, Weights, distance, floating
 from halfulp.experiments.compare_summary import Distances, Drift, DriftSummary, summarize
 from halfulp.runs.results import Figure, Plain, Progress, Series, Table, no_progress
 from halfulp.training.checkpoint import checkpoint_steps, load_weights
@@ -158,26 +156,21 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
     common = sorted(
         set(checkpoint_steps(baseline / "checkpoints")) & set(checkpoint_steps(run / "checkpoints"))
     )
-    steps, all_most, all_distance = [], [], []
-    tensors: dict[str, tuple[list[float], list[float]]] = {}
+    steps, whole = [], []
+    tensors: dict[str, list[Distance]] = {}
     for step in common:
-        before, after = read_weights(baseline, step), read_weights(run, step)
+        before, after = _weights(baseline, step), _weights(run, step)
         if before is None or after is None:
             continue
         if {k: x.shape for k, x in before.items()} != {k: x.shape for k, x in after.items()}:
             raise ValueError(
                 f"run={str(run)!r}: its model has other tensors; accepted are runs of one model"
             )
-        most = {key: _largest(before[key], after[key]) for key in before}
-        for key in before:
-            found = tensors.setdefault(key, ([], []))
-            found[0].append(most[key])
-            found[1].append(wasserstein(before[key], after[key]))
         steps.append(step)
-        all_most.append(float(np.max(list(most.values()))))  # NaN if one is
-        all_distance.append(
-            wasserstein(*(np.concatenate([x.ravel() for x in y.values()]) for y in (before, after)))
-        )
+        whole.append(distance(before, after))
+        for key in before:
+            gap = distance({key: before[key]}, {key: after[key]})
+            tensors.setdefault(key, []).append(gap)
     if not steps:
         raise ValueError(
             f"run={str(run)!r}: no checkpoint in common with {str(baseline)!r}; accepted is at"
@@ -189,26 +182,22 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
         str(baseline),
         str(run),
         tuple(steps),
-        tuple(all_most),
-        tuple(all_distance),
-        {key: Distances(tuple(most), tuple(distance)) for key, (most, distance) in tensors.items()},
+        *_columns(whole),
+        {key: Distances(*_columns(found)) for key, found in tensors.items()},
     )
 
 
-def read_weights(folder: Path, step: int) -> dict[str, np.ndarray] | None:
-    """Return the model's tensors after a step in float32, or None, with a warning, where the file
-    is torn.
-    """
+def _columns(found: Sequence[Distance]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return tuple(x.largest for x in found), tuple(x.wasserstein for x in found)
+
+
+def _weights(folder: Path, step: int) -> Weights | None:
+    """The model's weights after a step, or None, with a warning, where the file is torn."""
     try:
-        found = load_weights(folder / "checkpoints" / f"step-{step}")
+        return floating(load_weights(folder / "checkpoints" / f"step-{step}"))
     except ValueError as error:
         warnings.warn(f"skipped: {error}", stacklevel=2)
         return None
-    return {name: x.float().numpy() for name, x in found.items()}
-
-
-def _largest(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.abs(one.astype(np.float64) - other).max()) if one.size else 0.0
 
 
 def _matched(first: Path, others: Sequence[Path]) -> list[tuple[str, Path, Path]]:

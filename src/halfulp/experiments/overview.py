@@ -39,61 +39,47 @@ METRICS: tuple[tuple[str, str, str, bool], ...] = (
 logarithmic.
 """
 
-MEASURES: tuple[tuple[str, str, str, bool], ...] = (
-    ("sigma_query", "Largest singular value of W_Q", "σ(W_Q)", False),
-    ("sigma_query_key", "Largest singular value of W_QK", "σ(α W_Qᵀ W_K)", False),
-    ("max_score", "Largest score", "max S, natural units", False),
-    ("mean_score", "Mean score", "mean of S, natural units", False),
-    ("entropy", "Entropy of attention", "nats", False),
-    ("sink_first", "Weight on the first key", "share", False),
-    ("tied_rows", "Ties: rows whose largest score is repeated, in fp32", "share of rows", False),
-    ("tied_rows_bf16", "Ties with scores rounded to bf16", "share of rows", False),
-    ("repeated_unit_rows", "Rows with more than one P̄ = 1 in bf16", "share of rows", False),
-    ("query_rms", "Size of the queries", "root mean square", False),
-    ("key_rms", "Size of the keys", "root mean square", False),
-    ("value_rms", "Size of the values", "root mean square", False),
-    ("out_rms", "Size of attention's output", "root mean square", False),
-    ("input_max", "Largest activation before attention", "max |X|", False),
-    ("sign_agreement", "dO and the error of O of one sign", "share of elements", False),
+MEASURES: tuple[tuple[str, str, str], ...] = (
+    ("sigma_query", "Largest singular value of W_Q", "σ(W_Q)"),
+    ("sigma_query_key", "Largest singular value of W_QK", "σ(α W_Qᵀ W_K)"),
+    ("max_score", "Largest score", "max S, natural units"),
+    ("mean_score", "Mean score", "mean of S, natural units"),
+    ("entropy", "Entropy of attention", "nats"),
+    ("sink_first", "Weight on the first key", "share"),
+    ("tied_rows", "Ties: rows whose largest score is repeated, in fp32", "share of rows"),
+    ("tied_rows_bf16", "Ties with scores rounded to bf16", "share of rows"),
+    ("repeated_unit_rows", "Rows with more than one P̄ = 1 in bf16", "share of rows"),
+    ("query_rms", "Size of the queries", "root mean square"),
+    ("key_rms", "Size of the keys", "root mean square"),
+    ("value_rms", "Size of the values", "root mean square"),
+    ("out_rms", "Size of attention's output", "root mean square"),
+    ("input_max", "Largest activation before attention", "max |X|"),
+    ("sign_agreement", "dO and the error of O of one sign", "share of elements"),
     (
         "guilty_sign_agreement",
         "dO and the error of O of one sign, in the feature that adds most to δ's error",
         "share of elements",
-        False,
     ),
-    ("terms_cosine", "Rank-1 terms of dW_Q's error, between tokens", "mean cosine", False),
-    ("terms_step_cosine", "Rank-1 terms of dW_Q's error, between steps", "mean cosine", False),
-    ("direction_cosine", "Direction of dW_Q's error against earlier steps", "cosine", False),
+    ("terms_cosine", "Rank-1 terms of dW_Q's error, between tokens", "mean cosine"),
+    ("terms_step_cosine", "Rank-1 terms of dW_Q's error, between steps", "mean cosine"),
+    ("direction_cosine", "Direction of dW_Q's error against earlier steps", "cosine"),
     (
         "direction_cosine_shuffled",
         "Direction of dW_Q's error with shuffled features, which is chance",
         "rms cosine",
-        False,
     ),
-    (
-        "delta_error_cumulative",
-        "Cumulative Σ(δ_lp − δ_hp) of the measured steps",
-        "sum over rows",
-        False,
-    ),
+    ("delta_error_cumulative", "Cumulative Σ(δ_lp − δ_hp) of the measured steps", "sum over rows"),
     (
         "delta_error_first_order_steps_t",
         "First-order part of δ's error",
         "t over the measured steps",
-        False,
     ),
     (
         "delta_error_in_gradient_steps_t",
         "Error of δ that the gradient has",
         "t over the measured steps",
-        False,
     ),
-    (
-        "delta_error_curvature_steps_t",
-        "Curvature part of δ's error",
-        "t over the measured steps",
-        False,
-    ),
+    ("delta_error_curvature_steps_t", "Curvature part of δ's error", "t over the measured steps"),
 )
 """Measurements that are drawn where a run has them, by layer and head."""
 
@@ -223,7 +209,7 @@ def measured_by_head(
         without: figures that are drawn already.
     """
     figures = []
-    for name, title, axis, log in MEASURES:
+    for name, title, axis in MEASURES:
         rows = [row for row in measures if isinstance(row["measure"].get(name), list)]
         if not rows or name in without:
             continue
@@ -250,7 +236,7 @@ def measured_by_head(
                     f" Of {len(shape)} layers the {_LAYERS} with the head that is farthest from 0"
                     " in the last measurement."
                 )
-        figures.append(Figure(title, "step", axis, tuple(series), caption, command, y_log=log))
+        figures.append(Figure(title, "step", axis, tuple(series), caption, command))
     return figures
 
 
@@ -266,7 +252,7 @@ def _worst(layers: Sequence[int], measured: Sequence[Sequence[float | None]]) ->
 def _measured_by_run(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
     """Several runs: the head with the largest value of each."""
     figures = []
-    for name, title, axis, log in MEASURES:
+    for name, title, axis in MEASURES:
         having = [
             run
             for run in runs
@@ -278,7 +264,7 @@ def _measured_by_run(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
         if series:
             where = "The layer and head whose magnitude is largest at that step."
             caption = f"{where} {_left_out(having)}".strip()
-            figures.append(Figure(title, "step", axis, series, caption, command, y_log=log))
+            figures.append(Figure(title, "step", axis, series, caption, command))
     return figures
 
 

@@ -7,7 +7,7 @@ a monitor has the bits of one without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from halfulp.watch.taps import Observed
 DEFAULT_EVERY = 200
 """Steps between two measurements (`benchmarks/monitor_cost.py`)."""
 MOST_SCORES = 2**22
-"""Scores of a layer that are measured unless `entries` says otherwise: as many batch entries as
-fit, at least one.
-"""
+"""Scores of a layer that are measured: as many batch entries as fit, at least one."""
 CHUNK = 2**21
 """Scores of a layer held at once; at least one head's."""
+HISTORY = 4
+"""Measured steps that error directions are compared with; each takes 8 · width² bytes a layer."""
 PARTS = (
     "delta_error",
     "delta_error_first_order",
@@ -45,55 +45,19 @@ class Monitor:
         model: its attention modules have `attend` (with `layer`, `heads`, `tap`) and
             `head_weights()`, and are called with X `[B, N, width]` first, once a pass.
         every: steps between two measurements.
-        layers: which to measure; None: all.
-        entries: batch entries to measure; None: as `MOST_SCORES` allows.
-        curvature: make the second pass.
-        history: measured steps that error directions are compared with; each takes 8 · width² bytes
-            a layer.
-        dtype: of the exact values; float32 where float64 is slow (errors of 2⁻²⁴ beside bf16's
-            2⁻⁹).
-        seed: of power iteration's starts and of the shuffled controls.
 
     Raises:
-        ValueError: the model has no such modules, or not these layers; a number is out of range.
+        ValueError: the model has no such modules, or `every` is below 1.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        every: int = DEFAULT_EVERY,
-        *,
-        layers: Sequence[int] | None = None,
-        entries: int | None = None,
-        curvature: bool = True,
-        history: int = 4,
-        dtype: torch.dtype = torch.float64,
-        seed: int = 0,
-    ) -> None:
-        for name, number, least in (
-            ("every", every, 1),
-            ("entries", entries, 1),
-            ("history", history, 0),
-        ):
-            if number is not None and number < least:
-                raise ValueError(f"{name}={number}: accepted is an integer of at least {least}")
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype={dtype}: accepted are torch.float32 and torch.float64")
-        found = attention_modules(model)
-        absent = [layer for layer in layers or () if layer not in found]
-        if absent:
-            raise ValueError(
-                f"layers={list(layers or ())}: accepted are {', '.join(map(str, found))}"
-            )
-        self.model, self.every, self.entries, self.history = model, every, entries, history
-        self.dtype, self.seed = dtype, seed
-        self.modules = {
-            layer: module for layer, module in found.items() if layers is None or layer in layers
-        }
+    def __init__(self, model: nn.Module, every: int = DEFAULT_EVERY) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: accepted is an integer of at least 1")
+        self.model, self.every, self.modules = model, every, attention_modules(model)
         # a list of lists is as long as the model, empty where nothing is measured
-        self.rows = max(found) + 1
-        full = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
-        self.curvature = curvature and full  # a half-precision model cannot hold an exact O
+        self.rows = max(self.modules) + 1
+        # a half-precision model cannot hold an exact O
+        self.curvature = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
         self.reads: dict[int, Tensor] = {}
         self.running: dict[str, Running] = {}  # "layer/part"
         self.vectors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -140,9 +104,7 @@ class Monitor:
             for layer, call in calls.items():
                 # of step and layer alone: a run that is resumed draws the controls of one that was
                 # not, and no generator's state has to be kept
-                generator = torch.Generator().manual_seed(
-                    (self.seed * 1_000_003 + step) * 1009 + layer
-                )
+                generator = torch.Generator().manual_seed(step * 1009 + layer)
                 figures = self._layer(layer, call, exact_grads.get(layer), generator)
                 for name, figure in figures.items():
                     rows = found.setdefault(name, [[] for _ in range(self.rows)])
@@ -186,14 +148,10 @@ class Monitor:
     def _entries(self, query: Tensor, key: Tensor) -> int:
         """Batch entries of a layer that are measured."""
         scores = query.shape[1] * query.shape[2] * key.shape[2]
-        return min(len(query), self.entries or max(1, MOST_SCORES // scores))
+        return min(len(query), max(1, MOST_SCORES // scores))
 
     def _layer(
-        self,
-        layer: int,
-        call: Observed,
-        exact_grad: Tensor | None,
-        generator: torch.Generator,
+        self, layer: int, call: Observed, exact_grad: Tensor | None, generator: torch.Generator
     ) -> Figures:
         """All figures of one layer."""
         heads = call.query.shape[1]
@@ -217,7 +175,7 @@ class Monitor:
         """Figures `[h]` of some heads, the parts of δ's error by batch entry `[B, h]`, and the
         error direction.
         """
-        exact = measures.exact_call(call, self.dtype)
+        exact = measures.exact_call(call)
         error = measures.delta_error(call, exact)
         found = measures.figures_of(exact) | measures.row_sum_figures(call, exact, error)
         found |= measures.sign_figures(call, exact)
@@ -227,8 +185,8 @@ class Monitor:
         # is errᵀ H err, the curvature part (`curvature`)
         first = torch.full_like(total, torch.nan)
         if exact_grad is not None:
-            first = (exact_grad.to(self.dtype) * (call.out.to(self.dtype) - exact.out)).sum((2, 3))
-        read = measures.delta_error_in_gradient(call).to(self.dtype)
+            first = (exact_grad.double() * (call.out.double() - exact.out)).sum((2, 3))
+        read = measures.delta_error_in_gradient(call)
         parts = dict(zip(PARTS, (total, first, total - first, read), strict=True)) | {
             SIZE: error.abs().sum(-1)
         }
@@ -258,8 +216,5 @@ class Monitor:
         for stacks, matrix in ((self.errors, unit_matrix(now.error)), (self.means, now.mean_term)):
             # kept for cosines alone, for which fp32 is enough
             new = matrix.float()[None]
-            if self.history:
-                stacks[layer] = (
-                    torch.cat([stacks[layer], new])[-self.history :] if layer in stacks else new
-                )
+            stacks[layer] = torch.cat([stacks[layer], new])[-HISTORY:] if layer in stacks else new
         return found
