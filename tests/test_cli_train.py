@@ -245,4 +245,4 @@ def test_tokens(capsys, tmp_path):
     assert cli.main(["tokens", str(tmp_path / "texts"), str(file), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 4
     assert cli.main(["tokens", str(tmp_path / "nothing"), str(file)]) == 2
-    assert "nothing': holds no UTF-8 text" in capsys.readouterr().err
+    assert "nothing': there is no such folder" in capsys.readouterr().err

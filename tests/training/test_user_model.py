@@ -140,6 +140,10 @@ def test_the_record_names_source_and_digest_and_a_change_is_said(tmp_path, made)
     assert replace(recorded, workload=moved) == recorded, "where a file lies is no part of a run"
     other = replace(recorded, workload=replace(recorded.workload, make="elsewhere.py:other"))
     assert difference(recorded, other) == ["workload.function: make → other"]
+    for kind in ("", "operations=norm in nowhere: fp32"):  # told by the first pass alone
+        line = ["train", made, "--out", str(tmp_path / "new"), "--steps", "2"]
+        assert cli.main([*line, *(["--set", kind] if kind else ["--attention", "halfulp"])]) == 2
+        assert not list((tmp_path / "new").iterdir())
     with pytest.raises(ValueError, match="a run of the function 'make'; accepted is one of that"):
         trusted(recorded, folder, trust=False, workload="mine.py:other")
     (tmp_path / "mine.py").write_text(MODEL + "\n# a change\n")

@@ -383,6 +383,9 @@ def test_bad_arguments(tmp_path):
     model = GPT()
     for options, said in (
         ({"every": 0}, "every=0: accepted"),
+        ({"every": "x"}, "every='x': accepted is an integer"),
+        ({"on_alarm": 3}, "on_alarm=3: accepted is a function"),
+        ({"writers": [3]}, "writers=3: accepted has row"),
         ({"start": -1}, "start=-1: accepted"),
         ({"folder": tmp_path}, "holds files; accepted is a new or empty folder"),
         ({"folder": tmp_path / "file"}, "is a file; accepted is a folder"),

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -134,6 +135,21 @@ class Journal:
             self._metrics.close()
             self.record = closed(self.record, status, reason)
             write_json(self.folder / "run.json", self.record)
+        finally:
+            self._lock.release()
+
+    @property
+    def taken_up(self) -> bool:
+        """Whether it goes on with an earlier process's run."""
+        return bool(self.record["resumed"])
+
+    def forget(self) -> None:
+        """Leave the folder as empty as it was: the corrected command is to find it so."""
+        try:
+            self._metrics.close()
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+            for name in ("metrics.jsonl", "batches.npy", "run.json"):
+                (self.folder / name).unlink(missing_ok=True)
         finally:
             self._lock.release()
 

@@ -300,10 +300,14 @@ def _run(
         if journal is not None:
             # of a full disk the record may stay "running"; what went wrong is told all the same
             with suppress(OSError):
-                journal.close(
-                    "interrupted" if isinstance(error, KeyboardInterrupt) else "broken",
-                    _said(error),
-                )
+                # a name that only a pass could tell is none of the model's
+                if isinstance(error, ValueError) and not session.done and not journal.taken_up:
+                    journal.forget()
+                else:
+                    journal.close(
+                        "interrupted" if isinstance(error, KeyboardInterrupt) else "broken",
+                        _said(error),
+                    )
         raise
     finally:
         for sink in sinks:

@@ -83,8 +83,13 @@ class Watcher:
             ("start", start, 0),
             ("snapshots", snapshots, 0),
         ):
-            if number is not None and number < least:
-                raise ValueError(f"{name}={number}: accepted is an integer of at least {least}")
+            if number is not None and not (isinstance(number, int) and number >= least):
+                raise ValueError(f"{name}={number!r}: accepted is an integer of at least {least}")
+        if on_alarm is not None and not callable(on_alarm):
+            raise ValueError(f"on_alarm={on_alarm!r}: accepted is a function of an alarm")
+        for writer in writers:
+            if not hasattr(writer, "row") or not hasattr(writer, "close"):
+                raise ValueError(f"writers={writer!r}: accepted has row(line) and close()")
         if snapshots and folder is None:
             raise ValueError(f"snapshots={snapshots}: accepted with a folder to write them to")
         check_model(model, eager)
