@@ -132,7 +132,7 @@ def _index(runs: dict[str, Path], tag: str) -> str:
     blocks = [{"kind": "links", "items": items}]
     if not items:
         blocks = [{"kind": "text", "text": "No run has begun here yet."}]
-    section = {"heading": "Runs", "finding": "", "blocks": blocks}
+    section = {"heading": "Runs", "blocks": blocks}
     return page("halfulp serve", "", [section], meta=f"halfulp {__version__}", tag=tag)
 
 

@@ -4,15 +4,14 @@ relation, figures as properties.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from halfulp.report.audit_summary import HOLDS, Report, meaning, relation_rows
+from halfulp.report.audit_summary import HOLDS, Report, findings_of, meaning, relation_rows
 from halfulp.report.comparison_table import Comparison, summary_line
 from halfulp.report.text import number_text, visible
-
-_KEYS = ("probe", "shape", "seed", "file")
 
 
 def audit_junit(reports: Sequence[Report], comparisons: Sequence[Comparison] = ()) -> str:
@@ -73,12 +72,10 @@ def _case(report: Report, case: Mapping[str, Any]) -> ElementTree.Element:
         _add(test, "skipped", case["reason"])
     elif case["status"] != "ok":
         _add(test, "error", case["reason"])
-    for finding in report["findings"]:
-        named = finding["case"] or {}
-        same = all(named.get(key) == case.get(key) for key in _KEYS)
-        if finding["grade"] == "defect" and finding["kind"] != "relation" and same and named:
-            _add(test, "failure", f"{finding['property']}: {finding['figure']}")
-            break  # JUnit knows one failure a test; the worst comes first
+    worse = (finding for finding in findings_of(report, case) if finding["grade"] == "defect")
+    # JUnit knows one failure a test; the worst comes first
+    for finding in itertools.islice(worse, 1):
+        _add(test, "failure", f"{finding['property']}: {finding['figure']}")
     return test
 
 

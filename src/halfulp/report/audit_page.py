@@ -77,11 +77,8 @@ def audit_section(report: Report, *, folded: bool = False) -> dict[str, Any]:
     finding = f"{verdict.capitalize()}, {meaning(report)}: {report['reason']}."
     heading = str(report["target"])
     if verdict == "error":
-        return {
-            "heading": heading,
-            "finding": finding,
-            "blocks": [{"kind": "text", "text": headline(report)}],
-        }
+        said = [{"kind": "text", "text": headline(report)}]
+        return {"heading": heading, "finding": finding, "blocks": said}
     blocks: list[Block] = [
         {"kind": "facts", "pairs": [("audited", headline(report)), *facts(report)]}
     ]

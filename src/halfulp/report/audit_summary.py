@@ -94,7 +94,7 @@ def probe_rows(report: Report) -> list[ProbeRow]:
     fails alone: the failing ones first, the worst of them first.
     """
     rows = [
-        _probe_row(case, _findings_of(report, case))
+        _probe_row(case, findings_of(report, case))
         for case in report["cases"]
         if case["status"] == "ok"
     ]
@@ -119,7 +119,7 @@ def _sizes_text(report: Report) -> str | None:
     """What became of the covering array, in one line; None where there was none."""
     cases = [case for case in report["cases"] if _of_sizes(case["probe"])]
     judged = [case for case in cases if case["status"] == "ok"]
-    bad = sum(bool(_findings_of(report, case)) for case in judged)
+    bad = sum(bool(findings_of(report, case)) for case in judged)
     if not cases:
         return None
     lost = f", {len(cases) - len(judged)} not run" if len(judged) < len(cases) else ""
@@ -133,7 +133,8 @@ def _severity(row: ProbeRow) -> tuple[int, float]:
     return -_GRADES.get(row.grade, 0), 0.0 if row.grade == "sound" else -worst
 
 
-def _findings_of(report: Report, case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def findings_of(report: Report, case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what was found in one case, relations between calls aside."""
     keys = ("probe", "shape", "seed", "file")
     named = [f for f in report["findings"] if f["case"] and f["kind"] != "relation"]
     return [f for f in named if all(f["case"].get(key) == case.get(key) for key in keys)]

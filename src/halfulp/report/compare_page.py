@@ -33,9 +33,8 @@ def compare_page(
     blocks += [{"kind": "table", **table} for table in compared["tables"]]
     sections = [{"heading": "Drift", "finding": finding(compared["summary"]), "blocks": blocks}]
     if pictures:
-        sections.append(
-            {"heading": "What the models draw", "finding": "", "blocks": picture_blocks(pictures)}
-        )
+        shown = picture_blocks(pictures)
+        sections.append({"heading": "What the models draw", "blocks": shown})
     return page(
         TITLE, LEAD, sections, footer=f"Repeat everything on this page: {compared['command']}"
     )

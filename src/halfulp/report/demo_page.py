@@ -71,11 +71,8 @@ def _section(act: Act) -> dict[str, Any]:
         blocks += [{"kind": "code", **code}, {"kind": "command", "command": code["command"]}]
     if "audits" in act:
         blocks += _audits(act)
-    return {
-        "heading": f"{act['number']}. {act['title']}",
-        "finding": act["finding"],
-        "blocks": blocks,
-    }
+    heading = f"{act['number']}. {act['title']}"
+    return {"heading": heading, "finding": act["finding"], "blocks": blocks}
 
 
 def _audits(act: Act) -> list[Block]:
@@ -146,11 +143,7 @@ def _where(run: Mapping[str, Any], acts: Sequence[Act]) -> dict[str, Any]:
             ),
         ),
     ]
-    return {
-        "heading": "Where this was measured",
-        "finding": "",
-        "blocks": [{"kind": "facts", "pairs": pairs}],
-    }
+    return {"heading": "Where this was measured", "blocks": [{"kind": "facts", "pairs": pairs}]}
 
 
 def _meta(run: Mapping[str, Any]) -> str:

@@ -32,6 +32,6 @@ def diff_page(
     shown: list[dict[str, Any]] = [{"heading": "Verdict", "finding": finding, "blocks": []}]
     for heading, tables in sections.items():
         blocks = [{"kind": "table", **table} for table in tables if table["rows"]]
-        shown += [{"heading": heading, "finding": "", "blocks": blocks}] * bool(blocks)
+        shown += [{"heading": heading, "blocks": blocks}] * bool(blocks)
     footer = f"Repeat everything on this page: {command}"
     return page(f"{names[0]} and {names[1]}", LEAD, shown, footer=footer)

@@ -48,17 +48,8 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column(ratio=1)
-        for name, key in (
-            ("claim", "statement"),
-            ("paper", "paper"),
-            ("measured", "measured"),
-            ("95 %", "estimates"),
-            ("rule", "rule"),
-            ("changed", "history"),
-            ("earlier", "kept"),
-        ):
-            if verdict.get(key):
-                grid.add_row(name, Text(str(verdict[key])))
+        for name, said in [("claim", verdict["statement"]), *_facts(verdict)]:
+            grid.add_row(name, Text(told))
         to.print(Padding(grid, (0, 0, 1, 4)))
     for verdict in (v for v in verdicts if not v["measured"]):
         said = f"{verdict['id']:<4} {verdict['verdict']}: {verdict['statement']}"
@@ -83,24 +74,30 @@ def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") ->
     measured = [block for verdict in verdicts for block in _claim(verdict)]
     sections: list[dict[str, Any]] = [
         {"heading": "Verdicts", "finding": f"{said[:1].upper()}{said[1:]}.", "blocks": [table]},
-        {"heading": "What was measured", "finding": "", "blocks": measured},
+        {"heading": "What was measured", "blocks": measured},
     ]
     return page("The claims ledger", lead, sections, meta=meta)
 
 
+_FACTS = {
+    "paper": "paper",
+    "measured": "measured",
+    "95 %": "estimates",
+    "rule": "rule",
+    "rule changed": "history",
+    "earlier call": "kept",
+}
+"""What is said of a claim, by the names that it is said under."""
+
+
+def _facts(verdict: Verdict) -> list[tuple[str, str]]:
+    return [(name, str(verdict[key])) for name, key in _FACTS.items() if verdict.get(key)]
+
+
 def _claim(verdict: Verdict) -> list[dict[str, Any]]:
     """One claim: its figures and rule in words, then its pictures."""
-    named = (
-        ("verdict", "verdict"),
-        ("paper", "paper"),
-        ("measured", "measured"),
-        ("95 % intervals", "estimates"),
-        ("rule", "rule"),
-        ("rule changed", "history"),
-        ("of an earlier call", "kept"),
-        ("repeat", "command"),
-    )
-    pairs = [(name, verdict[key]) for name, key in named if verdict.get(key)]
+    repeat = [("repeat", verdict["command"])] if verdict["command"] else []
+    pairs = [("verdict", verdict["verdict"]), *_facts(verdict), *repeat]
     blocks: list[dict[str, Any]] = [
         {"kind": "heading", "text": f"{verdict['id']}: {verdict['statement']}"},
         {"kind": "facts", "pairs": pairs},

@@ -24,9 +24,7 @@ def experiment_page(
     said = {"caption": ""} if lead else {}
     blocks = figure_blocks([{**figure, **said} for figure in figures])
     blocks += [{"kind": "table", **table, **said} for table in tables]
-    return page(
-        title, lead, [{"heading": "Figures and tables", "finding": "", "blocks": blocks}], meta=meta
-    )
+    return page(title, lead, [{"heading": "Figures and tables", "blocks": blocks}], meta=meta)
 
 
 def figure_blocks(figures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

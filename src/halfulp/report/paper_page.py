@@ -102,7 +102,7 @@ def paper_page(
         )
     if others:
         table = table_block("", ("figure", "in the paper", "why not"), others)
-        sections.append({"heading": "Not drawn", "finding": "", "blocks": [table]})
+        sections.append({"heading": "Not drawn", "blocks": [table]})
     lead = (
         "Every figure of the paper that has a number here, drawn from runs of this package, with"
         " what the paper shows and what is otherwise in the set-up."

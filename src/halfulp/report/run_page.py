@@ -51,11 +51,7 @@ def record_section(name: str, record: Mapping[str, Any]) -> Section:
         *made_on(record).items(),
         ("configuration", ", ".join(f"{key}: {value}" for key, value in config.items())),
     ]
-    return {
-        "heading": f"How {name} was made",
-        "finding": "",
-        "blocks": [{"kind": "facts", "pairs": pairs}],
-    }
+    return {"heading": f"How {name} was made", "blocks": [{"kind": "facts", "pairs": pairs}]}
 
 
 def made_on(record: Mapping[str, Any]) -> dict[str, str]:
