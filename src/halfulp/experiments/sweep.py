@@ -128,6 +128,7 @@ intermediate.
 """
 
 FLASH_FAMILIES = ("flash2 stock", "flash2 uniform", "flash1 uniform")
+_OF_BLOCKS = "flash1 uniform"  # the family that sweeps over blocks measure
 
 
 def sweep_precision(
@@ -201,19 +202,18 @@ def sweep_block(
     *,
     memories: Sequence[int] = (1024, 2048, 4096, 8192, 16384, 32768),
     formats: Sequence[Format] = FORMATS,
-    families: Sequence[str] = ("flash1 uniform",),
     progress: Progress | None = None,
 ) -> SweepResult:
     """Deviation over the block area B_r · B_c, from on-chip memory M (figure 6c; claim B5)."""
     setting = setting or Setting(length=512, head_dim=32)
-    jobs = [_block_job(setting, fmt, families, memory) for fmt in formats for memory in memories]
+    jobs = [_block_job(setting, fmt, memory) for fmt in formats for memory in memories]
     found = _measure_all(jobs, progress)
     return _curves(
         "block",
         setting,
         found,
         formats,
-        families,
+        (_OF_BLOCKS,),
         "block area B_r · B_c",
         ("max",),
         "falls with the area",
@@ -225,7 +225,6 @@ def sweep_order(
     *,
     memories: Sequence[int] = (8192, 16384, 32768),
     formats: Sequence[Format] = FORMATS,
-    family: str = "flash1 uniform",
     progress: Progress | None = None,
 ) -> SweepResult:
     """Deviation with B_r and B_c as published, exchanged, and square: of the same area, or as wide
@@ -237,13 +236,13 @@ def sweep_order(
     """
     setting = setting or Setting(length=512, head_dim=32)
     jobs = [
-        _block_job(setting, fmt, (family,), memory, variant)
+        _block_job(setting, fmt, memory, variant)
         for fmt in formats
         for variant in ORDERS
         for memory in memories
     ]
     found = _measure_all(jobs, progress)
-    named = [family + _suffix(variant) for variant in ORDERS]
+    named = [_OF_BLOCKS + _suffix(variant) for variant in ORDERS]
     says = "exchanged: larger; square: unchanged"
     return _curves("order", setting, found, formats, named, "block area B_r · B_c", ("max",), says)
 
@@ -271,18 +270,15 @@ class _Job:
     suffix: str = ""  # what is appended to the family's name
 
 
-def _block_job(
-    setting: Setting, fmt: Format, families: Sequence[str], memory: int, order: Order = "published"
-) -> _Job:
+def _block_job(setting: Setting, fmt: Format, memory: int, order: Order = "published") -> _Job:
     blocks = blocks_for_memory(memory, setting.head_dim, exchanged=order == "exchanged")
     if order == "square":
         side = round(math.sqrt(blocks["block_query"] * blocks["block_key"]))
         blocks = {"block_query": side, "block_key": side}
     elif order == "square, B_c kept":
         blocks = blocks | {"block_query": blocks["block_key"]}
-    return _Job(
-        setting, fmt, families, blocks, blocks["block_query"] * blocks["block_key"], _suffix(order)
-    )
+    area = blocks["block_query"] * blocks["block_key"]
+    return _Job(setting, fmt, (_OF_BLOCKS,), blocks, area, _suffix(order))
 
 
 def _suffix(order: Order) -> str:

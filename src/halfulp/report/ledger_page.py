@@ -48,7 +48,7 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         grid.add_column(ratio=1)
-        for name, said in [("claim", verdict["statement"]), *_facts(verdict)]:
+        for name, told in [("claim", verdict["statement"]), *_facts(verdict)]:
             grid.add_row(name, Text(told))
         to.print(Padding(grid, (0, 0, 1, 4)))
     for verdict in (v for v in verdicts if not v["measured"]):

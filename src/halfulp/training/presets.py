@@ -37,28 +37,14 @@ def seconds(attention: str = "torch:flash", *, seed: int = 0, steps: int = 4000)
 
 
 def minutes(
-    attention: str | None = None,
-    *,
-    bits: int = 2,
-    seed: int = 0,
-    steps: int = 2000,
-    data: str = "english",
+    attention: str = "BF16_FLASH2[out=e8m2]", *, seed: int = 0, steps: int = 2000
 ) -> RunConfig:
-    """Ruin a byte-level GPT of one layer. Accelerated: O has few mantissa bits (bf16 has 7); all
-    else is bf16.
-
-    Args:
-        attention: instead of the stock recipe with its O of `bits` mantissa bits.
-        bits: 1 to 7, mantissa bits of O.
-        seed: of weights and data order.
-        steps: of 1024 tokens each.
-        data: as `Language.data`.
+    """Ruin a byte-level GPT of one layer. Accelerated: O has 2 mantissa bits (bf16 has 7); all else
+    is bf16. A step is 1024 tokens.
     """
-    if not 1 <= bits <= 7:
-        raise ValueError(f"bits={bits}: accepted are 1 to 7 mantissa bits of O")
     return RunConfig(
-        workload=Language(layers=1, heads=2, width=64, context=64, data=data),
-        attention=AttentionPlan.of(attention or f"BF16_FLASH2[out=e8m{bits}]"),
+        workload=Language(layers=1, heads=2, width=64, context=64, data="english"),
+        attention=AttentionPlan.of(attention),
         optimizer=Optimizer(learning_rate=1e-2, clip=1.0),
         steps=steps,
         batch=16,
@@ -70,12 +56,7 @@ def minutes(
 
 
 def gpt2(
-    attention: str = "torch:flash",
-    *,
-    seed: int = 0,
-    steps: int = 12_000,
-    data: str = "synthetic",
-    device: str = "cuda",
+    attention: str = "torch:flash", *, seed: int = 0, steps: int = 12_000, device: str = "cuda"
 ) -> RunConfig:
     """Train paper A's GPT-2 (arXiv 2510.04212, section 3.1): 524,288 tokens a step, in bf16
     autocast, on GPUs.
@@ -84,10 +65,10 @@ def gpt2(
     warm-up, cosine 1e-3 → 1e-5, clip 1.0; 16 micro-batches of 32 sequences, which are paper A's 4
     on each of 4 GPUs. The paper does not say how long the cosine is; it is nanoGPT's 600,000 steps
     here, of which the first 12,000 are made, since the loss explodes at about 10,000. Its text is
-    OpenWebText: give its token file as `data`.
+    OpenWebText: set `workload.data` to its token file.
     """
     return RunConfig(
-        workload=Language(vocabulary=GPT2_VOCABULARY, data=data),
+        workload=Language(vocabulary=GPT2_VOCABULARY),
         attention=AttentionPlan.of(attention),
         optimizer=Optimizer(
             learning_rate=1e-3,
@@ -109,14 +90,12 @@ def gpt2(
     )
 
 
-def capture(
-    attention: str = "torch:flash", *, seed: int = 0, steps: int = 250, data: str = "english"
-) -> RunConfig:
+def capture(attention: str = "torch:flash", *, seed: int = 0, steps: int = 250) -> RunConfig:
     """Train the byte-level GPT whose activations feed the audit: 2 layers, width 128; under a
     minute on one core.
     """
     return RunConfig(
-        workload=Language(layers=2, heads=4, width=128, context=256, data=data),
+        workload=Language(layers=2, heads=4, width=128, context=256, data="english"),
         attention=AttentionPlan.of(attention),
         optimizer=Optimizer(
             learning_rate=3e-3, warm_up=20, schedule="cosine", least_rate=3e-4, clip=1.0
