@@ -23,8 +23,8 @@ from halfulp.reconstruct.operation_ways import (
 
 CALLS = 9  # of a kernel, and of every step's noise
 MOST = 0.3  # share of an error that differs from call to call, from which on noise is the question
-SURE = 0.05  # of the log-likelihood by element, that a rounding may fall short of any noise
-JUST = 1.3  # times the variance, up to which that holds
+SURE = 0.1  # of the log-likelihood by element, that a rounding may fall short of any noise
+JUST = 1.5  # times the variance, up to which that holds
 AS_LARGE = 2.5  # times the variance that a rounding makes, or a share of it
 LEAST = 0.01  # of the mean variance: of what is rounded up once in a thousand times
 NOISE, NO_NOISE = 0.3, 0.03  # shares of a way's variance from or up to which an index has its noise
@@ -43,7 +43,8 @@ def noise_of(run: Callable[[OperationCalls], OperationResult | None], one: Trial
     """The noise of a kernel on a call; None where it gives the same twice, as all do where the
     recipe rounds by no random numbers, or errs by far more.
     """
-    if STOCHASTIC in one.calls.operation.stock.steps.values():
+    formats = one.calls.operation.stock.steps.values()
+    if any(f == STOCHASTIC or _is_random(f) for f in formats):
         return None
     again = run(one.calls)
     if again is None or all(
@@ -73,6 +74,10 @@ def noise_of(run: Callable[[OperationCalls], OperationResult | None], one: Trial
     _, way, size = max((x for x in found if not x[1].cause), key=lambda x: x[0])
     text = f"calls differ as if {way} by random parts of {100 * size**0.5:.2g} % of itself"
     return Noise("unstable", text, 0.0)
+
+
+def _is_random(fmt: object) -> bool:
+    return getattr(getattr(fmt, "element", fmt), "rounding", "") == "stochastic"
 
 
 def _apart(one: Trial, x: Tensor, name: str) -> float:

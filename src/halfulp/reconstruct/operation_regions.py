@@ -79,7 +79,10 @@ def hidden_regions(trial: Trial, base: Rounding, way: Way) -> Iterator[Region]:
         if len(columns) == length and columns[0].numel() >= length:
             by = torch.stack(columns, 1)
             off = trial.weighted(trial.kernel, start)
-            share = torch.linalg.lstsq(by, off[:, None], driver="gelsd").solution[:, 0]
+            try:
+                share = torch.linalg.lstsq(by, off[:, None], driver="gelsd").solution[:, 0]
+            except RuntimeError:  # of columns that are beyond all numbers
+                continue
             here, clean = (share - 1).abs() < NEAR, share.abs() < NEAR
             if here.any() and clean.any() and bool((here | clean).all()):
                 yield from fitting(symbol, here, clean)
