@@ -147,21 +147,26 @@ struct Backward {
   }
 
   static void write_row(float* row, Width<E> w, float scale, typename E::Element* dst) {
-    for (long j = 0; j < w.columns; j += 16) store(row + j, mul(load(row + j), set1(scale)));
-    E::narrow(row, dst, w.d);
+    float* to = row;
+    if constexpr (E::exact_operands)
+      if (w.d == w.columns) to = dst;  // floats without padding need no copy
+    for (long j = 0; j < w.columns; j += 16) store(to + j, mul(load(row + j), set1(scale)));
+    if (to == row) E::narrow(row, dst, w.d);
   }
 
   void read_block(const halfulp_tensor& x, long b, long h, long i0, Width<E> w, Unit* as_rows, Unit* t) {
     const long count = up(valid, 16 * KP);  // in whole tiles to transpose
     read_rows<E>(x, b, h, i0, count, valid, w, as_rows);
-    pair_rows<E>({as_rows, row_stride(w)}, count, 0, w.columns, paired, w.columns);
-    if (large<KP>(as_rows, count * row_stride(w))) {
+    const bool odd = large<KP>(as_rows, count * row_stride(w));
+    const Unit* from = KP == 1 && !odd ? as_rows : paired;
+    if (from == paired) pair_rows<E>({as_rows, row_stride(w)}, count, 0, w.columns, paired, w.columns);
+    if (odd) {
       careful = true;
       finite_only<KP>(paired, count / KP * w.columns);
     }
     for (long k = 0; k < count / KP; k += 16)
       for (long col = 0; col < w.columns; col += 16)
-        transpose16(paired + k * w.columns + col, w.columns, t + col * (kRows / KP) + k, kRows / KP, 16);
+        transpose16(from + k * w.columns + col, w.columns, t + col * (kRows / KP) + k, kRows / KP, 16);
   }
 
   // What dS's weights are divided by; algorithms/backward.py says why. The largest weight, 2^score, is at most 1.
@@ -204,12 +209,19 @@ struct Backward {
   // δ = Σ dO ∘ O.
   void delta_of_out(long b, long h, long i0) {
     std::memset(o, 0, size_t(2 * wv.columns) * sizeof(float));
-    float* go = o + wv.columns;
+    const float *x = o, *y = o + wv.columns;
     for (long r = 0; r < valid; ++r) {
-      read_out<E>(row_at<const typename E::Element>(c.out, b, h, i0 + r), residual_at(c, b, h, i0 + r), o, c.dv);
-      E::widen(row_at<const typename E::Element>(c.grad_out, b, h, i0 + r), go, c.dv);
+      const auto* out = row_at<const typename E::Element>(c.out, b, h, i0 + r);
+      const auto* go = row_at<const typename E::Element>(c.grad_out, b, h, i0 + r);
+      bool lie = false;  // as floats without padding
+      if constexpr (E::exact_operands)
+        if ((lie = wv.d == wv.columns && !c.residual)) x = out, y = go;
+      if (!lie) {
+        read_out<E>(out, residual_at(c, b, h, i0 + r), o, c.dv);
+        E::widen(go, o + wv.columns, c.dv);
+      }
       V sum = set1(0.f);
-      for (long j = 0; j < wv.columns; j += 16) sum = fma(load(o + j), load(go + j), sum);
+      for (long j = 0; j < wv.columns; j += 16) sum = fma(load(x + j), load(y + j), sum);
       float lanes[16];
       store(lanes, sum);
       delta[r] = tree(lanes);

@@ -289,10 +289,13 @@ struct Forward {
       const float exact = tree(exact_lanes + 16 * r), l = integer ? tree(lanes + 16 * r) : exact;
       const bool seen = m[r] != -HALFULP_INF || exact != exact;  // the maximum does not tell of NaN
       const V divisor = set1(seen ? l : 1.f);
-      float* row = out + r * wv.columns;
-      for (long j = 0; j < wv.columns; j += 16) store(row + j, div(load(row + j), divisor));
-      for (long j = 0; j < wv.columns && c.drop_below; j += 16) store(row + j, mul(load(row + j), set1(c.kept_scale)));
-      round_out<E>(row, row_at<typename E::Element>(c.out, b, head, i), residual_at(c, b, head, i), c.dv);
+      float *row = out + r * wv.columns, *to = row;
+      auto* result = row_at<typename E::Element>(c.out, b, head, i);
+      if constexpr (E::exact_operands)
+        if (wv.d == wv.columns && !c.residual) to = result;  // floats without padding need no copy
+      for (long j = 0; j < wv.columns; j += 16) store(to + j, div(load(row + j), divisor));
+      for (long j = 0; j < wv.columns && c.drop_below; j += 16) store(to + j, mul(load(to + j), set1(c.kept_scale)));
+      if (to == row) round_out<E>(row, result, residual_at(c, b, head, i), c.dv);
       if (c.row_max) c.row_max[at] = m[r];
       if (c.row_sum) c.row_sum[at] = l;
       if (!c.own_lse && !c.lse) continue;
