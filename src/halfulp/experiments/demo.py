@@ -217,45 +217,20 @@ def _failure(stage: _Stage, progress: Progress) -> Act:
 
 
 def _failure_table(by_name: dict[str, list[FailureRun]], config: DemoConfig) -> Table:
+    shown: tuple[tuple[str, Callable[[FailureRun], float], Callable[[float], str]], ...] = (
+        ("lowest loss", lambda run: min(run.loss, default=0.0), short),
+        ("loss at the end", final_loss, short),
+        ("mean score at the end", lambda run: run.mean_score[-1], "{:+.1f}".format),
+        ("σ(W_Q) at the end", lambda run: run.sigma_query[-1], "{:.1f}".format),
+    )
     rows = []
     for name, runs in by_name.items():
-        columns = (
-            [min(run.loss, default=0.0) for run in runs],
-            [final_loss(run) for run in runs],
-            [run.mean_score[-1] for run in runs],
-            [run.sigma_query[-1] for run in runs],
-        )
-        forms: tuple[Callable[[float], str], ...] = (
-            short,
-            short,
-            "{:+.1f}".format,
-            "{:.1f}".format,
-        )
-        cells = [_range(values, form) for values, form in zip(columns, forms, strict=True)]
+        cells = (_range([figure(run) for run in runs], form) for _, figure, form in shown)
         rows.append((name, worst_outcome(runs), *cells))
-    columns_named = (
-        "attention",
-        "outcome",
-        "lowest loss",
-        "loss at the end",
-        "mean score at the end",
-        "σ(W_Q) at the end",
-    )
-    return Table(
-        "What became of each run",
-        columns_named,
-        tuple(rows),
-        _over(config.steps, config.seeds),
-        config.command,
-    )
-
-
-def _over(steps: int, seeds: int) -> str:
-    return (
-        f"{steps} steps, {seeds} seeds, lowest … highest of them."
-        if seeds > 1
-        else f"{steps} steps, one seed."
-    )
+    columns = ("attention", "outcome", *(title for title, _, _ in shown))
+    seeds = f"{config.seeds} seeds, lowest … highest of them" if config.seeds > 1 else "one seed"
+    said = f"{config.steps} steps, {seeds}."
+    return Table("What became of each run", columns, tuple(rows), said, config.command)
 
 
 def _range(values: Sequence[float], form: Callable[[float], str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,8 @@ def metric_figures(rows: Mapping[str, Sequence[Row]], caption: str, command: str
     for name, title, axis, log in METRICS:
         having = [run for run in rows if any(name in row for row in rows[run])][:_CURVES]
         series = tuple(
-            _curve(run, [row for row in rows[run] if name in row], _metric(name)) for run in having
+            _curve(run, [row for row in rows[run] if name in row], itemgetter(name))
+            for run in having
         )
         if series:
             log = log and all(y > 0 for one in series for y in one.y if math.isfinite(y))
@@ -266,10 +268,6 @@ def _measured_by_run(runs: Sequence[RecordedRun], command: str) -> list[Figure]:
             caption = f"{where} {_left_out(having)}".strip()
             figures.append(Figure(title, "step", axis, series, caption, command))
     return figures
-
-
-def _metric(name: str) -> Callable[[Row], Any]:
-    return lambda row: row.get(name)
 
 
 def _at(name: str, layer: int, head: int) -> Callable[[Row], Any]:

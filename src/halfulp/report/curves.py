@@ -98,29 +98,15 @@ def draw_series(axes: Any, one: Mapping[str, Any], index: int) -> None:
             )
         else:
             axes.fill_between(one["x"], low, high, color=color, alpha=0.18, linewidth=0)
+    marked: dict[str, Any] = {"marker": _MARKERS[index % 7], "color": color, "label": label}
     if one["style"] == "points":
-        axes.plot(
-            one["x"],
-            y,
-            linestyle="none",
-            marker=_MARKERS[index % 7],
-            markersize=5,
-            color=color,
-            label=label,
-        )
+        axes.plot(one["x"], y, linestyle="none", markersize=5, **marked)
     else:
-        marker = _MARKERS[index % 7] if len(y) <= 12 else None
+        # marks of many points would hide the line
+        if len(y) > 12:
+            marked["marker"] = None
         dashes = _DASHES[index % len(_DASHES)]
-        axes.plot(
-            one["x"],
-            y,
-            color=color,
-            linestyle=dashes,
-            marker=marker,
-            markersize=4,
-            zorder=3 - index / 100,
-            label=label,
-        )
+        axes.plot(one["x"], y, linestyle=dashes, markersize=4, zorder=3 - index / 100, **marked)
 
 
 def _distances(
