@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ class LocalGap:
     lean_squared: float = 0.0
     gradient: float = 0.0  # Σ (gradient of B's result − of A's)²
     gradient_size: float = 0.0
-    notes: list[str] = field(default_factory=list)
 
     def add(self, found: Tensor, theirs: Tensor, again: Tensor | None, floor: float) -> None:
         """One batch.
