@@ -183,6 +183,7 @@ class Training:
             way, step, gradient = {}, {}, {}
             for name, x in model.named_parameters():
                 tape.write(f"{k} {name}", x)
+                # roundings of single weights are independent, so that their squares add
                 self.rounding[name] = step_of(x.dtype) ** 2 * squares(x.detach(), x.detach())[1]
                 way[name] = _apart(x, tape.read(f"0 {name}"))
                 step[name] = _apart(x, tape.read(f"{max(0, k - 1)} {name}"))

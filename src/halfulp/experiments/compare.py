@@ -167,6 +167,7 @@ def drift_between(baseline: Path, run: Path, name: str | None = None) -> Drift:
                 f"run={str(run)!r}: its model has other tensors; accepted are runs of one model"
             )
         steps.append(step)
+        # not the sum of its tensors': transport may pair a weight of one with one of another
         whole.append(distance(before, after))
         for key in before:
             gap = distance({key: before[key]}, {key: after[key]})

@@ -309,6 +309,7 @@ def _curve(label: str, rows: Sequence[Row], value: Callable[[Row], Any]) -> Seri
 
 def _thinned(rows: Sequence[Row]) -> list[Row]:
     """At most `_POINTS` rows, evenly spread, the last among them."""
+    # counted from the end, so that the last row, where a run may have failed, is always drawn
     every = max(1, math.ceil(len(rows) / _POINTS))
     return list(rows[(len(rows) - 1) % every :: every])
 

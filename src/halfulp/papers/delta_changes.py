@@ -102,7 +102,7 @@ class _Changed(torch.autograd.Function):
     def forward(
         ctx: Any, out: Tensor, lse: Tensor, exact: Tensor, recipe: Recipe, change: Change
     ) -> Tensor:
-        del lse
+        del lse  # taken for its gradient alone, by which δ is changed
         ctx.save_for_backward(out, exact)
         ctx.recipe, ctx.change = recipe, change
         return out.view_as(out)

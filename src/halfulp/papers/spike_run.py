@@ -44,6 +44,7 @@ def approach(job: tuple[int, int, int]) -> Approach:
     plans = [Plan((attention,), seed, steps, layers=1) for attention in attentions]
     points: list[tuple[float, ...]] = []
     with one_thread():
+        # in step, so that weights are compared while they are there and none has to be kept
         for run, twin, control in zip(*map(train_steps, plans), strict=True):
             if run.step % EVERY:
                 continue

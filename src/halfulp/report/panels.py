@@ -150,6 +150,7 @@ def _place(axes: Any, cell: tuple[int, int], height: float, room: float) -> None
         (1 - room - _LEFT) * WIDTH,
         (_TOP - _BOTTOM) * HEIGHT,
     )
+    # left, bottom, width and height, as shares of the picture's width or height in turn
     axes.set_position([part / (total if i % 2 else width) for i, part in enumerate(place)])
 
 

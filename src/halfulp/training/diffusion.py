@@ -80,6 +80,7 @@ def draw_samples(
         v = predict(x, now.expand(len(x)))
         # x and v are picture and noise, turned by an angle: since α² + σ² = 1 this turns them back
         clean, rest = alpha * x - sigma * v, sigma * x + alpha * v
+        # an estimate beyond what pictures hold would be carried through all later steps
         if clip is not None:
             clean = clean.clamp(-clip, clip)
         x = alpha_then * clean + sigma_then * rest
@@ -108,9 +109,11 @@ class DiffusionTransformer(nn.Module):
             nn.Linear(2 * _FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width)
         )
         self.blocks = nn.ModuleList(_Block(config, i, plan, own) for i in range(config.layers))
+        # without weights of its own: scale and shift come from the condition
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulate = nn.Linear(width, 2 * width)
         self.write = nn.Linear(width, pixels)
+        # so that the first v is 0 and the loss begins at v's own mean square
         for layer in (self.modulate, self.write):
             _zero(layer)
 
@@ -221,6 +224,7 @@ def _waves(time: Tensor) -> Tensor:
     """Sines and cosines of a time `[B]`, `[B, 2·_FREQUENCIES]`, of periods from a thousandth of the
     range up.
     """
+    # even steps of the logarithm: as many rates for coarse differences of time as for fine ones
     rates = torch.exp(torch.linspace(0.0, math.log(1000.0), _FREQUENCIES, device=time.device))
     angles = time[:, None].float() * rates
     return torch.cat((angles.cos(), angles.sin()), -1)

@@ -109,6 +109,7 @@ class CausalAttention(nn.Module):
             for part in self.qkv(x).split(self._sizes(), -1)
         )
         query, key, value = parts
+        # normed before they are rotated: a gain by coordinate would not commute with a rotation
         query, key = _normed(query, self.query_norm), _normed(key, self.key_norm)
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
@@ -176,6 +177,7 @@ def _initialize(model: nn.Module, layers: int, generator: torch.Generator) -> No
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
+                # two branches a layer add to the stream: their variances together are one of 0.02
                 residual = name.endswith(("project.weight", "down.weight"))
                 parameter.normal_(
                     0.0, 0.02 / math.sqrt(2 * layers) if residual else 0.02, generator=generator

@@ -95,11 +95,14 @@ class ScoreClip:
             # processes saw other samples, and their copies of the weights must stay the same
             if distributed.is_available() and distributed.is_initialized():
                 distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+            # not a head whose scores are not finite: τ / ∞ would make its weights 0
             beyond = largest.isfinite() & (largest > self.most)
             factors[where] = factor = torch.where(beyond, self.most / largest, 1.0)
             held = projections(self._modules[where], len(factor), width)
             assert held is not None
             group = len(factor) // len(held[1][0])
+            # a key that is shared takes half of the strongest cut, and each query what is left of
+            # its own, so that their product is the head's factor
             of_key = factor.view(-1, group).amin(1).sqrt()
             of_query = factor / of_key.repeat_interleave(group)
             with torch.no_grad():

@@ -155,6 +155,7 @@ class Monitor:
     ) -> Figures:
         """All figures of one layer."""
         heads = call.query.shape[1]
+        # some heads at a time, since each needs several fp64 tensors of its scores' size
         at_once = max(1, CHUNK // (len(call.query) * call.query.shape[2] * call.key.shape[2]))
         chunks = []
         for start in range(0, heads, at_once):
