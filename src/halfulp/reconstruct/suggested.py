@@ -24,6 +24,7 @@ ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 ALONE = 0.8  # share that a factor of one trial's own must explain there
 LEAN = 3e-4  # a smaller factor is none
 HALF = 0.5  # of an error, that what lies elsewhere must hold
+SHARED = 0.1  # of a result, that what another's data changes must be
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -57,9 +58,16 @@ def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> tup
         got = None if result is None else getattr(result, tensor)
         if got is None:
             continue
-        moved, error = (torch.where(observed.usable & where, x, 0.0).square().sum() for x in (
-            got.double() - observed.value, observed.value - observed.exact))  # fmt: skip
-        if float(moved) > max(HALF * float(error), 4 * observed.floor):
+        moved, error, size = (
+            float(torch.where(observed.usable & where, x, 0.0).square().sum())
+            for x in (
+                got.double() - observed.value,
+                observed.value - observed.exact,
+                observed.exact,
+            )
+        )
+        # a scale of codes that all heads share moves what is rounded, and no more
+        if moved > max(HALF * error, SHARED**2 * size, 4 * observed.floor):
             return f"{told} follow what others are given, whose own data stay", "other-data"
     return "", ""
 
