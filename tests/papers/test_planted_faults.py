@@ -236,7 +236,7 @@ def test_the_ledgers_line_keeps_the_papers_claims_apart() -> None:
         {"verdict": "reproduced", "source": "halfulp"},
     ]
     assert counts(verdicts) == (
-        "of the papers' 2 claims 1 reproduced, 1 not reproduced; of halfulp's own 1 claims 1"
+        "of the papers' 2 claims 1 reproduced, 1 not reproduced; of halfulp's own 1 claim 1"
         " reproduced"
     )
 
