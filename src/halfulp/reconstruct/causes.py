@@ -35,7 +35,7 @@ GRADIENT = (
     "the gradient is noisier than the format requires, and where inputs repeat the error does not"
     " average out"
 )
-FORWARD = "activations carry an error that the next layers and the gradient inherit in every step"
+FORWARD = "its results carry an error that all that is computed of them inherits in every step"
 LEAN = (
     "every layer shrinks its signal in the same direction, and over a deep model that adds up to"
     " percents"
