@@ -175,6 +175,12 @@ def test_a_planted_fault_is_seen(opened: Open, fault: str, says: str) -> None:
     assert any(says in one for one in page.evaluate(FAULTS))
 
 
+def test_figures_stand_side_by_side_on_a_tablet(opened: Open) -> None:
+    tops = "[...document.querySelectorAll('.figures figure')].map(f => f.offsetTop)"
+    beside = [len(set(opened("run", width).evaluate(tops)[:2])) for width in WIDTHS]
+    assert beside == [2, 1, 1]
+
+
 def test_a_verdict_leads_to_its_details(opened: Open) -> None:
     page = opened("demo", 390)
     details = page.locator("details", has_text="sdpa:flash").first
