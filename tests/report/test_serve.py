@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import halfulp
 from halfulp import cli
 from halfulp.cli.live import Server, Site
+from halfulp.cli.serve_command import serve
 from tests.watch.gpt import GPT, train
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&amp;\u202e\x07 run"
@@ -261,3 +263,16 @@ def test_a_page_follows_its_run_until_the_server_ends(
     assert "the last at step 12" in page.inner_text("main")
     assert all("ERR_CONNECTION_REFUSED" in text for text in said), said
     context.close()
+
+
+def test_a_log_has_the_address_while_it_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+    log = (tmp_path / "log").open("w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", log)
+    look = lambda *_, **__: seen.append((tmp_path / "log").read_text(encoding="utf-8"))  # noqa: E731
+    monkeypatch.setattr(Server, "serve_forever", look)
+    with log:
+        assert serve((tmp_path,), port=0) == 0
+    assert seen[0].startswith("http://127.0.0.1:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from halfulp.cli.shell import say
@@ -39,6 +40,7 @@ def serve(runs: tuple[Path, ...], /, *, port: int = 8765) -> int:
         ) from None
     with server:
         say(f"{server.url} shows {len(server.site.runs())} runs; Ctrl-C ends it")
+        sys.stdout.flush()  # a log is to have the address while the server runs
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
