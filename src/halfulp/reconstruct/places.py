@@ -201,7 +201,9 @@ def _told(
     if gross:
         text, key = reads_others(emulator.run, trial, tensor, observed)
         if key:
-            return text, key, False, True
+            shared = {emulator.trials[name].call.groups > 1 for name in bad or {worst}}
+            # calls without groups are right: it is the head of the group that is another
+            return text, "key-heads" if shared == {True} else key, False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     told, special = only
