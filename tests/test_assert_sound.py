@@ -44,7 +44,7 @@ def test_a_failure_says_what_why_where_and_how_to_see_it():
     assert "has a DEFECT" in text.splitlines()[0]
     for word in ("cause", "resembles", "in training", "worst", "findings", "smallest"):
         assert f"\n  {word:<11} " in text, text
-    assert f"docs/causes/{report.as_dict()['cause']['code']}.md" in text
+    assert f"halfulp explain {report.as_dict()['cause']['code']}" in text
     assert "reproduce(" in text
     assert max(map(len, text.splitlines())) < 200
     assert isinstance(raised.value, AssertionError)

@@ -350,6 +350,20 @@ def test_ls(capsys, what, names):
     assert set(names) <= {row[first] for row in rows}
 
 
+def test_explain_prints_the_page_of_every_cause(capsys):
+    from halfulp.reconstruct import CAUSES
+
+    for cause in CAUSES.values():
+        code, out, _ = run(capsys, "explain", cause.code.lower(), "--json", "-")
+        assert code == 0
+        assert json.loads(out)["page"].startswith(f"# {cause.code}: ")
+    _, out, _ = run(capsys, "explain", "HU109")
+    assert "How to mend it" in out
+    code, _, err = run(capsys, "explain", "HU900")
+    assert code == 2
+    assert err.startswith("halfulp: values='HU900': is no cause's code; accepted are those of")
+
+
 @pytest.mark.parametrize("what", ["probes", "targets"])
 def test_ls_of_an_operation_counts_what_the_table_of_operations_says(capsys, what):
     _, out, _ = run(capsys, "ls", "operations", "--json", "-")

@@ -246,11 +246,12 @@ def explain(
     accumulate: str | None = None,
     json: Path | None = None,
 ) -> int:
-    """Show one rounding bit by bit: halfulp explain -- -2.4071154594421387 -2.296875 --format bf16
+    """Show one rounding bit by bit: halfulp explain -- -2.4071154594421387 -2.296875 --format bf16;
+    or the page of a cause that an audit named: halfulp explain HU109
 
     Args:
         values: Decimal numbers, read as float64; for dot, the left vector and then the right one.
-            One number alone is rounded as it is.
+            One number alone is rounded as it is. Or the code of a cause (`halfulp ls causes`).
         format: Number format of the result (`halfulp ls formats`; eXmY for X exponent and Y
             mantissa bits).
         operation: What is computed of the values.
@@ -262,9 +263,22 @@ def explain(
     from halfulp.formats import parse_format
 
     check_files(json)
+    if len(values) == 1 and values[0].upper().startswith("HU"):
+        return _cause(values[0].upper(), json)
     running = None if accumulate is None else parse_format(accumulate)
     result = explained(values, parse_format(format), operation, accumulate=running)  # type: ignore[arg-type]
     tell(result.as_dict(), json, lambda: say(result.text().removesuffix("\n")))
+    return 0
+
+
+def _cause(code: str, json: Path | None) -> int:
+    from rich.markdown import Markdown
+
+    from halfulp.reconstruct.causes import page_of
+    from halfulp.report.terminal import console
+
+    text = page_of(code)
+    tell({"code": code, "page": text}, json, lambda: console().print(Markdown(text)))
     return 0
 
 

@@ -9,7 +9,10 @@ HU4 what is not explained, HU5 operations other than attention.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from halfulp.complaints import meant
 
 Kind = Literal["rounding", "function", "non-finite", "unstable", "unexplained"]
 
@@ -243,3 +246,21 @@ CAUSES: dict[str, Cause] = {
         *(Cause(*row) for row in (*_OTHER, *_OPERATION)),
     )
 }
+
+
+def page_of(code: str) -> str:
+    """The page of a cause, Markdown: what it is, how it was seen in public, how to mend it.
+
+    Raises ValueError for a code that no cause has.
+    """
+    known = [cause.code for cause in CAUSES.values()]
+    if code not in known:
+        raise ValueError(
+            f"values={code!r}: is no cause's code; accepted are those of `halfulp ls causes`"
+            f"{meant(code, known)}"
+        )
+    package = Path(__file__).parents[1]
+    # in the package where it is installed, in the repository where its sources are used
+    folders = [folder / "docs" / "causes" for folder in (package, package.parents[1])]
+    page = next(folder / f"{code}.md" for folder in folders if folder.is_dir())
+    return page.read_text(encoding="utf-8")

@@ -238,7 +238,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     if report["causes"]:
         found.append(("in training", report["causes"][0]["effect"]))
         if code := report["causes"][0].get("code"):
-            found.append(("how to mend it", f"docs/causes/{code}.md"))
+            found.append(("how to mend it", f"halfulp explain {code}"))
     if print_of:
         found.append(("the kernel", print_of["text"]))
     if grown := {name: p for name, p in report["growth"].items() if abs(p) >= 0.1}:
