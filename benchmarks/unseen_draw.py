@@ -1,7 +1,8 @@
 """Draws the halves of unseen sets that come from a grid, and measures every fault of a set against
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
-usage: python -m benchmarks.unseen_draw fifth|operations_second|sixth|operations_third [--check]
+usage: python -m benchmarks.unseen_draw fifth|operations_second|sixth|operations_third|seventh|operations_fourth
+       [--check]
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
@@ -27,8 +28,10 @@ from torch.nn import functional
 
 from halfulp.formats import round_to
 
-LATER = ("sixth", "operations_third")
+LATER = ("sixth", "operations_third", "seventh", "operations_fourth")
 """Sets that have more inputs, and dtypes of operations."""
+AGAIN = {"seventh": ("sixth", 20261209), "operations_fourth": ("operations_third", 20261209)}
+"""Sets drawn from the grid of another by another seed, ten each, without what that set has."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
 
@@ -303,12 +306,15 @@ def ratio(op: str, fn: Callable[..., Any], dtype: str = "bfloat16", more: bool =
 
 
 def drawn(which: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Thirty of the grid, each with its ratio."""
+    """Thirty of the grid, or ten, each with its ratio."""
     attentive = "operations" not in which
-    grid: Any = importlib.import_module(f"benchmarks.unseen_{which}_grid")
+    of_set, *seed = AGAIN.get(which, (which,))
+    grid: Any = importlib.import_module(f"benchmarks.unseen_{of_set}_grid")
     counts: Counter[Any] = Counter()
     seen, kept = set(), 0
-    for one in grid.grid():
+    if seed:
+        seen = {one[:3] if attentive else one for one in grid.DRAWN}
+    for one in grid.grid(*seed):
         limits = (((one[0], 2), (one[1], 4)) if attentive
                   else ((one[:2], 2), (one[0], 4), (one[2], 4)))  # fmt: skip
         key = one[:3] if attentive else one
@@ -322,7 +328,7 @@ def drawn(which: str) -> Iterator[tuple[tuple[str, ...], float]]:
         counts.update(of for of, _ in limits)
         kept += 1
         yield one, rate
-        if kept == 30:
+        if kept == (10 if seed else 30):
             return
 
 
