@@ -1,8 +1,8 @@
 """Draws the halves of unseen sets that come from a grid, and measures every fault of a set against
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
-usage: python -m benchmarks.unseen_draw fifth|operations_second|sixth|operations_third|seventh|operations_fourth
-       [--check]
+usage: python -m benchmarks.unseen_draw SET [--check], SET one of fifth, operations_second, sixth,
+       operations_third, seventh, operations_fourth
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
