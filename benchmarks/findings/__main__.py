@@ -3,7 +3,8 @@
 usage: python -m benchmarks.findings [--only GROUP ...] [--kernel NAME ...] [--dtype DTYPE ...]
        [--seeds 0 1 2 3 4] [--json FILE] [--write docs/findings.md]
 
-Every kernel is audited by the command line, in a process of its own, as a reader would do it again.
+Every kernel is audited by the command line, in a process of its own, as a reader would do it again;
+the group kept_results is measured here (kept_results.py).
 A group whose package is not installed is left out and named. With --json every verdict is written
 as it comes, and what the file has already is not audited again, but for what ended in an error.
 """
@@ -21,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.findings import kept_results
 from rich.console import Console
 from rich.progress import track
 
@@ -34,6 +36,7 @@ GROUPS = {
     "pytorch": ("torch", ALL),
     "pytorch_options": ("torch", ("bfloat16",)),
     "pytorch_compiled": ("torch", ("bfloat16",)),
+    "kept_results": ("torch", ("bfloat16", "float16")),
     "transformers_models": ("transformers", ("bfloat16",)),
     "torchao_kernels": ("torchao", ("bfloat16",)),
     "bitsandbytes_kernels": ("bitsandbytes", ("bfloat16",)),
@@ -54,6 +57,8 @@ def subjects(group: str) -> Iterator[tuple[str, str]]:
     elif group == "pytorch":
         for op in operation_names():
             yield from ((op, target.name) for target in operation_named(op).targets)
+    elif group == "kept_results":
+        yield from (("gradient", name) for name in kept_results.CASES)
     else:
         path = HERE / f"{group}.py"
         for name, op in audited(path).items():
@@ -72,7 +77,10 @@ def audited(path: Path) -> dict[str, str]:
 
 
 def verdict(op: str, target: str, dtype: str, seed: int) -> dict[str, Any]:
-    """What `halfulp audit` says."""
+    """What `halfulp audit` says, or kept_results of a function that is no operation."""
+    row: dict[str, Any] = {"op": op, "target": target, "dtype": dtype, "seed": seed}
+    if op == "gradient":
+        return row | kept_results.verdict(target, dtype, seed)
     command = ["audit", "--op", op, "--dtype", dtype, "--seed", str(seed), target]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "audit.json"
@@ -82,7 +90,6 @@ def verdict(op: str, target: str, dtype: str, seed: int) -> dict[str, Any]:
             text=True,
         )
         found = json.loads(file.read_text(encoding="utf-8"))[0] if file.exists() else None
-    row: dict[str, Any] = {"op": op, "target": target, "dtype": dtype, "seed": seed}
     if found is None:
         return row | {"verdict": "error", "reason": (ran.stderr or ran.stdout).strip()[-300:]}
     kept = ("verdict", "reason", "smallest", "missing", "left_out", "tests")

@@ -23,6 +23,7 @@ AUDITED = {
     "rope": "rope",
     "sum_rows": "sum",
     "embedding": "embedding",
+    "logsumexp": "benchmarks/findings/logsumexp",
 }
 
 
@@ -48,3 +49,4 @@ geglu = _compiled(_of("geglu", "torch"))
 rope = _compiled(_of("rope", "transformers"))
 sum_rows = _compiled(torch.sum)
 embedding = _compiled(functional.embedding)
+logsumexp = _compiled(torch.logsumexp)

@@ -1,4 +1,4 @@
-"""PyTorch's fused loss with a policy asked for by name, and AdamW with fused=True.
+"""PyTorch's fused loss with a policy asked for by name, AdamW with fused=True, and log-sum-exp.
 
 `halfulp audit --op linear_cross_entropy benchmarks/findings/pytorch_options.py:accurate`.
 """
@@ -13,6 +13,8 @@ AUDITED = {
     "accurate_fp32": "linear_cross_entropy",
     "fused_step": "adamw_step",
     "fused_low": "adamw_low",
+    "logsumexp": "benchmarks/findings/logsumexp",
+    "logsumexp_upcast": "benchmarks/findings/logsumexp",
 }
 
 
@@ -80,3 +82,13 @@ def fused_low(
     for number, grad in enumerate(grads):
         _fused(moved[0], grad, *moved[1:], step + number, **rates)
     return moved[0], moved[1].to(exp_avg.dtype), moved[2].to(exp_avg_sq.dtype)
+
+
+def logsumexp(input: Tensor, dim: int) -> Tensor:
+    """torch.logsumexp."""
+    return torch.logsumexp(input, dim)
+
+
+def logsumexp_upcast(input: Tensor, dim: int) -> Tensor:
+    """In fp32, what autograd keeps too, then rounded."""
+    return torch.logsumexp(input.float(), dim).to(input.dtype)
