@@ -417,6 +417,7 @@ def test_audit_of_a_defect_writes_a_program_that_runs_in_any_folder_and_says_whe
     assert code == 1
     assert out.startswith("✗ DEFECT")
     (program,) = (tmp_path / "repro").iterdir()
+    assert not program.stem.isidentifier(), "programs beside it can import it in place of another"
     assert f"run {program.relative_to(tmp_path)}\n" in out, "a path that can be copied"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -31,6 +31,7 @@ from halfulp.formats import (
     custom,
     parse_format,
 )
+from halfulp.formats.names import ELSEWHERE
 
 
 @pytest.mark.parametrize(
@@ -128,16 +129,34 @@ def test_parse_format() -> None:
     assert parse_format("E5M0").mantissa_bits == 0
     assert parse_format("e2m1") is E2M1  # the built-in one, which has no infinity
     assert len({fmt.name for fmt in FORMATS}) == len(FORMATS)
+    assert all(parse_format(name).name == name for names in ELSEWHERE.values() for name in names)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", "fp17", "e5", "m3", "e5m", "float16", "e4m3", "e4m3fn", "e12m3", "e5m99", "e0m3", "e1m2"],
+    ["", "fp17", "e5", "m3", "e5m", "e4m3", "e12m3", "e5m99", "e0m3", "e1m2"],
 )
 def test_parse_format_refuses_in_one_line(name: str) -> None:
     with pytest.raises(ValueError, match=r"accepted(:| are) ") as refused:
         parse_format(name)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("torch.float16", "fp16"),
+        ("BFloat16", "bf16"),
+        ("float", "fp32"),
+        ("half", "fp16"),
+        ("e4m3fn", "ocp_e4m3"),
+        ("float8_e4m3fn", "ocp_e4m3"),
+        ("fp4", "e2m1' or 'mxfp4' or 'nvfp4"),
+    ],
+)
+def test_a_format_by_another_name_is_answered_with_ours(name: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=rf"did you mean '{ours}'\?$"):
+        parse_format(name)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def audit_each(
         if report.script is not None and repro is not None:
             repro.mkdir(exist_ok=True)
             name = re.sub(r"[^A-Za-z0-9]+", "_", report.target.rpartition("/")[2]).strip("_")
-            script = str(write_text(repro / f"{name}.py", report.script))
+            # The folder comes first on the path of what is run in it: torch.py would be torch.
+            script = str(write_text(repro / f"{number}_{name}.py", report.script))
         yield report, script
 
 

@@ -11,6 +11,24 @@ from halfulp.formats.format import SCALAR_FORMATS, Format, custom
 
 FORMATS: Final[tuple[Format | BlockFormat, ...]] = (*SCALAR_FORMATS, *BLOCK_FORMATS)
 
+# What PyTorch, ml_dtypes and papers call them, once "float" is read as "fp".
+ELSEWHERE: Final = {
+    "half": ("fp16",),
+    "fp": ("fp32",),
+    "single": ("fp32",),
+    "double": ("fp64",),
+    "fp8": ("ocp_e4m3", "ocp_e5m2"),
+    "e4m3fn": ("ocp_e4m3",),
+    "fp8_e4m3": ("ocp_e4m3", "ieee_e4m3"),
+    "fp8_e4m3fn": ("ocp_e4m3",),
+    "fp8_e5m2": ("ocp_e5m2",),
+    "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"),
+    "mxfp6": ("mxfp6_e3m2", "mxfp6_e2m3"),
+    "fp6": ("e3m2", "e2m3"),
+    "fp4": ("e2m1", "mxfp4", "nvfp4"),
+    "fp4_e2m1fn": ("e2m1",),
+}
+
 
 def parse_format(name: str) -> Format | BlockFormat:
     """Return the built-in format of that name (any case), or the IEEE-style format "eXmY" of any
@@ -36,6 +54,12 @@ def parse_format(name: str) -> Format | BlockFormat:
         names = [fmt.name for fmt in FORMATS]
         raise ValueError(
             f"format={name!r} is not known; accepted: {', '.join(names)}, or eXmY such as"
-            f" e5m10{meant(lowered, names)}"
+            f" e5m10{_meant(lowered, names)}"
         )
     return custom(int(widths[1]), int(widths[2]))
+
+
+def _meant(name: str, names: list[str]) -> str:
+    plain = name.removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
+    ours = ELSEWHERE.get(plain, (plain,) if plain in names else ())
+    return f"; did you mean {' or '.join(map(repr, ours))}?" if ours else meant(name, names)
