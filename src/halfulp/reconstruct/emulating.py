@@ -8,7 +8,7 @@ each result is computed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,6 +55,7 @@ class Twist:
         compare=False, repr=False, default=_as_it_is
     )
     unrounded: tuple[str, ...] = ()  # operands that it rounds, or not, instead of the recipe
+    around: bool = False  # done around a kernel that is sound: its backward pass reads its own O
 
 
 @dataclass(frozen=True)
@@ -184,28 +185,33 @@ class Emulator:
         if backward.recipe.base != forward.recipe.base:
             return {}
         self.emulations += 1
-        try:
-            problem = self._problem(trial, turned, backward)
-            gradients = attend_backward(problem, kept, turned.grad_out, None)
-        except (ValueError, AssertionError):
-            return {}
-        return _turned_back(trial, backward, dict(zip(GRADIENTS, gradients, strict=True)))
+        for way in _computable(backward):
+            try:
+                problem = self._problem(trial, turned, way)
+                gradients = attend_backward(problem, kept, turned.grad_out, None)
+            except (ValueError, AssertionError):
+                continue
+            return _turned_back(trial, backward, dict(zip(GRADIENTS, gradients, strict=True)))
+        return {}
 
     def _passed(self, trial: Trial, way: Way) -> tuple[Problem, Kept, dict[str, Tensor]] | None:
         key = (trial.name, way)
         if key not in self._forward:
             self.emulations += 1
             turned = _turned(trial, way)
-            try:
-                problem = self._problem(trial, turned, way)
-                kept = attend(problem)
-            except (ValueError, AssertionError):
-                self._forward[key] = None
-            else:
+            self._forward[key] = None
+            for able in _computable(way):
+                try:
+                    problem = self._problem(trial, turned, able)
+                    kept = attend(problem)
+                except (ValueError, AssertionError):
+                    continue
                 lse = (kept.lse / problem.unit).squeeze(-1)
                 found = _turned_back(trial, way, {"out": kept.out, "lse": lse})
-                kept = _as_found(kept, found, problem.unit) if way.twists else kept
+                if any(not twist.around for twist in way.twists):
+                    kept = _as_found(kept, found, problem.unit)
                 self._forward[key] = (problem, kept, found)
+                break
             if len(self._forward) > 256:
                 self._forward.popitem(last=False)
         return self._forward[key]
@@ -221,6 +227,15 @@ class Emulator:
             if len(self._read) > 128:
                 self._read.popitem(last=False)
         return replace(self._read[key], step=Step(recipe))
+
+
+def _computable(way: Way) -> Iterator[Way]:
+    """The way, and for a call that only a mistake makes, which the library that the algorithm is of
+    cannot compute (torch's takes no offset), the nearest that can.
+    """
+    yield way
+    if way.twists and way.recipe.algorithm == "torch_cpu":
+        yield replace(way, recipe=way.recipe.with_(algorithm="flash2"))
 
 
 def _order_noise(trial: Trial, truth: Result) -> dict[str, float]:

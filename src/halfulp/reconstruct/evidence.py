@@ -136,6 +136,15 @@ class Fit:
         return math.log(self.left + NOISE)
 
     @property
+    def piecewise(self) -> float:
+        """The same group by group, their mean: what is right in a part of the rows counts there,
+        however wrong the others are.
+        """
+        total = self.energy + self.floor / max(1, len(self.energy))
+        left = (self.residual / total.clamp_min(1e-300)).clamp_max(WORST)
+        return float((left[total > 0] + NOISE).log().mean()) if bool((total > 0).any()) else 0.0
+
+    @property
     def cosine(self) -> float:
         """Of the angle between the two errors; 1 where neither errs."""
         size = math.sqrt(float(self.energy.sum()) * float(self.other.sum()))

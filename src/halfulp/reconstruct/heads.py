@@ -61,6 +61,8 @@ def pairings() -> Iterator[Twist]:
          lambda at: (0, at.own)),
         ("batch-next", "each sequence takes the next one's keys", "other-data",
          lambda at: ((at.b + 1) % at.batch, at.own)),
+        ("batch-previous", "each sequence takes the previous one's keys", "other-data",
+         lambda at: ((at.b - 1) % at.batch, at.own)),
         ("batch-last", "the last sequence takes the keys of the one before", "other-data",
          lambda at: (max(at.b - (at.b == at.batch - 1), 0), at.own)),
     )  # fmt: skip
@@ -172,6 +174,9 @@ def layouts() -> Iterator[Twist]:
                 reread, rewritten)  # fmt: skip
     yield Twist("layout-out", "O is written as [B, N, H, D] and returned as [B, H, N, D]",
                 "layout", lambda trial: replace(trial), rewritten_out)  # fmt: skip
+    yield Twist("layout-around", "O is written as [B, N, H, D] and returned as [B, H, N, D], and dO"
+                " is taken so", "layout", lambda trial: replace(trial, grad_out=read(
+                    trial.grad_out)), rewritten_out, around=True)  # fmt: skip
     for first, second in (("query", "key"), ("key", "value"), ("query", "value")):
         yield Twist(f"exchanged-{first}-{second}", f"{first} and {second} are exchanged", "layout",
                     exchanged(first, second), back_exchanged(first, second))  # fmt: skip

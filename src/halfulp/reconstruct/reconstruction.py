@@ -172,7 +172,7 @@ def of_kernel(
         wrong, region = calls_of(emulator, stages.start)
         emulator = emulator.only(wrong)
     if region is not None or emulator is not whole:
-        stages = Stages(emulator, low, effort, blocks, tiles, given)
+        stages = Stages(emulator, low, effort, blocks, tiles, given, stages.start)
     model = stages.run()
     if emulator is not whole and not _harms(whole, stages.start, model):
         emulator, region = whole, None  # what explains the calls that are wrong goes for all

@@ -27,6 +27,7 @@ ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where
 FORWARD_SHARE = 0.6  # of the effort
 SLIPPED = 2  # trials on which slips are looked for
 FAR = 20.0  # times a recipe's error: no two roundings make so much
+NEARLY = 0.02  # share that arithmetic alone may leave
 EXACTLY = 0.1  # share that a slip may leave there
 MOST = 0.8  # of the results that are wrong, which a slip must explain to come first
 HALF = 0.5  # share that a slip may leave on one trial
@@ -46,8 +47,10 @@ class Stages:
         blocks: tuple[int, ...] = (),
         tiles: slips.Tiles = slips.USUAL,
         given: tuple[Twist, ...] = (),
+        like: Model | None = None,
     ) -> None:
         self.emulator, self.dtype, self.tiles, self.given = emulator, dtype, tiles, given
+        self.like = like  # what fits the parts that are right, where only wrong ones are asked
         self.blocks = blocks  # of keys, as they were revealed
         self.stock = Model.of(space.STOCK[dtype])
         self.effort = effort
@@ -83,9 +86,9 @@ class Stages:
         if whole is not None:
             return whole
         model = self._unified(self._prune(model))
-        return self._whole(model, [merged(model)]) or model
+        return self._whole(model, [merged(model), *_shared(model)]) or model
 
-    def _whole(self, model: Model, recipes: list[Model]) -> Model | None:
+    def _whole(self, model: Model, recipes: Iterable[Model]) -> Model | None:
         """The first that is one recipe throughout and fits no worse than the model."""
         offered = self.forward | self.gradients
         least = self.search.loss(model, offered)
@@ -112,6 +115,8 @@ class Stages:
             self.search.tried += 1
             if loss < least - clearly:
                 best, least = model, loss
+        if self._gross(offered):
+            best = self._rebased(self.like or best, offered, EVERY)
         if best != self.stock:
             self.search.note("start", f"starts from {best.forward.recipe.name}", self.stock, best,
                               offered, float("nan"))  # fmt: skip
@@ -123,6 +128,28 @@ class Stages:
                 text = f"block_key={width}, as its sums show"
                 self.search.note("start", text, best, tiled, offered, float("nan"))
                 return tiled
+        return best
+
+    def _rebased(self, model: Model, tensors: frozenset[str], scope: frozenset[str]) -> Model:
+        """The model with the named recipe that fits best where the error is not gross: rows and
+        calls that a mistake leaves alone tell what it was made in, and so does all that is left
+        once the mistake is in the model.
+        """
+        trials = frozenset(self.emulator.trials.keys() - self.search.costly)
+
+        def loss(candidate: Model) -> float:
+            fits = self.emulator.fits(candidate, tensors, trials).values()
+            return sum(fit.piecewise for fit in fits) / max(1, len(fits))
+
+        spent = self.emulator.emulations
+        best, least = model, loss(model) - CLEARLY
+        for named in space.starts(self.dtype):
+            recipe = named.forward.recipe
+            own = model.with_ways(scope, lambda way, r=recipe: replace(way, recipe=r))
+            self.search.tried += 1
+            if own != model and (here := loss(own)) < least:
+                best, least = own, here
+        self.emulator.emulations = spent  # a few recipes on all calls, which is no search
         return best
 
     @cached_property
@@ -142,10 +169,11 @@ class Stages:
                      *space.twist_changes(hints, frozenset(FORWARD)))
         )  # fmt: skip
         gross = self._gross(tensors)
-        if gross:
-            model = self._slipped("forward", model, tensors, frozenset(FORWARD), everywhere=True)
-            gross = self._unexplained(model, tensors, 0.1)
         twisted = _neighbors(lambda: space.twist_changes(self.twists, EVERY))
+        if gross:
+            model = self._slip_or_twist("forward", model, twisted, tensors, frozenset(FORWARD))
+            model = self._settled(model, tensors, EVERY)
+            gross = self._unexplained(model, tensors, 0.1)
         if gross:
             model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
             model = self._partly("forward", model, tensors, EVERY)
@@ -214,6 +242,34 @@ class Stages:
             if sum(new[k].left < EXACTLY for k in bad) < MOST * len(bad):
                 return model
         return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
+
+    def _slip_or_twist(
+        self,
+        stage: str,
+        model: Model,
+        twisted: Neighbors,
+        tensors: frozenset[str],
+        scope: frozenset[str],
+    ) -> Model:
+        """A slip that explains most calls; a fault of structure where that explains them better."""
+        slipped = self._slipped(stage, model, tensors, scope, everywhere=True)
+        if slipped == model or not self._unexplained(slipped, tensors, NEARLY):
+            return slipped
+        step = self.search.steps.pop()
+        other = self.search.best(stage, model, twisted(model), tensors, 4)
+        if other is not None:
+            if self.search.loss(other, tensors) < self.search.loss(slipped, tensors):
+                return other
+            self.search.steps.pop()
+        self.search.steps.append(step)
+        return slipped
+
+    def _settled(self, model: Model, tensors: frozenset[str], scope: frozenset[str]) -> Model:
+        """A model that has its mistake, with the arithmetic that this was made in."""
+        if not any(model.way(name).twists for name in tensors):
+            return model
+        return self._rebased(model, tensors, scope) if self._unexplained(
+            model, tensors, NEARLY) else model  # fmt: skip
 
     def _partly(
         self, stage: str, model: Model, tensors: frozenset[str], scope: frozenset[str]
@@ -315,7 +371,8 @@ class Stages:
         gross = self._gross(tensors)
         known = not self._unexplained(model, self.forward)  # else what is wrong there is first
         if gross and known and self._unexplained(model, tensors):
-            model = self._slipped("backward", model, tensors, BACKWARD, everywhere=True)
+            model = self._slip_or_twist("backward", model, twisted, tensors, BACKWARD)
+        model = self._settled(model, tensors, BACKWARD)
         model = search.descend("backward", model, both if gross else arithmetic, tensors)
         if gross:
             model = self._partly("backward", model, tensors, BACKWARD)
@@ -429,6 +486,13 @@ def _both(first: Neighbors, second: Neighbors) -> Neighbors:
         yield from second(model)
 
     return neighbors
+
+
+def _shared(model: Model) -> Iterator[Model]:
+    """The model with the mistakes of one pass in all of them."""
+    ways = (model.forward, *model.gradients)
+    for twists in dict.fromkeys(way.twists for way in ways if way.twists):
+        yield model.with_ways(EVERY, lambda way, t=twists: replace(way, twists=t))  # type: ignore[misc]
 
 
 def _based(recipe: Recipe, like: Recipe) -> Recipe:
