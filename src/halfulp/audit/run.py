@@ -170,7 +170,7 @@ def _audit(asked: Asked, todo: Plan) -> AuditReport:
     growth = _growth(todo, gathered)
     asked.tell(0.9, "reconstruction")
     run = runner(gathered.target or asked.target, asked.device, asked.forward)
-    found, causes = _explained(asked, gathered, run, findings)
+    found, causes, failed = _explained(asked, gathered, run, findings)
     smallest, shown = _shrink(run, findings, asked.explain, asked.tell)
     verdict, reason = _verdict(gathered, seen, findings, tests, causes)
     name = asked.target.name
@@ -178,7 +178,7 @@ def _audit(asked: Asked, todo: Plan) -> AuditReport:
     if smallest is not None and shown is not None:
         text = script(name, shown, smallest, (gathered.target or asked.target).form)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
-    notes = tuple(dict.fromkeys(alike([n for _, o in gathered.calls() for n in o.notes])))
+    notes = tuple(dict.fromkeys(alike([n for _, o in gathered.calls() for n in o.notes]))) + failed
     if asked.target.operation != ATTENTION and (only := sorted(asked.target.accepts)):
         notes += (f"called with {', '.join(only)}, which it has alone",)
     versions = {
@@ -226,17 +226,26 @@ def _explained(
     gathered: Gathered,
     run: Callable[[Inputs], Result | None],
     findings: list[Finding],
-) -> tuple[Reconstruction | None, tuple[Diagnosis, ...]]:
+) -> tuple[Reconstruction | None, tuple[Diagnosis, ...], tuple[str, ...]]:
     """What the kernel does, by its own errors: a recipe of attention, or a way to compute another
-    operation.
+    operation; and a note where the search itself fails, without which the verdict stands.
     """
-    if asked.target.operation != ATTENTION:
-        return None, operation_causes(run, findings) if asked.explain else ()
-    found = None
-    if asked.explain and gathered.measured:
-        found = reconstructed(run, asked.target.name, asked.dtype, findings)
-    notes = {note for _, outcome in gathered.calls() for note in outcome.notes}
-    return found, diagnose(findings, found, notes)
+    found: Reconstruction | None = None
+    failed: tuple[str, ...] = ()
+    causes: tuple[Diagnosis, ...] = ()
+    attention = asked.target.operation == ATTENTION
+    try:
+        if asked.explain and not attention:
+            causes = operation_causes(run, findings)
+        elif asked.explain and gathered.measured:
+            found = reconstructed(run, asked.target.name, asked.dtype, findings)
+    except Exception as error:
+        failed = (f"the search for a cause failed ({type(error).__name__}: {error}), which is"
+                  " halfulp's own mistake; the verdict does not hang on it",)  # fmt: skip
+    if attention:
+        notes = {note for _, outcome in gathered.calls() for note in outcome.notes}
+        causes = diagnose(findings, found, notes)
+    return found, causes, failed
 
 
 def _count(gathered: Gathered) -> int:

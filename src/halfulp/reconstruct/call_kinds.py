@@ -86,11 +86,12 @@ _TOLD_FIRST = ("with sinks", "with a softcap", "with a window", "with a mask",
 def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:
     """What calls have in common that others have not; their names where nothing tells."""
     with_it, without = [_kinds(t) for t in some], [_kinds(t) for t in others]
-    for kind in with_it[0]:
+    for kind in with_it[0] if with_it else ():
         values = {k[kind] for k in with_it}
         if len(values) == 1 and not values & {k[kind] for k in without}:
             return f"in calls {kind}" if values.pop() else f"but not in calls {kind}"
-    return f"on {', '.join(sorted(t.name for t in some))}"
+    names = sorted(t.name for t in some)
+    return f"on {', '.join(names)}" if names else "on calls of the audit's own"
 
 
 def condition(some: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, str]:

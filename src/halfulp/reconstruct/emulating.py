@@ -58,6 +58,12 @@ class Twist:
     around: bool = False  # done around a kernel that is sound: its backward pass reads its own O
 
 
+def in_what_is_returned(twist: Twist) -> Twist:
+    """The same in what the caller gets; the backward pass reads what is right."""
+    text = f"{twist.text}, in what is returned alone"
+    return replace(twist, key=f"{twist.key}-around", text=text, around=True)
+
+
 @dataclass(frozen=True)
 class Way:
     """How one pass is computed."""

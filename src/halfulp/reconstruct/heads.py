@@ -182,6 +182,49 @@ def layouts() -> Iterator[Twist]:
                     exchanged(first, second), back_exchanged(first, second))  # fmt: skip
 
 
+def rows() -> Iterator[Twist]:
+    """Operands whose rows are their neighbors', before a kernel that is sound, which gives each row
+    its own gradient.
+    """
+    operands = (("query",), ("key",), ("value",), ("key", "value"))
+    for names in operands:
+        for by, which in ((1, "before"), (-1, "after")):
+
+            def turn(trial: Trial, names: tuple[str, ...] = names, by: int = by) -> Trial | None:
+                if trial.call.query.shape[2] == 1 and names == ("query",):
+                    return None
+                return replace(
+                    trial,
+                    call=replace(
+                        trial.call, **{n: getattr(trial.call, n).roll(by, 2) for n in names}
+                    ),
+                )
+
+            def back(
+                _: Trial, tensors: Tensors, names: tuple[str, ...] = names, by: int = by
+            ) -> Tensors:
+                own = [f"grad_{n}" for n in names if f"grad_{n}" in tensors]
+                return tensors | {n: tensors[n].roll(-by, 2) for n in own}
+
+            told = " and ".join(n[0].upper() for n in names)
+            yield Twist(f"rows-{by}-{'-'.join(names)}", f"{told} of each row is that of the row"
+                        f" {which}", "other-data", turn, back)  # fmt: skip
+
+
+def sums() -> Iterator[Twist]:
+    """Row sums that have more than the weights."""
+
+    def turn(trial: Trial) -> Trial | None:
+        if trial.call.sinks is not None:
+            return None
+        return replace(
+            trial, call=replace(trial.call, sinks=torch.zeros(trial.call.query.shape[1]))
+        )
+
+    yield Twist("sum-one-more", "the row sum has exp(0) more, as with a sink of 0", "unnormalized",
+                turn)  # fmt: skip
+
+
 def merges() -> Iterator[Twist]:
     """Parts of the keys merged without the weights that belong to them, and sums that a growing
     maximum leaves as they are.

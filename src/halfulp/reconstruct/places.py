@@ -13,7 +13,7 @@ from halfulp.calls import Result
 from halfulp.reconstruct import call_kinds, space
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, Unlike, grad_scores, place_of, unlike
-from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial, simplicity
@@ -148,6 +148,8 @@ def _not_finite(emulator: Emulator) -> list[Place]:
     text, cause = f"{broken[trial, tensor]} elements are not finite", "non-finite"
     if tensor in GRADIENTS and float(lse[lse.isfinite()].abs().max()) > _EXP_RANGE:
         text, cause = f"{text}, where exp(−lse) is beyond float32", "exp-of-lse"
+    elif tensor in FORWARD and float(scores[scores.isfinite()].abs().max()) > _EXP_RANGE:
+        text += ", where exp of a score is beyond float32: is the row maximum subtracted?"
     elif bool(lse.isinf().any()):
         text, cause = f"{text}, in calls with rows that see nothing", "masked-row"
     return [Place(tensor, trial, text, cause, 1.0, WORST, was_read=True)]

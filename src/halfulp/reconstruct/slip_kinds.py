@@ -156,6 +156,14 @@ CODES: dict[str, tuple[str, Wrong]] = {
     for name, most, code in (("int8", 127, torch.round), ("e4m3", 448, _e4m3))
     for of, dims in (("row", (-1,)), ("tile", (-1, -2)))
 }
+
+
+def _steps(most: int) -> tuple[str, Wrong]:
+    return f"is rounded to multiples of 1/{most}", lambda x, *_: (x * most).round() / most
+
+
+STEPS: dict[str, tuple[str, Wrong]] = {f"steps {n}": _steps(n) for n in (127, 255)}
+"""Codes of what is at most 1, of a scale that is the same everywhere."""
 FLUSHED = {"flush row": 2.0**-8, "flush tile": 2.0**-6, "flush": 2.0**-10}
 """What is 0 below a share of its row's or tile's largest, or below a number; and where to begin."""
 
@@ -194,12 +202,14 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     **RESCALED,
     **FORMATS,
     **CODES,
+    **STEPS,
 }  # fmt: skip
 FACTORS = ("factor", "grows")  # mistakes that a factor belongs to
 TOGETHER = {"key_value", "b_key_value", "statistics", "divided_statistics"}
 """Stages of several quantities, which others' or a tile before's may be."""
 NOT_ROUNDED = {*TOGETHER, "rescale_out", "rescale_sum"}
-ROUNDINGS = {*FORMATS, *CODES, *FLUSHED}
+ROUNDINGS = {*FORMATS, *CODES, *STEPS, *FLUSHED}
+AT_MOST_1 = ("weights", "weights_in_out", "b_weights", "p_in_dv")
 _RESULTS = {"out", "dq", "dk", "dv"}
 OTHERS = {name for name in MISTAKES if name.startswith(("head", "batch"))}
 MOVED = OTHERS | {"row-1", "row+1", "stale"}
@@ -281,13 +291,16 @@ class Slip:
             did = f"is 0 where it is below {self.factor:.2g}" + f" of its {of}'s largest" * bool(of)
         else:
             did = MISTAKES[self.mistake][0]
-        return f"{STAGES[self.stage].text} {did}{''.join(PARTS[p][0] for p in self.parts)}"
+        what = STAGES[self.stage].text + ", or dO and δ with it," * self._all_gradients
+        return f"{what} {did}{''.join(PARTS[p][0] for p in self.parts)}"
 
     @property
     def cause(self) -> str:
         """A key of CAUSES."""
         if self.mistake == "gone" and self.stage in _RESULTS:
             return "unwritten"
+        if self._all_gradients:
+            return "grad-scale"
         stage, blocks = STAGES[self.stage], {p for p in self.parts if p in _BLOCKS}
         if self.mistake in ROUNDINGS:
             return stage.rounding
@@ -302,6 +315,11 @@ class Slip:
                 else "query-tail"
             )
         return stage.other if self.mistake in MOVED else stage.cause
+
+    @property
+    def _all_gradients(self) -> bool:
+        """Whether it multiplies all gradients alike, which dO as it comes may do as well as P."""
+        return self.stage == "b_weights" and not self.parts and self.mistake in ("factor", "gone")
 
     def made(self, x: Tensor, tile: Tile, memory: Memory) -> Tensor:
         """The stage's value with it."""

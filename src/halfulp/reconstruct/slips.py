@@ -19,6 +19,7 @@ from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.slip_flow import USUAL, Flow, Tiles
 from halfulp.reconstruct.slip_kinds import (
+    AT_MOST_1,
     CODES,
     FACTORS,
     FLUSHED,
@@ -35,6 +36,7 @@ from halfulp.reconstruct.slip_kinds import (
     SIFTED,
     SQUARED,
     STAGES,
+    STEPS,
     TOGETHER,
     Slip,
 )
@@ -67,6 +69,10 @@ def _moved(trial: Trial, tiles: Tiles, slip: Slip) -> dict[str, Tensor]:
     made = flow.results(slip)
     moved = {name: (x - right[name]).nan_to_num(0.0, 0.0, 0.0) for name, x in made.items()}
     return moved | ({"lse": moved["lse"].squeeze(-1)} if "lse" in moved else {})
+
+
+RETURNED = tuple(f"slip-Slip(stage='{name}'" for name in FORWARD)
+"""How keys of slips in what a forward pass returns begin."""
 
 
 def as_twist(slip: Slip, tiles: Tiles, region: Region | None = None) -> Twist:
@@ -242,6 +248,7 @@ class _Errors:
         """Numbers of a stage that are coarse, or 0 where they are small."""
         some = [s for s in stages if s not in NOT_ROUNDED]
         every = [self(Slip(stage, mistake)) for stage in some for mistake in (*FORMATS, *CODES)]
+        every += [self(Slip(s, mistake)) for s in stages if s in AT_MOST_1 for mistake in STEPS]
         small = [self(Slip(stage, mistake, factor=start * by)) for stage in some
                  for mistake, start in FLUSHED.items() for by in (1 / 16, 1.0)]  # fmt: skip
         near = sorted(small, key=_least)[:FITTED]
@@ -289,4 +296,14 @@ def of_others(emulator: Emulator, region: Region, tiles: Tiles) -> Twist | None:
     return None
 
 
-__all__ = ["DONE", "USUAL", "Held", "Tiles", "as_twist", "likeliest", "of_others", "tells"]
+__all__ = [
+    "DONE",
+    "RETURNED",
+    "USUAL",
+    "Held",
+    "Tiles",
+    "as_twist",
+    "likeliest",
+    "of_others",
+    "tells",
+]

@@ -4,19 +4,37 @@ each gradient alone, pairs, and what can be put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
 
-from halfulp.recipes import STEPS, Recipe
-from halfulp.reconstruct import call_kinds, call_options, heads, slips, space, suggested
-from halfulp.reconstruct import twists as structure
+from halfulp.recipes import recipe_text
+from halfulp.reconstruct import call_kinds, call_options, slips, space, suggested
+from halfulp.reconstruct.changed import (
+    Neighbors,
+    as_forward,
+    based,
+    both,
+    in_recipe,
+    neighbors_of,
+    simpler,
+    twists_of,
+    with_shared_twists,
+)
 from halfulp.reconstruct.descent import Search
-from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
+from halfulp.reconstruct.emulating import (
+    FORWARD,
+    GRADIENTS,
+    Emulator,
+    Model,
+    Twist,
+    Way,
+    in_what_is_returned,
+)
 from halfulp.reconstruct.evidence import SOUND, Fits
-from halfulp.reconstruct.naming import differs, merged
+from halfulp.reconstruct.naming import merged
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.places import UNEXPLAINED
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
@@ -32,8 +50,6 @@ EXACTLY = 0.1  # share that a slip may leave there
 MOST = 0.8  # of the results that are wrong, which a slip must explain to come first
 HALF = 0.5  # share that a slip may leave on one trial
 PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
-
-Neighbors = Callable[[Model], Iterable[tuple[str, Model]]]
 
 
 class Stages:
@@ -63,7 +79,7 @@ class Stages:
         self.gradients = emulator.offered(GRADIENTS)
         self.search.also = self.forward | self.gradients
         self.hints, self.operands = suggested.hints(emulator), tuple(call_options.operands(dtype))
-        self.twists = (*_twists(emulator), *self.hints)
+        self.twists = (*twists_of(emulator), *self.hints)
 
     def _fits(self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None) -> Fits:
         return self.emulator.fits(model, tensors, trials)
@@ -86,7 +102,7 @@ class Stages:
         if whole is not None:
             return whole
         model = self._unified(self._prune(model))
-        return self._whole(model, [merged(model), *_shared(model)]) or model
+        return self._whole(model, [merged(model), *with_shared_twists(model)]) or model
 
     def _whole(self, model: Model, recipes: Iterable[Model]) -> Model | None:
         """The first that is one recipe throughout and fits no worse than the model."""
@@ -118,7 +134,7 @@ class Stages:
         if self._gross(offered):
             best = self._rebased(self.like or best, offered, EVERY)
         if best != self.stock:
-            self.search.note("start", f"starts from {best.forward.recipe.name}", self.stock, best,
+            self.search.note("start", f"starts from {recipe_text(best.forward.recipe)}", self.stock, best,
                               offered, float("nan"))  # fmt: skip
         some = frozenset(self.search.screen(best, self.forward, 4))
         here = self.search.loss(best, self.forward, some) + ALIKE
@@ -145,7 +161,7 @@ class Stages:
         best, least = model, loss(model) - CLEARLY
         for named in space.starts(self.dtype):
             recipe = named.forward.recipe
-            own = model.with_ways(scope, lambda way, r=recipe: replace(way, recipe=r))
+            own = model.with_ways(scope, partial(in_recipe, recipe))
             self.search.tried += 1
             if own != model and (here := loss(own)) < least:
                 best, least = own, here
@@ -161,7 +177,7 @@ class Stages:
     def _forward(self, model: Model) -> Model:
         search, tensors = self.search, self.forward
         hints = (*self.hints, *self._factor(model, "out"))
-        arithmetic = _neighbors(
+        arithmetic = neighbors_of(
             lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(self.blocks),
                      *space.tiled_changes(self.dtype, self.blocks),
                      *space.twist_changes(self.operands, EVERY),
@@ -169,13 +185,13 @@ class Stages:
                      *space.twist_changes(hints, frozenset(FORWARD)))
         )  # fmt: skip
         gross = self._gross(tensors)
-        twisted = _neighbors(lambda: space.twist_changes(self.twists, EVERY))
+        twisted = neighbors_of(lambda: space.twist_changes(self.twists, EVERY))
         if gross:
             model = self._slip_or_twist("forward", model, twisted, tensors, frozenset(FORWARD))
             model = self._settled(model, tensors, EVERY)
             gross = self._unexplained(model, tensors, 0.1)
         if gross:
-            model = search.descend("forward", model, _both(twisted, arithmetic), tensors)
+            model = search.descend("forward", model, both(twisted, arithmetic), tensors)
             model = self._partly("forward", model, tensors, EVERY)
         else:
             model = search.descend("forward", model, arithmetic, tensors)
@@ -187,8 +203,8 @@ class Stages:
             singles = list(space.forward_changes(self.dtype))
             model = search.pairs("forward, two at once", model, singles, tensors)
         if self._unexplained(model, tensors) and not self.late:
-            slow = _neighbors(lambda: space.product_changes(self.dtype, EVERY))
-            slow = _both(slow, twisted)
+            slow = neighbors_of(lambda: space.product_changes(self.dtype, EVERY))
+            slow = both(slow, twisted)
             model = search.descend("forward", model, slow, tensors, screened=2, most=2)
             model = search.descend("forward", model, arithmetic, tensors, most=3)
         return model
@@ -229,6 +245,9 @@ class Stages:
             if found and found[0].left < slips.DONE:
                 break
         twists = list(dict.fromkeys(twists))
+        # what the backward pass reads may be right where what is returned is not
+        aside = [in_what_is_returned(t) for t in twists if t.key.startswith(slips.RETURNED)]
+        twists += aside if self.gradients else ()
         changes = [(t.text, changed) for t in twists
                    if (changed := space.twisted(t, scope)(model)) is not None]  # fmt: skip
         if not everywhere:
@@ -236,7 +255,10 @@ class Stages:
         # what explains a simple trial alike is told apart by all the others
         losses = [self.search.loss(changed, tensors) for _, changed in changes]
         near = min(losses, default=0.0) + ALIKE * len(fits)
-        best = [c for c, loss in zip(changes, losses, strict=True) if loss <= near][:1]
+        best = [c for c, loss in zip(changes, losses, strict=True) if loss <= near]
+        if aside and len(best) > 1:
+            best.sort(key=lambda c: self.search.loss(c[1], self.gradients))
+        best = best[:1]
         if everywhere and best:
             new = self.emulator.fits(best[0][1], tensors)
             if sum(new[k].left < EXACTLY for k in bad) < MOST * len(bad):
@@ -354,7 +376,7 @@ class Stages:
     def _backward(self, model: Model) -> Model:
         """From the forward pass's way or the stock one, whichever fits the gradients better."""
         search, tensors = self.search, self.gradients
-        way = Way(_based(self.stock.forward.recipe, model.forward.recipe))
+        way = Way(based(self.stock.forward.recipe, model.forward.recipe))
         plain = Model(model.forward, (way, way, way))
         carried = search.loss(model, tensors)
         if plain != model and search.loss(plain, tensors) < carried - 0.5:
@@ -362,18 +384,18 @@ class Stages:
                          float("nan"))  # fmt: skip
             model = plain
         others = [t for t in self.twists if t.cause == "lse-other"]
-        arithmetic = _neighbors(
+        arithmetic = neighbors_of(
             lambda: (*self._backward_changes(BACKWARD),
                      *space.twist_changes(others, frozenset(FORWARD)))
         )  # fmt: skip
-        twisted = _neighbors(lambda: space.twist_changes(self.twists, BACKWARD))
-        both = _both(twisted, arithmetic)
+        twisted = neighbors_of(lambda: space.twist_changes(self.twists, BACKWARD))
+        every = both(twisted, arithmetic)
         gross = self._gross(tensors)
         known = not self._unexplained(model, self.forward)  # else what is wrong there is first
         if gross and known and self._unexplained(model, tensors):
             model = self._slip_or_twist("backward", model, twisted, tensors, BACKWARD)
         model = self._settled(model, tensors, BACKWARD)
-        model = search.descend("backward", model, both if gross else arithmetic, tensors)
+        model = search.descend("backward", model, every if gross else arithmetic, tensors)
         if gross:
             model = self._partly("backward", model, tensors, BACKWARD)
         if known and self._unexplained(model, tensors):
@@ -383,14 +405,14 @@ class Stages:
     def _alone(self, model: Model, name: str) -> Model:
         """One gradient in a way of its own."""
         own = frozenset({name})
-        arithmetic = _neighbors(lambda: space.backward_changes(self.dtype, own))
-        twisted = _neighbors(lambda: space.twist_changes(self.twists, own))
+        arithmetic = neighbors_of(lambda: space.backward_changes(self.dtype, own))
+        twisted = neighbors_of(lambda: space.twist_changes(self.twists, own))
         if not self._unexplained(model, own, 0.1):
             return model
         far = self._unexplained(model, own) and not self.late
         model = self._factored(name, model, name, own)
-        both = _both(twisted, arithmetic) if far else arithmetic
-        model = self.search.descend(name, model, both, own)
+        every = both(twisted, arithmetic) if far else arithmetic
+        model = self.search.descend(name, model, every, own)
         return self._refined(name, model, own)
 
     def _together(self, model: Model) -> Model:
@@ -404,7 +426,7 @@ class Stages:
             if self._rounded(model, own):
                 singles = list(space.backward_changes(self.dtype, own))
                 model = search.pairs(f"{name}, two at once", model, singles, own)
-                slow = _neighbors(partial(space.product_changes, self.dtype, own))
+                slow = neighbors_of(partial(space.product_changes, self.dtype, own))
                 model = search.descend(name, model, slow, own, screened=2, most=1)
         return model
 
@@ -454,90 +476,4 @@ class Stages:
 
     def _unified(self, model: Model) -> Model:
         """The gradients in the forward pass's way wherever that fits no worse."""
-        offered = self.forward | self.gradients
-
-        def nearer(m: Model) -> Iterator[tuple[str, Model]]:
-            own = m.forward.recipe
-            for scope in (BACKWARD, *(frozenset({name}) for name in GRADIENTS)):
-                for name in {n for g in scope for n in differs(m.way(g).recipe, own)}:
-                    if name in space.DIVIDES:
-                        changed = space.setting(scope, **{name: getattr(own, name)})(m)
-                        if changed is not None and changed != m:
-                            yield name, changed
-
-        return self.search.pruned(model, nearer, offered)
-
-
-def _neighbors(changes: Callable[[], Iterable[tuple[str, Change]]]) -> Neighbors:
-    def neighbors(model: Model) -> Iterator[tuple[str, Model]]:
-        seen = {model}
-        for text, change in changes():
-            changed = change(model)
-            if changed is not None and changed not in seen:
-                seen.add(changed)
-                yield text, changed
-
-    return neighbors
-
-
-def _both(first: Neighbors, second: Neighbors) -> Neighbors:
-    def neighbors(model: Model) -> Iterator[tuple[str, Model]]:
-        yield from first(model)
-        yield from second(model)
-
-    return neighbors
-
-
-def _shared(model: Model) -> Iterator[Model]:
-    """The model with the mistakes of one pass in all of them."""
-    ways = (model.forward, *model.gradients)
-    for twists in dict.fromkeys(way.twists for way in ways if way.twists):
-        yield model.with_ways(EVERY, lambda way, t=twists: replace(way, twists=t))  # type: ignore[misc]
-
-
-def _based(recipe: Recipe, like: Recipe) -> Recipe:
-    """`recipe` in the base and with the shift that the other keeps its rows in."""
-    if recipe.base == like.base and recipe.shift == like.shift:
-        return recipe
-    return recipe.with_(base=like.base, shift=like.shift)
-
-
-def simpler(model: Model, stock: Model) -> Iterator[tuple[str, Model]]:
-    """The model with one thing put back: a field in every way, in one pass or in one gradient; a
-    twist.
-    """
-    own = stock.forward.recipe
-    scopes = (EVERY, frozenset(FORWARD), BACKWARD, *(frozenset({name}) for name in GRADIENTS))
-    for scope in scopes:
-        ways = {model.way(name) for name in scope}
-        names = [f.name for f in fields(own) if f.name != "name"]
-        for name in names:
-            if any(getattr(way.recipe, name) != getattr(own, name) for way in ways):
-                changed = space.setting(scope, **{name: getattr(own, name)})(model)
-                if changed is not None and changed != model:
-                    yield name, changed
-        if any(way.recipe.division != own.division for way in ways):
-            changed = space.setting(scope, division=own.division, reciprocal=own.reciprocal)(model)
-            if changed is not None:
-                yield "division", changed
-        for twist in {twist for way in ways for twist in way.twists}:
-
-            def drop(way: Way, twist: Twist = twist) -> Way:
-                return Way(way.recipe, tuple(t for t in way.twists if t != twist))
-
-            yield twist.text, model.with_ways(scope, drop)
-
-
-def _twists(emulator: Emulator) -> tuple[Twist, ...]:
-    """Those that change something on some trial."""
-    every = [
-        *structure.orders(), *structure.masks(), *structure.scales(), *structure.ends(),
-        *structure.results(), *call_options.asked(),
-        *heads.pairings(), *heads.layouts(), *heads.merges(),
-    ]  # fmt: skip
-    trials = list(emulator.trials.values())
-    found = [twist for twist in every if any(twist.turn(trial) is not None for trial in trials)]
-    return tuple(found)
-
-
-__all__ = ["STEPS", "Stages", "simpler"]
+        return self.search.pruned(model, as_forward, self.forward | self.gradients)

@@ -58,6 +58,7 @@ def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> tup
         got = None if result is None else getattr(result, tensor)
         if got is None:
             continue
+        got = got.unsqueeze(-1) if got.ndim == 3 else got  # lse, one number a row
         moved, error, size = (
             float(torch.where(observed.usable & where, x, 0.0).square().sum())
             for x in (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Sees
-from halfulp.reconstruct.emulating import GRADIENTS, Twist
+from halfulp.reconstruct.emulating import GRADIENTS, Twist, in_what_is_returned
 from halfulp.reconstruct.exact import row_maximum
 from halfulp.reconstruct.panel import Trial
 
@@ -129,6 +129,8 @@ def _given_masks() -> Iterator[Twist]:
     yield Twist("mask-turned", "the mask is read transposed", name, given(square))
     yield Twist("mask-inverted", "the boolean mask hides what it should show", name,
                 given(lambda m, _: ~m if m.dtype == torch.bool else None))  # fmt: skip
+    yield Twist("mask-added", "the boolean mask is added to the scores as 0 and 1", name, given(
+        lambda m, _: m.float() if m.dtype == torch.bool else None))  # fmt: skip
     yield Twist("mask-scaled", "the additive mask is multiplied by the scale", name,
                 additive(lambda t: t.call.scale))  # fmt: skip
     yield Twist("mask-base-2", "the additive mask lacks log₂e in base 2", name,
@@ -398,7 +400,7 @@ def _other_lses() -> Iterator[Twist]:
         ("exp", "lse is the row sum, not its logarithm", lambda x, m: (x - m).exp()),
     )  # fmt: skip
     for key, text, change in changes:
-        yield _other_lse(key, text, change)
+        yield from _other_lse(key, text, change)
 
 
 def _everywhere(trial: Trial) -> Trial:
@@ -406,13 +408,15 @@ def _everywhere(trial: Trial) -> Trial:
     return replace(trial)
 
 
-def _other_lse(key: str, text: str, change: Callable[[Tensor, Tensor], Tensor]) -> Twist:
+def _other_lse(key: str, text: str, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Twist]:
     def back(trial: Trial, tensors: Tensors) -> Tensors:
         if "lse" not in tensors:
             return tensors
         return tensors | {"lse": change(tensors["lse"], row_maximum(trial.call))}
 
-    return Twist(f"lse-{key}", text, "lse-other", _everywhere, back)
+    read = Twist(f"lse-{key}", text, "lse-other", _everywhere, back)
+    yield read
+    yield in_what_is_returned(read)
 
 
 def _one_of_group(key: str, text: str, pick: int) -> Twist:
