@@ -134,8 +134,8 @@ class Stages:
         if self._gross(offered):
             best = self._rebased(self.like or best, offered, EVERY)
         if best != self.stock:
-            self.search.note("start", f"starts from {recipe_text(best.forward.recipe)}", self.stock, best,
-                              offered, float("nan"))  # fmt: skip
+            text = f"starts from {recipe_text(best.forward.recipe)}"
+            self.search.note("start", text, self.stock, best, offered, float("nan"))
         some = frozenset(self.search.screen(best, self.forward, 4))
         here = self.search.loss(best, self.forward, some) + ALIKE
         for width in self.blocks:  # what is rounded at every tile only shows in the tiles there are
