@@ -7,14 +7,25 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"\d+")
+_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+}
 
 
 def meant(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'NAME'?" with the nearest of the known names, however they are
-    capitalized, or nothing where none is near.
+    capitalized and whichever of a dtype's names is theirs, or nothing where none is near.
     """
     lowered = {one.lower(): one for one in known}
-    close = difflib.get_close_matches(name.lower(), lowered, n=1)
+    asked = name.lower().removeprefix("torch.")
+    same = [one for one in lowered if _DTYPES.get(one, one) == _DTYPES.get(asked, asked)]
+    close = same or difflib.get_close_matches(name.lower(), lowered, n=1)
     return f"; did you mean {lowered[close[0]]!r}?" if close and name != lowered[close[0]] else ""
 
 

@@ -205,6 +205,14 @@ def test_a_context_counts_as_part_of_a_setting():
     assert {row.kind for row in found.operations if row.own} == {"attention"}
 
 
+def test_a_model_in_another_dtype_is_given_its_batch_in_it():
+    model, batch = nn.Linear(4, 2), torch.randn(8, 4)
+    found = diff(model, Setting(model, dtype="bf16"), [batch])
+    assert found.first is not None
+    assert "bfloat16 for float32" in str(found)
+    assert diff(model, Setting(model, dtype="fp32"), [batch]).verdict == "identical"
+
+
 def test_the_report_is_plain_data(tmp_path):
     model = planted.language_model("Llama", torch.float32)
     found = diff(model, planted.epsilon(model), planted.batches())

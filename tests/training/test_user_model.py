@@ -192,6 +192,7 @@ def test_other_optimizers_resume_exactly(tmp_path, optimizer, entries):
         ),
         (("return functional", "return model\n    return functional"), "the loss is a Net"),
         (("flatten())", "flatten(), reduction='none')"), "the loss is a tensor of shape (30,)"),
+        (("batch, loss\n", "batch\n"), "does not take its batch, and no loss does: "),
     ],
 )
 def test_a_misfit_is_one_line_with_the_contract(tmp_path, change, says):

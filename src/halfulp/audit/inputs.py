@@ -23,6 +23,7 @@ from halfulp.operations import (
     DTYPES,
     OperationProbe,
     Sizes,
+    check_dtype,
     drawn_calls,
     operation_named,
     probe_of,
@@ -132,8 +133,7 @@ class Case:
 
         Raises ValueError for an unknown probe or dtype or an unreadable file.
         """
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: accepted are {', '.join(DTYPES)}")
+        check_dtype(self.dtype)
         if isinstance(self.shape, Sizes):
             generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
             operation = operation_named(self.operation)

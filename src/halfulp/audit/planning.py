@@ -13,7 +13,7 @@ from halfulp.audit.operation_plan import in_only_values, operation_cases, operat
 from halfulp.audit.operation_plan import size_cases as size_cases_of
 from halfulp.audit.probes import PROBES, Shape, probe_named
 from halfulp.audit.size_array import held, size_cases, without
-from halfulp.operations import ATTENTION, DTYPES, operation_named
+from halfulp.operations import ATTENTION, check_dtype, operation_named
 from halfulp.targets.form import BHND, Form
 
 Depth = Literal["quick", "full"]
@@ -73,8 +73,7 @@ def plan(
     """
     if depth not in ("quick", "full"):
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    check_dtype(dtype)
     for shape in shapes:
         if not isinstance(shape, Shape):
             raise ValueError(
@@ -124,8 +123,7 @@ def plan_of(
             raise ValueError(f"{name}={list(given)!r}: accepted with op='attention' alone")
     if depth not in ("quick", "full"):
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    check_dtype(dtype)
     cases, sizes = (
         of(operation_named(op), depth, dtype, seed) for of in (operation_cases, size_cases_of)
     )

@@ -52,7 +52,8 @@ def audit(
 
     Exit code 0: all are sound or stock. 1: one has a defect. 2: one could not be audited, or not
     wholly: calls, gradients or inputs were lost, or it has no backward pass and was asked for one.
-    3: something else went wrong. 5: a figure is worse than --against has it.
+    3: a file, the disk or memory failed. 4: something unforeseen. 5: a figure is worse than
+    --against has it.
 
     Args:
         targets: Built-in names (`halfulp ls targets`), package.module:function or

@@ -39,7 +39,8 @@ def serve(runs: tuple[Path, ...], /, *, port: int = 8765) -> int:
             f"port={port}: {error}; accepted is one that is free, and 0 takes any"
         ) from None
     with server:
-        say(f"{server.url} shows {len(server.site.runs())} runs; Ctrl-C ends it")
+        count = len(server.site.runs())
+        say(f"{server.url} shows {count} run{'s' * (count != 1)}; Ctrl-C ends it")
         sys.stdout.flush()  # a log is to have the address while the server runs
         try:
             server.serve_forever(poll_interval=0.2)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfulp.complaints import meant
 from halfulp.interpose import Interposed, Observe, Operation, Swap, interpose
+from halfulp.training.user_model import arguments_of, each_tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"fp64": torch.float64}
@@ -26,7 +28,7 @@ class Setting:
         model: `nn.Module`; called with a batch's tensors by name (a dictionary), by position (a
             tuple) or with the batch itself. It stays in the mode that it is in (train or eval).
         name: for the report.
-        dtype: "bf16", "fp16", "fp32" or "fp64": run a copy of the model in it.
+        dtype: "bf16", "fp16", "fp32" or "fp64": run a copy of the model in it, on batches in it.
         autocast: "bf16" or "fp16": under autocast.
         attention: who computes scaled_dot_product_attention: a name of `halfulp ls targets`, or a
             function of the `Operation`.
@@ -60,7 +62,8 @@ class Setting:
             given = getattr(self, name)
             known = list(DTYPES) if name == "dtype" else ["bf16", "fp16"]
             if given is not None and given not in known:
-                raise ValueError(f"{name}={given!r}: accepted are {', '.join(known)}")
+                said = f"accepted are {', '.join(known)}{meant(str(given), known)}"
+                raise ValueError(f"{name}={given!r}: {said}")
         for name in ("pieces", "decode"):
             given = getattr(self, name)
             if given is not None and (not isinstance(given, int) or given < 1):
@@ -98,7 +101,9 @@ class Setting:
         """The same under a name, if it has none."""
         if self.name:
             return self
-        return replace(self, name=name, dtype=None)  # its model is converted already
+        made = copy.copy(self)  # replace() would convert the model again
+        object.__setattr__(made, "name", name)
+        return made
 
     def swap_of(self, operation: Operation) -> Swap | None:
         """The swap that this setting itself puts in for an operation."""
@@ -150,6 +155,9 @@ def run(
     """
     piece = Piece() if piece is None else piece
     model, reading = setting.model, False
+    if setting.dtype is not None:
+        wanted = DTYPES[setting.dtype]
+        batch = each_tensor(batch, lambda x: x.to(wanted) if x.is_floating_point() else x)
 
     def seen_by(operation: Operation, result: Any) -> None:
         if observe is not None and not reading:  # log-probabilities are no operation of theirs
@@ -208,15 +216,11 @@ def _calls(setting: Setting, batch: Any, piece: Piece) -> list[Any]:
 def cut(batch: Any, dim: int, start: int, length: int, total: int) -> Any:
     """A part of a batch: of every tensor that has so many entries along a dimension."""
 
-    def part(x: Any) -> Any:
-        fits = isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == total
+    def part(x: Tensor) -> Tensor:
+        fits = x.dim() > dim and x.shape[dim] == total
         return x.narrow(dim, start, length) if fits else x
 
-    if isinstance(batch, Mapping):
-        return {name: part(x) for name, x in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(part(x) for x in batch)
-    return part(batch)
+    return each_tensor(batch, part)
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -232,9 +236,8 @@ def _call(setting: Setting, batch: Any) -> Any:
     model = setting.called
     if setting.forward is not None:
         return setting.forward(model, batch)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    args, named = arguments_of(setting.model, batch)
+    return model(*args, **named)
 
 
 def _read(given: Sequence[Any], batch: Any, setting: Setting) -> tuple[Tensor | None, Tensor, bool]:

@@ -11,12 +11,8 @@ from halfulp.formats.format import SCALAR_FORMATS, Format, custom
 
 FORMATS: Final[tuple[Format | BlockFormat, ...]] = (*SCALAR_FORMATS, *BLOCK_FORMATS)
 
-# What PyTorch, ml_dtypes and papers call them, once "float" is read as "fp".
+# What PyTorch, ml_dtypes and papers call small formats, "float" read as "fp".
 ELSEWHERE: Final = {
-    "half": ("fp16",),
-    "fp": ("fp32",),
-    "single": ("fp32",),
-    "double": ("fp64",),
     "fp8": ("ocp_e4m3", "ocp_e5m2"),
     "e4m3fn": ("ocp_e4m3",),
     "fp8_e4m3": ("ocp_e4m3", "ieee_e4m3"),
@@ -52,14 +48,10 @@ def parse_format(name: str) -> Format | BlockFormat:
         )
     if widths is None:
         names = [fmt.name for fmt in FORMATS]
+        ours = ELSEWHERE.get(lowered.removeprefix("torch.").replace("float", "fp"), ())
+        said = f"; did you mean {' or '.join(map(repr, ours))}?" if ours else meant(lowered, names)
         raise ValueError(
             f"format={name!r} is not known; accepted: {', '.join(names)}, or eXmY such as"
-            f" e5m10{_meant(lowered, names)}"
+            f" e5m10{said}"
         )
     return custom(int(widths[1]), int(widths[2]))
-
-
-def _meant(name: str, names: list[str]) -> str:
-    plain = name.removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
-    ours = ELSEWHERE.get(plain, (plain,) if plain in names else ())
-    return f"; did you mean {' or '.join(map(repr, ours))}?" if ours else meant(name, names)

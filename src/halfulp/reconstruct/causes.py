@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from halfulp.complaints import meant
-
 Kind = Literal["rounding", "function", "non-finite", "unstable", "unexplained"]
 
 
@@ -257,7 +255,6 @@ def page_of(code: str) -> str:
     if code not in known:
         raise ValueError(
             f"values={code!r}: is no cause's code; accepted are those of `halfulp ls causes`"
-            f"{meant(code, known)}"
         )
     package = Path(__file__).parents[1]
     # in the package where it is installed, in the repository where its sources are used

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from halfulp.operations import DTYPES, OperationCalls, OperationResult, operation_named
+from halfulp.operations import OperationCalls, OperationResult, check_dtype, operation_named
 from halfulp.reconstruct.found import WELL
 from halfulp.reconstruct.operation_reconstruction import FoundWay, of_operation
 from halfulp.reconstruct.operation_trials import panel
@@ -79,8 +79,7 @@ def reconstruct_operation(
         ValueError: for an unknown target, operation, dtype or device, or a kernel that gives no
             result on any probe.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    check_dtype(dtype)
     check_device(device)
     operation, began, said = operation_named(op), time.perf_counter(), ["no reason given"]
     chosen = target_of(target, op)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from halfulp.calls import Result
+from halfulp.operations import DTYPES, check_dtype
 from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
@@ -46,7 +47,6 @@ from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_target, target_of
 from halfulp.targets.manner import PLAIN
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
 EFFORT = 2500  # emulations
@@ -83,8 +83,7 @@ def reconstruct(
         ValueError: for an unknown target, dtype or device, an effort below 1, or a kernel that
             gives no result on any of the inputs.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if effort < 1:
         raise ValueError(f"effort={effort}: accepted is an integer of at least 1")
     check_device(device)
@@ -371,4 +370,4 @@ def ingredients(model: Model) -> tuple[Named, ...]:
     return tuple(Named(CAUSES[key], text, 1.0, tensor, "", 0.0) for key, text, tensor in keys)
 
 
-__all__ = ["DTYPES", "of_kernel", "reconstruct", "runner"]
+__all__ = ["of_kernel", "reconstruct", "runner"]

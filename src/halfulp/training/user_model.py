@@ -8,11 +8,13 @@ every misfit is one line that shows it.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -114,7 +116,7 @@ class UserWorkload:
         if len(samples) == self.rows:
             return made
         chosen = torch.tensor(np.array(samples), device=self.device)
-        return _each(made, lambda x: x[chosen] if x.ndim and x.shape[0] == self.rows else x)
+        return each_tensor(made, lambda x: x[chosen] if x.ndim and x.shape[0] == self.rows else x)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The user's loss."""
@@ -182,7 +184,7 @@ class UserWorkload:
             torch.manual_seed(start)
             made = self.parts.batch(step)
         if isinstance(made, Mapping | list | tuple | Tensor):
-            return _each(made, lambda x: x.to(self.device))
+            return each_tensor(made, lambda x: x.to(self.device))
         raise _misfit(self.config.make, f"batch({step}) gave a {type(made).__name__}")
 
 
@@ -261,7 +263,8 @@ def _parts(function: Callable[..., Any], name: str, seed: int, device: torch.dev
         if not fits:
             raise _misfit(name, f"its {what} is a {type(one).__name__}")
     _check_optimizer(name, model, optimizer, scheduler)
-    return Parts(model, optimizer, scheduler, batch, _loss_of if loss is None else loss)
+    loss = partial(_loss_of, name) if loss is None else loss
+    return Parts(model, optimizer, scheduler, batch, loss)
 
 
 def _check_optimizer(name: str, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
@@ -275,14 +278,29 @@ def _check_optimizer(name: str, model: nn.Module, optimizer: Any, scheduler: Any
         raise _misfit(name, "its scheduler goes by a loss, and not by the step alone")
 
 
-def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+def arguments_of(model: nn.Module, batch: Any) -> tuple[Any, Mapping[str, Any]]:
+    """How a model is called with a batch: by name with a dictionary, else one by one.
+
+    Raises ValueError where its forward has not these parameters.
+    """
+    alone = (batch,) if isinstance(batch, Tensor) else batch
+    args, named = ((), batch) if isinstance(batch, Mapping) else (alone, {})
+    try:
+        inspect.signature(model.forward).bind(*args, **named)
+    except TypeError as error:
+        raise ValueError(f"the model does not take its batch, and no loss does: {error}") from None
+    return args, named
+
+
+def _loss_of(name: str, model: nn.Module, batch: Any) -> Tensor:
     """The loss that a model returns: as its attribute, under that name, as its only scalar, or
     alone.
     """
-    if isinstance(batch, Mapping):
-        out = model(**batch)
-    else:
-        out = model(batch) if isinstance(batch, Tensor) else model(*batch)
+    try:
+        args, named = arguments_of(model, batch)
+    except ValueError as error:
+        raise _misfit(name, str(error)) from None
+    out = model(*args, **named)
     found = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     if found is None and isinstance(out, tuple):
         scalars = [x for x in out if isinstance(x, Tensor) and x.ndim == 0]
@@ -295,17 +313,17 @@ def _misfit(name: str, what: str) -> ValueError:
     return ValueError(f"workload={name!r}: {what}; accepted is {CONTRACT}")
 
 
-def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def each_tensor(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The batch with every tensor in it changed; what is no tensor stays."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {name: _each(x, change) for name, x in batch.items()}
+        return {name: each_tensor(x, change) for name, x in batch.items()}
     # a named tuple takes its fields one by one
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_each(x, change) for x in batch))
+        return type(batch)(*(each_tensor(x, change) for x in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_each(x, change) for x in batch)
+        return type(batch)(each_tensor(x, change) for x in batch)
     return batch
 
 
@@ -316,7 +334,7 @@ def _tensors(batch: Any) -> list[Tensor]:
         found.append(x)
         return x
 
-    _each(batch, see)
+    each_tensor(batch, see)
     return found
 
 
