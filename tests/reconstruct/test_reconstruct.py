@@ -50,7 +50,7 @@ NAMED = {
     "lse_low": ("lse", "lse=bf16"),
     "dv_weights_fp8": ("probabilities", "probabilities_operand=ocp_e4m3"),
     "tail_dropped": ("key-tail", "block of 64"),
-    "causal_sees_next": ("causal-mask", "blocks of 64"),
+    "causal_sees_next": ("causal-mask", "queries 63 of every 64"),
 }
 
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.suggested import ranges
+from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.sums_read import BITS, Run, from_terms, spread
 
 OFF = 1.8  # times the spread that rounding makes: from there on a quantity differs
 HELD = 0.9  # share of what differs that a place must hold
+SLIGHT = 0.03  # of a quantity: what errs so little is no part left out
 FITTED = 0.85  # share of it that a fit must explain
 LINES = 6  # times the variance by chance of a line's factor: it is the line's
 LINED = 0.08  # share of an error that lines must hold
@@ -298,7 +299,8 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     part = _part(seen[tensor], own, dtype)
     if other.right and part.cause not in ("delta", "no-delta"):
         told = f"dS is right in {short['grad_key' if tensor == 'grad_query' else 'grad_query']}"
-        cause = "grad-tail" if own.text.startswith("is 0") else _OWN[own.kind]  # left out
+        kind = own.kind if own.size > SLIGHT or own.kind not in ("tail", "rows") else "noise"
+        cause = "grad-tail" if own.text.startswith("is 0") else _OWN[kind]  # left out
         if own.kind == "bits":  # of a store, what is stored from sums comes in as few
             asked = run(trial)
             grad = None if asked is None else getattr(asked, tensor)

@@ -12,11 +12,12 @@ from torch import Tensor
 from halfulp.calls import Result
 from halfulp.reconstruct import call_kinds, space
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.dataflow import OFF, Unlike, grad_scores, place_of, unlike
+from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, grad_scores, place_of, unlike
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial, simplicity
+from halfulp.reconstruct.scores_read import of_distance, unit_scores
 from halfulp.reconstruct.suggested import exchanged, reads_others, silent_rows
 from halfulp.reconstruct.sums_read import Run, from_terms, one_term, signed_sums, spread
 from halfulp.reconstruct.weights_read import (
@@ -25,8 +26,6 @@ from halfulp.reconstruct.weights_read import (
     backward_weights,
     compared,
     forward_weights,
-    of_distance,
-    unit_scores,
 )
 
 FAR = 20.0  # times the model's error: no rounding
@@ -266,9 +265,9 @@ def _read(
         said = grad_scores(emulator.run, trial, tensor)
         if said is None:
             return None
-        both = first is not None and first.cause == "probabilities" and said.cause == "grad-scores"
-        if both:
-            return Read(f"{said.text}, and P is off in dV", "backward-weights")
+        both = {"grad-scores": "backward-weights", "grad-stored": "backward-scores"}
+        if first is not None and first.cause == "probabilities" and said.cause in both:
+            return Read(f"{said.text}, and P is off in dV", both[said.cause])
         return Read(said.text, said.cause)
     if tensor not in ("out", "grad_value"):
         return None
@@ -287,7 +286,13 @@ def _read(
     exact = weights_of(trial.call, scores_of(trial.call))
     how = _off(weights, exact, trial)
     read = compared(trial, _in_place(weights, exact, how), backward=backward)
-    if read.cause in ("weights", "scores", "row-max") and not backward:
+    other = emulator.trials.get("ragged")
+    if read.cause in ("rescale", "backward-scores") and other not in (None, trial):
+        # tiles of 64 are thirds of 192 keys as well, and no third of 157
+        again = (backward_weights if backward else forward_weights)(emulator.run, other)
+        parts = None if again is None else compared(other, again, backward=backward)
+        read = parts if parts is not None and parts.cause == "split-merge" else read
+    if read.by_size and not backward:
         told = of_distance(emulator.run, trial)
         if told is None and read.cause == "weights":
             told = unit_scores(emulator.run, trial)
@@ -458,4 +463,7 @@ def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Un
         return found, "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     if "features" in found.text:
         return found, "ragged"
+    if found.inside is not None and float(squares[found.inside].sum()) < SLIGHT**2 * float(
+        observed.exact[found.inside].square().sum()):  # fmt: skip
+        return found, "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     return found, "grad-tail" if tensor in GRADIENTS else "query-tail"

@@ -41,8 +41,9 @@ from halfulp.reconstruct.places import (
     unexplained,
 )
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
-from halfulp.reconstruct.slips import Tiles, of_others
+from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
+from halfulp.reconstruct.suggested import is_zero, vanished
 from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_target, target_of
 from halfulp.targets.manner import PLAIN
@@ -50,6 +51,7 @@ from halfulp.targets.manner import PLAIN
 AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
 EFFORT = 2500  # emulations
+MILD = 3.0  # times a model's error: no other function is so near
 HEADS = 2  # of a trial that is handed in
 Run = Callable[[Trial], Result | None]
 
@@ -150,12 +152,15 @@ def of_kernel(
     tiles = Tiles(_tile(over_queries), _tile(over_keys))
     emulator = Emulator(observed, run)
     stages = Stages(emulator, low, effort, blocks, tiles)
-    if rarer and not _shown(emulator, stages.start):
-        observed |= _asked(run, more := panel(low, seed, rarer=True))
-        asked += more
-        emulator = Emulator(observed, run)
-        stages = Stages(emulator, low, effort, blocks, tiles)
-    whole = emulator
+    if rarer and (most := _most(emulator, stages.start)) < MILD:
+        more = panel(low, seed, rarer=True)
+        wider = Emulator(observed | _asked(run, more), run)
+        # what only rarer calls show may stand beside what all have
+        if not _shown(emulator, stages.start) or _most(wider, stages.start) > MILD * most:
+            asked += more
+            emulator = wider
+            stages = Stages(emulator, low, effort, blocks, tiles)
+    whole = asked_all = emulator
     given: tuple[Twist, ...] = ()
     region = region_of(emulator, stages.start)
     if region is not None:
@@ -165,18 +170,24 @@ def of_kernel(
         else:
             given = (exchanged,)
     elif _shown(emulator, stages.start) and (narrow := rows_of(emulator, stages.start)):
-        whole, region = narrow
-        emulator = whole
+        ruled = of_rows(emulator, narrow[1], tiles, stages.start)
+        if ruled is None:
+            whole, region = narrow
+            emulator = whole
+        else:
+            given = (ruled,)
     else:
         wrong, region = calls_of(emulator, stages.start)
         emulator = emulator.only(wrong)
-    if region is not None or emulator is not whole:
+    if region is not None or given or emulator is not whole:
         stages = Stages(emulator, low, effort, blocks, tiles, given, stages.start)
     model = stages.run()
     if emulator is not whole and not _harms(whole, stages.start, model):
         emulator, region = whole, None  # what explains the calls that are wrong goes for all
     refused = tuple(t.name for t in asked if t not in observed)
     found = _found(name, dtype, emulator, stages, model, refused, unsteady, began, region)
+    if told := vanished(asked_all):
+        found = _without_maximum(found, told)
     orders = {"O over keys": over_keys, "dV over queries": over_queries}
     return replace(found, sums={what: o.text for what, o in orders.items() if o is not None})
 
@@ -190,6 +201,12 @@ def _shown(emulator: Emulator, model: Model) -> bool:
     """Whether something is wrong on any of the trials."""
     fits = emulator.fits(model, frozenset(TENSORS)).values()
     return bool(emulator.nonfinite) or any(f.left > UNEXPLAINED and f.times > HARMFUL for f in fits)
+
+
+def _most(emulator: Emulator, model: Model) -> float:
+    """The kernel's error over a model's, where that is largest."""
+    fits = emulator.fits(model, frozenset(TENSORS)).values()
+    return math.inf if emulator.nonfinite else max((f.times for f in fits), default=1.0)
 
 
 def _harms(emulator: Emulator, start: Model, model: Model) -> bool:
@@ -219,12 +236,12 @@ def _found(
     common = ("", "") if region is None else (region.text.removeprefix("in "), region.cause)
     located = unexplained(emulator, model, UNEXPLAINED, common)
     places = [_with_field(p, harmless) for p in located]
-    causes = [n for n in causes if _holds(n, places)]
+    causes = [_or_zero(n, emulator) for n in causes if _holds(n, places)]
     if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
         causes = [n for n in causes if _predicts(emulator, model, n, fresh)]
     if region is not None and region.rows:
-        causes = [_of_rows(n) for n in causes]
+        causes = [_of_rows(n, region) for n in causes]
     if region is not None and region.cause in OF_CALLS:
         causes = [_of_calls(n, region) for n in causes]
     return Reconstruction(
@@ -250,12 +267,34 @@ def _found(
     )
 
 
+def _or_zero(cause: Named, emulator: Emulator) -> Named:
+    """What makes a whole result 0 is not told from one that is never written."""
+    if not cause.function or not is_zero(emulator.observed[cause.trial, cause.tensor]):
+        return cause
+    return replace(cause, cause=CAUSES["unwritten"])
+
+
+def _without_maximum(found: Reconstruction, told: str) -> Reconstruction:
+    """Results that are 0, or not finite, where scores are large were not left unwritten."""
+    gone = {"unwritten", "non-finite", "grad-tail"}
+    causes = [n for n in found.causes if n.cause.key not in gone]
+    first = Named(CAUSES["maximum"], told, math.inf, "out", "", 1.0, located=True, function=True)
+    places = tuple(p for p in found.places if p.cause not in gone)
+    return replace(found, causes=(first, *causes), places=places)
+
+
 def _holds(cause: Named, places: Sequence[Place]) -> bool:
     """Whether a cause stands beside what was located: what is wrong first is wrong later as well,
     and what was read is surer than what explains a part.
     """
     forward = cause.tensor in FORWARD
     own = [p for p in places if (p.tensor in FORWARD) == forward]
+    if (
+        cause.function
+        and cause.explained < PROVEN
+        and any(p.tensor == cause.tensor and p.was_read and p.cause in STRUCTURE for p in own)
+    ):
+        return False
     if any(p.tensor == cause.tensor and p.was_read and p.times > cause.harm for p in own):
         elsewhere = not any(cause.trial in p.trials for p in own)  # what only some calls show
         same = cause.cause.key in {p.cause for p in own}
@@ -279,16 +318,17 @@ def _predicts(emulator: Emulator, model: Model, cause: Named, fresh: Mapping[str
     return all(1 - min(1.0, f.left) > FORETOLD * cause.explained for f in fits.values())
 
 
-def _of_rows(cause: Named) -> Named:
+def _of_rows(cause: Named, region: Region) -> Named:
     """Of a gradient of which some rows alone are 0 a part of the sequence is left out."""
-    if cause.cause.key != "unwritten" or cause.tensor in FORWARD:
-        return cause
-    return replace(cause, cause=CAUSES["grad-tail"])
+    tail = cause.cause.key == "unwritten" and cause.tensor not in FORWARD
+    key = "grad-tail" if tail else cause.cause.key
+    return replace(cause, cause=CAUSES[key], text=f"{cause.text}, {region.text}")
 
 
 def _of_calls(cause: Named, region: Region) -> Named:
     """What is gross in calls with an option alone is a matter of the option."""
-    if not cause.function or cause.cause.key in STRUCTURE:
+    told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
+    if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN):
         return cause
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
     key = region.cause

@@ -4,9 +4,8 @@ heads that alone are wrong are asked for themselves, rows and calls that are rig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from halfulp.reconstruct.call_kinds import FEW
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model
 from halfulp.reconstruct.evidence import NOISE, SOUND, Observed
 from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.slip_kinds import END, Rows
 
 Run = Callable[[Trial], Result | None]
 Spots = tuple[tuple[int, int], ...]  # (sequence, head)
@@ -29,10 +29,6 @@ MOST_ROWS = 0.7  # of those that a rule says, which are wrong; others may be by 
 FEW_ROWS = 0.04
 CALLS = 3  # in which some heads are wrong and others right, at least
 CROWD = 32  # heads, of which a few may err by chance
-
-
-def _fourth(k: int, i: Tensor, _: int) -> Tensor:
-    return i % 4 == k
 
 
 class _Heads(NamedTuple):
@@ -62,21 +58,9 @@ _RULES: tuple[tuple[str, Callable[[_Heads], Tensor]], ...] = (
 """Which heads alone may be wrong."""
 
 
-_ROW_RULES: tuple[tuple[str, Callable[[Tensor, int], Tensor]], ...] = (
-    ("odd {}", lambda i, _: i % 2 == 1),
-    ("even {}", lambda i, _: i % 2 == 0),
-    *((f"every fourth of the {{}}, from {k} on", partial(_fourth, k)) for k in range(4)),
-    ("the last 8 of 64 {}", lambda i, _: i % 64 >= 56),
-    ("the last 4 of 64 {}", lambda i, _: i % 64 >= 60),
-    ("the upper half of 64 {}", lambda i, _: i % 64 >= 32),
-    ("the lower half of 64 {}", lambda i, _: i % 64 < 32),
-    ("{} from 16 on of 64", lambda i, _: i % 64 >= 16),
-    ("the last 8 {}", lambda i, n: i >= n - 8),
-    ("the last block of 64 {}", lambda i, n: i >= (n - 1) // 64 * 64),
-    ("the first 64 {}", lambda i, _: i < 64),
-    ("{} after the first 64", lambda i, _: i >= 64),
-)
-"""Which rows alone may be wrong."""
+PERIODS = (2, 4, 8, 16, 32, 64, 128)
+_ENDS = ((-8, END), (-64, END), (0, 64), (64, END))
+"""Rows from the first to before the last of two numbers that alone may be wrong."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +70,8 @@ class Region:
     text: str  # "in heads of odd number"
     heads: Mapping[str, Spots]  # by trial, those that are wrong
     cause: str = ""  # that stands for it, where nothing more is known
-    rows: bool = False  # other rows of the same calls are left out
+    rows: tuple[Rows, ...] = ()  # other rows of the same calls are left out
+    trials: frozenset[str] = frozenset()  # where these were found
 
 
 def region_of(emulator: Emulator, model: Model) -> Region | None:
@@ -144,25 +129,43 @@ def rows_of(emulator: Emulator, model: Model) -> tuple[Emulator, Region] | None:
                   and float(wrong.float().mean()) > FEW_ROWS]  # fmt: skip
         if len(mixed) < CALLS or len(others) * CALLS > len(mixed):
             continue
-        for told, rule in _ROW_RULES:
+        for rule in _rules(whose, some.values()):
             fits = [_as_told(m, rule) for m in some.values()]
             if fits.count(True) >= CALLS and fits.count(False) * FEW <= fits.count(True):
                 seen = {}
                 for key, observed in emulator.observed.items():
                     n = observed.value.shape[2]
-                    at = rule(torch.arange(n), n) if key[1] in own else torch.ones(n)
+                    at = rule.at(torch.arange(n), n) if key[1] in own else torch.ones(n)
                     if key[1] not in sums and key[1] != "lse" and bool(at.any()):
                         seen[key] = at[:, None]
+                shows = frozenset(k[0] for k, fits_ in zip(some, fits, strict=True) if fits_)
                 return emulator.within(seen), Region(
-                    f"in {told.format(whose)} alone", {}, rows=True
+                    f"in {rule.text} alone", {}, rows=(rule,), trials=shows
                 )
     return None
 
 
-def _as_told(marks: tuple[Tensor, Tensor], rule: Callable[[Tensor, int], Tensor]) -> bool | None:
+def _rules(whose: str, marks: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Rows]:
+    """Which rows may alone be wrong: of every so many those that are more often than not, and ends
+    of the sequence.
+    """
+    every = [m for m in marks if bool(m[0].any())]
+    for period in PERIODS:
+        wrong, right = torch.zeros(period), torch.zeros(period)
+        for mine, others in every:
+            at = torch.arange(len(mine)) % period
+            wrong.index_add_(0, at, mine.float())
+            right.index_add_(0, at, others.float())
+        some = (wrong > right).nonzero().flatten().tolist()
+        if 0 < len(some) < period:
+            yield Rows(whose, period, tuple(some))
+    yield from (Rows(whose, 0, ends) for ends in _ENDS)
+
+
+def _as_told(marks: tuple[Tensor, Tensor], rule: Rows) -> bool | None:
     """Whether wrong rows are where a rule says; None where few are wrong, and these there."""
     wrong, right = (m.float() for m in marks)
-    at = rule(torch.arange(len(wrong)), len(wrong))
+    at = rule.at(torch.arange(len(wrong)), len(wrong))
     if bool(at.all()):
         return None
     outside = float(wrong[~at].mean()) < FEW_ROWS

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfulp.reconstruct.ranges import ranges
+
 
 class Stage(NamedTuple):
     """A quantity of the dataflow."""
@@ -82,6 +84,11 @@ JOINT = {
     "b_value": "b_key_value",
 }
 """Stages that another stands for as well."""
+PAIRS = {
+    "product", "scores", "weights", "weights_in_out", "b_scores", "b_weights", "dp", "ds",
+    "p_in_dv", "ds_in_dq", "ds_in_dk",
+}  # fmt: skip
+"""Stages of queries by keys."""
 BY_KEY = {"key", "value", "key_value", "b_key", "b_value", "dk_sum", "dv_sum", "dk", "dv"}
 
 Wrong = Callable[[Tensor, float, "Memory"], Tensor]
@@ -269,16 +276,62 @@ SIFTED = {"last1", "last8", "last16", *(f"within{c:g}" for c in _WITHIN[3:])}
 """Mistakes that are tried where one like them is near."""
 
 
+END = 1 << 30  # of a sequence, however long
+
+
+@dataclass(frozen=True, order=True)
+class Rows:
+    """Some of the queries, or of the keys, wherever they lie: those whose number, divided by
+    `period`, leaves one of `some`; without a period those numbers from the first to before the last
+    of `some`, negative ones counted from the end.
+    """
+
+    whose: str
+    period: int
+    some: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        if self.period == 2:
+            return f"{('even', 'odd')[self.some[0]]} {self.whose}"
+        if self.period:
+            told = ranges(torch.tensor(self.some))
+            return f"{self.whose} {told} of every {self.period}"
+        first, last = self.some
+        told = f"the first {last}" if not first else f"the last {-first}" if first < 0 else ""
+        return f"{told} {self.whose}" if told else f"{self.whose} after the first {first}"
+
+    def at(self, numbers: Tensor, count: int) -> Tensor:
+        """Which of these numbers, of `count` in all, are meant."""
+        if self.period:
+            return torch.isin(numbers % self.period, torch.tensor(self.some))
+        first, last = self.some
+        return (numbers >= (first if first >= 0 else count + first)) & (numbers < last)
+
+    def here(self, stage: str, tile: Tile, x: Tensor) -> Tensor | bool:
+        """Where they are in a stage's value."""
+        keys = self.whose == "keys"
+        if not keys:
+            some = self.at(tile.rows.start + torch.arange(x.shape[2]), tile.queries)
+            return stage not in BY_KEY and some[:, None]
+        if stage not in BY_KEY | PAIRS:
+            return False
+        some = self.at(tile.cols.start + torch.arange(x.shape[2 + (stage in PAIRS)]), tile.keys)
+        return some if stage in PAIRS else some[:, None]
+
+
 @dataclass(frozen=True, order=True)
 class Slip:
-    """A mistake at a stage, in parts of it; `factor` is what it is multiplied by, or below which it
-    is 0.
+    """A mistake at a stage, in parts of it, and in some rows alone; `factor` is what it is
+    multiplied by, or below which it is 0.
     """
 
     stage: str
     mistake: str
     parts: tuple[str, ...] = ()
     factor: float = 1.0
+    rows: tuple[Rows, ...] = ()
 
     @property
     def text(self) -> str:
@@ -292,7 +345,8 @@ class Slip:
         else:
             did = MISTAKES[self.mistake][0]
         what = STAGES[self.stage].text + ", or dO and δ with it," * self._all_gradients
-        return f"{what} {did}{''.join(PARTS[p][0] for p in self.parts)}"
+        parts = (PARTS[p][0] for p in self.parts)
+        return f"{what} {did}{''.join((*parts, *(f' in {r.text}' for r in self.rows)))}"
 
     @property
     def cause(self) -> str:
@@ -319,7 +373,11 @@ class Slip:
     @property
     def _all_gradients(self) -> bool:
         """Whether it multiplies all gradients alike, which dO as it comes may do as well as P."""
-        return self.stage == "b_weights" and not self.parts and self.mistake in ("factor", "gone")
+        return (
+            self.stage == "b_weights"
+            and self.mistake in ("factor", "gone")
+            and not (self.parts or self.rows)
+        )
 
     def made(self, x: Tensor, tile: Tile, memory: Memory) -> Tensor:
         """The stage's value with it."""
@@ -329,8 +387,8 @@ class Slip:
         else:
             unit = LOG2_E if self.mistake in ROUNDINGS and self.stage in IN_BASE_2 else 1.0
             wrong = self._done(x * unit, memory) / unit
-        for part in self.parts:
-            here = PARTS[part][1](tile, x)
+        for here in (*(PARTS[part][1](tile, x) for part in self.parts),
+                     *(rows.here(self.stage, tile, x) for rows in self.rows)):  # fmt: skip
             wrong = torch.where(here, wrong, x) if isinstance(here, Tensor) else (
                 wrong if here else x)  # fmt: skip
         return wrong

@@ -38,6 +38,7 @@ from halfulp.reconstruct.slip_kinds import (
     STAGES,
     STEPS,
     TOGETHER,
+    Rows,
     Slip,
 )
 
@@ -132,6 +133,7 @@ def likeliest(
     *,
     gross: bool = True,
     coarse: bool = True,
+    rows: tuple[Rows, ...] = (),
 ) -> list[Held]:
     """The slips that explain most of these results' errors on a trial, the best first; of errors
     less a model's, where one is given: what is no rounding, what is one, or both.
@@ -142,7 +144,7 @@ def likeliest(
     seen = {n: o for n, o in seen.items() if 4 * o.floor < o.total < math.inf}
     if not seen:
         return []
-    holds = _Errors(emulator, trial, tiles, seen, model)
+    holds = _Errors(emulator, trial, tiles, seen, model, rows)
     stages = FORWARD_STAGES if tensors & {"out", "lse"} else tuple(STAGES)[len(FORWARD_STAGES) :]
     every: list[Held] = []
     if gross:
@@ -154,7 +156,7 @@ def likeliest(
         every += [holds.fitted(h.slip) for h in sorted(first, key=_least)[:FITTED]]
     if coarse and min((h.left for h in every), default=1.0) > DONE:
         every += holds.roundings(stages)
-    whole = (h for h in every if h.slip.mistake not in FORMATS or h.slip.stage in ONLY_HERE)
+    whole = (h for h in every if rows or h.slip.mistake not in FORMATS or h.slip.stage in ONLY_HERE)
     best = sorted(whole, key=_order)[:6]  # recipes round most whole steps
     if best[0].left > DONE:
         best += holds.in_parts(every)
@@ -197,8 +199,9 @@ class _Errors:
         tiles: Tiles,
         seen: Mapping[str, Observed],
         model: Model | None,
+        rows: tuple[Rows, ...] = (),
     ) -> None:
-        self.trial, self.tiles = trial, tiles
+        self.trial, self.tiles, self.rows = trial, tiles, rows
         self.of = {}
         for name, o in seen.items():
             made = None
@@ -213,6 +216,7 @@ class _Errors:
         self.of = {n: (u, e, w / max(total, 1e-300)) for n, (u, e, w) in self.of.items()}
 
     def __call__(self, slip: Slip) -> Held:
+        slip = replace(slip, rows=self.rows)
         moved = _moved.__wrapped__(self.trial, self.tiles, slip)
         along = size = 0.0
         for name, (usable, error, weight) in self.of.items():
@@ -240,8 +244,9 @@ class _Errors:
         for _ in range(FITS):
             factor = 1 + (best.slip.factor - 1) * max(-4.0, min(4.0, best.times))
             best = min(best, self(replace(slip, factor=factor)))
-        if slip.mistake == "factor" and abs(best.slip.factor) < LEAN:
-            return self(replace(slip, mistake="gone", factor=1.0))
+        if abs(best.slip.factor) < LEAN:
+            later = ("later keys",) if slip.mistake == "grows" else ()
+            return self(replace(slip, mistake="gone", factor=1.0, parts=(*slip.parts, *later)))
         return best
 
     def roundings(self, stages: Sequence[str]) -> list[Held]:
@@ -281,6 +286,20 @@ class _Errors:
         return sorted((*map(self.fitted, (h.slip for h in free)), *whole), key=_order)[:TWICE]
 
 
+def of_rows(emulator: Emulator, region: Region, tiles: Tiles, model: Model) -> Twist | None:
+    """One step done wrongly in the rows that alone are wrong, where it explains what sums over them
+    as well.
+    """
+    some = [n for n in region.trials if tells(emulator.trials[n])]
+    for name in sorted(some, key=simplicity)[:2]:
+        for tensors in (frozenset(FORWARD), frozenset(GRADIENTS)):
+            found = likeliest(emulator, emulator.trials[name], tensors, tiles, model,
+                              rows=region.rows)  # fmt: skip
+            if found and found[0].left < EXCHANGED:
+                return as_twist(found[0].slip, found[0].tiles)
+    return None
+
+
 def _least(h: Held) -> float:
     return h.least
 
@@ -296,14 +315,5 @@ def of_others(emulator: Emulator, region: Region, tiles: Tiles) -> Twist | None:
     return None
 
 
-__all__ = [
-    "DONE",
-    "RETURNED",
-    "USUAL",
-    "Held",
-    "Tiles",
-    "as_twist",
-    "likeliest",
-    "of_others",
-    "tells",
-]
+__all__ = ["DONE", "RETURNED", "USUAL", "Held", "Tiles", "as_twist", "likeliest", "of_others",
+           "of_rows", "tells"]  # fmt: skip

@@ -18,6 +18,7 @@ from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.twists import Tensors
 
 ALIKE = 0.98  # the cosine of a feature with the exact one that it is
@@ -25,6 +26,8 @@ ALONE = 0.8  # share that a factor of one trial's own must explain there
 LEAN = 3e-4  # a smaller factor is none
 HALF = 0.5  # of an error, that what lies elsewhere must hold
 SHARED = 0.1  # of a result, that what another's data changes must be
+SOME = 16  # rows
+FAR = 5.0  # from 0, that scores lie whose exponentials may vanish
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
@@ -168,6 +171,31 @@ def silent(results: Results) -> list[Twist]:
     return found
 
 
+def vanished(emulator: Emulator) -> str:
+    """Whether rows of O are 0, or not finite, by nothing but how far their scores lie from 0, as
+    exponentials are that lack their row's maximum; in words.
+    """
+    outs = {n: o for (n, tensor), o in emulator.observed.items() if tensor == "out"}
+    gone = {n: (~o.usable).any(-1) | ((o.value == 0).all(-1) & (o.exact != 0).any(-1))
+            for n, o in outs.items() if n != "small"}  # fmt: skip
+    if sum(int(rows.sum()) for rows in gone.values()) < SOME:
+        return ""
+    tops = {n: row_maximum(emulator.trials[n].call) for n in gone}
+    seen = {n: t.isfinite() for n, t in tops.items()}
+    broken = torch.cat([tops[n][rows & seen[n]] for n, rows in gone.items()])
+    right = torch.cat([tops[n][~rows & seen[n]] for n, rows in gone.items()])
+    ways = ("below", torch.neg), ("above", torch.clone), ("further from 0 than", torch.abs)
+    for told, far in ways:
+        if len(broken) < SOME or not len(right):
+            break
+        least, most = far(broken).quantile(0.05), far(right).quantile(0.99)
+        if float(least) > max(FAR, float(most)):
+            number = float(-least if told == "below" else least)
+            at = f"{told} {number:.2g}, and there alone"
+            return f"O is 0, or not finite, in rows whose scores lie {at}"
+    return ""
+
+
 def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:
     """Where a result is 0, on the trial where most is."""
     trial = max(
@@ -231,24 +259,18 @@ def silent_rows(observed: Observed) -> tuple[str, str]:
     return f"{count} of {zero.numel()} rows are 0", "unwritten"
 
 
-def ranges(numbers: Tensor, most: int = 4) -> str:
-    """Indices as "3, 8-15"."""
-    found: list[list[int]] = []
-    for i in numbers.tolist():
-        if found and i == found[-1][1] + 1:
-            found[-1][1] = i
-        else:
-            found.append([i, i])
-    told = [f"{a}" if a == b else f"{a}-{b}" for a, b in found[:most]]
-    return ", ".join(told) + " …" * (len(found) > most)
-
-
 class Fitted(NamedTuple):
     """A factor on a candidate that fits a result best."""
 
     factor: float
     error: float  # standard
     share: float  # of what is left that it explains
+
+
+def is_zero(observed: Observed) -> bool:
+    """Whether nearly all of a result is 0 where the exact one is not."""
+    some = (observed.exact != 0) & observed.usable
+    return float((observed.value[some] == 0).double().mean()) > ALIKE if bool(some.any()) else False
 
 
 def factor_of(observed: Observed, candidate: Tensor) -> Fitted:

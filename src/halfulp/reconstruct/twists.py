@@ -115,6 +115,9 @@ def _given_masks() -> Iterator[Twist]:
                 dim, torch.tensor(pick(m.shape[dim])))
         )  # fmt: skip
 
+    def rolled(by: int, dim: int, mask: Tensor, _: Trial) -> Tensor:
+        return mask.roll(by, dim)
+
     def square(mask: Tensor, _: Trial) -> Tensor | None:
         return mask.mT if mask.shape[-1] == mask.shape[-2] else None
 
@@ -126,6 +129,10 @@ def _given_masks() -> Iterator[Twist]:
                 of(1, lambda n: [(h + 1) % n for h in range(n)]))  # fmt: skip
     yield Twist("mask-batch-0", "every sequence uses the first one's mask", name,
                 of(0, lambda n: [0] * n))  # fmt: skip
+    for dim, told in ((-1, "key"), (-2, "query")):
+        for by, where in ((1, "before"), (-1, "after")):
+            text = f"the mask is that of the {told} {where}"
+            yield Twist(f"mask-{told}{by:+d}", text, name, given(partial(rolled, by, dim)))
     yield Twist("mask-turned", "the mask is read transposed", name, given(square))
     yield Twist("mask-inverted", "the boolean mask hides what it should show", name,
                 given(lambda m, _: ~m if m.dtype == torch.bool else None))  # fmt: skip
@@ -382,9 +389,18 @@ def results() -> Iterator[Twist]:
             cause = {"group": "group-sum", "zero": "unwritten"}.get(key, "grad-scale")
             yield Twist(f"{tensor}-{key}", f"{short[tensor]} {text}", cause, _everywhere,
                         times((tensor,), factor))  # fmt: skip
+    for one, two in (GRADIENTS[:2], GRADIENTS[1:], GRADIENTS[::2]):
+        yield Twist(f"{one}-{two}", f"{short[one]} and {short[two]} are exchanged", "layout",
+                    _everywhere, partial(_exchanged, one, two))  # fmt: skip
     for key, pick in (("last", -1), ("first", 0)):
         yield _one_of_group(key, key, pick)
     yield from _other_lses()
+
+
+def _exchanged(one: str, two: str, _: Trial, tensors: Tensors) -> Tensors:
+    if one not in tensors or tensors[one].shape != tensors[two].shape:
+        return tensors
+    return tensors | {one: tensors[two], two: tensors[one]}
 
 
 def _other_lses() -> Iterator[Twist]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfulp.calls import EVERYTHING, Call, Result
+from halfulp.calls import Call, Result
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.suggested import ranges
+from halfulp.reconstruct.ranges import ranges
 
 Run = Callable[[Trial], Result | None]
 VISIBLE = 1e-6  # weights below it may round to 0
@@ -24,9 +24,7 @@ SHARE = 0.85  # of the ratios' variance that a pattern must explain
 MOST_KEYS = 320  # of a trial that is read
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
-FEW_KEYS = 16  # one tile in every kernel
-ALIKE = 16  # pairs of nearly one S − m
+STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
 NOISE = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4, torch.float32: 2.0**-21}
@@ -38,6 +36,7 @@ class Read:
 
     text: str
     cause: str  # a key of CAUSES; empty where they are right
+    by_size: bool = False  # told by how large the ratios are, and no more
 
 
 def forward_weights(run: Run, trial: Trial) -> Tensor | None:
@@ -218,11 +217,13 @@ def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
     log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
     weight = clear.double()
     count = weight.sum(-1, keepdim=True).clamp_min(1)
-    size = _rms(log, weight)
+    size = rms(log, weight)
     rows = log.sum(-1, keepdim=True) / count
     rest = (log - rows) * weight
-    common, spread = _rms(rows.expand_as(log), weight), _rms(rest, weight)
-    alike = _row_factor(call, rows[clear.any(-1)].exp(), common < 8 * noise)
+    common, spread = rms(rows.expand_as(log), weight), rms(rest, weight)
+    told = clear.any(-1)
+    size_of = scores_of(call).logsumexp(-1)[told].exp()
+    alike = _row_factor(call, rows[told].exp().flatten(), size_of, common < 8 * noise)
     if spread < 2 * noise and (spread < noise or spread**2 < (1 - SHARE) * size**2):
         return alike if common > noise / 4 else Read("the weights are right", "")
     found = (
@@ -257,85 +258,21 @@ def _of_size(call: Call, rest: Tensor, clear: Tensor, noise: float, size: str) -
         found.append((float((y / variance + variance.log()).mean()), text, cause))
     plain, best = found[0], min(found)
     told = best if best[0] < plain[0] - 0.05 else plain
-    return Read(*told[1:])
+    return Read(*told[1:], by_size=True)
 
 
-def of_distance(run: Run, trial: Trial) -> Read | None:
-    """Whether weights are another function of S − m than the exponential, whichever: asked with so
-    few keys that they are one tile, and pairs of like S − m are off alike.
+def _row_factor(call: Call, factor: Tensor, row_sum: Tensor, little: bool) -> Read:
+    """What one factor a row says: of sinks, of all rows alike, or of each row sum, beside which
+    keys that are no keys have one size.
     """
-    call = trial.call
-    few = {name: getattr(call, name)[:, :, :FEW_KEYS] for name in ("key", "value")}
-    asked = replace(trial, name=f"{trial.name}/few keys",
-                    call=replace(call, **few, sees=EVERYTHING, sinks=None))  # fmt: skip
-    read = forward_weights(run, asked)
-    if read is None:
-        return None
-    scores = scores_of(asked.call)
-    exact = weights_of(asked.call, scores)
-    clear = (read > 0) & (exact > CLEAR)
-    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
-    seen = clear.double()
-    rest = _centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1))
-    order = (scores.amax(-1, keepdim=True) - scores)[clear].argsort()
-    y = rest[clear][order]
-    y = y[: len(y) // ALIKE * ALIKE].view(-1, ALIKE)
-    total = float(y.square().mean())
-    # what the means of so many random numbers explain does not count
-    alike = float(y.mean(-1).square().mean()) - total / ALIKE
-    if len(y) < 8 or total < NOISE[call.query.dtype] ** 2 or alike < 0.5 * total:
-        return None
-    return Read("the weights are another function of S − m than the exponential", "exponential")
-
-
-def unit_scores(run: Run, trial: Trial) -> Read | None:
-    """Whether Q or K alone is what makes weights be off, or the sum of their products: against unit
-    vectors every score is one number of the other operand, and no sum. What is off in weights
-    themselves is off as much where scores are an eighth as large.
-    """
-    off = []
-    for name, other in (("query", "key"), ("key", "query")):
-        large, small = (_unit_error(run, trial, name, other, size) for size in (64.0, 8.0))
-        if math.isnan(large + small):
-            return None
-        off.append((name[0].upper(), large, large / max(small, 1e-300)))
-    noise = NOISE[trial.call.query.dtype]
-    found = [name for name, error, grown in off if error > 2 * noise and grown > GROWN]
-    if found:
-        return Read(f"the scores are those of another {' and '.join(found)}", "operand")
-    if all(error < 2 * noise for _, error, _ in off):
-        return Read("weights are right where a score is one product, so it is the sum", "products")
-    return None
-
-
-def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float) -> float:
-    """The rms of what log weights are off by, in rows of their own; NaN where nothing is given."""
-    call, d = trial.call, trial.call.query.shape[3]
-    unit = torch.zeros_like(getattr(call, other)[:, :, :1]).repeat(1, 1, d, 1)
-    largest = float(getattr(call, name).abs().max()) or 1.0
-    unit[:] = torch.eye(d) * 2.0 ** round(math.log2(size / largest))
-    value = call.value[:, :, torch.arange(d) % call.value.shape[2]]
-    changed: dict[str, Tensor] = {other: unit} | ({"value": value} if other == "key" else {})
-    asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=0.0)  # type: ignore[arg-type]
-    do = trial.grad_out[:, :, torch.arange(asked.query.shape[2]) % trial.grad_out.shape[2]]
-    read = forward_weights(
-        run, replace(trial, name=f"{trial.name}/unit {other} {size}", call=asked, grad_out=do)
-    )
-    if read is None:
-        return math.nan
-    exact = weights_of(asked, scores_of(asked))
-    clear = (read > 0) & (exact > CLEAR)
-    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
-    seen = clear.double()
-    return _rms(_centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1)), seen)
-
-
-def _row_factor(call: Call, factor: Tensor, little: bool) -> Read:
-    """What one factor a row says: of sinks, of all rows alike, or of each row sum."""
     told = f"each row's weights are off by one factor, {_spread(factor)}"
     if call.sinks is not None:
         return Read(told, "sinks")
-    log = factor.log()
+    log, more = factor.log(), float(((1 / factor - 1) * row_sum).median())
+    rest = log + torch.log1p(more / row_sum) if more > 0 else log
+    varied = float((log - log.median()).abs().median())
+    if not little and float(rest.abs().median()) < STEADY * varied:
+        return Read(f"{told}: {more:.3g} keys of score 0 are counted", "padding")
     around = float(log.std()) > 2 * abs(float(log.mean()))
     if around and float(log.diff().square().mean()) > float(log.var()):  # from row to row another
         return Read(told, "row-sum")
@@ -350,11 +287,13 @@ def _spread(x: Tensor) -> str:
     return f"{low:.4g}" if high - low < 1e-3 * abs(high) else f"{low:.3g} to {high:.3g}"
 
 
-def _rms(x: Tensor, weight: Tensor) -> float:
+def rms(x: Tensor, weight: Tensor) -> float:
+    """Root of the mean square, weighted."""
     return math.sqrt(float((x.square() * weight).sum() / weight.sum().clamp_min(1)))
 
 
-def _centered(x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+def centered(x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+    """Less each row's mean."""
     return (x - (x * weight).sum(-1, keepdim=True) / count) * weight
 
 
@@ -362,7 +301,7 @@ def _of_scores(call: Call, rest: Tensor, weight: Tensor, count: Tensor) -> Read 
     """Ratios that follow the scores: another scale, features left out, another function."""
     total = float(rest.square().sum())
     scores = torch.where(weight > 0, scores_of(call), 0.0)
-    along = _centered(scores, weight, count)
+    along = centered(scores, weight, count)
     slope = float((rest * along).sum() / along.square().sum().clamp_min(1e-300))
     if float((rest - slope * along).square().sum()) < (1 - SHARE) * total:
         factor = f"{1 + slope:.4g}" if abs(slope) > 1e-3 else f"{1 + slope:.8g}"
@@ -370,7 +309,7 @@ def _of_scores(call: Call, rest: Tensor, weight: Tensor, count: Tensor) -> Read 
     features = _of_features(call, rest, weight)
     if features is not None:
         return features
-    powers = torch.stack([_centered(scores**n, weight, count).flatten() for n in range(1, 6)], -1)
+    powers = torch.stack([centered(scores**n, weight, count).flatten() for n in range(1, 6)], -1)
     fitted = powers @ torch.linalg.lstsq(powers, rest.flatten()[:, None]).solution
     if float((rest.flatten() - fitted[:, 0]).square().sum()) < (1 - SHARE) * total:
         cause = "softcap" if call.softcap else "exponential"
@@ -391,6 +330,8 @@ def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
         return None
     factor = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     if float((y - x @ factor).square().sum()) > (1 - SHARE) * float(y.square().sum()):
+        return None
+    if not bool(factor.isfinite().all()):
         return None
     off = factor.abs() > 0.25 * factor.abs().max()
     told = f"features {ranges(off.nonzero().flatten())} of {d} enter the scores"

@@ -1,0 +1,98 @@
+"""What a kernel's scores are, as the weights of chosen inputs show them: whether the exponential is
+what is off, or an operand, or the sum of products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import EVERYTHING
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.weights_read import (
+    CLEAR,
+    NOISE,
+    Read,
+    Run,
+    centered,
+    forward_weights,
+    rms,
+)
+
+GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
+FEW_KEYS = 16  # one tile in every kernel
+ALIKE = 16  # pairs of nearly one S − m
+
+
+def of_distance(run: Run, trial: Trial) -> Read | None:
+    """Whether weights are another function of S − m than the exponential, whichever: asked with so
+    few keys that they are one tile, and pairs of like S − m are off alike.
+    """
+    call = trial.call
+    few = {name: getattr(call, name)[:, :, :FEW_KEYS] for name in ("key", "value")}
+    asked = replace(trial, name=f"{trial.name}/few keys",
+                    call=replace(call, **few, sees=EVERYTHING, sinks=None))  # fmt: skip
+    read = forward_weights(run, asked)
+    if read is None:
+        return None
+    scores = scores_of(asked.call)
+    exact = weights_of(asked.call, scores)
+    clear = (read > 0) & (exact > CLEAR)
+    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
+    seen = clear.double()
+    rest = centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1))
+    order = (scores.amax(-1, keepdim=True) - scores)[clear].argsort()
+    y = rest[clear][order]
+    y = y[: len(y) // ALIKE * ALIKE].view(-1, ALIKE)
+    total = float(y.square().mean())
+    # what the means of so many random numbers explain does not count
+    alike = float(y.mean(-1).square().mean()) - total / ALIKE
+    if len(y) < 8 or total < NOISE[call.query.dtype] ** 2 or alike < 0.5 * total:
+        return None
+    return Read("the weights are another function of S − m than the exponential", "exponential")
+
+
+def unit_scores(run: Run, trial: Trial) -> Read | None:
+    """Whether Q or K alone is what makes weights be off, or the sum of their products: against unit
+    vectors every score is one number of the other operand, and no sum. What is off in weights
+    themselves is off as much where scores are an eighth as large.
+    """
+    off = []
+    for name, other in (("query", "key"), ("key", "query")):
+        large, small = (_unit_error(run, trial, name, other, size) for size in (64.0, 8.0))
+        if math.isnan(large + small):
+            return None
+        off.append((name[0].upper(), large, large / max(small, 1e-300)))
+    noise = NOISE[trial.call.query.dtype]
+    found = [name for name, error, grown in off if error > 2 * noise and grown > GROWN]
+    if found:
+        return Read(f"the scores are those of another {' and '.join(found)}", "operand")
+    if all(error < 2 * noise for _, error, _ in off):
+        return Read("weights are right where a score is one product, so it is the sum", "products")
+    return None
+
+
+def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float) -> float:
+    """The rms of what log weights are off by, in rows of their own; NaN where nothing is given."""
+    call, d = trial.call, trial.call.query.shape[3]
+    unit = torch.zeros_like(getattr(call, other)[:, :, :1]).repeat(1, 1, d, 1)
+    largest = float(getattr(call, name).abs().max()) or 1.0
+    unit[:] = torch.eye(d) * 2.0 ** round(math.log2(size / largest))
+    value = call.value[:, :, torch.arange(d) % call.value.shape[2]]
+    changed: dict[str, Tensor] = {other: unit} | ({"value": value} if other == "key" else {})
+    asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=0.0)  # type: ignore[arg-type]
+    do = trial.grad_out[:, :, torch.arange(asked.query.shape[2]) % trial.grad_out.shape[2]]
+    read = forward_weights(
+        run, replace(trial, name=f"{trial.name}/unit {other} {size}", call=asked, grad_out=do)
+    )
+    if read is None:
+        return math.nan
+    exact = weights_of(asked, scores_of(asked))
+    clear = (read > 0) & (exact > CLEAR)
+    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
+    seen = clear.double()
+    return rms(centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1)), seen)
