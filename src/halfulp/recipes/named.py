@@ -139,23 +139,5 @@ BF16_FLOOR = floor(formats.BF16)
 FP16_FLOOR = floor(formats.FP16)
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        FP64,
-        FP32,
-        BF16_STANDARD,
-        BF16_STANDARD_CPU,
-        BF16_STANDARD_FP32,
-        BF16_FLASH1,
-        BF16_FLASH2,
-        BF16_AUTHORS,
-        BF16_AUTHORS_STABILIZED,
-        BF16_PAPER_STABILIZED,
-        BF16_HALFULP,
-        FP16_FLASH2,
-        FP8_FLASH,
-        TORCH_CPU_FLASH,
-        BF16_FLOOR,
-        FP16_FLOOR,
-    )
+    recipe.name: recipe for recipe in list(globals().values()) if isinstance(recipe, Recipe)
 }
