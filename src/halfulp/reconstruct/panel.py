@@ -187,6 +187,12 @@ def _given(heads: tuple[int, int, int], n: int, *, additive: bool) -> Draw:
     return draw
 
 
+def _biased_cross(g: torch.Generator) -> dict[str, Any]:
+    """An additive mask of each head and sequence whose rows are longer than its columns."""
+    x = _operands(g, (2, 2, 2), (66, 90), (32, 32))
+    return x | {"sees": Sees(mask=torch.randn(2, 2, 66, 90, generator=g))}
+
+
 _DRAWS: dict[str, tuple[str, Draw]] = {
     "plain": ("standard normal numbers, blocks whole", _plain),
     "sharp": ("few keys a row, scores around −40, values of one sign", _sharp),
@@ -228,6 +234,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
                       _given((2, 2, 2), 93, additive=False)),
     "biased_grouped": ("70 tokens, an additive mask for all heads, 4 heads on 2",
                        _given((2, 4, 2), 70, additive=True)),
+    "biased_cross": ("66 queries, 90 keys, an additive mask for each head", _biased_cross),
     "other_widths": ("D = 80, of values 48", _of((1, 3, 3), (66, 130), (80, 48))),
     "wide_ragged": ("causal, 150 tokens, D = 96",
                     _of((1, 2, 2), (150, 150), (96, 96), sees=_CAUSAL)),

@@ -29,6 +29,7 @@ from halfulp.reconstruct.weights_read import (
 )
 
 FAR = 20.0  # times the model's error: no rounding
+LARGE = 0.25  # of a result: an error that no rounding makes
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
@@ -125,7 +126,7 @@ def unexplained(
             gross,
             found,
             only if times > HARMFUL or common[0] else ("", ""),
-            times > FAR,
+            times > FAR or emulator.observed[worst, tensor].relative > LARGE,
         )
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = IN_GRADIENTS.get(cause, cause)

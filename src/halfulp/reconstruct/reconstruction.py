@@ -176,6 +176,8 @@ def of_kernel(
             emulator = whole
         else:
             given = (ruled,)
+            wrong, region = calls_of(emulator, stages.start)
+            emulator = emulator.only(wrong)
     else:
         wrong, region = calls_of(emulator, stages.start)
         emulator = emulator.only(wrong)

@@ -16,7 +16,7 @@ from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, JOINT, Memory, Slip, Tile
 
 _TO_SCORES = frozenset({"query", "key", "key_value", "product", "scores"})
-_TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_key_value", "b_scores"})
+_TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_key_value", "b_scores", "b_exponent"})
 _TO_DP = frozenset({"grad_out", "b_value", "b_key_value"})
 _TO_DELTA = _TO_WEIGHTS | _TO_DP | {"b_weights", "dp"}
 _OF_QUERIES = ("dq_sum", "ds_in_dq", "key_in_dq", "dq")
@@ -108,7 +108,8 @@ class Flow:
         return self.scores(q, key, rows, cols, "")
 
     def _again(self, q: Tensor, k: Tensor, lse: Tensor, rows: slice, cols: slice) -> Tensor:
-        return torch.exp(self.scores(q, k, rows, cols, "b_") - lse[:, :, rows])
+        exponent = self.scores(q, k, rows, cols, "b_") - lse[:, :, rows]
+        return torch.exp(self.at("b_exponent", exponent, rows, cols))
 
     def _read(
         self, acc: Tensor, m: Tensor, l: Tensor, rows: slice, cols: slice
@@ -139,7 +140,7 @@ class Flow:
                 acc, m, l = self._read(acc, m, l, r, c)
                 new = self.at("row_max", torch.maximum(m, s.amax(-1, keepdim=True)), r, c)
                 safe = torch.where(new == -math.inf, 0.0, new)
-                p = self.at("weights", torch.exp(s - safe), r, c)
+                p = self.at("weights", torch.exp(self.at("exponent", s - safe, r, c)), r, c)
                 a = self.at("rescale", torch.exp(m - safe), r, c)
                 l = l * self.at("rescale_sum", a, r, c) + p.sum(-1, keepdim=True)
                 l, m = self.at("row_sum", l, r, c), new

@@ -36,6 +36,7 @@ STAGES: dict[str, Stage] = {
     "statistics": Stage("m and l as a tile reads them", "rescale", "rescale", "rescale"),
     "divided_statistics": Stage("m and l as a tile reads them, O being kept divided,",
         "rescale", "rescale", "rescale"),
+    "exponent": Stage("S − m", "exponential", "row-max", "row-max"),
     "weights": Stage("exp(S − m)", "exponential", "other-data", "weights"),
     "weights_in_out": Stage("exp(S − m) in O", "weights-disagree", "other-data", "weights"),
     "rescale": Stage("the factor that rescales O and l", "rescale", "rescale", "rescale", 1.0),
@@ -57,6 +58,7 @@ STAGES: dict[str, Stage] = {
     "grad_out": Stage("dO", "grad-scale", "other-data", "operand"),
     "b_scores": Stage("S of the backward pass",
         "backward-scores", "backward-scores", "backward-scores", -math.inf),
+    "b_exponent": Stage("S − lse in the backward pass", "backward-scores", "lse", "lse"),
     "b_weights": Stage("P of the backward pass",
         "backward-weights", "backward-weights", "backward-weights"),
     "dp": Stage("dP", "no-delta", "no-delta", "delta"),
@@ -85,7 +87,8 @@ JOINT = {
 }
 """Stages that another stands for as well."""
 PAIRS = {
-    "product", "scores", "weights", "weights_in_out", "b_scores", "b_weights", "dp", "ds",
+    "product", "scores", "exponent", "weights", "weights_in_out", "b_scores", "b_exponent",
+    "b_weights", "dp", "ds",
     "p_in_dv", "ds_in_dq", "ds_in_dk",
 }  # fmt: skip
 """Stages of queries by keys."""
@@ -146,7 +149,7 @@ def _truncated(x: Tensor) -> Tensor:
 
 
 LOG2_E = math.log2(math.e)
-IN_BASE_2 = {"scores", "b_scores", "row_max", "lse", "b_lse"}
+IN_BASE_2 = {"scores", "b_scores", "exponent", "b_exponent", "row_max", "lse", "b_lse"}
 """Stages that kernels keep in base 2, where they are rounded."""
 ONLY_HERE = {*IN_BASE_2, "divided_out"}
 """Stages whose rounding no recipe has so."""
@@ -356,6 +359,8 @@ class Slip:
         if self._all_gradients:
             return "grad-scale"
         stage, blocks = STAGES[self.stage], {p for p in self.parts if p in _BLOCKS}
+        if self.mistake == "stale" and blocks and self.stage.endswith("_sum"):
+            return "grad-tail"  # what these blocks add is lost
         if self.mistake in ROUNDINGS:
             return stage.rounding
         if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):

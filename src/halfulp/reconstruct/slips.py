@@ -43,6 +43,7 @@ from halfulp.reconstruct.slip_kinds import (
 )
 
 LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
+SMALL = 0.1  # and no more is a number that becomes 0 because it is small
 FITTED = 5  # slips by a factor that are fitted
 FITS = 4  # steps towards the factor that explains most
 NEAR = 10  # slips that point where the error does, which are tried in parts of the tiles, and
@@ -235,8 +236,8 @@ class _Errors:
         if slip.mistake in FLUSHED:
             best = self(slip)
             for step in (4.0, 4.0, 2.0, 1.4, 1.2, 1.1):
-                near = (self(replace(slip, factor=best.slip.factor * s)) for s in (step, 1 / step))
-                best = min(best, *near)
+                near = (best.slip.factor * s for s in (step, 1 / step))
+                best = min(best, *(self(replace(slip, factor=f)) for f in near if f <= SMALL))
             return best
         if slip.mistake not in FACTORS:
             return self(slip)

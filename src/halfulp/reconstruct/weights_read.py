@@ -100,6 +100,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     ):
         if bool(marked.any()):
             pattern, cause = _pattern(call, marked, possible)
+            if marked is extra and (own := _mask_cause(call)):
+                cause = own  # what is hidden is a matter of what hides it
             return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
     ratios = _ratios(trial, read, exact, (read > 0) & (exact > CLEAR))
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
