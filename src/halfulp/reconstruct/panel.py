@@ -193,6 +193,13 @@ def _biased_cross(g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=torch.randn(2, 2, 66, 90, generator=g))}
 
 
+def _padded_keys(g: torch.Generator) -> dict[str, Any]:
+    """A mask of each sequence that hides what is past its length."""
+    x, lengths = _operands(g, (3, 2, 2), (70, 70), (32, 32)), torch.tensor([70, 41, 13])
+    mask = (torch.arange(70) < lengths.view(-1, 1, 1, 1)).expand(-1, -1, 70, -1)
+    return x | {"sees": Sees(mask=mask.contiguous())}
+
+
 _DRAWS: dict[str, tuple[str, Draw]] = {
     "plain": ("standard normal numbers, blocks whole", _plain),
     "sharp": ("few keys a row, scores around −40, values of one sign", _sharp),
@@ -234,6 +241,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
                       _given((2, 2, 2), 93, additive=False)),
     "biased_grouped": ("70 tokens, an additive mask for all heads, 4 heads on 2",
                        _given((2, 4, 2), 70, additive=True)),
+    "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", _padded_keys),
     "biased_cross": ("66 queries, 90 keys, an additive mask for each head", _biased_cross),
     "other_widths": ("D = 80, of values 48", _of((1, 3, 3), (66, 130), (80, 48))),
     "wide_ragged": ("causal, 150 tokens, D = 96",

@@ -151,7 +151,7 @@ def _truncated(x: Tensor) -> Tensor:
 LOG2_E = math.log2(math.e)
 IN_BASE_2 = {"scores", "b_scores", "exponent", "b_exponent", "row_max", "lse", "b_lse"}
 """Stages that kernels keep in base 2, where they are rounded."""
-ONLY_HERE = {*IN_BASE_2, "divided_out"}
+ONLY_HERE = {*IN_BASE_2, "divided_out", "dq_sum", "dk_sum", "dv_sum"}
 """Stages whose rounding no recipe has so."""
 FORMATS: dict[str, tuple[str, Wrong]] = {
     "bf16": ("is rounded to bf16", lambda x, *_: x.bfloat16().float()),

@@ -153,7 +153,8 @@ def likeliest(
     if region is not None:
         return sorted(every, key=_order)[:6]
     for mistake in FACTORS if gross else ():
-        first = [holds(Slip(s, mistake, factor=1.25)) for s in stages if s not in TOGETHER]
+        first = [min((holds(Slip(s, mistake, factor=f)) for f in (1.25, 0.8)), key=_least)
+                 for s in stages if s not in TOGETHER]  # fmt: skip
         every += [holds.fitted(h.slip) for h in sorted(first, key=_least)[:FITTED]]
     if coarse and min((h.left for h in every), default=1.0) > DONE:
         every += holds.roundings(stages)
@@ -241,10 +242,13 @@ class _Errors:
             return best
         if slip.mistake not in FACTORS:
             return self(slip)
-        best = self(replace(slip, factor=1.25))
+        best = self(slip if slip.factor != 1 else replace(slip, factor=1.25))
         for _ in range(FITS):
             factor = 1 + (best.slip.factor - 1) * max(-4.0, min(4.0, best.times))
             best = min(best, self(replace(slip, factor=factor)))
+        for step in (2.0, 1.4, 1.2) if best.left > DONE else ():  # what is exponentiated is no line
+            near = (1 + (best.slip.factor - 1) * s for s in (step, 1 / step))
+            best = min(best, *(self(replace(slip, factor=f)) for f in near))
         if abs(best.slip.factor) < LEAN:
             later = ("later keys",) if slip.mistake == "grows" else ()
             return self(replace(slip, mistake="gone", factor=1.0, parts=(*slip.parts, *later)))

@@ -225,12 +225,13 @@ class Stages:
         more = GROSS if everywhere else SOUND
         bad = {k: f.times for k, f in fits.items() if f.left > UNEXPLAINED and f.times > more}
         # what is small may round to 0
-        told = {k: much for k, much in bad.items() if k[0] != "small"} or bad
+        told = {k: much for k, much in bad.items() if k[0] != "small"}
+        told = told if any(model.way(name).twists for name in tensors) else told or bad
         least = min(FAR, 0.2 * max(told.values(), default=0.0))
         some = dict.fromkeys(t for (t, _), much in told.items() if much > least)
         order = sorted((t for t in some if slips.tells(self.emulator.trials[t])), key=simplicity)
         twists = list(self.given)
-        for name in order[:SLIPPED]:
+        for name in order[: 0 if self.given and everywhere else SLIPPED]:
             key = name, tensors, everywhere
             if key not in self._slips:
                 self._slips[key] = slips.likeliest(

@@ -242,6 +242,8 @@ def exchanged(observed: Observed) -> tuple[str, str]:
         # one feature may be like another by chance
         most = float(off[moved].sum()) > HALF * float(off.sum())
         if most and len(moved) > (name == "features") and not bool((at[moved] == moved).any()):
+            if name == "rows" and len(torch.unique(at[moved] - moved)) == 1:
+                cause = "other-data"  # a block, or the next row, and no other order
             return f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}", cause
     return "", ""
 

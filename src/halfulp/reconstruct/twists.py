@@ -303,6 +303,7 @@ def _block_ends(block: int) -> Iterator[Twist]:
     yield _cut_keys(f"key-first-{block}", text, first, _end)
     yield _padded(block, masked=False)
     yield _padded(block, masked=True)
+    yield _padded(block, masked=False, most=1)
     text = f"queries after the last whole block of {block} are left out"
     yield _without_queries(f"query-tail-{block}", text, lambda n: slice(whole(n), n))
     text = f"the last block of {block} queries is left out"
@@ -310,12 +311,12 @@ def _block_ends(block: int) -> Iterator[Twist]:
     yield _without_queries(f"query-last-{block}", text, rows, least=block)
 
 
-def _padded(block: int, masked: bool) -> Twist:
-    """Zeros after the last key that are not hidden."""
+def _padded(block: int, masked: bool, most: int = 128) -> Twist:
+    """Zeros after the last key that are not hidden, at most so many."""
 
     def turn(trial: Trial) -> Trial | None:
         call = trial.call
-        missing = -call.key.shape[2] % block
+        missing = min(most, -call.key.shape[2] % block)
         if not missing or (call.sees.causal and call.query.shape[2] <= call.key.shape[2]):
             return None
         if call.sees.mask is not None and not masked:
@@ -335,9 +336,10 @@ def _padded(block: int, masked: bool) -> Twist:
         cut = {name: tensors[name][:, :, :n] for name in GRADIENTS[1:] if name in tensors}
         return tensors | cut
 
-    text = f"the zeros that pad the last block of {block} keys keep their weight"
+    which = "the zeros that pad" if most > 1 else "one of the zeros that pad"
+    text = f"{which} the last block of {block} keys keep{'s its' if most == 1 else ' their'} weight"
     text += " under a mask too" if masked else ""
-    return Twist(f"padding-{block}{'-masked' * masked}", text, "padding", turn, back)
+    return Twist(f"padding-{block}-{most}{'-masked' * masked}", text, "padding", turn, back)
 
 
 def _without_queries(key: str, text: str, rows: Callable[[int], slice], least: int = 0) -> Twist:
