@@ -140,10 +140,12 @@ def diagnose(
         text = f"{tensors}: what memory held before shows in the results"
         return (Diagnosis(CAUSES["unwritten"], text),)
     causes: list[Diagnosis] = []
+    escapes: list[Diagnosis] = []  # of what is wrong without NaN as well
     for name, key in RELATION_CAUSES.items():
         shown = [f for f in defects if f.property.startswith(f"{name}: ")]
         if shown:
-            causes.append(Diagnosis(CAUSES[key], f"{shown[0].property}: {shown[0].figure}"))
+            which = escapes if key == "nan-escapes" else causes
+            which.append(Diagnosis(CAUSES[key], f"{shown[0].property}: {shown[0].figure}"))
             defects = tuple(f for f in defects if f not in shown)
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
     rest = tuple(f for f in defects if f not in broken and not _same_place(f, broken))
@@ -151,7 +153,11 @@ def diagnose(
         causes.insert(0, _of_broken(broken))
     if rest:
         causes += _explained(rest, found)
-    return tuple({d.cause.key: d for d in reversed(causes)}.values())[::-1]
+    causes += escapes
+    first: dict[str, Diagnosis] = {}
+    for cause in causes:
+        first.setdefault(cause.cause.key, cause)
+    return tuple(first.values())
 
 
 def _explained(rest: tuple[Finding, ...], found: Reconstruction | None) -> list[Diagnosis]:

@@ -131,6 +131,15 @@ def _softcaps() -> Iterator[Twist]:
     )
     for key, text, change in ways:
         yield Twist(f"softcap-{key}", text, "softcap", partial(_of, "softcap", change))
+    for cap in (10.0, 15.0, 20.0, 30.0, 50.0):
+        yield Twist(f"softcap-{cap:g}", f"scores are capped at {cap:g}, which was not asked for",
+                    "softcap", partial(_capped_at, cap))  # fmt: skip
+
+
+def _capped_at(cap: float, trial: Trial) -> Trial | None:
+    if trial.call.softcap:
+        return None
+    return replace(trial, call=replace(trial.call, softcap=cap))
 
 
 def _sinks() -> Iterator[Twist]:

@@ -154,6 +154,8 @@ _FUNCTION = (
      "FlashAttention-2's own lse, whose gradient is ignored (\"for testing only\")", LOST),
     ("HU227", "cache", "new rows are written to the wrong place of the cache, or not at all",
      "flash-attention issue 772 (another sequence's cache is written)", WRONG),
+    ("HU228", "dropout", "weights are dropped at random where no dropout was asked for",
+     "transformers PR 33844 (dropout in evaluation)", WRONG),
     ("HU222", "grad-tail", "gradients leave out a part of the sequence", _BLOCKS, LOST),
 )  # fmt: skip
 

@@ -108,7 +108,7 @@ def unexplained(
         if most <= HARMFUL and times_[len(times_) // 2] <= SOUND:
             continue  # it rounds otherwise than was tried, and no worse
         # the simplest that shows it: in others, more than the fault may be otherwise
-        shows = [t for t, fit in bad.items() if fit.times >= _LEAST * most]
+        shows = [t for t, fit in bad.items() if fit.times >= min(_LEAST * most, FAR)]
         worst = min(shows, key=simplicity)
         left, times = bad[worst].left, bad[worst].times
         gross = frozenset(t for t in bad if bad[t].times > min(3.0, 0.5 * times))
@@ -219,8 +219,13 @@ def _told(
     read = _read(emulator, model, trial, tensor, found)
     if read is not None:
         parts.append(read.text)
-        if read.cause == "window" and any(
-            (sees := emulator.trials[name].call.sees).causal and sees.window is None for name in bad
+        if (
+            read.cause == "window"
+            and trial.call.sees.window is not None
+            and any(
+                (sees := emulator.trials[name].call.sees).causal and sees.window is None
+                for name in bad
+            )
         ):
             read = replace(read, cause="causal-mask")
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):

@@ -90,6 +90,9 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     lost, extra = (read == 0) & (exact > VISIBLE), (read.abs() > VISIBLE) & (exact == 0)
     gone = lost.any(-1) & (read == 0).all(-1)  # whole rows: never written, or hidden
     every = gone[..., None].expand_as(lost)
+    if _over_queries(read, exact):
+        return Read("the weights of each key sum to 1 over the queries: the softmax is over the"
+                    " other dimension", "layout")  # fmt: skip
     small = _small(call, exact, lost)
     if small is not None:
         return Read(small, _backward("weights") if backward else "weights")
@@ -105,6 +108,12 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
     ratios = _ratios(trial, read, exact, (read > 0) & (exact > CLEAR))
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
+
+
+def _over_queries(read: Tensor, exact: Tensor) -> bool:
+    """Whether columns sum to 1 and rows do not."""
+    rows, columns = ((x.sum(dim) - 1).abs().mean() for x, dim in ((read, -1), (read, -2)))
+    return float(columns) < 0.01 and float(rows) > 0.1 and float((exact.sum(-1) - 1).abs().max()) < 0.01
 
 
 def _small(call: Call, exact: Tensor, lost: Tensor) -> str | None:
@@ -154,6 +163,13 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
     for name, coordinate, cause in simple:
         values = _told_by(coordinate, marked, possible)
         if values is not None:
+            # beyond a distance, and not at the diagonal
+            far = bool(((values < -1) | (values > 1)).all()) and int(values[0]) == int(
+                (j - i).min()
+            )
+            cause = (
+                "window" if name.endswith("query") and far and not masked.startswith("m") else cause
+            )
             return f"{name} {ranges(values)}", cause
     for width in (128, 64, 32, 16, 8):
         tile = i.div(width, rounding_mode="floor") * 4096 + j.div(width, rounding_mode="floor")
@@ -177,8 +193,21 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
             return told, "other-data" if len(heads) < marked.shape[0] * marked.shape[1] else cause
     rows, keys = (torch.unique(c[marked]) for c in (i, j))
     share = float(marked.sum()) / max(1.0, float(possible.sum()))
+    if _at_random(marked, possible):
+        return f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout"
     return (f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},",
             masked or "key-tail")  # fmt: skip
+
+
+def _at_random(marked: Tensor, possible: Tensor) -> bool:
+    """Whether as many pairs are marked in every row, and in every column, as chance would mark."""
+    share = float(marked.sum()) / max(1.0, float(possible.sum()))
+    for dim in (-1, -2):
+        count = possible.sum(dim).double()
+        spread = (marked.sum(dim) - share * count) / (count * share * (1 - share) + 1e-9).sqrt()
+        if not 0.7 < float(spread[count > FEW_ROWS].std()) < 1.3:
+            return False
+    return 0 < share < 0.9
 
 
 def _mask_cause(call: Call) -> str:
@@ -419,4 +448,7 @@ def _few_keys(ratio: Tensor) -> Read | None:
     told = (
         f"keys {ranges(off.nonzero().flatten())} of {len(ratio)} have {factor:.3g} × their weight"
     )
-    return Read(told, "key-tail")
+    where = off.nonzero().flatten()
+    at_an_end = len(where) == int(where[-1] - where[0]) + 1 and (
+        int(where[0]) == 0 or int(where[-1]) == len(ratio) - 1)  # fmt: skip
+    return Read(told, "key-tail") if at_an_end else None
