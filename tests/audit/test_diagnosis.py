@@ -15,6 +15,7 @@ from halfulp.audit.verdict import Finding
 from halfulp.recipes import recipe_named
 from halfulp.reconstruct import CAUSES, Named, reconstruct
 from halfulp.reconstruct.emulating import Model
+from halfulp.reconstruct.places import Place
 from halfulp.reconstruct.reconstruction import ingredients
 
 SMALL = Shape(batch=1, heads=16, n_query=160, n_key=160, head_dim=32)  # two tiles
@@ -59,6 +60,18 @@ def test_stock_findings_name_the_recipe_they_come_from(stock):
     assert named.cause.key == "delta-from-out"
     assert "BF16_FLASH2: explains 100 %" in named.evidence
     assert diagnose([finding("grad_query", grade="stock")], None) == ()
+
+
+def test_the_first_cause_stays_first_where_a_later_result_has_it_too(stock):
+    def place(tensor, key):
+        return Place(tensor, "plain", "text", key, 1.0, 9.0)
+
+    keys = ("unnormalized", "operand", "unnormalized")
+    places = map(place, ("out", "grad_query", "grad_value"), keys)
+    found = replace(stock, causes=(), places=tuple(places))
+    assert [d.cause.key for d in diagnose([finding()], found)] == ["unnormalized"]
+    every = [finding(), finding("grad_query"), finding("grad_value")]
+    assert [d.cause.key for d in diagnose(every, found)] == ["unnormalized", "operand"]
 
 
 def test_above_twenty_times_no_rounding_is_a_cause_that_does_not_explain_the_error(stock):

@@ -32,6 +32,11 @@ def without_keys(start, stop):
     return change
 
 
+def dropped(name):
+    kept = torch.rand(exact(name).shape, generator=torch.Generator().manual_seed(0)) > 0.1
+    return exact(name) * kept / 0.9
+
+
 def seeing_one_more(name):
     call = TRIALS[name].call
     call = replace(call, sees=replace(call.sees, offset=1))
@@ -48,6 +53,14 @@ def seeing_one_more(name):
         ("plain", exact("plain") * torch.linspace(0.5, 2, 192)[:, None], "unnormalized", "to 2"),
         ("plain", exact("plain") * (1 + (torch.arange(192) >= 176)), "key-tail", "2 ×"),
         ("plain", exact("plain").masked_fill(exact("plain") < 1e-3, 0), "weights", "are 0"),
+        ("plain", dropped("plain"), "dropout", "of the pairs, wherever they are"),
+        (
+            "plain",
+            scores_of(TRIALS["plain"].call).softmax(-2),
+            "layout",
+            "over the other dimension",
+        ),
+        ("plain", exact("plain").tril(64).triu(-64), "window", "key − query"),
     ],
 )
 def test_weights_that_differ_say_how(trial, weights, cause, told):

@@ -17,7 +17,7 @@ from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, JOINT, Memory, Slip, 
 
 _TO_SCORES = frozenset({"query", "key", "key_value", "product", "scores"})
 _TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_key_value", "b_scores", "b_exponent"})
-_TO_DP = frozenset({"grad_out", "b_value", "b_key_value"})
+_TO_DP = frozenset({"grad_out", "every_grad_out", "b_value", "b_key_value"})
 _TO_DELTA = _TO_WEIGHTS | _TO_DP | {"b_weights", "dp"}
 _OF_QUERIES = ("dq_sum", "ds_in_dq", "key_in_dq", "dq")
 _OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "ds_in_dk", "query_in_dk", "dk", "dv")
@@ -74,8 +74,8 @@ class Flow:
             made = self.forward()
             if slip is not None:
                 return made
-            self.lse, self.delta = made["lse"], (self.do[:, :, : self.n] * made["out"]).sum(
-                -1, keepdim=True)  # fmt: skip
+            self.lse, self.out = made["lse"], made["out"]
+            self.delta = self._delta(self.do)
             return made | self.backward()
         return self.backward()
 
@@ -177,10 +177,17 @@ class Flow:
         assert isinstance(more, Tensor)
         return more
 
+    def _delta(self, grad_out: Tensor) -> Tensor:
+        return (grad_out[:, :, : self.n] * self.out).sum(-1, keepdim=True)
+
     def backward(self) -> dict[str, Tensor]:
         """The gradients."""
-        missing = (0, 0, 0, self.rows[-1].stop - self.n)
-        delta = functional.pad(self.at("delta", self.delta, slice(0, self.n)), missing)
+        missing, delta = (0, 0, 0, self.rows[-1].stop - self.n), self.delta
+        if self.slip is not None and self.slip.stage == "every_grad_out" and not self.from_weights:
+            made = [self.at("grad_out", self.do[:, :, r], r) for r in self.rows]
+            delta = self._delta(torch.cat(made, 2))
+            self.memory.clear()
+        delta = functional.pad(self.at("delta", delta, slice(0, self.n)), missing)
         lse = functional.pad(self.lse, missing, value=math.inf)
         lse = torch.cat([self.at("b_lse", lse[:, :, r], r) for r in self.rows], 2)
         lse = torch.where(lse == -math.inf, 0.0, lse)

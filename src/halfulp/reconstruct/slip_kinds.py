@@ -61,6 +61,7 @@ STAGES: dict[str, Stage] = {
     "b_exponent": Stage("S − lse in the backward pass", "backward-scores", "lse", "lse"),
     "b_weights": Stage("P of the backward pass",
         "backward-weights", "backward-weights", "backward-weights"),
+    "every_grad_out": Stage("dO, in δ as well,", "grad-scale", "other-data", "operand"),
     "dp": Stage("dP", "no-delta", "no-delta", "delta"),
     "ds": Stage("dS", "grad-scores", "grad-scores", "grad-scores"),
     "p_in_dv": Stage("P in dV", "probabilities", "probabilities", "probabilities"),
@@ -84,6 +85,7 @@ JOINT = {
     "value": "key_value",
     "b_key": "b_key_value",
     "b_value": "b_key_value",
+    "grad_out": "every_grad_out",
 }
 """Stages that another stands for as well."""
 PAIRS = {
@@ -347,7 +349,7 @@ class Slip:
             did = f"is 0 where it is below {self.factor:.2g}" + f" of its {of}'s largest" * bool(of)
         else:
             did = MISTAKES[self.mistake][0]
-        what = STAGES[self.stage].text + ", or dO and δ with it," * self._all_gradients
+        what = STAGES[self.stage].text
         parts = (PARTS[p][0] for p in self.parts)
         return f"{what} {did}{''.join((*parts, *(f' in {r.text}' for r in self.rows)))}"
 
@@ -356,8 +358,6 @@ class Slip:
         """A key of CAUSES."""
         if self.mistake == "gone" and self.stage in _RESULTS:
             return "unwritten"
-        if self._all_gradients:
-            return "grad-scale"
         stage, blocks = STAGES[self.stage], {p for p in self.parts if p in _BLOCKS}
         if self.mistake == "stale" and blocks and self.stage.endswith("_sum"):
             return "grad-tail"  # what these blocks add is lost
@@ -374,15 +374,6 @@ class Slip:
                 else "query-tail"
             )
         return stage.other if self.mistake in MOVED else stage.cause
-
-    @property
-    def _all_gradients(self) -> bool:
-        """Whether it multiplies all gradients alike, which dO as it comes may do as well as P."""
-        return (
-            self.stage == "b_weights"
-            and self.mistake in ("factor", "gone")
-            and not (self.parts or self.rows)
-        )
 
     def made(self, x: Tensor, tile: Tile, memory: Memory) -> Tensor:
         """The stage's value with it."""

@@ -188,7 +188,6 @@ class Stages:
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, EVERY))
         if gross:
             model = self._slip_or_twist("forward", model, twisted, tensors, frozenset(FORWARD))
-            model = self._settled(model, tensors, EVERY)
             gross = self._unexplained(model, tensors, 0.1)
         if gross:
             model = search.descend("forward", model, both(twisted, arithmetic), tensors)
@@ -275,12 +274,15 @@ class Stages:
         scope: frozenset[str],
     ) -> Model:
         """A slip that explains most calls; a fault of structure where that explains them better."""
-        slipped = self._slipped(stage, model, tensors, scope, everywhere=True)
+        wide = BACKWARD if scope == BACKWARD else EVERY
+        found = self._slipped(stage, model, tensors, scope, everywhere=True)
+        slipped = self._settled(found, tensors, wide)
         if slipped == model or not self._unexplained(slipped, tensors, NEARLY):
             return slipped
         step = self.search.steps.pop()
         other = self.search.best(stage, model, twisted(model), tensors, 4)
         if other is not None:
+            other = self._settled(other, tensors, wide)
             if self.search.loss(other, tensors) < self.search.loss(slipped, tensors):
                 return other
             self.search.steps.pop()
@@ -289,10 +291,9 @@ class Stages:
 
     def _settled(self, model: Model, tensors: frozenset[str], scope: frozenset[str]) -> Model:
         """A model that has its mistake, with the arithmetic that this was made in."""
-        if not any(model.way(name).twists for name in tensors):
-            return model
-        return self._rebased(model, tensors, scope) if self._unexplained(
-            model, tensors, NEARLY) else model  # fmt: skip
+        wrong = any(model.way(name).twists for name in tensors)
+        open_ = wrong and self._unexplained(model, tensors, NEARLY)
+        return self._rebased(model, tensors, scope) if open_ else model
 
     def _partly(
         self, stage: str, model: Model, tensors: frozenset[str], scope: frozenset[str]

@@ -113,7 +113,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
 def _over_queries(read: Tensor, exact: Tensor) -> bool:
     """Whether columns sum to 1 and rows do not."""
     rows, columns = ((x.sum(dim) - 1).abs().mean() for x, dim in ((read, -1), (read, -2)))
-    return float(columns) < 0.01 and float(rows) > 0.1 and float((exact.sum(-1) - 1).abs().max()) < 0.01
+    whole = float((exact.sum(-1) - 1).abs().max()) < 0.01  # of rows that see something, no sinks
+    return whole and float(columns) < 0.01 and float(rows) > 0.1
 
 
 def _small(call: Call, exact: Tensor, lost: Tensor) -> str | None:
