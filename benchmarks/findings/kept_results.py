@@ -40,6 +40,10 @@ def _norm(p: float) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.linalg.vector_norm(x, p, -1)
 
 
+def _entropy(logits: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+
+
 ROWS = _normal(64, 256)
 HIGH_ROWS, LOW_ROWS = _normal(64, 256, mean=20), _normal(64, 256, mean=-200)
 LINE = _normal(4096)
@@ -52,6 +56,8 @@ CASES = {
     "logaddexp, N(-200, 1)": Case(
         lambda x: torch.logaddexp(*x.unbind()), _normal(2, 4096, mean=-200)
     ),
+    "Categorical.entropy, N(0, 1)": Case(_entropy, ROWS),
+    "Categorical.entropy, N(20, 1)": Case(_entropy, HIGH_ROWS),
     "softmax, N(0, 1)": Case(lambda x: x.softmax(-1), ROWS),
     "log_softmax, N(0, 1)": Case(lambda x: x.log_softmax(-1), ROWS),
     "sigmoid, N(0, 1)": Case(torch.sigmoid, LINE),

@@ -92,7 +92,7 @@ def test_what_differs_is_named(folders) -> None:
     assert differences["rows"] == [
         ["fp32", "attention: BF16_FLASH2 → torch:fp32; measure_every: 10 → 0"]
     ]
-    assert finding(runs).startswith("flash survived (loss")
+    assert finding(runs).startswith("flash survived (median loss")
 
 
 def test_a_run_that_was_killed_can_be_read(folders, tmp_path) -> None:

@@ -283,9 +283,9 @@ class Watcher:
         way = moved.get(worst, 0.0)
         if self.failed is not None:
             return replace(self.failed, loss=loss, score_moved=way)
-        figures = (
-            f"loss {loss:.2g}, {self._best[-1]:.2g} at best" if self._best else f"loss {loss:.2g}"
-        )
+        figures = f"loss {loss:.2g}"
+        if self._best:
+            figures = f"median {figures}, {self._best[-1]:.2g} at best"
         figures += f"; {worst.replace('_', ' ')} moved {way:+.1f}" if worst else ""
         return Judgement(
             "drifting" if abs(way) > self.rule.score_drift else "survived", figures, None, loss, way
