@@ -56,7 +56,7 @@ def verdicts(paper: str) -> list[dict[str, Any]]:
     made = []
     for name in claims_of(paper):  # type: ignore[arg-type]
         picks = [p for f in FIGURES if (f.paper, f.claim) == (paper, name) for p in f.picks]
-        pictures = [LINE | {"title": f"Curve {pick}"} for pick in picks]
+        pictures = [LINE | {"title": f"Curve of Ō, σ {pick}"} for pick in picks]
         pictures += [] if made else [MAP | {"title": f"Map {picks[0]}"}]
         said = dict.fromkeys(("verdict", "measured", "estimates", "command"), f"{name} said")
         made.append(said | {"id": name, "pictures": pictures})
@@ -104,6 +104,7 @@ def test_the_command_writes_three_files_a_picture_and_a_page(
     assert f"{count} pictures of {len(drawn)} figures" in said
     by_kind = {end: sorted(out.glob(f"*.{end}")) for end in ("svg", "png", "csv")}
     assert [len(paths) for paths in by_kind.values()] == [count] * 3
+    assert all("curve-of-o-sigma" in path.name or "map" in path.name for path in by_kind["svg"])
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in by_kind["png"])
     page = (out / "index.html").read_text(encoding="utf-8")
     for figure in drawn:

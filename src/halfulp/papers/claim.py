@@ -57,7 +57,8 @@ class Measured:
         """What was estimated, each with its 95 % interval and sample size; or why there is
         nothing.
         """
-        return "; ".join(f"{name} {one}" for name, one in self.intervals.items()) or self.exact
+        said = (f"{name.replace('_', ' ')} {one}" for name, one in self.intervals.items())
+        return "; ".join(said) or self.exact
 
 
 @dataclass(frozen=True)

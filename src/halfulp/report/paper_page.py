@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ Drawn = Mapping[str, Any]
 "pictures"}: a figure of a paper and the pictures that stand for it.
 """
 
+_GREEK = str.maketrans({"σ": "sigma", "δ": "delta"})
+
 
 def figure_files(figures: Sequence[Drawn]) -> dict[str, bytes]:
     """Return the content of every file by its name, which says figure and title: three for each
@@ -29,8 +32,10 @@ def figure_files(figures: Sequence[Drawn]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for figure in figures:
         for picture in (part for one in figure["pictures"] for part in uncrowded(one)):
-            title = re.sub(r"\(.*?\)", "", str(picture["title"])).lower()
-            words = re.findall(r"[^\W_]+", title)
+            # ASCII, since LaTeX and archives take no other names
+            title = re.sub(r"\(.*?\)", "", str(picture["title"])).translate(_GREEK)
+            plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+            words = re.findall(r"[^\W_]+", plain.lower())
             stem = "-".join([str(figure["name"]), *words])
             if f"{stem}.svg" in files:
                 stem = f"{stem}-{len(files) // 3 + 1}"
