@@ -274,7 +274,7 @@ def test_a_kernel_that_is_meant_for_hardly_any_call_is_not_called_sound():
         ("softmax", "out_cut", "step-low", "kept is cut to bf16"),
         ("softmax", "no_inner", "term-missing", "the gradient of inner"),
         ("swiglu", "swapped_gradients", "exchanged", "grad_gate and grad_up are exchanged"),
-        ("sum", "mean", "factor", "times what it should be"),
+        ("sum", "mean", "factor", "mean(input, 0) stands in place of sum(input, 0)"),
         ("swiglu", "clamped", "limited", "activated is held within ±10 in the forward pass alone"),
         (
             "quantize",

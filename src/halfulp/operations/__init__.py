@@ -13,6 +13,8 @@ from halfulp.operations.operation_calls import (
     defined,
     drawn_calls,
     emulated,
+    first_calls,
+    sizes_of,
 )
 from halfulp.operations.operation_data import (
     BuiltIn,
@@ -63,8 +65,10 @@ __all__ = [
     "drawn_calls",
     "emulated",
     "exactly",
+    "first_calls",
     "operation_named",
     "operation_names",
     "probe_of",
     "size_rows",
+    "sizes_of",
 ]

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
+from functools import partial
 
-from halfulp.operations.operation_data import Seam, Tensors
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from halfulp.operations.operation_data import Options, Seam, Tensors
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "the tanh form of gelu": partial(functional.gelu, approximate="tanh"),
+    "x · sigmoid(1.702 x)": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "relu²": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "no function": lambda x: x,
+}
+
+
+def _other_gate(
+    activation: Callable[[Tensor], Tensor], step: Seam, x: Tensors, _: Options
+) -> Tensors:
+    return {"output": step("activated", activation(x["gate"])) * x["up"]}
+
+
+RELATED = {
+    f"activated: {name} stands in place of the activation of gate": partial(_other_gate, function)
+    for name, function in ACTIVATIONS.items()
+}
 
 
 def gated(step: Seam, x: Tensors, value: Tensor, slope: Tensor) -> Tensors:

@@ -159,3 +159,19 @@ def _evaluated(
         for name, t in results.items():
             stacked.setdefault(name, []).append(t.detach())
     return {name: torch.stack(parts) for name, parts in stacked.items()}
+
+
+def first_calls(calls: OperationCalls, count: int) -> OperationCalls:
+    """So many of them."""
+    operands = {name: x[:count] for name, x in calls.operands.items()}
+    return replace(calls, operands=operands, grads={n: x[:count] for n, x in calls.grads.items()})
+
+
+def sizes_of(calls: OperationCalls) -> dict[str, int]:
+    """What each symbol stands for in these calls."""
+    return {
+        symbol: calls.operands[operand.name].shape[1 + place]
+        for operand in calls.operation.operands
+        for place, symbol in enumerate(operand.shape.split())
+        if not symbol.isdigit()
+    }

@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from halfulp.complaints import meant
 from halfulp.operations.operation_data import Operation, whole
 
@@ -39,7 +42,9 @@ def operation_named(name: str) -> Operation:
         files = {f: importlib.import_module(f"halfulp.operations.{name}.{f}") for f in FILES}
         return _assembled(name, name, files)
     if "/" in name or Path(name).is_dir():
-        return _assembled(Path(name).resolve().name, name, _files_of(Path(name)))
+        found = _assembled(Path(name).resolve().name, name, _files_of(Path(name)))
+        _check_recipes(found)
+        return found
     raise ValueError(
         f"op={name!r}: accepted are {', '.join([ATTENTION, *known])}, or a folder with"
         f" {', '.join(f'{f}.py' for f in FILES)}{meant(name, [ATTENTION, *known])}"
@@ -97,6 +102,7 @@ def _assembled(name: str, folder: str, files: dict[str, ModuleType]) -> Operatio
         options=of(definition, "OPTIONS"),
         define=of(definition, "define"),
         eager=getattr(definition, "EAGER", ()),
+        related=getattr(definition, "RELATED", {}),
         arguments=of(definition, "arguments"),
         read=getattr(definition, "read", partial(_whole, results)),
         stock=of(recipes, "STOCK"),
@@ -106,6 +112,37 @@ def _assembled(name: str, folder: str, files: dict[str, ModuleType]) -> Operatio
         ties=getattr(probes, "TIES", True),
         targets=of(targets, "TARGETS"),
     )
+
+
+def _check_recipes(operation: Operation) -> None:
+    """Raise ValueError where a recipe rounds a step that the definition has on no probe."""
+    # imported here, since calls are drawn of operations that are read
+    from halfulp.operations.operation_calls import changed, drawn_calls
+
+    steps: dict[str, None] = {}
+
+    def seen(name: str, exact: Tensor) -> Tensor:
+        if not name.startswith("result_"):
+            steps[name.removeprefix("grad_")] = None
+        return exact
+
+    asked = {
+        name.removeprefix("grad_") for r in (operation.stock, operation.floor) for name in r.steps
+    }
+    for probe in operation.probes if asked else ():
+        sizes = operation.sizes[0].with_(**{**probe.sizes, "calls": 1})
+        chance = torch.Generator().manual_seed(0)
+        changed(drawn_calls(operation, probe.name, sizes, "float32", chance), seen)
+        if asked <= steps.keys():
+            return
+    for recipe in (operation.stock, operation.floor):
+        for name in recipe.steps:
+            if name.removeprefix("grad_") not in steps:
+                raise ValueError(
+                    f"op={operation.folder!r}: recipe {recipe.name!r} of recipes.py rounds"
+                    f" {name!r}, which is no step of define; accepted are"
+                    f" {', '.join(sorted(steps))}{meant(name.removeprefix('grad_'), list(steps))}"
+                )
 
 
 def _whole(results: Any, returned: Any, *_: Any) -> Any:

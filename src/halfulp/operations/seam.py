@@ -98,25 +98,25 @@ def disturbed(generator: torch.Generator, by: float) -> Change:
 Seen = Callable[[str, Tensor], Tensor]
 
 
-def over_root(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
-    """rows / √x of a norm, 1 / √x at its step, whose gradient takes the number that the step gave,
-    as kernels do, which keep it for the backward pass.
+def over_root(step: Seen, name: str, rows: Tensor, x: Tensor, eps: float) -> Tensor:
+    """rows / √(x + eps) of a norm, the inverse of the root at its step, whose gradient takes the
+    number that the step gave, as kernels do, which keep it for the backward pass.
     """
-    kept = step(name, torch.rsqrt(x.detach()))
+    kept = step(name, torch.rsqrt(x.detach() + eps))
     zero = (x - x.detach()).nan_to_num()  # where x has overflowed, too
     # for every element, so that the terms of its gradient, an inner product, are a gradient's
     zeros = step("_inner", zero.expand_as(rows))
     return rows * (kept - 0.5 * kept**3 * zeros)
 
 
-def times_rsqrt(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
+def times_rsqrt(step: Seen, name: str, rows: Tensor, x: Tensor, eps: float) -> Tensor:
     """The same as eager code has it, with autograd's gradient."""
-    return rows * step(name, torch.rsqrt(x))
+    return rows * step(name, torch.rsqrt(x + eps))
 
 
-def over_sqrt(step: Seen, name: str, rows: Tensor, x: Tensor) -> Tensor:
+def over_sqrt(step: Seen, name: str, rows: Tensor, x: Tensor, eps: float) -> Tensor:
     """The same with a division."""
-    return rows / step(name, torch.sqrt(x))
+    return rows / step(name, torch.sqrt(x + eps))
 
 
 class _Changed(torch.autograd.Function):

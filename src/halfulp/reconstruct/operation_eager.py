@@ -5,6 +5,7 @@ step on, before which operands are cast up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from halfulp.formats import Format
 from halfulp.operations import DTYPES, OF_DTYPE, Define, OperationCalls
+from halfulp.reconstruct.operation_mistakes import rounded
 from halfulp.reconstruct.operation_ways import TOLD, Way, said, shapes_of_steps
 
 
@@ -24,6 +27,8 @@ def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator
     if calls.dtype == "float32":
         return
     operation, own = calls.operation, OF_DTYPE[calls.dtype]
+    low = f"what is kept for the backward pass is rounded to {own}"
+    yield Way("grad-step-low", low, within=partial(_kept, own))
     definitions = operation.eager or (operation.define,)
     steps = [n for n in shapes_of_steps(calls, definitions[0]) if not n.startswith("grad_")]
     if len(steps) == 1:  # no chain of operations: what is low is its sum
@@ -42,6 +47,15 @@ def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator
 
 def _ran(define: Define, dtype: str, since: str, leaves: bool = False) -> tuple[Define, _Eager]:
     return define, _Eager(dtype, since, leaves)
+
+
+def _kept(fmt: Format) -> AbstractContextManager[Any]:
+    """Autograd whose saved tensors are rounded, a result it takes its gradient from among them."""
+
+    def low(x: Tensor) -> Tensor:
+        return rounded(fmt)(x) if x.is_floating_point() else x
+
+    return torch.autograd.graph.saved_tensors_hooks(low, lambda x: x)
 
 
 class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]

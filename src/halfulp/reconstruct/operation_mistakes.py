@@ -67,6 +67,11 @@ class Region(NamedTuple):
         return here
 
 
+def padded(block: int, n: int) -> int:
+    """So many, up to a whole block."""
+    return -(-n // block) * block
+
+
 def _past(block: int, n: int) -> Tensor:
     return torch.arange(n) >= n // block * block
 
@@ -244,9 +249,9 @@ def rare_ends(length: int) -> Iterator[AlongMistake]:
     """What is left out but for one end, or at the beginning."""
     for count in (1, *BLOCKS):
         if count < length:
-            text = f"is left out but for the last {count} of {length}"
-            alter = partial(_only, part=slice(-count, None))
-            yield AlongMistake("end", text, alter)
+            last = (length - 1) // count * count
+            text = f"is left out but for the last block of {count}, from {last} of {length} on"
+            yield AlongMistake("term-missing", text, partial(_last, block=count))
             text = f"is left out but for the first {count} of {length}"
             yield AlongMistake("end", text, partial(_only, part=slice(None, count)))
     yield AlongMistake("end", "begins at 1", partial(_only, part=slice(1, None)))
@@ -307,6 +312,11 @@ def _only(x: Tensor, dim: int, part: slice) -> Tensor:
     kept = torch.zeros(x.shape[dim], dtype=torch.bool)
     kept[part] = True
     return torch.where(kept.view(-1, *(1,) * (x.ndim - dim - 1)), x, 0)
+
+
+def _last(x: Tensor, dim: int, block: int) -> Tensor:
+    n = x.shape[dim]
+    return _only(x, dim, slice((n - 1) // block * block, None))
 
 
 def _turned(x: Tensor, dim: int, by: int) -> Tensor:

@@ -11,14 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfulp.operations import STOCHASTIC, OperationCalls, OperationResult, Rounding, Tensors
+from halfulp.operations import (
+    STOCHASTIC,
+    OperationCalls,
+    OperationResult,
+    Rounding,
+    Tensors,
+    sizes_of,
+)
 from halfulp.reconstruct.operation_mistakes import Region, fitting
 from halfulp.reconstruct.operation_trials import Trial, square
 from halfulp.reconstruct.operation_ways import (
     RESULT,
     Way,
     random_ways,
-    sizes_of,
 )
 
 CALLS = 9  # of a kernel, and of every step's noise

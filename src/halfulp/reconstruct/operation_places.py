@@ -4,6 +4,7 @@ values of that step would make it; and along which sizes, or at which values of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,16 +12,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from halfulp.operations import OperationCalls, Rounding, Tensors, defined
+from halfulp.operations import (
+    OperationCalls,
+    Rounding,
+    Tensors,
+    defined,
+    first_calls,
+    sizes_of,
+)
 from halfulp.reconstruct.operation_mistakes import Region
+from halfulp.reconstruct.operation_rewritten import scaled_definitions
 from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial, trial
 from halfulp.reconstruct.operation_ways import (
     RESULT,
     Way,
-    first_calls,
     said,
     shapes_of_steps,
-    sizes_of,
     values_of_steps,
 )
 from halfulp.targets.manner import PLAIN
@@ -31,11 +38,15 @@ UNKNOWNS = 0.6  # of the numbers that fail, which the values of such a step may 
 SITS = 0.9  # share of an error that sits where it is said to
 FEW = 0.34  # of the elements that may be
 FACTOR = 0.02  # a constant that is nearer to 1 is none
+MEANT = 3e-3  # and one that is nearer to a number of meaning is that
 DRAWS = 4  # of random errors of a step
 NOTHING = 1e-3  # and one that is nearer to 0 leaves out
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # of a step, between which its limit is looked for
 ALONG = 0.05  # square of the cosine to an error, below which no number of a way is looked for
 FURTHER = 0.3  # share that one of these must explain for that
+
+
+Make = Callable[..., Way]  # of a number, and how that is told
 
 
 @dataclass(frozen=True)
@@ -120,15 +131,19 @@ def further_ways(trial: Trial, base: Rounding, region: Region | None) -> Iterato
     should be, and steps with a constant or so much of an operand beside them, or held within
     limits: by the number that fits; in a region alone where one is given.
     """
-    yield from (replace(way, region=region) for way in _taken_for_others(trial))
+    others = (*_taken_for_others(trial), *_moved_options(trial, _steps(trial, base)))
+    yield from (replace(way, region=region) for way in others)
+    for name in _steps(trial, base):  # a secant does not find how often an angle turns
+        for factor in _TIMES:
+            yield _in(region, partial(_times, name))(factor)
     for make, nothing, step in _numbers(trial, base):
         yield from _fitted(trial, base, _in(region, make), nothing, step)
     for name in _steps(trial, base):
         yield from _limits(trial, base, _in(region, partial(_held, name)), name)
 
 
-def _in(region: Region | None, make: Callable[[float], Way]) -> Callable[[float], Way]:
-    return lambda number: replace(make(number), region=region)
+def _in(region: Region | None, make: Make) -> Make:
+    return lambda number, told="": replace(make(number, told), region=region)
 
 
 def _taken_for_others(trial: Trial) -> Iterator[Way]:
@@ -159,9 +174,24 @@ def _steps(trial: Trial, base: Rounding) -> list[str]:
     return [n for n in shapes if trial.concerns(base, Way("", "", {n: torch.neg}))]
 
 
-def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Callable[[float], Way], float, float]]:
+def _moved_options(trial: Trial, names: list[str]) -> Iterator[Way]:
+    """An option that is added to another step than it should be."""
+    for option, value in trial.calls.options.items():
+        for name in names if isinstance(value, float) and value else ():
+            text = f"{option} is added to {said(name)}, and nowhere else"
+            yield Way("option", text, options={option: 0.0},
+                      of_calls=partial(_added_at, option, name))  # fmt: skip
+
+
+def _added_at(option: str, name: str, calls: OperationCalls) -> Way:
+    by = partial(torch.add, other=calls.options[option])
+    return Way("", "", {name: by}, options={option: 0.0})
+
+
+def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Make, float, float]]:
     """Ways of one number each, the number that changes nothing, and by how much it is moved."""
     calls, names, values = trial.calls, _steps(trial, base), _values(trial.calls)
+    yield from ((make, 1.0, BY) for make in scaled_definitions(calls))
     operands = {n: x for n, x in values.items() if n.removeprefix(RESULT) in calls.operands}
     for name in (*(RESULT + n for n in trial.failing), *names):
         yield partial(_times, name), 1.0, BY
@@ -178,24 +208,29 @@ def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Callable[[float], W
                 yield partial(_with_operand, calls, name, other), 0.0, BY * size / by
 
 
-def _times(name: str, factor: float) -> Way:
+def _times(name: str, factor: float, told: str = "") -> Way:
     cause = "factor" if abs(factor) > NOTHING else "term-missing"
-    text = f"{said(name)} is {factor:.4g} times what it should be"
+    text = f"{said(name)} is {told or f'{factor:.4g}'} times what it should be"
     text = text if cause == "factor" else f"{said(name)} is left out"
     return Way(cause, text, {name: partial(torch.mul, other=factor)})
 
 
-def _option_times(name: str, own: float, factor: float) -> Way:
+def _option_times(name: str, own: float, factor: float, told: str = "") -> Way:
     text = f"{name} is taken as {factor * own:.3g} instead of {own!r}"
-    return Way("option", text, options={name: factor * own})
+    text = f"{name} is taken {told} times" if told else text
+
+    def of(calls: OperationCalls) -> Way:
+        return Way("", "", options={name: factor * calls.options[name]})
+
+    return Way("option", text, options={name: factor * own}, of_calls=of)
 
 
-def _with_constant(name: str, by: float) -> Way:
-    text = f"{said(name)} has {by:.3g} added to it"
+def _with_constant(name: str, by: float, told: str = "") -> Way:
+    text = f"{said(name)} has {told or f'{by:.3g}'} added to it"
     return Way("factor", text, {name: partial(torch.add, other=by)})
 
 
-def _with_operand(calls: OperationCalls, name: str, other: str, by: float) -> Way:
+def _with_operand(calls: OperationCalls, name: str, other: str, by: float, _: str = "") -> Way:
     """A step with so much of an operand, or as much as an option says where that is the number."""
     options = {n: v for n, v in calls.options.items() if isinstance(v, float) and v}
     named = next((n for n, v in options.items() if abs(by / v - 1) < FACTOR), "")
@@ -208,11 +243,45 @@ def _with_operand(calls: OperationCalls, name: str, other: str, by: float) -> Wa
     return Way("option" if named else "factor", text, of_calls=of)
 
 
-def _fitted(
-    trial: Trial, base: Rounding, make: Callable[[float], Way], nothing: float, step: float
-) -> Iterator[Way]:
+_TIMES = (0.125, 0.25, 1 / 3, 3.0, 4.0, 8.0)
+
+
+def _meant(calls: OperationCalls) -> dict[str, float]:
+    """Numbers that have a meaning: constants, and what is made of sizes and options."""
+    found = dict(_CONSTANTS)
+    for name, n in (sizes_of(calls) | dict(calls.options)).items():
+        if isinstance(n, int | float) and not isinstance(n, bool) and n > 0:
+            found |= {name: n, f"1 / {name}": 1 / n, f"√{name}": n**0.5, f"1 / √{name}": n**-0.5}
+            if n != 1:
+                found |= {f"(1 − {name})": 1 - n, f"1 / (1 − {name})": 1 / (1 - n)}
+            if n > 1:
+                found |= {f"{name} / ({name} − 1)": n / (n - 1)}
+                found |= {f"({name} − 1) / {name}": (n - 1) / n}
+    powers = {
+        f"(1 − {b}^{n})": 1 - float(x) ** k
+        for b, x in calls.options.items() for n, k in calls.options.items()
+        if isinstance(x, float) and 0 < x < 1 and isinstance(k, int) and k > 0
+    }  # fmt: skip
+    for name, x in powers.items():
+        found |= {name: x, f"1 / {name}": 1 / x, f"√{name}": x**0.5, f"1 / √{name}": x**-0.5}
+    return {told: x for told, x in found.items() if abs(x - 1) > MEANT}
+
+
+_CONSTANTS = {
+    "ln 2": math.log(2), "log2 e": 1 / math.log(2), "ln² 2": math.log(2) ** 2,
+    "1 / ln² 2": math.log(2) ** -2, "√2": 2**0.5, "1 / √2": 0.5**0.5, "π": math.pi,
+    "127 / 128": 127 / 128, "128 / 127": 128 / 127, "448 / 240": 448 / 240, "240 / 448": 240 / 448,
+    "256 / 448": 256 / 448, "448 / 256": 448 / 256, "⅓": 1 / 3, "⅔": 2 / 3,
+}  # fmt: skip
+
+
+def _called(make: Make, name: str, calls: OperationCalls) -> Way:
+    return make(_meant(calls).get(name, math.nan), name)
+
+
+def _fitted(trial: Trial, base: Rounding, make: Make, nothing: float, step: float) -> Iterator[Way]:
     """The way whose number brings the emulation nearest, by secants from the one that changes
-    nothing; none where that stays the best.
+    nothing; none where that stays the best. Before it those of a number near it that has a meaning.
     """
     start, found, at = trial.emulated(base, ()), nothing, nothing + step
     for _ in range(4):
@@ -229,15 +298,19 @@ def _fitted(
             break
         at = found if abs(found - nothing) > 0.02 * step else nothing + step
     if FACTOR * step / BY < abs(found - nothing) < 1e6:
+        near = {n: abs(x / found - 1) for n, x in _meant(trial.calls).items()} if found else {}
+        for name in sorted((n for n, off in near.items() if off < MEANT), key=lambda n: near[n]):
+            own = _called(make, name, trial.calls)
+            yield replace(own, steps={}, of_calls=partial(_called, make, name))
         yield make(found)
 
 
-def _held(name: str, most: float) -> Way:
+def _held(name: str, most: float, _: str = "") -> Way:
     ends = partial(torch.clamp, min=-most, max=most)
     return Way("limited", f"{said(name)} is held within ±{most:.3g}", {name: ends})
 
 
-def _limits(trial: Trial, base: Rounding, make: Callable[[float], Way], name: str) -> Iterator[Way]:
+def _limits(trial: Trial, base: Rounding, make: Make, name: str) -> Iterator[Way]:
     """The limit that explains most, between quantiles of a step, where any explains a part."""
     seen: list[Tensor] = []
 

@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from halfulp.operations import Rounding
+from halfulp.operations import (
+    Rounding,
+    sizes_of,
+)
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
 from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region, regions
 from halfulp.reconstruct.operation_noise import noise_of
-from halfulp.reconstruct.operation_places import (
-    Place,
-    further_ways,
-    manner_of,
-    place,
-)
+from halfulp.reconstruct.operation_operands import filled_up, operand_ways
+from halfulp.reconstruct.operation_places import Place, further_ways, manner_of, place
 from halfulp.reconstruct.operation_random import random_cause
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
+from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_sums import sum_ways
 from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
 from halfulp.reconstruct.operation_ways import (
@@ -33,7 +33,6 @@ from halfulp.reconstruct.operation_ways import (
     Way,
     rare_ways,
     shapes_of_steps,
-    sizes_of,
     ways,
 )
 
@@ -60,6 +59,7 @@ LEFT = 0.05  # share of the error, beside what rounding makes, that such a way m
 CASES = 3  # that are looked at until one is explained
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
+SLIGHT = 0.01  # of the largest relative error
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
 IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
 LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
@@ -113,7 +113,10 @@ def of_operation(
         of = failures[0].calls if failures else None
         others = panel(run, of.operation, of.dtype) if of is not None else ()
     found: list[FoundWay] = []
-    wrong = sorted((t for t in (*trials, *others) if t.failing), key=lambda t: bool(t.calls.manner))
+    wrong = [t for t in (*trials, *others) if t.failing]
+    worst = max((t.relative for t in wrong), default=0.0)
+    # a panel's calls are in no order: what is off by a last bit is seldom what a kernel does
+    wrong.sort(key=lambda t: (bool(t.calls.manner), not trials and t.relative < SLIGHT * worst))
     if wrong and wrong[0].calls.manner and (text := manner_of(run, wrong[0])):
         return FoundWay("operation-place", text, 0.0, 0.0, ", ".join(wrong[0].failing))
     # of what is short along a symbol chance tells little
@@ -202,7 +205,7 @@ class _Judge:
         """
         floor, calls = self.trial.calls.operation.floor, self.trial.calls
         other = {True: [], False: []}  # type: dict[bool, list[Way]]
-        for way in ways(calls):
+        for way in (*operand_ways(calls), *ways(calls)):
             if self.trial.concerns(floor, way):
                 other[way.cause in OTHERWISE].append(way)
         found: list[_Tried] = []
@@ -264,9 +267,10 @@ class _Judge:
         more = self._in_read(found)
         where = seen[0] if seen else None
         # numbers that fit are a few calls each
-        stages = [(base, block_mistakes(calls, base))]
-        stages += [(of, further_ways(self.trial, of, where)) for of in bases]
-        for of, rarer in (*stages, (base, rare_ways(calls))):
+        stages = [(base, block_mistakes(calls, base)), (base, rewritten_ways(calls))]
+        stages += [(of, further_ways(self.trial, of, None)) for of in bases]
+        stages += [(of, further_ways(self.trial, of, where)) for of in bases if where is not None]
+        for of, rarer in (*stages, (base, rare_ways(calls)), (base, filled_up(calls))):
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), way))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
@@ -352,7 +356,7 @@ class _Judge:
         return list(groups.values())
 
     def _may_be_in_part(self, way: Way) -> bool:
-        return way.eager is None and way.within is None and not way.options
+        return not (way.eager or way.define or way.within or way.options)
 
     def _tried(self, base: Rounding, way: Way, region: Region) -> _Tried:
         return (base, *self.trial.best(base, (), replace(way, region=region, alone="")))
@@ -434,8 +438,10 @@ class _Judge:
         return tuple(told.values())[1:]
 
     def _predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """The mean share of the error that ways explain on the other calls that fail."""
-        shares = [t.share(base, chosen) for t in self.others if t.failing and t.knows(chosen)]
+        """The mean share of the error that ways explain on the other calls that fail as badly."""
+        least = SLIGHT * self.trial.relative
+        others = [t for t in self.others if t.failing and t.relative >= least and t.knows(chosen)]
+        shares = [t.share(base, chosen) for t in others]
         return sum(shares) / len(shares) if shares else 1.0
 
     @cached_property

@@ -12,10 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from halfulp.operations import Rounding
+from halfulp.operations import (
+    Rounding,
+    sizes_of,
+)
 from halfulp.reconstruct.operation_mistakes import Region, fitting
 from halfulp.reconstruct.operation_trials import BROKEN, Trial
-from halfulp.reconstruct.operation_ways import Way, sizes_of
+from halfulp.reconstruct.operation_ways import (
+    Way,
+)
 
 NOISY = 2.0  # times the squares that rounding makes, which are no error yet
 CLOSER = 0.25  # times the square of the distance: as one of two ways makes it, not the other

@@ -15,8 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfulp.formats import BF16, FP16, FP64, Format, round_to
-from halfulp.operations import OF_DTYPE, OperationCalls, changed, defined, exactly
-from halfulp.reconstruct.operation_ways import Way, first_calls, said, shapes_of_steps
+from halfulp.operations import (
+    OF_DTYPE,
+    OperationCalls,
+    changed,
+    defined,
+    exactly,
+    first_calls,
+)
+from halfulp.reconstruct.operation_ways import (
+    Way,
+    said,
+    shapes_of_steps,
+)
 
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # terms that are summed exactly before a sum is rounded
 _LONGEST = 4096  # terms of a sum that is emulated one after the other
@@ -205,6 +216,33 @@ def _of_products(calls: OperationCalls) -> Iterator[Way]:
                 if terms > 1:
                     text = f"sums of {terms} products are rounded to {fmt.name} before the last sum"
                     yield Way("sum-low", text, within=partial(_ShortSums, fmt, terms, True))
+
+    for terms in _TERMS if seen else ():
+        if terms < max(seen):
+            of = f"{terms} terms" if terms > 1 else "one term"
+            for last, which in ((True, "last"), (False, "first")):
+                text = f"of sums of products only the {which} {of} are kept: parts overwrite others"
+                yield Way("term-missing", text, within=partial(_PartSums, terms, last))
+
+
+class _PartSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Matrix products over the first or last part of so many terms alone."""
+
+    def __init__(self, terms: int, last: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.terms, self.last = terms, last
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.mm.default:
+            return func(*args, **(kwargs or {}))
+        a, b = args
+        start = (a.shape[1] - 1) // self.terms * self.terms if self.last else 0
+        part = slice(start, start + self.terms)
+        return a[:, part] @ b[part]
 
 
 class _ShortSums(TorchDispatchMode):  # type: ignore[no-untyped-call]

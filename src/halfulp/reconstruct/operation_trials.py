@@ -20,15 +20,15 @@ from halfulp.operations import (
     Tensors,
     defined,
     drawn_calls,
+    first_calls,
+    sizes_of,
 )
 from halfulp.reconstruct.operation_ways import (
     OPERAND,
     RESULT,
     Way,
     computed,
-    first_calls,
     shapes_of_steps,
-    sizes_of,
 )
 
 Run = Callable[[OperationCalls], OperationResult | None]
@@ -111,11 +111,12 @@ class Trial:
         if both is None or not self.calls.grads:
             return found
         none = self.emulated(base, chosen)
-        for alone in ("forward", "backward"):
-            own, other = (both, none) if alone == "forward" else (none, both)
-            mixed = _mixed(own, other)
+        gradients = [n for n in self.kernel if n.startswith("grad_")]
+        for alone in ("forward", "backward", *(gradients if len(gradients) > 1 else ())):
+            one = replace(way, alone=alone)
+            mixed = none and {n: (both if one.reaches(n) else none)[n] for n in both}
             if mixed is not None and (share := self.of(mixed)) > found[0] + ONE_PASS:
-                found = (share, replace(way, alone=alone))
+                found = (share, one)
         return found
 
     def _random(self, way: Way) -> bool:
@@ -199,14 +200,23 @@ class Trial:
         """What a kernel of these ways gives; None where a definition has no value there."""
         key = (base.name, tuple(str(way) for way in chosen))
         if any(way.alone for way in chosen):
-            own, other = (tuple(replace(w, alone="") for w in chosen if w.alone != no)
-                          for no in ("backward", "forward"))  # fmt: skip
-            return _mixed(self.emulated(base, own), self.emulated(base, other))
+            made: dict[tuple[str, ...], Tensors | None] = {}
+            mixed: Tensors = {}
+            for name in self.kernel:
+                own = tuple(replace(w, alone="") for w in chosen if w.reaches(name))
+                told = tuple(map(str, own))
+                if told not in made:
+                    made[told] = self.emulated(base, own)
+                if (found := made[told]) is None:
+                    return None
+                mixed[name] = found[name]
+            return mixed
         if key in self.known:
             return self.known[key]
         try:
             found = computed(self.calls, base, chosen)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError,
+                ValueError):  # fmt: skip
             return None
         if any(found[name].shape != x.shape for name, x in self.kernel.items()):
             return None
@@ -227,13 +237,6 @@ def moving(name: str) -> Way:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def _mixed(forward: Tensors | None, backward: Tensors | None) -> Tensors | None:
-    """Results of one emulation, gradients of another."""
-    if forward is None or backward is None:
-        return None
-    return {n: (backward if n.startswith("grad_") else forward)[n] for n in forward}
 
 
 def power(a: Tensor, b: Tensor, scale: Tensor) -> float:

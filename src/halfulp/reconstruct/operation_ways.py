@@ -25,10 +25,10 @@ from halfulp.operations import (
     Tensors,
     changed,
     defined,
+    first_calls,
+    sizes_of,
 )
 from halfulp.reconstruct.operation_mistakes import (
-    BLOCKS,
-    LIMITS,
     AlongMistake,
     Alter,
     Mistake,
@@ -36,6 +36,7 @@ from halfulp.reconstruct.operation_mistakes import (
     beside_one,
     ends,
     other_values,
+    padded,
     random_errors,
     rare_ends,
     rare_roundings,
@@ -63,17 +64,33 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
     operands: Callable[[Tensors], Tensors] | None = None
     results: Callable[[Tensors], Tensors] | None = None
-    alone: str = ""  # "forward" or "backward": in that pass alone
+    # "forward" or "backward": in that pass alone; or the name of the one result that it is made in
+    alone: str = ""
     # the way on other calls, where what it does hangs on their values
     of_calls: Callable[[OperationCalls], Way] | None = None
     within: Callable[[], AbstractContextManager[Any]] | None = None  # what runs around it
     # the definition, and what rounds in place of a recipe while it runs
     eager: Callable[[], tuple[Any, Any]] | None = None
+    define: Any = None  # another definition
     region: Region | None = None  # where alone
 
     def __str__(self) -> str:
         text = f"{self.text}, {self.region.text}" if self.region is not None else self.text
-        return f"{text} in the {self.alone} pass alone" if self.alone else text
+        of_pass = self.alone in ("forward", "backward")
+        where = f"in the {self.alone} pass" if of_pass else f"in what makes {self.alone}"
+        return f"{text} {where} alone" if self.alone else text
+
+    def reaches(self, result: str) -> bool:
+        """Whether it is made where that result is."""
+        of_pass = "backward" if result.startswith("grad_") else "forward"
+        return self.alone in ("", of_pass, result)
+
+
+def _on(calls: OperationCalls, way: Way) -> Way:
+    """The way where what it does hangs on values, on these calls."""
+    while way.of_calls is not None:
+        way = replace(way.of_calls(calls), region=way.region)
+    return way
 
 
 def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Tensors:
@@ -82,9 +99,7 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
     running_as: AbstractContextManager[Any] = nullcontext()
     sizes = sizes_of(calls)
     sizes |= {f"{symbol} / 2": n // 2 for symbol, n in sizes.items()}  # of pairs
-    ways = tuple(
-        w if w.of_calls is None else replace(w.of_calls(calls), region=w.region) for w in ways
-    )
+    ways = tuple(_on(calls, way) for way in ways)
 
     def where(way: Way, other: Tensor, own: Tensor) -> Tensor:
         """Another value, in the way's region."""
@@ -111,6 +126,7 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
         if way.eager is not None:
             define, recipe = way.eager()
             running_as = recipe
+        define = way.define or define
         if way.within is not None:
             running_as = way.within()
         if way.options:
@@ -151,12 +167,10 @@ def rare_ways(calls: OperationCalls) -> Iterator[Way]:
     for spot in (*_spots(calls), *_together(calls)):
         for mistake in (*_rare(spot, own), *spot.along(rare_ends, rare_shifts)):
             yield spot.way(*mistake)
-    yield from _filled_up(calls)
 
 
 def ways(calls: OperationCalls) -> Iterator[Way]:
     """What is tried for every kernel that errs on these calls."""
-    yield from _exchanges(calls)
     yield from _of_options(calls)
     own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
     every = _spots(calls)
@@ -167,13 +181,17 @@ def ways(calls: OperationCalls) -> Iterator[Way]:
     for spot in _together(calls):
         for mistake in spot.along(ends, shifts):
             yield spot.way(*mistake)
-    for name, x in calls.operands.items():
-        yield from _limits_of_operand(name, x)
     low = {name: rounded(own) for s in every for name in s.names
            if not name.startswith((PLACE, OPERAND, RESULT, f"grad_{PLACE}"))}  # fmt: skip
     forward = {name: alter for name, alter in low.items() if not name.startswith("grad_")}
     names = f" ({', '.join(forward)})" if len(forward) <= TOLD else ""
     yield Way("step-low", f"every step{names} is rounded to {own}", forward)
+    early: dict[str, Alter] = {}
+    for name in (n for n in shapes_of_steps(calls) if not n.startswith("grad_")):
+        early |= {name: rounded(own)}
+        if len(early) > 1:
+            text = f"every step up to {said(name)} is rounded to {own}"
+            yield Way("step-low", text, dict(early))
     yield Way("step-low", f"every step{names} and its gradient are rounded to {own}", low)
 
 
@@ -307,16 +325,12 @@ def _of_lengths(calls: OperationCalls, spot: _Spot) -> Iterator[Way]:
                 yield Way("factor", text, of_calls=partial(_counted, name, symbol, count))
 
 
-def _padded(block: int, n: int) -> int:
-    return -(-n // block) * block
-
-
 _COUNTS: dict[str, Callable[[int], int]] = {
     "({} − 1)": lambda n: n - 1,
     "({} + 1)": lambda n: n + 1,
-    "({} up to a whole 32)": partial(_padded, 32),
-    "({} up to a whole 64)": partial(_padded, 64),
-    "({} up to a whole 128)": partial(_padded, 128),
+    "({} up to a whole 32)": partial(padded, 32),
+    "({} up to a whole 64)": partial(padded, 64),
+    "({} up to a whole 128)": partial(padded, 128),
     "({} up to a power of two)": lambda n: 1 << (n - 1).bit_length(),
 }
 
@@ -330,21 +344,6 @@ def _counted(name: str, symbol: str, count: Callable[[int], int], calls: Operati
 def _size_for(name: str, symbol: str, calls: OperationCalls) -> Way:
     size = sizes_of(calls)[symbol]
     return Way("option", "", {name: lambda x: torch.full_like(x, size)})
-
-
-def _exchanges(calls: OperationCalls) -> Iterator[Way]:
-    expected = calls.expected()
-    for first, (_, kinds) in expected.items():
-        for second, (_, others) in expected.items():
-            if first < second and kinds[0] == others[0] and first[:5] == second[:5] == "grad_":
-                text = f"{first} and {second} are exchanged"
-                yield Way("exchanged", text, results=partial(_exchanged, first, second))
-
-
-def _exchanged(first: str, second: str, found: Tensors) -> Tensors:
-    if found[first].shape != found[second].shape:
-        return found
-    return found | {first: found[second], second: found[first]}
 
 
 def said(name: str) -> str:
@@ -380,72 +379,6 @@ def values_of_steps(calls: OperationCalls) -> Tensors:
     return values
 
 
-def first_calls(calls: OperationCalls, count: int) -> OperationCalls:
-    """So many of them."""
-    operands = {name: x[:count] for name, x in calls.operands.items()}
-    return replace(calls, operands=operands, grads={n: x[:count] for n, x in calls.grads.items()})
-
-
-def _filled_up(calls: OperationCalls) -> Iterator[Way]:
-    """Operands filled up with zeros to a whole block, which count."""
-    for symbol, n in sizes_of(calls).items():
-        for block in (*BLOCKS, 128):
-            if _padded(block, n) not in (n, *(_padded(b, n) for b in BLOCKS if b < block)):
-                text = f"zeros that fill up {symbol} to a whole {block} count"
-                yield Way("end", text, of_calls=partial(_filled, symbol, block))
-
-
-def _filled(symbol: str, block: int, calls: OperationCalls) -> Way:
-    n = sizes_of(calls)[symbol]
-    of_operands, of_results = (
-        {name: 1 + shape.split().index(symbol) for name, shape in shapes.items()
-         if symbol in shape.split()}
-        for shapes in (calls.operation.shapes_of_operands, calls.operation.shapes_of_results)
-    )  # fmt: skip
-
-    def wide(given: Tensors) -> Tensors:
-        found = {}
-        for name, dim in of_operands.items():
-            if name in given:
-                more = list(given[name].shape)
-                more[dim] = _padded(block, n) - n
-                found[name] = torch.cat([given[name], given[name].new_zeros(more)], dim)
-        return found
-
-    def narrow(found: Tensors) -> Tensors:
-        return {name: x.narrow(of_results[name], 0, n) if name in of_results else x
-                for name, x in found.items()}  # fmt: skip
-
-    return Way("end", "", operands=wide, results=narrow)
-
-
-def _limits_of_operand(name: str, x: Tensor) -> Iterator[Way]:
-    """An operand held within limits, past which it has no gradient."""
-    own = x.double()
-    ends = {"at most": (None, 1.0), "at least": (-1.0, None), "within ±": (-1.0, 1.0)}
-    for most in LIMITS:
-        for word, (low, high) in ends.items():
-            beyond = own.amax() > most, own.amin() < -most
-            if (high and beyond[0]) or (low and beyond[1]):
-                low_end, high_end = (None if end is None else end * most for end in (low, high))
-                of = most if high or not low else -most
-                text = f"{name} is held {word}{'' if word.endswith('±') else ' '}{of:g}"
-                limit = partial(_limited, name, low_end, high_end)
-                yield Way("limited", text, of_calls=limit)
-
-
-def _limited(name: str, low: float | None, high: float | None, calls: OperationCalls) -> Way:
-    whole = calls.operands[name]
-    held = whole.clamp(min=low, max=high)
-    inside = held == whole
-
-    def masked(found: Tensors) -> Tensors:
-        grad = f"grad_{name}"
-        return found | {grad: found[grad] * inside} if grad in found else found
-
-    return Way("limited", "", operands=lambda _: {name: held}, results=masked)
-
-
 def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel()).view(x.shape).to(x.dtype)
 
@@ -456,7 +389,7 @@ def _of_options(calls: OperationCalls) -> Iterator[Way]:
     for name, value in calls.options.items():
         others = [operation.options[name]] + [p.options.get(name, value) for p in operation.probes]
         if isinstance(value, float):
-            others += [0.0, 10 * value, float(torch.tensor(value).bfloat16())]
+            others += [0.0, float(f"{10 * value:.12g}"), float(torch.tensor(value).bfloat16())]
         if isinstance(value, int) and not isinstance(value, bool):
             others += [value - 1, value + 1]  # counted from another number
         tried = {repr(value)}
@@ -465,13 +398,3 @@ def _of_options(calls: OperationCalls) -> Iterator[Way]:
                 tried.add(repr(other))
                 text = f"{name} is taken as {other!r} instead of {value!r}"
                 yield Way("option", text, options={name: other})
-
-
-def sizes_of(calls: OperationCalls) -> dict[str, int]:
-    """What each symbol stands for in these calls."""
-    return {
-        symbol: calls.operands[operand.name].shape[1 + place]
-        for operand in calls.operation.operands
-        for place, symbol in enumerate(operand.shape.split())
-        if not symbol.isdigit()
-    }

@@ -44,7 +44,7 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     largest = step("_maximum", rows.amax(-1, keepdim=True))
     weights = step("weights", step("_shifted", rows - largest).exp())
     row_sum = step("row_sum", step("_row_sum_terms", weights).sum(-1, keepdim=True))
-    whole = largest + row_sum.log()
+    whole = largest + step("_log_sum", row_sum.log())
     kept = step("_lse", whole)  # of which kernels take the loss and the gradient
     lse = step("lse", kept)
     loss = (1 - smoothing) * step("own", lse - rows.gather(1, right))

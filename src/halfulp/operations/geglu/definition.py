@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from halfulp.operations.gated_unit import RELATED as RELATED
 from halfulp.operations.gated_unit import gated
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
 
@@ -34,6 +35,19 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
         below = step("_below", 0.5 * torch.erfc(-inner) + 0.5 * lost)
         density = (-0.5 * gate * gate).exp() / math.sqrt(2 * math.pi)
     return gated(step, x, gate * below, below + gate * step("_density", density))
+
+
+def _written_out(step: Seam, x: Tensors, options: Options) -> Tensors:
+    """gelu(gate) · up, whose gradient is autograd's."""
+    gate = x["gate"]
+    if options["approximate"] == "tanh":
+        below = step("_below", torch.sigmoid(2 * _TANH * (gate + 0.044715 * gate**3)))
+    else:
+        below = step("_below", 0.5 * torch.erfc(-(gate * 0.5**0.5)))
+    return {"output": step("activated", gate * below) * x["up"]}
+
+
+EAGER = (_written_out,)
 
 
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -36,10 +36,11 @@ def define(
     weights = step("weights", x["weight"].expand_as(rows))
     if weighted:
         kept = step("weighted", weights * kept)
-    scaled = over(step, "inverse_deviation", kept, variance + options["eps"])
-    normalized = step("normalized", scaled)
-    normalized = normalized if weighted else step("weighted", normalized * weights)
-    return {"output": normalized + step("biases", x["bias"].expand_as(rows))}
+    scaled = over(step, "inverse_deviation", kept, variance, options["eps"])
+    normalized, biases = step("normalized", scaled), step("biases", x["bias"].expand_as(rows))
+    if weighted:
+        return {"output": normalized + biases}
+    return {"output": step("weighted", normalized * weights) + biases}
 
 
 EAGER = tuple(

@@ -19,7 +19,7 @@ def define(step: Seam, x: Tensors, options: Options, over: Any = over_root) -> T
     """T rows of D features."""
     rows = x["input"]
     mean_square = step("mean_square", step("squares", rows.square()).mean(-1, keepdim=True))
-    scaled = over(step, "inverse_rms", rows, mean_square + options["eps"])
+    scaled = over(step, "inverse_rms", rows, mean_square, options["eps"])
     normalized = step("normalized", scaled)
     weights = step("weights", x["weight"].expand_as(rows))
     return {"output": normalized * weights}

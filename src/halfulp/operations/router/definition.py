@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from halfulp.operations.operation_data import (
     Operand,
     Options,
@@ -34,17 +32,21 @@ OPTIONS: dict[str, Any] = {"k": 2, "renormalize": True}
 
 def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     """T tokens, E experts, the K best of which are chosen."""
-    logits = x["logits"]
-    chosen = logits.detach().topk(options["k"], -1).indices
+    logits, exact = step("_logits", x["logits"]), x["logits"].detach()
+    chosen = step("_choice", logits.detach()).topk(options["k"], -1).indices
+    # experts may be named in any order: that of their logits
+    picked, order = exact.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
+    chosen = chosen.gather(-1, order)
     largest = step("_maximum", logits.detach().amax(-1, keepdim=True))
-    powers = step("powers", (step("_logits", logits) - largest).exp())
+    powers = step("powers", (logits - largest).exp())
     weights = step(
         "weights", powers / step("row_sum", step("_row_sum_terms", powers).sum(-1, keepdim=True))
     )
     weights = weights.gather(-1, chosen)
     if options["renormalize"]:
         weights = weights / step("chosen_sum", weights.sum(-1, keepdim=True))
-    return {"weights": weights, "shortfall": torch.zeros_like(logits[:, 0].detach())}
+    best = exact.topk(options["k"], -1).values
+    return {"weights": weights, "shortfall": best.sum(-1) - picked.sum(-1)}
 
 
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:

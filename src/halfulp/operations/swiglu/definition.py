@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from halfulp.operations.gated_unit import RELATED as RELATED
 from halfulp.operations.gated_unit import gated
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
 

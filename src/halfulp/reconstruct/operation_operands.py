@@ -1,0 +1,122 @@
+"""What kernels do to operands before they compute: exchange two, hold them within limits, fill them
+up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from halfulp.operations import OperationCalls, Tensors, sizes_of
+from halfulp.reconstruct.operation_mistakes import BLOCKS, LIMITS, padded
+from halfulp.reconstruct.operation_ways import Way
+
+
+def operand_ways(calls: OperationCalls) -> Iterator[Way]:
+    """Operands or gradients exchanged, and operands within limits."""
+    yield from _exchanges(calls)
+    for name, x in calls.operands.items():
+        yield from _limits_of_operand(name, x)
+
+
+def _exchanges(calls: OperationCalls) -> Iterator[Way]:
+    expected = calls.expected()
+    for first, (_, kinds) in expected.items():
+        for second, (_, others) in expected.items():
+            if first < second and kinds[0] == others[0] and first[:5] == second[:5] == "grad_":
+                text = f"{first} and {second} are exchanged"
+                yield Way("exchanged", text, results=partial(_exchanged, first, second))
+
+    for first, own in calls.operands.items():
+        for second, other in calls.operands.items():
+            if first < second and own.shape == other.shape and own.dtype == other.dtype:
+                exchanged = partial(_exchanged, first, second)
+                of_results = partial(_exchanged, f"grad_{first}", f"grad_{second}")
+                yield Way("exchanged", f"{first} and {second} are exchanged",
+                          operands=exchanged, results=of_results)  # fmt: skip
+
+
+def _exchanged(first: str, second: str, found: Tensors) -> Tensors:
+    if first not in found or found[first].shape != found[second].shape:
+        return found
+    return found | {first: found[second], second: found[first]}
+
+
+def _limits_of_operand(name: str, x: Tensor) -> Iterator[Way]:
+    """An operand held within limits, past which it has no gradient."""
+    own = x.double()
+    for most in (5.0, 10.0, 15.0, 20.0, 30.0, 50.0):
+        if x.is_floating_point() and float(own.abs().amax()) > most / 4:
+            text = f"{name} is capped softly: {most:g} tanh({name} / {most:g})"
+            yield Way("limited", text, of_calls=partial(_capped, name, most))
+    ends = {"at most": (None, 1.0), "at least": (-1.0, None), "within ±": (-1.0, 1.0)}
+    for most in LIMITS:
+        for word, (low, high) in ends.items():
+            beyond = own.amax() > most, own.amin() < -most
+            if (high and beyond[0]) or (low and beyond[1]):
+                low_end, high_end = (None if end is None else end * most for end in (low, high))
+                of = most if high or not low else -most
+                text = f"{name} is held {word}{'' if word.endswith('±') else ' '}{of:g}"
+                limit = partial(_limited, name, low_end, high_end)
+                yield Way("limited", text, of_calls=limit)
+
+
+def _capped(name: str, most: float, calls: OperationCalls) -> Way:
+    whole = calls.operands[name]
+    share = (whole.double() / most).tanh()
+
+    def sloped(found: Tensors) -> Tensors:
+        grad = f"grad_{name}"
+        return found | {grad: found[grad] * (1 - share.square())} if grad in found else found
+
+    return Way("", "", operands=lambda _: {name: most * share}, results=sloped)
+
+
+def _limited(name: str, low: float | None, high: float | None, calls: OperationCalls) -> Way:
+    whole = calls.operands[name]
+    held = whole.clamp(min=low, max=high)
+    inside = held == whole
+
+    def masked(found: Tensors) -> Tensors:
+        grad = f"grad_{name}"
+        return found | {grad: found[grad] * inside} if grad in found else found
+
+    return Way("limited", "", operands=lambda _: {name: held}, results=masked)
+
+
+def filled_up(calls: OperationCalls) -> Iterator[Way]:
+    """Operands filled up with zeros to a whole block, or by one, which count."""
+    for symbol, n in sizes_of(calls).items():
+        text = f"{symbol} has one zero more, which counts"
+        yield Way("end", text, of_calls=partial(_filled, symbol, 0))
+        for block in (*BLOCKS, 128):
+            if padded(block, n) not in (n, *(padded(b, n) for b in BLOCKS if b < block)):
+                text = f"zeros that fill up {symbol} to a whole {block} count"
+                yield Way("end", text, of_calls=partial(_filled, symbol, block))
+
+
+def _filled(symbol: str, block: int, calls: OperationCalls) -> Way:
+    n = sizes_of(calls)[symbol]
+    of_operands, of_results = (
+        {name: 1 + shape.split().index(symbol) for name, shape in shapes.items()
+         if symbol in shape.split()}
+        for shapes in (calls.operation.shapes_of_operands, calls.operation.shapes_of_results)
+    )  # fmt: skip
+
+    def wide(given: Tensors) -> Tensors:
+        found = {}
+        for name, dim in of_operands.items():
+            if name in given:
+                more = list(given[name].shape)
+                more[dim] = padded(block, n) - n if block else 1
+                found[name] = torch.cat([given[name], given[name].new_zeros(more)], dim)
+        return found
+
+    def narrow(found: Tensors) -> Tensors:
+        return {name: x.narrow(of_results[name], 0, n) if name in of_results else x
+                for name, x in found.items()}  # fmt: skip
+
+    return Way("end", "", operands=wide, results=narrow)

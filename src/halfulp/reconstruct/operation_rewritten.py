@@ -1,0 +1,395 @@
+"""The definition rewritten: its own source with one thing in it otherwise, as authors of kernels
+get formulas wrong. A term or a factor is dropped or has the other sign, a constant or a size is
+another, an option enters inside of a root and not outside, a sum is a mean or runs along the other
+dimension, a function is its relative.
+
+Nothing here knows an operation: what is changed is the syntax tree of its definition, of the
+functions which that calls in the same package, and of the definition as eager code, whose gradient
+is of what is changed. Mutants of programs are DeMillo, Lipton & Sayward 1978.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from halfulp.operations import PLACE, Define, OperationCalls
+from halfulp.reconstruct.operation_ways import TOLD, Way
+
+_DEEPEST = 4  # functions that call each other
+_LONGEST = 90  # letters of a formula that is told
+_RELATIVES = {
+    "exp": ("exp2", "expm1"), "exp2": ("exp",), "log": ("log2", "log1p", "log10"),
+    "sqrt": ("rsqrt", ""), "rsqrt": ("reciprocal", "sqrt"), "sigmoid": ("tanh", ""),
+    "tanh": ("sigmoid", "erf"), "erf": ("tanh",), "cos": ("sin",), "sin": ("cos",),
+    "mean": ("sum",), "sum": ("mean",), "amax": ("amin",), "square": ("abs", ""), "abs": ("",),
+    "clamp_min": ("",), "clamp": ("",),
+}  # fmt: skip
+"""Functions and what is written in their place, "" for nothing."""
+
+_ELEMENTWISE = ("exp", "sigmoid", "tanh", "erf", "erfc")
+_OVER = ("mean", "sum", "amax", "amin", "var")  # a dimension
+_NUMBER = "_number_"  # in a definition with a constant that is looked for
+_Made = Callable[[float], Define]
+_Other = tuple[str | ast.expr, ast.expr]  # a cause, or what is dropped or stands elsewhere
+
+
+def rewritten_ways(calls: OperationCalls) -> Iterator[Way]:
+    """The definition with one thing in it otherwise, each that its source has, and what the
+    operation says that is computed in its place.
+    """
+    for text, define in calls.operation.related.items():
+        yield Way("term-missing", text, define=define)
+    for cause, text, made in _rewritten(calls):
+        if _NUMBER not in text:
+            yield Way(cause, text, define=made(1.0))
+
+
+def scaled_definitions(calls: OperationCalls) -> Iterator[Callable[..., Way]]:
+    """The same where a constant, or what a function is taken of, is so many times what it is."""
+    for _, text, made in _rewritten(calls):
+        if _NUMBER in text:
+            yield partial(_of_number, text, made)
+
+
+def _of_number(text: str, made: _Made, number: float, told: str = "") -> Way:
+    return Way("factor", text.replace(_NUMBER, told or f"{number:.4g}"), define=made(number))
+
+
+def _rewritten(calls: OperationCalls) -> Iterator[tuple[str, str, _Made]]:
+    operation = calls.operation
+    told: set[str] = set()
+    done: set[FunctionType] = set()
+    for define in (operation.define, *operation.eager[:1]):
+        functions = [f for f in dict.fromkeys(_called(define, _DEEPEST)) if f not in done]
+        done.update(functions)
+        for function in functions:
+            for cause, text, code in _mutants(function, frozenset(operation.options)):
+                if text in told:
+                    text += ", at another place"
+                told.add(text)
+                yield cause, text, partial(_defined, define, function, code)
+
+
+def _defined(define: Define, function: FunctionType, code: CodeType, number: float) -> Define:
+    """The definition with other code in one function."""
+    known = function.__globals__ | {_NUMBER: number}
+    other = FunctionType(code, known, function.__name__, function.__defaults__)
+    other.__kwdefaults__ = function.__kwdefaults__
+    return _with(define, function, other, _DEEPEST)  # type: ignore[no-any-return]
+
+
+def _called(value: Any, deep: int) -> Iterator[FunctionType]:
+    """A function and those of its package that it calls."""
+    if isinstance(value, partial):
+        for part in (value.func, *value.keywords.values()):
+            yield from _called(part, deep)
+    elif isinstance(value, FunctionType) and deep:
+        if value.__closure__ is None:
+            yield value
+        for _, part in (*_globals_of(value), *(value.__kwdefaults__ or {}).items(),
+                        *enumerate(value.__defaults__ or ())):  # fmt: skip
+            if not isinstance(part, ModuleType):
+                yield from _called(part, deep - 1)
+            else:
+                for name in value.__code__.co_names:
+                    yield from _called(getattr(part, name, None), deep - 1)
+
+
+def _globals_of(function: FunctionType) -> list[tuple[str, Any]]:
+    """What a function reads of its package."""
+    own = function.__module__.rpartition(".")[0].removesuffix(".operations")
+    found = [(n, function.__globals__.get(n)) for n in function.__code__.co_names]
+    return [(n, x) for n, x in found if isinstance(x, FunctionType | ModuleType)
+            and _module(x).startswith((own, "halfulp.operations"))]  # fmt: skip
+
+
+def _module(x: FunctionType | ModuleType) -> str:
+    return x.__name__ if isinstance(x, ModuleType) else x.__module__
+
+
+def _with(value: Any, function: FunctionType, other: FunctionType, deep: int) -> Any:
+    """The same, but where it is, holds or calls a function, that calls another."""
+    if value is function:
+        return other
+    again = partial(_with, function=function, other=other, deep=deep - 1)
+    if isinstance(value, partial):
+        return partial(again(value.func), *value.args,
+                       **{n: again(x) for n, x in value.keywords.items()})  # fmt: skip
+    if not isinstance(value, FunctionType) or not deep:
+        return value
+    read = {}
+    for name, part in _globals_of(value):
+        if isinstance(part, ModuleType):
+            known = {n: getattr(part, n) for n in value.__code__.co_names if hasattr(part, n)}
+            read[name] = SimpleNamespace(**{n: again(x) for n, x in known.items()})
+        else:
+            read[name] = again(part)
+    defaults = tuple(again(x) for x in value.__defaults__ or ())
+    found = FunctionType(value.__code__, value.__globals__ | read, value.__name__, defaults,
+                         value.__closure__)  # fmt: skip
+    found.__kwdefaults__ = {n: again(x) for n, x in (value.__kwdefaults__ or {}).items()}
+    return found
+
+
+def _mutants(
+    function: FunctionType, options: frozenset[str]
+) -> Iterator[tuple[str, str, CodeType]]:
+    """Causes, words and code of a function with one expression in it otherwise."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # of what was not read from a file
+        return
+    body = tree.body[0]
+    if not isinstance(body, ast.FunctionDef):
+        return
+    made: dict[str, list[ast.expr]] = {}
+    for one in ast.walk(body):
+        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
+            made.setdefault(one.targets[0].id, []).append(one.value)
+    for statement in ast.walk(body):
+        if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return):
+            continue
+        where = _where(body, statement)
+        for parent in ast.walk(statement):
+            for field, child in ast.iter_fields(parent):
+                for at, node in enumerate(child if isinstance(child, list) else [child]):
+                    for of, new in (*_others(node), *_instead(node, made), *_scaled(parent, node)):
+                        cause = of if isinstance(of, str) else "term-missing"
+                        if not isinstance(of, str) and _words(of) & options:
+                            cause = "option"
+                        text = f"{where}: {_told(new)} stands in place of {_told(node)}"
+                        _put(parent, field, child, at, new)
+                        code = _compiled(tree, function.__name__)
+                        _put(parent, field, child, at, node)
+                        if code is not None:
+                            yield cause, text, code
+
+
+def _words(node: ast.AST) -> set[Any]:
+    """Names and keys in a formula."""
+    return {n.value if isinstance(n, ast.Constant) else n.id for n in ast.walk(node)
+            if isinstance(n, ast.Constant | ast.Name)}  # fmt: skip
+
+
+def _instead(node: Any, made: dict[str, list[ast.expr]]) -> Iterator[_Other]:
+    """In place of a name what it is made of: a row before it is centered, a moment before it is
+    updated.
+    """
+    values = made.get(node.id, []) if isinstance(node, ast.Name) else []
+    if len(values) != 1 or not isinstance(node.ctx, ast.Load):
+        return
+    for part in ast.walk(values[0]):
+        known = isinstance(part, ast.Name) and part.id in made
+        if known or (isinstance(part, ast.Subscript) and _is_key(part.slice)):
+            yield "term-missing", part  # type: ignore[misc]
+
+
+def _scaled(parent: ast.AST, node: Any) -> Iterator[_Other]:
+    """A constant that is fitted, and a function of so many times its argument."""
+    number = ast.Name(_NUMBER, ast.Load())
+    if isinstance(node, ast.Constant) and isinstance(node.value, float):
+        if isinstance(parent, ast.BinOp):
+            yield "factor", ast.BinOp(number, ast.Mult(), node)
+    elif (found := _unary(node)) is not None and found[0] in _ELEMENTWISE:
+        yield "factor", found[2](ast.BinOp(number, ast.Mult(), found[1]))
+
+
+def _is_key(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _put(parent: ast.AST, field: str, child: Any, at: int, node: ast.AST) -> None:
+    if isinstance(child, list):
+        child[at] = node
+    else:
+        setattr(parent, field, node)
+
+
+def _compiled(tree: ast.Module, name: str) -> CodeType | None:
+    flags = __future__.annotations.compiler_flag
+    whole = compile(ast.fix_missing_locations(tree), "<rewritten>", "exec", flags, True)
+    codes = [c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == name]
+    return codes[0] if codes and not codes[0].co_freevars else None
+
+
+def _where(body: ast.FunctionDef, statement: ast.stmt) -> str:
+    """The steps of a statement, or of the next that reads what it assigns; else its name."""
+    own = _steps_of(statement)
+    names = {n.id: "" for n in ast.walk(statement)
+             if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
+    for later in body.body:
+        read = {n.id for n in ast.walk(later) if isinstance(n, ast.Name)}
+        if not own and later.lineno > statement.lineno and names.keys() & read:
+            own = _steps_of(later)
+    return ", ".join(dict.fromkeys([*names, *own[:TOLD]])) or "the result"
+
+
+def _steps_of(node: ast.AST) -> list[str]:
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _is_step(n)]
+    names = [c.args[0].value for c in calls if isinstance(c.args[0], ast.Constant)]
+    return list(dict.fromkeys(str(n).lstrip(PLACE) for n in names))
+
+
+def _is_step(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == "step" and len(call.args) == 2
+
+
+def _others(node: Any) -> Iterator[_Other]:
+    """What may stand in place of an expression, and the cause that that is."""
+    if isinstance(node, ast.BinOp):
+        yield from _of_sides(node)
+        yield from _of_numbers(node)
+        yield from _moved_in(node)
+    elif isinstance(node, ast.Call) and not _is_step(node):
+        yield from _of_call(node)
+
+
+def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
+    """A side dropped, or the other operator."""
+    a, op, b = node.left, node.op, node.right
+    if isinstance(op, ast.Add | ast.Sub):
+        yield b, a
+        yield a, b if isinstance(op, ast.Add) else ast.UnaryOp(ast.USub(), b)
+        yield "factor", ast.BinOp(a, ast.Sub() if isinstance(op, ast.Add) else ast.Add(), b)
+    elif isinstance(op, ast.Mult | ast.Div):
+        yield b, a
+        if isinstance(op, ast.Mult):
+            yield a, b
+        yield "factor", ast.BinOp(a, ast.Div() if isinstance(op, ast.Mult) else ast.Mult(), b)
+    elif isinstance(op, ast.Pow):
+        yield b, a
+    inner = a.args[1] if isinstance(a, ast.Call) and _is_step(a) else a
+    if isinstance(inner, ast.BinOp):
+        p, own, q = inner.left, inner.op, inner.right
+        sums, products = ((ast.Add, ast.Sub), (ast.Mult, ast.Div))
+        if isinstance(own, sums) and isinstance(op, products):  # (p + q) b
+            yield q, ast.BinOp(ast.BinOp(p, op, b), own, q)
+            yield p, ast.BinOp(p, own, ast.BinOp(q, op, b))
+        elif isinstance(own, products) and isinstance(op, sums):  # p q + b
+            yield b, ast.BinOp(ast.BinOp(p, op, b), own, q)
+
+
+def _of_numbers(node: ast.BinOp) -> Iterator[_Other]:
+    """Another constant or size on one of the sides."""
+    for side in ("left", "right"):
+        own = getattr(node, side)
+        others: list[ast.expr] = []
+        if isinstance(own, ast.Constant) and isinstance(own.value, int | float):
+            n = own.value
+            near = (n + 1, n - 1) if isinstance(n, int) else ()
+            others = [ast.Constant(x) for x in dict.fromkeys((1, *near, 2 * n, n / 2, n * n))
+                      if x not in (0, n)]  # fmt: skip
+        elif _is_size(own):
+            others = [ast.BinOp(own, op, ast.Constant(by)) for by in (1, 2)
+                      for op in (ast.Add(), ast.Sub())]  # fmt: skip
+            others += [ast.BinOp(own, op, ast.Constant(2)) for op in (ast.Mult(), ast.Div())]
+        for other in others:
+            sides = {"left": node.left, "right": node.right, side: other}
+            yield "factor", ast.BinOp(sides["left"], node.op, sides["right"])
+
+
+def _is_size(node: ast.expr) -> bool:
+    text = ast.unparse(node)
+    return text.startswith("len(") or (".shape[" in text and isinstance(node, ast.Subscript))
+
+
+def _moved_in(node: ast.BinOp) -> Iterator[_Other]:
+    """f(p) + q as f(p + q), and f(p) · q as f(p · q)."""
+    for side, other in (("left", node.right), ("right", node.left)):
+        if (found := _unary(getattr(node, side))) is not None:
+            name, arg, make = found
+            inner = (arg, other) if side == "left" else (other, arg)
+            if name in _RELATIVES and name not in _OVER:
+                yield other, make(ast.BinOp(inner[0], node.op, inner[1]))
+
+
+def _of_call(node: ast.Call) -> Iterator[_Other]:
+    found = _unary(node)
+    if found is None:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "where":
+            yield "term-missing", node.args[1]
+        return
+    name, arg, make = found
+    for other in _RELATIVES.get(name, ()):
+        cause = "factor" if {name, other} == {"mean", "sum"} else "term-missing"
+        yield cause, make(arg, other) if other else arg
+    if name == "arange":
+        yield "factor", ast.BinOp(node, ast.Add(), ast.Constant(1))
+    if name in _RELATIVES and isinstance(arg, ast.BinOp) and name not in _OVER:  # f(p + q)
+        outside = ast.BinOp(make(arg.left), arg.op, arg.right)
+        yield arg.right, outside
+        if name == "rsqrt":  # 1 / (√p + q)
+            root = ast.BinOp(make(arg.left, "sqrt"), arg.op, arg.right)
+            yield arg.right, make(root, "reciprocal")
+        if isinstance(arg.op, ast.Add | ast.Mult):
+            yield arg.left, ast.BinOp(arg.left, arg.op, make(arg.right))
+    if name in _OVER and isinstance(node.func, ast.Attribute) and node.args:
+        for own, dim in (("-1", 0), ("0", -1)):
+            if ast.unparse(node.args[0]) == own:
+                rest = [ast.Constant(dim), *node.args[1:]]
+                yield "term-missing", ast.Call(node.func, rest, node.keywords)
+
+
+def _unary(node: ast.expr) -> tuple[str, ast.expr, Callable[..., ast.expr]] | None:
+    """A function of one value, by method or not: its name, the value, and it of another value."""
+    if isinstance(node, ast.Call) and _is_step(node):
+        inner = _unary(node.args[1])
+        if inner is None:
+            return None
+        name, arg, made = inner
+        return name, arg, lambda x, other="": ast.Call(node.func, [node.args[0], made(x, other)],
+                                                       [])  # fmt: skip
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return None
+    func = node.func
+    if isinstance(func.value, ast.Name) and func.value.id == "torch":
+        if not node.args:
+            return None
+
+        def of(x: ast.expr, other: str = "") -> ast.expr:
+            attr = ast.Attribute(func.value, other or func.attr, ast.Load())
+            return ast.Call(attr, [x, *node.args[1:]], node.keywords)
+
+        return func.attr, node.args[0], of
+
+    def method(x: ast.expr, other: str = "") -> ast.expr:
+        return ast.Call(ast.Attribute(x, other or func.attr, ast.Load()), node.args, node.keywords)
+
+    return func.attr, func.value, method
+
+
+class _Words(ast.NodeTransformer):
+    """A formula without what programs need: steps, operands by key, where gradients end."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Of a step what it is a step of."""
+        if _is_step(node):
+            return self.visit(node.args[1])  # type: ignore[no-any-return]
+        self.generic_visit(node)
+        func = node.func
+        if isinstance(func, ast.Attribute):
+            if func.attr in ("detach", "double", "to", "expand_as", "expand"):
+                return func.value
+            of_torch = isinstance(func.value, ast.Name) and func.value.id == "torch"
+            args = node.args if of_torch else [func.value, *node.args[:1]]
+            return ast.Call(ast.Name(func.attr), args, [])
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """Of what has a key the key."""
+        self.generic_visit(node)
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return ast.Name(key) if isinstance(key, str) else node
+
+
+def _told(node: ast.AST) -> str:
+    words = _Words().visit(ast.parse(ast.unparse(node), mode="eval"))
+    text = ast.unparse(words)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
