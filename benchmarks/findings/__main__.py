@@ -4,7 +4,7 @@ usage: python -m benchmarks.findings [--only GROUP ...] [--kernel NAME ...] [--d
        [--seeds 0 1 2 3 4] [--json FILE] [--write docs/findings.md]
 
 Every kernel is audited by the command line, in a process of its own, as a reader would do it again;
-the group kept_results is measured here (kept_results.py).
+the groups kept_results and jax_kept_results are measured here.
 A group whose package is not installed is left out and named. With --json every verdict is written
 as it comes, and what the file has already is not audited again, but for what ended in an error.
 """
@@ -12,6 +12,7 @@ as it comes, and what the file has already is not audited again, but for what en
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -43,6 +44,7 @@ GROUPS = {
     "liger_kernels": ("liger-kernel", ("float16", "float32")),
     "triton_tutorials": ("triton", ("float16", "float32")),
     "jax_kernels": ("jax", ("bfloat16",)),
+    "jax_kept_results": ("jax", ("bfloat16", "float16")),
     "flax_kernels": ("flax", ("bfloat16", "float32")),
     "mlx_kernels": ("mlx", ALL),
 }
@@ -57,12 +59,17 @@ def subjects(group: str) -> Iterator[tuple[str, str]]:
     elif group == "pytorch":
         for op in operation_names():
             yield from ((op, target.name) for target in operation_named(op).targets)
-    elif group == "kept_results":
-        yield from (("gradient", name) for name in kept_results.CASES)
+    elif group.endswith("kept_results"):
+        yield from ((f"{group}/gradient", name) for name in gradients_of(group))
     else:
         path = HERE / f"{group}.py"
         for name, op in audited(path).items():
             yield op, f"{path.relative_to(HERE.parent.parent)}:{name}"
+
+
+def gradients_of(group: str) -> dict[str, kept_results.Case]:
+    """The functions of kept_results, or of jax_kept_results, which needs its package."""
+    return importlib.import_module(f"benchmarks.findings.{group}").CASES
 
 
 def audited(path: Path) -> dict[str, str]:
@@ -79,8 +86,9 @@ def audited(path: Path) -> dict[str, str]:
 def verdict(op: str, target: str, dtype: str, seed: int) -> dict[str, Any]:
     """What `halfulp audit` says, or kept_results of a function that is no operation."""
     row: dict[str, Any] = {"op": op, "target": target, "dtype": dtype, "seed": seed}
-    if op == "gradient":
-        return row | kept_results.verdict(target, dtype, seed)
+    group, _, what = op.partition("/")
+    if what == "gradient":
+        return row | kept_results.verdict(gradients_of(group)[target], dtype, seed)
     command = ["audit", "--op", op, "--dtype", dtype, "--seed", str(seed), target]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "audit.json"

@@ -59,6 +59,11 @@ class _Through(torch.autograd.Function):
         return None, *(torch.from_dlpack(g) for g in found)
 
 
+def through(function: Callable[..., jax.Array], *tensors: Tensor) -> Tensor:
+    """What the function gives of them, and its gradient."""
+    return _Through.apply(function, *tensors)
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, scale: float | None
 ) -> Tensor:

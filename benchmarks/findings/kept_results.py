@@ -32,7 +32,7 @@ def _normal(*shape: int, mean: float = 0.0) -> Callable[[torch.Generator], Tenso
     return lambda g: torch.randn(shape, generator=g) + mean
 
 
-def _between(low: float, high: float, *shape: int) -> Callable[[torch.Generator], Tensor]:
+def between(low: float, high: float, *shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda g: low + (high - low) * torch.rand(shape or (4096,), generator=g)
 
 
@@ -61,32 +61,32 @@ CASES = {
     "softmax, N(0, 1)": Case(lambda x: x.softmax(-1), ROWS),
     "log_softmax, N(0, 1)": Case(lambda x: x.log_softmax(-1), ROWS),
     "sigmoid, N(0, 1)": Case(torch.sigmoid, LINE),
-    "sigmoid, 3 to 5": Case(torch.sigmoid, _between(3, 5)),
-    "sigmoid, 5 to 8": Case(torch.sigmoid, _between(5, 8)),
-    "logsigmoid, -8 to 8": Case(functional.logsigmoid, _between(-8, 8)),
-    "softplus, -8 to 8": Case(functional.softplus, _between(-8, 8)),
+    "sigmoid, 3 to 5": Case(torch.sigmoid, between(3, 5)),
+    "sigmoid, 5 to 8": Case(torch.sigmoid, between(5, 8)),
+    "logsigmoid, -8 to 8": Case(functional.logsigmoid, between(-8, 8)),
+    "softplus, -8 to 8": Case(functional.softplus, between(-8, 8)),
     "tanh, N(0, 1)": Case(torch.tanh, LINE),
-    "tanh, 2 to 3": Case(torch.tanh, _between(2, 3)),
-    "tanh, 3 to 5": Case(torch.tanh, _between(3, 5)),
+    "tanh, 2 to 3": Case(torch.tanh, between(2, 3)),
+    "tanh, 3 to 5": Case(torch.tanh, between(3, 5)),
     "exp, N(0, 1)": Case(torch.exp, LINE),
-    "expm1, -8 to -4": Case(torch.expm1, _between(-8, -4)),
-    "elu, -8 to -4": Case(functional.elu, _between(-8, -4)),
-    "elu in place, -4 to -2": Case(lambda x: functional.elu_(x.clone()), _between(-4, -2)),
-    "elu in place, -8 to -4": Case(lambda x: functional.elu_(x.clone()), _between(-8, -4)),
-    "selu in place, -8 to -4": Case(lambda x: functional.selu_(x.clone()), _between(-8, -4)),
-    "celu in place, -8 to -4": Case(lambda x: functional.celu_(x.clone()), _between(-8, -4)),
-    "sqrt, 0.1 to 9": Case(torch.sqrt, _between(0.1, 9)),
-    "rsqrt, 0.1 to 9": Case(torch.rsqrt, _between(0.1, 9)),
-    "reciprocal, 0.1 to 9": Case(torch.reciprocal, _between(0.1, 9)),
-    "tan, -1.5 to 1.5": Case(torch.tan, _between(-1.5, 1.5)),
+    "expm1, -8 to -4": Case(torch.expm1, between(-8, -4)),
+    "elu, -8 to -4": Case(functional.elu, between(-8, -4)),
+    "elu in place, -4 to -2": Case(lambda x: functional.elu_(x.clone()), between(-4, -2)),
+    "elu in place, -8 to -4": Case(lambda x: functional.elu_(x.clone()), between(-8, -4)),
+    "selu in place, -8 to -4": Case(lambda x: functional.selu_(x.clone()), between(-8, -4)),
+    "celu in place, -8 to -4": Case(lambda x: functional.celu_(x.clone()), between(-8, -4)),
+    "sqrt, 0.1 to 9": Case(torch.sqrt, between(0.1, 9)),
+    "rsqrt, 0.1 to 9": Case(torch.rsqrt, between(0.1, 9)),
+    "reciprocal, 0.1 to 9": Case(torch.reciprocal, between(0.1, 9)),
+    "tan, -1.5 to 1.5": Case(torch.tan, between(-1.5, 1.5)),
     "2 ** x, N(0, 1)": Case(torch.exp2, LINE),
     "vector_norm, N(0, 1)": Case(_norm(2), ROWS),
     "vector_norm with ord=3, N(0, 1)": Case(_norm(3), ROWS),
     "vector_norm with ord=10, N(0, 1)": Case(_norm(10), ROWS),
     "normalize, N(0, 1)": Case(lambda x: functional.normalize(x, dim=-1), ROWS),
     "renorm, N(0, 1)": Case(lambda x: torch.renorm(x, 2, 0, 1.0), ROWS),
-    "cumprod, 0.9 to 1.1": Case(lambda x: x.cumprod(-1), _between(0.9, 1.1, 64, 256)),
-    "prod, 0.9 to 1.1": Case(lambda x: x.prod(-1), _between(0.9, 1.1, 64, 256)),
+    "cumprod, 0.9 to 1.1": Case(lambda x: x.cumprod(-1), between(0.9, 1.1, 64, 256)),
+    "prod, 0.9 to 1.1": Case(lambda x: x.prod(-1), between(0.9, 1.1, 64, 256)),
     "std, N(0, 1)": Case(lambda x: x.std(-1), ROWS),
     "std, N(20, 1)": Case(lambda x: x.std(-1), HIGH_ROWS),
     "var, N(20, 1)": Case(lambda x: x.var(-1), HIGH_ROWS),
@@ -109,9 +109,9 @@ SMALLEST: dict[str, tuple[Callable[[Tensor], Tensor], list[float], torch.dtype]]
 }
 
 
-def verdict(name: str, dtype: str, seed: int) -> dict[str, Any]:
+def verdict(case: Case, dtype: str, seed: int) -> dict[str, Any]:
     """What `benchmarks.findings` keeps of one case: "coarse" from COARSE times fp32's error on."""
-    function, draw = CASES[name]
+    function, draw = case
     kept = getattr(torch, dtype)
     x = draw(torch.Generator().manual_seed(seed)).to(kept)
     exact = gradient(function, x.double(), kept, seed)
