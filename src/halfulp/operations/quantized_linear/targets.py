@@ -62,7 +62,9 @@ def _back(x: Tensor, format: str, weight: bool) -> Tensor:
         return torch.cat([torch.cat([_scaled_back(s, "fp8_tensor") for s in t], 1) for t in strips])
     size = {"fp8_block": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}[format]
     whole = x.abs().amax() / (448 * 6)
-    return torch.cat([_block(part, format, whole) for part in torch.split(x, size, 1)], 1)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
+    blocks = padded.view(len(x), -1, size)
+    return _block(blocks, format, whole).flatten(1)[:, : x.shape[1]]
 
 
 def _scaled_back(x: Tensor, format: str) -> Tensor:
@@ -71,6 +73,7 @@ def _scaled_back(x: Tensor, format: str) -> Tensor:
 
 
 def _block(x: Tensor, format: str, whole: Tensor) -> Tensor:
+    """Blocks `[rows, blocks, size]`."""
     largest = x.abs().amax(-1, keepdim=True)
     if format == "fp8_block":
         return _scaled_back(x, "fp8_row")
