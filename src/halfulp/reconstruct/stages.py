@@ -280,8 +280,7 @@ class Stages:
         if slipped == model or not self._unexplained(slipped, tensors, NEARLY):
             return slipped
         step = self.search.steps.pop()
-        other = self.search.best(stage, model, twisted(model), tensors, 4)
-        if other is not None:
+        if (other := self.search.best(stage, model, twisted(model), tensors, 4)) is not None:
             other = self._settled(other, tensors, wide)
             if self.search.loss(other, tensors) < self.search.loss(slipped, tensors):
                 return other
