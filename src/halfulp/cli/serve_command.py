@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from halfulp.cli.shell import say
@@ -41,7 +40,6 @@ def serve(runs: tuple[Path, ...], /, *, port: int = 8765) -> int:
     with server:
         count = len(server.site.runs())
         say(f"{server.url} shows {count} run{'s' * (count != 1)}; Ctrl-C ends it")
-        sys.stdout.flush()  # a log is to have the address while the server runs
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

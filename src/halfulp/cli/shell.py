@@ -54,8 +54,8 @@ def check_files(json: Path | None, **files: Path | None) -> None:
 
 
 def say(text: object) -> None:
-    """Print a text to standard output."""
-    print(visible(text))
+    """Print a text to standard output, at once, since a log may be read while a command runs."""
+    print(visible(text), flush=True)
 
 
 def complain(text: object) -> None:

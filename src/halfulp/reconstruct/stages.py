@@ -469,11 +469,7 @@ class Stages:
 
     def _prune(self, model: Model) -> Model:
         offered = self.forward | self.gradients
-
-        def without(m: Model) -> Iterator[tuple[str, Model]]:
-            yield from simpler(m, self.stock)
-
-        return self.search.pruned(model, without, offered)
+        return self.search.pruned(model, lambda m: simpler(m, self.stock), offered)
 
     def _unified(self, model: Model) -> Model:
         """The gradients in the forward pass's way wherever that fits no worse."""
