@@ -31,7 +31,10 @@ def _other_gate(
 
 
 RELATED = {
-    f"activated: {name} stands in place of the activation of gate": partial(_other_gate, function)
+    f"activated: {name} stands in place of the activation of gate": (
+        "term-missing",
+        partial(_other_gate, function),
+    )
     for name, function in ACTIVATIONS.items()
 }
 

@@ -149,8 +149,9 @@ class Operation:
     define: Define
     # the same as eager code writes it, where autograd's own gradient is another arithmetic
     eager: tuple[Define, ...]
-    # definitions that kernels are known to compute in its place, by what is told of them
-    related: Mapping[str, Define]
+    # what kernels are known to compute in its place, by what is told of it: the key of its
+    # cause, and the definition
+    related: Mapping[str, tuple[str, Define]]
     # what a target is called with: (operands, options) -> (args, keywords)
     arguments: Callable[[Tensors, Options], tuple[tuple[Any, ...], dict[str, Any]]]
     # results by name of what a target returned

@@ -16,7 +16,11 @@ from halfulp.reconstruct.operation_ways import Way
 
 
 def operand_ways(calls: OperationCalls) -> Iterator[Way]:
-    """Operands or gradients exchanged, and operands within limits."""
+    """What the operation says that is computed in its place; operands or gradients exchanged, and
+    operands within limits.
+    """
+    for text, (cause, define) in calls.operation.related.items():
+        yield Way(cause, text, define=define)
     yield from _exchanges(calls)
     for name, x in calls.operands.items():
         yield from _limits_of_operand(name, x)

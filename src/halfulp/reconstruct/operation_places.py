@@ -24,6 +24,7 @@ from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_rewritten import scaled_definitions
 from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial, trial
 from halfulp.reconstruct.operation_ways import (
+    OPERAND,
     RESULT,
     Way,
     said,
@@ -37,6 +38,7 @@ BEGINS = 0.8  # share of an error from which on it begins at a step
 UNKNOWNS = 0.6  # of the numbers that fail, which the values of such a step may be at most
 SITS = 0.9  # share of an error that sits where it is said to
 FEW = 0.34  # of the elements that may be
+CLOSER = 0.02  # of a step, where it was too large
 FACTOR = 0.02  # a constant that is nearer to 1 is none
 MEANT = 3e-3  # and one that is nearer to a number of meaning is that
 DRAWS = 4  # of random errors of a step
@@ -192,6 +194,9 @@ def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Make, float, float]
     """Ways of one number each, the number that changes nothing, and by how much it is moved."""
     calls, names, values = trial.calls, _steps(trial, base), _values(trial.calls)
     yield from ((make, 1.0, BY) for make in scaled_definitions(calls))
+    for result in calls.operation.results:
+        if f"grad_{result.name}" in calls.grads:
+            yield partial(_both_times, result.name), 1.0, BY
     operands = {n: x for n, x in values.items() if n.removeprefix(RESULT) in calls.operands}
     for name in (*(RESULT + n for n in trial.failing), *names):
         yield partial(_times, name), 1.0, BY
@@ -213,6 +218,12 @@ def _times(name: str, factor: float, told: str = "") -> Way:
     text = f"{said(name)} is {told or f'{factor:.4g}'} times what it should be"
     text = text if cause == "factor" else f"{said(name)} is left out"
     return Way(cause, text, {name: partial(torch.mul, other=factor)})
+
+
+def _both_times(name: str, factor: float, told: str = "") -> Way:
+    text = f"{name} is {told or f'{factor:.4g}'} times what it should be, in both passes"
+    times = partial(torch.mul, other=factor)
+    return Way("factor", text, {RESULT + name: times, f"{OPERAND}grad_{name}": times})
 
 
 def _option_times(name: str, own: float, factor: float, told: str = "") -> Way:
@@ -284,21 +295,27 @@ def _fitted(trial: Trial, base: Rounding, make: Make, nothing: float, step: floa
     nothing; none where that stays the best. Before it those of a number near it that has a meaning.
     """
     start, found, at = trial.emulated(base, ()), nothing, nothing + step
-    for _ in range(4):
+    for attempt in range(5):
         moved = trial.emulated(base, (make(at),))
         if start is None or moved is None:
             return
         slopes, errors = trial.weighted(moved, start), trial.weighted(trial.kernel, start)
         along = float(slopes.dot(errors)) ** 2
         if found == nothing and along < ALONG * float(slopes.dot(slopes) * errors.dot(errors)):
-            return
+            if attempt:
+                return
+            at = nothing + CLOSER * step  # where so large a step is far from a straight line
+            continue
         by = float((slopes * errors).sum() / (slopes * slopes).sum().clamp_min(1e-300))
         found, last = nothing + by * (at - nothing), found
         if not abs(found) < 1e6 or abs(found - last) < 2e-3 * step:
             break
         at = found if abs(found - nothing) > 0.02 * step else nothing + step
-    if FACTOR * step / BY < abs(found - nothing) < 1e6:
+    if CLOSER * FACTOR * step / BY < abs(found - nothing) < 1e6:
         near = {n: abs(x / found - 1) for n, x in _meant(trial.calls).items()} if found else {}
+        short = float(f"{found:.2g}")  # as a person would have written it
+        if abs(short / found - 1) < MEANT:
+            yield make(short)
         for name in sorted((n for n, off in near.items() if off < MEANT), key=lambda n: near[n]):
             own = _called(make, name, trial.calls)
             yield replace(own, steps={}, of_calls=partial(_called, make, name))

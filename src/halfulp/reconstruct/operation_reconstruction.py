@@ -39,6 +39,7 @@ from halfulp.reconstruct.operation_ways import (
 EXPLAINS = 0.5  # share of the error from which on a way is named
 ALL = 0.995  # share from which on eager code is all that is looked at
 DO = 0.8  # share from which on several roundings are all that is looked for
+ALMOST = 0.97  # of roundings, below which formulas are tried too
 WHOLLY = 0.9  # share from which on no other case is looked at, and nothing more looked for
 FURTHER = 0.1  # share that a first way must have, or a further way must add
 TOGETHER = 3  # ways at most
@@ -55,7 +56,7 @@ OTHERWISE = frozenset(
 """Causes that are no rounding: such a way computes the kernel's own function or it does not."""
 AT_TAILS = frozenset({"neighbor", "term-missing", "factor"})
 """What kernels do at ends that no whole block covers."""
-LEFT = 0.05  # share of the error, beside what rounding makes, that such a way may leave
+LEFT = 0.08  # share of the error, beside what rounding makes, that such a way may leave
 CASES = 3  # that are looked at until one is explained
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
@@ -171,9 +172,9 @@ class _Judge:
         if not eager or max(eager, key=_share)[1] < ALL:
             found, tried = self._alone(bases)
         found += eager
-        explained = self._whole(found) or self._roundings_do(found, tried)
-        if self.thorough and not explained:
-            more = self._further(bases, found)
+        explained = self._sure(found) or self._roundings_do(found, tried)
+        if self.thorough and not (explained and max(found, key=_share)[1] >= ALMOST):
+            more = self._further(bases, found, not explained)
             tried = _both([*more, *found])
             found += more
         (base, share, way), fits, rivals = self._told_apart(found)
@@ -205,7 +206,7 @@ class _Judge:
         """
         floor, calls = self.trial.calls.operation.floor, self.trial.calls
         other = {True: [], False: []}  # type: dict[bool, list[Way]]
-        for way in (*operand_ways(calls), *ways(calls)):
+        for way in (*operand_ways(calls), *ways(calls), *sum_ways(calls)):
             if self.trial.concerns(floor, way):
                 other[way.cause in OTHERWISE].append(way)
         found: list[_Tried] = []
@@ -213,13 +214,11 @@ class _Judge:
         bases.sort(key=lambda base: -self.trial.share(base, ()))
         likelier = self.trial.relative > SMALL
         for otherwise in (likelier, not likelier):
-            if found and (self._whole(found) or self._roundings_do(telling, _both(telling))):
+            if found and (self._sure(found) or self._roundings_do(telling, _both(telling))):
                 break
-            tried = other[otherwise]
-            if not otherwise:
-                tried += [w for w in sum_ways(calls) if self.trial.concerns(floor, w)]
+            tried, most = other[otherwise], 0.0
             for base in bases:  # the other recipe where the nearer one does not do
-                if not found or max(found, key=_share)[1] < WHOLLY:
+                if most < WHOLLY:
                     blocks = () if otherwise else block_ways(calls, base)
                     here = [
                         (base, *self.trial.best(base, (), way))
@@ -229,6 +228,7 @@ class _Judge:
                     telling += sorted(here, key=_share, reverse=True)[:TELLING]
                     tried = [replace(way, alone="") for _, _, way in telling]
                     found += here
+                    most = max(map(_share, here), default=0.0)
         return found, _both(telling)
 
     def _roundings_do(self, found: list[_Tried], tried: list[Way]) -> bool:
@@ -261,10 +261,10 @@ class _Judge:
             share, chosen = risen, (*chosen, way)
         return share, chosen
 
-    def _further(self, bases: list[Rounding], found: list[_Tried]) -> list[_Tried]:
+    def _further(self, bases: list[Rounding], found: list[_Tried], in_parts: bool) -> list[_Tried]:
         """What is tried where no common way explains: ways in a region alone, numbers that fit."""
         base, seen, calls = bases[0], visible_regions(self.trial), self.trial.calls
-        more = self._in_read(found)
+        more = self._in_read(found) if in_parts else []
         where = seen[0] if seen else None
         # numbers that fit are a few calls each
         stages = [(base, block_mistakes(calls, base)), (base, rewritten_ways(calls))]
@@ -274,9 +274,9 @@ class _Judge:
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), way))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
-        if not self._sure(more):
+        if in_parts and not self._sure(more):
             more += self._in_read(more)
-        if not self._sure(more):
+        if in_parts and not self._sure(more):
             more += self._hidden(base, found)
         return more
 
@@ -285,7 +285,7 @@ class _Judge:
         if not self._whole(found):
             return False
         base, _, way = max(found, key=_share)
-        return self._fit(base, (way,)) >= WRONG
+        return self._fit(base, (way,)) >= WRONG and self._predicts(base, (way,)) >= PREDICTS
 
     def _in_read(self, found: list[_Tried]) -> list[_Tried]:
         """Ways in the regions that results show for each, those first that would explain most."""

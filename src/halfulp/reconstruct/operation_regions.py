@@ -24,6 +24,7 @@ from halfulp.reconstruct.operation_ways import (
 
 NOISY = 2.0  # times the squares that rounding makes, which are no error yet
 CLOSER = 0.25  # times the square of the distance: as one of two ways makes it, not the other
+UNLIKE = 0.01  # of squared cosines to the error, below which a way is not in 1/64 of the rows
 LONGEST = 64  # indices of a sum that are told apart by least squares
 NEAR = 0.3  # of 0 or 1, of what least squares say
 
@@ -52,7 +53,7 @@ def regions_of(trial: Trial, base: Rounding, way: Way) -> Iterator[tuple[float, 
     the error that the way would explain there.
     """
     start, other = (trial.emulated(base, ways) for ways in ((), (replace(way, alone=""),)))
-    if start is None or other is None:
+    if start is None or other is None or trial.cosine(start, other) < UNLIKE:
         return
     for symbol in sizes_of(trial.calls):
         found: dict[str, tuple[float, Region]] = {}

@@ -41,11 +41,7 @@ _Other = tuple[str | ast.expr, ast.expr]  # a cause, or what is dropped or stand
 
 
 def rewritten_ways(calls: OperationCalls) -> Iterator[Way]:
-    """The definition with one thing in it otherwise, each that its source has, and what the
-    operation says that is computed in its place.
-    """
-    for text, define in calls.operation.related.items():
-        yield Way("term-missing", text, define=define)
+    """The definition with one thing in it otherwise, each that its source has."""
     for cause, text, made in _rewritten(calls):
         if _NUMBER not in text:
             yield Way(cause, text, define=made(1.0))
@@ -308,6 +304,14 @@ def _moved_in(node: ast.BinOp) -> Iterator[_Other]:
             inner = (arg, other) if side == "left" else (other, arg)
             if name in _RELATIVES and name not in _OVER:
                 yield other, make(ast.BinOp(inner[0], node.op, inner[1]))
+            rooted = name == "sqrt" and side == "left" and isinstance(arg, ast.BinOp)
+            if rooted and isinstance(arg, ast.BinOp) and isinstance(arg.op, ast.Mult | ast.Div):
+                # √(p / q) + c as √((p + c) / q) and (√p + c) / √q
+                whole = ast.BinOp(arg.left, node.op, other)
+                yield other, make(ast.BinOp(whole, arg.op, arg.right))
+                whole = ast.BinOp(make(arg.left), node.op, other)
+                root = ast.BinOp(arg.right, ast.Pow(), ast.Constant(0.5))
+                yield other, ast.BinOp(whole, arg.op, root)
 
 
 def _of_call(node: ast.Call) -> Iterator[_Other]:

@@ -39,10 +39,11 @@ def sum_ways(calls: OperationCalls) -> Iterator[Way]:
     for name, shape in reversed(shapes_of_steps(calls).items()):
         for dim, length in enumerate(shape):
             if 4 <= length <= _LONGEST:
+                index = _index_of(calls, length) if dim == 0 else None
+                if index is not None:
+                    yield from _sums_by(calls, name, said(name), own, index)
                 if _is_summed(calls, name, dim):
                     yield from _sums(name, said(name), own, dim, length)
-                elif dim == 0 and (index := _index_of(calls, length)) is not None:
-                    yield from _sums_by(calls, name, said(name), own, index)
     yield from _of_products(calls)
 
 

@@ -83,8 +83,10 @@ class Trial:
     def like(self, base: Rounding, way: Way) -> float:
         """The square of the cosine between the kernel's errors and a way's, over what fails."""
         start, other = self.emulated(base, ()), self.emulated(base, (replace(way, alone=""),))
-        if start is None or other is None:
-            return 0.0
+        return 0.0 if start is None or other is None else self.cosine(start, other)
+
+    def cosine(self, start: Tensors, other: Tensors) -> float:
+        """The same of two emulations, the one without the way first."""
         a, b = ([(x[n] - start[n]).flatten().nan_to_num(0.0, 0.0, 0.0) for n in self.failing]
                 for x in (self.kernel, other))  # fmt: skip
         inner = sum(float(x.dot(y)) ** 2 / max(float(x.dot(x)) * float(y.dot(y)), 1e-300)

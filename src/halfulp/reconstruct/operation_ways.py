@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -379,6 +380,11 @@ def values_of_steps(calls: OperationCalls) -> Tensors:
     return values
 
 
+def _swapped(first: str, second: str, calls: OperationCalls) -> Way:
+    given = calls.options
+    return Way("", "", options={first: given[second], second: given[first]})
+
+
 def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel()).view(x.shape).to(x.dtype)
 
@@ -386,6 +392,10 @@ def _places(x: Tensor) -> Tensor:
 def _of_options(calls: OperationCalls) -> Iterator[Way]:
     """Each option as another probe has it, or as it is where nobody gives it."""
     operation = calls.operation
+    numbers = [n for n, value in calls.options.items() if isinstance(value, float)]
+    for first, second in combinations(numbers, 2):
+        text = f"{first} and {second} are exchanged"
+        yield Way("option", text, of_calls=partial(_swapped, first, second))
     for name, value in calls.options.items():
         others = [operation.options[name]] + [p.options.get(name, value) for p in operation.probes]
         if isinstance(value, float):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from halfulp.formats import BF16, FP16, Format, round_to
 from halfulp.operations.operation_data import (
     Operand,
     Options,
@@ -30,10 +32,19 @@ SIZES = (
 OPTIONS: dict[str, Any] = {"k": 2, "renormalize": True}
 
 
-def define(step: Seam, x: Tensors, options: Options) -> Tensors:
-    """T tokens, E experts, the K best of which are chosen."""
+def define(
+    step: Seam,
+    x: Tensors,
+    options: Options,
+    low: Format | None = None,
+    sigmoid: bool = False,
+) -> Tensors:
+    """T tokens, E experts, the K best of which are chosen; among probabilities that are `low`, with
+    weights of a `sigmoid`, as other routers do.
+    """
     logits, exact = step("_logits", x["logits"]), x["logits"].detach()
-    chosen = step("_choice", logits.detach()).topk(options["k"], -1).indices
+    scores = logits.detach() if low is None else round_to(logits.detach().softmax(-1), low)
+    chosen = step("_choice", scores).topk(options["k"], -1).indices
     # experts may be named in any order: that of their logits
     picked, order = exact.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
     chosen = chosen.gather(-1, order)
@@ -42,11 +53,20 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     weights = step(
         "weights", powers / step("row_sum", step("_row_sum_terms", powers).sum(-1, keepdim=True))
     )
-    weights = weights.gather(-1, chosen)
+    weights = (logits.sigmoid() if sigmoid else weights).gather(-1, chosen)
     if options["renormalize"]:
         weights = weights / step("chosen_sum", weights.sum(-1, keepdim=True))
     best = exact.topk(options["k"], -1).values
     return {"weights": weights, "shortfall": best.sum(-1) - picked.sum(-1)}
+
+
+RELATED = {
+    f"the choice is made among probabilities that are rounded to {fmt}": (
+        "step-low",
+        partial(define, low=fmt),
+    )
+    for fmt in (BF16, FP16)
+} | {"weights are of a sigmoid, not of a softmax": ("term-missing", partial(define, sigmoid=True))}
 
 
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
