@@ -13,12 +13,12 @@ from halfulp.calls import Result
 from halfulp.reconstruct import call_kinds, space
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, grad_scores, place_of, unlike
-from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST
+from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
+from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST, Fit
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.scores_read import of_distance, unit_scores
-from halfulp.reconstruct.suggested import exchanged, reads_others, silent_rows
+from halfulp.reconstruct.suggested import exchanged, not_finite, reads_others, silent_rows
 from halfulp.reconstruct.sums_read import Run, from_terms, one_term, signed_sums, spread
 from halfulp.reconstruct.weights_read import (
     NOISE,
@@ -29,6 +29,7 @@ from halfulp.reconstruct.weights_read import (
 )
 
 FAR = 20.0  # times the model's error: no rounding
+MINOR = 2.0  # times it: what is gross elsewhere is said first
 LARGE = 0.25  # of a result: an error that no rounding makes
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 READ = 0.5  # of an error that weights as they were read may leave
@@ -36,7 +37,7 @@ OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on
 _SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 
 UNEXPLAINED = 0.3  # share of an error left from which a result is not explained
-_UPSTREAM = {"lse", "backward-scores", "backward-mask", "operand", "grad-tail"}
+_UPSTREAM = {"lse", "backward-scores", "backward-weights", "backward-mask", "operand", "grad-tail"}
 """Causes that weights as dV shows them tell, and that dS then has as well."""
 _OF_P = {"lse", "backward-scores", "weights-disagree"}
 _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse"}
@@ -60,7 +61,6 @@ STRUCTURE = {
     "elements",
 }
 """Readings that say more than which calls are wrong."""
-_EXP_RANGE = 87.0  # exp of more is no float32
 _LEAST = 0.2  # of the worst trial's factor: a simpler trial that errs so much shows it as well
 
 
@@ -91,27 +91,34 @@ class Place:
 
 
 def unexplained(
-    emulator: Emulator, model: Model, share: float, common: tuple[str, str] = ("", "")
+    emulator: Emulator,
+    model: Model,
+    share: float,
+    common: tuple[str, str] = ("", ""),
+    stock: Model | None = None,
 ) -> list[Place]:
     """One place for each result that keeps more than `share` of its error on some trial; `common`
-    is what all of these are, and the cause that stands for it.
+    is what all of these are, and the cause that stands for it; how wrong results are is said beside
+    `stock` as well.
     """
     found: list[Place] = []
-    every = emulator.fits(model, frozenset(_SHORT))
+    every, usual = (emulator.fits(m, frozenset(_SHORT)) for m in (model, stock or model))
+    more = {k: _times(f, usual[k]) for k, f in every.items()}
     order = sorted(_SHORT, key=lambda name: name in ("grad_query", "grad_key"))
     for tensor in order:  # dV first: what it tells of P the others have from it
         bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
         if not bad:
             continue
-        times_ = sorted(fit.times for fit in bad.values())
+        much = {t: more[t, tensor] for t in bad}
+        times_ = sorted(much.values())
         most = times_[-1]
         if most <= HARMFUL and times_[len(times_) // 2] <= SOUND:
             continue  # it rounds otherwise than was tried, and no worse
         # the simplest that shows it: in others, more than the fault may be otherwise
-        shows = [t for t, fit in bad.items() if fit.times >= min(_LEAST * most, FAR)]
+        shows = [t for t in bad if much[t] >= min(_LEAST * most, FAR)]
         worst = min(shows, key=simplicity)
-        left, times = bad[worst].left, bad[worst].times
-        gross = frozenset(t for t in bad if bad[t].times > min(3.0, 0.5 * times))
+        left, times = bad[worst].left, much[worst]
+        gross = frozenset(t for t in bad if much[t] > min(3.0, 0.5 * times))
         right = frozenset(t for t, name in every if name == tensor and t not in bad)
         only = common
         for some in (frozenset(bad), gross):  # a little is off where something else is
@@ -131,28 +138,19 @@ def unexplained(
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = IN_GRADIENTS.get(cause, cause)
         found.append(Place(tensor, worst, text, cause, left, times, alone, read, frozenset(bad)))
-    found += _not_finite(emulator)
-    found.sort(key=lambda p: list(_SHORT).index(p.tensor))
+    if (broken := not_finite(emulator)) is not None:
+        found.append(Place(*broken, 1.0, WORST, was_read=True))
+    largest = max((p.times for p in found), default=0.0)
+    found.sort(key=lambda p: (p.times < min(MINOR, largest / 3), list(_SHORT).index(p.tensor)))
     return _by_what_is_explained(found, {name for _, name in every})
 
 
-def _not_finite(emulator: Emulator) -> list[Place]:
-    """The first result that is not finite where it should be, on the simplest call."""
-    broken = emulator.nonfinite
-    if not broken:
-        return []
-    trial, tensor = min(broken, key=lambda k: (list(_SHORT).index(k[1]), simplicity(k[0])))
-    call = emulator.trials[trial].call
-    scores = scores_of(call)
-    lse = scores.logsumexp(-1)
-    text, cause = f"{broken[trial, tensor]} elements are not finite", "non-finite"
-    if tensor in GRADIENTS and float(lse[lse.isfinite()].abs().max()) > _EXP_RANGE:
-        text, cause = f"{text}, where exp(−lse) is beyond float32", "exp-of-lse"
-    elif tensor in FORWARD and float(scores[scores.isfinite()].abs().max()) > _EXP_RANGE:
-        text += ", where exp of a score is beyond float32: is the row maximum subtracted?"
-    elif bool(lse.isinf().any()):
-        text, cause = f"{text}, in calls with rows that see nothing", "masked-row"
-    return [Place(tensor, trial, text, cause, 1.0, WORST, was_read=True)]
+def _times(fit: Fit, stock: Fit) -> float:
+    """The kernel's error over a model's, or over stock's where the model is more exact, or has a
+    mistake that makes more than that.
+    """
+    gross = float(fit.other.sum()) > FAR**2 * float(stock.other.sum())
+    return stock.times if gross else min(fit.times, stock.times)
 
 
 def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]:
@@ -293,7 +291,7 @@ def _read(
     how = _off(weights, exact, trial)
     read = compared(trial, _in_place(weights, exact, how), backward=backward)
     other = emulator.trials.get("ragged")
-    if read.cause in ("rescale", "backward-scores") and other not in (None, trial):
+    if read.cause in ("rescale", "backward-weights") and other not in (None, trial):
         # tiles of 64 are thirds of 192 keys as well, and no third of 157
         again = (backward_weights if backward else forward_weights)(emulator.run, other)
         parts = None if again is None else compared(other, again, backward=backward)

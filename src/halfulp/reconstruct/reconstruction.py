@@ -22,6 +22,7 @@ from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model, Twi
 from halfulp.reconstruct.evidence import HARMFUL, Cosine, Fit
 from halfulp.reconstruct.found import Explained, Reconstruction
 from halfulp.reconstruct.naming import (
+    GROSS,
     PROVEN,
     Difference,
     Named,
@@ -244,9 +245,11 @@ def _found(
     stock, halfulp = space.STOCK[DTYPES[dtype]], recipe_of("halfulp", DTYPES[dtype])
     causes, harmless = named(emulator, model, stock)
     common = ("", "") if region is None else (region.text.removeprefix("in "), region.cause)
-    located = unexplained(emulator, model, UNEXPLAINED, common)
+    located = unexplained(emulator, model, UNEXPLAINED, common, stages.stock)
     places = [_with_field(p, harmless) for p in located]
     known = _known(emulator, stages.start, model)
+    gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
+    causes = [n for n in causes if n.harm > MILD or not gross]
     causes = [_or_zero(n, emulator) for n in causes if _holds(n, places, n.tensor in known)]
     if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}

@@ -106,7 +106,7 @@ def _stale(x: Tensor, _: float, memory: Memory) -> Tensor:
     return before if before.shape == x.shape else x
 
 
-_LAST, _WITHIN = (4, 1, 8, 16), (2.0, 0.5, 8.0, 0.25, 1.0, 4.0, 16.0, 64.0)
+_LAST = (4, 1, 8, 16)
 
 
 def _gone(x: Tensor, neutral: float, _: Memory) -> Tensor:
@@ -122,10 +122,6 @@ def _cut(count: int) -> Wrong:
         return torch.where(gone[:, None], neutral, x)
 
     return wrong
-
-
-def _within(limit: float) -> Wrong:
-    return lambda x, *_: x.clamp(-limit, limit)
 
 
 def _codes(dims: tuple[int, ...], most: float, code: Callable[[Tensor], Tensor]) -> Wrong:
@@ -210,13 +206,13 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     "squared": ("is taken twice", lambda x, *_: x.square()),
     **{f"last{c}": (f"lacks the last {c} rows of a tile", _cut(c)) for c in _LAST},
     "first1": ("lacks the first row of a tile", _cut(-1)),
-    **{f"within{c:g}": (f"is held within ±{c:g}", _within(c)) for c in _WITHIN},
     **RESCALED,
     **FORMATS,
     **CODES,
     **STEPS,
 }  # fmt: skip
 FACTORS = ("factor", "grows")  # mistakes that a factor belongs to
+LIMITS = 2.0, 0.5, 8.0  # of numbers that are held within limits, from where one is fitted
 TOGETHER = {"key_value", "b_key_value", "statistics", "divided_statistics"}
 """Stages of several quantities, which others' or a tile before's may be."""
 NOT_ROUNDED = {*TOGETHER, "rescale_out", "rescale_sum"}
@@ -277,7 +273,7 @@ PARTS: dict[str, tuple[str, Callable[[Tile, Tensor], Tensor | bool]]] = {
         0.0, 0.0, 0.0).amax((-1, -2), keepdim=True)),
 }  # fmt: skip
 _BLOCKS = tuple(PARTS)[:7]
-SIFTED = {"last1", "last8", "last16", *(f"within{c:g}" for c in _WITHIN[3:])}
+SIFTED = {"last1", "last8", "last16"}
 """Mistakes that are tried where one like them is near."""
 
 
@@ -344,6 +340,8 @@ class Slip:
         if self.mistake in FACTORS:
             more = " and again in each further block of keys" * (self.mistake == "grows")
             did = f"is {self.factor:.4g} × what it should be{more}"
+        elif self.mistake == "within":
+            did = f"is held within ±{self.factor:.3g}"
         elif self.mistake in FLUSHED:
             _, _, of = self.mistake.partition(" ")
             did = f"is 0 where it is below {self.factor:.2g}" + f" of its {of}'s largest" * bool(of)
@@ -390,6 +388,8 @@ class Slip:
         return wrong
 
     def _done(self, x: Tensor, memory: Memory) -> Tensor:
+        if self.mistake == "within":
+            return x.clamp(-self.factor, self.factor)
         if self.mistake in FLUSHED:
             return torch.where(x.abs() < self.factor * _largest(x, self.mistake), 0.0, x)
         return MISTAKES[self.mistake][1](x, STAGES[self.stage].neutral, memory)

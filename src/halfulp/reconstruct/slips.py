@@ -25,6 +25,7 @@ from halfulp.reconstruct.slip_kinds import (
     FLUSHED,
     FORMATS,
     FORWARD_STAGES,
+    LIMITS,
     MISTAKES,
     MOVED,
     NOT_ROUNDED,
@@ -116,6 +117,8 @@ def _slips(trial: Trial, stages: tuple[str, ...], others: bool) -> Iterator[Slip
             if (others and mistake not in OTHERS) or (stage in TOGETHER and mistake not in MOVED):
                 continue
             yield Slip(stage, mistake)
+        if not others and stage not in TOGETHER:
+            yield from (Slip(stage, "within", factor=limit) for limit in LIMITS)
 
 
 def tells(trial: Trial) -> bool:
@@ -156,6 +159,8 @@ def likeliest(
         first = [min((holds(Slip(s, mistake, factor=f)) for f in (1.25, 0.8)), key=_least)
                  for s in stages if s not in TOGETHER]  # fmt: skip
         every += [holds.fitted(h.slip) for h in sorted(first, key=_least)[:FITTED]]
+    held = (h for h in every if h.slip.mistake == "within" and h.least < NOWHERE)
+    every += [holds.fitted(h.slip) for h in sorted(held, key=_least)[:TWICE]]
     if coarse and min((h.left for h in every), default=1.0) > DONE:
         every += holds.roundings(stages)
     whole = (h for h in every if rows or h.slip.mistake not in FORMATS or h.slip.stage in ONLY_HERE)
@@ -234,11 +239,11 @@ class _Errors:
 
     def fitted(self, slip: Slip) -> Held:
         """With the factor, or the threshold, that fits best."""
-        if slip.mistake in FLUSHED:
-            best = self(slip)
+        if slip.mistake in {*FLUSHED, "within"}:
+            best, most = self(slip), math.inf if slip.mistake == "within" else SMALL
             for step in (4.0, 4.0, 2.0, 1.4, 1.2, 1.1):
                 near = (best.slip.factor * s for s in (step, 1 / step))
-                best = min(best, *(self(replace(slip, factor=f)) for f in near if f <= SMALL))
+                best = min(best, *(self(replace(slip, factor=f)) for f in near if f <= most))
             return best
         if slip.mistake not in FACTORS:
             return self(slip)
@@ -285,7 +290,7 @@ class _Errors:
 
     def _nearest(self, found: Sequence[Held]) -> list[Held]:
         """The few that explain most, those with a number by what it may be."""
-        open_ = {*FACTORS, *FLUSHED}
+        open_ = {*FACTORS, *FLUSHED, "within"}
         free = sorted((h for h in found if h.slip.mistake in open_), key=_least)[:TWICE]
         whole = sorted((h for h in found if h.slip.mistake not in open_), key=_order)[:TWICE]
         return sorted((*map(self.fitted, (h.slip for h in free)), *whole), key=_order)[:TWICE]

@@ -223,10 +223,9 @@ class Stages:
         fits = self.emulator.fits(model, tensors)
         more = GROSS if everywhere else SOUND
         bad = {k: f.times for k, f in fits.items() if f.left > UNEXPLAINED and f.times > more}
-        # what is small may round to 0
-        told = {k: much for k, much in bad.items() if k[0] != "small"}
+        told = {k: much for k, much in bad.items() if k[0] != "small"}  # it may round to 0
         told = told if any(model.way(name).twists for name in tensors) else told or bad
-        least = min(FAR, 0.2 * max(told.values(), default=0.0))
+        least = min(FAR, 0.2 * max(told.values(), default=0))
         some = dict.fromkeys(t for (t, _), much in told.items() if much > least)
         order = sorted((t for t in some if slips.tells(self.emulator.trials[t])), key=simplicity)
         twists = list(self.given)

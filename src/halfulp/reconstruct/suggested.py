@@ -17,7 +17,7 @@ from halfulp.reconstruct.call_kinds import option_of
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.twists import Tensors
 
@@ -26,6 +26,7 @@ ALONE = 0.8  # share that a factor of one trial's own must explain there
 LEAN = 3e-4  # a smaller factor is none
 HALF = 0.5  # of an error, that what lies elsewhere must hold
 SHARED = 0.1  # of a result, that what another's data changes must be
+_EXP_RANGE = 87.0  # exp of more is no float32
 SOME = 16  # rows
 FAR = 5.0  # from 0, that scores lie whose exponentials may vanish
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
@@ -194,6 +195,26 @@ def vanished(emulator: Emulator) -> str:
             at = f"{told} {number:.2g}, and there alone"
             return f"O is 0, or not finite, in rows whose scores lie {at}"
     return ""
+
+
+def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
+    """The first result that is not finite where it should be, on the simplest call: the result, the
+    call, in words, and the cause.
+    """
+    broken = emulator.nonfinite
+    if not broken:
+        return None
+    trial, tensor = min(broken, key=lambda k: (list(_SHORT).index(k[1]), simplicity(k[0])))
+    scores = scores_of(emulator.trials[trial].call)
+    lse = scores.logsumexp(-1)
+    text, cause = f"{broken[trial, tensor]} elements are not finite", "non-finite"
+    if tensor in GRADIENTS and float(lse[lse.isfinite()].abs().max()) > _EXP_RANGE:
+        text, cause = f"{text}, where exp(−lse) is beyond float32", "exp-of-lse"
+    elif tensor not in GRADIENTS and float(scores[scores.isfinite()].abs().max()) > _EXP_RANGE:
+        text += ", where exp of a score is beyond float32: is the row maximum subtracted?"
+    elif bool(lse.isinf().any()):
+        text, cause = f"{text}, in calls with rows that see nothing", "masked-row"
+    return tensor, trial, text, cause
 
 
 def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:

@@ -20,11 +20,13 @@ from halfulp.reconstruct.ranges import ranges
 Run = Callable[[Trial], Result | None]
 VISIBLE = 1e-6  # weights below it may round to 0
 CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
+FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
 MOST_KEYS = 320  # of a trial that is read
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
+WHOLE, KEPT = 32, 0.1  # keys with a factor of more are a part that is merged otherwise
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
 NOISE = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4, torch.float32: 2.0**-21}
@@ -101,7 +103,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
         (extra, exact == 0, "have weight though they are hidden"),
         (every & lost, exact > VISIBLE, "get no weight"),
     ):
-        if bool(marked.any()):
+        off = (read - exact).square()
+        if float(off[marked].sum()) > FEW * float(off.sum()):
             pattern, cause = _pattern(call, marked, possible)
             if marked is extra and (own := _mask_cause(call)):
                 cause = own  # what is hidden is a matter of what hides it
@@ -138,8 +141,8 @@ _IN_BACKWARD = {
     "causal-mask": "backward-mask", "mask": "backward-mask", "window": "backward-mask",
     "key-tail": "grad-tail", "query-tail": "grad-tail", "row-sum": "lse", "unnormalized": "lse",
     "scale": "backward-scores", "scores": "backward-scores", "exponential": "backward-scores",
-    "softcap": "backward-scores", "weights": "probabilities", "rescale": "backward-scores",
-    "split-merge": "backward-scores", "operand": "backward-scores",
+    "softcap": "backward-scores", "weights": "probabilities", "rescale": "backward-weights",
+    "split-merge": "backward-weights", "operand": "backward-scores",
 }  # fmt: skip
 
 
@@ -363,9 +366,9 @@ def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     factor = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     if float((y - x @ factor).square().sum()) > (1 - SHARE) * float(y.square().sum()):
         return None
-    if not bool(factor.isfinite().all()):
-        return None
     off = factor.abs() > 0.25 * factor.abs().max()
+    if not bool(factor.isfinite().all()) or not bool(off.any()):
+        return None
     told = f"features {ranges(off.nonzero().flatten())} of {d} enter the scores"
     size = 1 + float(factor[off].mean())
     return Read(f"{told} {size:.2g} × what they should", "ragged" if abs(size) < 0.1 else "operand")
@@ -452,4 +455,6 @@ def _few_keys(ratio: Tensor) -> Read | None:
     where = off.nonzero().flatten()
     at_an_end = len(where) == int(where[-1] - where[0]) + 1 and (
         int(where[0]) == 0 or int(where[-1]) == len(ratio) - 1)  # fmt: skip
+    if factor > KEPT and len(where) >= WHOLE:  # a part, and none that is left out
+        return Read(told, "split-merge" if int(where[0]) % 64 else "rescale")
     return Read(told, "key-tail") if at_an_end else None
