@@ -37,6 +37,12 @@ def dropped(name):
     return exact(name) * kept / 0.9
 
 
+def with_zeros(name, count):
+    """Keys of score 0, whose weight the others lack."""
+    scores = scores_of(TRIALS[name].call)
+    return torch.nn.functional.pad(scores, (0, count)).softmax(-1)[..., : scores.shape[-1]]
+
+
 def seeing_one_more(name):
     call = TRIALS[name].call
     call = replace(call, sees=replace(call.sees, offset=1))
@@ -52,6 +58,8 @@ def seeing_one_more(name):
         ("causal", seeing_one_more("causal"), "causal-mask", "key − query 1 have weight"),
         ("plain", exact("plain") * torch.linspace(0.5, 2, 192)[:, None], "unnormalized", "to 2"),
         ("plain", exact("plain") * (1 + (torch.arange(192) >= 176)), "key-tail", "2 ×"),
+        ("plain", with_zeros("plain", 9), "padding", "9 keys of score 0"),
+        ("plain", exact("plain") * (1 + (torch.arange(192) >= 96)), "split-merge", "96-191"),
         ("plain", exact("plain").masked_fill(exact("plain") < 1e-3, 0), "weights", "are 0"),
         ("plain", dropped("plain"), "dropout", "of the pairs, wherever they are"),
         (

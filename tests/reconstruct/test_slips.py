@@ -11,11 +11,13 @@ from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
+from halfulp.reconstruct.exact import row_maximum
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.regions import calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.slip_flow import Flow, Tiles
-from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, ROUNDINGS, Slip
-from halfulp.reconstruct.slips import USUAL, as_twist, likeliest
+from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, ROUNDINGS, Rows, Slip
+from halfulp.reconstruct.slips import USUAL, as_twist, likeliest, of_rows
+from halfulp.reconstruct.suggested import vanished
 
 TRIALS = {t.name: t for r in (False, True) for t in panel(torch.bfloat16, rarer=r)}
 SMALL = [name for name in TRIALS if name not in ("long", "long_causal", "many")]
@@ -107,6 +109,32 @@ def test_rows_that_alone_are_wrong_are_looked_at_alone():
     usable = found.observed["plain", "grad_query"].usable
     assert bool(usable[:, :, 1::2].all())
     assert not bool(usable[:, :, ::2].any())
+
+
+def test_a_slip_in_some_rows_explains_what_sums_over_them():
+    rows = Rows("queries", 64, tuple(range(16)))
+    run = kernel(Slip("b_lse", "factor", factor=0.9, rows=(rows,)))
+    asked = [TRIALS[n] for n in ("plain", "causal", "ragged", "wide", "scaled")]
+    emulator = Emulator({t: run(t) for t in asked}, run)
+    _, region = rows_of(emulator, STOCK)
+    assert region.rows == (rows,)
+    found = of_rows(emulator, region, USUAL, STOCK)
+    assert found.cause == "lse"
+    assert found.text.endswith(rows.text)
+    way = replace(STOCK.gradients[0], twists=(found,))
+    fits = emulator.fits(replace(STOCK, gradients=(way,) * 3), frozenset(GRADIENTS))
+    assert max(fit.left for fit in fits.values()) < 0.1  # dK and dV too
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_rows_that_vanish_because_of_their_scores_are_not_unwritten(far):
+    def run(trial):
+        top = row_maximum(trial.call) if far else torch.arange(trial.call.query.shape[2]) - 80.0
+        out = golden(trial.call, trial.grad_out).out.to(trial.call.query.dtype)
+        return Result(torch.where((top < -30)[..., None], 0, out))
+
+    asked = [TRIALS[n] for n in ("plain", "sharp", "causal", "rising", "deep")]
+    assert bool(vanished(Emulator({t: run(t) for t in asked}, run))) == far
 
 
 def test_calls_that_alone_are_wrong_are_told_by_what_they_have_in_common():
