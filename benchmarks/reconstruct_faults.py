@@ -1,11 +1,11 @@
 """How often `halfulp reconstruct` names the right cause of a fault it was not written against.
 
-    python -m benchmarks.reconstruct_faults [--set first|…|seventh|table] [--only NAME]
+    python -m benchmarks.reconstruct_faults [--set first|…|seventh|table|wrapped] [--only NAME]
         [--part I/N] [--json FILE]
 
 Every set was frozen before the search saw it (docs/reconstruct.md has its first figures and the
-later ones), but for `table`, which it was developed on; what counts as right is said in
-`unseen.verdict`. Rates have 95 % intervals of Wilson.
+later ones), but for `table` and `wrapped`, which it was developed on; what counts as right is said
+in `unseen.verdict`. Rates have 95 % intervals of Wilson.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SETS = {
     },
     "table": "developed_table",
     "drawn": "drawn_faults",
+    "wrapped": "wrapped_faults",
 }
 
 
@@ -52,7 +53,8 @@ def main() -> None:
         how, named = verdict(found, fault)
         row = {"fault": fault.name, "dtype": fault.dtype, "verdict": how, "named": named,
                "right": sorted(fault.right), "seconds": time.process_time() - began,
-               "text": found.sentence}  # fmt: skip
+               "text": found.sentence,
+               "least": min((e.share for e in found.explained), default=0.0)}  # fmt: skip
         rows.append(row)
         print(f"{how:6} {fault.name:28} {', '.join(named) or 'nothing'} "
               f"({row['seconds']:.1f} s)", flush=True)  # fmt: skip
@@ -60,6 +62,8 @@ def main() -> None:
             print(f"       {found.sentence}", flush=True)
             for n in found.causes:
                 print(f"       {n.cause.key}: {n.text} × {n.harm:.2f}", flush=True)
+    whole = [r["least"] > 0.95 for r in rows if r["right"]]
+    print(f"faults of which every result is explained by 95 %: {sum(whole)} of {len(whole)}")
     for dtype in dict.fromkeys(r["dtype"] for r in rows):
         some = [r for r in rows if r["dtype"] == dtype and r["right"]]
         if some:
