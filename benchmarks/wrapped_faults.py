@@ -280,8 +280,13 @@ def eager_in_bf16(q, k, v, is_causal=False, scale=None):
     return torch.softmax(s, -1) @ v
 
 
+@fault("grad-accumulator")
+def nothing_but_the_kernels_own(q, k, v, is_causal=False, scale=None):
+    return sdpa(q, k, v, is_causal, scale)
+
+
 def _sound(q, k, v, is_causal=False, scale=None):
     return sdpa(q, k, v, is_causal, scale)
 
 
-SOUND += [Fault(f"sdpa_{d}", frozenset(), _sound, d) for d in ("bfloat16", "float16", "float32")]
+SOUND.append(Fault("sdpa_float32", frozenset(), _sound, "float32"))
