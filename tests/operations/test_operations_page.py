@@ -42,6 +42,9 @@ def test_softplus_is_added_from_the_page_alone(softplus):
     report = audit(loses_the_tail, op="./softplus")
     assert report.verdict == "defect"
     assert {f.case.probe for f in report.findings if f.case} >= {"negative", "large"}
+    overflows = audit(loses_the_tail, op="./softplus", only=["large"])
+    assert "is not finite in" in overflows.reason
+    assert "spread as" not in overflows.reason, "NaN has no size that another value would make"
 
 
 def test_softplus_runs_in_a_process_of_its_own(softplus):

@@ -46,8 +46,6 @@ NOTHING = 1e-3  # and one that is nearer to 0 leaves out
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # of a step, between which its limit is looked for
 ALONG = 0.05  # square of the cosine to an error, below which no number of a way is looked for
 FURTHER = 0.3  # share that one of these must explain for that
-
-
 Make = Callable[..., Way]  # of a number, and how that is told
 
 
@@ -58,6 +56,7 @@ class Place:
     text: str
     relative: float  # the first tensor's error
     told: bool  # whether more is known than which tensor
+    finite: bool  # whether the tensor is, wherever it should be
 
 
 def place(trial: Trial, base: Rounding, others: Sequence[Trial]) -> Place:
@@ -72,11 +71,12 @@ def place(trial: Trial, base: Rounding, others: Sequence[Trial]) -> Place:
     parts = [f"{name}{alone} {off}"]
     if only := _only(trial, others):
         parts.append(only)
-    if begins := _begins(trial, base) or _like_noise(trial, base):
+    # NaN and Inf have no size that another value of a step would make
+    if not broken and (begins := _begins(trial, base) or _like_noise(trial, base)):
         parts.append(begins)
     if sits := _sits(trial, name):
         parts.append(sits)
-    return Place("; ".join(parts), relative, len(parts) > 1)
+    return Place("; ".join(parts), relative, bool(broken) or len(parts) > 1, not broken)
 
 
 _MANNERS = {

@@ -456,14 +456,14 @@ class _Judge:
         if read := codes_read(self.trial):
             return FoundWay(*read, 0.0, 0.0, self._failing)
         found: Place = place(self.trial, base, self.others)
-        nearest = "; ".join(str(way) for way in chosen)
-        nearest = f"; nearest is: {nearest} ({100 * share:.0f} %)" if share > EXPLAINS else ""
+        nearest = f"; nearest is: {'; '.join(map(str, chosen))} ({100 * share:.0f} %)"
+        text = found.text + (nearest if share > EXPLAINS and found.finite else "")
         key = "operation-unexplained"
         if found.told:
             key = "operation-place"
         elif found.relative > GROSS:
             key = "operation-function"
-        return FoundWay(key, f"{found.text}{nearest}", 0.0, 0.0, self._failing)
+        return FoundWay(key, text, 0.0, 0.0, self._failing)
 
 
 def _subject(way: Way) -> object:
