@@ -254,6 +254,8 @@ def rare_ends(length: int) -> Iterator[AlongMistake]:
             yield AlongMistake("term-missing", text, partial(_last, block=count))
             text = f"is left out but for the first {count} of {length}"
             yield AlongMistake("end", text, partial(_only, part=slice(None, count)))
+    text = "is left out but for the first half, whose mean is taken"
+    yield AlongMistake("end", text, _of_half)
     yield AlongMistake("end", "begins at 1", partial(_only, part=slice(1, None)))
 
 
@@ -312,6 +314,11 @@ def _only(x: Tensor, dim: int, part: slice) -> Tensor:
     kept = torch.zeros(x.shape[dim], dtype=torch.bool)
     kept[part] = True
     return torch.where(kept.view(-1, *(1,) * (x.ndim - dim - 1)), x, 0)
+
+
+def _of_half(x: Tensor, dim: int) -> Tensor:
+    n = x.shape[dim]
+    return _only(x, dim, slice(None, n // 2)) * (n / max(1, n // 2))
 
 
 def _last(x: Tensor, dim: int, block: int) -> Tensor:

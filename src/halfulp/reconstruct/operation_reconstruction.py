@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from halfulp.operations import (
@@ -21,8 +22,9 @@ from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, cod
 from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region, regions
 from halfulp.reconstruct.operation_noise import noise_of
+from halfulp.reconstruct.operation_numbers import further_ways
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
-from halfulp.reconstruct.operation_places import Place, further_ways, manner_of, place
+from halfulp.reconstruct.operation_places import manner_of, place
 from halfulp.reconstruct.operation_random import random_cause
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
@@ -69,6 +71,7 @@ LIKE = 0.1  # and least square of their cosine
 
 
 _Tried = tuple[Rounding, float, Way]
+_share = itemgetter(1)
 
 
 @dataclass(frozen=True)
@@ -172,8 +175,9 @@ class _Judge:
         if not eager or max(eager, key=_share)[1] < ALL:
             found, tried = self._alone(bases)
         found += eager
-        explained = self._sure(found) or self._roundings_do(found, tried)
-        if self.thorough and not (explained and max(found, key=_share)[1] >= ALMOST):
+        known = 1.0 if self._sure(found) else self._roundings_share(found, tried)
+        explained = known >= DO
+        if self.thorough and known < ALMOST:
             more = self._further(bases, found, not explained)
             tried = _both([*more, *found])
             found += more
@@ -214,7 +218,9 @@ class _Judge:
         bases.sort(key=lambda base: -self.trial.share(base, ()))
         likelier = self.trial.relative > SMALL
         for otherwise in (likelier, not likelier):
-            if found and (self._sure(found) or self._roundings_do(telling, _both(telling))):
+            if found and (
+                self._sure(found) or self._roundings_share(telling, _both(telling)) >= DO
+            ):
                 break
             tried, most = other[otherwise], 0.0
             for base in bases:  # the other recipe where the nearer one does not do
@@ -231,13 +237,14 @@ class _Judge:
                     most = max(map(_share, here), default=0.0)
         return found, _both(telling)
 
-    def _roundings_do(self, found: list[_Tried], tried: list[Way]) -> bool:
-        """Whether up to three roundings together explain enough."""
+    def _roundings_share(self, found: list[_Tried], tried: list[Way]) -> float:
+        """What up to three roundings explain together; 0 where other ways explain more."""
         base, share, way = max(found, key=_share)
         share, chosen = self._joined(base, share, way, tried)
         # coarse formats come near to any factor
-        kinds = {CAUSES[w.cause].kind if w.cause != "coarser" else "" for w in chosen}
-        return share >= DO and kinds == {"rounding"}
+        near = {"coarser"} if share < ALL else set()
+        kinds = {"" if w.cause in near else CAUSES[w.cause].kind for w in chosen}
+        return share if kinds == {"rounding"} else 0.0
 
     def _joined(
         self, base: Rounding, share: float, way: Way, tried: list[Way]
@@ -261,12 +268,11 @@ class _Judge:
             share, chosen = risen, (*chosen, way)
         return share, chosen
 
-    def _further(self, bases: list[Rounding], found: list[_Tried], in_parts: bool) -> list[_Tried]:
+    def _further(self, bases: list[Rounding], found: list[_Tried], parts: bool) -> list[_Tried]:
         """What is tried where no common way explains: ways in a region alone, numbers that fit."""
         base, seen, calls = bases[0], visible_regions(self.trial), self.trial.calls
-        more = self._in_read(found) if in_parts else []
+        more = self._in_read(found) if parts else []
         where = seen[0] if seen else None
-        # numbers that fit are a few calls each
         stages = [(base, block_mistakes(calls, base)), (base, rewritten_ways(calls))]
         stages += [(of, further_ways(self.trial, of, None)) for of in bases]
         stages += [(of, further_ways(self.trial, of, where)) for of in bases if where is not None]
@@ -274,9 +280,9 @@ class _Judge:
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), way))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
-        if in_parts and not self._sure(more):
+        if parts and not self._sure(more):
             more += self._in_read(more)
-        if in_parts and not self._sure(more):
+        if parts and not self._sure(more):
             more += self._hidden(base, found)
         return more
 
@@ -292,7 +298,7 @@ class _Judge:
         read = [
             (share, base, way, region)
             for base, _, way in found
-            if way.region is None and self._may_be_in_part(way)
+            if way.region is None and way.may_be_in_part
             for share, region in regions_of(self.trial, base, way)
         ]
         read.sort(key=lambda one: -one[0])
@@ -302,7 +308,7 @@ class _Judge:
         """Ways in a part that results do not show: those whose errors are like the kernel's, and at
         tails such as no sum shows where they are everywhere, a neighbor's data for one.
         """
-        own = [one for one in found if one[2].region is None and self._may_be_in_part(one[2])]
+        own = [one for one in found if one[2].region is None and one[2].may_be_in_part]
         likely = sorted(own, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
         # a first or last few would show
         groups = [g for g in self._groups() if g[0].text.startswith(("past", "where", "in"))]
@@ -325,7 +331,7 @@ class _Judge:
         more = [
             one
             for base, _, way in whole[:MOST]
-            if self._may_be_in_part(way)
+            if way.may_be_in_part
             for one in self._in_groups(base, way, groups, most - EQUAL)
         ]
         return [one for one in more if one[1] >= most - EQUAL]
@@ -354,9 +360,6 @@ class _Judge:
                 if (here := region.rule(n)).any():
                     groups.setdefault((symbol, here.numpy().tobytes()), []).append(region)
         return list(groups.values())
-
-    def _may_be_in_part(self, way: Way) -> bool:
-        return not (way.eager or way.define or way.within or way.options)
 
     def _tried(self, base: Rounding, way: Way, region: Region) -> _Tried:
         return (base, *self.trial.best(base, (), replace(way, region=region, alone="")))
@@ -455,7 +458,7 @@ class _Judge:
     def _unexplained(self, share: float, chosen: tuple[Way, ...], base: Rounding) -> FoundWay:
         if read := codes_read(self.trial):
             return FoundWay(*read, 0.0, 0.0, self._failing)
-        found: Place = place(self.trial, base, self.others)
+        found = place(self.trial, base, self.others)
         nearest = f"; nearest is: {'; '.join(map(str, chosen))} ({100 * share:.0f} %)"
         text = found.text + (nearest if share > EXPLAINS and found.finite else "")
         key = "operation-unexplained"
@@ -468,10 +471,6 @@ class _Judge:
 
 def _subject(way: Way) -> object:
     return tuple(way.steps) or way.text.partition(" is ")[0]
-
-
-def _share(one: _Tried) -> float:
-    return one[1]
 
 
 def _both(telling: list[_Tried]) -> list[Way]:

@@ -81,6 +81,11 @@ class Way:
         where = f"in the {self.alone} pass" if of_pass else f"in what makes {self.alone}"
         return f"{text} {where} alone" if self.alone else text
 
+    @property
+    def may_be_in_part(self) -> bool:
+        """Whether it may be made in a region: it is of tensors, not of all that is computed."""
+        return not (self.eager or self.define or self.within or self.options)
+
     def reaches(self, result: str) -> bool:
         """Whether it is made where that result is."""
         of_pass = "backward" if result.startswith("grad_") else "forward"
