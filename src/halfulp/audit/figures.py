@@ -106,6 +106,12 @@ class Lean:
 
     tensor: str
     lean: Tensor
+    along: str = ""  # a step and a part of the result, where it is not golden itself
+
+    @property
+    def name(self) -> str:
+        """As findings call it."""
+        return f"{short(self.tensor)} leans" + (f" along {self.along}" if self.along else "")
 
 
 @dataclass(frozen=True)

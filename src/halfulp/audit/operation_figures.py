@@ -22,6 +22,7 @@ from halfulp.audit.figures import (
     plain_figure,
     short,
 )
+from halfulp.audit.part_leans import Directions, Known, directions, part_leans, steps_of
 from halfulp.formats import FP32
 from halfulp.operations import (
     DTYPES,
@@ -50,6 +51,7 @@ class OperationStandard:
     noise: dict[str, Tensor]  # root mean square an element, every step rounded by 1, by row
     stock: Measured
     floor: Measured
+    along: Known  # which steps leans are looked for along
 
 
 class Measures:
@@ -81,17 +83,18 @@ class OperationReferences(Measures):
 
     def measure(self, result: OperationResult) -> Measured:
         """What is measured of a target's result on this case."""
-        return _measured(result.tensors, self.inputs, self.truth, self.standard.noise)
+        along = directions(self.inputs, self.truth, self.standard.along)
+        return _measured(result.tensors, self.inputs, self.truth, self.standard.noise, along)
 
 
 def operation_standard(calls: OperationCalls, truth: Tensors) -> OperationStandard:
     """Natural noise, stock and floor of some calls."""
-    noise = _natural_noise(calls, truth)
+    noise, along = _natural_noise(calls, truth), directions(calls, truth)
     stock, floor = (
-        _measured(emulated(calls, recipe), calls, truth, noise)
+        _measured(emulated(calls, recipe), calls, truth, noise, along)
         for recipe in (calls.operation.stock, calls.operation.floor)
     )
-    return OperationStandard(noise, stock, floor)
+    return OperationStandard(noise, stock, floor, steps_of(along))
 
 
 def _rows(name: str, calls: OperationCalls, x: Tensor) -> int:
@@ -128,7 +131,9 @@ def _natural_noise(calls: OperationCalls, truth: Tensors) -> Tensors:
     return found
 
 
-def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Tensors) -> Measured:
+def _measured(
+    tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Tensors, along: Directions
+) -> Measured:
     dtypes = {name: kinds[0] for name, (_, kinds) in calls.expected().items()}
     figures: list[Figure] = []
     leans: list[Lean] = []
@@ -162,8 +167,18 @@ def _measured(tensors: Tensors, calls: OperationCalls, truth: Tensors, noise: Te
         # a result that is kept in fp32 leans by the roundings of its 16-bit operands
         coarser = max(fmt, FORMAT_OF[DTYPES[calls.dtype]], key=lambda f: f.unit_roundoff)
         leans.append(Lean(name, lean_along(off, size, natural, coarser)))
+        if name in along:
+            wide = noise[name].expand_as(off[:, 0]).reshape(difference.shape)
+            symbols, unit = _symbols(name, calls), coarser.unit_roundoff
+            leans += part_leans(name, difference, along[name], wide, symbols, unit)
         ulps[name] = error_in_ulps(difference, exact, fmt)
     return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
+
+
+def _symbols(name: str, calls: OperationCalls) -> list[str]:
+    of = calls.operation
+    shapes = {f"grad_{n}": shape for n, shape in of.shapes_of_operands.items()}
+    return (shapes | of.shapes_of_results)[name].split()
 
 
 def is_wider(dtype: torch.dtype, calls: OperationCalls) -> bool:

@@ -345,7 +345,7 @@ def _case_report(case: Case, gathered: Gathered, rows: dict[Case, list[Row]]) ->
     if outcome.kind != "ok":
         return CaseReport(case, outcome.kind, outcome.refusal)
     measured, _ = gathered.measured[case]
-    leans = {lean.tensor: float(lean.lean.mean()) for lean in measured.leans}
+    leans = {lean.tensor: float(lean.lean.mean()) for lean in measured.leans if not lean.along}
     return CaseReport(
         case, "ok", outcome.refusal, tuple(rows[case]), leans, measured.ulps, measured.nonfinite
     )

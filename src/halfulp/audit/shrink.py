@@ -45,10 +45,10 @@ def _severity(measured: Measured, reference: References, finding: Finding, case:
     if finding.kind == "non-finite":
         return float(measured.nonfinite.get(finding.tensor, 0) > 0) * 2
     if finding.kind == "lean":
-        stock = {f.tensor: f for f in reference.stock.leans}
+        stock = {f.name: f for f in reference.stock.leans}
         for lean in measured.leans:
-            if lean.tensor == finding.tensor:
-                return abs(float((lean.lean - stock[lean.tensor].lean).mean())) / limits.lean
+            if lean.name == finding.property and lean.name in stock:
+                return abs(float((lean.lean - stock[lean.name].lean).mean())) / limits.lean
         return 0.0
     by_name = {f.name: f for f in reference.stock.figures}
     if finding.kind == "element":

@@ -16,6 +16,7 @@ makes (TF32: 2¹³).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,6 +44,10 @@ class Limits:
 # never written are beyond 20 in bf16 (docs/log.md, "The worst element")
 PEAK = 10.0
 """Times `Limits.stock`: beyond that the largest error of an element is no rounding."""
+
+PART_LEAN = 0.2
+"""Unit roundoffs of a step beyond the stock recipe's lean: what is fixed for all calls, such as a
+table of sines, leans by chance."""
 
 LIMITS = {
     "bfloat16": Limits(stock=1.25, floor=1.5, lean=0.1),
@@ -107,13 +112,14 @@ class Row:
 
 def tests_in(measured: Measured, reference: References) -> int:
     """How many tests one case makes: every figure against the stock recipe and the floor, every
-    lean against 0 and the stock recipe.
+    lean against 0 and the stock recipe; a tensor's leans along steps, in parts, are one.
     """
     if _elements_only(reference):
         return 0
+    leans = lean_pairs(measured.leans, reference.stock.leans)
     return 2 * (
         len(pairs(measured.figures, reference.stock.figures))
-        + len(lean_pairs(measured.leans, reference.stock.leans))
+        + len({(f.tensor, bool(f.along)) for f, _ in leans})
     )
 
 
@@ -130,8 +136,8 @@ def pairs(target: tuple[Figure, ...], reference: tuple[Figure, ...]) -> list[tup
 
 def lean_pairs(target: tuple[Lean, ...], reference: tuple[Lean, ...]) -> list[tuple[Lean, Lean]]:
     """Leans of the same tensor on both sides, with two or more samples."""
-    by_name = {f.tensor: f for f in reference}
-    return [(f, by_name[f.tensor]) for f in target if f.tensor in by_name and f.lean.numel() > 1]
+    by_name = {f.name: f for f in reference}
+    return [(f, by_name[f.name]) for f in target if f.name in by_name and f.lean.numel() > 1]
 
 
 def judge_case(
@@ -201,25 +207,28 @@ def _nonfinite(case: Case, tensor: str, count: int) -> Finding:
 
 def _leans(case: Case, measured: Measured, reference: References, level: float) -> list[Finding]:
     findings = []
-    for got, stock in lean_pairs(measured.leans, reference.stock.leans):
+    own = lean_pairs(measured.leans, reference.stock.leans)
+    parts = Counter(got.tensor for got, _ in own if got.along)
+    for got, stock in own:
+        least = PART_LEAN if got.along else LIMITS[case.dtype].lean
+        # a tensor's parts share the level of one test: they must not blunt all others
+        shared = level / (parts[got.tensor] if got.along else 1)
         # A lean counts if it is there, is more than the stock recipe's on the same inputs, and is
         # larger than the stock recipe's own.
-        itself, excess = estimate(got.lean, level / 2), excess_lean(got, stock, level)
+        itself, excess = estimate(got.lean, shared / 2), excess_lean(got, stock, shared)
         stock_mean = float(stock.lean.mean())
-        if min(itself.reach, excess.reach) <= LIMITS[case.dtype].lean or abs(itself.mean) <= abs(
-            stock_mean
-        ):
+        if min(itself.reach, excess.reach) <= least or abs(itself.mean) <= abs(stock_mean):
             continue
         text = (
-            f"leans by {itself.mean:+.3g} unit roundoffs of its own size (stock {stock_mean:+.3g}, "
-            f"difference {excess.mean:+.3g} ± {excess.standard_error:.2g}); {excess.samples}"
-            f" {case.shape.unit}"
+            f"leans by {itself.mean:+.3g} unit roundoffs of {got.along or 'its own size'}"
+            f" (stock {stock_mean:+.3g}, difference {excess.mean:+.3g}"
+            f" ± {excess.standard_error:.2g}); {excess.samples} {case.shape.unit}"
         )
         findings.append(
             Finding(
                 "defect",
                 "lean",
-                f"{short(got.tensor)} leans",
+                got.name,
                 got.tensor,
                 case,
                 text,

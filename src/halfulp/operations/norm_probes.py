@@ -72,6 +72,20 @@ def normed(
             sizes=MANY_TOKENS,
         ),
         Probe("mixed_rows", "a factor of another row", "pytorch issue 190828", mixed),
+        Probe(
+            "wide_rows",
+            "features past the widest block",
+            "Liger-Kernel, MAX_FUSED_SIZE",
+            plain,
+            sizes={"calls": 2, "T": 2, "D": 16413},
+        ),
+        Probe(
+            "many_narrow_rows",
+            "the last rows' part of dW, where a program takes several",
+            "attorch issue 18",
+            plain,
+            sizes={"calls": 2, "T": 1029, "D": 40},
+        ),
         *own,
         odd_sizes(plain),
         Probe(

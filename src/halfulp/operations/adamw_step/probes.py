@@ -47,6 +47,20 @@ PROBES = (
         options={"lr": 1e-2},
     ),
     Probe(
+        "no_decay",
+        "a weight decay of 0 taken for one that is not given",
+        "FlagGems issue 4988",
+        _plain,
+        options={"weight_decay": 0.0, "lr": 1e-2},
+    ),
+    Probe(
+        "long",
+        "elements past the first chunk",
+        "apex, multi_tensor_apply's chunks of 65536",
+        _plain,
+        sizes={"calls": 2, "N": 65579},
+    ),
+    Probe(
         "first_step",
         "a bias correction that counts from 0",
         "AdamW, arXiv 1711.05101, Algorithm 2",

@@ -78,7 +78,7 @@ PROBES = (
         "a sum over the vocabulary in low precision, or over a part of it",
         "triton PR 3408 in Meta's fork (row sums too coarse)",
         with_(_plain, input=lambda x: x * 0.3),
-        sizes={"T": 4, "V": 8192},
+        sizes={"T": 1, "V": 32805},
     ),
     Probe("sure", "p − 1 where p is near 1", "jax PR 40128 (rounded before it cancels)", _sure),
     Probe("wrong", "a large loss", "label noise", _wrong),

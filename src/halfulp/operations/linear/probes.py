@@ -46,7 +46,7 @@ PROBES = (
         "a running sum that stops growing",
         "DeepSeek-V3, arXiv 2412.19437 (14-bit accumulators)",
         _one_sign,
-        sizes={"T": 4, "K": 4096, "N": 4},
+        sizes={"T": 4, "K": 4133, "N": 8},
     ),
     Probe(
         "many_tokens",

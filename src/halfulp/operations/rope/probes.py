@@ -65,6 +65,13 @@ PROBES = (
         _at(2000, 11),
         options={"base": 500000.0},
     ),
+    Probe(
+        "many_heads",
+        "heads past the last whole block",
+        "ragged tiles",
+        _at(5, 3),
+        sizes={"T": 5, "H": 37},
+    ),
     Probe("restarted", "positions taken from the place in memory", "packed sequences", _restarted),
     Probe(
         "outlier_feature",

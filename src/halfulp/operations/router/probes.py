@@ -87,6 +87,14 @@ PROBES = (
         options={"renormalize": False},
     ),
     Probe(
+        "one_raw",
+        "the weight of one expert, renormalized to 1 unasked",
+        "minimind issue 858, megablocks PR 87",
+        _plain,
+        sizes={"K": 1},
+        options={"k": 1, "renormalize": False},
+    ),
+    Probe(
         "raw_ties",
         "ties, not renormalized",
         "Qwen's norm_topk_prob",

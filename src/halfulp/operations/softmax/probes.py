@@ -60,7 +60,7 @@ PROBES = (
         "a row sum that stops growing",
         "triton PR 3408 in Meta's fork (row sums too coarse)",
         with_(_plain, input=lambda x: x * 0.1),
-        sizes={"T": 4, "V": 4096},
+        sizes={"T": 2, "V": 8229},
     ),
     Probe(
         "large",

@@ -44,7 +44,7 @@ PROBES = (
         "a running sum that stops growing",
         "Liger-Kernel PR 950 (dW of a norm reduced in bf16)",
         _ONE_SIGN,
-        sizes={"T": 4096, "D": 8},
+        sizes={"T": 4133, "D": 8},
     ),
     Probe(
         "micro_batches",
