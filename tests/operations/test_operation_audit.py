@@ -389,3 +389,31 @@ def test_the_rows_of_a_wrong_function_are_read_off_the_results():
     report = audit(every_third, op="softmax", only=["gaussian"])
     assert report.causes[0].key == "neighbor"
     assert "its neighbor's, the one before along T, where T modulo 3 is 1" in report.evidence[0]
+
+
+def _cut_in_the_last_half(x: torch.Tensor) -> torch.Tensor:
+    """Toward zero to bf16 there, to nearest elsewhere: half a roundoff that always leans."""
+    cut = (x.float().contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    there = torch.arange(x.shape[-1]) >= x.shape[-1] // 2
+    return torch.where(there, cut, x.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("table", "verdict"),
+    [(_cut_in_the_last_half, "defect"), (lambda x: x.bfloat16().float(), "stock")],
+)
+def test_a_table_that_leans_in_a_part_is_seen_below_the_results_own_rounding(table, verdict):
+    def rope(input, positions, *, base, interleaved):
+        width = input.shape[-1]
+        power = torch.arange(0, width, 2).float() / width
+        angle = (positions[:, None].float() / base**power)[:, None]
+        cos, sin = angle.cos().to(input.dtype), table(angle.sin()).to(input.dtype)
+        a, b = (input[..., 0::2], input[..., 1::2]) if interleaved else input.chunk(2, -1)
+        parts = (a * cos - b * sin, a * sin + b * cos)
+        return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+
+    report = audit(rope, op="rope", explain=False)
+    assert report.verdict == verdict, report.reason
+    along = [f.property for f in report.findings if f.kind == "lean"]
+    assert bool(along) == (verdict == "defect")
+    assert not along or any("along sin, in the last" in told for told in along)
