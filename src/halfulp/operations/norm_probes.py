@@ -72,6 +72,21 @@ def normed(
             sizes=MANY_TOKENS,
         ),
         Probe("mixed_rows", "a factor of another row", "pytorch issue 190828", mixed),
+        *_long(plain),
+        *own,
+        odd_sizes(plain),
+        Probe(
+            "large_eps",
+            "an eps that is never read",
+            eps,
+            with_(plain, input=lambda x: x * 0.1),
+            options={"eps": 1e-2},
+        ),
+    )
+
+
+def _long(plain: Draw) -> tuple[Probe, ...]:
+    return (
         Probe(
             "wide_rows",
             "features past the widest block",
@@ -85,14 +100,5 @@ def normed(
             "attorch issue 18",
             plain,
             sizes={"calls": 2, "T": 1029, "D": 40},
-        ),
-        *own,
-        odd_sizes(plain),
-        Probe(
-            "large_eps",
-            "an eps that is never read",
-            eps,
-            with_(plain, input=lambda x: x * 0.1),
-            options={"eps": 1e-2},
         ),
     )
