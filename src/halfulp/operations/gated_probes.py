@@ -43,6 +43,12 @@ def gated(tail: Probe, root: float, *own: Probe) -> tuple[Probe, ...]:
             with_(plain, gate=lambda x: x - 95.0),
         ),
         Probe(
+            "zero_gates",
+            "a slope by a quotient that is 0 / 0",
+            "candle issue 2082 (silu(x) / x)",
+            with_(plain, gate=lambda x: x * (x.abs() > 0.5)),
+        ),
+        Probe(
             "large_gates",
             "gates beyond 1",
             "outliers of trained gates",

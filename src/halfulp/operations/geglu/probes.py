@@ -29,4 +29,11 @@ PROBES = gated(
         with_(plain, gate=lambda x: -x.abs() * 0.5 - 3),
         options={"approximate": "tanh"},
     ),
+    Probe(
+        "tanh_far",
+        "a tanh by exponentials that overflow",
+        "executorch issue 22323 (NaN beyond the range of exp)",
+        with_(plain, gate=lambda x: x * 40),
+        options={"approximate": "tanh"},
+    ),
 )
