@@ -2,7 +2,7 @@
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
 usage: python -m benchmarks.unseen_draw SET [--check], SET one of fifth, operations_second, sixth,
-       operations_third, seventh, operations_fourth
+       operations_third, seventh, operations_fourth, eighth (--check alone)
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
@@ -28,10 +28,12 @@ from torch.nn import functional
 
 from halfulp.formats import round_to
 
-LATER = ("sixth", "operations_third", "seventh", "operations_fourth")
+LATER = ("sixth", "operations_third", "seventh", "operations_fourth", "eighth")
 """Sets that have more inputs, and dtypes of operations."""
 AGAIN = {"seventh": ("sixth", 20261209), "operations_fourth": ("operations_third", 20261209)}
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
+UNDRAWN = ("eighth",)
+"""Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
 
@@ -340,6 +342,8 @@ def main() -> None:
     parser.add_argument("set", choices=("fifth", "operations_second", *LATER))
     parser.add_argument("--check", action="store_true", help="measure every kernel of the set")
     options = parser.parse_args()
+    if options.set in UNDRAWN and not options.check:
+        parser.error(f"{options.set}: nothing of this set is drawn; --check measures it")
     torch.set_num_threads(1)
     if not options.check:
         for one, rate in drawn(options.set):
