@@ -2,7 +2,7 @@
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
 usage: python -m benchmarks.unseen_draw SET [--check], SET one of fifth, operations_second, sixth,
-       operations_third, seventh, operations_fourth, eighth (--check alone)
+       operations_third, seventh, operations_fourth, eighth and operations_fifth (--check alone)
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
@@ -18,11 +18,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from benchmarks import unseen_operations_second_kernels as kernels
 from benchmarks.unseen_fifth_kernel import Kernel, attention
+from benchmarks.unseen_operations_fifth_steps import nvfp4
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,9 +31,11 @@ from halfulp.formats import round_to
 
 LATER = ("sixth", "operations_third", "seventh", "operations_fourth", "eighth")
 """Sets that have more inputs, and dtypes of operations."""
+LATEST = ("operations_fifth",)
+"""Sets that have these and more."""
 AGAIN = {"seventh": ("sixth", 20261209), "operations_fourth": ("operations_third", 20261209)}
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
-UNDRAWN = ("eighth",)
+UNDRAWN = ("eighth", "operations_fifth")
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
@@ -103,7 +106,7 @@ def exact_attention(q, k, v, *, is_causal, scale, attn_mask=None, window=None, s
     return p[..., : k.shape[2]] @ v.repeat_interleave(groups, 1)
 
 
-def operation_cases(dtype: torch.dtype, more: bool) -> Iterator[tuple[str, Case]]:
+def operation_cases(dtype: torch.dtype, more: int) -> Iterator[tuple[str, Case]]:
     """An operation, and how it is called."""
     chance = torch.Generator().manual_seed(3)
 
@@ -189,6 +192,39 @@ def operation_cases(dtype: torch.dtype, more: bool) -> Iterator[tuple[str, Case]
     yield "quantized_linear", ((low(24, 96), wide), {"format": "fp8_row"}, low(24, 40))
     ties = torch.arange(-32, 32).view(2, 32) / 8
     yield "quantize", ((ties.to(dtype),), {"format": "mxfp4"}, None)
+    if more > 1:
+        yield from latest_cases(dtype)
+
+
+def latest_cases(dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
+    """Of options and values that no earlier set asked for."""
+    chance = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance)
+
+    def low(*shape: int) -> Tensor:
+        return normal(*shape).to(dtype)
+
+    for pairs in (False, True):
+        options = {"base": 5e5, "interleaved": pairs}
+        yield "rope", ((low(24, 2, 64), torch.arange(24) * 37), options, low(24, 2, 64))
+    sparse = normal(24, 64) * (torch.rand(24, 64, generator=chance) > 0.1)
+    for gate in (sparse, normal(24, 64) * 60):
+        yield "swiglu", ((gate.to(dtype), low(24, 64)), {}, low(24, 64))
+    wide = (normal(32, 512) * torch.exp2(3 * normal(32, 4)).repeat_interleave(128, 1)).to(dtype)
+    yield "quantized_linear", ((wide, low(48, 512)), {"format": "fp8_block"}, low(32, 48))
+    yield "quantized_linear", ((low(32, 160), low(4, 160)), {"format": "mxfp8"}, low(32, 4))
+    for spread in (1, 6):
+        x = (normal(16, 128) * torch.exp(spread * normal(16, 1))).to(dtype)
+        yield "quantize", ((x,), {"format": "nvfp4"}, None)
+    yield "stochastic_round", ((1 + normal(64, 256).abs(),), {}, None)
+    rates = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    at = low(512), (normal(512) * 0.1).to(dtype), normal(512) * 0.05, (normal(512) * 0.1) ** 2
+    yield "adamw_step", (at, {"step": 2000, "lr": 1e-2, **rates}, None)
+    param, grads = (1 + normal(24, 20).abs()).to(dtype), low(48, 24, 20)
+    at = param, grads, torch.zeros(24, 20), torch.ones(24, 20)
+    yield "adamw_low", (at, {"step": 100, "lr": 2e-3, **rates}, None)
 
 
 def exact_rope(x, positions, *, base, interleaved):
@@ -246,10 +282,11 @@ def results(op: str, fn: Callable[..., Any], case: Case, exact: bool) -> list[Te
     torch.manual_seed(0)
     if grad is None:
         if op == "stochastic_round" and not exact:
-            return [torch.stack([fn(*at).double() for _ in range(16)]).mean((0, 2))]
+            each = torch.stack([fn(*at).double() for _ in range(16)]).mean(2)
+            return [each.mean(0), each]
         found = fn(*at, **options)
         if op == "stochastic_round":
-            return [found.mean(1)]
+            return [found.mean(1), found.mean(1).expand(16, -1)]
         if op == "quantize":
             return [found.double()]
         change = found[0].double() - at[0].double()
@@ -279,17 +316,21 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float(x) for x in rates]
 
 
+def standard_codes(x: Tensor, *, format: str) -> Tensor:
+    return (nvfp4() if format == "nvfp4" else kernels.quantize())(x, format=format)
+
+
 TWINS: dict[str, Any] = {
-    "attention": attention(Kernel), "sum": kernels.sum_rows(),
+    "attention": attention(Kernel), "sum": kernels.sum_rows(), "quantize": standard_codes,
     "stochastic_round": lambda x: kernels.stochastic_bf16(x).to(torch.bfloat16),
 }  # fmt: skip
 
 
 @cache
-def judged(op: str, dtype: str, more: bool) -> list[tuple[Case, list[Tensor], list[float]]]:
+def judged(op: str, dtype: str, more: int) -> list[tuple[Case, list[Tensor], list[float]]]:
     """The cases of an operation, each with its exact results and its twin's errors."""
     kind = getattr(torch, dtype)
-    own = (attention_cases(kind, more) if op == "attention"
+    own = (attention_cases(kind, bool(more)) if op == "attention"
            else [case for name, case in operation_cases(kind, more) if name == op])  # fmt: skip
     twin, found = TWINS.get(op) or getattr(kernels, op)(), []
     for case in own:
@@ -298,10 +339,12 @@ def judged(op: str, dtype: str, more: bool) -> list[tuple[Case, list[Tensor], li
     return found
 
 
-def ratio(op: str, fn: Callable[..., Any], dtype: str = "bfloat16", more: bool = False) -> float:
+def ratio(op: str, fn: Callable[..., Any], dtype: str = "bfloat16", more: int = 0) -> float:
     """The largest error, in units of the twin's."""
-    worst = 0.0
+    worst, format = 0.0, get_type_hints(fn).get("format")
     for case, exact, twin in judged(op, dtype, more):
+        if "format" in case[1] and case[1]["format"] not in get_args(format):
+            continue
         own = errors(results(op, fn, case, False), exact)
         worst = max([worst, *(a / max(b, 1e-7) for a, b in zip(own, twin, strict=True))])
     return worst
@@ -339,7 +382,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("set", choices=("fifth", "operations_second", *LATER))
+    parser.add_argument("set", choices=("fifth", "operations_second", *LATER, *LATEST))
     parser.add_argument("--check", action="store_true", help="measure every kernel of the set")
     options = parser.parse_args()
     if options.set in UNDRAWN and not options.check:
@@ -350,9 +393,10 @@ def main() -> None:
             print(f"{one!r},  # {rate:.3g} ×", flush=True)
         return
     found = importlib.import_module(f"benchmarks.unseen_{options.set}")
+    more = 2 if options.set in LATEST else int(options.set in LATER)
     for fault in (*found.FAULTS, *found.SOUND):
         op = getattr(fault, "op", "attention")
-        rate = ratio(op, fault.fn, fault.dtype, options.set in LATER)
+        rate = ratio(op, fault.fn, fault.dtype, more)
         print(f"{op:22} {fault.name:45} {rate:.3g} ×", flush=True)
 
 
