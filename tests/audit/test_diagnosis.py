@@ -2,19 +2,21 @@
 is called unexplained.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from halfulp.attention import emulate
-from halfulp.audit import Shape, audit
+from halfulp.audit import Shape, audit, diagnosis
 from halfulp.audit.diagnosis import GROSS, diagnose
 from halfulp.audit.inputs import Case
 from halfulp.audit.verdict import Finding
 from halfulp.recipes import recipe_named
 from halfulp.reconstruct import CAUSES, Named, reconstruct
 from halfulp.reconstruct.emulating import Model
+from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.places import Place
 from halfulp.reconstruct.reconstruction import ingredients
 
@@ -123,3 +125,22 @@ def test_a_causal_mask_that_is_off_by_one_is_called_that_with_its_evidence():
     plain = report.as_dict()
     assert plain["causes"][0]["evidence"] == report.evidence[0]
     assert plain["fingerprint"]["text"] == report.fingerprint.sentence
+
+
+def test_what_is_not_finite_at_odd_sizes_alone_stands_behind_what_is_wrong_everywhere(stock):
+    broken = replace(finding("grad_key", kind="non-finite", probe="sizes/3"), ratio=math.inf)
+    heads = Named(CAUSES["key-heads"], "text", 300.0, "out", "plain", 1.0)
+    found = replace(stock, causes=(heads,))
+    every = [broken, finding(ratio=300.0)]
+    assert [d.cause.key for d in diagnose(every, found)] == ["key-heads", "non-finite"]
+    everywhere = [replace(broken, case=Case("gaussian")), finding(ratio=300.0)]
+    assert diagnose(everywhere, found)[0].cause.kind == "non-finite"
+    rounding = replace(stock, causes=(replace(heads, cause=CAUSES["accumulator"], harm=3.0),))
+    assert diagnose([broken, finding(ratio=3.0)], rounding)[0].cause.kind == "non-finite"
+
+
+def test_calls_in_other_memory_are_asked_in_it():
+    rarer = {t.name: diagnosis._inputs(t).manner for t in panel(torch.bfloat16, rarer=True)}
+    assert rarer["strided"] == "transposed/transposed/once"
+    assert rarer["strided_operands"] == "transposed/contiguous/once"
+    assert rarer["few_tokens"] == "contiguous/contiguous/once"

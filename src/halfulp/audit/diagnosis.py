@@ -110,7 +110,7 @@ def operation_causes(
 
 def _inputs(trial: Trial) -> Inputs:
     call = {f.name: getattr(trial.call, f.name) for f in fields(Call)}
-    return Inputs(**call, grad_out=trial.grad_out)
+    return Inputs(**call, grad_out=trial.grad_out, manner=trial.manner)
 
 
 RELATION_CAUSES = {
@@ -149,10 +149,15 @@ def diagnose(
             defects = tuple(f for f in defects if f not in shown)
     broken = tuple(f for f in defects if f.kind == "non-finite" or f.ratio == float("inf"))
     rest = tuple(f for f in defects if f not in broken and not _same_place(f, broken))
-    if broken:
+    explained = _explained(rest, found) if rest else []
+    # sizes alone may leave memory as it was, where something else is wrong on every call
+    sizes = all(f.case is not None and f.case.probe.startswith("sizes") for f in broken)
+    last = sizes and bool(explained) and explained[0].cause.kind == "function"
+    if broken and not last:
         causes.insert(0, _of_broken(broken))
-    if rest:
-        causes += _explained(rest, found)
+    causes += explained
+    if broken and last:
+        causes.append(_of_broken(broken))
     causes += escapes
     first: dict[str, Diagnosis] = {}
     for cause in causes:

@@ -30,6 +30,13 @@ class Trial:
     grad_out: Tensor
     about: str = ""  # what is telling in it
 
+    @property
+    def manner(self) -> str:
+        """In which memory a kernel is given it: `targets.manner`."""
+        lie = ("contiguous" if x.is_contiguous() else "transposed"
+               for x in (self.call.query, self.grad_out))  # fmt: skip
+        return "/".join((*lie, "once"))
+
 
 def _operands(
     g: torch.Generator,
@@ -170,6 +177,12 @@ def _strided(g: torch.Generator) -> dict[str, Any]:
     return {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
 
 
+def _strided_operands(g: torch.Generator) -> dict[str, Any]:
+    """Operands that lie so, and a dO that does not."""
+    x = _strided(g)
+    return x | {"grad_out": x["grad_out"].contiguous()}
+
+
 def _of(
     heads: tuple[int, int, int], lengths: tuple[int, int], widths: tuple[int, int], **options: Any
 ) -> Draw:
@@ -249,7 +262,9 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "one_query": ("1 query, 200 keys, 4 heads on 2", _of((3, 4, 2), (1, 200), (64, 64))),
     "few_tokens": ("17 tokens", _of((2, 3, 3), (17, 17), (64, 64))),
     "long_causal": ("causal, 520 tokens", _of((1, 1, 1), (520, 520), (32, 32), sees=_CAUSAL)),
+    "wider_values": ("D = 48, of values 80", _of((1, 3, 3), (66, 130), (48, 80))),
     "strided": ("[B, N, H, D] in memory", _strided),
+    "strided_operands": ("[B, N, H, D] in memory, but for dO", _strided_operands),
 }  # fmt: skip
 
 

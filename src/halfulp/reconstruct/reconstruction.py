@@ -47,7 +47,6 @@ from halfulp.reconstruct.stages import Stages
 from halfulp.reconstruct.suggested import is_zero, vanished
 from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_target, target_of
-from halfulp.targets.manner import PLAIN
 
 AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
@@ -119,8 +118,7 @@ def _called(target: Target, trial: Trial, device: str) -> Any:
         name: x.to(device) if isinstance(x, torch.Tensor) else x
         for name, x in call.options().items()
     }
-    manner = PLAIN if call.query.is_contiguous() else "transposed/transposed/once"
-    outcome = run_target(target, query, key, value, do, manner=manner, **options)
+    outcome = run_target(target, query, key, value, do, manner=trial.manner, **options)
     if outcome.result is None or device == "cpu":
         return outcome
     return replace(outcome, result=outcome.result.map(torch.Tensor.cpu))
