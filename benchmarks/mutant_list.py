@@ -141,8 +141,8 @@ ARITHMETIC = (
         "emulation",
         "golden computes in fp32",
         "algorithms/golden.py",
-        "q, k, v = call.query.double(), call.key.double(), call.value.double()",
-        "q, k, v = (x.double() * (1 + 2**-25) for x in (call.query, call.key, call.value))",
+        "k_own, v_own = k[own].double(), v[own].double()",
+        "k_own, v_own = (x[own].double() * (1 + 2**-25) for x in (k, v))",
         ("tests/algorithms/test_golden.py",),
     ),
     Mutant(
@@ -375,9 +375,9 @@ MEASUREMENTS = (
     Mutant(
         "measurement",
         "B7: the largest difference without its sign",
-        "experiments/compare.py",
-        "float(np.abs(one.astype(np.float64) - other).max())",
-        "float((one.astype(np.float64) - other).max())",
+        "diff/weights_apart.py",
+        "float((theirs[name].double() - x.double()).abs().max())",
+        "float((theirs[name].double() - x.double()).max())",
         (COMPARE,),
     ),
     Mutant(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import linregress, ttest_1samp, wasserstein_distance
 from tests.planted_drift import BASE, STEPS, drift, flash, planted_run
 
-from halfulp.diff.weights_apart import wasserstein
+from halfulp.diff.weights_apart import distance, wasserstein
 from halfulp.experiments.compare import (
     INITIALIZATION,
     REPEATED,
@@ -53,6 +53,11 @@ def test_the_distance_is_the_cheapest_of_all_transports(
         for chosen in itertools.permutations(b)
     )
     assert wasserstein(a, b) == pytest.approx(cheapest, rel=1e-6, abs=1e-12)
+
+
+def test_the_largest_difference_is_of_either_sign() -> None:
+    start, moved = {"w": torch.zeros(2)}, {"w": torch.tensor([-3.0, 1.0])}
+    assert distance(start, moved).largest == distance(moved, start).largest == 3.0
 
 
 def test_the_distance_is_that_of_scipy() -> None:
