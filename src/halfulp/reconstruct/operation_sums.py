@@ -187,12 +187,15 @@ def _sum_in_blocks(x: Tensor, index: Tensor, own: Format, block: int) -> Tensor:
     """Rows summed exactly in blocks of all of them, and the blocks in `own`."""
     found, totals = torch.zeros_like(x), torch.zeros(int(index.max()) + 1, *x.shape[1:])
     for start in range(0, len(x), block):
-        numbers, rows = index[start : start + block], x[start : start + block]
-        risen = round_to(totals + torch.zeros_like(totals).index_add(0, numbers, rows.float()), own)
-        for number in torch.unique(numbers):
-            place = start + int((numbers == number).nonzero()[0])
-            found[place] = risen[number] - totals[number]
-        totals = risen
+        rows = x[start : start + block].float()
+        # the totals of all other numbers, of which a vocabulary has many, stay as they are
+        numbers, at = torch.unique(index[start : start + block], return_inverse=True)
+        before = totals[numbers]
+        risen = round_to(before + torch.zeros_like(before).index_add(0, at, rows), own)
+        for number in range(len(numbers)):
+            place = start + int((at == number).nonzero()[0])
+            found[place] = risen[number] - before[number]
+        totals[numbers] = risen
     return found
 
 
