@@ -67,9 +67,18 @@ def test_the_action_audits_compares_and_shows(tmp_path):
     for name in ("html", "json", "md", "xml"):
         assert (tmp_path / f"halfulp-audit.{name}").is_file()
     ElementTree.parse(tmp_path / "halfulp-audit.xml")
-    missing = run_step(step, tmp_path, targets="nosuch.py:attention")
+    # of a step that audits nothing the job does not show what an earlier one found
+    (tmp_path / "summary").unlink()
+    missing = run_step(step, tmp_path, targets="'no such.py:attention' *.py")
     assert missing.returncode == 2
-    assert "there is no file nosuch.py" in missing.stderr
+    assert "there is no file no such.py" in missing.stderr
+    assert not (tmp_path / "summary").exists()
+    nowhere = dict.fromkeys(("page", "json", "junit", "markdown"), "")
+    given = run_step(step, tmp_path, targets="x", options="--list --op 'no such'", **nowhere)
+    assert "op='no such'" in given.stderr
+    unclosed = run_step(step, tmp_path, targets="'bad.py:attention")
+    assert unclosed.returncode == 2
+    assert "each quote of which is closed" in unclosed.stderr
 
 
 def test_the_action_passes_options_that_there_are():

@@ -13,7 +13,7 @@ from halfulp.audit.inputs import Case
 from halfulp.audit.planning import Plan
 from halfulp.complaints import meant
 
-RELATIONS = "relations"
+RELATIONS, SIZES = "relations", "sizes"
 TELLING = (
     "gaussian",
     "deep_negative",
@@ -70,6 +70,8 @@ def chosen(todo: Plan, wanted: Budget) -> Plan:
     """
     names = {_family(case): None for case in todo.all_cases} | {RELATIONS: None}
     for name in wanted.only:
+        if name == SIZES and not todo.sizes:
+            raise ValueError(f"only={name!r}: accepted without shapes, since it has its own")
         if name not in names:
             raise ValueError(f"only={name!r}: accepted are {', '.join(names)}{meant(name, names)}")
     cases = todo.all_cases

@@ -131,9 +131,13 @@ def _files_of(revision: str) -> Iterator[tuple[Path, str]]:
         # a revision that begins with a dash is no option of git's
         commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     except ValueError as error:
+        cut = ""
+        with contextlib.suppress(ValueError):
+            if _git("rev-parse", "--is-shallow-repository") == "true":
+                cut = ", of which this clone holds a part (git fetch --unshallow; fetch-depth: 0)"
         raise ValueError(
             f"against={revision!r}: {error}; accepted are a git revision of the repository that"
-            " you are in, a target's name, and a FILE.json that `halfulp audit --json` wrote"
+            f" you are in{cut}, a target's name, and a FILE.json that `halfulp audit --json` wrote"
         ) from None
     with tempfile.TemporaryDirectory(prefix="halfulp-against-") as folder:
         tree, index = Path(folder).resolve() / "tree", Path(folder) / "index"

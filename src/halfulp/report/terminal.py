@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from halfulp.report.text import cell_text, duration_text, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.containers import Lines
 
 WIDTH = 100
 _WHOLE = 24  # characters of a cell that stay on one line
@@ -54,6 +56,13 @@ def print_table(table: Mapping[str, Any], to: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    class Path(Text):
+        def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+            """A word too long for a line breaks after the last slash that fits on it."""
+            last = rf"(?=\S{{{width + 1},}})\S{{1,{max(1, width - 1)}}}/"
+            broken = re.sub(last, "\\g<0>\n", self.plain)
+            return Text(broken).wrap(console, width, **options)
+
     texts = [[cell_text(cell) for cell in row] for row in table["rows"]]
     lengths = [
         max([len(str(name)), *(len(row[i]) for row in texts)])
@@ -79,7 +88,7 @@ def print_table(table: Mapping[str, Any], to: Console) -> None:
                 min_width=widths[i] if fits else None,
             )
         for row in texts:
-            grid.add_row(*(Text(row[i]) for i in part))
+            grid.add_row(*(Path(row[i]) for i in part))
         to.print(grid)
         title = None
     if table.get("caption"):
