@@ -2,7 +2,8 @@
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
 usage: python -m benchmarks.unseen_draw SET [--check], SET one of fifth, operations_second, sixth,
-       operations_third, seventh, operations_fourth, eighth and operations_fifth (--check alone)
+       operations_third, seventh, operations_fourth, eighth, operations_fifth and operations_sixth
+       (the last three --check alone)
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
@@ -31,11 +32,11 @@ from halfulp.formats import round_to
 
 LATER = ("sixth", "operations_third", "seventh", "operations_fourth", "eighth")
 """Sets that have more inputs, and dtypes of operations."""
-LATEST = ("operations_fifth",)
+LATEST = ("operations_fifth", "operations_sixth")
 """Sets that have these and more."""
 AGAIN = {"seventh": ("sixth", 20261209), "operations_fourth": ("operations_third", 20261209)}
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
-UNDRAWN = ("eighth", "operations_fifth")
+UNDRAWN = ("eighth", "operations_fifth", "operations_sixth")
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
@@ -194,6 +195,9 @@ def operation_cases(dtype: torch.dtype, more: int) -> Iterator[tuple[str, Case]]
     yield "quantize", ((ties.to(dtype),), {"format": "mxfp4"}, None)
     if more > 1:
         yield from latest_cases(dtype)
+    if more > 2:
+        yield "softmax", ((normal(96, 24).to(dtype).mT, -1), {}, low(24, 96))
+        yield "rope", ((low(24, 2, 40), torch.arange(24) * 37), {"base": 1e4}, low(24, 2, 40))
 
 
 def latest_cases(dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
@@ -227,7 +231,7 @@ def latest_cases(dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
     yield "adamw_low", (at, {"step": 100, "lr": 2e-3, **rates}, None)
 
 
-def exact_rope(x, positions, *, base, interleaved):
+def exact_rope(x, positions, *, base, interleaved=False):
     width = x.shape[-1]
     angle = positions.double()[:, None] * base ** (-torch.arange(0, width, 2).double() / width)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -393,7 +397,8 @@ def main() -> None:
             print(f"{one!r},  # {rate:.3g} ×", flush=True)
         return
     found = importlib.import_module(f"benchmarks.unseen_{options.set}")
-    more = 2 if options.set in LATEST else int(options.set in LATER)
+    latest = options.set in LATEST
+    more = 2 + LATEST.index(options.set) if latest else int(options.set in LATER)
     for fault in (*found.FAULTS, *found.SOUND):
         op = getattr(fault, "op", "attention")
         rate = ratio(op, fault.fn, fault.dtype, more)
