@@ -2,8 +2,8 @@
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
 usage: python -m benchmarks.unseen_draw SET [--check], SET one of fifth, operations_second, sixth,
-       operations_third, seventh, operations_fourth, eighth, operations_fifth and operations_sixth
-       (the last three --check alone)
+       operations_third, seventh, operations_fourth, eighth, ninth, operations_fifth and
+       operations_sixth (the last four --check alone)
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
@@ -32,16 +32,16 @@ from halfulp.formats import round_to
 
 LATER = ("sixth", "operations_third", "seventh", "operations_fourth", "eighth")
 """Sets that have more inputs, and dtypes of operations."""
-LATEST = ("operations_fifth", "operations_sixth")
+LATEST = ("operations_fifth", "operations_sixth", "ninth")
 """Sets that have these and more."""
 AGAIN = {"seventh": ("sixth", 20261209), "operations_fourth": ("operations_third", 20261209)}
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
-UNDRAWN = ("eighth", "operations_fifth", "operations_sixth")
+UNDRAWN = ("eighth", "ninth", "operations_fifth", "operations_sixth")
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
 
-def attention_cases(dtype: torch.dtype, more: bool) -> list[Case]:
+def attention_cases(dtype: torch.dtype, more: int) -> list[Case]:
     """Queries, keys, values, options and dO."""
     chance, found = torch.Generator().manual_seed(7), []
 
@@ -86,7 +86,12 @@ def attention_cases(dtype: torch.dtype, more: bool) -> list[Case]:
     add(2, 4, 4, 48, 48, 32, times=2)
     turned, *rest = found.pop()
     turned = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in turned)
-    return [*found, (turned, *rest)]
+    found.append((turned, *rest))
+    if more > 1:
+        add(2, 2, 2, 128, 128, 64, attn_mask=mask & (torch.arange(128)[:, None] % 9 > 0))
+        add(2, 2, 2, 128, 128, 64, attn_mask=normal(2, 1, 128, 128).to(dtype), softcap=2.0)
+        add(2, 4, 2, 128, 128, 64, is_causal=True, sinks=normal(4))
+    return found
 
 
 def exact_attention(q, k, v, *, is_causal, scale, attn_mask=None, window=None, softcap=0.0,
@@ -334,7 +339,7 @@ TWINS: dict[str, Any] = {
 def judged(op: str, dtype: str, more: int) -> list[tuple[Case, list[Tensor], list[float]]]:
     """The cases of an operation, each with its exact results and its twin's errors."""
     kind = getattr(torch, dtype)
-    own = (attention_cases(kind, bool(more)) if op == "attention"
+    own = (attention_cases(kind, more) if op == "attention"
            else [case for name, case in operation_cases(kind, more) if name == op])  # fmt: skip
     twin, found = TWINS.get(op) or getattr(kernels, op)(), []
     for case in own:
