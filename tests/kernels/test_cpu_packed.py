@@ -124,7 +124,13 @@ def test_the_gradient_of_a_mask(shape, dtype):
         results[name] = torch.autograd.grad(out, given, do.to(kind))[0].double()
     off, allowed = ((results[x] - results["exact"]).norm() for x in ("cpu", "torch"))
     assert results["cpu"].shape == shape
-    assert off <= 1.2 * allowed + 2.0**-21 * results["exact"].norm()
+    # A sum of many terms that cancel errs by its terms' roundings, of which few elements (one, where
+    # all of them share a number) may by luck have the least in either.
+    terms = mask.double().expand(2, 4, 70, 130).clone().requires_grad_()
+    out = halfulp.attention(*(t.double() for t in (q, k, v)), terms, backend="torch", **options)
+    (terms,) = torch.autograd.grad(out, terms, do.double())
+    own = 2.0**-20 if dtype == torch.float32 else 0
+    assert off <= 1.2 * allowed + own * terms.norm()
     assert results["exact"].norm() > 0
     assert halfulp.explain_dispatch(q, k, v, given, enable_gqa=True).backend == "cpu"
 

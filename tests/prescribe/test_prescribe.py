@@ -42,7 +42,7 @@ def late(seed, device):
     return model, adam, batch
 
 def fast(seed, device):
-    return make(seed, device, rate=0.2)
+    return make(seed, device, rate=1.0)
 
 def stepped(seed, device):
     model, adam, batch = make(seed, device)

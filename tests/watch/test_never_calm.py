@@ -245,6 +245,8 @@ def test_every_way_to_attention_is_named_by_module_as_the_docs_say(caplog):
     docs = table_of_docs()
     for name, function in ways().items():
         plain, model = Inside(function), Inside(function)
+        for _ in range(2):  # of which TorchScript learns what to fuse, whose bits are others
+            one_step(Inside(function))
         one_step(plain)
         with halfulp.watch(model, every=1) as watcher:
             one_step(model)
