@@ -124,8 +124,8 @@ def test_the_gradient_of_a_mask(shape, dtype):
         results[name] = torch.autograd.grad(out, given, do.to(kind))[0].double()
     off, allowed = ((results[x] - results["exact"]).norm() for x in ("cpu", "torch"))
     assert results["cpu"].shape == shape
-    # A sum of many terms that cancel errs by its terms' roundings, of which few elements (one, where
-    # all of them share a number) may by luck have the least in either.
+    # A sum of many terms that cancel errs by its terms' roundings, and where all of them share one
+    # number its error is that of luck.
     terms = mask.double().expand(2, 4, 70, 130).clone().requires_grad_()
     out = halfulp.attention(*(t.double() for t in (q, k, v)), terms, backend="torch", **options)
     (terms,) = torch.autograd.grad(out, terms, do.double())
