@@ -152,7 +152,8 @@ class Operation:
     # what kernels are known to compute in its place, by what is told of it: the key of its
     # cause, and the definition
     related: Mapping[str, tuple[str, Define]]
-    # what a target is called with: (operands, options) -> (args, keywords)
+    # what a target is called with: (operands, options) -> (args, keywords); operands in their order
+    # and options by name where definition.py says nothing else
     arguments: Callable[[Tensors, Options], tuple[tuple[Any, ...], dict[str, Any]]]
     # results by name of what a target returned
     read: Callable[[Any, Tensors, Options], Tensors]

@@ -90,20 +90,20 @@ def _assembled(name: str, folder: str, files: dict[str, ModuleType]) -> Operatio
             raise ValueError(f"op={folder!r}: {file} defines no {field}")
         return getattr(module, field)
 
-    results = of(definition, "RESULTS")
+    operands, results = of(definition, "OPERANDS"), of(definition, "RESULTS")
     return Operation(
         name=name,
         folder=folder,
         description=(definition.__doc__ or "").strip().split("\n\n")[0].replace("\n", " "),
         signature=of(definition, "SIGNATURE"),
-        operands=of(definition, "OPERANDS"),
+        operands=operands,
         results=results,
         sizes=of(definition, "SIZES"),
-        options=of(definition, "OPTIONS"),
+        options=getattr(definition, "OPTIONS", {}),
         define=of(definition, "define"),
         eager=getattr(definition, "EAGER", ()),
         related=getattr(definition, "RELATED", {}),
-        arguments=of(definition, "arguments"),
+        arguments=getattr(definition, "arguments", partial(_in_order, operands)),
         read=getattr(definition, "read", partial(_whole, results)),
         stock=of(recipes, "STOCK"),
         floor=of(recipes, "FLOOR"),
@@ -143,6 +143,11 @@ def _check_recipes(operation: Operation) -> None:
                     f" {name!r}, which is no step of define; accepted are"
                     f" {', '.join(sorted(steps))}{meant(name.removeprefix('grad_'), list(steps))}"
                 )
+
+
+def _in_order(operands: Any, x: Any, options: Any) -> Any:
+    """Operands by place, options by name."""
+    return tuple(x[operand.name] for operand in operands), dict(options)
 
 
 def _whole(results: Any, returned: Any, *_: Any) -> Any:

@@ -86,28 +86,6 @@ def _small(g: torch.Generator) -> dict[str, Any]:
     return x
 
 
-def _causal(g: torch.Generator) -> dict[str, Any]:
-    return _plain(g) | {"sees": Sees(causal=True)}
-
-
-def _ragged(g: torch.Generator) -> dict[str, Any]:
-    """Lengths and widths that are no multiples of a block."""
-    return _operands(g, (1, 2, 2), (157, 157), (40, 40))
-
-
-def _ragged_causal(g: torch.Generator) -> dict[str, Any]:
-    return _operands(g, (1, 2, 2), (93, 93), (40, 40)) | {"sees": Sees(causal=True)}
-
-
-def _cross(g: torch.Generator) -> dict[str, Any]:
-    """Fewer queries than keys, causal, aligned at the top left."""
-    return _operands(g, (1, 2, 2), (80, 176), (32, 32)) | {"sees": Sees(causal=True)}
-
-
-def _grouped(g: torch.Generator) -> dict[str, Any]:
-    return _operands(g, (3, 6, 2), (64, 80), (32, 32))
-
-
 def _masked(g: torch.Generator) -> dict[str, Any]:
     """A boolean mask of each head and sequence, with rows that may attend to nothing."""
     x = _operands(g, (2, 3, 3), (80, 80), (32, 32))
@@ -124,26 +102,6 @@ def _biased(g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=(-(i[:, None] - i).abs() * slopes)[None])}
 
 
-def _scaled(g: torch.Generator) -> dict[str, Any]:
-    """A scale that is not 1/√D and no power of two."""
-    return _operands(g, (1, 2, 2), (96, 96), (64, 64)) | {"scale": 0.3}
-
-
-def _wide(g: torch.Generator) -> dict[str, Any]:
-    return _operands(g, (1, 2, 2), (96, 96), (128, 128))
-
-
-def _decode(g: torch.Generator) -> dict[str, Any]:
-    """Fewer queries than a tile has rows, and a long cache, grouped."""
-    return _operands(g, (2, 4, 2), (3, 300), (64, 64))
-
-
-def _window(g: torch.Generator) -> dict[str, Any]:
-    return _operands(g, (1, 2, 2), (150, 150), (32, 32)) | {
-        "sees": Sees(causal=True, window=(37, 0))
-    }
-
-
 def _softcap(g: torch.Generator) -> dict[str, Any]:
     x = _operands(g, (1, 2, 2), (96, 96), (32, 32))
     x["query"] *= 3.0
@@ -153,10 +111,6 @@ def _softcap(g: torch.Generator) -> dict[str, Any]:
 def _sinks(g: torch.Generator) -> dict[str, Any]:
     x = _operands(g, (1, 3, 3), (96, 96), (32, 32))
     return x | {"sinks": torch.tensor([3.0, 6.0, -1.0]), "sees": Sees(causal=True)}
-
-
-def _long(g: torch.Generator) -> dict[str, Any]:
-    return _operands(g, (1, 1, 1), (640, 640), (64, 64))
 
 
 def _deep(g: torch.Generator) -> dict[str, Any]:
@@ -213,27 +167,34 @@ def _padded_keys(g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=mask.contiguous())}
 
 
+_CAUSAL = Sees(causal=True)
 _DRAWS: dict[str, tuple[str, Draw]] = {
     "plain": ("standard normal numbers, blocks whole", _plain),
     "sharp": ("few keys a row, scores around −40, values of one sign", _sharp),
     "rising": ("the maximum grows in every block", _rising),
     "small": ("values and gradients below fp16's normal numbers, diffuse rows", _small),
-    "causal": ("causal", _causal),
-    "ragged": ("157 tokens, D = 40", _ragged),
-    "ragged_causal": ("93 tokens, D = 40, causal", _ragged_causal),
-    "cross": ("80 queries, 176 keys, causal", _cross),
-    "grouped": ("3 sequences, 6 heads on 2 key heads", _grouped),
+    "causal": ("causal", _of((1, 2, 2), (192, 192), (64, 64), sees=_CAUSAL)),
+    "ragged": ("157 tokens, D = 40", _of((1, 2, 2), (157, 157), (40, 40))),
+    "ragged_causal": ("93 tokens, D = 40, causal",
+                      _of((1, 2, 2), (93, 93), (40, 40), sees=_CAUSAL)),
+    # aligned at the top left
+    "cross": ("80 queries, 176 keys, causal",
+              _of((1, 2, 2), (80, 176), (32, 32), sees=_CAUSAL)),
+    "grouped": ("3 sequences, 6 heads on 2 key heads", _of((3, 6, 2), (64, 80), (32, 32))),
     "masked": ("a boolean mask for each head, empty rows", _masked),
     "biased": ("an additive mask for each head", _biased),
-    "scaled": ("scale 0.3", _scaled),
-    "wide": ("D = 128", _wide),
-    "decode": ("3 queries, 300 keys, 4 heads on 2 key heads", _decode),
-    "window": ("causal, 37 keys back", _window),
+    # not 1/√D, and no power of two
+    "scaled": ("scale 0.3", _of((1, 2, 2), (96, 96), (64, 64), scale=0.3)),
+    "wide": ("D = 128", _of((1, 2, 2), (96, 96), (128, 128))),
+    # fewer queries than a tile has rows
+    "decode": ("3 queries, 300 keys, 4 heads on 2 key heads",
+               _of((2, 4, 2), (3, 300), (64, 64))),
+    "window": ("causal, 37 keys back",
+               _of((1, 2, 2), (150, 150), (32, 32), sees=Sees(causal=True, window=(37, 0)))),
     "softcap": ("causal, scores capped at 5", _softcap),
     "sinks": ("causal, a sink for each head", _sinks),
-    "long": ("640 tokens", _long),
-}
-_CAUSAL = Sees(causal=True)
+    "long": ("640 tokens", _of((1, 1, 1), (640, 640), (64, 64))),
+}  # fmt: skip
 _RARER: dict[str, tuple[str, Draw]] = {
     "deep": ("causal, scores around −150", _deep),
     "many": ("266 heads of 8 tokens", _many),

@@ -72,11 +72,6 @@ def _with_means(update: Tensor) -> Tensors:
     return {"update": update, "row_mean": update.mean(1), "column_mean": update.mean(0)}
 
 
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """New tensors are returned, none is changed."""
-    return (x["param"], x["grads"], x["exp_avg"], x["exp_avg_sq"]), dict(options)
-
-
 def read(returned: Any, x: Tensors, _: Options) -> Tensors:
     """What the parameters changed by, and the two moments."""
     found = whole(returned, RETURNED)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfulp.formats import round_to
-from halfulp.operations.adamw_step.targets import by_hand
+from halfulp.operations.adamw_step.targets import by_hand, by_torch
 from halfulp.operations.operation_data import BuiltIn
 
 Moved = tuple[Tensor, Tensor, Tensor]
@@ -18,14 +18,14 @@ def torch_plain(
     param: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **options: Any
 ) -> Moved:
     """torch.optim.AdamW on the weights as they are, and its moments in their dtype."""
-    return _by_torch(param, grads, exp_avg, exp_avg_sq, param.dtype, **options)
+    return _by_torch(param, grads, exp_avg, exp_avg_sq, dtype=param.dtype, **options)
 
 
 def master(
     param: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **options: Any
 ) -> Moved:
     """torch.optim.AdamW on a float32 copy."""
-    return _by_torch(param, grads, exp_avg, exp_avg_sq, torch.float32, **options)
+    return _by_torch(param, grads, exp_avg, exp_avg_sq, dtype=torch.float32, **options)
 
 
 def stochastic(
@@ -46,32 +46,10 @@ def stochastic(
 
 
 def _by_torch(
-    param: Tensor,
-    grads: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    dtype: torch.dtype,
-    *,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    param: Tensor, grads: Tensor, *moments: Tensor, dtype: torch.dtype, **options: Any
 ) -> Moved:
-    stepped = torch.nn.Parameter(param.to(dtype, copy=True))
-    optimizer = torch.optim.AdamW(
-        [stepped], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay
-    )
-    moments = {"exp_avg": exp_avg.to(dtype, copy=True)}
-    moments["exp_avg_sq"] = exp_avg_sq.to(dtype, copy=True)
-    optimizer.state[stepped] = {"step": torch.tensor(float(step - 1)), **moments}
-    for grad in grads:
-        stepped.grad = grad.to(dtype)
-        optimizer.step()
-    state = optimizer.state[stepped]
-    found = stepped.detach().to(param.dtype)
-    return found, state["exp_avg"].float(), state["exp_avg_sq"].float()
+    found = by_torch(param.to(dtype), grads, *(x.to(dtype) for x in moments), **options)
+    return found[0].to(param.dtype), found[1].float(), found[2].float()
 
 
 TARGETS = (

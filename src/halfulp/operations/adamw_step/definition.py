@@ -50,11 +50,6 @@ def define(step: Seam, x: Tensors, o: Options) -> Tensors:
     return {"update": update, "exp_avg": first, "exp_avg_sq": second}
 
 
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """New tensors are returned, none is changed."""
-    return (x["param"], x["grad"], x["exp_avg"], x["exp_avg_sq"]), dict(options)
-
-
 def read(returned: Any, x: Tensors, _: Options) -> Tensors:
     """What the parameter changed by, and the two moments."""
     found = whole(returned, RETURNED)

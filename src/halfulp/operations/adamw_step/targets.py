@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,9 +13,9 @@ from halfulp.operations.operation_data import BuiltIn
 Moved = tuple[Tensor, Tensor, Tensor]
 
 
-def adamw(
+def by_torch(
     param: Tensor,
-    grad: Tensor,
+    grads: Iterable[Tensor],
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
@@ -23,17 +26,25 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> Moved:
-    """torch.optim.AdamW, its state put where it was before the step."""
-    master = torch.nn.Parameter(param.clone())
+    """Steps of torch.optim.AdamW in the dtype of what it is given, its state put where it was."""
+    stepped = torch.nn.Parameter(param.clone())
     optimizer = torch.optim.AdamW(
-        [master], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay
+        [stepped], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay
     )
     state = {"step": torch.tensor(float(step - 1)), "exp_avg": exp_avg.clone()}
-    optimizer.state[master] = state | {"exp_avg_sq": exp_avg_sq.clone()}
-    master.grad = grad.to(param.dtype)
-    optimizer.step()
-    moved = optimizer.state[master]
-    return master.detach(), moved["exp_avg"], moved["exp_avg_sq"]
+    optimizer.state[stepped] = state | {"exp_avg_sq": exp_avg_sq.clone()}
+    for grad in grads:
+        stepped.grad = grad.to(param.dtype)
+        optimizer.step()
+    moved = optimizer.state[stepped]
+    return stepped.detach(), moved["exp_avg"], moved["exp_avg_sq"]
+
+
+def adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **options: Any
+) -> Moved:
+    """torch.optim.AdamW."""
+    return by_torch(param, [grad], exp_avg, exp_avg_sq, **options)
 
 
 def by_hand(

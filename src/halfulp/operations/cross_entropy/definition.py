@@ -68,11 +68,6 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     return {"loss": losses}
 
 
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As torch.nn.functional.cross_entropy is called, and with lse_square_scale."""
-    return (x["input"], x["target"]), dict(options)
-
-
 def read(returned: Any, x: Tensors, options: Options) -> Tensors:
     """A loss a token; the mean and the sum stand for every token."""
     found = whole(returned, RESULTS)

@@ -29,8 +29,3 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
         padded = index.new_tensor(range(len(table)))[:, None] == options["padding_idx"]
         table = table.detach() * padded + table * ~padded
     return {"output": step("rows", table[index])}
-
-
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As torch.nn.functional.embedding is called."""
-    return (x["input"], x["weight"]), dict(options)

@@ -48,8 +48,3 @@ def _written_out(step: Seam, x: Tensors, options: Options) -> Tensors:
 
 
 EAGER = (_written_out,)
-
-
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As halfulp's signature says; torch has no such function."""
-    return (x["gate"], x["up"]), dict(options)

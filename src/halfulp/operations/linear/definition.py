@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
 
 SIGNATURE = "linear(input, weight)"
@@ -14,7 +12,6 @@ SIZES = (
     Sizes.given(T=32, K=512, N=64),
     Sizes.given(T=17, K=130, N=33),
 )
-OPTIONS: dict[str, Any] = {}
 
 
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:
@@ -23,8 +20,3 @@ def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     rows = step("_inputs", x["input"][:, None].expand(shape))  # whose gradients are terms of dX
     products = step("products", rows * step("_weights", x["weight"][None].expand(shape)))
     return {"output": products.sum(-1)}
-
-
-def arguments(x: Tensors, _: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As torch.nn.functional.linear is called."""
-    return (x["input"], x["weight"]), {}

@@ -33,11 +33,4 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     return of_logits.define(step, operands, {**options, "lse_square_scale": 0.0})
 
 
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As torch.nn.functional.linear_cross_entropy is called."""
-    return (x["input"], x["weight"], x["target"]), dict(options)
-
-
-def read(returned: Any, x: Tensors, options: Options) -> Tensors:
-    """A loss a token; the mean and the sum stand for every token."""
-    return of_logits.read(returned, x, options)
+read = of_logits.read

@@ -11,18 +11,8 @@ from torch.nn import functional
 from halfulp.operations.operation_data import BuiltIn
 
 
-def eager(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor:
+def eager(input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
     """As transformers computes its losses: a linear layer, then the logits in fp32."""
-    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing}
-    options["ignore_index"] = ignore_index
     return functional.cross_entropy(functional.linear(input, weight).float(), target, **options)
 
 

@@ -24,11 +24,6 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     return {"output": step("values", found.to(x["input"].dtype))}
 
 
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The format by its name in `halfulp ls formats`."""
-    return (x["input"],), dict(options)
-
-
 def read(returned: Any, *_: Any) -> Tensors:
     """What comes back in another dtype holds the same numbers."""
     if not isinstance(returned, torch.Tensor):

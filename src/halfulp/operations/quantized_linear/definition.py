@@ -82,8 +82,3 @@ class _Products(torch.autograd.Function):
         (x, w), q, dy = ctx.saved_tensors, ctx.quantized, grads[0]
         grad_input = q(dy, "gradient") @ q(w.mT, "weight").mT
         return grad_input, q(dy.mT, "gradient") @ q(x.mT, "input").mT, None
-
-
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As torch.nn.functional.linear, and with the name of the format."""
-    return (x["input"], x["weight"]), dict(options)

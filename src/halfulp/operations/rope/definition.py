@@ -57,8 +57,3 @@ def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         return torch.stack([first, second], -1).flatten(-2)
     return torch.cat([first, second], -1)
-
-
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As halfulp's signature says; torch has no such function."""
-    return (x["input"], x["positions"]), dict(options)

@@ -12,7 +12,6 @@ SIGNATURE = "softmax(input, dim)"
 OPERANDS = (Operand("input", "T V"),)
 RESULTS = (Output("output", "T V"),)
 SIZES = (Sizes.given(T=24, V=256), Sizes.given(T=8, V=4096), Sizes.given(T=33, V=250))
-OPTIONS: dict[str, Any] = {}
 
 
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:

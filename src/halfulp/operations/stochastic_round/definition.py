@@ -17,18 +17,12 @@ RESULTS = (
     Output("column_mean", "D", dtype="float32", differentiable=False, rows=0),
 )
 SIZES = (Sizes.given(T=64, D=64), Sizes.given(T=128, D=256), Sizes.given(T=63, D=77))
-OPTIONS: dict[str, Any] = {}
 
 
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     """T rows of D numbers."""
     rounded = step("rounded", x["input"])
     return {"output": rounded, "row_mean": rounded.mean(1), "column_mean": rounded.mean(0)}
-
-
-def arguments(x: Tensors, _: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As halfulp's signature says; the kernel seeds itself, or draws from torch's generator."""
-    return (x["input"],), {}
 
 
 def read(returned: Any, *_: Any) -> Tensors:

@@ -12,7 +12,6 @@ SIGNATURE = "sum(input, dim)"
 OPERANDS = (Operand("input", "T D"),)
 RESULTS = (Output("output", "D", dtype="float"),)
 SIZES = (Sizes.given(T=64, D=64), Sizes.given(T=512, D=64), Sizes.given(T=65, D=33))
-OPTIONS: dict[str, Any] = {}
 
 
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from halfulp.operations.gated_unit import RELATED as RELATED
@@ -14,7 +12,6 @@ SIGNATURE = "swiglu(gate, up)"
 OPERANDS = (Operand("gate", "T D"), Operand("up", "T D"))
 RESULTS = (Output("output", "T D"),)
 SIZES = (Sizes.given(T=24, D=256), Sizes.given(T=16, D=1024), Sizes.given(T=33, D=250))
-OPTIONS: dict[str, Any] = {}
 
 
 def define(step: Seam, x: Tensors, _: Options) -> Tensors:
@@ -32,8 +29,3 @@ def _written_out(step: Seam, x: Tensors, _: Options) -> Tensors:
 
 
 EAGER = (_written_out,)
-
-
-def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As halfulp's signature says; torch has no such function."""
-    return (x["gate"], x["up"]), dict(options)
