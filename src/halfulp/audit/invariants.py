@@ -9,7 +9,7 @@ whatever the golden value says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,17 +19,21 @@ from torch import Tensor
 from halfulp.audit.figures import GRADIENTS
 from halfulp.audit.inputs import Inputs
 from halfulp.calls import Result, Sees
+from halfulp.runs.results import Plain
 from halfulp.targets.manner import FILLED
 
 Run = Callable[[Inputs], Result | None]
 TENSORS = ("out", *GRADIENTS)
+OF_QUERIES, OF_KEYS = TENSORS[:2], TENSORS[2:]
 OPERANDS = ("query", "key", "value", "grad_out")
 _ALL = slice(None)
 
 
 @dataclass(frozen=True)
-class Relation:
+class Relation(Plain):
     """What one relation showed for one tensor."""
+
+    APART = ("difference",)
 
     invariant: str
     tensor: str
@@ -42,7 +46,7 @@ class Relation:
 def _relation(
     invariant: str,
     first: Result,
-    second: dict[str, Tensor | None],
+    second: dict[str, Tensor],
     rows: slice | list[int] = _ALL,
 ) -> list[Relation]:
     """Of the tensors of two calls; of `rows` of the first alone, whose difference is taken as that
@@ -51,7 +55,7 @@ def _relation(
     found = []
     for name, b in second.items():
         a = getattr(first, name)
-        if a is None or b is None:
+        if a is None:
             continue
         a = a[:, :, : b.shape[2]] if rows == _ALL else a[:, :, rows]
         # a NaN is as wrong as can be, also where both calls give one
@@ -63,14 +67,14 @@ def _relation(
     return found
 
 
+def _given(found: Result, names: Sequence[str] = TENSORS) -> dict[str, Tensor]:
+    return {name: t for name in names if (t := getattr(found, name)) is not None}
+
+
 def repeated_call(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """The same call twice: run-to-run determinism."""
     again = run(x)
-    return (
-        []
-        if again is None
-        else _relation("same call twice", base, {name: getattr(again, name) for name in TENSORS})
-    )
+    return [] if again is None else _relation("same call twice", base, _given(again))
 
 
 def filled_memory(run: Run, x: Inputs, _: Result) -> list[Relation]:
@@ -117,10 +121,10 @@ def lse_in_the_loss(run: Run, x: Inputs, base: Result) -> list[Relation]:
     other = run(replace(x, grad_lse=signs * size))
     if other is None:
         return []
-    undone = {"out": other.out, "grad_value": other.grad_value}
-    for name, more in (("grad_query", of_query), ("grad_key", of_key)):
-        got = getattr(other, name)
-        undone[name] = None if got is None else got.double() - x.scale * size * more
+    undone = _given(other, ("out", "grad_value"))
+    more = {"grad_query": of_query, "grad_key": of_key}
+    for name, got in _given(other, tuple(more)).items():
+        undone[name] = got.double() - x.scale * size * more[name]
     return _relation("lse in the loss", base, undone)
 
 
@@ -131,9 +135,8 @@ def powers_of_two(run: Run, x: Inputs, base: Result) -> list[Relation]:
     if other is None:
         return []
     factors = {"out": 0.25, "grad_query": 2.0, "grad_key": 2.0, "grad_value": 8.0}
-    return _relation(
-        "power-of-two scaling", base, {n: _times(getattr(other, n), f) for n, f in factors.items()}
-    )
+    undone = {name: t * factors[name] for name, t in _given(other).items()}
+    return _relation("power-of-two scaling", base, undone)
 
 
 def batch_position(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -142,7 +145,7 @@ def batch_position(run: Run, x: Inputs, base: Result) -> list[Relation]:
     other = run(replace(x, **reversed_))
     if other is None:
         return []
-    turned = {n: None if (t := getattr(other, n)) is None else t.flip(0) for n in TENSORS}
+    turned = {name: t.flip(0) for name, t in _given(other).items()}
     return _relation("batch position", base, turned)
 
 
@@ -178,12 +181,7 @@ def query_chunks(run: Run, x: Inputs, base: Result) -> list[Relation]:
         for part in (slice(None, rows), slice(rows, None))
     ]
     joined = _joined(parts, 2)
-    first, second = parts
-    if first is None or second is None:
-        return []
-    for name in ("grad_key", "grad_value"):
-        a, b = getattr(first, name), getattr(second, name)
-        joined[name] = None if a is None or b is None else a.double() + b.double()
+    joined |= {name: _halves(joined[name]) for name in OF_KEYS if name in joined}
     return _relation("queries in chunks", base, joined)
 
 
@@ -214,7 +212,7 @@ def split_count(run: Run, x: Inputs, _: Result) -> list[Relation]:
     one, four = (run(replace(x, num_splits=count)) for count in (1, 4))
     if one is None or four is None:
         return []
-    return _relation("split count", one, {name: getattr(four, name) for name in TENSORS})
+    return _relation("split count", one, _given(four))
 
 
 def padded_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -229,22 +227,21 @@ def padded_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     other = run(replace(x, key=key, value=value, sees=replace(x.sees, mask=mask)))
     if other is None:
         return []
-    cut = {
-        name: None if (t := getattr(other, name)) is None else t[:, :, :n]
-        for name in ("grad_key", "grad_value")
-    }
-    same = {"out": other.out, "grad_query": other.grad_query}
-    return _relation("padding behind a mask", base, same | cut)
+    cut = {name: t[:, :, :n] for name, t in _given(other, OF_KEYS).items()}
+    return _relation("padding behind a mask", base, _given(other) | cut)
 
 
-def _joined(parts: list[Result | None], axis: int) -> dict[str, Tensor | None]:
-    """The results of several calls as of one; None of what one of them lacks."""
-    joined: dict[str, Tensor | None] = {}
-    for name in TENSORS:
-        found = [None if part is None else getattr(part, name) for part in parts]
-        whole = [t for t in found if t is not None]
-        joined[name] = torch.cat(whole, axis) if len(whole) == len(found) else None
-    return joined
+def _joined(parts: list[Result | None], axis: int) -> dict[str, Tensor]:
+    """The results of several calls as of one, but what one of them lacks."""
+    every = [{} if part is None else _given(part) for part in parts]
+    names = [name for name in TENSORS if all(name in found for found in every)]
+    return {name: torch.cat([found[name] for found in every], axis) for name in names}
+
+
+def _halves(x: Tensor) -> Tensor:
+    """What two halves along the sequence add up to."""
+    first, second = x.double().chunk(2, 2)
+    return first + second
 
 
 def permuted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -255,36 +252,20 @@ def permuted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     if other is None:
         return []
     back = torch.argsort(order)
-    undone = {
-        n: None if (t := getattr(other, n)) is None else t[:, :, back]
-        for n in ("grad_key", "grad_value")
-    }
-    return _relation(
-        "permuted keys", base, {"out": other.out, "grad_query": other.grad_query, **undone}
-    )
+    undone = {name: t[:, :, back] for name, t in _given(other, OF_KEYS).items()}
+    return _relation("permuted keys", base, _given(other) | undone)
 
 
 def duplicated_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     """Every key and value twice (not causal): out and dQ as before, the two gradients of a key add
     up to the one before.
     """
-    other = run(
-        replace(x, key=torch.cat([x.key, x.key], 2), value=torch.cat([x.value, x.value], 2))
-    )
+    key, value = (torch.cat([t, t], 2) for t in (x.key, x.value))
+    other = run(replace(x, key=key, value=value))
     if other is None:
         return []
-    n = x.key.shape[2]
-    sums = {
-        name: (
-            None
-            if (t := getattr(other, name)) is None
-            else t[:, :, :n].double() + t[:, :, n:].double()
-        )
-        for name in ("grad_key", "grad_value")
-    }
-    return _relation(
-        "duplicated keys", base, {"out": other.out, "grad_query": other.grad_query, **sums}
-    )
+    sums = {name: _halves(t) for name, t in _given(other, OF_KEYS).items()}
+    return _relation("duplicated keys", base, _given(other) | sums)
 
 
 def shifted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -295,13 +276,7 @@ def shifted_keys(run: Run, x: Inputs, base: Result) -> list[Relation]:
     # a power of two, so that the shift itself rounds nothing
     key[..., 0] = 2.0
     other = run(replace(x, key=key))
-    return (
-        []
-        if other is None
-        else _relation(
-            "key shift", base, {n: getattr(other, n) for n in ("out", "grad_key", "grad_value")}
-        )
-    )
+    return [] if other is None else _relation("key shift", base, _given(other, ("out", *OF_KEYS)))
 
 
 def causal_prefix(run: Run, x: Inputs, _: Result) -> list[Relation]:
@@ -314,16 +289,11 @@ def causal_prefix(run: Run, x: Inputs, _: Result) -> list[Relation]:
     tail_silent = x.grad_out.clone()
     tail_silent[:, :, n:] = 0
     whole = run(replace(x, grad_out=tail_silent))
-    cut = {
-        name: getattr(x, name)[:, :, :n].contiguous()
-        for name in ("query", "key", "value", "grad_out")
-    }
+    cut: dict[str, Any] = {name: getattr(x, name)[:, :, :n].contiguous() for name in OPERANDS}
     prefix = run(replace(x, **cut))
     if whole is None or prefix is None:
         return []
-    return _relation(
-        "causal prefix and padding", whole, {name: getattr(prefix, name) for name in TENSORS}
-    )
+    return _relation("causal prefix and padding", whole, _given(prefix))
 
 
 def one_at_a_time(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -341,7 +311,7 @@ def one_at_a_time(run: Run, x: Inputs, base: Result) -> list[Relation]:
         alone: dict[str, Any] = cut | {"sees": Sees()}
         parts.append(run(replace(x, **alone)))
     joined = _joined(parts, 2)
-    of_queries = {name: joined[name] for name in ("out", "grad_query")}
+    of_queries = {name: joined[name] for name in OF_QUERIES if name in joined}
     return _relation("decode against prefill", base, of_queries, rows)
 
 
@@ -356,8 +326,7 @@ def later_chunk(run: Run, x: Inputs, base: Result) -> list[Relation]:
     other = run(replace(x, **moved))
     if other is None:
         return []
-    found = {"out": other.out, "grad_query": other.grad_query}
-    return _relation("prefill in chunks", base, found, own)
+    return _relation("prefill in chunks", base, _given(other, OF_QUERIES), own)
 
 
 def poison(run: Run, x: Inputs, base: Result) -> list[Relation]:
@@ -390,10 +359,6 @@ def poison(run: Run, x: Inputs, base: Result) -> list[Relation]:
             Relation("NaN confined", name, torch.zeros(1, dtype=torch.float64), same, confined)
         )
     return found
-
-
-def _times(x: Tensor | None, factor: float) -> Tensor | None:
-    return None if x is None else x * factor
 
 
 PLAIN: dict[str, Callable[[Run, Inputs, Result], list[Relation]]] = {

@@ -13,6 +13,7 @@ from halfulp.audit.invariants import Relation
 from halfulp.audit.verdict import LIMITS, Finding, Row
 from halfulp.operations import ATTENTION
 from halfulp.reconstruct import Cause, Reconstruction
+from halfulp.runs.results import Plain, plain_data
 
 Verdict = Literal[
     "sound", "stock", "forward sound", "forward stock", "defect", "incomplete", "error"
@@ -20,8 +21,10 @@ Verdict = Literal[
 
 
 @dataclass(frozen=True)
-class CaseReport:
+class CaseReport(Plain):
     """One case: its rows, or why there are none."""
+
+    APART = ("case",)
 
     case: Case
     status: Literal["ok", "unsupported", "refused", "error", "not called"]
@@ -36,22 +39,17 @@ class CaseReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         probe = self.case.known_probe
-        return {
-            **self.case.told,
-            "exposes": "real activations" if probe is None else probe.exposes,
-            "source": "captured" if probe is None else probe.source,
-            "status": self.status,
-            "reason": self.reason,
-            "rows": [row.as_dict() for row in self.rows],
-            "leans": self.leans,
-            "ulps": {k: list(v) for k, v in self.ulps.items()},
-            "nonfinite": self.nonfinite,
-        }
+        exposes = "real activations" if probe is None else probe.exposes
+        source = "captured" if probe is None else probe.source
+        return self.case.told | super().as_dict() | {"exposes": exposes, "source": source}
 
 
 @dataclass(frozen=True)
-class AuditReport:
+class AuditReport(Plain):
     """The result of `halfulp.audit`."""
+
+    APART = ("causes", "evidence", "fingerprint", "growth", "limits", "smallest")
+    BESIDE = ("differentiable",)
 
     target: str
     dtype: str
@@ -106,70 +104,23 @@ class AuditReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinities become None."""
+        named = ("code", "key", "name", "resembles", "effect")
         causes = [
-            {
-                "code": c.code,
-                "key": c.key,
-                "name": c.name,
-                "resembles": c.resembles,
-                "effect": c.effect,
-                "evidence": evidence,
-            }
-            for c, evidence in zip(self.causes, self.evidence, strict=True)
+            {name: getattr(cause, name) for name in named} | {"evidence": evidence}
+            for cause, evidence in zip(self.causes, self.evidence, strict=True)
         ]
-        smallest = (
-            None
-            if self.smallest is None
-            else {
-                "probe": self.smallest.probe,
-                "shape": str(self.smallest.shape),
-                "seed": self.smallest.seed,
-            }
-        )
-        relations = [
-            {
-                "invariant": r.invariant,
-                "tensor": r.tensor,
-                "identical": r.identical,
-                "times_floor": r.times_floor,
-                "confined": r.confined,
-            }
-            for r in self.relations
-        ]
-        bounds = LIMITS[self.dtype]
-        plain = {
+        smallest = self.smallest
+        plain: dict[str, Any] = super().as_dict() | {
             "format": 1,  # of this dictionary: report/audit.schema.json
-            "target": self.target,
-            "operation": self.operation,
-            "dtype": self.dtype,
-            "device": self.device,
-            "depth": self.depth,
-            "forward": self.forward,
-            "form": self.form,
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "missing": list(self.missing),
             "left_out": list(self.limits),
-            "findings": [f.as_dict() for f in self.findings],
             "causes": causes,
             "cause": causes[0] if causes else None,
-            "cases": [c.as_dict() for c in self.cases],
-            "relations": relations,
-            "fingerprint": self._fingerprint(),
-            "growth": {short(k): v for k, v in self.growth.items()},
-            "drift": self.drift,
-            "tests": self.tests,
-            "bounds": {"stock": bounds.stock, "floor": bounds.floor},
-            "family_level": self.family_level,
-            "smallest": smallest,
-            "script": self.script,
-            "notes": list(self.notes),
-            "differentiable": self.differentiable,
-            "seconds": self.seconds,
-            "versions": self.versions,
+            "fingerprint": plain_data(self._fingerprint()),
+            "growth": {short(k): plain_data(v) for k, v in self.growth.items()},
+            "bounds": {name: getattr(LIMITS[self.dtype], name) for name in ("stock", "floor")},
+            "smallest": smallest and {k: x for k, x in smallest.told.items() if k != "file"},
         }
-        finite: dict[str, Any] = _plain(plain)
-        return finite
+        return plain
 
     def _fingerprint(self) -> dict[str, Any] | None:
         """The reconstruction without its time, which is in the report's."""
@@ -183,12 +134,3 @@ class AuditReport:
 
     def __str__(self) -> str:
         return f"{self.target}: {self.verdict}. {self.reason}"
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinities."""
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

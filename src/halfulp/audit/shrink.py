@@ -11,6 +11,7 @@ import torch
 
 from halfulp.audit.figures import Measured, excess
 from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.invariants import Run
 from halfulp.audit.operation_plan import smaller
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
@@ -21,7 +22,6 @@ from halfulp.operations import ATTENTION, Sizes, operation_names
 from halfulp.runs.threads import own_thread
 from halfulp.targets.form import BHND, Form
 
-Run = Callable[[Inputs], Result | None]
 # of which shrinking takes 11 to 16 (docs/log.md)
 MOST_CALLS = 40
 

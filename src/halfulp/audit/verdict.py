@@ -26,6 +26,7 @@ from halfulp.audit.invariants import Relation
 from halfulp.audit.probes import Probe
 from halfulp.audit.references import References
 from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean, log_ratios
+from halfulp.runs.results import Plain, plain_data
 
 Grade = Literal["defect", "stock"]
 FAMILY_LEVEL = 0.01  # chance of any false alarm over all tests of one audit
@@ -58,8 +59,10 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Plain):
     """One property that a target fails."""
+
+    APART = ("case", "times_stock")
 
     grade: Grade
     kind: Literal["error", "lean", "non-finite", "element", "relation"]
@@ -72,20 +75,14 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "grade": self.grade,
-            "kind": self.kind,
-            "property": self.property,
-            "tensor": self.tensor,
-            "case": None if self.case is None else self.case.told,
-            "figure": self.figure,
-            "ratio": self.ratio,
-        }
+        return super().as_dict() | {"case": None if self.case is None else self.case.told}
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Plain):
     """One figure of one case beside the stock recipe's and the floor's."""
+
+    APART = ("times_stock", "times_floor", "heads", "tensor")
 
     property: str
     relative: float
@@ -99,15 +96,12 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        plain: dict[str, Any] = {
-            "property": self.property,
-            "relative": self.relative,
-            "samples": self.samples,
-        }
-        plain |= {"stock": self.stock, "floor": self.floor}
+        plain = super().as_dict()
         for name, times in (("times_stock", self.times_stock), ("times_floor", self.times_floor)):
             plain |= {name: times.mean, f"{name}_lower": times.lower, f"{name}_upper": times.upper}
-        return plain | {"heads": [float(f"{times:.7g}") for times in self.heads]}
+        plain["heads"] = [float(f"{times:.7g}") for times in self.heads]
+        finite: dict[str, Any] = plain_data(plain)
+        return finite
 
 
 def tests_in(measured: Measured, reference: References) -> int:

@@ -42,14 +42,17 @@ def number_of(plain: float | None) -> float:
 
 
 class Plain:
-    """A dataclass whose JSON form is its fields and the properties that `BESIDE` names."""
+    """A dataclass whose JSON form is its fields but those that `APART` names, and the properties
+    that `BESIDE` names.
+    """
 
+    APART: ClassVar[tuple[str, ...]] = ()
     BESIDE: ClassVar[tuple[str, ...]] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form; numbers that are not finite become None."""
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
-        names = (*(f.name for f in fields), *self.BESIDE)
+        names = (*(f.name for f in fields if f.name not in self.APART), *self.BESIDE)
         return {name: plain_data(getattr(self, name)) for name in names}
 
 
