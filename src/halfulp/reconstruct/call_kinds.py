@@ -16,71 +16,56 @@ MIXED = 0.45  # of the calls that are wrong: so many others may be of their kind
 
 def option_of(trials: Sequence[Trial]) -> str:
     """The cause that stands for an option which all of these calls ask for; empty without one."""
-    asked = {
-        "sinks": [t.call.sinks is not None for t in trials],
-        "softcap": [bool(t.call.softcap) for t in trials],
-        "window": [t.call.sees.window is not None for t in trials],
-        "mask": [t.call.sees.mask is not None for t in trials],
+    shared = [k for k in _OPTIONS if trials and all(_told(t)[k][0] for t in trials)]
+    return _told(trials[0])[shared[0]][1] if shared else ""
+
+
+def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
+    """Whether a call is what words say, and what stands for a fault that only such calls show: what
+    a caller asks for first, sizes after it, numbers last.
+    """
+    call, name = trial.call, trial.name
+    (b, h, n, d), n_key = call.query.shape, call.key.shape[2]
+    sees = call.sees
+    additive = sees.mask is not None and sees.mask.dtype != torch.bool
+    return {
+        "with sinks": (call.sinks is not None, "sinks"),
+        "with a softcap": (bool(call.softcap), "softcap"),
+        "with a window": (sees.window is not None, "window"),
+        "with a mask": (sees.mask is not None, "mask"),
+        "with an additive mask": (additive, "mask"),
+        "grouped": (call.groups > 1, "key-heads"),
+        "of several sequences": (b > 1, "other-data"),
+        "causal": (sees.causal, "causal-mask"),
+        "with more queries than keys": (n > n_key, "ragged"),
+        "with other lengths of queries and keys": (n != n_key, "ragged"),
+        "with other widths of keys and values": (d != call.value.shape[3], "ragged"),
+        "of operands that lie as [B, N, H, D]": (not call.query.is_contiguous(), "layout"),
+        "of lengths off 16": (n_key % 16 != 0, "ragged"),
+        "of lengths off 64": (n_key % 64 != 0, "ragged"),
+        "of lengths off 128": (n_key % 128 != 0, "ragged"),
+        "with a D off 64": (d % 64 != 0, "ragged"),
+        "with a D above 64": (d > 64, "ragged"),
+        "whose scale is no power of two": (math.frexp(call.scale)[0] != 0.5, "prescaled"),
+        "whose scale is the caller's": (abs(call.scale * math.sqrt(d) - 1) > 1e-6, "scale"),
+        "of few queries": (n < 16, "query-tail"),
+        "of more than 128 heads": (b * h > 128, "unwritten"),
+        "of more than 64 keys": (n_key > 64, ""),
+        "of more than 128 keys": (n_key > 128, ""),
+        "of more than 192 keys": (n_key > 192, "accumulator"),
+        "whose maximum grows": (name == "rising", "rescale"),
+        "whose scores lie far from 0": (name in ("sharp", "deep"), "row-max"),
+        "whose maximum grows, or lies far from 0": (name in ("rising", "sharp", "deep"), "rescale"),
+        "of small values": (name == "small", "operand"),
     }
-    return next((name for name, every in asked.items() if every and all(every)), "")
 
 
 def _kinds(trial: Trial) -> dict[str, bool]:
-    """What a call is, in words: what a caller asks for first, sizes after it, numbers last."""
-    call = trial.call
-    (b, h, n, d), n_key = call.query.shape, call.key.shape[2]
-    return {
-        "with sinks": call.sinks is not None,
-        "with a softcap": bool(call.softcap),
-        "with a window": call.sees.window is not None,
-        "with a mask": call.sees.mask is not None,
-        "with an additive mask": call.sees.mask is not None and call.sees.mask.dtype != torch.bool,
-        "grouped": call.groups > 1,
-        "of several sequences": b > 1,
-        "causal": call.sees.causal,
-        "with more queries than keys": n > n_key,
-        "with other lengths of queries and keys": n != n_key,
-        "with other widths of keys and values": d != call.value.shape[3],
-        "of operands that lie as [B, N, H, D]": not call.query.is_contiguous(),
-        "of lengths off 16": n_key % 16 != 0,
-        "of lengths off 64": n_key % 64 != 0,
-        "of lengths off 128": n_key % 128 != 0,
-        "with a D off 64": d % 64 != 0,
-        "with a D above 64": d > 64,
-        "whose scale is no power of two": math.frexp(call.scale)[0] != 0.5,
-        "whose scale is the caller's": abs(call.scale * math.sqrt(d) - 1) > 1e-6,
-        "of few queries": n < 16,
-        "of more than 128 heads": b * h > 128,
-        "of more than 64 keys": n_key > 64,
-        "of more than 128 keys": n_key > 128,
-        "of more than 192 keys": n_key > 192,
-        "whose maximum grows": trial.name == "rising",
-        "whose scores lie far from 0": trial.name in ("sharp", "deep"),
-        "whose maximum grows, or lies far from 0": trial.name in ("rising", "sharp", "deep"),
-        "of small values": trial.name == "small",
-    }
+    return {told: holds for told, (holds, _) in _told(trial).items()}
 
 
-_CAUSES = {
-    "with sinks": "sinks", "with a softcap": "softcap", "with a window": "window",
-    "with a mask": "mask", "with an additive mask": "mask",
-    "grouped": "key-heads", "of several sequences": "other-data",
-    "with more queries than keys": "ragged", "of operands that lie as [B, N, H, D]": "layout",
-    "with other widths of keys and values": "ragged",
-    "causal": "causal-mask", "with other lengths of queries and keys": "ragged",
-    "of lengths off 16": "ragged", "of lengths off 64": "ragged", "of lengths off 128": "ragged",
-    "with a D off 64": "ragged", "with a D above 64": "ragged",
-    "whose scale is no power of two": "prescaled", "whose scale is the caller's": "scale",
-    "of few queries": "query-tail", "of more than 128 heads": "unwritten",
-    "of more than 192 keys": "accumulator", "whose maximum grows": "rescale",
-    "whose scores lie far from 0": "row-max", "whose maximum grows, or lies far from 0": "rescale",
-    "of small values": "operand",
-}  # fmt: skip
-"""What stands for a fault that only such calls show."""
-
-
-_TOLD_FIRST = ("with sinks", "with a softcap", "with a window", "with a mask",
-               "with an additive mask")  # fmt: skip
+_OPTIONS = ("with sinks", "with a softcap", "with a window", "with a mask")
+_ASKED = (*_OPTIONS, "with an additive mask")
 
 
 def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:
@@ -113,6 +98,6 @@ def condition(some: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, str]
                 also = sum(k[other] == value for k in left) + PAIR  # simpler ones first
                 told = f"calls {kind} {'and ' if value else 'that are not '}{other} alone"
                 # lengths and groups change nothing where nothing is hidden: the mask is at fault
-                own = other if value and other == "causal" and kind not in _TOLD_FIRST else kind
+                own = other if value and other == "causal" and kind not in _ASKED else kind
                 best = min(best, (also, told, own), key=lambda x: x[0])
-    return best[1], _CAUSES.get(best[2], "")
+    return best[1], _told(some[0])[best[2]][1] if best[2] else ""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.ranges import ranges
-from halfulp.reconstruct.sums_read import BITS, Run, from_terms, spread
+from halfulp.reconstruct.sums_read import BITS, from_terms, spread
 
 OFF = 1.8  # times the spread that rounding makes: from there on a quantity differs
 HELD = 0.9  # share of what differs that a place must hold
@@ -279,9 +279,10 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
         again = shown(run, trial, tensor, numbers.to(dtype))
         how = RIGHT if again is None else _held(again, dtype)
         plain = shown(run, trial, tensor)
-        other_units = again is not None and plain is not None and (
-            _by_lines(again, dtype) > LINES * _by_lines(plain, dtype)
-            and _line_share(again, dtype) > LINED)  # fmt: skip
+        other_units = False
+        if again is not None and plain is not None:
+            more, share = _by_lines(again, dtype)
+            other_units = more > LINES * _by_lines(plain, dtype)[0] and share > LINED
         if other_units or how.kind in ("column-factor", "row-factor"):
             of = "K" if tensor == "grad_query" else "Q"
             told = (
@@ -313,38 +314,26 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     return part
 
 
-def _by_lines(read: ReadScores, dtype: torch.dtype) -> float:
-    """How far rows and columns of dS are off by a factor of each, in units of what single elements
-    would make of them by chance: an operand that is off is off for a whole line.
+def _by_lines(read: ReadScores, dtype: torch.dtype) -> tuple[float, float]:
+    """How far rows and columns of dS are off by a factor of each, beside one of all, in units of
+    what single elements would make of them by chance: an operand that is off is off for a whole
+    line. And the share of the error that such factors make: of sums that are rounded it is small.
     """
     sigma = _sigma(read, dtype)
     weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
     error, base = (read.read - read.exact) * weight, read.exact * weight
     error = error - base * (error * base).sum() / base.square().sum().clamp_min(1e-300)
-    spread_ = float(error.square().sum()) / max(1, int((weight > 0).sum()))
-    most = 1.0
+    total = float(error.square().sum())
+    most, share = 1.0, 0.0
     for dim in (-1, -2):
-        size = base.square().sum(dim)
-        factor = (error * base).sum(dim).square() / size.clamp_min(1e-300)
-        weighed = (error * base).square().sum(dim) / size.clamp_min(1e-300)
+        size = base.square().sum(dim).clamp_min(1e-300)
+        factor = (error * base).sum(dim).square() / size
+        share = max(share, float(factor.sum()) / (total or 1.0))
+        weighed = (error * base).square().sum(dim) / size
         lines = (weight > 0).sum(dim) >= MANY
-        if spread_ > 0 and bool(lines.any()):
+        if total > 0 and bool(lines.any()):
             most = max(most, float(factor[lines].mean() / weighed[lines].mean().clamp_min(1e-300)))
-    return most
-
-
-def _line_share(read: ReadScores, dtype: torch.dtype) -> float:
-    """The share of dS's error that factors of single rows, or of columns, make, beside one of
-    all: of sums that are rounded it is small.
-    """
-    sigma = _sigma(read, dtype)
-    weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
-    error, base = (read.read - read.exact) * weight, read.exact * weight
-    error = error - base * (error * base).sum() / base.square().sum().clamp_min(1e-300)
-    total = float(error.square().sum()) or 1.0
-    shares = ((error * base).sum(d).square() / base.square().sum(d).clamp_min(1e-300)
-              for d in (-1, -2))  # fmt: skip
-    return max(float(share.sum()) / total for share in shares)
+    return most, share
 
 
 def _sigma(read: ReadScores, dtype: torch.dtype) -> Tensor:

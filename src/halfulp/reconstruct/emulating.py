@@ -26,6 +26,7 @@ from halfulp.reconstruct.panel import Trial
 FORWARD = ("out", "lse")
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 TENSORS = FORWARD + GRADIENTS
+SHORT = dict(zip(TENSORS, ("O", "lse", "dQ", "dK", "dV"), strict=True))
 Tensors = Mapping[str, Tensor]
 
 # what the backward pass decides and the forward pass already needs to keep

@@ -8,12 +8,11 @@ from typing import Any
 
 from halfulp.recipes import Recipe, recipe_text
 from halfulp.reconstruct.descent import Taken
-from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Model, Way
+from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Model, Way
 from halfulp.reconstruct.evidence import Cosine
 from halfulp.reconstruct.naming import Difference, Named
 from halfulp.reconstruct.places import Place
 
-SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 WELL = 0.9  # share of an error from which on it is called explained
 LIKE = 0.5  # below, a recipe is not what a kernel is
 

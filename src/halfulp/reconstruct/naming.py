@@ -11,7 +11,7 @@ from typing import Any
 
 from halfulp.recipes import Recipe
 from halfulp.reconstruct.causes import CAUSES, Cause
-from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Way
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, SHORT, Emulator, Model, Way
 from halfulp.reconstruct.evidence import HARMFUL
 from halfulp.reconstruct.space import field_text
 
@@ -57,7 +57,6 @@ SHARED = {
 }  # fmt: skip
 """Fields that both passes read."""
 _EXACT = ("=exact", " in fp64")  # what is not rounded is no cause
-_LABEL = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 # how a twist of the backward pass alone is called
 _BACKWARD_TWISTS = {
     "causal-mask": "backward-mask",
@@ -100,7 +99,7 @@ class Named:
             "name": self.cause.name,
             "text": self.text,
             "harm": self.harm,
-            "tensor": _LABEL[self.tensor],
+            "tensor": SHORT[self.tensor],
             "trial": self.trial,
             "explained": self.explained,
             "located": self.located,
@@ -242,7 +241,7 @@ def _told(difference: Difference) -> str:
     missing = [g for g in GRADIENTS if g not in difference.tensors]
     if set(difference.tensors) >= set(FORWARD) or not missing:
         return difference.text
-    names = ", ".join(_LABEL[t] for t in GRADIENTS if t in difference.tensors)
+    names = ", ".join(SHORT[t] for t in GRADIENTS if t in difference.tensors)
     return f"{difference.text} ({names})"
 
 

@@ -7,16 +7,14 @@ Source: Xie et al., FPRev (arXiv 2411.00442), with a pair for each column and he
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call, Result
-from halfulp.reconstruct.panel import Trial
+from halfulp.calls import Call
+from halfulp.reconstruct.panel import Run, Trial
 
-Run = Callable[[Trial], Result | None]
 # terms, M and the unit: counts must be exact in the result's format, and units below half an ulp
 # of M in fp32
 _SIZES = {

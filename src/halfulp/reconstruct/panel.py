@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call, Sees
+from halfulp.calls import Call, Result, Sees
 
 SMALL = 200_000  # pairs of queries and keys
 Draw = Callable[[torch.Generator], dict[str, Any]]
@@ -36,6 +36,10 @@ class Trial:
         lie = ("contiguous" if x.is_contiguous() else "transposed"
                for x in (self.call.query, self.grad_out))  # fmt: skip
         return "/".join((*lie, "once"))
+
+
+Run = Callable[[Trial], Result | None]
+"""A kernel, asked for a trial's results; None where it gives none."""
 
 
 def _operands(

@@ -13,13 +13,13 @@ from halfulp.calls import Result
 from halfulp.reconstruct import call_kinds, space
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, grad_scores, place_of, unlike
-from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
+from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST, Fit
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.panel import Trial, simplicity
+from halfulp.reconstruct.panel import Run, Trial, simplicity
 from halfulp.reconstruct.scores_read import of_distance, unit_scores
 from halfulp.reconstruct.suggested import exchanged, not_finite, reads_others, silent_rows
-from halfulp.reconstruct.sums_read import Run, from_terms, one_term, signed_sums, spread
+from halfulp.reconstruct.sums_read import from_terms, one_term, signed_sums, spread
 from halfulp.reconstruct.weights_read import (
     NOISE,
     Read,
@@ -34,7 +34,6 @@ LARGE = 0.25  # of a result: an error that no rounding makes
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
-_SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 
 UNEXPLAINED = 0.3  # share of an error left from which a result is not explained
 _UPSTREAM = {"lse", "backward-scores", "backward-weights", "backward-mask", "operand", "grad-tail"}
@@ -81,7 +80,7 @@ class Place:
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
         return {
-            "tensor": _SHORT[self.tensor],
+            "tensor": SHORT[self.tensor],
             "trial": self.trial,
             "text": self.text,
             "key": self.cause,
@@ -102,9 +101,9 @@ def unexplained(
     `stock` as well.
     """
     found: list[Place] = []
-    every, usual = (emulator.fits(m, frozenset(_SHORT)) for m in (model, stock or model))
+    every, usual = (emulator.fits(m, frozenset(SHORT)) for m in (model, stock or model))
     more = {k: _times(f, usual[k]) for k, f in every.items()}
-    order = sorted(_SHORT, key=lambda name: name in ("grad_query", "grad_key"))
+    order = sorted(SHORT, key=lambda name: name in ("grad_query", "grad_key"))
     for tensor in order:  # dV first: what it tells of P the others have from it
         bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
         if not bad:
@@ -141,7 +140,7 @@ def unexplained(
     if (broken := not_finite(emulator)) is not None:
         found.append(Place(*broken, 1.0, WORST, was_read=True))
     largest = max((p.times for p in found), default=0.0)
-    found.sort(key=lambda p: (p.times < min(MINOR, largest / 3), list(_SHORT).index(p.tensor)))
+    found.sort(key=lambda p: (p.times < min(MINOR, largest / 3), list(SHORT).index(p.tensor)))
     return _by_what_is_explained(found, {name for _, name in every})
 
 
@@ -166,7 +165,7 @@ def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]
     elif len(gradients) == 3:
         told = "O is explained: P is recomputed otherwise in the backward pass", "backward-weights"
     else:
-        names = " and ".join(_SHORT[g] for g in GRADIENTS if g in gradients)
+        names = " and ".join(SHORT[g] for g in GRADIENTS if g in gradients)
         told = f"the others are explained: the sum that {names} alone is", "grad-accumulator"
     return [
         replace(p, text=f"{told[0]}; {p.text}", cause=told[1])

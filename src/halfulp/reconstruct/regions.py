@@ -16,10 +16,9 @@ from halfulp.reconstruct import call_kinds
 from halfulp.reconstruct.call_kinds import FEW
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model
 from halfulp.reconstruct.evidence import NOISE, SOUND, Observed
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.slip_kinds import END, Rows
 
-Run = Callable[[Trial], Result | None]
 Spots = tuple[tuple[int, int], ...]  # (sequence, head)
 SOME = 6  # heads that are asked for themselves
 RIGHT = 0.15  # share of a head's error that is left: up to there it is right,

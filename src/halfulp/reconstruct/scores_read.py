@@ -12,14 +12,13 @@ from torch import Tensor
 
 from halfulp.calls import EVERYTHING
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.weights_read import (
-    CLEAR,
     NOISE,
     Read,
-    Run,
     centered,
     forward_weights,
+    logarithms,
     rms,
 )
 
@@ -41,10 +40,8 @@ def of_distance(run: Run, trial: Trial) -> Read | None:
         return None
     scores = scores_of(asked.call)
     exact = weights_of(asked.call, scores)
-    clear = (read > 0) & (exact > CLEAR)
-    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
-    seen = clear.double()
-    rest = centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1))
+    log, seen = logarithms(read, exact)
+    rest, clear = centered(log, seen), seen > 0
     order = (scores.amax(-1, keepdim=True) - scores)[clear].argsort()
     y = rest[clear][order]
     y = y[: len(y) // ALIKE * ALIKE].view(-1, ALIKE)
@@ -91,8 +88,5 @@ def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float) -> f
     )
     if read is None:
         return math.nan
-    exact = weights_of(asked, scores_of(asked))
-    clear = (read > 0) & (exact > CLEAR)
-    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
-    seen = clear.double()
-    return rms(centered(log, seen, seen.sum(-1, keepdim=True).clamp_min(1)), seen)
+    log, seen = logarithms(read, weights_of(asked, scores_of(asked)))
+    return rms(centered(log, seen), seen)

@@ -5,19 +5,18 @@ on a scale or on a result, what was never written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfulp.calls import Result
 from halfulp.reconstruct.call_kinds import option_of
-from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Twist
+from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
-from halfulp.reconstruct.panel import Trial, simplicity
+from halfulp.reconstruct.panel import Run, Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.twists import Tensors
 
@@ -31,8 +30,6 @@ SOME = 16  # rows
 FAR = 5.0  # from 0, that scores lie whose exponentials may vanish
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
-_SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
-Run = Callable[[Trial], Result | None]
 Results = Mapping[tuple[str, str], Observed]  # (trial, tensor)
 
 
@@ -204,7 +201,7 @@ def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
     broken = emulator.nonfinite
     if not broken:
         return None
-    trial, tensor = min(broken, key=lambda k: (list(_SHORT).index(k[1]), simplicity(k[0])))
+    trial, tensor = min(broken, key=lambda k: (list(SHORT).index(k[1]), simplicity(k[0])))
     scores = scores_of(emulator.trials[trial].call)
     lse = scores.logsumexp(-1)
     text, cause = f"{broken[trial, tensor]} elements are not finite", "non-finite"
@@ -223,7 +220,7 @@ def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:
         (t for t, n in zero if n == name), key=lambda t: float(zero[t, name].float().mean())
     )
     gone = zero[trial, name]
-    label = f"{_SHORT[name]} on {trial}"
+    label = f"{SHORT[name]} on {trial}"
     if bool(gone.flatten(0, -2).all(0).any()):
         columns = gone.flatten(0, -2).all(0).nonzero().flatten()
         return f"{label}, features {ranges(columns)} of {gone.shape[-1]}"
@@ -345,7 +342,7 @@ def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Tria
         return replace(trial) if trial.name in off else None
 
     key = f"factor-{tensor}-" + "-".join(f"{t}{f:.4g}" for t, f in off.items())
-    found = [Twist(key, f"{_SHORT[tensor]} is multiplied by {told}{leans}", cause, turn, back)]
+    found = [Twist(key, f"{SHORT[tensor]} is multiplied by {told}{leans}", cause, turn, back)]
     if tensor == "out":
 
         def before(trial: Trial) -> Trial | None:

@@ -5,18 +5,16 @@ sum as it runs or its store is wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from halfulp.algorithms import golden
-from halfulp.calls import EVERYTHING, Result
+from halfulp.calls import EVERYTHING
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.panel import Run, Trial
 
-Run = Callable[[Trial], Result | None]
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of a mantissa, the first counted
 GROWS = 1.4  # times the error where there is more to sum: it is made as the sum runs
 PAIRED = 3  # times as large an error where values nearly cancel: it was made before the sum

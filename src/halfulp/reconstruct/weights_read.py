@@ -6,18 +6,17 @@ is wrong, where no candidate does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call, Result
+from halfulp.calls import Call
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.ranges import ranges
 
-Run = Callable[[Trial], Result | None]
 VISIBLE = 1e-6  # weights below it may round to 0
 CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
@@ -109,7 +108,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             if marked is extra and (own := _mask_cause(call)):
                 cause = own  # what is hidden is a matter of what hides it
             return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
-    ratios = _ratios(trial, read, exact, (read > 0) & (exact > CLEAR))
+    ratios = _ratios(trial, *logarithms(read, exact))
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
 
 
@@ -245,24 +244,29 @@ def _told_by(coordinate: Tensor, marked: Tensor, possible: Tensor) -> Tensor | N
     return some.nonzero().flatten() + low
 
 
-def _ratios(trial: Trial, read: Tensor, exact: Tensor, clear: Tensor) -> Read:
+def logarithms(read: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the ratios of read and exact weights, 0 where they are not clear; and 1 where they are."""
+    clear = (read > 0) & (exact > CLEAR)
+    log = (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log()
+    return torch.where(clear, log, 0.0), clear.double()
+
+
+def _ratios(trial: Trial, log: Tensor, weight: Tensor) -> Read:
     """What the ratio of read and exact weights is a function of."""
     call = trial.call
     noise = NOISE[call.query.dtype]
-    log = torch.where(clear, (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log(), 0.0)
-    weight = clear.double()
-    count = weight.sum(-1, keepdim=True).clamp_min(1)
     size = rms(log, weight)
-    rows = log.sum(-1, keepdim=True) / count
-    rest = (log - rows) * weight
+    rows = log.sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_min(1)
+    rest = centered(log, weight)
     common, spread = rms(rows.expand_as(log), weight), rms(rest, weight)
+    clear = weight > 0
     told = clear.any(-1)
     size_of = scores_of(call).logsumexp(-1)[told].exp()
     alike = _row_factor(call, rows[told].exp().flatten(), size_of, common < 8 * noise)
     if spread < 2 * noise and (spread < noise or spread**2 < (1 - SHARE) * size**2):
         return alike if common > noise / 4 else Read("the weights are right", "")
     found = (
-        _of_scores(call, rest, weight, count)
+        _of_scores(call, rest, weight)
         or _of_groups(rest, weight)
         or _of_operands(call, rest, weight)
     )
@@ -327,16 +331,17 @@ def rms(x: Tensor, weight: Tensor) -> float:
     return math.sqrt(float((x.square() * weight).sum() / weight.sum().clamp_min(1)))
 
 
-def centered(x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+def centered(x: Tensor, weight: Tensor) -> Tensor:
     """Less each row's mean."""
+    count = weight.sum(-1, keepdim=True).clamp_min(1)
     return (x - (x * weight).sum(-1, keepdim=True) / count) * weight
 
 
-def _of_scores(call: Call, rest: Tensor, weight: Tensor, count: Tensor) -> Read | None:
+def _of_scores(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     """Ratios that follow the scores: another scale, features left out, another function."""
     total = float(rest.square().sum())
     scores = torch.where(weight > 0, scores_of(call), 0.0)
-    along = centered(scores, weight, count)
+    along = centered(scores, weight)
     slope = float((rest * along).sum() / along.square().sum().clamp_min(1e-300))
     if float((rest - slope * along).square().sum()) < (1 - SHARE) * total:
         factor = f"{1 + slope:.4g}" if abs(slope) > 1e-3 else f"{1 + slope:.8g}"
@@ -344,7 +349,7 @@ def _of_scores(call: Call, rest: Tensor, weight: Tensor, count: Tensor) -> Read 
     features = _of_features(call, rest, weight)
     if features is not None:
         return features
-    powers = torch.stack([centered(scores**n, weight, count).flatten() for n in range(1, 6)], -1)
+    powers = torch.stack([centered(scores**n, weight).flatten() for n in range(1, 6)], -1)
     fitted = powers @ torch.linalg.lstsq(powers, rest.flatten()[:, None]).solution
     if float((rest.flatten() - fitted[:, 0]).square().sum()) < (1 - SHARE) * total:
         cause = "softcap" if call.softcap else "exponential"
