@@ -52,11 +52,8 @@ def opposed_tokens(draw: Draw) -> Draw:
 
 
 def odd_sizes(
-    draw: Draw,
-    symbol: str = "D",
-    width: int = 77,
-    exposes: str = "rows and features past the last whole block",
+    draw: Draw, exposes: str = "rows and features past the last whole block", **sizes: int
 ) -> OperationProbe:
-    """The probe of as many rows, each of a width, as are no multiple of any block."""
-    source = "masked loads of Triton kernels, ragged tiles"
-    return OperationProbe("odd_sizes", exposes, source, draw, sizes={"T": 37, symbol: width})
+    """The probe of 37 rows of 77, or of other sizes that are no multiple of any block."""
+    source, sizes = "masked loads of Triton kernels, ragged tiles", sizes or {"D": 77}
+    return OperationProbe("odd_sizes", exposes, source, draw, sizes={"T": 37, **sizes})

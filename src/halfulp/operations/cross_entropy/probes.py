@@ -128,5 +128,5 @@ PROBES = (
         _ignored,
         options={"lse_square_scale": 1e-2},
     ),
-    odd_sizes(_plain, "V", exposes="rows and a vocabulary that are no multiples of a block"),
+    odd_sizes(_plain, "rows and a vocabulary that are no multiples of a block", V=77),
 )

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, outlier, with_
+from halfulp.operations.random_tensors import normal, odd_sizes, outlier, with_
 
 INDEPENDENT = ("T", "N")
 
@@ -80,11 +80,5 @@ PROBES = (
         "TransformerEngine PR 3281 (finite output, zero gradients)",
         with_(_one_sign, grad_output=lambda x: x * 2e-4),
     ),
-    Probe(
-        "odd_sizes",
-        "what lies past the last whole tile",
-        "masked loads of Triton kernels, ragged tiles",
-        _plain,
-        sizes={"T": 37, "K": 77, "N": 19},
-    ),
+    odd_sizes(_plain, "what lies past the last whole tile", K=77, N=19),
 )

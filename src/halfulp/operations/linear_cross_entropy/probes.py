@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, with_
+from halfulp.operations.random_tensors import normal, odd_sizes, with_
 
 INDEPENDENT = ("T",)
 
@@ -126,11 +126,5 @@ PROBES = (
         options={"label_smoothing": 0.1},
         sizes={"V": 5},
     ),
-    Probe(
-        "odd_sizes",
-        "what lies past the last whole chunk or block",
-        "masked loads of Triton kernels, ragged tiles",
-        _plain,
-        sizes={"T": 37, "K": 33, "V": 77},
-    ),
+    odd_sizes(_plain, "what lies past the last whole chunk or block", K=33, V=77),
 )

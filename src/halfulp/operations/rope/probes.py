@@ -79,5 +79,5 @@ PROBES = (
         "Qwen's key bias",
         outlier(_at(5, 3), 1, 200.0),
     ),
-    odd_sizes(_at(100, 3), width=36),
+    odd_sizes(_at(100, 3), D=36),
 )
