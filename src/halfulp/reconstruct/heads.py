@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -186,29 +186,24 @@ def rows() -> Iterator[Twist]:
     """Operands whose rows are their neighbors', before a kernel that is sound, which gives each row
     its own gradient.
     """
-    operands = (("query",), ("key",), ("value",), ("key", "value"))
-    for names in operands:
+    for names in (("query",), ("key",), ("value",), ("key", "value")):
         for by, which in ((1, "before"), (-1, "after")):
-
-            def turn(trial: Trial, names: tuple[str, ...] = names, by: int = by) -> Trial | None:
-                if trial.call.query.shape[2] == 1 and names == ("query",):
-                    return None
-                return replace(
-                    trial,
-                    call=replace(
-                        trial.call, **{n: getattr(trial.call, n).roll(by, 2) for n in names}
-                    ),
-                )
-
-            def back(
-                _: Trial, tensors: Tensors, names: tuple[str, ...] = names, by: int = by
-            ) -> Tensors:
-                own = [f"grad_{n}" for n in names if f"grad_{n}" in tensors]
-                return tensors | {n: tensors[n].roll(-by, 2) for n in own}
-
             told = " and ".join(n[0].upper() for n in names)
             yield Twist(f"rows-{by}-{'-'.join(names)}", f"{told} of each row is that of the row"
-                        f" {which}", "other-data", turn, back)  # fmt: skip
+                        f" {which}", "other-data", partial(_rolled, names, by),
+                        partial(_rolled_back, names, by))  # fmt: skip
+
+
+def _rolled(names: tuple[str, ...], by: int, trial: Trial) -> Trial | None:
+    if trial.call.query.shape[2] == 1 and names == ("query",):
+        return None
+    changed = {name: getattr(trial.call, name).roll(by, 2) for name in names}
+    return replace(trial, call=replace(trial.call, **changed))
+
+
+def _rolled_back(names: tuple[str, ...], by: int, _: Trial, tensors: Tensors) -> Tensors:
+    own = {f"grad_{name}" for name in names} & tensors.keys()
+    return tensors | {name: tensors[name].roll(-by, 2) for name in own}
 
 
 def sums() -> Iterator[Twist]:

@@ -1,6 +1,7 @@
 """What weight a kernel gives each pair, read off: with unit vectors for values, O is P itself; with
-unit vectors for dO, dV is P as the backward pass has it. How it differs from the exact P says what
-is wrong, where no candidate does.
+unit vectors for dO, dV is P as the backward pass has it.
+
+How it differs from the exact P says what is wrong, where no candidate does.
 """
 
 from __future__ import annotations
