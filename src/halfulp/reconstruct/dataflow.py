@@ -1,8 +1,9 @@
 """Bisection of the dataflow: every quantity between a kernel's inputs and its results is read off
 with inputs of unit vectors, and held against what it should be, given what was read before it.
 
-The first that differs is where the kernel is wrong. S → P → O = P V;  dP = dO Vᵀ, δ = rowsum(dO ∘ O), dS = P ∘ (dP − δ);  dV = Pᵀ dO, dQ = dS K,
-dK = dSᵀ Q. With K made of unit vectors, dQ is dS itself, with Q made of them dK is.
+The first that differs is where the kernel is wrong. S → P → O = P V;  dP = dO Vᵀ,
+δ = rowsum(dO ∘ O), dS = P ∘ (dP − δ);  dV = Pᵀ dO, dQ = dS K, dK = dSᵀ Q. With K made of unit
+vectors, dQ is dS itself, with Q made of them dK is.
 """
 
 from __future__ import annotations
