@@ -18,6 +18,7 @@ import torch
 
 from halfulp.audit.statistics import Estimate, estimate
 from halfulp.runs.folder import read_json
+from halfulp.runs.results import Plain
 
 Report = Mapping[str, Any]
 """An audit's plain data: `AuditReport.as_dict()`, or what was saved of it."""
@@ -38,7 +39,7 @@ _NEEDED = ("target", "dtype", "verdict", "cases", "findings")
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Plain):
     """One figure before and after."""
 
     case: str
@@ -51,14 +52,12 @@ class Pair:
     after: float | None
     heads: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Plain):
     """What became of one target."""
+
+    BESIDE = ("change", "family_level")
 
     before: str  # what it is compared with
     after: str
@@ -78,11 +77,10 @@ class Comparison:
         """How many figures changed so."""
         return sum(pair.change == change for pair in self.pairs)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        plain = dict(vars(self)) | {"change": self.change, "family_level": FAMILY_LEVEL}
-        plain["pairs"] = [pair.as_dict() for pair in self.pairs]
-        return plain | {name: list(plain[name]) for name in ("verdicts", "worse", "unpaired")}
+    @property
+    def family_level(self) -> float:
+        """The chance of any false change, as JSON says it."""
+        return FAMILY_LEVEL
 
 
 def compare(before: Report, after: Report) -> Comparison:

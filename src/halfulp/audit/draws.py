@@ -162,11 +162,11 @@ def repeated_tokens(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
     return x
 
 
-def level(level: float, spread: float = 1.0) -> Draw:
+def level(level: float) -> Draw:
     """Every score lies around `level`, through one feature that all keys share."""
 
     def draw(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
-        x = gaussian(shape, g, q=spread)
+        x = gaussian(shape, g)
         # root² α is the level: query and key have equal parts in it
         root = math.sqrt(abs(level) * math.sqrt(shape.head_dim))
         x["query"][..., 0] = root

@@ -128,7 +128,7 @@ class Case:
             return probe_of(operation_named(self.operation), self.probe)
         return probe_named(self.probe)
 
-    def inputs(self, device: str | torch.device = "cpu") -> Any:
+    def inputs(self) -> Any:
         """`Inputs` of attention, or `OperationCalls`, the same bits on every machine.
 
         Raises ValueError for an unknown probe or dtype or an unreadable file.
@@ -139,7 +139,7 @@ class Case:
             operation = operation_named(self.operation)
             return drawn_calls(operation, self.probe, self.shape, self.dtype, generator)
         if self.file is not None:
-            return _cut(read_captured(self.file), self.shape, DTYPES[self.dtype], device)
+            return _cut(read_captured(self.file), self.shape, DTYPES[self.dtype])
         probe = probe_named(self.probe)
         generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
         # on the CPU and in fp32, whatever is audited: a case has the same bits on every device, and
@@ -165,7 +165,7 @@ class Case:
             dropout=Dropout(p, seed_drawn(self.seed)) if p else None,
             generator_seed=self.seed,
             manner=probe.manner,
-        ).to(device)
+        )
 
 
 _SPELLINGS = {"query": "q", "key": "k", "value": "v", "grad_out": "do"}
@@ -219,16 +219,12 @@ def shape_of(inputs: Inputs) -> Shape:
     return Shape(b, h, n, nk, d, None if h == hk else hk, None if d == dv else dv)
 
 
-def _cut(x: Inputs, shape: Shape, dtype: torch.dtype, device: str | torch.device) -> Inputs:
+def _cut(x: Inputs, shape: Shape, dtype: torch.dtype) -> Inputs:
     """The first batches, heads and tokens of captured tensors; the head dimension stays."""
     q, do = (
-        t[: shape.batch, : shape.heads, : shape.n_query].to(dtype).to(device)
-        for t in (x.query, x.grad_out)
+        t[: shape.batch, : shape.heads, : shape.n_query].to(dtype) for t in (x.query, x.grad_out)
     )
-    k, v = (
-        t[: shape.batch, : shape.key_heads, : shape.n_key].to(dtype).to(device)
-        for t in (x.key, x.value)
-    )
+    k, v = (t[: shape.batch, : shape.key_heads, : shape.n_key].to(dtype) for t in (x.key, x.value))
     return replace(x, query=q, key=k, value=v, grad_out=do)
 
 

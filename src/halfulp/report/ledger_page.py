@@ -57,7 +57,7 @@ def print_ledger(verdicts: Sequence[Verdict], to: Console) -> None:
     to.print(Text(counts(verdicts), style="bold"))
 
 
-def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") -> str:
+def ledger_page(verdicts: Sequence[Verdict], command: str) -> str:
     """Return the page of a ledger: all verdicts in one table, then claim by claim what was
     measured, with pictures.
     """
@@ -76,7 +76,7 @@ def ledger_page(verdicts: Sequence[Verdict], command: str, *, meta: str = "") ->
         {"heading": "Verdicts", "finding": f"{said[:1].upper()}{said[1:]}.", "blocks": [table]},
         {"heading": "What was measured", "blocks": measured},
     ]
-    return page("The claims ledger", lead, sections, meta=meta)
+    return page("The claims ledger", lead, sections)
 
 
 _FACTS = {
