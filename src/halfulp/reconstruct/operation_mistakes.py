@@ -283,6 +283,10 @@ def rare_shifts() -> Iterator[AlongMistake]:
     for block in (2, 4, 16, 32):
         alter = partial(_by_blocks, block=block)
         yield AlongMistake("neighbor", f"is that of the first of every {block}", alter)
+    yield AlongMistake(
+        "neighbor", "is the last's, written to the first alone", partial(_gathered, last=True)
+    )
+    yield AlongMistake("neighbor", "is their sum, written to the first alone", _gathered)
     yield AlongMistake("neighbor", "is in reverse order", lambda x, dim: x.flip(dim))
     yield AlongMistake("neighbor", "is exchanged in pairs", _in_pairs)
     yield AlongMistake("neighbor", "is their mean",
@@ -340,6 +344,12 @@ def _shifted(x: Tensor, dim: int, by: int, repeats: bool = False) -> Tensor:
 
 def _of_one(x: Tensor, dim: int, at: int) -> Tensor:
     return x.select(dim, at).unsqueeze(dim).expand_as(x).contiguous()
+
+
+def _gathered(x: Tensor, dim: int, last: bool = False) -> Tensor:
+    """What comes out where every index is the first's."""
+    whole = x.narrow(dim, -1, 1) if last else x.sum(dim, keepdim=True)
+    return torch.cat([whole, torch.zeros_like(x.narrow(dim, 1, x.shape[dim] - 1))], dim)
 
 
 def _by_blocks(x: Tensor, dim: int, block: int) -> Tensor:

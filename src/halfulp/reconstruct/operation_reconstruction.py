@@ -13,10 +13,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from halfulp.operations import (
-    Rounding,
-    sizes_of,
-)
+from halfulp.operations import Rounding, sizes_of
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
 from halfulp.reconstruct.operation_eager import eager_ways
@@ -30,13 +27,7 @@ from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, vi
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_sums import sum_ways
 from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
-from halfulp.reconstruct.operation_ways import (
-    RESULT,
-    Way,
-    rare_ways,
-    shapes_of_steps,
-    ways,
-)
+from halfulp.reconstruct.operation_ways import RESULT, Way, rare_ways, shapes_of_steps, ways
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
 ALL = 0.995  # share from which on eager code is all that is looked at
@@ -59,6 +50,7 @@ OTHERWISE = frozenset(
 AT_TAILS = frozenset({"neighbor", "term-missing", "factor"})
 """What kernels do at ends that no whole block covers."""
 LEFT = 0.08  # share of the error, beside what rounding makes, that such a way may leave
+OFTEN = 0.3  # of the calls where the kernel is right, on which such a way may be grossly wrong
 CASES = 3  # that are looked at until one is explained
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
@@ -174,6 +166,9 @@ class _Judge:
         tried: list[Way] = []
         if not eager or max(eager, key=_share)[1] < ALL:
             found, tried = self._alone(bases)
+            if max(found, key=_share)[2].options:  # not read so, or read at another place
+                elsewhere = [w for w in rewritten_ways(self.trial.calls) if w.cause == "option"]
+                found += [(floor, *self.trial.best(floor, (), way)) for way in elsewhere]
         found += eager
         known = 1.0 if self._sure(found) else self._roundings_share(found, tried)
         explained = known >= DO
@@ -182,22 +177,23 @@ class _Judge:
             tried = _both([*more, *found])
             found += more
         (base, share, way), fits, rivals = self._told_apart(found)
-        elsewhere = self._predicts(base, (way,))
-        if share >= WHOLLY and (fits < WRONG or elsewhere < MOSTLY):  # it is in a part alone
+        predicts = self._predicts(base, (way,))
+        if share >= WHOLLY and (fits < WRONG or predicts < MOSTLY):  # it is in a part alone
             found += self._in_parts(found)
-            if elsewhere < MOSTLY and self.thorough and explained:  # else it was looked for
+            if predicts < MOSTLY and self.thorough and explained:  # else it was looked for
                 found += self._hidden(base, found)
             (base, share, way), fits, rivals = self._told_apart(found)
         alike = self._alike(base, way, found)
         share, chosen = self._joined(base, share, way, tried)
         of_rounding = self._of_rounding()
         otherwise = {w.cause for w in chosen} & OTHERWISE
-        most = max(LEFT, 4 * of_rounding) if otherwise else 1.0
+        most = max(min(LEFT, self.trial.near), 4 * of_rounding) if otherwise else 1.0
         predicts = self._predicts(base, chosen)
         if len(chosen) > 1:
             fits = self._fit(base, chosen)
         least = MOSTLY if otherwise and len(chosen) > 1 else PREDICTS  # two come near by chance
         wrong = share + min(0.0, fits) < EXPLAINS or predicts < least
+        wrong = wrong or (bool(otherwise) and self._harm(base, chosen) > OFTEN)
         if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
             return self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
@@ -446,6 +442,11 @@ class _Judge:
         others = [t for t in self.others if t.failing and t.relative >= least and t.knows(chosen)]
         shares = [t.share(base, chosen) for t in others]
         return sum(shares) / len(shares) if shares else 1.0
+
+    def _harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
+        """On how many of the calls where the kernel is right ways are grossly wrong."""
+        sound = [t for t in self.others if not t.failing and t.knows(chosen)]
+        return sum(t.spoilt(base, chosen) for t in sound) / max(1, len(sound))
 
     @cached_property
     def _steps(self) -> list[str]:

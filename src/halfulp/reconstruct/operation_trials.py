@@ -38,6 +38,7 @@ LONGEST = 2**18  # of one that fails, if it cannot be made smaller
 MOVED = 0.05  # of its size, by which a step is moved to see what hangs on it
 SAME = 0.05  # share of an error that may be left of what is not random after all
 ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in both
+NEAR = 0.03  # of its size, by which steps that are rounded otherwise may put a tensor off
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
 
 
@@ -69,6 +70,11 @@ class Trial:
         return max(  # type: ignore[no-any-return]
             (self.errors[n] / max(square(self.exact[n]), 1e-300)) ** 0.5 for n in self.failing
         )
+
+    @property
+    def near(self) -> float:
+        """The share of the error that roundings of another way may be."""
+        return (NEAR / max(self.relative, 1e-300)) ** 2
 
     @property
     def nonfinite(self) -> list[str]:
@@ -197,6 +203,14 @@ class Trial:
                 wrong.append(0.0)
         found = sum(shares) / len(shares) if shares else 0.0
         return found - sum(wrong) / max(1, len(wrong))
+
+    def spoilt(self, base: Rounding, chosen: tuple[Way, ...]) -> bool:
+        """Whether these ways put a tensor off by more than the kernel's rounding may."""
+        found = self.emulated(base, chosen)
+        return found is None or any(
+            self.left(found, n) > max(4 * error, NEAR**2 * square(self.exact[n]))
+            for n, error in self.errors.items()
+        )
 
     def emulated(self, base: Rounding, chosen: tuple[Way, ...]) -> Tensors | None:
         """What a kernel of these ways gives; None where a definition has no value there."""

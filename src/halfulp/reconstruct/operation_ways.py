@@ -318,14 +318,16 @@ def _together(calls: OperationCalls) -> Iterator[_Spot]:
 
 def _of_lengths(calls: OperationCalls, spot: _Spot) -> Iterator[Way]:
     """A number that is a count, or was divided by another."""
-    if spot.kind != "step" or not spot.small:
+    if spot.kind not in ("step", "gradient") or not spot.small:
         return
     (name,) = spot.names
     for symbol, n in sizes_of(calls).items():
         if spot.shapes[0].numel() == 1:
             text = f"{spot.said} is {symbol}, which is {n} there"
             yield Way("option", text, of_calls=partial(_size_for, name, symbol))
-        for told, count in _COUNTS.items():
+        # rows that do not see each other have none of their number in them
+        shared = n not in spot.shapes[0] or symbol not in calls.operation.independent
+        for told, count in _COUNTS.items() if shared else ():
             if n > 1 and count(n) != n:
                 text = f"{spot.said} is {symbol} / {told.format(symbol)} times what it should be"
                 yield Way("factor", text, of_calls=partial(_counted, name, symbol, count))
@@ -385,6 +387,10 @@ def values_of_steps(calls: OperationCalls) -> Tensors:
     return values
 
 
+# of the formats themselves, and as libraries have them
+_SLIGHT = (2.0**-7, 2.0**-10, 2.0**-23, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-12)
+
+
 def _swapped(first: str, second: str, calls: OperationCalls) -> Way:
     given = calls.options
     return Way("", "", options={first: given[second], second: given[first]})
@@ -405,6 +411,7 @@ def _of_options(calls: OperationCalls) -> Iterator[Way]:
         others = [operation.options[name]] + [p.options.get(name, value) for p in operation.probes]
         if isinstance(value, float):
             others += [0.0, float(f"{10 * value:.12g}"), float(torch.tensor(value).bfloat16())]
+            others += _SLIGHT if 0 < value < _SLIGHT[0] else ()
         if isinstance(value, int) and not isinstance(value, bool):
             others += [value - 1, value + 1]  # counted from another number
         tried = {repr(value)}
