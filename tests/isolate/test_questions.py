@@ -283,6 +283,9 @@ def test_what_is_known_when_the_budget_ends_is_said(plant: Plant, tmp_path: Path
     assert len(made) < 12
     assert found.verdict.startswith("δ from the rounded O, layer 0; 1 of 1 seed")
     assert ("(d) operations", "the budget of 3600 seconds was spent") in found.not_tested
+    untested = next(table for table in found.tables() if table.title == "Not tested").rows
+    assert "the rest of (d) operations" in dict(untested), "some of them stand in the ladder"
+    assert "(f) bits" in dict(untested)
 
 
 def test_a_budget_too_small_for_anything_says_so(plant: Plant, tmp_path: Path) -> None:

@@ -332,3 +332,38 @@ def test_the_section_shows_the_program():
 
 def test_the_false_alarm_rate_is_told():
     assert "at most 1 %" in false_alarms(SOUND)
+
+
+def test_of_the_cases_over_sizes_the_worst_is_shown_and_how_far_it_is_off():
+    names = [f"sizes/full/plain/{place}/packed/once" for place in ("first", "second", "third")]
+    elements = [
+        finding("defect", "element", "dK element", name, ratio)
+        for name, ratio in zip(names, (14.1, 120.6, 23.2), strict=True)
+    ]
+    cases = [case("gaussian", row("dK error", 1.0, 1.0)), *map(case, names)]
+    shown = probe_rows({"cases": cases, "findings": elements})
+    assert [row.probe for row in shown] == ["sizes", "gaussian"]
+    assert shown[0].figure == "dK element 121 × rounding (full, plain, second, packed, once)"
+
+    elements[2]["kind"], elements[2]["ratio"] = "non-finite", None  # as JSON keeps infinity
+    assert "third" in probe_rows({"cases": cases, "findings": elements})[0].figure
+
+
+def test_an_element_beside_a_mean_says_how_far_it_is_off():
+    found = [
+        finding("defect", "error", "dK error", "gaussian", 7.6),
+        finding("defect", "element", "dK element", "gaussian", 45.2),
+        finding("defect", "lean", "dK leans", "gaussian", 3.0),
+    ]
+    rows = probe_rows({"cases": [case("gaussian", row("dK error", 7.6, 16.5))], "findings": found})
+    assert rows[0].said == "dK error; dK element 45.20 × rounding; dK leans"
+
+
+def test_a_lean_in_many_parts_is_said_once():
+    parts = ["the last block of D", "odd places of T", "the first half of T"]
+    names = [f"output leans along its own size, in {part}" for part in parts]
+    found = [finding("defect", "lean", name, "large") for name in [*names, "dinput leans"]]
+    rows = probe_rows({"cases": [case("large")], "findings": found})
+    assert rows[0].said == "output leans along its own size, in 3 parts; dinput leans"
+    (alone,) = probe_rows({"cases": [case("large")], "findings": found[:1]})
+    assert alone.said == "output leans along its own size, in the last block of D"

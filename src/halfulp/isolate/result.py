@@ -125,7 +125,11 @@ class Isolation:
         if self.bits:
             tables.append(self.bit_table())
         if self.not_tested:
-            rows = tuple(self.not_tested)
+            asked = {rung.question for rung in self.rungs if rung.runs}
+            rows = tuple(
+                (f"the rest of {what}" if what in asked else what, why)
+                for what, why in self.not_tested
+            )
             tables.append(Table("Not tested", ("what", "why"), rows, "", self.command))
         return tables
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from halfulp.complaints import alike
@@ -54,6 +55,7 @@ class ProbeRow:
     times_floor: float | None = None
     floor_at_least: float | None = None
     note: str = ""  # what the numbers do not say: NaN, a lean
+    beyond: float = 0.0  # of an element that fails, how many times what rounding makes
 
     @property
     def said(self) -> str:
@@ -127,10 +129,10 @@ def _sizes_text(report: Report) -> str | None:
     return f"{len(judged)} cases over sizes, strides and ways to be called{lost}: {found}"
 
 
-def _severity(row: ProbeRow) -> tuple[int, float]:
+def _severity(row: ProbeRow) -> tuple[int, float, float]:
     ratio = row.times_stock if row.grade == "defect" else row.times_floor
     worst = float("inf") if ratio is None else ratio
-    return -_GRADES.get(row.grade, 0), 0.0 if row.grade == "sound" else -worst
+    return -_GRADES.get(row.grade, 0), 0.0 if row.grade == "sound" else -worst, -row.beyond
 
 
 def findings_of(report: Report, case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -148,9 +150,10 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     reference = "times_stock" if grade == "defect" else "times_floor"
     worst = max(rows, key=lambda row: row[reference] or 0.0, default=None)
     other = [f for f in failing if f["kind"] in ("non-finite", "lean", "element")]
-    note = _by_kind(dict.fromkeys(f["property"] for f in other))
+    note = _by_kind(dict.fromkeys(map(_named, other)))
     name = case["probe"] if _of_sizes(case["probe"]) else case["probe"].partition("/")[0]
-    row = ProbeRow(grade, name, case["shape"], case["exposes"], note or "–")
+    beyond = max((_beyond(f) for f in other), default=0.0)
+    row = ProbeRow(grade, name, case["shape"], case["exposes"], note or "–", beyond=beyond)
     if worst is None or (other and not any(f["kind"] == "error" for f in failing)):
         return row
     return replace(
@@ -165,12 +168,34 @@ def _probe_row(case: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     )
 
 
+def _beyond(finding: Mapping[str, Any]) -> float:
+    """How far an element is off that is no number, or that rounding cannot make; 0 of a lean."""
+    if finding["kind"] == "lean":
+        return 0.0
+    ratio = finding["ratio"]
+    return float("inf") if finding["kind"] == "non-finite" or ratio is None else float(ratio)
+
+
+def _named(finding: Mapping[str, Any]) -> str:
+    """A finding's property, an element's with how far it is off: no column says it."""
+    if finding["kind"] != "element" or not isfinite(_beyond(finding)):
+        return str(finding["property"])
+    return f"{finding['property']} {times_text(_beyond(finding))} × rounding"
+
+
 def _by_kind(properties: Iterable[str]) -> str:
-    """Properties such as `O leans`, `dV leans`, `O element`: "O, dV leans; O element"."""
-    tensors: dict[str, list[str]] = {}
+    """Properties such as `O leans`, `dV leans`, `O element`: "O, dV leans; O element"; what is so
+    in several parts of an operation's result is said once, with how many.
+    """
+    parts: dict[str, list[str]] = {}
     for name in properties:
-        tensor, _, kind = name.partition(" ")
-        tensors.setdefault(kind, []).append(tensor)
+        whole, _, part = name.partition(", in ")
+        parts.setdefault(whole, []).append(part)
+    tensors: dict[str, list[str]] = {}
+    for whole, found in parts.items():
+        tensor, _, kind = whole.partition(" ")
+        where = found[0] if len(found) == 1 else f"{len(found)} parts"
+        tensors.setdefault(f"{kind}, in {where}" if where else kind, []).append(tensor)
     return "; ".join(f"{', '.join(named)} {kind}".rstrip() for kind, named in tensors.items())
 
 
