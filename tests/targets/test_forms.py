@@ -466,3 +466,21 @@ def test_plain_functions_say_nothing():
     assert Form.parse("under autocast").tensors == BHND.tensors
     with pytest.raises(ValueError, match="of an attention function of your own"):
         audit("sdpa", form="BNHD")
+
+
+def test_a_modules_form_is_its_forward_passs():
+    class Packed(torch.nn.Module):
+        def forward(self, qkv, causal=False, softmax_scale=None):
+            query, key, value = (x.transpose(1, 2) for x in qkv.unbind(2))
+            sdpa = functional.scaled_dot_product_attention
+            return sdpa(query, key, value, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+    class Varlen(torch.nn.Module):
+        def forward(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+            raise NotImplementedError
+
+    assert recognized(Varlen()) == recognized(Varlen().forward)
+    assert recognized(Packed()).of("qkv") is not None
+    report = audit(Packed(), only=["gaussian_causal"], shapes=[Shape(2, 2, 24, 24, 8)])
+    assert report.tests > 0, report.reason
+    assert not report.findings

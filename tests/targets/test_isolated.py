@@ -28,7 +28,7 @@ def test_what_a_kernel_does_is_one_line_and_the_next_call_is_made(capfd):
     refusals = {
         "exits": "raises SystemExit: 0",
         "interrupts": "raises KeyboardInterrupt",
-        "takes 20 GB": "can't allocate memory",
+        "takes 20 GB": "than --call-gigabytes 4 allows: raises RuntimeError",
         "exits hard": "ends its process (exit code 0)",
         "segfaults": "crashes: segmentation fault (SIGSEGV)",
     }

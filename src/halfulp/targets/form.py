@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from halfulp.complaints import meant
-from halfulp.targets.signature import OPTIONAL, SPELLINGS
+from halfulp.targets.signature import OPTIONAL, SPELLINGS, signature_of
 
 DIMS = {
     "B": "sequences",
@@ -347,7 +346,7 @@ def _wrong(text: str, why: str) -> ValueError:
 def recognized(function: Callable[..., Any]) -> Form | None:
     """The form that a function's parameters say; None where they say nothing but q, k and v."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(signature_of(function).parameters.values())
     except (TypeError, ValueError):  # of C
         return None
     placed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

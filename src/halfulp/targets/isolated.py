@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,9 @@ from halfulp.targets.served import serve
 sys.stdout.reconfigure(line_buffering=True)
 serve(**given)
 """
+_NO_MEMORY = re.compile(
+    "allocate memory|out of memory|not enough memory|MemoryError", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class _Process:
         try:
             self._start()
             self._greet()
-            outcome = read(*self._ask(given, plain))
+            outcome = self._short_of_memory(read(*self._ask(given, plain)))
         except EndedError as error:
             self.ends.append(str(error))
             if self.late:  # a second one would take as long
@@ -196,6 +200,15 @@ class _Process:
                 (*outcome.notes, f"prints: {self._first_line(before)}"),
             )
         return outcome
+
+    def _short_of_memory(self, outcome: Outcome) -> Outcome:
+        """An outcome that says whose limit it was where memory ran out: no form would help."""
+        if outcome.refusal is None or not _NO_MEMORY.search(outcome.refusal):
+            return outcome
+        told = (
+            f"takes more memory than there is, or than --call-gigabytes {self.limits.gigabytes:g}"
+        )
+        return replace(outcome, refusal=f"{told} allows: {outcome.refusal}")
 
     def _ask(
         self, given: dict[str, Tensor], plain: dict[str, Any]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfulp.operations import Operation
+from halfulp.targets.signature import signature_of
 from halfulp.targets.target import UnsupportedError
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -56,7 +57,7 @@ class OperationSignature:
         that fits neither way.
         """
         try:
-            parameters = inspect.signature(function).parameters
+            parameters = signature_of(function).parameters
         except (TypeError, ValueError):  # of C
             return cls(operation, None, by_name=False)
         ours = (*_placed(operation), *operation.options)
@@ -79,7 +80,7 @@ class OperationSignature:
             return cls(operation, known, by_name=True)
         names = {option: known[option] for option in operation.options if option in known}
         meant = {theirs: our for our, theirs in known.items()}
-        if not _fits(operation, inspect.signature(function), meant):
+        if not _fits(operation, signature_of(function), meant):
             line = _line(operation, name, meant, wanted)
             raise ValueError(
                 f"target={name!r}: takes ({', '.join(map(str, parameters.values()))}); accepted is"

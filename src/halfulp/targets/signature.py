@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import Module
 
 if TYPE_CHECKING:
     from halfulp.targets.form import Form
@@ -37,6 +38,15 @@ OPTIONAL = tuple(name for name in SPELLINGS if name not in ("is_causal", "scale"
 """Options that a kernel may lack."""
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """What a function takes, and a module's forward pass: calling a module takes anything.
+
+    Raises:
+        ValueError, TypeError: Python cannot see it, as of C.
+    """
+    return inspect.signature(function.forward if isinstance(function, Module) else function)
+
+
 @dataclass(frozen=True)
 class Signature:
     """Which options a function takes, and under which names."""
@@ -57,7 +67,7 @@ class Signature:
             ValueError: it takes fewer tensors than its form has.
         """
         try:
-            parameters = list(inspect.signature(function).parameters.values())
+            parameters = list(signature_of(function).parameters.values())
         # C says nothing of its parameters: it is taken to have those of PyTorch's own function
         except (TypeError, ValueError):  # of C
             known = {option: option for option in ("is_causal", "scale", *OPTIONAL[:2])}

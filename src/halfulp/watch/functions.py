@@ -7,7 +7,6 @@ the calling thread, whether a tapped model is running. Elsewhere it does what it
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from halfulp.attention import attention, attention_varlen, patch
 from halfulp.calls import EVERYTHING, Sees, scale_of, sees_of
 from halfulp.targets import resolve
 from halfulp.targets.form import BHND
-from halfulp.targets.signature import Signature
+from halfulp.targets.signature import Signature, signature_of
 
 _PATCH = sys.modules[patch.__module__]
 _SDPA = "query key value attn_mask dropout_p is_causal scale enable_gqa"
@@ -133,7 +132,7 @@ def _own_form(function: Callable[..., Any]) -> Form:
     def read(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Asked:
         return _read_sdpa({ours.get(name, name): x for name, x in given.items()}, query, key)
 
-    return Form(tuple(inspect.signature(function).parameters), -3, read)
+    return Form(tuple(signature_of(function).parameters), -3, read)
 
 
 def functions_named(
