@@ -31,6 +31,23 @@ def lse_in_base_2(query, key, value, is_causal=False, scale=None):
     return out, lse * math.log2(math.e)
 
 
+class TwiceScaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, scale):
+        ctx.scale = scale
+        return query.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
+
+
+def dq_scaled_twice(query, key, value, is_causal=False, scale=None):
+    scale = scale or query.shape[-1] ** -0.5
+    query = TwiceScaled.apply(query, scale)
+    return sdpa(query, key, value, is_causal=is_causal, scale=scale)
+
+
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
@@ -38,6 +55,7 @@ def lse_in_base_2(query, key, value, is_causal=False, scale=None):
         (never_scaled, "scale", "scores are not scaled"),
         (query_of_the_row_before, "other-data", "Q of each row is that of the row before"),
         (lse_in_base_2, "lse-other", "in what is returned alone"),
+        (dq_scaled_twice, "grad-scale", "dQ has the scale twice"),
     ],
 )
 def test_a_mistake_around_a_sound_kernel_explains_every_result(kernel, cause, told):
