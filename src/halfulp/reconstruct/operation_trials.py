@@ -73,8 +73,10 @@ class Trial:
 
     @property
     def near(self) -> float:
-        """The share of the error that roundings of another way may be."""
-        return (NEAR / max(self.relative, 1e-300)) ** 2
+        """The share of the error that steps which are rounded otherwise may be: of what is exact,
+        or of what the kernel gives where that is larger.
+        """
+        return NEAR**2 * max(1.0, max(self.relative, 1e-300) ** -2)
 
     @property
     def nonfinite(self) -> list[str]:
