@@ -203,8 +203,8 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
     for key, group in groups.items():
         whose = frozenset[str]().union(*(d.tensors for d in group))
         slipped = any((d.twist or "").startswith("slip") for d in group)
-        own = any((d.twist or "").startswith(GRADIENTS) for d in group)
-        if key == "grad-scale" and whose >= frozenset(GRADIENTS) and not (slipped or own):
+        alone = any((d.twist or "").startswith(GRADIENTS) for d in group)
+        if key == "grad-scale" and whose >= frozenset(GRADIENTS) and not (slipped or alone):
             key = "backward-weights"  # what all three gradients have, P has
         without = emulator.fits(reverted(model, stock, group), every)
         most, place = (False, False, 0.0), None
