@@ -129,6 +129,16 @@ def test_a_whole_kernel_is_sound_and_what_it_does_not_take_is_said():
     assert ("not audited", f"{first}; {second}") in facts(report.as_dict())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_that_seeds_everybodys_random_numbers_anew_is_told(seed):
+    def seeding(query, key, value, *, is_causal, scale):
+        torch.manual_seed(seed)
+        return good(query, key, value, is_causal=is_causal, scale=scale)
+
+    report = audit(seeding, explain=False, seed=seed)
+    assert report.notes == ("leaves changed (put back): torch's random numbers",)
+
+
 def test_a_kernel_without_a_backward_pass_is_forward_sound():
     def forward(query, key, value, *, is_causal, scale, attn_mask=None):
         out = good(query, key, value, is_causal=is_causal, scale=scale, attn_mask=attn_mask)

@@ -92,6 +92,13 @@ def test_the_old_run_is_there_until_the_new_one_is_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a place where no folder can be made")
+def test_a_place_where_nothing_can_be_made_is_called_as_it_was_given():
+    with pytest.raises((OSError, ValueError), match="/proc/demo") as error:
+        NewRun(Path("/proc/demo"), "demo")
+    assert "partial" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["demo.replaced", "demo.partial", ".demo.replaced", "demo.old"])
 def test_a_folder_of_the_users_is_left_alone_whatever_it_is_called(tmp_path, name):
     """A folder DEMO.replaced with somebody's thesis in it was once removed."""

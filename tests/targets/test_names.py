@@ -151,6 +151,18 @@ def test_near_misses_are_told_in_one_line(name, says, read):
     assert says in said(error)
 
 
+@pytest.mark.parametrize("name", ["mine.py", "mine"])
+@pytest.mark.parametrize("operation", ["attention", "rms_norm"])
+def test_a_file_without_its_function_is_told_with_what_it_holds(
+    name, operation, tmp_path, monkeypatch
+):
+    text = "def fast(q, k, v): ...\n\nclass Slow: ...\n\ndef _hidden(): ...\nraise SystemExit"
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"; did you mean 'mine.py:fast' or 'mine.py:Slow'\?$"):
+        resolve(name, operation=operation)
+
+
 def test_a_plan_places_any_name():
     plan = AttentionPlan.of("sdpa:flash", "layer 1 head 2: halfulp:cpu:stock")
     assert plan.choice(1, 2) == "halfulp:cpu:stock"

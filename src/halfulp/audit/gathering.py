@@ -19,7 +19,7 @@ import torch
 from halfulp.audit.choosing import Budget
 from halfulp.audit.figures import GRADIENTS, Measured
 from halfulp.audit.in_form import in_its_form
-from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.inputs import GENERATOR, Case, Inputs
 from halfulp.audit.invariants import Relation
 from halfulp.audit.operation_plan import name_of as relation_name
 from halfulp.audit.planning import GROWTH_PROBE, Depth, Plan, relations_of
@@ -110,7 +110,7 @@ def call(target: Target, x: Inputs | OperationCalls, device: str, forward: bool)
     """The target's results on given inputs, on the CPU."""
     if isinstance(x, OperationCalls):
         with torch.random.fork_rng([]):
-            _seed(0, device)  # a kernel that rounds stochastically draws from it
+            _seed(GENERATOR, device)  # a kernel that rounds stochastically draws from it
             return _on_cpu(run_operation(target, x.to(device), forward=forward), device)
     if x.dropout is not None and "dropout_p" in target.accepts and not target.same_dropout:
         return Outcome(None, "drops weights of its own, which nobody else knows", "unsupported")

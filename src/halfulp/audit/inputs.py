@@ -32,6 +32,11 @@ from halfulp.targets.manner import PLAIN
 
 CAPTURED = "captured"
 
+GENERATOR = 1_618_033_988_749
+"""What torch's generator is seeded with beside a case's seed: no kernel that seeds it anew leaves
+it as it was.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(Call):
@@ -41,7 +46,7 @@ class Inputs(Call):
 
     grad_out: Tensor
     grad_lse: Tensor | None = None  # `[B, H, N]`, of a loss that lse is in
-    generator_seed: int = 0
+    generator_seed: int = GENERATOR
     manner: str = PLAIN  # how the kernel is called: `targets.manner`
     num_splits: int = 0  # into how many parts a kernel shall split its keys; 0: as it chooses
 
@@ -162,8 +167,8 @@ class Case:
             scale=1 / math.sqrt(self.shape.head_dim) if probe.scale is None else probe.scale,
             softcap=asked.get("softcap", 0.0),
             sinks=drawn.get("sinks"),
-            dropout=Dropout(p, seed_drawn(self.seed)) if p else None,
-            generator_seed=self.seed,
+            dropout=Dropout(p, seed_drawn(GENERATOR + self.seed)) if p else None,
+            generator_seed=GENERATOR + self.seed,
             manner=probe.manner,
         )
 

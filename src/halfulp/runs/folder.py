@@ -153,9 +153,11 @@ class NewRun:
         self._out, self._kind, self._place = out, kind, out.resolve()
         self._check()
         _recover(self._place, kind)
-        self.folder = Path(
-            tempfile.mkdtemp(prefix=f"{self._place.name}.partial-", dir=self._place.parent)
-        )
+        prefix = f"{self._place.name}.partial-"
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self._place.parent))
+        except OSError as error:  # nobody asked for that name
+            raise OSError(error.errno, error.strerror, str(out)) from None
         self._lock: Lock | None = Lock(self.folder)
         self.folder.chmod(0o777 & ~_umask())
 

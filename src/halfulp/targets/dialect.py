@@ -19,7 +19,7 @@ from halfulp.operations import ATTENTION, Operation, operation_named
 from halfulp.ops import BACKENDS
 from halfulp.recipes import KERNEL_RECIPES, RECIPES, Recipe, recipe_named
 from halfulp.targets.builtin import builtin_targets
-from halfulp.targets.loading import load, load_function
+from halfulp.targets.loading import in_file, load, load_function
 from halfulp.targets.operation_calling import operation_target, recipe_of_operation
 from halfulp.targets.own_kernels import halfulp_named, recipe_target
 from halfulp.targets.target import Target, name_of_function
@@ -150,7 +150,7 @@ def _of_attention(name: str, argument: str, form: str | None) -> Target:
             said = str(error).replace("target=", f"{argument}=", 1)
             near = _hint(name) if isinstance(error.__cause__, ModuleNotFoundError) else ""
             raise ValueError(f"{said}{near}") from error
-    raise ValueError(f"{argument}={name!r}: accepted is {ACCEPTED}{_hint(name)}")
+    raise ValueError(f"{argument}={name!r}: accepted is {ACCEPTED}{in_file(name) or _hint(name)}")
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def _of_operation(operation: Operation, name: str, argument: str) -> Target:
     if ":" not in name or name.startswith("recipe:"):
         raise ValueError(
             f"{argument}={name!r}: of {operation.name} accepted are {', '.join(known)},"
-            f" 'module:function' or 'file.py:function'{meant(name, known)}"
+            f" 'module:function' or 'file.py:function'{in_file(name) or meant(name, known)}"
         )
     try:
         return operation_target(operation, load_function(name)[0], name)

@@ -4,6 +4,7 @@ one line.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -122,6 +123,18 @@ def _callables(module: ModuleType, asked: str) -> str:
         and callable(x)
     ]
     return f"; it has {', '.join(own[:8])}{meant(asked, own)}" if own else ""
+
+
+def in_file(name: str) -> str:
+    """What may have been meant by a file named without its function; loads nothing."""
+    path = Path(name if name.endswith(".py") else f"{name}.py")
+    try:
+        inside = ast.parse(path.read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    functions = [x.name for x in inside if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+    own = [f"'{path}:{x}'" for x in functions if not x.startswith("_")]
+    return f"; did you mean {' or '.join(own[:4])}?" if own else ""
 
 
 @contextlib.contextmanager
