@@ -163,9 +163,9 @@ ERROR = report(
 )
 
 
-def printed(*reports, script=None, summary=False):
+def printed(*reports, script=None, summary=False, width=100):
     out = io.StringIO()
-    console = Console(file=out, width=100, highlight=False)
+    console = Console(file=out, width=width, highlight=False)
     for one in reports:
         print_audit(one, console, script=script)
     if summary:
@@ -267,6 +267,15 @@ def test_a_defect_says_everything_a_reader_needs():
         "700 tests; chance of any false alarm over all of them: at most 1 %",
     ):
         assert part in text, part
+
+
+@pytest.mark.parametrize("width", [56, 60, 75, 76, 80, 89, 90, 100])
+def test_no_figure_is_cut_however_narrow_the_terminal(width):
+    text = printed(DEFECT, STOCK, summary=True, width=width)
+    assert "…" not in text
+    for part in (text.split("2 targets")[0], text.split("2 targets")[1]):
+        assert {"6.00", "2.00", "9.00"} <= set(part.split())
+    assert all(len(line) <= width for line in text.splitlines())
 
 
 def test_color_marks_the_verdict_on_a_terminal():

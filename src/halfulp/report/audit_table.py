@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
+_WIDE, _NARROW = 90, 76
+"""Columns of text below which a table of probes leaves figures out, and sizes too."""
+
+
 def print_audit(report: Report, console: Console, *, script: str | None = None) -> None:
     """Print one audit; `script` is where the failing input was written, if it was."""
     from rich.padding import Padding
@@ -50,7 +54,7 @@ def print_audit(report: Report, console: Console, *, script: str | None = None) 
     if script is not None:  # on a line of its own, never folded, so that it can be copied
         console.print(_plain(f"  to see it: run {script}"), soft_wrap=True)
     console.print()
-    console.print(_probes(report))
+    console.print(_probes(report, console.width))
     if report["relations"]:
         console.print()
         console.print(_relations(report))
@@ -72,7 +76,9 @@ def print_summary(reports: Sequence[Report], console: Console) -> None:
         table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=30)
     for name in ("× stock", "× floor", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
+    beside = console.width >= _WIDE
+    if beside:
+        table.add_column("why", overflow="fold", ratio=1)
     for report in reports:
         verdict = report["verdict"]
         stock, floor = worst_ratios(report)
@@ -82,12 +88,14 @@ def print_summary(reports: Sequence[Report], console: Console) -> None:
             times_text(stock),
             times_text(floor),
             duration_text(report["seconds"]),
-            _plain(why(report)),
+            *([_plain(why(report))] if beside else []),
         )
     console.print(table)
+    if not beside:
+        _print_pairs([(report["target"], why(report)) for report in reports], console)
 
 
-def _probes(report: Report) -> Table:
+def _probes(report: Report, width: int) -> Table:
     table = _table(
         "probe inputs: the worst figure of each, as a multiple of the stock recipe's and of the"
         " floor's",
@@ -97,19 +105,23 @@ def _probes(report: Report) -> Table:
     table.add_column("probe", no_wrap=True)
     rows = probe_rows(report)
     long = any(len(row.shape) > 20 for row in rows)  # of many symbols: beside it no word would fit
-    table.add_column("B, H, N, D" if of_attention(report) else "size", no_wrap=not long)
+    shown = ("relative", "× stock", "at least", "× floor", "at least")
+    shown = shown if width >= _WIDE else tuple(name if "×" in name else "" for name in shown)
+    sized = width >= _NARROW
+    if sized:
+        table.add_column("B, H, N, D" if of_attention(report) else "size", no_wrap=not long)
     table.add_column("figure", overflow="fold", ratio=None if long else 1, min_width=13)
-    for name in ("relative", "× stock", "at least", "× floor", "at least"):
+    for name in filter(None, shown):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         ratios = (row.times_stock, row.stock_at_least, row.times_floor, row.floor_at_least)
+        figures = (power_text(row.relative), *map(times_text, ratios))
         texts = [
             sign_of(row.grade),
             row.probe,
-            row.shape,
+            *([row.shape] if sized else []),
             row.said,
-            power_text(row.relative),
-            *map(times_text, ratios),
+            *(text for name, text in zip(shown, figures, strict=True) if name),
         ]
         style = "" if row.grade == "sound" else style_of(row.grade)
         table.add_row(*[_plain(text, style) for text in texts])
