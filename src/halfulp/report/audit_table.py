@@ -105,13 +105,13 @@ def _probes(report: Report, width: int) -> Table:
     table.add_column("probe", no_wrap=True)
     rows = probe_rows(report)
     long = any(len(row.shape) > 20 for row in rows)  # of many symbols: beside it no word would fit
-    shown = ("relative", "× stock", "at least", "× floor", "at least")
-    shown = shown if width >= _WIDE else tuple(name if "×" in name else "" for name in shown)
+    names = ("relative", "× stock", "at least", "× floor", "at least")
+    shown = [name for name in names if width >= _WIDE or "×" in name]
     sized = width >= _NARROW
     if sized:
         table.add_column("B, H, N, D" if of_attention(report) else "size", no_wrap=not long)
     table.add_column("figure", overflow="fold", ratio=None if long else 1, min_width=13)
-    for name in filter(None, shown):
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         ratios = (row.times_stock, row.stock_at_least, row.times_floor, row.floor_at_least)
@@ -121,7 +121,7 @@ def _probes(report: Report, width: int) -> Table:
             row.probe,
             *([row.shape] if sized else []),
             row.said,
-            *(text for name, text in zip(shown, figures, strict=True) if name),
+            *(text for name, text in zip(names, figures, strict=True) if name in shown),
         ]
         style = "" if row.grade == "sound" else style_of(row.grade)
         table.add_row(*[_plain(text, style) for text in texts])
