@@ -13,7 +13,13 @@ import torch
 
 from halfulp.audit import audit, planning, run
 from halfulp.formats import BF16, round_to
-from halfulp.operations import operation_named, operation_names
+from halfulp.operations import (
+    OperationCalls,
+    defined,
+    emulated,
+    operation_named,
+    operation_names,
+)
 from halfulp.targets import UnsupportedError
 from tests.operations.zoo_norms import rms
 from tests.operations.zoo_operations import EXPECTED_DEFECTS, KERNELS
@@ -417,3 +423,27 @@ def test_a_table_that_leans_in_a_part_is_seen_below_the_results_own_rounding(tab
     along = [f.property for f in report.findings if f.kind == "lean"]
     assert bool(along) == (verdict == "defect")
     assert not along or any("along sin, in the last" in told for told in along)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_tail_that_torch_loses_is_lost_by_the_stock_recipe_alone(approximate):
+    """Rows of three gates, all of them far below 0, once made sound kernels defects."""
+    gate = -torch.linspace(4, 14, 71)[None, :, None].expand(1, 71, 3).bfloat16()
+    operation = operation_named("geglu")
+    ones = torch.ones_like(gate)
+    calls = OperationCalls(
+        operation,
+        "bfloat16",
+        {"gate": gate, "up": ones},
+        {"grad_output": ones},
+        {"approximate": approximate},
+    )
+    exact, stock = defined(calls), emulated(calls, operation.stock)
+    torchs = torch.nn.functional.gelu(gate.float(), approximate=approximate)
+    lost, kept = gate < -6, gate > -4.8  # between them it hangs on how well tanh is computed
+    assert (torchs[lost] == 0).all()
+    assert (torchs[kept] != 0).all()
+    assert (exact["output"][lost] < 0).all()
+    for x in (stock["output"], stock["grad_up"]):
+        assert (x[lost].abs() < 1e-14).all()
+        assert (x[kept] != 0).all()

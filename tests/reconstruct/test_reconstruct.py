@@ -148,6 +148,27 @@ def test_the_command_prints_the_recipe_its_shares_and_plain_data(capsys, monkeyp
     assert "target='sdpaa': accepted is" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("takes", ["q, k, v", "qkv"])
+@pytest.mark.parametrize("given", [(), ("--form", "{form}")])
+def test_a_kernel_is_asked_in_the_form_that_it_takes(takes, given, capsys, tmp_path):
+    """It was once called a kernel that attends over heads."""
+    file = tmp_path / "mine.py"
+    parts = "qkv.unbind(2)" if takes == "qkv" else "(q, k, v)"
+    file.write_text(
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa\n\n\n"
+        f"def attention({takes}, causal=False):\n"
+        f"    q, k, v = (x.transpose(1, 2) for x in {parts})\n"
+        "    return sdpa(q, k, v, is_causal=causal).transpose(1, 2)\n"
+    )
+    form = "qkv[B,N,3,H,D]" if takes == "qkv" else "q[B,N,H,D], k[B,N,H,D], v[B,N,H,D]"
+    asked = ["reconstruct", f"{file}:attention", "--in-process", "--effort", "1", "--dtype",
+             "float32", "--json", "-", *(x.format(form=form) for x in given)]  # fmt: skip
+    assert cli.main(asked) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["form"] == form
+    assert not plain["causes"]
+
+
 def test_the_command_says_what_a_kernel_of_another_operation_does(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "120")
     kernel = tmp_path / "gated.py"

@@ -18,7 +18,6 @@ import torch
 
 from halfulp.audit.choosing import Budget
 from halfulp.audit.figures import GRADIENTS, Measured
-from halfulp.audit.in_form import in_its_form
 from halfulp.audit.inputs import GENERATOR, Case, Inputs
 from halfulp.audit.invariants import Relation
 from halfulp.audit.operation_plan import name_of as relation_name
@@ -29,7 +28,7 @@ from halfulp.calls import Result
 from halfulp.operations import ATTENTION, OperationCalls, operation_named
 from halfulp.runs.parallel import run_jobs
 from halfulp.runs.results import Progress
-from halfulp.targets import Form, Outcome, Target, run_operation, run_target
+from halfulp.targets import Form, Outcome, Target, in_its_form, run_operation, run_target
 
 Call = Callable[[Any], Outcome]
 """Calls the target on `Inputs`, or on an operation's `OperationCalls`."""
@@ -143,7 +142,9 @@ def gather(asked: Asked, todo: Plan) -> Gathered:
     reference = references(first)
     one = partial(call, device=asked.device, forward=asked.forward)
     outcome = one(asked.target, reference.inputs)
-    gathered.target, outcome = in_its_form(asked.target, one, reference, outcome)
+    gathered.target, outcome = in_its_form(
+        asked.target, lambda t: one(t, reference.inputs), lambda: reference.truth.out, outcome
+    )
     gathered.keep(first, _measured(first, reference, outcome))
     if outcome.kind == "error":
         gathered.target = None

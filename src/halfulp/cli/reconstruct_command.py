@@ -16,6 +16,7 @@ def reconstruct(
     op: str = "attention",
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
     device: str = "cpu",
+    form: str | None = None,
     effort: int = 2500,
     seed: int = 0,
     in_process: bool = False,
@@ -35,6 +36,8 @@ def reconstruct(
         op: The operation: one of `halfulp ls operations`, or a folder that defines another.
         dtype: Of query, key, value and their gradients.
         device: Where the target runs, such as cpu or cuda; candidates are emulated on the CPU.
+        form: How a function takes its tensors, in a line such as 'qkv[B,N,3,H,D]' (docs/forms.md);
+            without it what its parameters are called, and its first result, say it.
         effort: Emulations after which the most expensive parts of the search are left out; a
             thousand take one or two seconds. Of attention alone.
         seed: Of the inputs.
@@ -53,8 +56,8 @@ def reconstruct(
 
     check_files(json)
     limits = CallLimits(call_seconds, call_gigabytes, copied=True)
-    given = resolve(target, operation=op) if in_process else None
-    opened = nullcontext(given) if given else isolated(target, device, limits, op)
+    given = resolve(target, operation=op, form=form) if in_process else None
+    opened = nullcontext(given) if given else isolated(target, device, limits, op, form)
     found: Reconstruction | OperationReconstruction
     with opened as chosen:
         if op == ATTENTION:

@@ -72,6 +72,7 @@ class Reconstruction:
     # in which order sums go, as masks of huge values reveal it: "O over keys" → in words
     sums: dict[str, str] = field(default_factory=dict)
     region: str = ""  # "in heads of odd number alone": what is said holds there, all else is right
+    form: str = ""  # in which the kernel was called, where that is not [B, H, N, D]
 
     @property
     def text(self) -> str:
@@ -143,6 +144,7 @@ class Reconstruction:
             ],
             "sums": self.sums,
             "region": self.region,
+            "form": self.form,
             "nonfinite": self.nonfinite,
             "refused": list(self.refused),
             "unsteady": self.unsteady,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.operations import DTYPES, check_dtype
 from halfulp.recipes.kernels import recipe_of
@@ -46,7 +47,7 @@ from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
 from halfulp.reconstruct.suggested import is_zero, vanished
 from halfulp.runs.threads import own_thread
-from halfulp.targets import Target, check_device, run_target, target_of
+from halfulp.targets import BHND, Target, check_device, in_its_form, run_target, target_of
 
 AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
@@ -62,6 +63,7 @@ def reconstruct(
     *,
     dtype: str = "bfloat16",
     device: str = "cpu",
+    form: str | None = None,
     effort: int = EFFORT,
     seed: int = 0,
 ) -> Reconstruction:
@@ -77,6 +79,8 @@ def reconstruct(
             `halfulp.audit` takes it.
         dtype: "bfloat16", "float16" or "float32".
         device: where the target runs; candidates are emulated on the CPU.
+        form: how a function takes its tensors, in a line such as "qkv[B,N,3,H,D]" (docs/forms.md);
+            without it what its parameters are called, and its first result, say it.
         effort: emulations after which the most expensive parts of the search are left out; a
             thousand take one or two seconds.
         seed: of the inputs.
@@ -89,19 +93,21 @@ def reconstruct(
     if effort < 1:
         raise ValueError(f"effort={effort}: accepted is an integer of at least 1")
     check_device(device)
-    chosen = target_of(target)
+    chosen = target_of(target, form=form)
+    first = panel(DTYPES[dtype], seed)[0]
+    chosen, outcome = in_its_form(
+        chosen,
+        lambda t: _called(t, first, device),
+        lambda: golden(first.call).out,
+        _called(chosen, first, device),
+    )
     found = of_kernel(runner(chosen, device), chosen.name, dtype, effort=effort, seed=seed)
     if found is None:
         raise ValueError(
             f"target={chosen.name!r}: gives no result on any of the inputs"
-            f" ({_why(chosen, device, DTYPES[dtype])}); accepted is an attention function"
+            f" ({outcome.refusal or 'no reason given'}); accepted is an attention function"
         )
-    return found
-
-
-def _why(target: Target, device: str, dtype: torch.dtype) -> str:
-    outcome = _called(target, panel(dtype)[0], device)
-    return outcome.refusal or "no reason given"
+    return found if chosen.form in (None, BHND) else replace(found, form=str(chosen.form))
 
 
 def runner(target: Target, device: str = "cpu") -> Run:

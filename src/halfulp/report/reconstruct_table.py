@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from halfulp.report.terminal import print_table
+
 BAR = 20
 
 
@@ -18,10 +20,11 @@ def print_reconstruction(found: Mapping[str, Any], to: Console) -> None:
     """Print a reconstruction's plain data."""
     to.print(Text.assemble((found["target"], "bold"), " ", found["text"]))
     to.print()
-    to.print(_explained(found))
-    if found["steps"]:
+    print_table(_explained(found), to)
+    steps = _steps(found)
+    if steps["rows"]:
         to.print()
-        to.print(_steps(found))
+        print_table(steps, to)
     to.print()
     for line in _lines(found):
         to.print(line)
@@ -48,51 +51,37 @@ def print_operation(found: Mapping[str, Any], to: Console) -> None:
     to.print(f"{found['calls']} calls, {found['seconds']:.1f} s, {found['dtype']}", style="dim")
 
 
-def _explained(found: Mapping[str, Any]) -> Table:
+def _explained(found: Mapping[str, Any]) -> dict[str, Any]:
     names = ("result", "explained", "", "cosine", "as stock", "× stock", "× halfulp")
-    table = Table(*names, box=None, pad_edge=False)
+    rows = []
     for row in found["explained"]:
         share = row["explained"]
-        bar = "█" * round(BAR * share) + "░" * (BAR - round(BAR * share))
-        table.add_row(
-            row["tensor"],
-            f"{100 * share:.1f} %",
-            bar,
-            f"{row['cosine']:.3f} ± {row['standard_error']:.3f}",
-            f"{row['stock_cosine']:.3f}",
-            f"{row['times_stock']:.3g}",
-            f"{row['times_halfulp']:.3g}",
-        )
-    return table
+        full = round(BAR * share)
+        cosine = f"{row['cosine']:.3f} ± {row['standard_error']:.3f}"
+        figures = (f"{row['times_stock']:.3g}", f"{row['times_halfulp']:.3g}")
+        bar = "█" * full + "░" * (BAR - full)
+        rows.append((row["tensor"], f"{100 * share:.1f} %", bar, cosine,
+                     f"{row['stock_cosine']:.3f}", *figures))  # fmt: skip
+    return {"title": None, "columns": names, "rows": rows}
 
 
-def _steps(found: Mapping[str, Any]) -> Table:
-    table = Table(
-        "search",
-        "change",
-        "unexplained",
-        "",
-        "sure",
-        box=None,
-        pad_edge=False,
-        title_justify="left",
-    )
+def _steps(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps of the search that changed what is left, in whole percents."""
+    rows = []
     for step in found["steps"]:
+        before, after = (f"{100 * step[f'left_{when}']:.0f} %" for when in ("before", "after"))
+        if before == after:
+            continue
         sigma = step["standard_errors"]
-        table.add_row(
-            step["stage"],
-            step["change"],
-            f"{100 * step['left_before']:.0f} %",
-            f"→ {100 * step['left_after']:.0f} %",
-            "" if sigma is None else f"{sigma:.0f} σ",
-        )
-        if step["as_likely"]:
-            table.add_row("", f"as likely: {'; '.join(step['as_likely'])}", "", "", "")
-    return table
+        sure = "" if sigma is None else f"{sigma:.0f} σ"
+        rivals = "; ".join(step["as_likely"])
+        change = f"{step['change']} (as likely: {rivals})" if rivals else step["change"]
+        rows.append((step["stage"], change, f"{before} → {after}", sure))
+    return {"title": None, "columns": ("search", "change", "unexplained", "sure"), "rows": rows}
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
-    lines = []
+    lines = [f"called as {found['form']}"] if found["form"] else []
     for cause in found["causes"]:
         lines.append(
             f"worse than stock: {cause['name']} ({cause['text']}): {cause['harm']:.2f} × the error"

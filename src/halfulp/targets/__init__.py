@@ -14,6 +14,7 @@ from halfulp.targets.dialect import (
 )
 from halfulp.targets.emulation import emulations
 from halfulp.targets.form import BHND, FORMS, Form
+from halfulp.targets.in_form import in_its_form
 from halfulp.targets.isolated import CallLimits, isolated
 from halfulp.targets.operation_calling import operation_target, run_operation
 from halfulp.targets.target import Outcome, Target, UnsupportedError, name_of_function
@@ -30,6 +31,7 @@ __all__ = [
     "canonical",
     "check_device",
     "emulations",
+    "in_its_form",
     "is_code",
     "isolated",
     "name_of_function",

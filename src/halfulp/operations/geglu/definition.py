@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfulp.operations.gated_unit import RELATED as RELATED
 from halfulp.operations.gated_unit import gated
@@ -24,17 +25,23 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     gate = x["gate"].detach()
     if options["approximate"] == "tanh":
         inner = step("_inner", _TANH * (gate + 0.044715 * gate**3))
-        below = step("_below", torch.sigmoid(2 * inner))
+        lost = _lost(step, "_tanh", torch.tanh(inner.double())).to(inner)
+        below = step("_below", (torch.sigmoid(2 * inner) + lost).clamp(min=0))
         density = 2 * below * (1 - below) * _TANH * (1 + 3 * 0.044715 * gate * gate)
     else:
         inner = step("_inner", gate * 0.5**0.5)
-        # kernels take 1 + erf, which loses what a format does not hold beside 1: only what the step
-        # makes of erf is added, so that the definition itself keeps the tail
-        erf = torch.erf(inner.double())
-        lost = (step("_erf", erf) - erf).to(inner)
-        below = step("_below", 0.5 * torch.erfc(-inner) + 0.5 * lost)
+        lost = _lost(step, "_erf", torch.erf(inner.double())).to(inner)
+        below = step("_below", (0.5 * torch.erfc(-inner) + lost).clamp(min=0))
         density = (-0.5 * gate * gate).exp() / math.sqrt(2 * math.pi)
     return gated(step, x, gate * below, below + gate * step("_density", density))
+
+
+def _lost(step: Seam, name: str, x: Tensor) -> Tensor:
+    """What the step takes from (1 + x) / 2, as which kernels compute a tail: all that a format does
+    not hold beside 1. The definition adds this to the tail itself, which it so keeps.
+    """
+    inside = x.clamp(min=-1 + 2.0**-53)  # or −1 would lose nothing in any format
+    return 0.5 * (step(name, inside) - inside)
 
 
 def _written_out(step: Seam, x: Tensors, options: Options) -> Tensors:

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from halfulp.audit.inputs import Inputs
-from halfulp.audit.references import References
+from torch import Tensor
+
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION
-from halfulp.targets import BHND, Outcome, Target
-from halfulp.targets.form import FORMS
+from halfulp.targets.form import BHND, FORMS
+from halfulp.targets.target import Outcome, Target
 
 # in a wrong order of dimensions O is off by about its own size, attention in bf16 by some 1e-3
 _NO_ATTENTION, _ATTENTION = 0.5, 0.1
@@ -22,11 +22,12 @@ attention there."""
 
 def in_its_form(
     target: Target,
-    call: Callable[[Target, Inputs], Outcome],
-    reference: References,
+    call: Callable[[Target], Outcome],
+    exact: Callable[[], Tensor],
     outcome: Outcome,
 ) -> tuple[Target, Outcome]:
-    """The target in the form in which its first result is attention, and that result.
+    """The target in the form in which its first result is attention, `exact` its O, and that
+    result; `call` makes the same call of it in another form.
 
     Other forms are tried where it is not attention on `[B, H, N, D]`; those of single sequences
     only where the function takes no others, since their borders are what may be wrong. A function
@@ -40,15 +41,15 @@ def in_its_form(
     unknown = target.form is None or form.of("qkv") is not None
 
     def off(result: Result) -> float:
-        exact = reference.truth.out
-        return float((result.out.double() - exact).norm() / exact.norm())
+        out = exact()
+        return float((result.out.double() - out).norm() / out.norm())
 
     if unknown and (fails or (result is not None and off(result) > _NO_ATTENTION)):
         for other in form.others():
             if not (fails or other.plain or other.of("qkv")):
                 continue
             turned = target.in_form(other)
-            again = call(turned, reference.inputs)
+            again = call(turned)
             if again.result is not None and off(again.result) < _ATTENTION:
                 taken = f"takes [{', '.join(other.tensors[0].dims)}]"
                 return turned, replace(again, notes=(taken, *again.notes))
