@@ -27,13 +27,16 @@ def attention(query, key, value, *, is_causal=False, scale=None):
 """
 
 
+INSTALL, AUDIT = ACTION["runs"]["steps"]
+
+
 def run_step(step, folder, **inputs):
     """One step with the inputs and files that a runner gives it; halfulp is there already."""
     defaults = {name: str(one.get("default", "")) for name, one in ACTION["inputs"].items()}
     given = defaults | {name: str(value) for name, value in inputs.items()}
     environment = {
         name: re.sub(r"\${{ inputs\.([\w-]+) }}", lambda found: given[found[1]], text)
-        for name, text in step["env"].items()
+        for name, text in step.get("env", {}).items()
     }
     binaries = folder / "bin"
     binaries.mkdir(exist_ok=True)
@@ -43,6 +46,8 @@ def run_step(step, folder, **inputs):
         "PATH": f"{binaries}:{os.environ['PATH']}",
         "GITHUB_STEP_SUMMARY": str(folder / "summary"),
         "GITHUB_OUTPUT": str(folder / "output"),
+        "GITHUB_ACTION_PATH": str(ROOT),
+        "RUNNER_TEMP": str(folder),
     }
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
@@ -53,13 +58,34 @@ def run_step(step, folder, **inputs):
     )
 
 
+def test_the_action_leaves_the_torch_that_a_kernel_is_used_with(tmp_path):
+    """It once replaced it by the one that halfulp is tested with."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    has = "Torch==2.8.0\\nnumpy==1.26.4\\ntyping_extensions==4.12\\nmine @ file:///x\\n"
+    python.write_text(f"""#!/bin/sh
+case "$3" in list) printf '{has}' ;; *) echo "$@" > {tmp_path}/asked ;; esac
+""")
+    python.chmod(0o755)
+    done = run_step(INSTALL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    tested = tmp_path / "halfulp-constraints.txt"
+    asked = (tmp_path / "asked").read_text().split()
+    assert asked == ["-m", "pip", "install", f"{ROOT}[lab]", "-c", str(tested)]
+    names, every = (
+        {line.split("==")[0] for line in text.splitlines() if "==" in line}
+        for text in (tested.read_text(), (ROOT / "constraints.txt").read_text())
+    )
+    assert every - names == {"torch", "numpy", "typing-extensions"} & every
+    assert {"torch", "numpy"} < every
+
+
 def test_the_action_audits_compares_and_shows(tmp_path):
-    (step,) = [step for step in ACTION["runs"]["steps"] if step["name"] == "Audit"]
     for name, dtype in (("good", "torch.float32"), ("bad", "torch.bfloat16")):
         (tmp_path / f"{name}.py").write_text(KERNEL.replace("DTYPE", dtype))
     options = "--shapes 1,4,64,8 --forward --in-process --only gaussian"
     done = run_step(
-        step, tmp_path, targets="bad.py:attention", options=options, against="good.py:attention"
+        AUDIT, tmp_path, targets="bad.py:attention", options=options, against="good.py:attention"
     )
     assert done.returncode == 5, done.stdout + done.stderr
     assert (tmp_path / "output").read_text() == "exit-code=5\n"
@@ -69,21 +95,20 @@ def test_the_action_audits_compares_and_shows(tmp_path):
     ElementTree.parse(tmp_path / "halfulp-audit.xml")
     # of a step that audits nothing the job does not show what an earlier one found
     (tmp_path / "summary").unlink()
-    missing = run_step(step, tmp_path, targets="'no such.py:attention' *.py")
+    missing = run_step(AUDIT, tmp_path, targets="'no such.py:attention' *.py")
     assert missing.returncode == 2
     assert "there is no file no such.py" in missing.stderr
     assert not (tmp_path / "summary").exists()
     nowhere = dict.fromkeys(("page", "json", "junit", "markdown"), "")
-    given = run_step(step, tmp_path, targets="x", options="--list --op 'no such'", **nowhere)
+    given = run_step(AUDIT, tmp_path, targets="x", options="--list --op 'no such'", **nowhere)
     assert "op='no such'" in given.stderr
-    unclosed = run_step(step, tmp_path, targets="'bad.py:attention")
+    unclosed = run_step(AUDIT, tmp_path, targets="'bad.py:attention")
     assert unclosed.returncode == 2
     assert "each quote of which is closed" in unclosed.stderr
 
 
 def test_the_action_passes_options_that_there_are():
-    (step,) = [step for step in ACTION["runs"]["steps"] if step["name"] == "Audit"]
-    named = set(re.findall(r"(--[a-z-]+)", step["run"]))
+    named = set(re.findall(r"(--[a-z-]+)", AUDIT["run"]))
     assert named == {"--against", "--html", "--json", "--junit", "--markdown"}
     assert named <= set(options_of(COMMANDS["audit"]))
 
