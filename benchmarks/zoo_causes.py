@@ -133,6 +133,7 @@ router sum_detached: missing @ chosen_sum
 router always_renormalized: option @ renormalize
 router never_renormalized: option @ renormalize
 router last_token_stale: neighbor @ T
+router one_over_tokens: neighbor missing factor @ chosen_sum weights
 adamw_step constants: option @ beta
 adamw_step beta_low: option rounded @ beta2
 adamw_step decay_in_gradient: option @ weight_decay decayed
@@ -205,6 +206,8 @@ stochastic_round sum_of_two: random
 stochastic_round after_nearest: random rounded
 stochastic_round up_by_sign: random
 stochastic_round positions_repeat: random
+stochastic_round same_every_call: random
+stochastic_round four_bits: random
 """
 
 _QUANTIZED = {

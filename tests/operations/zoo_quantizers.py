@@ -113,7 +113,8 @@ def stochastic(fault=""):
             shape = (1, input.shape[1])
         if fault == "one_number":
             shape = (1, 1)
-        noise = torch.randint(0, most, shape, dtype=torch.int32)
+        own = torch.Generator().manual_seed(0) if fault == "same_every_call" else None
+        noise = torch.randint(0, most, shape, dtype=torch.int32, generator=own)
         if fault == "zero_seed":
             noise = noise * 0
         if fault == "half_the_range":
@@ -124,6 +125,8 @@ def stochastic(fault=""):
             noise = noise // 2**13 * 2**13
         if fault == "nearest":
             noise = noise * 0 + 2**15
+        if fault == "four_bits":
+            noise = noise // 2**12 * 2**12
         if fault == "sum_of_two":
             noise = (noise + torch.randint(0, most, shape, dtype=torch.int32)) // 2
         if fault == "after_nearest":
@@ -154,6 +157,13 @@ def dithered(input):
     return ((moved / step).floor() * step * input.sign()).bfloat16()
 
 
+def by_a_given_seed(input, seed=0):
+    """Random numbers that are the caller's to change."""
+    noise = torch.randint(0, 2**16, input.shape, dtype=torch.int32,
+                          generator=torch.Generator().manual_seed(seed))  # fmt: skip
+    return ((input.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32).bfloat16()
+
+
 QUANTIZER_FAULTS = (
     "other_element",
     "blocks_of_16",
@@ -180,6 +190,8 @@ STOCHASTIC_FAULTS = (
     "after_nearest",
     "up_by_sign",
     "positions_repeat",
+    "same_every_call",
+    "four_bits",
 )
 QUANTIZERS = (
     *(OperationKernel("quantize", fault, quantizer(fault)) for fault in QUANTIZER_FAULTS),
@@ -191,4 +203,5 @@ QUANTIZERS = (
     OperationKernel("stochastic_round", "by_bits", stochastic(), faulty=False),
     OperationKernel("stochastic_round", "by_chance", by_chance, faulty=False),
     OperationKernel("stochastic_round", "dithered", dithered, faulty=False),
+    OperationKernel("stochastic_round", "by_a_given_seed", by_a_given_seed, faulty=False),
 )

@@ -34,7 +34,8 @@ def router(fault=""):
             indices, weights = indices[:, :1].expand(-1, k), weights[:, :1].expand(-1, k)
         if fault == "weights_of_other_experts":
             weights = weights.flip(-1)
-        total = weights.sum(-1, keepdim=True)
+        over_tokens = fault == "one_over_tokens" and k == 1
+        total = weights.sum(0 if over_tokens else -1, keepdim=True)
         if fault == "sum_detached":
             total = total.detach()
         if (renormalize or fault == "always_renormalized") and fault != "never_renormalized":
@@ -136,6 +137,7 @@ ROUTER_FAULTS = (
     "always_renormalized",
     "never_renormalized",
     "last_token_stale",
+    "one_over_tokens",
 )
 ADAMW_FAULTS = (
     "constants",

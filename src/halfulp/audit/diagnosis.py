@@ -12,6 +12,7 @@ from typing import Any
 
 from halfulp.audit.figures import short
 from halfulp.audit.inputs import Case, Inputs
+from halfulp.audit.invariants import SHARED
 from halfulp.audit.probes import probes_with
 from halfulp.audit.references import references
 from halfulp.audit.verdict import Finding
@@ -83,9 +84,16 @@ def operation_causes(
         if f.case is not None and f.kind != "relation":
             tensors.setdefault(f.case, {})[f.tensor] = None
     # probes say more than sizes do: they are of one thing each
-    cases = sorted(tensors.items(), key=lambda item: item[0].probe.startswith("sizes/"))[:FAILURES]
-    failures = [Failure(references(case).inputs, tuple(failing)) for case, failing in cases]
+    cases = sorted(tensors.items(), key=lambda item: item[0].probe.startswith("sizes/"))
+    failures = [
+        Failure(references(case).inputs, tuple(failing)) for case, failing in cases[: 2 * FAILURES]
+    ]
+    failures = sorted(failures, key=lambda f: f.is_long)[:FAILURES]
     found = of_operation(run, failures)
+    shared = [f for f in defects if f.property.startswith(SHARED)]
+    if shared and len(shared) == len(defects):
+        text = f"calls share random numbers: {shared[0].figure}"
+        return (Diagnosis(CAUSES["random"], text),)
     unsteady = [f.figure for f in defects if f.property.startswith("same call twice")]
     if found is not None and found.cause == "unstable":
         causes.append(Diagnosis(CAUSES["unstable"], "; ".join((*unsteady[:1], found.text))))

@@ -29,6 +29,10 @@ OPERANDS = ("query", "key", "value", "grad_out")
 _ALL = slice(None)
 
 
+SHARED = "same random numbers"
+"""The relation whose calls' errors are added up."""
+
+
 @dataclass(frozen=True)
 class Relation(Plain):
     """What one relation showed for one tensor."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from halfulp.audit.inputs import Case
-from halfulp.audit.invariants import Relation
+from halfulp.audit.invariants import SHARED, Relation
 from halfulp.operations import (
+    STOCHASTIC,
     Operation,
     OperationCalls,
     OperationResult,
@@ -52,8 +53,12 @@ def size_cases(operation: Operation, depth: str, dtype: str, seed: int) -> tuple
 
 
 def operation_relations(operation: Operation) -> tuple[Callable[..., list[Relation]], ...]:
-    """The same call twice, and for each symbol whose order means nothing: fewer, in reverse."""
-    return (_repeated_call, *(partial(_reversed, symbol) for symbol in operation.independent))
+    """The same call twice, for each symbol whose order means nothing fewer in reverse, and of what
+    rounds by random numbers, and has no options that might seed them, whether calls share them.
+    """
+    random = STOCHASTIC in operation.stock.steps.values() and not operation.options
+    others = (partial(_reversed, symbol) for symbol in operation.independent)
+    return (_repeated_call, *others, *((same_random_numbers,) if random else ()))
 
 
 def in_only_values(case: Case, only: frozenset[str]) -> Case:
@@ -75,6 +80,24 @@ def name_of(relation: Callable[..., list[Relation]]) -> str:
 def _repeated_call(run: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:
     again = run(x)
     return [] if again is None else _compared("same call twice", base.tensors, again.tensors)
+
+
+def same_random_numbers(_: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:
+    """Whether the errors of independent calls, each in its own size, add up to no more than chance
+    makes of them, in one direction or away from zero, as those of shared random numbers do.
+    """
+    found, exact = [], defined(x)
+    for result in x.operation.results:
+        given, due = base.tensors.get(result.name), exact[result.name]
+        if given is None or len(result.shape.split()) < 2 or len(given) < 2:
+            continue
+        off = (given.double() - due).nan_to_num(0.0, 0.0, 0.0).flatten(1)
+        own = off.norm(dim=1, keepdim=True)
+        each = off / own.clamp_min(1e-300)
+        sums = [(each * by).sum(0).norm() for by in (1.0, due.flatten(1).sign())]
+        norm = own[:, 0] * torch.stack(sums).max() / len(off) ** 0.5
+        found.append(Relation(SHARED, result.name, norm, 0.0))
+    return found
 
 
 def _reversed(symbol: str, run: Run, x: OperationCalls, base: OperationResult) -> list[Relation]:

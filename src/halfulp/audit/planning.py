@@ -9,11 +9,17 @@ from typing import Any, Literal
 from halfulp.audit import invariants
 from halfulp.audit.inputs import CAPTURED, Case, case_of, read_captured, shape_of
 from halfulp.audit.invariants import Relation
-from halfulp.audit.operation_plan import in_only_values, operation_cases, operation_relations
+from halfulp.audit.operation_plan import (
+    in_only_values,
+    operation_cases,
+    operation_relations,
+    same_random_numbers,
+)
 from halfulp.audit.operation_plan import size_cases as size_cases_of
 from halfulp.audit.probes import PROBES, Shape, probe_named
 from halfulp.audit.size_array import held, size_cases, without
 from halfulp.operations import ATTENTION, check_dtype, operation_named
+from halfulp.targets import SEEDED
 from halfulp.targets.form import BHND, Form
 
 Depth = Literal["quick", "full"]
@@ -41,6 +47,7 @@ class Plan:
         """
         if self.relations and self.relations[0].operation != ATTENTION:
             names = ("cases", "sizes", "relations")
+            accepts -= {SEEDED}
             changed: dict[str, Any] = {
                 name: tuple(in_only_values(case, accepts) for case in getattr(self, name))
                 for name in names
@@ -140,7 +147,9 @@ def relations_of(
         return []
     if todo.relations[0].operation != ATTENTION:
         case = todo.relations[0]
-        return [(case, operation_relations(operation_named(case.operation)))]
+        relations = operation_relations(operation_named(case.operation))
+        return [(case, tuple(r for r in relations if r is not same_random_numbers or (
+            SEEDED not in accepts)))]  # fmt: skip
     lacks = () if "num_splits" in accepts else (invariants.split_count,)  # there is nothing to say
     found = []
     for case in todo.relations:

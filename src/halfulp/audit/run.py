@@ -43,6 +43,7 @@ from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread, own_thread
 from halfulp.targets import (
     BHND,
+    SEEDED,
     CallLimits,
     Target,
     check_device,
@@ -179,7 +180,7 @@ def _audit(asked: Asked, todo: Plan) -> AuditReport:
         text = script(name, shown, smallest, (gathered.target or asked.target).form)
     reports = tuple(_case_report(case, gathered, rows) for case in todo.all_cases)
     notes = tuple(dict.fromkeys(alike([n for _, o in gathered.calls() for n in o.notes]))) + failed
-    if asked.target.operation != ATTENTION and (only := sorted(asked.target.accepts)):
+    if asked.target.operation != ATTENTION and (only := sorted(asked.target.accepts - {SEEDED})):
         notes += (f"called with {', '.join(only)}, which it has alone",)
     versions = {
         "torch": torch.__version__,

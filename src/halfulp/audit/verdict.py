@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from halfulp.audit.figures import Figure, Lean, Measured, excess, short
 from halfulp.audit.inputs import Case
-from halfulp.audit.invariants import Relation
+from halfulp.audit.invariants import SHARED, Relation
 from halfulp.audit.probes import Probe
 from halfulp.audit.references import References
 from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean, log_ratios
@@ -333,8 +333,9 @@ def judge_relation(
     )
     if ratio.lower <= limits.stock:
         return None
+    differ = "errors of calls add up to" if relation.invariant == SHARED else "two calls differ by"
     text = (
-        f"two calls differ by {ratio.mean:.3g} × the rounding of the stock recipe "
+        f"{differ} {ratio.mean:.3g} × the rounding of the stock recipe "
         f"(at least {ratio.lower:.3g}); {ratio.samples} {unit}"
     )
     return broken(text, ratio.mean)

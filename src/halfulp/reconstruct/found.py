@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfulp.recipes import Recipe, recipe_text
 from halfulp.reconstruct.descent import Taken
@@ -167,3 +167,34 @@ def _percent(share: float) -> str:
 
 
 __all__ = ["SHORT", "TENSORS", "WELL", "Explained", "Reconstruction"]
+
+
+class Rival(NamedTuple):
+    """A way that explains about as much as the best."""
+
+    text: str
+    share: float
+    fits: float
+
+
+@dataclass(frozen=True)
+class FoundWay:
+    """Causes of an operation's errors, and how much of them they explain."""
+
+    cause: str  # its key in `CAUSES`
+    text: str
+    share: float  # of the squared error of the tensor
+    fits: float  # how well it fits the other calls: below 0 where it is wrong and the kernel is not
+    tensor: str  # what errs, the worst first
+    rivals: tuple[Rival, ...] = ()  # ways that were weighed, the one that is named first
+    alike: tuple[str, ...] = ()  # ways that no call tells from it
+
+    @property
+    def told(self) -> str:
+        """The way, and how much of what it explains."""
+        if not self.share:
+            return self.text
+        alike = f" (as would: {'; or '.join(self.alike)})" if self.alike else ""
+        return (
+            f"{self.text}: explains {100 * self.share:.0f} % of the error of {self.tensor}{alike}"
+        )

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import Any
 
 from halfulp.operations import OperationCalls, OperationResult, check_dtype, operation_named
-from halfulp.reconstruct.found import WELL
-from halfulp.reconstruct.operation_reconstruction import FoundWay, of_operation
+from halfulp.reconstruct.found import WELL, FoundWay
+from halfulp.reconstruct.operation_reconstruction import of_operation
 from halfulp.reconstruct.operation_trials import panel
 from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_operation, target_of

@@ -165,6 +165,12 @@ def _mistakes() -> Iterator[tuple[str, str, _Quantize]]:
         other = text.replace("scales are", "codes are multiplied by scales that are", 1)
         if other != text:
             yield "block-scale", other, partial(_quantized, changes={"read": rule})
+    for block in (16, 32, 64, 128):
+        text = f"a scale is of the {{}} {block} numbers of a block"
+        for which, part in (("first", partial(_of_part, block, 0)),
+                            ("last", partial(_of_part, block, -1))):  # fmt: skip
+            change = {"magnitudes": part}
+            yield "block-scale", text.format(which), partial(_quantized, changes=change)
     for step, said in _SAID.items():
         cause = "block-scale" if step in _SCALES else "block-codes"
         known = torch.tensor([1e-3, 500.0]) if step in ("scaled", "codes") else torch.tensor(1e3)
@@ -181,6 +187,10 @@ def _mistakes() -> Iterator[tuple[str, str, _Quantize]]:
 
 def _along(alter: AlongAlter, dim: int, x: Tensor, _: BlockFormat) -> Tensor:
     return alter(x, dim=dim)
+
+
+def _of_part(block: int, which: int, x: Tensor, _: BlockFormat) -> Tensor:
+    return torch.split(x, block, -1)[which]
 
 
 def _by_value(alter: Alter, x: Tensor, _: BlockFormat) -> Tensor:

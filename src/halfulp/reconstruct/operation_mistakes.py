@@ -289,8 +289,18 @@ def rare_shifts() -> Iterator[AlongMistake]:
     yield AlongMistake("neighbor", "is their sum, written to the first alone", _gathered)
     yield AlongMistake("neighbor", "is in reverse order", lambda x, dim: x.flip(dim))
     yield AlongMistake("neighbor", "is exchanged in pairs", _in_pairs)
-    yield AlongMistake("neighbor", "is their mean",
-                       lambda x, dim: x.mean(dim, keepdim=True).expand_as(x))  # fmt: skip
+    for text, of_all in _OF_ALL.items():
+        yield AlongMistake("neighbor", f"is {text}", partial(_of_all, of_all=of_all))
+    yield AlongMistake("neighbor", "has all before it added", torch.cumsum)
+
+
+_OF_ALL: dict[str, Callable[..., Tensor]] = {
+    "their mean": torch.mean, "their sum": torch.sum, "the largest of them": torch.amax,
+}  # fmt: skip
+
+
+def _of_all(x: Tensor, dim: int, of_all: Callable[..., Tensor]) -> Tensor:
+    return of_all(x, dim, keepdim=True).expand_as(x)
 
 
 def wholes(length: int) -> Iterator[tuple[int, int]]:

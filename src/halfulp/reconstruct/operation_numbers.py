@@ -8,15 +8,16 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfulp.operations import OperationCalls, Rounding, Tensors, defined, first_calls, sizes_of
-from halfulp.reconstruct.operation_mistakes import Region
+from halfulp.reconstruct.operation_mistakes import Region, padded
 from halfulp.reconstruct.operation_rewritten import scaled_definitions
-from halfulp.reconstruct.operation_trials import Trial
+from halfulp.reconstruct.operation_trials import NEAR, Trial
 from halfulp.reconstruct.operation_ways import (
     OPERAND,
     RESULT,
@@ -45,6 +46,7 @@ def further_ways(trial: Trial, base: Rounding, region: Region | None) -> Iterato
     """
     others = (
         *_taken_for_others(trial),
+        *_packed(trial.calls),
         *_times_steps(trial),
         *_moved_options(trial, _steps(trial, base)),
     )
@@ -62,6 +64,21 @@ def _in(region: Region | None, make: Make) -> Make:
     return lambda number, told="": replace(make(number, told), region=region)
 
 
+def tiny_factor(trial: Trial) -> str:
+    """That all that fails is a small part of what it should be, which next to it is nothing."""
+    told, floor = [], trial.emulated(trial.calls.operation.floor, ()) or trial.exact
+    for name in trial.failing:
+        own, due = (x[name].flatten() for x in (trial.kernel, floor))
+        factor = float(own.dot(due)) / max(float(due.dot(due)), 1e-300)
+        left = float((own - factor * due).norm())
+        if not 0 < abs(factor) < NOTHING or not left < NEAR * abs(factor) * float(due.norm()):
+            return ""
+        power = math.log2(abs(factor))
+        number = f"2^{round(power)}" if abs(power - round(power)) < MEANT else f"{factor:.3g}"
+        told.append(f"{name} is {number} times what it should be")
+    return "; ".join(told)
+
+
 def _taken_for_others(trial: Trial) -> Iterator[Way]:
     values = _values(trial.calls)
     for name, own in values.items():
@@ -70,6 +87,56 @@ def _taken_for_others(trial: Trial) -> Iterator[Way]:
             if name != other and known and not name.startswith(RESULT):
                 text = f"{said(name)} is taken for {said(other)}"
                 yield Way("term-missing", text, of_calls=partial(_taken, name, other))
+
+
+def _packed(calls: OperationCalls) -> Iterator[Way]:
+    """Two steps or operands that lie beside each other in a row of memory, as sines and cosines do:
+    in turns and read as halves, the other way round, or the second read where it would begin in a
+    row that is filled up.
+    """
+    every = _values(calls).items()
+    values = {
+        n.replace(RESULT, OPERAND): x
+        for n, x in every
+        if x.ndim > 1 and (n[len(RESULT) :] in calls.operands or not n.startswith(RESULT))
+    }
+    for names in permutations(values, 2):
+        shape, other = (values[n].shape for n in names)
+        if shape != other or shape[-1] < 2:
+            continue
+        first, second = map(said, names)
+        for how, text in _LAYOUTS.items() if shape[-1] % 2 == 0 else ():
+            way = partial(_as_packed, names, how)
+            yield Way("exchanged", f"{first} and {second} {text}", of_calls=way)
+        for block in (16, 32, 64, 128):
+            way = partial(_as_packed, names, block)
+            if padded(block, shape[-1]) != padded(block // 2, shape[-1]):
+                text = f"{second} is read as if {first} before it were filled up to a whole {block}"
+                yield Way("neighbor", text, of_calls=way)
+
+
+_LAYOUTS = {"turns": "lie in turns, and are read as halves",
+            "halves": "lie in halves, and are read in turns"}  # fmt: skip
+
+
+def _as_packed(names: tuple[str, ...], how: str | int, calls: OperationCalls) -> Way:
+    values = _values(calls)
+    a, b = (values[n.replace(OPERAND, RESULT)] for n in names)
+    n, row = a.shape[-1], torch.cat([a, b], -1)
+    if how == "turns":
+        a, b = torch.stack([a, b], -1).flatten(-2).chunk(2, -1)
+    elif how == "halves":
+        a, b = row[..., ::2], row[..., 1::2]
+    else:
+        start = padded(int(how), n)
+        at = torch.arange(a.numel() // n)[:, None] * 2 * n + start + torch.arange(n)
+        b = torch.cat([row.flatten(), row.new_zeros(start)])[at].view(b.shape)
+    pair = zip(names, (a, b), strict=True)
+    return Way("", "", {name: partial(_in_place, other) for name, other in pair})
+
+
+def _in_place(other: Tensor, own: Tensor) -> Tensor:
+    return other if own.shape == other.shape else own
 
 
 def _times_steps(trial: Trial) -> Iterator[Way]:
@@ -100,7 +167,7 @@ def _values(calls: OperationCalls) -> Tensors:
 
 def _taken(name: str, other: str, calls: OperationCalls) -> Way:
     x = _values(calls)[other]
-    return Way("", "", {name: lambda own: x if own.shape == x.shape else own})
+    return Way("", "", {name: partial(_in_place, x)})
 
 
 def _steps(trial: Trial, base: Rounding) -> list[str]:

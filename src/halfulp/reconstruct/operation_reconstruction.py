@@ -11,22 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import NamedTuple
 
 from halfulp.operations import Rounding, sizes_of
 from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.found import FoundWay, Rival
 from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
 from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region, regions
 from halfulp.reconstruct.operation_noise import noise_of
-from halfulp.reconstruct.operation_numbers import further_ways
+from halfulp.reconstruct.operation_numbers import further_ways, tiny_factor
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_places import manner_of, place
 from halfulp.reconstruct.operation_random import random_cause
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
+from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.reconstruct.operation_sums import sum_ways
-from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
+from halfulp.reconstruct.operation_trials import (
+    Failure,
+    Run,
+    Trial,
+    is_stochastic,
+    panel,
+    square,
+    trial,
+)
 from halfulp.reconstruct.operation_ways import RESULT, Way, rare_ways, shapes_of_steps, ways
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
@@ -54,6 +63,7 @@ OFTEN = 0.3  # of the calls where the kernel is right, on which such a way may b
 CASES = 3  # that are looked at until one is explained
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
+SCALED = 0.05  # relative error that scales of others make at least
 SLIGHT = 0.01  # of the largest relative error
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
 IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
@@ -64,37 +74,6 @@ LIKE = 0.1  # and least square of their cosine
 
 _Tried = tuple[Rounding, float, Way]
 _share = itemgetter(1)
-
-
-@dataclass(frozen=True)
-class FoundWay:
-    """Causes of an operation's errors, and how much of them they explain."""
-
-    cause: str  # its key in `CAUSES`
-    text: str
-    share: float  # of the squared error of the tensor
-    fits: float  # how well it fits the other calls: below 0 where it is wrong and the kernel is not
-    tensor: str  # what errs, the worst first
-    rivals: tuple[Rival, ...] = ()  # ways that were weighed, the one that is named first
-    alike: tuple[str, ...] = ()  # ways that no call tells from it
-
-    @property
-    def told(self) -> str:
-        """The way, and how much of what it explains."""
-        if not self.share:
-            return self.text
-        alike = f" (as would: {'; or '.join(self.alike)})" if self.alike else ""
-        return (
-            f"{self.text}: explains {100 * self.share:.0f} % of the error of {self.tensor}{alike}"
-        )
-
-
-class Rival(NamedTuple):
-    """A way that explains about as much as the best."""
-
-    text: str
-    share: float
-    fits: float
 
 
 def of_operation(
@@ -119,6 +98,12 @@ def of_operation(
     telling = max(wrong[:CASES], key=lambda t: min(sizes_of(t.calls).values()), default=None)
     if telling is not None and (noise := noise_of(run, telling)):
         return FoundWay(noise.cause, noise.text, noise.share, 0.0, ", ".join(telling.failing))
+    for one in wrong[:CASES]:
+        failing = ", ".join(one.failing)
+        if one.relative > SCALED and (scales := scales_read(run, one)):
+            return FoundWay(*scales, 0.0, 0.0, failing)
+        if tiny := tiny_factor(one):
+            return FoundWay("factor", tiny, 1.0, 0.0, failing)
     for one in wrong[:CASES]:
         rest = [t for t in (*trials, *others) if t is not one]
         rest.sort(key=lambda t: (t.calls.options != one.calls.options, not t.failing))
@@ -154,7 +139,7 @@ class _Judge:
         """The best way, and up to two beside it where they explain more together."""
         operation = self.trial.calls.operation
         bases = [operation.stock, operation.floor]
-        if self.trial.alike(*bases):
+        if is_stochastic(operation.stock) or self.trial.alike(*bases):
             del bases[0]
         start = max(self.trial.share(base, ()) for base in bases)
         floor = operation.floor

@@ -13,11 +13,12 @@ import __future__
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfulp.operations import PLACE, Define, OperationCalls
 from halfulp.reconstruct.operation_ways import TOLD, Way
@@ -149,6 +150,49 @@ def _mutants(
     for one in ast.walk(body):
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
             made.setdefault(one.targets[0].id, []).append(one.value)
+    alike: dict[tuple[str, int], list[_Edit]] = {}
+    for edit, number in _edits(body, made):
+        if (code := _edited(tree, function.__name__, edit)) is not None:
+            yield edit.cause(options), edit.text, code
+        # what is wrong of one formula may be wrong of those like it
+        of = ast.dump(edit.node) if isinstance(edit.node, ast.BinOp) else ""
+        alike.setdefault((re.sub(r"Constant\(value='.*?'\)", "", of), number), []).append(edit)
+    for (of, _), edits in alike.items():
+        few = len({id(edit.node) for edit in edits}) == len(edits) > 1
+        code = _edited(tree, function.__name__, *edits) if of and few else None
+        if code is not None:
+            where = ", ".join(dict.fromkeys(edit.where for edit in edits))
+            told = _told(edits[0].new), _told(edits[0].node)
+            text = f"{where}: {told[0]} stands in place of {told[1]}, and so in all formulas alike"
+            yield edits[0].cause(options), text, code
+
+
+class _Edit(NamedTuple):
+    """One expression in place of another, where it stands."""
+
+    where: str
+    of: str | ast.expr
+    parent: ast.AST
+    field: str
+    child: Any
+    at: int
+    node: ast.AST
+    new: ast.AST
+
+    def cause(self, options: frozenset[str]) -> str:
+        """Its key."""
+        if isinstance(self.of, str):
+            return self.of
+        return "option" if _words(self.of) & options else "term-missing"
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return f"{self.where}: {_told(self.new)} stands in place of {_told(self.node)}"
+
+
+def _edits(body: ast.FunctionDef, made: dict[str, list[ast.expr]]) -> Iterator[tuple[_Edit, int]]:
+    """Every edit, and which of those of its expression it is."""
     for statement in ast.walk(body):
         if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return):
             continue
@@ -156,16 +200,19 @@ def _mutants(
         for parent in ast.walk(statement):
             for field, child in ast.iter_fields(parent):
                 for at, node in enumerate(child if isinstance(child, list) else [child]):
-                    for of, new in (*_others(node), *_instead(node, made), *_scaled(parent, node)):
-                        cause = of if isinstance(of, str) else "term-missing"
-                        if not isinstance(of, str) and _words(of) & options:
-                            cause = "option"
-                        text = f"{where}: {_told(new)} stands in place of {_told(node)}"
-                        _put(parent, field, child, at, new)
-                        code = _compiled(tree, function.__name__)
-                        _put(parent, field, child, at, node)
-                        if code is not None:
-                            yield cause, text, code
+                    others = *_others(node), *_instead(node, made), *_scaled(parent, node)
+                    for number, (of, new) in enumerate(others):
+                        yield _Edit(where, of, parent, field, child, at, node, new), number
+
+
+def _edited(tree: ast.Module, name: str, *edits: _Edit) -> CodeType | None:
+    """A function's code with these in it."""
+    for edit in edits:
+        _put(edit.parent, edit.field, edit.child, edit.at, edit.new)
+    code = _compiled(tree, name)
+    for edit in edits:
+        _put(edit.parent, edit.field, edit.child, edit.at, edit.node)
+    return code
 
 
 def _words(node: ast.AST) -> set[Any]:
@@ -254,6 +301,8 @@ def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
         yield b, a
         yield a, b if isinstance(op, ast.Add) else ast.UnaryOp(ast.USub(), b)
         yield "factor", ast.BinOp(a, ast.Sub() if isinstance(op, ast.Add) else ast.Add(), b)
+        if isinstance(a, ast.Constant) and isinstance(op, ast.Sub):
+            yield a, b
     elif isinstance(op, ast.Mult | ast.Div):
         yield b, a
         if isinstance(op, ast.Mult):
@@ -261,6 +310,8 @@ def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
         yield "factor", ast.BinOp(a, ast.Div() if isinstance(op, ast.Mult) else ast.Mult(), b)
     elif isinstance(op, ast.Pow):
         yield b, a
+    if isinstance(op, ast.Sub | ast.Div | ast.Pow):
+        yield "exchanged", ast.BinOp(b, op, a)
     inner = a.args[1] if isinstance(a, ast.Call) and _is_step(a) else a
     if isinstance(inner, ast.BinOp):
         p, own, q = inner.left, inner.op, inner.right
@@ -335,6 +386,7 @@ def _of_call(node: ast.Call) -> Iterator[_Other]:
         if isinstance(arg.op, ast.Add | ast.Mult):
             yield arg.left, ast.BinOp(arg.left, arg.op, make(arg.right))
     if name in _OVER and isinstance(node.func, ast.Attribute) and node.args:
+        yield "neighbor", ast.Call(node.func, [], [])
         for own, dim in (("-1", 0), ("0", -1)):
             if ast.unparse(node.args[0]) == own:
                 rest = [ast.Constant(dim), *node.args[1:]]

@@ -34,11 +34,14 @@ from halfulp.reconstruct.operation_ways import (
 Run = Callable[[OperationCalls], OperationResult | None]
 
 LARGEST = 2**15  # elements of a call that is computed some hundred times
+STEPS = 6  # of a loop that is emulated some hundred times, where they show as much as all
+PLAIN = 0.1  # relative error that is no rounding, however much larger it becomes
 LONGEST = 2**18  # of one that fails, if it cannot be made smaller
 MOVED = 0.05  # of its size, by which a step is moved to see what hangs on it
 SAME = 0.05  # share of an error that may be left of what is not random after all
 ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in both
 NEAR = 0.03  # of its size, by which steps that are rounded otherwise may put a tensor off
+LITTLE = 0.1  # share of an error below which it does not matter how little a way explains
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
 
 
@@ -48,6 +51,11 @@ class Failure:
 
     calls: OperationCalls
     failing: tuple[str, ...]
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a call takes long to be computed some hundred times."""
+        return sum(x[0].numel() for x in self.calls.operands.values()) > LARGEST
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Trial:
     errors: dict[str, float]  # squared, of the kernel
     rounding: dict[str, float]  # squared, of the floor
     failing: tuple[str, ...]
-    known: dict[Any, Tensors] = field(default_factory=dict)  # of the bases
+    known: dict[Any, Any] = field(default_factory=dict)  # of the bases, and shares
 
     @property
     def relative(self) -> float:
@@ -73,10 +81,11 @@ class Trial:
 
     @property
     def near(self) -> float:
-        """The share of the error that steps which are rounded otherwise may be: of what is exact,
-        or of what the kernel gives where that is larger.
+        """The share of the error that steps which are rounded otherwise may be, of what the kernel
+        gives.
         """
-        return NEAR**2 * max(1.0, max(self.relative, 1e-300) ** -2)
+        own = (square(self.kernel[n]) / max(self.errors[n], 1e-300) for n in self.failing)
+        return NEAR**2 * min(own)
 
     @property
     def nonfinite(self) -> list[str]:
@@ -114,6 +123,8 @@ class Trial:
         """The share that one more way explains, and the way: in both passes or in one alone, since
         kernels compute a value again or keep it.
         """
+        if (most := self._forward(base, (*chosen, way))) < LITTLE:
+            return most, way
         both = self.emulated(base, (*chosen, way))
         found = (self.of(both), way)
         if self._random(way) and not self._same(both):
@@ -128,6 +139,18 @@ class Trial:
             if mixed is not None and (share := self.of(mixed)) > found[0] + ONE_PASS:
                 found = (share, one)
         return found
+
+    def _forward(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
+        """The most that ways can explain, by the forward pass alone where nothing else fails: half
+        of an emulation or less.
+        """
+        if not self.calls.grads or any(n.startswith("grad_") for n in self.failing):
+            return 1.0
+        found = self._computed(replace(self.calls, grads={}), base, chosen)
+        if found is None:
+            return 1.0
+        left = (self.left(found, n) / max(self.errors[n], 1e-300) for n in self.failing)
+        return sum(max(-1.0, 1 - x) for x in left) / len(self.failing)
 
     def _random(self, way: Way) -> bool:
         """Whether a step is altered that common kernels round stochastically."""
@@ -184,10 +207,15 @@ class Trial:
         """How much of the failing tensors' squared errors these ways explain, less what they make
         wrong of the others: 1 for all, below 0 for less than nothing.
         """
-        emulated = self.emulated(base, chosen)
-        if any(self._random(way) for way in chosen) and not self._same(emulated):
-            return -1.0
-        return self.of(emulated)
+        key = ("share", self.failing, base.name, *map(str, chosen))
+        if key not in self.known:
+            emulated = self.emulated(base, chosen)
+            random = any(self._random(way) for way in chosen) and not self._same(emulated)
+            found = -1.0 if random else self.of(emulated)
+            if not all(way.text for way in chosen):
+                return found
+            self.known[key] = found
+        return self.known[key]  # type: ignore[no-any-return]
 
     def of(self, emulated: Tensors | None) -> float:
         """The share of an emulation."""
@@ -230,18 +258,30 @@ class Trial:
                 mixed[name] = found[name]
             return mixed
         if key in self.known:
-            return self.known[key]
-        try:
-            found = computed(self.calls, base, chosen)
-        except (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError,
-                ValueError):  # fmt: skip
-            return None
-        if any(found[name].shape != x.shape for name, x in self.kernel.items()):
-            return None
-        emulated = {name: found[name].double() for name in self.kernel}
+            return self.known[key]  # type: ignore[no-any-return]
+        emulated = self._computed(self.calls, base, chosen)
         if not chosen:
             self.known[key] = emulated
         return emulated
+
+    def _computed(
+        self, calls: OperationCalls, base: Rounding, chosen: tuple[Way, ...]
+    ) -> Tensors | None:
+        try:
+            found = computed(calls, base, chosen)
+        except (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError,
+                ValueError):  # fmt: skip
+            return None
+        names = self.kernel.keys() & found.keys()
+        if any(found[name].shape != self.kernel[name].shape for name in names):
+            return None
+        return {name: found[name].double() for name in self.kernel if name in names}
+
+
+def is_stochastic(recipe: Rounding) -> bool:
+    """Whether a recipe rounds by random numbers."""
+    return any(f == STOCHASTIC or getattr(getattr(f, "element", f), "rounding", "") == "stochastic"
+               for f in recipe.steps.values())  # fmt: skip
 
 
 def moving(name: str) -> Way:
@@ -275,12 +315,35 @@ def square(x: Tensor) -> float:
 
 
 def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> Trial | None:
-    """One call of these, made small where it is too large; where it is not known what fails,
-    tensors that are twice as far off as both recipes. None where the kernel gives nothing.
+    """One call of these, made small where it is too large, and of few steps where it errs as much
+    then; where it is not known what fails, tensors that are twice as far off as both recipes. None
+    where the kernel gives nothing.
     """
     some = _small(first_calls(calls, 1), LONGEST if failing else LARGEST)
-    result = run(some) if some is not None else None
-    if some is None or result is None:
+    if some is None:
+        return None
+    whole = _trial(run, some, failing)
+    if whole is None or not whole.failing or (few := _of_few_steps(some)) is None:
+        return whole
+    short = _trial(run, few, failing)
+    as_bad = short is not None and short.failing and short.relative > min(PLAIN, whole.relative / 2)
+    return short if as_bad and short is not None else whole
+
+
+def _of_few_steps(calls: OperationCalls) -> OperationCalls | None:
+    """The call with less of a size that nothing which is written has; None where there is none."""
+    operation, found = calls.operation, calls
+    shapes = operation.shapes_of_results
+    written = {symbol for name in calls.expected() for symbol in shapes[name].split()}
+    for symbol, size in sizes_of(calls).items():
+        if symbol not in written and size > STEPS:
+            found = _at_most(found, symbol, STEPS)
+    return None if found is calls else found
+
+
+def _trial(run: Run, some: OperationCalls, failing: tuple[str, ...] | None) -> Trial | None:
+    result = run(some)
+    if result is None:
         return None
     truth = defined(some)
     kernel = {
@@ -294,6 +357,8 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
     errors = {name: power(x, exact[name], exact[name]) for name, x in kernel.items()}
     made = {n: power(floor[n].double(), exact[n], exact[n]) for n in kernel}
     other = {n: power(stock[n].double(), exact[n], exact[n]) for n in kernel}
+    if is_stochastic(operation.stock):  # and no other's random numbers are a kernel's
+        made = {n: max(made[n], other[n]) for n in kernel}
     if failing is None:
         off = [
             n for n in kernel if errors[n] > 2 * max(made[n], other[n]) + 1e-12 * square(exact[n])
@@ -307,18 +372,23 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
 def _small(calls: OperationCalls, longest: int) -> OperationCalls | None:
     """A call of few enough elements, of rows that do not depend on each other no more than that."""
     operation, elements = calls.operation, sum(x.numel() for x in calls.operands.values())
-    shapes = {n: shape.split() for n, shape in operation.shapes_of_operands.items()}
     for symbol, size in sizes_of(calls).items():
         if elements <= LARGEST or symbol not in operation.independent:
             continue
         keep = max(2, size * LARGEST // elements)
-        calls = replace(
-            calls,
-            operands={n: _narrowed(x, shapes[n], symbol, keep) for n, x in calls.operands.items()},
-            grads={n: _narrowed(x, shapes[n], symbol, keep) for n, x in calls.grads.items()},
-        )
+        calls = _at_most(calls, symbol, keep)
         elements = sum(x.numel() for x in calls.operands.values())
     return calls if elements <= longest else None
+
+
+def _at_most(calls: OperationCalls, symbol: str, keep: int) -> OperationCalls:
+    """No more than so many along a symbol."""
+    shapes = {n: shape.split() for n, shape in calls.operation.shapes_of_operands.items()}
+    operands, grads = (
+        {n: _narrowed(x, shapes[n], symbol, keep) for n, x in given.items()}
+        for given in (calls.operands, calls.grads)
+    )
+    return replace(calls, operands=operands, grads=grads)
 
 
 def _narrowed(x: Tensor, shape: list[str], symbol: str, keep: int) -> Tensor:

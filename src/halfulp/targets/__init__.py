@@ -17,11 +17,12 @@ from halfulp.targets.form import BHND, FORMS, Form
 from halfulp.targets.in_form import in_its_form
 from halfulp.targets.isolated import CallLimits, isolated
 from halfulp.targets.operation_calling import operation_target, run_operation
-from halfulp.targets.target import Outcome, Target, UnsupportedError, name_of_function
+from halfulp.targets.target import SEEDED, Outcome, Target, UnsupportedError, name_of_function
 
 __all__ = [
     "BHND",
     "FORMS",
+    "SEEDED",
     "CallLimits",
     "Form",
     "Outcome",

@@ -36,8 +36,9 @@ from halfulp.targets.calling import (
 )
 from halfulp.targets.manner import FILLED, PLAIN, filled, laid_out, parted
 from halfulp.targets.operation_signature import OperationSignature
+from halfulp.targets.signature import signature_of
 from halfulp.targets.state import as_before
-from halfulp.targets.target import Outcome, Target, UnsupportedError
+from halfulp.targets.target import SEEDED, Outcome, Target, UnsupportedError
 
 
 def operation_target(
@@ -65,7 +66,7 @@ def operation_target(
     return Target(
         name,
         call,
-        _only(taken, declared),
+        _only(taken, declared) | _seeds(function),
         description or documented or f"the function {name}",
         function=function,
         operation=operation.folder,
@@ -81,6 +82,16 @@ def recipe_of_operation(operation: Operation, recipe: Rounding, name: str) -> Ta
 
     text = f"{recipe.name}, emulated"
     return Target(name, emulate, frozenset(), text, operation=operation.folder, elsewhere=emulate)
+
+
+def _seeds(function: Callable[..., Any]) -> frozenset[str]:
+    """{SEEDED} where its caller says which random numbers it draws."""
+    try:
+        names = signature_of(function).parameters
+    except (TypeError, ValueError):  # of C
+        return frozenset()
+    words = ("seed", "generator", "rng", "philox", "noise", "random")
+    return frozenset({SEEDED} if any(w in name for name in names for w in words) else ())
 
 
 def _declared(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:

@@ -28,6 +28,10 @@ class UnsupportedError(NotImplementedError):
 Opener: TypeAlias = "Callable[[], contextlib.AbstractContextManager[Target]]"
 
 
+SEEDED = "random numbers"
+"""Stands among what a kernel of an operation accepts where its caller says which it draws."""
+
+
 @dataclass(frozen=True)
 class Target:
     """An attention kernel by name, with what it can be used for."""

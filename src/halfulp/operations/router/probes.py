@@ -39,6 +39,11 @@ def _ties(sizes: Sizes, g: torch.Generator) -> Tensors:
     return x
 
 
+def _one(sizes: Sizes, g: torch.Generator) -> Tensors:
+    """A weight of 1, whatever the logits: its gradient, of which only rounding is left, is 0."""
+    return _plain(sizes, g) | {"grad_weights": torch.zeros(sizes.shape("T K"))}
+
+
 PROBES = (
     Probe("plain", "errors that any input shows", "Mixtral, arXiv 2401.04088", _plain),
     Probe(
@@ -85,6 +90,14 @@ PROBES = (
         "Qwen's norm_topk_prob",
         _plain,
         options={"renormalize": False},
+    ),
+    Probe(
+        "one",
+        "the weight of one expert, normalized over tokens",
+        "megablocks PR 87",
+        _one,
+        sizes={"K": 1},
+        options={"k": 1},
     ),
     Probe(
         "one_raw",

@@ -1,0 +1,150 @@
+"""Kinds of mistakes of operations: scales of other blocks, formulas that are wrong alike, what is
+read in another layout or summed over all rows, results that are next to nothing.
+"""
+
+from typing import Literal
+
+import pytest
+import torch
+from torch.nn import functional
+
+from halfulp.operations import OperationResult, drawn_calls, operation_named
+from halfulp.reconstruct.operation_asked import reconstruct_operation
+from halfulp.reconstruct.operation_scales import scales_read
+from halfulp.reconstruct.operation_trials import trial
+from halfulp.targets import run_operation, target_of
+
+GENERATOR = torch.Generator()
+
+
+def same(scale):
+    return scale
+
+
+def product(a, b, of_a=same, of_b=same):
+    """a bᵀ in MXFP8, by other scales."""
+    blocks = [functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32)) for x in (a, b)]
+    power = [torch.frexp(x.abs().amax(-1, keepdim=True))[1] - 9 for x in blocks]
+    codes = [torch.ldexp(x, -p).clamp(-448, 448) for x, p in zip(blocks, power, strict=True)]
+    codes = [x.to(torch.float8_e4m3fn).float() for x in codes]
+    scales = [torch.ldexp(torch.ones(p.shape), p)[..., 0] for p in power]
+    scales = of_a(scales[0]), of_b(scales[1])
+    x, y = ((c * s[..., None]).flatten(1) for c, s in zip(codes, scales, strict=True))
+    return x @ y.T
+
+
+def linear(of_input=same, of_weight=same, of_gradient=same):
+    class Products(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return product(x.float(), w.float(), of_input, of_weight).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x, w), dy = (t.float() for t in ctx.saved_tensors), grad.float()
+            back = product(dy, w.T, of_gradient), product(dy.T, x.T)
+            return tuple(t.to(grad.dtype) for t in back)
+
+    def kernel(input, weight, *, format: Literal["mxfp8"]):
+        return Products.apply(input, weight)
+
+    return kernel
+
+
+def read_off(kernel):
+    """What is said of scales on a call with blocks of all sizes."""
+    operation, target = operation_named("quantized_linear"), target_of(kernel, "quantized_linear")
+
+    def run(calls):
+        result = run_operation(target, calls).result
+        return OperationResult(result.tensors)
+
+    sizes = operation.sizes[0].with_(calls=1, T=80, K=80, N=80)
+    calls = drawn_calls(operation, "ranges_mxfp8", sizes, "bfloat16", GENERATOR.manual_seed(0))
+    return scales_read(run, trial(run, calls, ("output", "grad_input", "grad_weight")))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "told"),
+    [
+        (linear(lambda s: s.roll(-1, 0)), "input are those of what lies 1 along T after"),
+        (linear(of_weight=lambda s: s.roll(-1, 1)), "weight are those of what lies 1 along blocks"),
+        (linear(lambda s: s[:1].expand_as(s)), "those of what lies at 0 along T"),
+        (linear(lambda s: s[torch.arange(len(s)) // 16 * 16]), "at the first of every 16 along T"),
+        (linear(of_weight=lambda s: s.T.reshape(s.shape)), "weight are those of other blocks: N 1"),
+        (linear(lambda s: s * s), "multiplied by those of the same block"),
+        (linear(lambda s: torch.ones_like(s)), "not read: 1 stands for all"),
+        (linear(lambda s: s.log2() + 127), "taken for other numbers: 2^-22 for 105.1"),
+        (linear(lambda s: s.amax(1, keepdim=True).expand_as(s)), "largest of input's row"),
+        (linear(of_gradient=lambda s: s.flip(0)), "grad_output are those of other blocks: T 0"),
+    ],
+)
+def test_scales_of_other_blocks_are_read_off(kernel, told):
+    cause, text = read_off(kernel)
+    assert cause == "block-scale"
+    assert told in text
+
+
+def test_right_scales_are_not_accused():
+    assert read_off(linear()) is None
+    assert read_off("dequantized") is None
+    assert read_off("recipe:stock") is None
+
+
+def of_the_first_numbers(input, weight, *, format: Literal["fp8_row"]):
+    def quantized(x):
+        scale = x[:, :64].abs().amax(-1, keepdim=True).clamp_min(1e-9) / 448
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    exact, low = input.float() @ weight.float().T, quantized(input.float()) @ quantized(
+        weight.float()).T  # fmt: skip
+    return (exact + (low - exact).detach()).to(input.dtype)
+
+
+def scaled_down(input, *, format: Literal["mxfp8_e4m3"]):
+    blocks = input.float().unflatten(-1, (-1, 32))
+    power = torch.frexp(blocks.abs().amax(-1, keepdim=True))[1] - 9
+    codes = torch.ldexp(blocks, -power).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    return torch.ldexp(codes, power - 112).flatten(-2)
+
+
+def over_all_rows(input, dim):
+    terms = (input.float() - input.float().amax(-1, keepdim=True)).exp()
+    return (terms / terms.sum()).to(input.dtype)
+
+
+def in_turns(input, positions, *, base, interleaved=False):
+    half = input.shape[-1] // 2
+    angle = positions[:, None] * base ** (torch.arange(half) * (-1.0 / half))
+    table = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)[:, None]
+    (cos, sin), x = table.chunk(2, -1), input.float()
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    found = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return found.to(input.dtype)
+
+
+def corrections_inverted(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps,
+                         weight_decay):  # fmt: skip
+    p, m, v = param.float(), exp_avg, exp_avg_sq
+    for number, grad in enumerate(grads.float(), step):
+        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad * grad
+        size = (v / (1 + beta2**number)).sqrt() + eps
+        p = p * (1 - lr * weight_decay) - lr * (m / (1 + beta1**number)) / size
+    return p.to(param.dtype), m, v
+
+
+@pytest.mark.parametrize(
+    ("op", "kernel", "cause", "told"),
+    [
+        ("quantized_linear", of_the_first_numbers, "block-scale", "of the first 64 numbers"),
+        ("quantize", scaled_down, "factor", "output is 2^-112 times"),
+        ("softmax", over_all_rows, "neighbor", "sum(weights) stands in place of"),
+        ("rope", in_turns, "exchanged", "cos and sin lie in turns, and are read as halves"),
+        ("adamw_low", corrections_inverted, "factor", "and so in all formulas alike"),
+    ],
+)
+def test_kinds_of_mistakes_are_named(op, kernel, cause, told):
+    found = reconstruct_operation(kernel, op).found
+    assert (found.cause, told in found.text) == (cause, True), found
