@@ -444,6 +444,8 @@ def test_a_tail_that_torch_loses_is_lost_by_the_stock_recipe_alone(approximate):
     assert (torchs[lost] == 0).all()
     assert (torchs[kept] != 0).all()
     assert (exact["output"][lost] < 0).all()
-    for x in (stock["output"], stock["grad_up"]):
-        assert (x[lost].abs() < 1e-14).all()
+    for name, x in stock.items():
+        # its slope's, where kernels sum that beside 1 as well
+        far = gate < -7 if name == "grad_gate" else lost
+        assert (x[far].abs() < 1e-14).all()
         assert (x[kept] != 0).all()

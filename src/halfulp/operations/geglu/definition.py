@@ -33,14 +33,16 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
         lost = _lost(step, "_erf", torch.erf(inner.double())).to(inner)
         below = step("_below", (0.5 * torch.erfc(-inner) + lost).clamp(min=0))
         density = (-0.5 * gate * gate).exp() / math.sqrt(2 * math.pi)
-    return gated(step, x, gate * below, below + gate * step("_density", density))
+    slope = below + gate * step("_density", density)
+    slope = slope + _lost(step, "_twice_slope", 2 * slope.double() - 1).to(slope)
+    return gated(step, x, gate * below, slope)
 
 
 def _lost(step: Seam, name: str, x: Tensor) -> Tensor:
-    """What the step takes from (1 + x) / 2, as which kernels compute a tail: all that a format does
-    not hold beside 1. The definition adds this to the tail itself, which it so keeps.
+    """What the step takes from (1 + x) / 2, as which kernels compute a tail, or (oneDNN's) its
+    slope: all that a format does not hold beside 1. The definition adds this to what it keeps.
     """
-    inside = x.clamp(min=-1 + 2.0**-53)  # or −1 would lose nothing in any format
+    inside = torch.where(x == -1, -1 + 2.0**-53, x)  # or −1 would lose nothing in any format
     return 0.5 * (step(name, inside) - inside)
 
 
