@@ -15,11 +15,13 @@ from halfulp.audit import audit, planning, run
 from halfulp.formats import BF16, round_to
 from halfulp.operations import (
     OperationCalls,
+    Sizes,
     defined,
     emulated,
     operation_named,
     operation_names,
 )
+from halfulp.operations.seam import Steps, exactly
 from halfulp.targets import UnsupportedError
 from tests.operations.zoo_norms import rms
 from tests.operations.zoo_operations import EXPECTED_DEFECTS, KERNELS
@@ -449,3 +451,28 @@ def test_a_tail_that_torch_loses_is_lost_by_the_stock_recipe_alone(approximate):
         far = gate < -7 if name == "grad_gate" else lost
         assert (x[far].abs() < 1e-14).all()
         assert (x[kept] != 0).all()
+
+
+@pytest.mark.parametrize("op", operation_names())
+def test_whether_a_size_fits_hangs_on_no_seed(op):
+    """Tokens of a vocabulary of 2 were once drawn from 4: an audit fell at one seed of fifty."""
+    operation = operation_named(op)
+
+    def fits(probe, sizes, seed):
+        x = probe.draw(sizes, torch.Generator().manual_seed(seed))
+        x = {name: t.double() if t.is_floating_point() else t for name, t in x.items()}
+        operation.define(Steps(exactly), x, {**operation.options, **probe.options})
+
+    least = [
+        Sizes(1, tuple((symbol, n if symbol == short else n + 2) for symbol, _ in first))
+        for first in (operation.sizes[0].of,)
+        for n in (1, 2, 3)
+        for short, _ in first
+    ]
+    for probe, sizes in itertools.product(operation.probes, least):
+        try:
+            fits(probe, sizes, 0)
+        except (RuntimeError, ValueError, LookupError):
+            continue
+        for seed in range(1, 7):
+            fits(probe, sizes, seed)

@@ -16,7 +16,7 @@ def _drawn(most: int | None = None, one_sign: bool = False) -> Draw:
 
     def draw(sizes: Sizes, g: torch.Generator) -> Tensors:
         t, v = sizes["T"], sizes["V"]
-        tokens = torch.randint(v if most is None else most, (t,), generator=g)
+        tokens = torch.randint(v if most is None else min(most, v), (t,), generator=g)
         x = {"input": tokens, "weight": normal(g, v, sizes["D"])}
         if one_sign:
             x["grad_output"] = normal(g, t, sizes["D"]).abs() + 0.5
