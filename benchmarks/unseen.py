@@ -23,6 +23,11 @@ class Fault:
     second: frozenset[str] = frozenset()
 
 
+LATER = {"value-factor": frozenset({"operand", "unnormalized"})}
+"""Causes that are younger than the sets, and those which stood for the same fault when these were
+written: a number on V was an operand's, on O a row sum's, and O does not tell which."""
+
+
 def verdict(found: Any, fault: Fault) -> tuple[str, list[str]]:
     """right, vague or wrong, and the keys that are named, the first first.
 
@@ -38,6 +43,7 @@ def verdict(found: Any, fault: Fault) -> tuple[str, list[str]]:
     if not fault.right:
         return ("right" if not named else "vague" if not found.causes else "wrong"), named
     either = fault.right | fault.second
+    either |= {key for key, older in LATER.items() if either & older}
     if named and named[0] in either:
         both = not fault.second or all(
             part & {*named, *harmless} for part in (fault.right, fault.second)

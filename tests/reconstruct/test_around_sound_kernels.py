@@ -21,6 +21,10 @@ def never_scaled(query, key, value, is_causal=False, scale=None):
     return sdpa(query, key, value, is_causal=is_causal, scale=1.0)
 
 
+def scale_of_codes_twice(query, key, value, is_causal=False, scale=None):
+    return sdpa(query, key, value, is_causal=is_causal, scale=scale) * 0.004
+
+
 def query_of_the_row_before(query, key, value, is_causal=False, scale=None):
     return sdpa(query.roll(1, 2), key, value, is_causal=is_causal, scale=scale)
 
@@ -53,6 +57,7 @@ def dq_scaled_twice(query, key, value, is_causal=False, scale=None):
     [
         (odd_heads_never_written, "unwritten", "in heads of odd number alone"),
         (never_scaled, "scale", "scores are not scaled"),
+        (scale_of_codes_twice, "value-factor", "O is 0.004"),
         (query_of_the_row_before, "other-data", "Q of each row is that of the row before"),
         (lse_in_base_2, "lse-other", "in what is returned alone"),
         (dq_scaled_twice, "grad-scale", "dQ has the scale twice"),

@@ -111,3 +111,41 @@ def test_a_factor_is_told_from_noise():
         assert fitted["plain"].factor == pytest.approx(factor, abs=2e-4)
         twists = suggested.factors("grad_value", fitted, TRIALS)
         assert [t.cause for t in twists] == ([] if factor == 1 else ["grad-scale"])
+
+
+def test_a_factor_of_each_head_is_one_on_the_values_or_on_o():
+    exact_out = torch.randn(3, 6, 64, 32, generator=torch.Generator().manual_seed(0)).double()
+    shared = torch.linspace(0.7, 1.3, 6).view(3, 2, 1, 1).double()
+    heads = shared.repeat_interleave(3, 1)
+    observed = suggested.Observed.of(exact_out * heads, exact_out)
+    fitted = {"grouped": suggested.factor_of(observed, exact_out)}
+    found = suggested.factors("out", fitted, TRIALS)
+    assert [t.cause for t in found] == ["value-factor"] * 2
+    assert "0.7 to 1.3, another in each head" in found[1].text
+    call = TRIALS["grouped"].call
+    assert torch.allclose(found[1].turn(TRIALS["grouped"]).call.value, call.value * shared.float())
+
+
+def test_the_calls_have_every_two_options_at_once():
+    """What a kernel does in the wrong order shows where both are asked for."""
+    every = [t.call for r in (False, True) for t in panel.panel(torch.bfloat16, rarer=r)]
+
+    def of(call):
+        mask = call.sees.mask
+        return {
+            "softcap": bool(call.softcap),
+            "sinks": call.sinks is not None,
+            "window": call.sees.window is not None,
+            "causal": call.sees.causal,
+            "boolean": mask is not None and mask.dtype == torch.bool,
+            "additive": mask is not None and mask.dtype != torch.bool,
+        }
+
+    seen = {(a, b) for call in every for a, x in of(call).items() for b, y in of(call).items()
+            if x and y and a < b}  # fmt: skip
+    wanted = {("additive", "softcap"), ("boolean", "softcap"), ("softcap", "window"),
+              ("sinks", "window"), ("additive", "sinks"), ("additive", "causal"),
+              ("sinks", "softcap"), ("causal", "softcap"), ("causal", "sinks")}  # fmt: skip
+    assert not wanted - seen
+    given = [c for c in every if abs(c.scale * math.sqrt(c.query.shape[-1]) - 1) > 1e-6]
+    assert any(c.softcap and c.sees.mask is not None for c in given)

@@ -58,6 +58,7 @@ def kernel(slip, where=lambda trial, x: x.new_ones(())):
         Slip("key", "stale"),
         Slip("scores", "factor", ("last keys",), 1.25),
         Slip("b_weights", "row-1"),
+        Slip("out", "goes on"),
         Slip("b_query", "row+1"),
         Slip("product", "int8 tile", ("upper columns",)),
         Slip("divided_statistics", "stale", ("later keys", "other warps")),

@@ -57,7 +57,8 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                     unrounded=names)  # fmt: skip
     for name in ("query", "key", "value"):
         for key, text, dims in (("token", "row", (3,)), ("channel", "feature", (2,)),
-                                ("head", "head", (2, 3))):  # fmt: skip
+                                ("head", "head", (2, 3)),
+                                ("tensor", "tensor", (0, 1, 2, 3))):  # fmt: skip
             for fmt, largest in (("int8", 127.0), ("e4m3", 448.0)):
                 told = f"the {name} is quantized to {fmt} with a scale for each {text}"
                 turn = partial(_quantized, name, dims, fmt, largest)
@@ -88,6 +89,10 @@ def _windows() -> Iterator[Twist]:
 
         return change
 
+    def turned(call: Call) -> Call:
+        assert call.sees.window is not None
+        return replace(call, sees=replace(call.sees, window=call.sees.window[::-1]))
+
     def tiles(width: int, call: Call) -> Call:
         least, greatest = call.bounds
         i = torch.arange(call.query.shape[2])[:, None]
@@ -105,6 +110,7 @@ def _windows() -> Iterator[Twist]:
         ("-1", "hides one key too many", sized(lambda n: n - 1)),
         ("half", "is half as wide", sized(lambda n: n // 2)),
         ("double", "is twice as wide", sized(lambda n: 2 * n)),
+        ("turned", "has its sides exchanged", turned),
         *((f"tiles-{w}", f"is applied to whole tiles of {w} keys", partial(tiles, w))
           for w in (16, 32, 64)),
     ]  # fmt: skip
@@ -131,6 +137,23 @@ def _softcaps() -> Iterator[Twist]:
     )
     for key, text, change in ways:
         yield Twist(f"softcap-{key}", text, "softcap", partial(_of, "softcap", change))
+
+    def before_the_cap(hidden: bool, call: Call) -> Call | None:
+        """Scores as they are where what is added to them, or hides them, goes through the cap."""
+        mask = call.sees.mask
+        if hidden == (mask is not None and mask.dtype != torch.bool):
+            return None
+        key, cap = call.key.double().repeat_interleave(call.groups, 1), call.softcap
+        plain = call.query.double() @ key.mT * call.scale
+        n, n_key = plain.shape[2:]
+        added = call.sees.apply(torch.zeros_like(plain), slice(0, n), slice(0, n_key), 1.0)
+        added = cap * (torch.tanh((plain + added) / cap) - torch.tanh(plain / cap))
+        return replace(call, sees=Sees(mask=added.float()))
+
+    for key, told, hidden in (("bias", "the additive mask is added", False),
+                              ("hidden", "what is hidden is set to −∞", True)):  # fmt: skip
+        yield Twist(f"softcap-{key}", f"{told} before the cap, not after it", "softcap",
+                    partial(_of, "softcap", partial(before_the_cap, hidden)))  # fmt: skip
     for cap in (10.0, 15.0, 20.0, 30.0, 50.0):
         yield Twist(f"softcap-{cap:g}", f"scores are capped at {cap:g}, which was not asked for",
                     "softcap", partial(_capped_at, cap))  # fmt: skip

@@ -156,6 +156,8 @@ _FUNCTION = (
      "flash-attention issue 772 (another sequence's cache is written)", WRONG),
     ("HU228", "dropout", "weights are dropped at random where no dropout was asked for",
      "transformers PR 33844 (dropout in evaluation)", WRONG),
+    ("HU229", "value-factor", "V, the weights or O are multiplied by a number",
+     "sglang PR 26852 (the scale of K's codes taken for V's)", WRONG),
     ("HU222", "grad-tail", "gradients leave out a part of the sequence", _BLOCKS, LOST),
 )  # fmt: skip
 

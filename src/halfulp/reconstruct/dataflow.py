@@ -27,6 +27,8 @@ FITTED = 0.85  # share of it that a fit must explain
 LINES = 6  # times the variance by chance of a line's factor: it is the line's
 LINED = 0.08  # share of an error that lines must hold
 MANY = 24  # elements of a line that is looked at
+OTHER = 0.5  # of a quantity: what differs so much is another
+COARSE = 0.2  # of the root of δ's squared terms: rounding these makes no such error of it
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,8 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
         told = f"dS is right in {short['grad_key' if tensor == 'grad_query' else 'grad_query']}"
         kind = own.kind if own.size > SLIGHT or own.kind not in ("tail", "rows") else "noise"
         cause = "grad-tail" if own.text.startswith("is 0") else _OWN[kind]  # left out
+        if kind == "noise" and own.size > OTHER:  # no format is so coarse
+            cause = "other-data"
         if own.kind == "bits":  # of a store, what is stored from sums comes in as few
             asked = run(trial)
             grad = None if asked is None else getattr(asked, tensor)
@@ -375,6 +379,9 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
         if rest < (1 - FITTED) * total and (cause != "no-delta" or rest < 2 * rows):
             sign = -1.0 if cause == "no-delta" else 1.0
             size = 1 + sign * float(factor.mean()) if len(dims) == 4 else 0.0
+            much = factor.square().mean() / read.delta_noise.square().mean().clamp_min(1e-300)
+            if cause == "delta" and float(much) > COARSE**2:  # no format is so coarse
+                told, cause = "δ of each row is another number", "no-delta"
             where = how.text.partition(" in ")[2] if how.kind in ("head", "rows", "tail") else ""
             return Said(f"dS is wrong in dQ and dK: {told.format(size)}" + f" in {where}" * bool(
                 where), cause)  # fmt: skip

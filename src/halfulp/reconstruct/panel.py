@@ -158,6 +158,18 @@ def _given(heads: tuple[int, int, int], n: int, *, additive: bool) -> Draw:
     return draw
 
 
+def _both(*, additive: bool = True, causal: bool = False, **options: Any) -> Draw:
+    """A mask and other options at once."""
+
+    def draw(g: torch.Generator) -> dict[str, Any]:
+        x = _operands(g, (1, 2, 2), (56, 72), (32, 32))
+        mask = torch.randn(1, 2, 56, 72, generator=g)
+        mask = mask if additive else (mask[:, :1] > -0.5) | torch.eye(56, 72).bool()
+        return x | {"sees": Sees(causal=causal, mask=mask)} | options
+
+    return draw
+
+
 def _biased_cross(g: torch.Generator) -> dict[str, Any]:
     """An additive mask of each head and sequence whose rows are longer than its columns."""
     x = _operands(g, (2, 2, 2), (66, 90), (32, 32))
@@ -228,6 +240,19 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "few_tokens": ("17 tokens", _of((2, 3, 3), (17, 17), (64, 64))),
     "long_causal": ("causal, 520 tokens", _of((1, 1, 1), (520, 520), (32, 32), sees=_CAUSAL)),
     "wider_values": ("D = 48, of values 80", _of((1, 3, 3), (66, 130), (48, 80))),
+    "capped_biased": ("scores capped at 2, an additive mask for each head, scale 0.3",
+                      _both(softcap=2.0, scale=0.3)),
+    "capped_masked": ("scores capped at 2, a boolean mask for all heads",
+                      _both(softcap=2.0, additive=False)),
+    "capped_window": ("causal, 15 keys back, scores capped at 3, scale 0.3",
+                      _of((1, 2, 2), (60, 60), (32, 32), softcap=3.0, scale=0.3,
+                          sees=Sees(causal=True, window=(15, 0)))),
+    "sinks_window": ("causal, 15 keys back, a sink for each head, scale 0.3",
+                     _of((1, 2, 2), (60, 60), (32, 32), sinks=torch.tensor([1.0, -1.0]), scale=0.3,
+                         sees=Sees(causal=True, window=(15, 0)))),
+    "sinks_biased": ("an additive mask and a sink for each head, scores capped at 4",
+                     _both(softcap=4.0, sinks=torch.tensor([2.0, 0.0]))),
+    "causal_biased": ("causal, an additive mask for each head", _both(causal=True)),
     "strided": ("[B, N, H, D] in memory", _strided),
     "strided_operands": ("[B, N, H, D] in memory, but for dO", _strided_operands),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfulp.calls import Result
 from halfulp.reconstruct import call_kinds, space
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, grad_scores, place_of, unlike
+from halfulp.reconstruct.dataflow import OFF, OTHER, SLIGHT, Unlike, grad_scores, place_of, unlike
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST, Fit
 from halfulp.reconstruct.exact import scores_of, weights_of
@@ -229,7 +229,8 @@ def _told(
             read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
             told_more = STRUCTURE if tensor == "out" else STRUCTURE | {"lse", "delta", "no-delta"}
-            if special == "key-heads":  # grouped calls alone: of course it is heads
+            # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
+            if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
             stands = special in _OPTIONS or read.cause not in told_more
             # a rounding is what it is, wherever it shows
@@ -377,6 +378,8 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
             return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
         cause = "accumulator" if tensor == "out" else "grad-accumulator"
         return Read(f"{told}; of one {term} alone {result} is exact, so it is the sum", cause)
+    if where == "operand" and emulator.observed[trial.name, tensor].relative > OTHER:
+        return Read(f"{told}; what they weigh are other numbers", "other-data")
     if where == "operand":
         return Read(f"{told}; what they weigh is off before it is summed", "operand")
     if terms := from_terms(emulator.run, trial, tensor):

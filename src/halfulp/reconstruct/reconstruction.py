@@ -21,6 +21,7 @@ from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model, Twist
 from halfulp.reconstruct.evidence import HARMFUL, Cosine, Fit
+from halfulp.reconstruct.first_said import called_twice, first_said
 from halfulp.reconstruct.found import Explained, Reconstruction
 from halfulp.reconstruct.naming import (
     GROSS,
@@ -33,7 +34,7 @@ from halfulp.reconstruct.naming import (
     reads_forward,
 )
 from halfulp.reconstruct.order_read import Order, key_order, query_order
-from halfulp.reconstruct.panel import Trial, panel, some_heads
+from halfulp.reconstruct.panel import Run, Trial, panel, some_heads
 from halfulp.reconstruct.places import (
     IN_GRADIENTS,
     OF_CALLS,
@@ -45,7 +46,7 @@ from halfulp.reconstruct.places import (
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
-from halfulp.reconstruct.suggested import is_zero, vanished
+from halfulp.reconstruct.suggested import is_zero
 from halfulp.runs.threads import own_thread
 from halfulp.targets import BHND, Target, check_device, in_its_form, run_target, target_of
 
@@ -53,8 +54,8 @@ AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
 EFFORT = 2500  # emulations
 MILD = 3.0  # times a model's error: no other function is so near
+ALL_BUT = 2.0**-6  # of a number: what is left where it is taken away from one that is rounded
 HEADS = 2  # of a trial that is handed in
-Run = Callable[[Trial], Result | None]
 
 
 @own_thread()
@@ -149,7 +150,7 @@ def of_kernel(
     observed = _asked(run, asked)
     if not observed:
         return None
-    unsteady = _unsteady(run, observed)
+    moved = called_twice(run, observed)
     over_keys, over_queries = key_order(run, low), query_order(run, low)
     # one by one is how a product is summed, not how keys are tiled
     width = over_keys.block if over_keys is not None else None
@@ -192,9 +193,8 @@ def of_kernel(
     if emulator is not whole and not _harms(whole, stages.start, model):
         emulator, region = whole, None  # what explains the calls that are wrong goes for all
     refused = tuple(t.name for t in asked if t not in observed)
-    found = _found(name, dtype, emulator, stages, model, refused, unsteady, began, region)
-    if told := vanished(asked_all):
-        found = _without_maximum(found, told)
+    found = _found(name, dtype, emulator, stages, model, refused, bool(moved), began, region)
+    found = first_said(found, asked_all, moved)
     orders = {"O over keys": over_keys, "dV over queries": over_queries}
     return replace(found, sums={what: o.text for what, o in orders.items() if o is not None})
 
@@ -254,7 +254,7 @@ def _found(
     known = _known(emulator, stages.start, model)
     gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
     causes = [n for n in causes if n.harm > MILD or not gross]
-    causes = [_or_zero(n, emulator) for n in causes if _holds(n, places, n.tensor in known)]
+    causes = [_or_zero(n, emulator, model) for n in causes if _holds(n, places, n.tensor in known)]
     if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
         causes = [n for n in causes if _predicts(emulator, model, n, fresh)]
@@ -285,20 +285,23 @@ def _found(
     )
 
 
-def _or_zero(cause: Named, emulator: Emulator) -> Named:
-    """What makes a whole result 0 is not told from one that is never written."""
-    if not cause.function or not is_zero(emulator.observed[cause.trial, cause.tensor]):
+def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
+    """What makes a whole result 0 is not told from one that is never written; what is all but 0 was
+    written.
+    """
+    observed = emulator.observed[cause.trial, cause.tensor]
+    if cause.function and is_zero(observed):
+        return replace(cause, cause=CAUSES["unwritten"])
+    if not cause.function or cause.cause.key != "unwritten":
         return cause
-    return replace(cause, cause=CAUSES["unwritten"])
-
-
-def _without_maximum(found: Reconstruction, told: str) -> Reconstruction:
-    """Results that are 0, or not finite, where scores are large were not left unwritten."""
-    gone = {"unwritten", "non-finite", "grad-tail"}
-    causes = [n for n in found.causes if n.cause.key not in gone]
-    first = Named(CAUSES["maximum"], told, math.inf, "out", "", 1.0, located=True, function=True)
-    places = tuple(p for p in found.places if p.cause not in gone)
-    return replace(found, causes=(first, *causes), places=places)
+    backward = None if cause.tensor in FORWARD else model.way(cause.tensor)
+    made = emulator.tensors(emulator.trials[cause.trial], model.forward, backward)[cause.tensor]
+    near = made.view_as(observed.exact).abs() < ALL_BUT * observed.exact.abs()
+    gone = near & observed.usable
+    if bool((observed.value[gone] == 0).double().mean() > 0.5) or not bool(gone.any()):
+        return cause
+    key = "value-factor" if cause.tensor in FORWARD else "grad-scale"
+    return replace(cause, cause=CAUSES[key], text=f"{cause.text}: all but 0, and not 0")
 
 
 def _known(emulator: Emulator, start: Model, model: Model) -> set[str]:
@@ -336,7 +339,8 @@ def _holds(cause: Named, places: Sequence[Place], known: bool) -> bool:
 def _predicts(emulator: Emulator, model: Model, cause: Named, fresh: Mapping[str, Trial]) -> bool:
     """Whether what explains a result explains it on other numbers as well."""
     trial = fresh.get(cause.trial)
-    if trial is None or not cause.function:
+    # a factor may be another with other numbers, as scales of codes are
+    if trial is None or not cause.function or cause.cause.key == "value-factor":
         return True
     result = emulator.run(trial)
     if result is None:
@@ -356,7 +360,8 @@ def _of_rows(cause: Named, region: Region) -> Named:
 def _of_calls(cause: Named, region: Region) -> Named:
     """What is gross in calls with an option alone is a matter of the option."""
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
-    if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN):
+    hides = {cause.cause.key, region.cause} <= {"causal-mask", "window", "mask"}
+    if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
         return cause
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
     key = region.cause
@@ -405,19 +410,6 @@ def _times(fits: Sequence[Fit]) -> float:
     """The kernel's error over a recipe's, the median of all trials."""
     ratios = [math.sqrt(float(f.energy.sum()) / max(float(f.other.sum()), 1e-300)) for f in fits]
     return median(ratios)
-
-
-def _unsteady(run: Run, observed: Mapping[Trial, Result]) -> bool:
-    """Whether the same calls give other bits."""
-    for trial in list(observed)[:2]:
-        again = run(trial)
-        if again is None:
-            return True
-        for name, x in observed[trial].given().items():
-            other = getattr(again, name)
-            if other is None or not torch.equal(x.nan_to_num(), other.nan_to_num()):
-                return True
-    return False
 
 
 def ingredients(model: Model) -> tuple[Named, ...]:

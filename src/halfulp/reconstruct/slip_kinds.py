@@ -106,6 +106,15 @@ def _stale(x: Tensor, _: float, memory: Memory) -> Tensor:
     return before if before.shape == x.shape else x
 
 
+def _goes_on(x: Tensor, _: float, memory: Memory) -> Tensor:
+    before = memory.get("sum", x)
+    if before is x or before.shape != x.shape:
+        memory["sum"] = x
+        return x
+    memory["sum"] = before + x
+    return memory["sum"]
+
+
 _LAST = (4, 1, 8, 16)
 
 
@@ -203,6 +212,7 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     "row-1": ("is that of the row before", lambda x, *_: x.roll(1, 2)),
     "row+1": ("is that of the row after", lambda x, *_: x.roll(-1, 2)),
     "stale": ("is that of the tile before", _stale),
+    "goes on": ("has what the tiles before had as well", _goes_on),
     "squared": ("is taken twice", lambda x, *_: x.square()),
     **{f"last{c}": (f"lacks the last {c} rows of a tile", _cut(c)) for c in _LAST},
     "first1": ("lacks the first row of a tile", _cut(-1)),
@@ -218,9 +228,11 @@ TOGETHER = {"key_value", "b_key_value", "statistics", "divided_statistics"}
 NOT_ROUNDED = {*TOGETHER, "rescale_out", "rescale_sum"}
 ROUNDINGS = {*FORMATS, *CODES, *STEPS, *FLUSHED}
 AT_MOST_1 = ("weights", "weights_in_out", "b_weights", "p_in_dv")
+MULTIPLIED = {"value", "weights_in_out", "out"}
+"""Stages of which a factor is one on O."""
 _RESULTS = {"out", "dq", "dk", "dv"}
 OTHERS = {name for name in MISTAKES if name.startswith(("head", "batch"))}
-MOVED = OTHERS | {"row-1", "row+1", "stale"}
+MOVED = OTHERS | {"row-1", "row+1", "stale", "goes on"}
 SQUARED = {"rescale", "rescale_out", "rescale_sum", "weights", "product"}
 
 
@@ -361,6 +373,8 @@ class Slip:
             return "grad-tail"  # what these blocks add is lost
         if self.mistake in ROUNDINGS:
             return stage.rounding
+        if self.mistake == "factor" and self.stage in MULTIPLIED and not (self.parts or self.rows):
+            return "value-factor"
         if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):
             if self.stage in ("b_lse", "b_weights", "delta"):  # of whole rows, in all they enter
                 return stage.cause

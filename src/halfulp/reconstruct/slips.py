@@ -44,6 +44,7 @@ from halfulp.reconstruct.slip_kinds import (
 )
 
 LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
+TINY = 4.0  # times what a small factor leaves: what is left out leaves more, and is not meant
 SMALL = 0.1  # and no more is a number that becomes 0 because it is small
 FITTED = 5  # slips by a factor that are fitted
 FITS = 4  # steps towards the factor that explains most
@@ -159,6 +160,9 @@ def likeliest(
         first = [min((holds(Slip(s, mistake, factor=f)) for f in (1.25, 0.8)), key=_least)
                  for s in stages if s not in TOGETHER]  # fmt: skip
         every += [holds.fitted(h.slip) for h in sorted(first, key=_least)[:FITTED]]
+    tiny = [h.left for h in every if h.slip.mistake in FACTORS and abs(h.slip.factor) < LEAN]
+    most = TINY * min(tiny, default=math.inf)
+    every = [h for h in every if h.slip.mistake != "gone" or h.left < most]
     held = (h for h in every if h.slip.mistake == "within" and h.least < NOWHERE)
     every += [holds.fitted(h.slip) for h in sorted(held, key=_least)[:TWICE]]
     if coarse and min((h.left for h in every), default=1.0) > DONE:
@@ -190,10 +194,13 @@ class Held(NamedTuple):
 
 
 def _order(h: Held) -> tuple[float, int, int, int]:
-    """Of those that explain alike the simplest, and the one nearest to the result."""
-    simple = len(h.slip.parts), 1 + FACTORS.index(h.slip.mistake) if (
-        h.slip.mistake in FACTORS) else 0  # fmt: skip
-    return round(h.left, 3), *simple, -list(STAGES).index(h.slip.stage)
+    """Of those that explain alike the simplest, and the one nearest to the result; a factor on
+    scores rather than on what they lie below the maximum.
+    """
+    slip, factor = h.slip, h.slip.mistake in FACTORS
+    simple = len(slip.parts), 1 + FACTORS.index(slip.mistake) if factor else 0
+    stage = "product" if factor and slip.stage == "exponent" else slip.stage
+    return round(h.left, 3), *simple, -list(STAGES).index(stage)
 
 
 class _Errors:
@@ -256,7 +263,8 @@ class _Errors:
             best = min(best, *(self(replace(slip, factor=f)) for f in near))
         if abs(best.slip.factor) < LEAN:
             later = ("later keys",) if slip.mistake == "grows" else ()
-            return self(replace(slip, mistake="gone", factor=1.0, parts=(*slip.parts, *later)))
+            gone = self(replace(slip, mistake="gone", factor=1.0, parts=(*slip.parts, *later)))
+            return best if TINY * best.left < gone.left else gone
         return best
 
     def roundings(self, stages: Sequence[str]) -> list[Held]:
@@ -271,7 +279,7 @@ class _Errors:
 
     def in_parts(self, every: Sequence[Held]) -> list[Held]:
         """Slips that point where the error does, in parts of the tiles and numbers."""
-        parted = [h for h in every if h.slip.mistake != "grows"]
+        parted = [h for h in every if h.slip.mistake not in ("grows", "goes on")]
         coarse = [h for h in parted if h.slip.mistake in ROUNDINGS]
         others = [h for h in parted if h.slip.mistake not in {*ROUNDINGS, *RESCALED}]
         near = [*sorted(others, key=_least)[:NEAR], *sorted(coarse, key=_least)[:COARSE]]

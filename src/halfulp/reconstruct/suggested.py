@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from halfulp.reconstruct.twists import Tensors
 
 ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 ALONE = 0.8  # share that a factor of one trial's own must explain there
+SURER = 1.1  # times the share that one of all heads explains: each head has its own
 LEAN = 3e-4  # a smaller factor is none
 HALF = 0.5  # of an error, that what lies elsewhere must hold
+STEADY = 0.1  # of a number that is added to every row's sum: what it may differ by
 SHARED = 0.1  # of a result, that what another's data changes must be
 _EXP_RANGE = 87.0  # exp of more is no float32
 SOME = 16  # rows
@@ -41,16 +44,17 @@ def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> tup
     own = torch.zeros(call.key.shape[:2], dtype=torch.bool)
     own[0, 0] = True
     mine = own.repeat_interleave(call.groups, 1)
-    even = torch.arange(call.query.shape[2]) % 2 == 0
-    rows = torch.where(even[:, None], call.query, -call.query)
-    grads = torch.where(even[:, None], trial.grad_out, -trial.grad_out)
+    # some that are those of no period: a tile's rows may follow those of another
+    some = torch.rand(call.query.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
+    rows = torch.where(some[:, None], call.query, -call.query)
+    grads = torch.where(some[:, None], trial.grad_out, -trial.grad_out)
     heads = own[..., None, None]
     changed = replace(call, key=torch.where(heads, call.key, -call.key),
                       value=torch.where(heads, call.value, -call.value))  # fmt: skip
     kept = (own if tensor in GRADIENTS[1:] else mine)[..., None, None]
     asked = [(own.numel() > 1, changed, trial.grad_out, kept, "heads")]
     asked += [(tensor in ("out", "grad_query"), replace(call, query=rows), grads,
-               even[:, None], "rows")]  # fmt: skip
+               some[:, None], "rows")]  # fmt: skip
     for possible, other, grad_out, where, told in asked:
         if not possible:
             continue
@@ -285,6 +289,9 @@ class Fitted(NamedTuple):
     factor: float
     error: float  # standard
     share: float  # of what is left that it explains
+    heads: Tensor  # the factor of each head, `[B, H, 1, 1]`
+    share_of_heads: float  # that these explain, and
+    share_of_rows: float  # that one of each row would
 
 
 def is_zero(observed: Observed) -> bool:
@@ -296,42 +303,57 @@ def is_zero(observed: Observed) -> bool:
 def factor_of(observed: Observed, candidate: Tensor) -> Fitted:
     """The factor of one result on one trial."""
     c = torch.where(observed.usable, candidate.double(), 0.0)
-    size = float(c.square().sum())
-    if size == 0:
-        return Fitted(1.0, math.inf, 0.0)
     rest = observed.value - c
-    along = float((rest * c).sum())
-    error = math.sqrt(float((rest * c).square().sum())) / size
-    return Fitted(
-        1 + along / size, error, along**2 / size / max(float(rest.square().sum()), 1e-300)
-    )
+    total, every = max(float(rest.square().sum()), 1e-300), float(c.square().sum())
+    if every == 0:
+        return Fitted(1.0, math.inf, 0.0, torch.ones(*c.shape[:2], 1, 1), 0.0, 0.0)
+    (_, by_row), (heads, by_head) = ((along / size.clamp_min(1e-300), float(
+        (along.square() / size.clamp_min(1e-300)).sum()) / total) for along, size in (
+            ((rest * c).sum(dims, keepdim=True), c.square().sum(dims, keepdim=True))
+            for dims in ((-1,), (-1, -2))))  # fmt: skip
+    along, error = float((rest * c).sum()), float((rest * c).square().sum()) ** 0.5 / every
+    return Fitted(1 + along / every, error, along**2 / every / total, 1 + heads, by_head, by_row)
 
 
 def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Trial]) -> list[Twist]:
     """A factor on one result, from those of every trial; on O before its rounding as well. Factors
-    that differ from trial to trial count where they explain nearly all.
+    that differ from trial to trial, or from head to head, count where they explain nearly all.
     """
     off = {t: f.factor for t, f in fitted.items() if abs(f.factor - 1) > max(6 * f.error, LEAN)}
-    if not off.keys() - {"small"}:  # what is small may round to 0
-        return []
-    least, most = min(off.values()), max(off.values())
+    least, most = min(off.values(), default=1.0), max(off.values(), default=1.0)
     alike = most - least <= 0.02 * abs(most - 1) + 2e-3
-    one = sum(off.values()) / len(off)
-    if not alike and min(fitted[t].share for t in off) < ALONE:
+    one = sum(off.values()) / max(1, len(off))
+    some = [f for t, f in fitted.items() if t != "small"]  # what is small may round to 0
+    by_head = not (off and alike) and bool(some) and (
+        median(f.share_of_heads for f in some) > max(
+            ALONE, SURER * median(f.share for f in some)))  # fmt: skip
+    if by_head:
+        off = {t: f.factor for t, f in fitted.items()}
+    rows = median(1 - f.share_of_rows for f in some) if some else 0.0
+    shares = [f.share_of_heads if by_head else f.share for t, f in fitted.items() if t in off]
+    # what each row has its own of is no matter of a call or a head
+    one_each = bool(shares) and median(shares) > ALONE and rows > HALF * (1 - median(shares))
+    if not off.keys() - {"small"} or not (alike or one_each):
         return []
-    if alike:
+    if by_head:
+        every = torch.cat([f.heads.flatten() for f in some])
+        told = f"{float(every.min()):.3g} to {float(every.max()):.3g}, another in each head"
+    elif alike:
         told = f"{one:.4g}"
     else:
         told = ", ".join(f"{f:.3g} on {t}" for t, f in list(off.items())[:4])
-    cause, leans = "grad-scale" if tensor in GRADIENTS else "unnormalized", ""
-    if all(abs(f - 1) < ULP for f in off.values()):
+    cause, leans = "grad-scale" if tensor in GRADIENTS else "value-factor", ""
+    if not off.keys() >= fitted.keys() - {"small"} and cause == "value-factor":
+        cause = "unnormalized"  # in some calls alone
+    if not by_head and all(abs(f - 1) < ULP for f in off.values()):
         cause = "grad-stored" if tensor in GRADIENTS else "out"
         leans = ", less than an ulp of bf16: it is rounded to one side"
     option = option_of([trials[t] for t in off])
     cause = option or cause
 
-    def factor(trial: Trial) -> float:
-        return one if alike else off[trial.name]
+    def factor(trial: Trial) -> Tensor | float:
+        by = fitted[trial.name].heads.to(torch.float32)
+        return by if by_head else one if alike else off[trial.name]
 
     def back(trial: Trial, tensors: Tensors) -> Tensors:
         if tensor not in tensors or trial.name not in off:
@@ -341,20 +363,56 @@ def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Tria
     def turn(trial: Trial) -> Trial | None:
         return replace(trial) if trial.name in off else None
 
-    key = f"factor-{tensor}-" + "-".join(f"{t}{f:.4g}" for t, f in off.items())
+    key = f"factor-{tensor}-{told}-" + "-".join(f"{t}{f:.4g}" for t, f in off.items())
     found = [Twist(key, f"{SHORT[tensor]} is multiplied by {told}{leans}", cause, turn, back)]
     if tensor == "out":
 
         def before(trial: Trial) -> Trial | None:
             if trial.name not in off:
                 return None
-            value = trial.call.value.float() * factor(trial)
-            return replace(trial, call=replace(trial.call, value=value))
+            by, groups = factor(trial), trial.call.groups
+            if isinstance(by, Tensor):  # heads that share a V have its factor
+                by = by.reshape(len(by), -1, groups, 1, 1).mean(2)
+            return replace(trial, call=replace(trial.call, value=trial.call.value.float() * by))
 
-        cause = option or ("weights-disagree" if leans else "unnormalized")
-        text = f"Ō is multiplied by {told} before it is rounded: weights and row sum disagree"
+        text = f"V is multiplied by {told}"
+        if leans:
+            cause = option or "weights-disagree"
+            text = f"Ō is multiplied by {told} before it is rounded: weights and row sum disagree"
         found.append(Twist(f"{key}-before", text, cause, before, unrounded=("value",)))
     return found
+
+
+def more_in_sums(outs: Mapping[str, Observed], trials: Mapping[str, Trial]) -> list[Twist]:
+    """A number that is added to the sum of each row's weights, the largest of which is 1."""
+    numbers, shares = [], []
+    for name, out in outs.items():
+        call = trials[name].call
+        if call.sinks is None and name != "small":  # what is small may round to 0
+            size = out.exact.square().sum(-1)
+            share = size / (out.value * out.exact).sum(-1) - 1
+            number = share * (scores_of(call).logsumexp(-1) - row_maximum(call)).exp()
+            known = number.isfinite() & (size > 0)
+            numbers.append(number[known])
+            shares.append(share[known])
+    if not numbers:
+        return []
+    (more, spread), (part, varied) = (
+        (float(x.median()), float((x - x.median()).abs().median()))
+        for x in (torch.cat(numbers), torch.cat(shares))
+    )
+    if part < LEAN or spread > STEADY * more or varied * more < 2 * spread * part:
+        return []
+
+    def back(trial: Trial, tensors: Tensors) -> Tensors:
+        lse = scores_of(trial.call).logsumexp(-1)
+        added = torch.log1p(more * (row_maximum(trial.call) - lse).exp()).nan_to_num(0.0)
+        changed = {"out": (-added).exp().unsqueeze(-1), "lse": added}
+        return tensors | {n: (x * changed[n] if n == "out" else x + changed[n]).to(x.dtype)
+                          for n, x in tensors.items() if n in changed}  # fmt: skip
+
+    return [Twist(f"sum-more-{more:.3g}", f"the row sum has {more:.3g} more, beside weights of at"
+                  " most 1", "unnormalized", replace, back)]  # fmt: skip
 
 
 def hints(emulator: Emulator) -> tuple[Twist, ...]:
@@ -363,4 +421,5 @@ def hints(emulator: Emulator) -> tuple[Twist, ...]:
     outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
     for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
         found += fitted_scales(emulator.trials[name], outs[name])
+    found += more_in_sums(outs, emulator.trials)
     return tuple({twist.key: twist for twist in found}.values())

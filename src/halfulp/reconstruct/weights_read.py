@@ -23,6 +23,7 @@ CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
 MOST_KEYS = 320  # of a trial that is read
+OTHER = 0.5  # of an operand's size: from there on it is no coarser one, but another
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
@@ -385,9 +386,10 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     row or column, on one head.
     """
     d = call.query.shape[3]
-    for name, ratios, weights, other in (
-        ("Q", rest[0, 0], weight[0, 0], call.key[0, 0]),
-        ("K", rest[0, 0].mT, weight[0, 0].mT, call.query[0, 0]),
+    q, k = call.query[0, 0], call.key[0, 0]
+    for name, ratios, weights, mine, other in (
+        ("Q", rest[0, 0], weight[0, 0], q, k),
+        ("K", rest[0, 0].mT, weight[0, 0].mT, k, q),
     ):
         many = weights.sum(-1).topk(min(SOME, len(weights))).indices
         y, w = ratios[many], weights[many]
@@ -396,9 +398,18 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
             continue
         x = torch.cat([other.double(), torch.ones(len(other), 1, dtype=torch.float64)], -1)
         x = x[None] * w[..., None]
-        left = y * w - (x @ torch.linalg.lstsq(x, (y * w)[..., None]).solution)[..., 0]
+        fitted = torch.linalg.lstsq(x, (y * w)[..., None]).solution
+        left = y * w - (x @ fitted)[..., 0]
         # what as many random numbers would explain does not count
         if float(left.square().sum()) * n / (n - d) < (1 - SHARE) * float((y * w).square().sum()):
+            moved, own = fitted[:, :d, 0], call.scale * mine[many].double()
+            along = (moved * own).sum(-1).square() / own.square().sum(-1).clamp_min(1e-300)
+            size = float(moved.square().sum())
+            # no format, and no factor of a row, makes another operand so unlike
+            if size > OTHER**2 * float(own.square().sum()) and float(along.sum()) < size / 2:
+                return Read(
+                    f"the scores are those of another {name}, which is unlike", "other-data"
+                )
             return Read(f"the scores are those of another {name}", "operand")
     return None
 

@@ -1,0 +1,98 @@
+"""What the kernel's results say without a search, and what stands before all that one finds: equal
+calls that differ, parts of the keys merged with other weights, rows that lack their maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from halfulp.calls import Result
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.emulating import SHORT, TENSORS, Emulator, Model
+from halfulp.reconstruct.found import Reconstruction
+from halfulp.reconstruct.naming import PROVEN, Named
+from halfulp.reconstruct.panel import Run, Trial
+from halfulp.reconstruct.parts_read import merged
+from halfulp.reconstruct.places import STRUCTURE
+from halfulp.reconstruct.suggested import vanished
+
+SEED = 7919  # of a second call's random numbers
+EVERY_SO_MANY = 2  # of the trials one is asked again
+RANDOM = 3.0  # times stock's error: what two equal calls differ by is no rounding at random
+
+
+def first_said(
+    found: Reconstruction, emulator: Emulator, moved: Mapping[tuple[str, str], float]
+) -> Reconstruction:
+    """The reconstruction with these causes before its own; equal calls differ by `moved`."""
+    if told := vanished(emulator):
+        found = _without_maximum(found, told)
+    return _with_unstable(_with_parts(found, emulator), emulator, moved)
+
+
+def called_twice(run: Run, observed: Mapping[Trial, Result]) -> dict[tuple[str, str], float]:
+    """The squared difference of two equal calls' results, where they differ in any bit; between
+    them random numbers are drawn, as between any two.
+    """
+    found = {}
+    for number, trial in enumerate(list(observed)[::EVERY_SO_MANY]):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED + number)
+            again = run(trial)
+        for name, x in observed[trial].given().items():
+            other = None if again is None else getattr(again, name)
+            if other is None or other.shape != x.shape:
+                found[trial.name, name] = math.inf
+            elif not torch.equal(x.nan_to_num(), other.nan_to_num()):
+                both = x.isfinite() & other.isfinite()
+                moved = torch.where(both, x.double() - other.double(), 0.0).square().sum()
+                found[trial.name, name] = float(moved)
+    return found
+
+
+def _without_maximum(found: Reconstruction, told: str) -> Reconstruction:
+    """Results that are 0, or not finite, where scores are large were not left unwritten."""
+    gone = {"unwritten", "non-finite", "grad-tail"}
+    causes = [n for n in found.causes if n.cause.key not in gone]
+    first = Named(CAUSES["maximum"], told, math.inf, "out", "", 1.0, located=True, function=True)
+    places = tuple(p for p in found.places if p.cause not in gone)
+    return replace(found, causes=(first, *causes), places=places)
+
+
+def _with_parts(found: Reconstruction, emulator: Emulator) -> Reconstruction:
+    """Wrong weights of parts stand before what else makes O err, if nothing explains it."""
+    told = [(n.cause.key, n.explained >= PROVEN) for n in found.causes]
+    told += [(p.cause, p.was_read) for p in found.places]
+    sure = told and told[0][1] and told[0][0] in STRUCTURE - {"unwritten", "elements"}
+    if sure or (parts := merged(emulator)) is None:
+        return found
+    trial, text = parts
+    times = emulator.fits(Model.of(found.stock), frozenset({"out"}))[trial, "out"].times
+    first = Named(CAUSES["split-merge"], text, times, "out", trial, 1.0, located=True,
+                  function=True)  # fmt: skip
+    return replace(found, causes=(first, *found.causes))
+
+
+def _with_unstable(
+    found: Reconstruction, emulator: Emulator, moved: Mapping[tuple[str, str], float]
+) -> Reconstruction:
+    """What makes equal calls differ by more than rounding stands first, but for weights that are
+    dropped at random, which is what differs.
+    """
+    if any(p.cause == "dropout" for p in found.places):
+        return found
+    usual = emulator.fits(Model.of(found.stock), frozenset(TENSORS))
+    times = {key: math.sqrt(much / (float(fit.other.sum()) + fit.floor or 1e-300))
+             for key, much in moved.items() if (fit := usual.get(key)) is not None}  # fmt: skip
+    some = {key: x for key, x in times.items() if x > RANDOM}
+    if not some:
+        return found
+    trial, tensor = min(some, key=lambda key: list(TENSORS).index(key[1]))
+    whose = ", ".join(SHORT[t] for t in TENSORS if any(key[1] == t for key in some))
+    told = f"two equal calls differ by {some[trial, tensor]:.3g} × what rounding makes, in {whose}"
+    first = Named(CAUSES["unstable"], told, some[trial, tensor], tensor, trial, 1.0, located=True)
+    return replace(found, causes=(first, *found.causes))

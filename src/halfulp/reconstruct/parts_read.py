@@ -1,0 +1,108 @@
+"""Whether parts of the keys are merged with other weights than theirs, read off O: with the exact
+results of parts, the weight that each has in a row is what explains the row best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfulp.reconstruct.emulating import Emulator
+from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.panel import Trial
+
+WRONG = 0.05  # of O: an error from which it is asked how parts are merged
+LEFT = 0.1  # share of an error that weights of parts may leave, and
+BESIDE = 0.25  # of what one factor in each row leaves
+LONGEST = 128  # keys of a tile, as which a part of equal width is not taken
+FINER = 0.5  # of what parts leave, that tiles may leave
+_WIDTHS = (64, 32, 128, 16)
+_TILES = (16, 32, 48, 64, 96, 128)
+
+
+class Rule(NamedTuple):
+    """How keys are shared among parts: in turn by blocks of a width, or in a row; without a width
+    by equal numbers.
+    """
+
+    parts: int
+    width: int
+    in_turn: bool
+
+    def of(self, n: int) -> Tensor | None:
+        """The part of each key; None where as few parts may be as many tiles."""
+        blocks = -(-n // self.width) if self.width else 0
+        wide = -(-blocks // self.parts) * self.width if self.width else -(-n // self.parts)
+        j = torch.arange(n)
+        if self.in_turn:
+            return j // self.width % self.parts if blocks > self.parts + 1 else None
+        tiles = wide % 16 == 0 and wide <= LONGEST
+        return None if tiles or wide >= n else j // wide
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        how = f"blocks of {self.width} in turn" if self.in_turn else "keys in a row"
+        return f"{self.parts} parts of the keys ({how}) have other weights in O than their own"
+
+
+def _rules() -> Iterator[Rule]:
+    for parts in (2, 3, 4, 5, 8):
+        if parts < 5:
+            yield Rule(parts, 0, in_turn=False)
+        for width in _WIDTHS:
+            if parts < 5:
+                yield Rule(parts, width, in_turn=False)
+            yield Rule(parts, width, in_turn=True)
+
+
+def merged(emulator: Emulator) -> tuple[str, str] | None:
+    """The call that shows it best, and in words how parts are merged that have wrong weights."""
+    shares: dict[Rule, dict[str, float]] = {}
+    for (name, tensor), observed in emulator.observed.items():
+        if tensor != "out" or observed.relative < WRONG or name == "small":
+            continue
+        trial, seen = emulator.trials[name], set[tuple[int, ...]]()
+        weights = weights_of(trial.call, scores_of(trial.call))
+        whole = _left(trial, observed, weights, torch.zeros(weights.shape[-1], dtype=torch.int64))
+        for rule in _rules():
+            part = rule.of(weights.shape[-1])
+            if part is None or tuple(part.tolist()) in seen:
+                continue
+            seen.add(tuple(part.tolist()))
+            left = _left(trial, observed, weights, part)
+            shares.setdefault(rule, {})[name] = left if left < BESIDE * whole else 1.0
+    told = [(median(found.values()), -len(found), rule) for rule, found in shares.items()]
+    if not told or min(told)[0] > LEFT:
+        return None
+    rule = min(told)[-1]
+    shown = min(shares[rule], key=shares[rule].__getitem__)
+    observed, trial = emulator.observed[shown, "out"], emulator.trials[shown]
+    weights = weights_of(trial.call, scores_of(trial.call))
+    keys = torch.arange(weights.shape[-1])
+    for width in _TILES:  # of tiles each has a weight of its own, where these explain more
+        few = 2 * -(-len(keys) // width) <= trial.call.value.shape[3]
+        left = _left(trial, observed, weights, keys // width) if few else 1.0
+        if left < FINER * shares[rule][shown]:
+            return None
+    return shown, rule.text
+
+
+def _left(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> float:
+    """Share of O's error that a weight for each part in each row leaves, chance allowed for."""
+    value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
+    count, width = int(part.max()) + 1, value.shape[-1]
+    each = torch.stack([(weights * (part == p)) @ value for p in range(count)], -2)
+    each = torch.where(observed.usable.unsqueeze(-2), each, 0.0)
+    gram = each @ each.mT
+    ridge = 1e-9 * gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None] + 1e-300
+    gram = gram + ridge * torch.eye(count, dtype=gram.dtype)
+    along = each @ observed.value.unsqueeze(-1)
+    made = (torch.linalg.solve(gram, along).mT @ each).squeeze(-2)
+    rest = torch.where(observed.usable, observed.value - made, 0.0)
+    return float(rest.square().sum()) / max(observed.total, 1e-300) * width / max(1, width - count)

@@ -1,0 +1,51 @@
+"""What stands first: calls that differ though they are equal, by more than rounding."""
+
+import pytest
+import torch
+
+from halfulp.algorithms import golden
+from halfulp.calls import Result
+from halfulp.recipes import BF16_FLASH2
+from halfulp.reconstruct import CAUSES
+from halfulp.reconstruct.emulating import Emulator, Model
+from halfulp.reconstruct.first_said import called_twice, first_said
+from halfulp.reconstruct.found import Reconstruction
+from halfulp.reconstruct.panel import panel
+
+ASKED = panel(torch.bfloat16)[:3]
+
+
+def late_rows(out):
+    return out.masked_fill(torch.rand(out.shape[:3])[..., None] < 0.1, 0).bfloat16()
+
+
+def rounded_at_random(out):
+    ulps = 2.0 ** (out.frexp().exponent - 8).double()
+    return ((out / ulps + torch.rand(out.shape, dtype=out.dtype)).floor() * ulps).bfloat16()
+
+
+def known_to_be(found):
+    return Reconstruction(
+        target="", dtype="bfloat16", model=Model.of(BF16_FLASH2), stock=BF16_FLASH2,
+        recipe=BF16_FLASH2, explained=(), causes=(), ingredients=(), harmless=(), beside=(),
+        places=found, steps=(), nonfinite={}, refused=(), unsteady=True, tried=0, seconds=0.0,
+        complete=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [(late_rows, ["unstable"]), (rounded_at_random, []), (torch.Tensor.bfloat16, [])],
+)
+def test_equal_calls_that_differ_by_more_than_rounding_are_told(made, named):
+    def run(trial):
+        state = torch.get_rng_state()  # as the audit's own calls leave it
+        result = Result(made(golden(trial.call, trial.grad_out).out))
+        torch.set_rng_state(state)
+        return result
+
+    observed = {trial: run(trial) for trial in ASKED}
+    moved = called_twice(run, observed)
+    assert bool(moved) == (made is not torch.Tensor.bfloat16)
+    found = first_said(known_to_be(()), Emulator(observed, run), moved)
+    assert [n.cause for n in found.causes] == [CAUSES[key] for key in named]

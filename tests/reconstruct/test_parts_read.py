@@ -1,0 +1,75 @@
+"""Parts of the keys that are merged with other weights than theirs are told from O alone, and from
+what a running sum does wrongly in its tiles.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfulp.algorithms import golden
+from halfulp.calls import Result
+from halfulp.reconstruct.emulating import Emulator
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.panel import panel
+from halfulp.reconstruct.parts_read import merged
+from tests.audit.zoo_kernel import TEXTBOOK_PLAN, kernel
+
+TRIALS = {t.name: t for t in panel(torch.bfloat16)}
+ASKED = [TRIALS[name] for name in ("plain", "long", "decode", "masked")]
+
+
+def results(out_of):
+    return Emulator({t: Result(out_of(t).to(torch.bfloat16)) for t in ASKED})
+
+
+def in_parts(part_of, weigh):
+    """O merged of parts whose weights are changed."""
+
+    def out(trial):
+        weights = weights_of(trial.call, scores_of(trial.call))
+        value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
+        part = part_of(torch.arange(weights.shape[-1]))
+        own = torch.stack([(weights * (part == p)).sum(-1) for p in range(3)], -1)
+        other = weigh(own) / own.clamp_min(1e-30)
+        return (weights * other[..., part]) @ value
+
+    return out
+
+
+def by_the_next_ones_sum(own):
+    return own.roll(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("part_of", "weigh", "told"),
+    [
+        (lambda j: j // 64 % 3, by_the_next_ones_sum, "blocks of 64 in turn"),
+        (lambda j: j * 3 // len(j), lambda own: torch.ones_like(own) / 3, "keys in a row"),
+    ],
+)
+def test_parts_with_other_weights_are_told(part_of, weigh, told):
+    _, text = merged(results(in_parts(part_of, weigh)))
+    assert text.startswith("3 parts of the keys")
+    assert told in text
+
+
+@pytest.mark.parametrize(
+    "out_of",
+    [
+        lambda trial: golden(trial.call, trial.grad_out).out,
+        lambda trial: golden(trial.call, trial.grad_out).out * 1.5,
+        lambda trial: golden(replace(trial.call, scale=0.1), trial.grad_out).out,
+    ],
+)
+def test_what_is_right_or_wrong_as_a_whole_has_no_parts(out_of):
+    assert merged(results(out_of)) is None
+
+
+def test_sums_that_are_not_rescaled_are_no_parts():
+    never = replace(TEXTBOOK_PLAN, accumulate=lambda a, r, pv, j, low: a + pv)
+    made = kernel("planned", never)
+    outs = results(lambda t: made(*t.call.operands, is_causal=t.call.sees.causal,
+                                  scale=t.call.scale, attn_mask=t.call.sees.mask,
+                                  enable_gqa=t.call.groups > 1))  # fmt: skip
+    assert merged(outs) is None
