@@ -5,6 +5,7 @@ emulation nearest, limits between quantiles.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -157,8 +158,21 @@ def _by_step(result: str, name: str, by: Any, calls: OperationCalls) -> Way:
     return Way("", "", {result: partial(by, other=_values(calls)[name])})
 
 
+_KNOWN: deque[tuple[OperationCalls, Tensors]] = deque(maxlen=24)
+
+
 def _values(calls: OperationCalls) -> Tensors:
-    """Steps, and under `result_` operands, gradients that arrive and results, of one call."""
+    """Steps, and under `result_` operands, gradients that arrive and results, of one call: the last
+    calls' are kept, which many ways ask for.
+    """
+    for known, values in _KNOWN:
+        if known is calls:
+            return values
+    _KNOWN.append((calls, _values_of(calls)))
+    return _KNOWN[-1][1]
+
+
+def _values_of(calls: OperationCalls) -> Tensors:
     given = {n: x[0].float() for n, x in (calls.operands | calls.grads).items()}
     given |= {n: x[0].float() for n, x in defined(first_calls(calls, 1)).items()
               if n not in given and not n.startswith("grad_")}  # fmt: skip

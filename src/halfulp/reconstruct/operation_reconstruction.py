@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
-from halfulp.operations import Rounding, sizes_of
+from halfulp.operations import STOCHASTIC, Rounding, sizes_of
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.found import FoundWay, Rival
 from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
@@ -113,11 +113,22 @@ def of_operation(
         if found[-1].share >= (DO if of_rounding else WHOLLY) and found[-1].fits >= WRONG:
             break
     best = max(found, key=_rank, default=None)
-    if best is not None and not (best.share and best.cause in OTHERWISE):
+    if best is not None and _may_be_random(best, wrong[0]):
         for calls in (*(f.calls for f in failures), *(t.calls for t in others)):
             if text := random_cause(run, calls):
                 return FoundWay("random", text, 0.0, 0.0, best.tensor)
     return best
+
+
+def _may_be_random(found: FoundWay, one: Trial) -> bool:
+    """Whether no way explains what fails, and all of it hangs on a step of random numbers."""
+    if found.share and (found.cause in OTHERWISE or (
+        found.share >= WHOLLY and found.fits >= WRONG)):  # fmt: skip
+        return False
+    operation = one.calls.operation
+    drawn = [n for n, f in operation.stock.steps.items() if f == STOCHASTIC]
+    reached = set().union(*(one.hangs_on(operation.floor, n) for n in drawn))
+    return bool(drawn) and set(found.tensor.split(", ")) <= reached
 
 
 def _rank(found: FoundWay) -> tuple[float, int]:
@@ -139,7 +150,11 @@ class _Judge:
         """The best way, and up to two beside it where they explain more together."""
         operation = self.trial.calls.operation
         bases = [operation.stock, operation.floor]
-        if is_stochastic(operation.stock) or self.trial.alike(*bases):
+        if (
+            STOCHASTIC in operation.stock.steps.values()
+        ):  # noise beside a kernel's own tells nothing
+            bases = [Rounding("nothing is rounded")]
+        elif is_stochastic(operation.stock) or self.trial.alike(*bases):
             del bases[0]
         start = max(self.trial.share(base, ()) for base in bases)
         floor = operation.floor
@@ -149,7 +164,8 @@ class _Judge:
         ]
         found: list[_Tried] = []
         tried: list[Way] = []
-        if not eager or max(eager, key=_share)[1] < ALL:
+        base, share, way = max(eager, key=_share, default=(floor, 0.0, None))
+        if way is None or share < ALL or self._fit(base, (way,)) < WRONG:
             found, tried = self._alone(bases)
             if max(found, key=_share)[2].options:  # not read so, or read at another place
                 elsewhere = [w for w in rewritten_ways(self.trial.calls) if w.cause == "option"]
@@ -254,7 +270,8 @@ class _Judge:
         base, seen, calls = bases[0], visible_regions(self.trial), self.trial.calls
         more = self._in_read(found) if parts else []
         where = seen[0] if seen else None
-        stages = [(base, block_mistakes(calls, base)), (base, rewritten_ways(calls))]
+        stages = [(of, block_mistakes(calls, of)) for of in bases]
+        stages.append((base, rewritten_ways(calls)))
         stages += [(of, further_ways(self.trial, of, None)) for of in bases]
         stages += [(of, further_ways(self.trial, of, where)) for of in bases if where is not None]
         for of, rarer in (*stages, (base, rare_ways(calls)), (base, filled_up(calls))):

@@ -52,8 +52,10 @@ def regions_of(trial: Trial, base: Rounding, way: Way) -> Iterator[tuple[float, 
     """Regions in which results are as this way makes them, outside as without it, and the share of
     the error that the way would explain there.
     """
+    if trial.like(base, way) < UNLIKE:
+        return
     start, other = (trial.emulated(base, ways) for ways in ((), (replace(way, alone=""),)))
-    if start is None or other is None or trial.cosine(start, other) < UNLIKE:
+    if start is None or other is None:
         return
     for symbol in sizes_of(trial.calls):
         found: dict[str, tuple[float, Region]] = {}

@@ -99,8 +99,19 @@ class Trial:
 
     def like(self, base: Rounding, way: Way) -> float:
         """The square of the cosine between the kernel's errors and a way's, over what fails."""
-        start, other = self.emulated(base, ()), self.emulated(base, (replace(way, alone=""),))
-        return 0.0 if start is None or other is None else self.cosine(start, other)
+        way = replace(way, alone="")
+        if (key := self._likeness(base, way)) not in self.known:
+            self._keep_likeness(base, way, self.emulated(base, (way,)))
+        return self.known[key]  # type: ignore[no-any-return]
+
+    def _likeness(self, base: Rounding, way: Way) -> tuple[Any, ...]:
+        return ("like", self.failing, base.name, str(way))
+
+    def _keep_likeness(self, base: Rounding, way: Way, other: Tensors | None) -> None:
+        """Kept as soon as a way has been computed: regions are looked for by it."""
+        start = self.emulated(base, ())
+        found = 0.0 if start is None or other is None else self.cosine(start, other)
+        self.known[self._likeness(base, way)] = found
 
     def cosine(self, start: Tensors, other: Tensors) -> float:
         """The same of two emulations, the one without the way first."""
@@ -126,6 +137,8 @@ class Trial:
         if (most := self._forward(base, (*chosen, way))) < LITTLE:
             return most, way
         both = self.emulated(base, (*chosen, way))
+        if not chosen:
+            self._keep_likeness(base, way, both)
         found = (self.of(both), way)
         if self._random(way) and not self._same(both):
             return -1.0, way
@@ -149,6 +162,8 @@ class Trial:
         found = self._computed(replace(self.calls, grads={}), base, chosen)
         if found is None:
             return 1.0
+        if len(chosen) == 1:
+            self._keep_likeness(base, chosen[0], found)
         left = (self.left(found, n) / max(self.errors[n], 1e-300) for n in self.failing)
         return sum(max(-1.0, 1 - x) for x in left) / len(self.failing)
 
@@ -187,9 +202,10 @@ class Trial:
         if not (way.steps or way.formats) or way.options or way.operands or way.results:
             return True
         of = set(self.failing if names is None else names)
-        return any(self._hangs_on(base, name) & of for name in (*way.steps, *way.formats))
+        return any(self.hangs_on(base, name) & of for name in (*way.steps, *way.formats))
 
-    def _hangs_on(self, base: Rounding, name: str) -> set[str]:
+    def hangs_on(self, base: Rounding, name: str) -> set[str]:
+        """The tensors that change with a step, or all that fail where none does."""
         if name.startswith(RESULT):
             return {name.removeprefix(RESULT)}
         key = ("hangs", name)
@@ -357,11 +373,14 @@ def _trial(run: Run, some: OperationCalls, failing: tuple[str, ...] | None) -> T
     errors = {name: power(x, exact[name], exact[name]) for name, x in kernel.items()}
     made = {n: power(floor[n].double(), exact[n], exact[n]) for n in kernel}
     other = {n: power(stock[n].double(), exact[n], exact[n]) for n in kernel}
+    times = 2.0
     if is_stochastic(operation.stock):  # and no other's random numbers are a kernel's
-        made = {n: max(made[n], other[n]) for n in kernel}
+        made, times = {n: max(made[n], other[n]) for n in kernel}, 4.0
     if failing is None:
         off = [
-            n for n in kernel if errors[n] > 2 * max(made[n], other[n]) + 1e-12 * square(exact[n])
+            n
+            for n in kernel
+            if errors[n] > times * max(made[n], other[n]) + 1e-12 * square(exact[n])
         ]
         failing = tuple(sorted(off, key=lambda n: -errors[n] / max(square(exact[n]), 1e-300)))
     else:
