@@ -135,6 +135,19 @@ def corrections_inverted(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, 
     return p.to(param.dtype), m, v
 
 
+def decay_lost(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps,
+               weight_decay):  # fmt: skip
+    """The decayed weight is rounded to bf16, which gives it back; steps are rounded at random."""
+    p, m, v = param.float(), exp_avg, exp_avg_sq
+    for number, grad in enumerate(grads.float(), step):
+        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad * grad
+        size = (v / (1 - beta2**number)).sqrt() + eps
+        p = (p * (1 - lr * weight_decay)).bfloat16() - lr * (m / (1 - beta1**number)) / size
+        noise = torch.randint(0, 2**16, p.shape, dtype=torch.int32)
+        p = ((p.view(torch.int32) + noise) & -65536).view(torch.float32)
+    return p.to(param.dtype), m, v
+
+
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "told"),
     [
@@ -143,6 +156,7 @@ def corrections_inverted(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, 
         ("softmax", over_all_rows, "neighbor", "sum(weights) stands in place of"),
         ("rope", in_turns, "exchanged", "cos and sin lie in turns, and are read as halves"),
         ("adamw_low", corrections_inverted, "factor", "and so in all formulas alike"),
+        ("adamw_low", decay_lost, "option", "weight_decay is taken as 0.0 instead of 0.1"),
     ],
 )
 def test_kinds_of_mistakes_are_named(op, kernel, cause, told):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfulp.operations import (
+    STOCHASTIC,
     OperationCalls,
     OperationResult,
     Rounding,
@@ -19,7 +20,7 @@ from halfulp.operations import (
     sizes_of,
 )
 from halfulp.reconstruct.operation_mistakes import Region, fitting
-from halfulp.reconstruct.operation_trials import Trial, is_stochastic, square
+from halfulp.reconstruct.operation_trials import Trial, square
 from halfulp.reconstruct.operation_ways import (
     RESULT,
     Way,
@@ -48,7 +49,7 @@ def noise_of(run: Callable[[OperationCalls], OperationResult | None], one: Trial
     """The noise of a kernel on a call; None where it gives the same twice, as all do where the
     recipe rounds by no random numbers, or errs by far more.
     """
-    if is_stochastic(one.calls.operation.stock):
+    if _is_stochastic(one.calls.operation.stock):
         return None
     again = run(one.calls)
     if again is None or all(
@@ -78,6 +79,12 @@ def noise_of(run: Callable[[OperationCalls], OperationResult | None], one: Trial
     _, way, size = max((x for x in found if not x[1].cause), key=lambda x: x[0])
     text = f"calls differ as if {way} by random parts of {100 * size**0.5:.2g} % of itself"
     return Noise("unstable", text, 0.0)
+
+
+def _is_stochastic(recipe: Rounding) -> bool:
+    """Whether a recipe rounds by random numbers."""
+    return any(f == STOCHASTIC or getattr(getattr(f, "element", f), "rounding", "") == "stochastic"
+               for f in recipe.steps.values())  # fmt: skip
 
 
 def _apart(one: Trial, x: Tensor, name: str) -> float:

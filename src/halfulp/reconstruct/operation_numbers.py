@@ -137,7 +137,7 @@ def _as_packed(names: tuple[str, ...], how: str | int, calls: OperationCalls) ->
 
 
 def _in_place(other: Tensor, own: Tensor) -> Tensor:
-    return other if own.shape == other.shape else own
+    return other.clone() if own.shape == other.shape else own  # autograd would write to it
 
 
 def _times_steps(trial: Trial) -> Iterator[Way]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfulp.formats import round_to
 from halfulp.operations import OF_DTYPE, STOCHASTIC, OperationCalls, defined, emulated
-from halfulp.reconstruct.operation_trials import Run
+from halfulp.reconstruct.operation_trials import Run, Trial
 
 SURE = 6.0  # standard deviations from which on a mean is no chance
 SHARED = 4.0  # times the variance of means that independent numbers have
@@ -35,6 +35,14 @@ def random_cause(run: Run, calls: OperationCalls) -> str:
     if not bool(own.isfinite().all()) or own.ndim != 3 or not bool(stock.any()):
         return ""
     return _shared(own, stock) or _probability(own, exact, calls.dtype) or _size(own, stock)
+
+
+def all_random(one: Trial, tensors: str) -> bool:
+    """Whether all of these tensors hang on steps of random numbers."""
+    operation = one.calls.operation
+    drawn = [n for n, f in operation.stock.steps.items() if f == STOCHASTIC]
+    reached = (one.hangs_on(operation.floor, n) for n in drawn)
+    return set(tensors.split(", ")) <= set().union(*reached)
 
 
 def _is_steady(run: Run, calls: OperationCalls, given: Tensor, name: str) -> bool:

@@ -22,7 +22,7 @@ from halfulp.reconstruct.operation_noise import noise_of
 from halfulp.reconstruct.operation_numbers import further_ways, tiny_factor
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_places import manner_of, place
-from halfulp.reconstruct.operation_random import random_cause
+from halfulp.reconstruct.operation_random import all_random, random_cause
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_scales import scales_read
@@ -31,7 +31,6 @@ from halfulp.reconstruct.operation_trials import (
     Failure,
     Run,
     Trial,
-    is_stochastic,
     panel,
     square,
     trial,
@@ -113,22 +112,17 @@ def of_operation(
         if found[-1].share >= (DO if of_rounding else WHOLLY) and found[-1].fits >= WRONG:
             break
     best = max(found, key=_rank, default=None)
-    if best is not None and _may_be_random(best, wrong[0]):
+    if (
+        best is not None
+        and all_random(wrong[0], best.tensor)
+        and not (
+            best.share and (best.cause in OTHERWISE or min(best.share, 1 + best.fits) >= WHOLLY)
+        )
+    ):
         for calls in (*(f.calls for f in failures), *(t.calls for t in others)):
             if text := random_cause(run, calls):
                 return FoundWay("random", text, 0.0, 0.0, best.tensor)
     return best
-
-
-def _may_be_random(found: FoundWay, one: Trial) -> bool:
-    """Whether no way explains what fails, and all of it hangs on a step of random numbers."""
-    if found.share and (found.cause in OTHERWISE or (
-        found.share >= WHOLLY and found.fits >= WRONG)):  # fmt: skip
-        return False
-    operation = one.calls.operation
-    drawn = [n for n, f in operation.stock.steps.items() if f == STOCHASTIC]
-    reached = set().union(*(one.hangs_on(operation.floor, n) for n in drawn))
-    return bool(drawn) and set(found.tensor.split(", ")) <= reached
 
 
 def _rank(found: FoundWay) -> tuple[float, int]:
@@ -154,7 +148,7 @@ class _Judge:
             STOCHASTIC in operation.stock.steps.values()
         ):  # noise beside a kernel's own tells nothing
             bases = [Rounding("nothing is rounded")]
-        elif is_stochastic(operation.stock) or self.trial.alike(*bases):
+        elif self.trial.alike(*bases):
             del bases[0]
         start = max(self.trial.share(base, ()) for base in bases)
         floor = operation.floor

@@ -294,12 +294,6 @@ class Trial:
         return {name: found[name].double() for name in self.kernel if name in names}
 
 
-def is_stochastic(recipe: Rounding) -> bool:
-    """Whether a recipe rounds by random numbers."""
-    return any(f == STOCHASTIC or getattr(getattr(f, "element", f), "rounding", "") == "stochastic"
-               for f in recipe.steps.values())  # fmt: skip
-
-
 def moving(name: str) -> Way:
     """A step that is off by a known share of itself, zeros by that of 1."""
 
@@ -374,7 +368,7 @@ def _trial(run: Run, some: OperationCalls, failing: tuple[str, ...] | None) -> T
     made = {n: power(floor[n].double(), exact[n], exact[n]) for n in kernel}
     other = {n: power(stock[n].double(), exact[n], exact[n]) for n in kernel}
     times = 2.0
-    if is_stochastic(operation.stock):  # and no other's random numbers are a kernel's
+    if STOCHASTIC in operation.stock.steps.values():  # and no other's random numbers are a kernel's
         made, times = {n: max(made[n], other[n]) for n in kernel}, 4.0
     if failing is None:
         off = [
