@@ -378,8 +378,9 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
             return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
         cause = "accumulator" if tensor == "out" else "grad-accumulator"
         return Read(f"{told}; of one {term} alone {result} is exact, so it is the sum", cause)
-    if where == "operand" and emulator.observed[trial.name, tensor].relative > OTHER:
-        return Read(f"{told}; what they weigh are other numbers", "other-data")
+    if emulator.observed[trial.name, tensor].relative > OTHER and where != "sum":
+        what = "what they weigh are" if where == "operand" else f"what is given for {result} are"
+        return Read(f"{told}; {what} other numbers", "other-data")
     if where == "operand":
         return Read(f"{told}; what they weigh is off before it is summed", "operand")
     if terms := from_terms(emulator.run, trial, tensor):

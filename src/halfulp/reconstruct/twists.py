@@ -155,14 +155,17 @@ def _finite_masks() -> Iterator[Twist]:
 
         def turn(trial: Trial, number: float = number) -> Trial | None:
             call, (i, j) = trial.call, _positions(trial.call)
-            hidden = j > i + call.sees.offset if call.sees.causal else None
+            least, greatest = call.bounds
+            hidden = torch.zeros(len(i), j.shape[1], dtype=torch.bool)
+            for bound, beyond in ((greatest, torch.gt), (least, torch.lt)):
+                hidden = hidden if bound is None else hidden | beyond(j - i, bound)
             mask = call.sees.mask
+            added = torch.zeros(()) if mask is None or mask.dtype == torch.bool else mask
             if mask is not None and mask.dtype == torch.bool:
-                hidden = ~mask if hidden is None else hidden | ~mask
-            if hidden is None:
+                hidden = hidden | ~mask
+            if not bool(hidden.any()):
                 return None
-            added = torch.zeros(hidden.shape).masked_fill(hidden, number)
-            return _with(trial, sees=Sees(mask=added))
+            return _with(trial, sees=Sees(mask=torch.where(hidden, number, added.float())))
 
         yield Twist(f"hidden{number:g}", f"hidden pairs get {number:g}", "mask-finite", turn)
 
