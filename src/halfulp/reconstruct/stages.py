@@ -265,23 +265,23 @@ class Stages:
         return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
 
     def _slip_or_twist(
-        self,
-        stage: str,
-        model: Model,
-        twisted: Neighbors,
-        tensors: frozenset[str],
+        self, stage: str, model: Model, twisted: Neighbors, tensors: frozenset[str],
         scope: frozenset[str],
-    ) -> Model:
+    ) -> Model:  # fmt: skip
         """A slip that explains most calls; a fault of structure where that explains them better."""
         wide = BACKWARD if scope == BACKWARD else EVERY
         found = self._slipped(stage, model, tensors, scope, everywhere=True)
         slipped = self._settled(found, tensors, wide)
-        if slipped == model or not self._unexplained(slipped, tensors, NEARLY):
+        # fitted limits explain rows that see nothing as masks of finite numbers do
+        twists = (t for name in tensors for t in slipped.way(name).twists)
+        limited = any(" is held within " in t.text for t in twists)
+        if slipped == model or not (limited or self._unexplained(slipped, tensors, NEARLY)):
             return slipped
+        near = ALIKE * len(self.emulator.fits(slipped, tensors)) if limited else 0.0
         step = self.search.steps.pop()
         if (other := self.search.best(stage, model, twisted(model), tensors, 4)) is not None:
             other = self._settled(other, tensors, wide)
-            if self.search.loss(other, tensors) < self.search.loss(slipped, tensors):
+            if self.search.loss(other, tensors) < self.search.loss(slipped, tensors) + near:
                 return other
             self.search.steps.pop()
         self.search.steps.append(step)
