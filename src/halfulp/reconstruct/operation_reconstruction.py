@@ -115,9 +115,7 @@ def of_operation(
     if (
         best is not None
         and all_random(wrong[0], best.tensor)
-        and not (
-            best.share and (best.cause in OTHERWISE or min(best.share, 1 + best.fits) >= WHOLLY)
-        )
+        and not (best.share and best.cause in OTHERWISE)
     ):
         for calls in (*(f.calls for f in failures), *(t.calls for t in others)):
             if text := random_cause(run, calls):
