@@ -1,6 +1,6 @@
 """How often `halfulp reconstruct` names the right cause of a fault it was not written against.
 
-    python -m benchmarks.reconstruct_faults [--set first|…|ninth|table|wrapped] [--only NAME]
+    python -m benchmarks.reconstruct_faults [--set first|…|tenth|table|wrapped] [--only NAME]
         [--part I/N] [--json FILE]
 
 Every set was frozen before the search saw it (docs/reconstruct.md has its first figures and the
@@ -23,7 +23,7 @@ from halfulp.reconstruct import reconstruct
 
 SETS = {
     **{x: f"unseen_{x}" for x in ("first", "second", "third", "fourth", "fifth", "sixth")},
-    **{x: f"unseen_{x}" for x in ("seventh", "eighth", "ninth")},
+    **{x: f"unseen_{x}" for x in ("seventh", "eighth", "ninth", "tenth")},
     "table": "developed_table",
     "drawn": "drawn_faults",
     "wrapped": "wrapped_faults",

@@ -28,7 +28,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sets = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
-            "ninth", "operations", "operations_second", "operations_third",
+            "ninth", "tenth", "operations", "operations_second", "operations_third",
             "operations_fourth", "operations_fifth", "operations_sixth")  # fmt: skip
     parser.add_argument("--set", default="fourth", choices=sets)
     parser.add_argument("--part", default="1/1", help="one of N parts")

@@ -2,8 +2,8 @@
 its sound twin: the largest ratio of their errors against fp64, over some ordinary inputs.
 
 usage: python -m benchmarks.unseen_draw SET [--check], SET one of fifth, operations_second, sixth,
-       operations_third, seventh, operations_fourth, eighth, ninth, operations_fifth and
-       operations_sixth (the last four --check alone)
+       operations_third, seventh, operations_fourth, eighth, ninth, operations_fifth,
+       operations_sixth and tenth (the last five --check alone)
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
@@ -32,11 +32,11 @@ from halfulp.formats import round_to
 
 LATER = ("sixth", "operations_third", "seventh", "operations_fourth", "eighth")
 """Sets that have more inputs, and dtypes of operations."""
-LATEST = ("operations_fifth", "operations_sixth", "ninth")
+LATEST = ("operations_fifth", "operations_sixth", "ninth", "tenth")
 """Sets that have these and more."""
 AGAIN = {"seventh": ("sixth", 20261209), "operations_fourth": ("operations_third", 20261209)}
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
-UNDRAWN = ("eighth", "ninth", "operations_fifth", "operations_sixth")
+UNDRAWN = ("eighth", "ninth", "operations_fifth", "operations_sixth", "tenth")
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
