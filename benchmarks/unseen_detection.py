@@ -29,7 +29,8 @@ def main() -> None:
     )
     sets = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
             "ninth", "tenth", "operations", "operations_second", "operations_third",
-            "operations_fourth", "operations_fifth", "operations_sixth")  # fmt: skip
+            "operations_fourth", "operations_fifth", "operations_sixth",
+            "operations_seventh")  # fmt: skip
     parser.add_argument("--set", default="fourth", choices=sets)
     parser.add_argument("--part", default="1/1", help="one of N parts")
     parser.add_argument("--only", nargs="*")

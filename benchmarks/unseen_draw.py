@@ -3,7 +3,7 @@ its sound twin: the largest ratio of their errors against fp64, over some ordina
 
 usage: python -m benchmarks.unseen_draw SET [--check], SET one of fifth, operations_second, sixth,
        operations_third, seventh, operations_fourth, eighth, ninth, operations_fifth,
-       operations_sixth and tenth (the last five --check alone)
+       operations_sixth, tenth and operations_seventh (the last six --check alone)
 
 It uses nothing of audit and reconstruct. The grid is gone through in the order of its seed; what
 errs no more than 1.5 × its twin on any input is dropped. With --check every fault and sound kernel
@@ -32,11 +32,12 @@ from halfulp.formats import round_to
 
 LATER = ("sixth", "operations_third", "seventh", "operations_fourth", "eighth")
 """Sets that have more inputs, and dtypes of operations."""
-LATEST = ("operations_fifth", "operations_sixth", "ninth", "tenth")
+LATEST = ("operations_fifth", "operations_sixth", "ninth", "tenth", "operations_seventh")
 """Sets that have these and more."""
 AGAIN = {"seventh": ("sixth", 20261209), "operations_fourth": ("operations_third", 20261209)}
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
-UNDRAWN = ("eighth", "ninth", "operations_fifth", "operations_sixth", "tenth")
+UNDRAWN = ("eighth", "ninth", "tenth", "operations_fifth", "operations_sixth",
+           "operations_seventh")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
@@ -203,6 +204,8 @@ def operation_cases(dtype: torch.dtype, more: int) -> Iterator[tuple[str, Case]]
     if more > 2:
         yield "softmax", ((normal(96, 24).to(dtype).mT, -1), {}, low(24, 96))
         yield "rope", ((low(24, 2, 40), torch.arange(24) * 37), {"base": 1e4}, low(24, 2, 40))
+    if more > 4:
+        yield from newest_cases(dtype)
 
 
 def latest_cases(dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
@@ -234,6 +237,35 @@ def latest_cases(dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
     param, grads = (1 + normal(24, 20).abs()).to(dtype), low(48, 24, 20)
     at = param, grads, torch.zeros(24, 20), torch.ones(24, 20)
     yield "adamw_low", (at, {"step": 100, "lr": 2e-3, **rates}, None)
+
+
+def newest_cases(dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
+    """Of small rows, options together, deep tails, dead units and negative logits."""
+    chance = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance)
+
+    def low(*shape: int) -> Tensor:
+        return normal(*shape).to(dtype)
+
+    rows, w, dy = (normal(24, 64) * 1e-3).to(dtype), 1 + normal(64) * 0.3, low(24, 64)
+    yield "layer_norm", ((rows, (64,), w.to(dtype), low(64), 1e-5), {}, dy)
+    labels = torch.randint(0, 96, (24,), generator=chance)
+    labels[::5] = 7
+    options = {"ignore_index": 7, "lse_square_scale": 1e-3}
+    yield "cross_entropy", ((low(24, 96), labels), options, torch.rand(24, generator=chance) + 0.5)
+    deep = (-2 - 18 * torch.rand(24, 64, generator=chance)).to(dtype)
+    yield "swiglu", ((deep, low(24, 64)), {}, dy)
+    yield "geglu", ((deep, low(24, 64)), {}, dy)
+    at, dead = (low(32, 160), low(48, 160)), low(32, 48)
+    yield "quantized_linear", (at, {"format": "nvfp4"}, low(32, 48))
+    dead[:, 3] = 0
+    yield "quantized_linear", (at, {"format": "fp8_block"}, dead)
+    blocks = torch.exp2(torch.randint(-9, 10, (16, 8), generator=chance).float())
+    x = normal(16, 128) * blocks.repeat_interleave(16, 1)
+    yield "quantize", ((x.to(dtype),), {"format": "nvfp4"}, None)
+    yield "router", (((normal(32, 16) - 5).to(dtype), 2), {"renormalize": True}, low(32, 2))
 
 
 def exact_rope(x, positions, *, base, interleaved=False):

@@ -9,13 +9,12 @@ All err more than 1.5 × their sound twin on an ordinary input
 
 from __future__ import annotations
 
-from typing import Any
-
 from benchmarks import unseen_operations_fifth_kernels as wrong
 from benchmarks import unseen_operations_fifth_sound as right
 from benchmarks import unseen_operations_fifth_steps as steps
 from benchmarks import unseen_operations_second_kernels as kernels
 from benchmarks.unseen import OperationFault
+from benchmarks.unseen_registering import registering
 
 FAULTS: list[OperationFault] = []
 SOUND: list[OperationFault] = []
@@ -25,16 +24,7 @@ AGAIN = ("eps_of_the_dtype", "accumulated_in_fp16", "blocks_of_32_beyond_the_fir
 64, random numbers that a row shares (twice), and random numbers of 3 bits.
 """
 
-
-def fault(op: str, name: str, fn: Any, what: str, where: str, thread: str,
-          dtype: str = "bfloat16") -> None:  # fmt: skip
-    assert thread
-    FAULTS.append(OperationFault(op, name, fn, frozenset(what.split()), tuple(where.split()),
-                                 dtype))  # fmt: skip
-
-
-def sound(op: str, name: str, fn: Any, dtype: str = "bfloat16") -> None:
-    SOUND.append(OperationFault(op, name, fn, frozenset(), (), dtype))
+fault, sound = registering(FAULTS, SOUND)
 
 
 # --- norms

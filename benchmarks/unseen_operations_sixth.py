@@ -10,14 +10,13 @@ these sizes (256 threads, 128 rows) the kernel's is smaller.
 
 from __future__ import annotations
 
-from typing import Any
-
 from benchmarks import unseen_operations_second_kernels as kernels
 from benchmarks import unseen_operations_sixth_kernels as wrong
 from benchmarks import unseen_operations_sixth_sound as right
 from benchmarks import unseen_operations_sixth_steps as steps
 from benchmarks.unseen import OperationFault
 from benchmarks.unseen_operations_fifth_steps import linear, nvfp4
+from benchmarks.unseen_registering import registering
 
 FAULTS: list[OperationFault] = []
 SOUND: list[OperationFault] = []
@@ -27,16 +26,7 @@ AGAIN = ("mean_of_the_last_tile", "not_shifted", "probabilities_first_in_bf16",
 is not shifted, probabilities in bf16 in a loss of logits, a tail that is added twice.
 """
 
-
-def fault(op: str, name: str, fn: Any, what: str, where: str, thread: str,
-          dtype: str = "bfloat16") -> None:  # fmt: skip
-    assert thread
-    FAULTS.append(OperationFault(op, name, fn, frozenset(what.split()), tuple(where.split()),
-                                 dtype))  # fmt: skip
-
-
-def sound(op: str, name: str, fn: Any, dtype: str = "bfloat16") -> None:
-    SOUND.append(OperationFault(op, name, fn, frozenset(), (), dtype))
+fault, sound = registering(FAULTS, SOUND)
 
 
 # --- norms

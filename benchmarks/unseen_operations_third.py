@@ -13,7 +13,7 @@ Most are written as model code is: in fp32 between two casts, with the gradients
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from benchmarks import unseen_operations_second_kernels as kernels
@@ -38,22 +38,14 @@ from benchmarks.unseen_operations_third_kernels import (
     variant,
     with_scales,
 )
+from benchmarks.unseen_registering import registering
 from torch import Tensor
 from torch.nn import functional
 
 FAULTS: list[OperationFault] = []
 SOUND: list[OperationFault] = []
 
-
-def fault(op: str, name: str, fn: Any, what: str, where: str, thread: str,
-          dtype: str = "bfloat16") -> None:  # fmt: skip
-    assert thread
-    FAULTS.append(OperationFault(op, name, fn, frozenset(what.split()), tuple(where.split()),
-                                 dtype))  # fmt: skip
-
-
-def sound(op: str, name: str, fn: Any, dtype: str = "bfloat16") -> None:
-    SOUND.append(OperationFault(op, name, fn, frozenset(), (), dtype))
+fault, sound = registering(FAULTS, SOUND)
 
 
 # --- norms
