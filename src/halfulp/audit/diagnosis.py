@@ -7,7 +7,7 @@ A cause is named on evidence or not at all: what the reconstruction leaves unexp
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from halfulp.audit.figures import short
@@ -110,7 +110,10 @@ def operation_causes(
         causes.append(Diagnosis(CAUSES["operation-unexplained"], text))
     elif broken:
         of = _of_broken(broken)
-        causes.append(replace(of, evidence=f"{of.evidence}{f': {found.text}' if found else ''}"))
+        if found is not None:  # where it begins says more than that it is so
+            begun = CAUSES[found.cause] if found.cause == "operation-place" else of.cause
+            of = Diagnosis(begun, f"{of.evidence}: {found.text}")
+        causes.append(of)
     if unsteady and causes[0].cause.key != "unstable":  # what makes calls differ stands first
         causes.insert(1, Diagnosis(CAUSES["unstable"], unsteady[0]))
     return tuple(causes)

@@ -7,6 +7,7 @@ wrong where the kernel is right is not what it does.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,7 +108,9 @@ def of_operation(
         rest = [t for t in (*trials, *others) if t is not one]
         rest.sort(key=lambda t: (t.calls.options != one.calls.options, not t.failing))
         del rest[OTHERS:]
-        found.append(_Judge(one, rest, thorough=not found).found())
+        # what a candidate of ours makes torch warn of tells nobody anything
+        with warnings.catch_warnings(action="ignore"):
+            found.append(_Judge(one, rest, thorough=not found).found())
         of_rounding = CAUSES[found[-1].cause].kind == "rounding"
         if found[-1].share >= (DO if of_rounding else WHOLLY) and found[-1].fits >= WRONG:
             break
