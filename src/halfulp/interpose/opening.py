@@ -32,7 +32,7 @@ from halfulp.complaints import meant
 from halfulp.formats import Format
 from halfulp.interpose import another, kinds
 from halfulp.interpose.operation import Operation, leaves, mapped, writes
-from halfulp.interpose.standing import Standing, in_backward, module_names
+from halfulp.interpose.standing import Standing, in_backward
 from halfulp.interpose.whole import reach
 
 Observe = Callable[[Operation, Any], None]
@@ -176,7 +176,6 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self.standing = Standing(model, self._hide)
         self.seen = Interposed(self.standing.unseen, self.standing.classes, [0] * len(swaps))
-        self._root = next(module_names(model))[1]
         self._observe, self._before, self._swaps = observe, before, swaps
         self._names: dict[Any, str] = {}
 

@@ -428,6 +428,8 @@ class _Judge:
             where = _subject(other)
             if of is not base or abs(share - best) > EQUAL or where in told or len(told) > ALIKE:
                 continue
+            if way.eager and other.eager:  # from another step on is no other mistake
+                continue
             if all(abs(one.share(of, (other,)) - own) <= 10 * EQUAL
                    for one, own in zip(self.others, shares, strict=True)):  # fmt: skip
                 told[where] = str(other)
