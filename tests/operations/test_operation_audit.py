@@ -25,6 +25,7 @@ from halfulp.operations.seam import Steps, exactly
 from halfulp.targets import UnsupportedError
 from tests.operations.zoo_norms import rms
 from tests.operations.zoo_operations import EXPECTED_DEFECTS, KERNELS
+from tests.operations.zoo_quantizers import stochastic
 
 LOW = """
 import torch
@@ -353,6 +354,12 @@ def test_eager_code_in_low_precision_is_named_as_a_whole(op, kernel, since):
     text = r"every step of both passes( \(.*\))? is rounded to bf16, as eager code does"
     assert report.causes[0].key == "step-low"
     assert re.match(f"{text}{since}: explains (9[89]|100) % of the error of", report.evidence[0])
+
+
+@pytest.mark.usefixtures("probes_alone")
+@pytest.mark.parametrize("fault", ["three_bits", "four_bits"])
+def test_random_numbers_of_few_bits_are_seen(fault):
+    assert audit(stochastic(fault), op="stochastic_round", explain=False).verdict == "defect"
 
 
 def test_random_numbers_that_elements_share_are_named():

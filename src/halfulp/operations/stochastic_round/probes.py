@@ -38,12 +38,16 @@ PROBES = (
     Probe("three_quarters", "a probability that is off", _BIAS, _at(0.75)),
     Probe("eighth", "random numbers of two bits", _BIAS, _at(0.125)),
     Probe("uneven", "random numbers of three bits or fewer", _BIAS, _at(0.62)),
-    Probe(
-        "few_bits",
-        "random numbers of four bits",
-        "graphcore-research/gfloat PR 36",
-        _at(0.092),
-        sizes={"D": 256},
+    # just below and above 1 / 16, which four bits tell as 0 or 1 / 16, or as 2 / 16
+    *(
+        Probe(
+            name,
+            "random numbers of four bits",
+            "graphcore-research/gfloat PR 36",
+            _at(part),
+            sizes={"D": 256},
+        )
+        for name, part in (("few_bits", 0.06), ("few_bits_up", 0.07))
     ),
     Probe("negative", "a direction that hangs on the sign", _BIAS, _at(0.25, -1.0)),
     Probe("exact", "numbers that need no rounding", _BIAS, _at(0.0)),
