@@ -28,14 +28,7 @@ from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, vi
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.reconstruct.operation_sums import sum_ways
-from halfulp.reconstruct.operation_trials import (
-    Failure,
-    Run,
-    Trial,
-    panel,
-    square,
-    trial,
-)
+from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
 from halfulp.reconstruct.operation_ways import RESULT, Way, rare_ways, shapes_of_steps, ways
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
@@ -145,9 +138,7 @@ class _Judge:
         """The best way, and up to two beside it where they explain more together."""
         operation = self.trial.calls.operation
         bases = [operation.stock, operation.floor]
-        if (
-            STOCHASTIC in operation.stock.steps.values()
-        ):  # noise beside a kernel's own tells nothing
+        if STOCHASTIC in operation.stock.steps.values():  # its noise tells nothing of a kernel's
             bases = [Rounding("nothing is rounded")]
         elif self.trial.alike(*bases):
             del bases[0]
