@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks.unseen import Fault
-from benchmarks.unseen_second import Dense, attention, e4m3
+from benchmarks.unseen.attention.second import Dense, attention, e4m3
 from tests.audit.zoo_kernel import keep_bits
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from benchmarks.unseen import Fault
-from benchmarks.unseen_fourth_kernel import Tiled, attention, bf16, e4m3, shifted
+from benchmarks.unseen.attention.fourth_kernel import Tiled, attention, bf16, e4m3, shifted
 from torch import Tensor
 
 Change = Callable[[Tensor], Tensor]

@@ -5,8 +5,9 @@
 
 Without --set the faults of the zoo, tests/operations/; what is right for each of them is
 `zoo_causes.RIGHT`. A set is a module with `FAULTS`, a tuple of `unseen.OperationFault`:
-`--set benchmarks.unseen_operations`. What counts as right is said in `unseen.operation_verdict`.
-Faults that the audit does not see are counted apart. Rates have 95 % intervals of Wilson.
+`--set benchmarks.unseen.operations.first`. What counts as right is said in
+`unseen.operation_verdict`. Faults that the audit does not see are counted apart. Rates have 95 %
+intervals of Wilson.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 
 import torch
+from benchmarks.unseen import SETS as UNSEEN
 from benchmarks.unseen import part_of, told, verdict
 
 from halfulp.reconstruct import reconstruct
 
 SETS = {
-    **{x: f"unseen_{x}" for x in ("first", "second", "third", "fourth", "fifth", "sixth")},
-    **{x: f"unseen_{x}" for x in ("seventh", "eighth", "ninth", "tenth")},
+    **{x.removeprefix("attention."): f"unseen.{x}" for x in UNSEEN if x.startswith("attention.")},
     "table": "developed_table",
     "drawn": "drawn_faults",
     "wrapped": "wrapped_faults",
@@ -31,7 +31,9 @@ SETS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--set", default="first", choices=tuple(SETS))
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--part", default="1/1", help="one of N parts")
