@@ -1,7 +1,7 @@
 """How many planted faults the audit of operations catches, and how often it cries wolf, over many
 seeds.
 
-usage: python -m benchmarks.operation_rates [--seeds 20] [--op NAME ...] [--json FILE]
+usage: python -m benchmarks.operation_rates [--seeds 20] [--first 0] [--op NAME ...] [--json FILE]
 
 Every kernel of tests/operations/zoo_operations.py and every built-in target of an operation is
 audited at every seed. A fault is caught when the verdict is `defect`; a kernel without one raises a
@@ -55,13 +55,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=20, help="seeds of the probe inputs")
+    parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
     parser.add_argument("--op", action="append", help="one operation alone, and again for another")
     parser.add_argument("--json", type=Path, help="also write every verdict to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     wanted = options.op or operation_names()
     rows: list[dict[str, Any]] = []
-    for seed in track(range(options.seeds), description="seeds", console=Console(stderr=True)):
+    seeds = range(options.first, options.first + options.seeds)
+    for seed in track(seeds, description="seeds", console=Console(stderr=True)):
         rows += audited(seed, wanted)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
