@@ -57,6 +57,33 @@ def test_the_part_of_the_backward_pass_that_is_wrong_is_told(steps, cause, told)
     assert told in said.text
 
 
+def by_autograd(held):
+    """Tiles of keys whose sums are rescaled by a rounded factor, differentiated by PyTorch."""
+
+    def attention(query, key, value, *, is_causal, scale):
+        total = row_sum = torch.zeros(())
+        row_max = torch.full((*query.shape[:3], 1), -torch.inf)
+        for k, v in zip(key.float().split(64, 2), value.float().split(64, 2), strict=True):
+            scores = query.float() @ k.mT * scale
+            new = torch.maximum(row_max, held(scores).amax(-1, keepdim=True))
+            weights, factor = (scores - new).exp(), (row_max - new).exp()
+            row_sum = row_sum * factor + weights.sum(-1, keepdim=True)
+            total = total * factor.bfloat16().float() + weights.bfloat16().float() @ v
+            row_max = new
+        return (total / row_sum).to(query.dtype)
+
+    return runner(Target.of(attention))
+
+
+def test_a_gradient_of_the_maximum_is_told_from_one_of_the_scores():
+    trial = TRIALS["plain"]
+    trial = replace(trial, call=replace(trial.call, value=trial.call.value + 8))
+    said = grad_scores(by_autograd(lambda scores: scores), trial, "grad_query")
+    assert said.cause == "max-gradient", said.text
+    said = grad_scores(by_autograd(torch.Tensor.detach), trial, "grad_query")
+    assert said.cause != "max-gradient", said.text
+
+
 @pytest.mark.parametrize(
     ("steps", "where"),
     [

@@ -108,7 +108,7 @@ _ROUNDING = (
 )  # fmt: skip
 
 _FUNCTION = (
-    ("HU201", "causal-mask", "the causal mask is wrong", "off by one on the diagonal", LEAK),
+    ("HU201", "causal-mask", "the causal mask is wrong", "off by one on the diagonal, or aligned at the other end", LEAK),
     ("HU202", "mask", "masks are applied wrongly", "mask strides in kernels", WRONG),
     ("HU203", "mask-finite", "hidden pairs get a finite number, which rows far below zero exceed",
      "flashinfer PR 4267 (finite −inf)", LEAK),
@@ -158,6 +158,10 @@ _FUNCTION = (
      "transformers PR 33844 (dropout in evaluation)", WRONG),
     ("HU229", "value-factor", "V, the weights or O are multiplied by a number",
      "sglang PR 26852 (the scale of K's codes taken for V's)", WRONG),
+    ("HU230", "max-gradient",
+     "gradients go through the row maximum, on which exact results do not depend",
+     "memory-efficient attention in JAX, whose authors stop them there (arXiv 2112.05682)",
+     GRADIENT),
     ("HU222", "grad-tail", "gradients leave out a part of the sequence", _BLOCKS, LOST),
 )  # fmt: skip
 

@@ -28,6 +28,8 @@ LINES = 6  # times the variance by chance of a line's factor: it is the line's
 LINED = 0.08  # share of an error that lines must hold
 MANY = 24  # elements of a line that is looked at
 OTHER = 0.5  # of a quantity: what differs so much is another
+APART = 4.0  # times other errors: what is so much larger has a source of its own
+PILED = 0.3  # of all squared errors: what one element of each row holds of an error that is its own
 COARSE = 0.2  # of the root of δ's squared terms: rounding these makes no such error of it
 
 
@@ -160,6 +162,7 @@ class ReadScores:
     grad_weights: Tensor  # dP
     delta: Tensor
     delta_noise: Tensor  # what rounding O makes of it, relative to the rounding
+    largest: Tensor  # where a row has its largest weight
 
 
 def _unit(trial: Trial) -> float:
@@ -230,11 +233,12 @@ def _shown(
         return None
     read = got.double()[..., : len(some)] / (torch.as_tensor(factor).double() * unit * call.scale)
     p, dp, delta, noise = _exact(asked)
-    exact = p * (dp - delta) * _slope(asked)
+    exact, top = p * (dp - delta) * _slope(asked), p == p.amax(-1, keepdim=True)
     if by_keys:
-        return ReadScores(read, exact[..., some], p[..., some], dp[..., some], delta, noise)
-    exact, p, dp, delta, noise = (x[:, member::groups, some] for x in (exact, p, dp, delta, noise))
-    return ReadScores(read.mT, exact, p, dp, delta, noise)
+        exact, p, dp, top = (x[..., some] for x in (exact, p, dp, top))
+        return ReadScores(read, exact, p, dp, delta, noise, top)
+    several = (exact, p, dp, delta, noise, top)
+    return ReadScores(read.mT, *(x[:, member::groups, some] for x in several))
 
 
 # --- what they say together
@@ -386,12 +390,24 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
             return Said(f"dS is wrong in dQ and dK: {told.format(size)}" + f" in {where}" * bool(
                 where), cause)  # fmt: skip
     told = f"dS {how.text}, in dQ and dK alike"
+    if (share := _at_largest(read, error)) > PILED:
+        told = f"{told}, {100 * share:.0f} % of it at the largest score of each row"
+        return Said(told, "max-gradient")
     if how.kind == "tail":
         return Said(told, "grad-tail")
     # dS errs with itself where it, or P, is rounded; with P dP where dP is
     if how.kind == "noise" and _likelier(read, read.weights * read.grad_weights):
         return Said(f"{told}, as much as dP is off", "delta")
     return Said(told, "grad-scores")
+
+
+def _at_largest(read: ReadScores, error: Tensor) -> float:
+    """The share of the squared errors at the largest weight of each row, where these are out of
+    all proportion to the others.
+    """
+    top, other = error[read.largest].square(), error[~read.largest].square()
+    apart = top.numel() > 0 and float(top.mean()) > APART**2 * float(other.mean())
+    return float(top.sum() / error.square().sum()) if apart else 0.0
 
 
 def _likelier(read: ReadScores, base: Tensor) -> bool:

@@ -106,8 +106,9 @@ class Reconstruction:
         elif self.understood or len(known) == len(self.explained):
             told = f"is {self.text}: explains {', '.join(shares)}"
         elif known:
+            go = "goes" if len(known) == 1 else "go"
             names = ", ".join(SHORT[e.tensor] for e in known)
-            told = f"is {self.text} as far as {names} go: explains {', '.join(shares)}"
+            told = f"is {self.text} as far as {names} {go}: explains {', '.join(shares)}"
         else:
             told = f"is no recipe that was tried; the nearest, {self.text}, explains"
             told += f" {', '.join(shares)}"
