@@ -108,7 +108,8 @@ _ROUNDING = (
 )  # fmt: skip
 
 _FUNCTION = (
-    ("HU201", "causal-mask", "the causal mask is wrong", "off by one on the diagonal, or aligned at the other end", LEAK),
+    ("HU201", "causal-mask", "the causal mask is wrong",
+     "off by one on the diagonal, or aligned at the other end", LEAK),
     ("HU202", "mask", "masks are applied wrongly", "mask strides in kernels", WRONG),
     ("HU203", "mask-finite", "hidden pairs get a finite number, which rows far below zero exceed",
      "flashinfer PR 4267 (finite −inf)", LEAK),
