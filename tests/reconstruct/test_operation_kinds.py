@@ -148,9 +148,14 @@ def decay_lost(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps
     return p.to(param.dtype), m, v
 
 
+def one_added(gate, up):
+    return (functional.silu(gate.float()) * (up.float() + 1)).to(gate.dtype)
+
+
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "told"),
     [
+        ("swiglu", one_added, "term-missing", "up has 1 added to it"),
         ("quantized_linear", of_the_first_numbers, "block-scale", "of the first 64 numbers"),
         ("quantize", scaled_down, "factor", "output is 2^-112 times"),
         ("softmax", over_all_rows, "neighbor", "sum(weights) stands in place of"),
@@ -162,3 +167,37 @@ def decay_lost(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps
 def test_kinds_of_mistakes_are_named(op, kernel, cause, told):
     found = reconstruct_operation(kernel, op).found
     assert (found.cause, told in found.text) == (cause, True), found
+
+
+def cut(x):
+    return (x.contiguous().view(torch.int32) & -8192).view(torch.float32)
+
+
+class CutToTf32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(cut(x), cut(w))
+        return cut(x) @ cut(w).T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return cut(grad) @ w, cut(grad).T @ x
+
+
+def test_operands_that_are_cut_are_no_factor():
+    found = reconstruct_operation(lambda input, weight: CutToTf32.apply(input, weight), "linear",
+                                  dtype="float32").found  # fmt: skip
+    assert (found.cause, found.text) == ("coarser", "what is read is cut to tf32")
+
+
+def test_results_without_a_number_tell_of_no_cause():
+    """Lanes that see no element: NaN in every row, as many mistakes make it."""
+
+    def kernel(input, dim):
+        rows = input.float()
+        return (rows.softmax(-1) + (torch.nan if rows.shape[1] % 64 else 0.0)).to(input.dtype)
+
+    found = reconstruct_operation(kernel, "softmax").found
+    assert found.cause == "operation-place"
+    assert "not finite" in found.text

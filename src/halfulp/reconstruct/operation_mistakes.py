@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, Format, round_to
+from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, TF32, Format, round_to
 
 Alter = Callable[[Tensor], Tensor]
 AlongAlter = Callable[..., Tensor]  # of a tensor, along `dim`
@@ -140,8 +140,15 @@ def roundings(own: Format, low: str, holds: bool, result: bool) -> Iterator[Mist
             yield Mistake("coarser", f"passes through {told}", rounded(fmt))
 
 
+def of_tf32(low: str) -> Iterator[Mistake]:
+    """What tensor cores make of operands in float32, and of what they are given uncut."""
+    for how, alter in (("rounded", rounded), ("cut", cut)):
+        yield Mistake(low, f"is {how} to {TF32}", alter(TF32))
+
+
 def rare_roundings(own: Format, low: str, result: bool) -> Iterator[Mistake]:
     """Roundings that few kernels have."""
+    yield from of_tf32(low)
     for way in ("down", "up"):
         alter = partial(_directed, own, way)
         yield Mistake("result-cut" if result else low, f"is rounded {way} to {own}", alter)

@@ -212,13 +212,14 @@ def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Make, float, float]
         if f"grad_{result.name}" in calls.grads:
             yield partial(_both_times, result.name), 1.0, BY
     operands = {n: x for n, x in values.items() if n.removeprefix(RESULT) in calls.operands}
-    for name in (*(RESULT + n for n in trial.failing), *names):
+    read = [OPERAND + n for n, x in calls.operands.items() if x.is_floating_point()]
+    for name in (*(RESULT + n for n in trial.failing), *names, *read):
         yield partial(_times, name), 1.0, BY
     for name, value in calls.options.items():
         if isinstance(value, float) and value != 0:
             yield partial(_option_times, name, value), 1.0, BY
-    for name in names:
-        own = values.get(name)
+    for name in (*names, *read):
+        own = values.get(name.replace(OPERAND, RESULT))
         size = (float(own.square().mean().sqrt()) if own is not None else 1.0) or 1.0
         yield partial(_with_constant, name), 0.0, BY * size
         for other, x in operands.items() if own is not None else ():
@@ -252,7 +253,7 @@ def _option_times(name: str, own: float, factor: float, told: str = "") -> Way:
 
 def _with_constant(name: str, by: float, told: str = "") -> Way:
     text = f"{said(name)} has {told or f'{by:.3g}'} added to it"
-    return Way("factor", text, {name: partial(torch.add, other=by)})
+    return Way("term-missing", text, {name: partial(torch.add, other=by)})
 
 
 def _with_operand(calls: OperationCalls, name: str, other: str, by: float, _: str = "") -> Way:
@@ -265,7 +266,7 @@ def _with_operand(calls: OperationCalls, name: str, other: str, by: float, _: st
         x = (calls.options[named] if named else by) * _values(calls)[other]
         return Way("", "", {name: lambda own: own + x if own.shape == x.shape else own})
 
-    return Way("option" if named else "factor", text, of_calls=of)
+    return Way("option" if named else "term-missing", text, of_calls=of)
 
 
 _TIMES = (0.125, 0.25, 1 / 3, 3.0, 4.0, 8.0)

@@ -22,6 +22,7 @@ from halfulp.reconstruct.operation_mistakes import Region, regions
 from halfulp.reconstruct.operation_noise import noise_of
 from halfulp.reconstruct.operation_numbers import further_ways, tiny_factor
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
+from halfulp.reconstruct.operation_others import SLIGHT, Others
 from halfulp.reconstruct.operation_places import manner_of, place
 from halfulp.reconstruct.operation_random import all_random, random_cause
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
@@ -57,7 +58,6 @@ CASES = 3  # that are looked at until one is explained
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
 SCALED = 0.05  # relative error that scales of others make at least
-SLIGHT = 0.01  # of the largest relative error
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
 IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
 LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
@@ -83,8 +83,16 @@ def of_operation(
     found: list[FoundWay] = []
     wrong = [t for t in (*trials, *others) if t.failing]
     worst = max((t.relative for t in wrong), default=0.0)
-    # a panel's calls are in no order: what is off by a last bit is seldom what a kernel does
-    wrong.sort(key=lambda t: (bool(t.calls.manner), not trials and t.relative < SLIGHT * worst))
+    # a panel's calls are in no order: what is off by a last bit is seldom what a kernel does; and
+    # wrong numbers say more than that there are none
+    numbers = any(t.relative > GROSS and not t.nonfinite for t in wrong)
+    wrong.sort(
+        key=lambda t: (
+            bool(t.calls.manner),
+            not trials and t.relative < SLIGHT * worst,
+            numbers and (bool(t.nonfinite) or t.relative < GROSS),
+        )
+    )
     if wrong and wrong[0].calls.manner and (text := manner_of(run, wrong[0])):
         return FoundWay("operation-place", text, 0.0, 0.0, ", ".join(wrong[0].failing))
     # of what is short along a symbol chance tells little
@@ -151,7 +159,7 @@ class _Judge:
         found: list[_Tried] = []
         tried: list[Way] = []
         base, share, way = max(eager, key=_share, default=(floor, 0.0, None))
-        if way is None or share < ALL or self._fit(base, (way,)) < WRONG:
+        if way is None or share < ALL or self.held.fit(base, (way,)) < WRONG:
             found, tried = self._alone(bases)
             if max(found, key=_share)[2].options:  # not read so, or read at another place
                 elsewhere = [w for w in rewritten_ways(self.trial.calls) if w.cause == "option"]
@@ -164,7 +172,7 @@ class _Judge:
             tried = _both([*more, *found])
             found += more
         (base, share, way), fits, rivals = self._told_apart(found)
-        predicts = self._predicts(base, (way,))
+        predicts = self.held.predicts(base, (way,))
         if share >= WHOLLY and (fits < WRONG or predicts < MOSTLY):  # it is in a part alone
             found += self._in_parts(found)
             if predicts < MOSTLY and self.thorough and explained:  # else it was looked for
@@ -175,12 +183,13 @@ class _Judge:
         of_rounding = self._of_rounding()
         otherwise = {w.cause for w in chosen} & OTHERWISE
         most = max(min(LEFT, self.trial.near), 4 * of_rounding) if otherwise else 1.0
-        predicts = self._predicts(base, chosen)
+        predicts = self.held.predicts(base, chosen)
         if len(chosen) > 1:
-            fits = self._fit(base, chosen)
+            fits = self.held.fit(base, chosen)
         least = MOSTLY if otherwise and len(chosen) > 1 else PREDICTS  # two come near by chance
         wrong = share + min(0.0, fits) < EXPLAINS or predicts < least
-        wrong = wrong or (bool(otherwise) and self._harm(base, chosen) > OFTEN)
+        wrong = wrong or (bool(otherwise) and self.held.harm(base, chosen) > OFTEN)
+        wrong = wrong or (bool(otherwise) and not self.held.telling(base, chosen))
         if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
             return self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
@@ -275,7 +284,7 @@ class _Judge:
         if not self._whole(found):
             return False
         base, _, way = max(found, key=_share)
-        return self._fit(base, (way,)) >= WRONG and self._predicts(base, (way,)) >= PREDICTS
+        return self.held.fit(base, (way,)) >= WRONG and self.held.predicts(base, (way,)) >= PREDICTS
 
     def _in_read(self, found: list[_Tried]) -> list[_Tried]:
         """Ways in the regions that results show for each, those first that would explain most."""
@@ -379,7 +388,7 @@ class _Judge:
         rivals = sorted(rivals, key=_share, reverse=True)[:MOST]
         if best < FURTHER:
             return rivals[0], 0.0, ()
-        fits = [self._fit(base, (way,)) for base, _, way in rivals]
+        fits = [self.held.fit(base, (way,)) for base, _, way in rivals]
         scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
         order = {id(way): (self._rank(way), number) for number, (_, _, way) in enumerate(found)}
         equal = min(EQUAL, 4 * self._of_rounding())
@@ -403,11 +412,6 @@ class _Judge:
         ]
         return (way.region is not None) + bool(way.alone), max(places, default=0)
 
-    def _fit(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """How well ways do on the other calls, where the kernel errs and where it does not."""
-        others = [t for t in self.others if t.knows(chosen)]
-        return sum(t.share(base, chosen) for t in others) / max(1, len(others))
-
     def _alike(self, base: Rounding, way: Way, found: list[_Tried]) -> tuple[str, ...]:
         """Ways of other names that give what this one gives, on every call."""
         shares = [one.share(base, (way,)) for one in self.others]
@@ -426,17 +430,10 @@ class _Judge:
                 told[where] = str(other)
         return tuple(told.values())[1:]
 
-    def _predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """The mean share of the error that ways explain on the other calls that fail as badly."""
-        least = SLIGHT * self.trial.relative
-        others = [t for t in self.others if t.failing and t.relative >= least and t.knows(chosen)]
-        shares = [t.share(base, chosen) for t in others]
-        return sum(shares) / len(shares) if shares else 1.0
-
-    def _harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """On how many of the calls where the kernel is right ways are grossly wrong."""
-        sound = [t for t in self.others if not t.failing and t.knows(chosen)]
-        return sum(t.spoilt(base, chosen) for t in sound) / max(1, len(sound))
+    @cached_property
+    def held(self) -> Others:
+        """This call and the others, on which ways are held against the kernel."""
+        return Others(self.trial, self.others)
 
     @cached_property
     def _steps(self) -> list[str]:

@@ -40,6 +40,7 @@ LONGEST = 2**18  # of one that fails, if it cannot be made smaller
 MOVED = 0.05  # of its size, by which a step is moved to see what hangs on it
 SAME = 0.05  # share of an error that may be left of what is not random after all
 ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in both
+NEAR_WIDE = 1e-4  # the same in float32, where nothing is rounded to less
 NEAR = 0.03  # of its size, by which steps that are rounded otherwise may put a tensor off
 LITTLE = 0.1  # share of an error below which it does not matter how little a way explains
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
@@ -85,7 +86,8 @@ class Trial:
         gives.
         """
         own = (square(self.kernel[n]) / max(self.errors[n], 1e-300) for n in self.failing)
-        return NEAR**2 * min(own)
+        wide = self.calls.dtype == "float32" and "format" not in self.calls.options
+        return (NEAR_WIDE if wide else NEAR) ** 2 * min(own)
 
     @property
     def nonfinite(self) -> list[str]:
@@ -96,6 +98,12 @@ class Trial:
             for name, x in self.kernel.items()
             if bool((~x.isfinite() & (self.exact[name].abs() <= most)).any())
         ]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether numbers are off in what fails, or elements alone have none."""
+        every = [(self.kernel[n], self.exact[n]) for n in self.failing]
+        return any(bool((x.isfinite() & (due != 0)).any()) for x, due in every)
 
     def like(self, base: Rounding, way: Way) -> float:
         """The square of the cosine between the kernel's errors and a way's, over what fails."""

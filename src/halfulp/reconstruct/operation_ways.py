@@ -36,6 +36,7 @@ from halfulp.reconstruct.operation_mistakes import (
     Region,
     beside_one,
     ends,
+    of_tf32,
     other_values,
     padded,
     random_errors,
@@ -170,6 +171,10 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
 def rare_ways(calls: OperationCalls) -> Iterator[Way]:
     """What is tried where nothing common explains."""
     own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
+    given = calls.operands | calls.grads
+    names = [OPERAND + n for n, x in given.items() if x.is_floating_point()]
+    for cause, text, alter in (*roundings(own, "coarser", False, False), *of_tf32("coarser")):
+        yield Way(cause, f"what is read {text}", dict.fromkeys(names, alter))
     for spot in (*_spots(calls), *_together(calls)):
         for mistake in (*_rare(spot, own), *spot.along(rare_ends, rare_shifts)):
             yield spot.way(*mistake)
