@@ -84,6 +84,14 @@ def test_a_gradient_of_the_maximum_is_told_from_one_of_the_scores():
     assert said.cause != "max-gradient", said.text
 
 
+def test_a_gradient_that_autograd_adds_up_tile_by_tile_is_called_a_low_sum():
+    run = by_autograd(torch.Tensor.detach)
+    said = grad_scores(run, TRIALS["plain"], "grad_query")
+    assert said.cause == "grad-accumulator", said.text  # query.float() in every tile
+    said = grad_scores(run, TRIALS["plain"], "grad_key")
+    assert said.cause != "grad-accumulator", said.text
+
+
 @pytest.mark.parametrize(
     ("steps", "where"),
     [

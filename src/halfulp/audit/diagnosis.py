@@ -182,17 +182,25 @@ def _explained(rest: tuple[Finding, ...], found: Reconstruction | None) -> list[
     elements = all(f.kind == "element" for f in rest)
     if found is None:
         return [Diagnosis(CAUSES["elements"], rest[0].figure)] if elements else []
-    gross = max(f.ratio for f in rest) >= GROSS
+    gross = [{f.tensor} - {None, ""} for f in rest if f.ratio >= GROSS]
+
+    def beyond(tensor: str) -> bool:
+        """Whether what shows on a result is to explain more than rounding can do."""
+        return any(_concerns(tensor, failing) for failing in gross)
+
     named = [_of_named(n) for n in found.causes if _concerns(n.tensor, tensors) and (
-        n.cause.kind != "rounding" or not gross or n.explained >= PROVEN)]  # fmt: skip
-    places = [
+        n.cause.kind != "rounding" or not beyond(n.tensor) or n.explained >= PROVEN)]  # fmt: skip
+    # what nothing explains upstream is no reason for what is off further down
+    places = sorted(found.places, key=lambda p: (
+        CAUSES[p.cause].kind == "unexplained" and p.tensor not in tensors))  # fmt: skip
+    told = [
         Diagnosis(CAUSES[p.cause], f"told by its place: {short(p.tensor)}, {p.text}")
-        for p in found.places
+        for p in places
         if _concerns(p.tensor, tensors)
-        and not (gross and CAUSES[p.cause].kind == "rounding" and p.left > 1 - PROVEN)
+        and not (CAUSES[p.cause].kind == "rounding" and p.left > 1 - PROVEN and beyond(p.tensor))
     ]
-    if named or places:
-        return named + [p for p in places if not named or p.cause.kind != "unexplained"]
+    if named or told:
+        return named + [p for p in told if not named or p.cause.kind != "unexplained"]
     if elements:
         return [Diagnosis(CAUSES["elements"], rest[0].figure)]
     # what is said of a gradient is no reason for O's errors

@@ -295,7 +295,7 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
                 f"dS is right as {short[tensor]} shows it: the {of} that it is multiplied by is off"
             )
             return Said(told, "operand")
-        if how.kind == "noise":
+        if how.right or how.kind == "noise":
             terms = from_terms(run, trial, tensor)
             told = f"dS is right as {short[tensor]} shows it, and {short[tensor]} is off"
             if terms:

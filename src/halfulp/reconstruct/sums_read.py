@@ -83,7 +83,7 @@ def from_terms(run: Run, trial: Trial, tensor: str) -> int:
     """
     call, of_keys = trial.call, tensor in ("out", "grad_query")
     errors = []
-    counts = (16, 32, 64, 128, 256)
+    counts = (16, 32, 64, 128, 256, 1024)
     for count in counts:
         some = torch.arange(count)
         query, key, value, do = (
