@@ -77,6 +77,24 @@ def test_weights_that_differ_say_how(trial, weights, cause, told):
     assert told in read.text
 
 
+@pytest.mark.parametrize(
+    ("lse", "cause"),
+    [
+        (lambda x: x.bfloat16().double(), "lse"),
+        (lambda x: x.to(torch.float8_e4m3fn).double(), "lse"),
+        (lambda x: x * 1.44, "lse-other"),
+        (lambda x: x.roll(1, 2), "lse-other"),
+        (lambda x: x[:, :, torch.arange(192) & ~1], "lse-other"),
+        (lambda x: x.flip(1), "lse-other"),
+    ],
+)
+def test_lse_that_is_coarse_is_told_from_another_rows(lse, cause):
+    scores = scores_of(TRIALS["causal"].call)
+    weights = (scores - lse(scores.logsumexp(-1, keepdim=True))).exp()
+    read = compared(TRIALS["causal"], weights, backward=True)
+    assert read.cause == cause, read.text
+
+
 def test_both_passes_show_their_weights():
     trial = TRIALS["ragged_causal"]
     run = runner(Target.of(TEXTBOOK))

@@ -21,6 +21,7 @@ it no candidate is better than another."""
 FLOOR = 2.0**-21  # of a result: an error below that is the order of sums, and explains itself
 HARMFUL = 1.25  # times the error without it: what is below is no cause
 SOUND = 1.1  # times a model's error: below, nothing is at fault
+UNEXPLAINED = 0.3  # share of an error left from which a result is not explained
 WORST = 30.0  # a candidate's residual counts at most so many times the kernel's own error
 
 

@@ -17,7 +17,7 @@ from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.parts_read import merged
-from halfulp.reconstruct.places import STRUCTURE
+from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.suggested import vanished
 
 SEED = 7919  # of a second call's random numbers

@@ -9,57 +9,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfulp.calls import Result
-from halfulp.reconstruct import call_kinds, space
+from halfulp.reconstruct import call_kinds
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.dataflow import OFF, OTHER, SLIGHT, Unlike, grad_scores, place_of, unlike
+from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST, Fit
-from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.panel import Run, Trial, simplicity
-from halfulp.reconstruct.scores_read import of_distance, unit_scores
+from halfulp.reconstruct.panel import simplicity
+from halfulp.reconstruct.result_read import STRUCTURE, result_read
 from halfulp.reconstruct.suggested import exchanged, not_finite, reads_others, silent_rows
-from halfulp.reconstruct.sums_read import from_terms, one_term, signed_sums, spread
-from halfulp.reconstruct.weights_read import (
-    NOISE,
-    Read,
-    backward_weights,
-    compared,
-    forward_weights,
-)
+from halfulp.reconstruct.weight_ratios import Read
 
 FAR = 20.0  # times the model's error: no rounding
 MINOR = 2.0  # times it: what is gross elsewhere is said first
 LARGE = 0.25  # of a result: an error that no rounding makes
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
-READ = 0.5  # of an error that weights as they were read may leave
-OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 
-UNEXPLAINED = 0.3  # share of an error left from which a result is not explained
-_UPSTREAM = {"lse", "backward-scores", "backward-weights", "backward-mask", "operand", "grad-tail"}
-"""Causes that weights as dV shows them tell, and that dS then has as well."""
-_OF_P = {"lse", "backward-scores", "weights-disagree"}
-_BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse"}
-_WEIGHTS = {False: "weights", True: "probabilities"}
+_OF_P = {"lse", "lse-other", "backward-scores", "weights-disagree"}
 IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
+_OF_ROWS = {"lse", "lse-other", "delta", "no-delta"}
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
 OF_CALLS = (*_OPTIONS, "causal-mask", "key-heads", "ragged")
 _ON_SIZES = ("ragged", "key-heads", "causal-mask", "other-data")
-STRUCTURE = {
-    "key-tail",
-    "query-tail",
-    "grad-tail",
-    "causal-mask",
-    "backward-mask",
-    "other-data",
-    "layout",
-    "unwritten",
-    "padding",
-    "tiles-skipped",
-    "split-merge",
-    "elements",
-}
-"""Readings that say more than which calls are wrong."""
 _LEAST = 0.2  # of the worst trial's factor: a simpler trial that errs so much shows it as well
 
 
@@ -213,7 +183,8 @@ def _told(
         cause = special or cause
     if one := _few_elements(emulator, model, tensor, bad or frozenset({worst})):
         return "; ".join([*parts, one]), "elements", False, True
-    read = _read(emulator, model, trial, tensor, found)
+    in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
+    read = result_read(emulator, model, trial, tensor, in_values)
     if read is not None:
         parts.append(read.text)
         if (
@@ -228,7 +199,11 @@ def _told(
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
             read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
-            told_more = STRUCTURE if tensor == "out" else STRUCTURE | {"lse", "delta", "no-delta"}
+            told_more = (
+                STRUCTURE
+                if tensor == "out"
+                else STRUCTURE | {"lse", "lse-other", "delta", "no-delta"}
+            )
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
@@ -254,189 +229,10 @@ def _few_elements(emulator: Emulator, model: Model, tensor: str, bad: frozenset[
     return max(some, key=len) if 2 * len(some) > len(found) else ""
 
 
-def _read(
-    emulator: Emulator, model: Model, trial: Trial, tensor: str, found: list[Place]
-) -> Read | None:
-    """What the readings say, from the weights to the gradient, where they can be read and explain
-    the result.
-    """
-    if tensor in ("grad_query", "grad_key"):
-        first = next((p for p in found if p.tensor == "grad_value" and p.was_read), None)
-        if first is not None and first.cause in _UPSTREAM:
-            return Read(f"as in dV: {first.text}", first.cause)
-        if not emulator.offered(("grad_value",)) and (own := _own_weights(emulator.run, trial)):
-            return own
-        said = grad_scores(emulator.run, trial, tensor)
-        if said is None:
-            return None
-        both = {"grad-scores": "backward-weights", "grad-stored": "backward-scores"}
-        if first is not None and first.cause == "probabilities" and said.cause in both:
-            return Read(f"{said.text}, and P is off in dV", both[said.cause])
-        return Read(said.text, said.cause)
-    if tensor not in ("out", "grad_value"):
-        return None
-    observed = emulator.observed[trial.name, tensor]
-    backward = tensor == "grad_value"
-    weights = (backward_weights if backward else forward_weights)(emulator.run, trial)
-    if weights is None:
-        return None
-    if backward:
-        each = weights.mT @ trial.grad_out.double()
-        b, _, *rest_of = each.shape
-        made = each.reshape(b, -1, trial.call.groups, *rest_of).sum(2)
-    else:
-        value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
-        made = weights @ value
-    exact = weights_of(trial.call, scores_of(trial.call))
-    how = _off(weights, exact, trial)
-    read = compared(trial, _in_place(weights, exact, how), backward=backward)
-    other = emulator.trials.get("ragged")
-    if read.cause in ("rescale", "backward-weights") and other not in (None, trial):
-        # tiles of 64 are thirds of 192 keys as well, and no third of 157
-        again = (backward_weights if backward else forward_weights)(emulator.run, other)
-        parts = None if again is None else compared(other, again, backward=backward)
-        read = parts if parts is not None and parts.cause == "split-merge" else read
-    if read.by_size and not backward:
-        told = of_distance(emulator.run, trial)
-        if told is None and read.cause == "weights":
-            told = unit_scores(emulator.run, trial)
-        read = told or read
-    if how.where and read.cause and read.cause not in STRUCTURE:
-        read = replace(read, text=f"{read.text},{how.where}")
-    if not read.cause and how.right:
-        return _after_weights(emulator, model, trial, weights, tensor)
-    rest = torch.where(observed.usable, observed.value - made, 0.0)
-    if float(rest.square().sum()) > READ * observed.total:
-        return _after_weights(emulator, model, trial, None, tensor)
-    if how.kind == "tail" and read.cause in _BY_ROWS:
-        return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
-    if how.kind == "rows" and read.cause in _BY_ROWS:
-        right = not backward and emulator.fits(
-            model, frozenset({"grad_value"}), frozenset({trial.name})
-        )
-        if right and all(fit.left < UNEXPLAINED for fit in right.values()):  # l, as lse has it
-            return Read(f"P {how.text}, and that of the backward pass is right", "unnormalized")
-        return Read(f"P {how.text}", read.cause)
-    return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
-
-
-def _own_weights(run: Run, trial: Trial) -> Read | None:
-    """What is wrong with P of the backward pass, where dV itself, a sum over rows, does not say."""
-    weights = backward_weights(run, trial)
-    if weights is None:
-        return None
-    exact = weights_of(trial.call, scores_of(trial.call))
-    how = _off(weights, exact, trial)
-    if how.right:
-        return None
-    read = compared(trial, _in_place(weights, exact, how), backward=True)
-    cause = "backward-weights" if read.cause in ("", "probabilities") else read.cause
-    return Read(f"P as dV shows it {how.text}; {read.text}", cause)
-
-
-def _off(weights: Tensor, exact: Tensor, trial: Trial) -> Unlike:
-    dtype = trial.call.query.dtype
-    least = exact.clamp_min(torch.finfo(dtype).smallest_normal) * (exact > 0)
-    return unlike(weights, exact, 2 * spread(dtype) * least, dtype)
-
-
-def _in_place(weights: Tensor, exact: Tensor, how: Unlike) -> Tensor:
-    """Weights that are off where they are off, and right elsewhere: what is wrong in one place is
-    not hidden by what is right in others.
-    """
-    return weights if how.inside is None else torch.where(how.inside, weights, exact)
-
-
 def _like(candidate: Tensor) -> Tensor:
     found = candidate.double()
     found = found.unsqueeze(-1) if found.ndim == 3 else found
     return torch.where(found.isfinite(), found, 0.0)
-
-
-def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tensor | None,
-                   tensor: str) -> Read:  # fmt: skip
-    """What is wrong where the weights are right to what they are read to: bit for bit beside those
-    of recipes they tell another rounding; one term alone tells operands and the store from sums.
-    None for weights that are off and do not make the error.
-    """
-    noise = NOISE[trial.call.query.dtype]
-    told = f"the weights are right to {100 * noise:.1g} %"
-    if weights is None:
-        told = "the weights, as they are read, do not make the error"
-    where = one_term(emulator.run, trial, tensor)
-    if where is None:
-        return Read(f"{told}: what differs is a sum over them, an operand or the store", "")
-    term, result = ("key", "O") if tensor == "out" else ("query", "dV")
-    if where == "sum":
-        other = (0.0 if weights is None else
-                 _other_bits(emulator, model, trial, weights, tensor))  # fmt: skip
-        for t in (trial, emulator.trials.get("plain", trial)):  # a few keys a row show less
-            if tensor == "out" and other > OTHER_BITS and (by_signs := _by_signs(emulator, t)):
-                return Read(f"{told}; {by_signs.text}", by_signs.cause)
-        if other > OTHER_BITS:
-            told += f"; {100 * other:.2g} % of them are other than any recipe's: they are rounded"
-            return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
-        cause = "accumulator" if tensor == "out" else "grad-accumulator"
-        return Read(f"{told}; of one {term} alone {result} is exact, so it is the sum", cause)
-    if emulator.observed[trial.name, tensor].relative > OTHER and where != "sum":
-        what = "what they weigh are" if where == "operand" else f"what is given for {result} are"
-        return Read(f"{told}; {what} other numbers", "other-data")
-    if where == "operand":
-        return Read(f"{told}; what they weigh is off before it is summed", "operand")
-    if terms := from_terms(emulator.run, trial, tensor):
-        cause = "accumulator" if tensor == "out" else "grad-accumulator"
-        return Read(f"{told}; {result} is off, more so from {terms} terms on", cause)
-    cause = "out" if tensor == "out" else "grad-stored"
-    return Read(f"{told}; {result} is off after it is summed", cause)
-
-
-def _by_signs(emulator: Emulator, trial: Trial) -> Read | None:
-    """Whether O's error is that of its sum as it runs, or of what comes after, beside stock's."""
-    stock = Model.of(space.STOCK[trial.call.query.dtype])
-
-    def run(asked: Trial) -> Result | None:
-        got = emulator.tensors(asked, stock.forward, None)
-        return Result(got["out"].to(asked.call.query.dtype)) if got else None
-
-    errors = zip(signed_sums(emulator.run, trial), signed_sums(run, trial), strict=True)
-    each, middle, never = (a / max(b, 1e-300) for a, b in errors)
-    if each < 2 and middle > HARMFUL * max(each, HARMFUL):
-        text = f"values whose sign changes once err {middle:.2g} × stock"
-        return Read(f"{text}: the sum as it runs is rounded", "accumulator")
-    if each < 2 and never > max(HARMFUL, 0.9 * each, 0.9 * middle):
-        return Read(f"values of one sign err {never:.2g} × stock: it is off after its sum", "out")
-    return None
-
-
-def _other_bits(emulator: Emulator, model: Model, trial: Trial, weights: Tensor,
-                tensor: str) -> float:  # fmt: skip
-    """The share of weights that are read otherwise than any likely recipe would have them read."""
-    backward = tensor == "grad_value"
-    if trial.call.query.dtype == torch.float32:  # whose bits are those of the order of sums
-        return 0.0
-
-    def made(candidate: Model) -> float:
-        def run(asked: Trial) -> Result | None:
-            way = candidate.way(tensor) if backward else None
-            got = emulator.tensors(asked, candidate.forward, way)
-            if not got:
-                return None
-            dtype, call = asked.call.query.dtype, asked.call
-            out = got.get("out", torch.zeros_like(asked.grad_out)).to(dtype)
-            if not backward:
-                return Result(out)
-            return Result(out, grad_query=call.query, grad_key=call.key,
-                          grad_value=got["grad_value"].to(dtype))  # fmt: skip
-
-        read = (backward_weights if backward else forward_weights)(run, trial)
-        if read is None or read.shape != weights.shape:
-            return 1.0
-        # another order of sums moves a number by an ulp of its own, here and there
-        return float((read != weights)[weights != 0].double().mean())
-
-    stock = space.STOCK[trial.call.query.dtype]
-    blocks = [Model.of(stock.with_(block_key=w)) for w in (None, 16, 32, 64)]
-    return min(made(m) for m in (model, *space.starts(trial.call.query.dtype), *blocks))
 
 
 def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Unlike | None, str]:

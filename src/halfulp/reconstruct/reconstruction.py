@@ -20,7 +20,7 @@ from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model, Twist
-from halfulp.reconstruct.evidence import HARMFUL, Cosine, Fit
+from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED, Cosine, Fit
 from halfulp.reconstruct.first_said import called_twice, first_said
 from halfulp.reconstruct.found import Explained, Reconstruction
 from halfulp.reconstruct.naming import (
@@ -35,15 +35,9 @@ from halfulp.reconstruct.naming import (
 )
 from halfulp.reconstruct.order_read import Order, key_order, query_order
 from halfulp.reconstruct.panel import Run, Trial, panel, some_heads
-from halfulp.reconstruct.places import (
-    IN_GRADIENTS,
-    OF_CALLS,
-    STRUCTURE,
-    UNEXPLAINED,
-    Place,
-    unexplained,
-)
+from halfulp.reconstruct.places import IN_GRADIENTS, OF_CALLS, Place, unexplained
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
+from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
 from halfulp.reconstruct.suggested import is_zero

@@ -13,14 +13,8 @@ from torch import Tensor
 from halfulp.calls import EVERYTHING
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
-from halfulp.reconstruct.weights_read import (
-    NOISE,
-    Read,
-    centered,
-    forward_weights,
-    logarithms,
-    rms,
-)
+from halfulp.reconstruct.weight_ratios import NOISE, Read, centered, logarithms, rms
+from halfulp.reconstruct.weights_read import forward_weights
 
 GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
 FEW_KEYS = 16  # one tile in every kernel

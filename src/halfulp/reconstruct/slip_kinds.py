@@ -48,7 +48,7 @@ STAGES: dict[str, Stage] = {
         "accumulator", "accumulator", "accumulator"),
     "out": Stage("O", "unnormalized", "other-data", "out"),
     "lse": Stage("lse", "lse-other", "lse-other", "lse", math.inf),
-    "b_lse": Stage("lse in the backward pass", "lse", "lse", "lse", math.inf),
+    "b_lse": Stage("lse in the backward pass", "lse-other", "lse-other", "lse", math.inf),
     "delta": Stage("δ", "no-delta", "no-delta", "delta"),
     "b_query": Stage("Q of the backward pass", "backward-scores", "other-data", "backward-scores"),
     "b_key": Stage("K of the backward pass", "backward-scores", "other-data", "backward-scores"),

@@ -33,10 +33,9 @@ from halfulp.reconstruct.emulating import (
     Way,
     in_what_is_returned,
 )
-from halfulp.reconstruct.evidence import SOUND, Fits
+from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED, Fits
 from halfulp.reconstruct.naming import merged
 from halfulp.reconstruct.panel import Trial, simplicity
-from halfulp.reconstruct.places import UNEXPLAINED
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
 
 GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
