@@ -120,7 +120,7 @@ def test_a_slip_in_some_rows_explains_what_sums_over_them():
     _, region = rows_of(emulator, STOCK)
     assert region.rows == (rows,)
     found = of_rows(emulator, region, USUAL, STOCK)
-    assert found.cause == "lse"
+    assert found.cause == "lse-other"
     assert found.text.endswith(rows.text)
     way = replace(STOCK.gradients[0], twists=(found,))
     fits = emulator.fits(replace(STOCK, gradients=(way,) * 3), frozenset(GRADIENTS))

@@ -22,6 +22,8 @@ FLOOR = 2.0**-21  # of a result: an error below that is the order of sums, and e
 HARMFUL = 1.25  # times the error without it: what is below is no cause
 SOUND = 1.1  # times a model's error: below, nothing is at fault
 UNEXPLAINED = 0.3  # share of an error left from which a result is not explained
+NEARLY_NONE = 1e-3  # share of an error that a number which was fitted may leave
+LEAVES = 4.0  # times stock's error: what a mistake that is the right one leaves is less
 WORST = 30.0  # a candidate's residual counts at most so many times the kernel's own error
 
 
@@ -122,6 +124,13 @@ class Fit:
         if total == 0:
             return 0.0 if residual == 0 else WORST
         return min(WORST, residual / total)
+
+    def within_rounding(self, stock: Fit) -> bool:
+        """Whether what is left is no more than rounding makes, which is a recipe's error: what
+        merely goes along with a mistake leaves more.
+        """
+        usual = float(stock.other.sum()) + self.floor
+        return self.left < NEARLY_NONE or float(self.residual.sum()) < LEAVES**2 * usual
 
     @property
     def times(self) -> float:

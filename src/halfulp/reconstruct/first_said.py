@@ -21,6 +21,10 @@ from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.suggested import vanished
 
 SEED = 7919  # of a second call's random numbers
+_SURER = (STRUCTURE - {"unwritten", "elements"}) | {
+    "maximum", "mask", "window", "sinks", "softcap", "scale", "dropout", "reciprocal",
+}  # fmt: skip
+"""What is read, or explains O, and no weights of parts replace, which fit anything."""
 EVERY_SO_MANY = 2  # of the trials one is asked again
 RANDOM = 3.0  # times stock's error: what two equal calls differ by is no rounding at random
 
@@ -67,7 +71,7 @@ def _with_parts(found: Reconstruction, emulator: Emulator) -> Reconstruction:
     """Wrong weights of parts stand before what else makes O err, if nothing explains it."""
     told = [(n.cause.key, n.explained >= PROVEN) for n in found.causes]
     told += [(p.cause, p.was_read) for p in found.places]
-    sure = told and told[0][1] and told[0][0] in STRUCTURE - {"unwritten", "elements"}
+    sure = told and told[0][1] and told[0][0] in _SURER
     if sure or (parts := merged(emulator)) is None:
         return found
     trial, text = parts

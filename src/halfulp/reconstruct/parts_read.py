@@ -20,6 +20,7 @@ WRONG = 0.05  # of O: an error from which it is asked how parts are merged
 LEFT = 0.1  # share of an error that weights of parts may leave, and
 BESIDE = 0.25  # of what one factor in each row leaves
 LONGEST = 128  # keys of a tile, as which a part of equal width is not taken
+CLEAR = 0.05  # of a part's weight: what is less is none
 FINER = 0.5  # of what parts leave, that tiles may leave
 _WIDTHS = (64, 32, 128, 16)
 _TILES = (16, 32, 48, 64, 96, 128)
@@ -90,19 +91,42 @@ def merged(emulator: Emulator) -> tuple[str, str] | None:
         left = _left(trial, observed, weights, keys // width) if few else 1.0
         if left < FINER * shares[rule][shown]:
             return None
+    part = rule.of(len(keys))
+    if part is None or _left_out(trial, observed, weights, part):
+        return None
     return shown, rule.text
+
+
+def _left_out(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> bool:
+    """Whether parts have no weight in some rows, and all others one factor: nothing is merged."""
+    factor = _solved(trial, observed, weights, part)[1]
+    shares = torch.stack([weights[..., part == p].sum(-1) for p in range(int(part.max()) + 1)], -1)
+    factor = factor[shares > CLEAR]
+    gone = factor.abs() < CLEAR
+    kept = factor[~gone]
+    alike = float((kept - kept.median()).abs().quantile(0.9)) < CLEAR if len(kept) else False
+    return alike and float(gone.double().mean()) > CLEAR
 
 
 def _left(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> float:
     """Share of O's error that a weight for each part in each row leaves, chance allowed for."""
+    made, factor = _solved(trial, observed, weights, part)
+    width, count = made.shape[-1], factor.shape[-1]
+    rest = torch.where(observed.usable, observed.value - made, 0.0)
+    return float(rest.square().sum()) / max(observed.total, 1e-300) * width / max(1, width - count)
+
+
+def _solved(
+    trial: Trial, observed: Observed, weights: Tensor, part: Tensor
+) -> tuple[Tensor, Tensor]:
+    """O of the weight for each part in each row that explains it best, and these weights."""
     value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
-    count, width = int(part.max()) + 1, value.shape[-1]
+    count = int(part.max()) + 1
     each = torch.stack([(weights * (part == p)) @ value for p in range(count)], -2)
     each = torch.where(observed.usable.unsqueeze(-2), each, 0.0)
     gram = each @ each.mT
     ridge = 1e-9 * gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None] + 1e-300
     gram = gram + ridge * torch.eye(count, dtype=gram.dtype)
     along = each @ observed.value.unsqueeze(-1)
-    made = (torch.linalg.solve(gram, along).mT @ each).squeeze(-2)
-    rest = torch.where(observed.usable, observed.value - made, 0.0)
-    return float(rest.square().sum()) / max(observed.total, 1e-300) * width / max(1, width - count)
+    factor = torch.linalg.solve(gram, along)
+    return (factor.mT @ each).squeeze(-2), factor.squeeze(-1)

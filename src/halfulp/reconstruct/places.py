@@ -75,7 +75,9 @@ def unexplained(
     more = {k: _times(f, usual[k]) for k, f in every.items()}
     order = sorted(SHORT, key=lambda name: name in ("grad_query", "grad_key"))
     for tensor in order:  # dV first: what it tells of P the others have from it
-        bad = {t: fit for (t, name), fit in every.items() if name == tensor and fit.left > share}
+        twisted = any(twist.cause for twist in model.way(tensor).twists)
+        bad = {t: fit for (t, name), fit in every.items() if name == tensor and (
+            fit.left > share or (twisted and not fit.within_rounding(usual[t, name])))}  # fmt: skip
         if not bad:
             continue
         much = {t: more[t, tensor] for t in bad}

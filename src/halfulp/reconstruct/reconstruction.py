@@ -16,6 +16,7 @@ import torch
 from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.operations import DTYPES, check_dtype
+from halfulp.recipes import Recipe
 from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
@@ -249,6 +250,8 @@ def _found(
     gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
     causes = [n for n in causes if n.harm > MILD or not gross]
     causes = [_or_zero(n, emulator, model) for n in causes if _holds(n, places, n.tensor in known)]
+    usual = {n: _left_by(n, emulator, model, stock) for n in causes if n.function}
+    causes = [n for n in causes if n not in usual or usual[n] or not _read_too(n, places)]
     if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
         causes = [n for n in causes if _predicts(emulator, model, n, fresh)]
@@ -328,6 +331,20 @@ def _holds(cause: Named, places: Sequence[Place], known: bool) -> bool:
         return cause.explained >= PROVEN and not any(
             p.tensor in FORWARD and p.was_read for p in places)  # fmt: skip
     return cause.explained >= PROVEN or not any(p.was_read for p in own)
+
+
+def _left_by(cause: Named, emulator: Emulator, model: Model, stock: Recipe) -> bool:
+    """Whether what a mistake leaves where it shows most is no more than rounding makes."""
+    own, trials = frozenset({cause.tensor}), frozenset({cause.trial})
+    fit, usual = (next(iter(emulator.fits(m, own, trials).values())) for m in (
+        model, Model.of(stock)))  # fmt: skip
+    return fit.within_rounding(usual)
+
+
+def _read_too(cause: Named, places: Sequence[Place]) -> bool:
+    """Whether something was read of the result that a cause is of."""
+    return any(p.tensor == cause.tensor and p.was_read and not p.cause.endswith("unexplained")
+               for p in places)  # fmt: skip
 
 
 def _predicts(emulator: Emulator, model: Model, cause: Named, fresh: Mapping[str, Trial]) -> bool:

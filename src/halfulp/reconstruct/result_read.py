@@ -18,7 +18,7 @@ from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.scores_read import of_distance, unit_scores
-from halfulp.reconstruct.sums_read import from_terms, one_term, signed_sums, spread
+from halfulp.reconstruct.sums_read import from_terms, of_division, one_term, signed_sums, spread
 from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights
 
@@ -34,6 +34,7 @@ _UPSTREAM = {
     "grad-tail",
 }
 """Causes that weights as dV shows them tell, and that dS then has as well."""
+_DIVIDES = {"row-sum", "unnormalized", "weights-disagree"}
 _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse", "lse-other"}
 _WEIGHTS = {False: "weights", True: "probabilities"}
 
@@ -96,6 +97,9 @@ def result_read(
         again = (backward_weights if backward else forward_weights)(emulator.run, other)
         parts = None if again is None else compared(other, again, backward=backward)
         read = parts if parts is not None and parts.cause == "split-merge" else read
+    if not backward and read.cause in _DIVIDES and of_division(emulator.run, trial):
+        return Read(f"{read.text}; of weights that are 1, and as many as a small number, O is off"
+                    " as well: it is the division", "reciprocal")  # fmt: skip
     if read.by_size and not backward:
         told = of_distance(emulator.run, trial)
         if told is None and read.cause == "weights":

@@ -37,6 +37,7 @@ from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED, Fits
 from halfulp.reconstruct.naming import merged
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
+from halfulp.reconstruct.sums_read import of_division
 
 GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
 CLEARLY = 0.35  # of the loss of each result: a named recipe to start from instead of stock
@@ -370,7 +371,12 @@ class Stages:
                 got = self.emulator.tensors(self.emulator.trials[trial], model.forward, backward)
                 if name in got and got[name].shape == observed.value.shape:
                     fitted[trial] = suggested.factor_of(observed, got[name])
-        return suggested.factors(name, fitted, self.emulator.trials)
+        found = suggested.factors(name, fitted, self.emulator.trials)
+        some = next(iter(self.emulator.trials.values()))
+        if any(t.cause == "weights-disagree" for t in found) and of_division(
+            self.emulator.run, some):  # fmt: skip
+            return [replace(t, cause="reciprocal") for t in found]
+        return found
 
     def _backward(self, model: Model) -> Model:
         """From the forward pass's way or the stock one, whichever fits the gradients better."""

@@ -82,20 +82,8 @@ def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
     """The factor on the scores that explains most of O's error, where one does: as another scale,
     and as one of S − m alone, whose lse keeps the maximum.
     """
-    factor = 1.0
-    for _ in range(4):
-        here, moved = (_exact_out(trial, factor * (1 + step)) for step in (0.0, 1e-4))
-        slope = (moved - here) / 1e-4
-        size = float(slope.square().sum())
-        if size == 0:
-            return []
-        factor *= 1 + max(-0.5, min(0.5, float(((out.value - here) * slope).sum()) / size))
-    rest = out.value - _exact_out(trial, factor)
-    slope = (_exact_out(trial, factor * (1 + 1e-4)) - _exact_out(trial, factor)) / 1e-4
-    size = float(slope.square().sum())
-    error = math.sqrt(float((rest * slope).square().sum())) / size if size else math.inf
-    worse = float(rest.square().sum()) > 0.98 * out.total
-    if worse or abs(factor - 1) < max(1e-4, 6 * error):
+    factor = _fitted_scale(trial, out)
+    if factor is None:
         return []
 
     def turn(asked: Trial) -> Trial:
@@ -119,6 +107,51 @@ def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
     exponent = f"S − m is multiplied by {factor:.4g} before the exponential"
     return [Twist(f"scale-{factor:.4g}", f"the scale {told}", "scale", turn),
             Twist(f"exponent-{factor:.4g}", exponent, "exponential", powered, back)]  # fmt: skip
+
+
+def _fitted_scale(trial: Trial, out: Observed) -> float | None:
+    """The factor on the scores that explains most of O's error; None where none explains some."""
+    factor = 1.0
+    for _ in range(4):
+        here, moved = (_exact_out(trial, factor * (1 + step)) for step in (0.0, 1e-4))
+        slope = (moved - here) / 1e-4
+        size = float(slope.square().sum())
+        if size == 0:
+            return None
+        factor *= 1 + max(-0.5, min(0.5, float(((out.value - here) * slope).sum()) / size))
+    rest = out.value - _exact_out(trial, factor)
+    slope = (_exact_out(trial, factor * (1 + 1e-4)) - _exact_out(trial, factor)) / 1e-4
+    size = float(slope.square().sum())
+    error = math.sqrt(float((rest * slope).square().sum())) / size if size else math.inf
+    worse = float(rest.square().sum()) > 0.98 * out.total
+    return None if worse or abs(factor - 1) < max(1e-4, 6 * error) else factor
+
+
+def scales_of_their_own(emulator: Emulator, outs: Mapping[str, Observed]) -> list[Twist]:
+    """A factor on the scale of every call that has one, where calls of one scale have one factor
+    and others another, as a scale has that is rounded.
+    """
+    fitted: dict[float, list[float]] = {}
+    for name, out in outs.items():
+        call = emulator.trials[name].call
+        if name != "small" and not call.softcap and call.query.shape[2] >= SOME:
+            found = _fitted_scale(emulator.trials[name], out)
+            fitted.setdefault(call.scale, []).append(1.0 if found is None else found)
+    factors = {scale: median(some) for scale, some in fitted.items()}
+    off = [abs(f - 1) for f in factors.values()]
+    apart = max((max(some) - min(some) for some in fitted.values()), default=0.0)
+    # what leans differently in calls of one scale is no matter of the scale
+    if len(off) < 2 or max(off) < LEAN or apart > max(off) or max(off) < 2 * min(off):
+        return []
+
+    def turn(trial: Trial) -> Trial | None:
+        factor = factors.get(trial.call.scale, 1.0)
+        if factor == 1.0:
+            return None
+        return replace(trial, call=replace(trial.call, scale=trial.call.scale * factor))
+
+    told = ", ".join(f"{f:.4g} × {scale:.3g}" for scale, f in sorted(factors.items()) if f != 1)
+    return [Twist(f"scales-{told}", f"the scale is {told}", "scale", turn)]
 
 
 def _exact_out(trial: Trial, factor: float) -> Tensor:
@@ -378,7 +411,7 @@ def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Tria
         text = f"V is multiplied by {told}"
         if leans:
             cause = option or "weights-disagree"
-            text = f"Ō is multiplied by {told} before it is rounded: weights and row sum disagree"
+            text = f"Ō is multiplied by {told} before it is rounded"
         found.append(Twist(f"{key}-before", text, cause, before, unrounded=("value",)))
     return found
 
@@ -421,5 +454,6 @@ def hints(emulator: Emulator) -> tuple[Twist, ...]:
     outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
     for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
         found += fitted_scales(emulator.trials[name], outs[name])
+    found += scales_of_their_own(emulator, outs)
     found += more_in_sums(outs, emulator.trials)
     return tuple({twist.key: twist for twist in found}.values())

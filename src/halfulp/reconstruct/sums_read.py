@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms import golden
-from halfulp.calls import EVERYTHING
+from halfulp.calls import EVERYTHING, Sees
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
 
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of a mantissa, the first counted
 GROWS = 1.4  # times the error where there is more to sum: it is made as the sum runs
+WHOLE = 64  # keys, whose number, and all below it, need few bits
+DIVIDED = 2.0**-4  # of O: from there on it is no matter of a coarse reciprocal
 PAIRED = 3  # times as large an error where values nearly cancel: it was made before the sum
 
 
@@ -72,6 +74,25 @@ def signed_sums(run: Run, trial: Trial) -> list[float]:
         exact = weights_of(call, scores_of(call)) @ value.double().repeat_interleave(call.groups, 1)
         found.append(math.nan if result is None else float((result.out - exact).square().mean()))
     return [math.sqrt(x) for x in found]
+
+
+def of_division(run: Run, trial: Trial) -> bool:
+    """Whether O is off by a little where each row's weights are 1 and its sum a small integer,
+    which every format holds: what is left to err is the division.
+    """
+    call, n = trial.call, WHOLE
+    query, key, value = (
+        x[:, :, torch.arange(n) % x.shape[2]] for x in (call.query, call.key, call.value)
+    )
+    ones = replace(call, query=torch.zeros_like(query), key=key, value=torch.ones_like(value),
+                   sees=Sees(causal=True), sinks=None)  # fmt: skip
+    do = trial.grad_out[:, :, torch.arange(n) % trial.grad_out.shape[2]]
+    result = run(replace(trial, name=f"{trial.name}/ones", call=ones, grad_out=do))
+    if result is None or not bool(result.out.isfinite().all()):
+        return False
+    off = (result.out.double() - 1).abs().amax(-1)
+    least = 2.0 ** -BITS[call.query.dtype]
+    return bool(least < off.amax() < DIVIDED) and bool((off > least).double().mean() > 0.25)
 
 
 def from_terms(run: Run, trial: Trial, tensor: str) -> int:

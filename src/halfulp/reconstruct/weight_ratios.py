@@ -70,7 +70,8 @@ def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -
     if spread < 2 * noise and (spread < noise or spread**2 < (1 - SHARE) * size**2):
         return alike if common > noise / 4 else Read("the weights are right", "")
     found = (
-        _of_scores(call, rest, weight)
+        _of_maximum(call, rest, weight)
+        or _of_scores(call, rest, weight)
         or _of_groups(rest, weight)
         or _of_operands(call, rest, weight)
     )
@@ -266,6 +267,32 @@ def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
                 return _few_keys(factor) or _blocks(factor) or Read(text, cause)
             return Read(text, cause)
     return None
+
+
+def _of_maximum(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
+    """Keys whose weights are off by what the exponential of their row's maximum is, beside others:
+    the maximum is taken off one of them alone.
+    """
+    count = weight.sum((0, 1, 2))
+    each = rest.sum((0, 1, 2)) / count.clamp_min(1)
+    low, high = float(each[count > 0].min()), float(each[count > 0].max())
+    more = each > (low + high) / 2
+    one, two = weight * (more & (count > 0)), weight * ~more
+    n_one, n_two = one.sum(-1), two.sum(-1)
+    known = (n_one > 0) & (n_two > 0)
+    if int(known.sum()) < SOME:
+        return None
+    apart = (rest * one).sum(-1) / n_one.clamp_min(1) - (rest * two).sum(-1) / n_two.clamp_min(1)
+    y, top = apart[known], scores_of(call).amax(-1)[known]
+    x = top - top.mean()
+    slope = float((x * (y - y.mean())).sum() / x.square().sum().clamp_min(1e-300))
+    left = y - math.copysign(1.0, slope) * top
+    if abs(abs(slope) - 1) > ALONG or float(left.square().sum()) > (1 - SHARE) * float(
+        y.square().sum()):  # fmt: skip
+        return None
+    keys = ranges((more if 2 * int(more.sum()) <= len(more) else ~more).nonzero().flatten())
+    told = f"weights of keys {keys} of {len(more)} and of the others are apart by exp of their"
+    return Read(f"{told} row's maximum, which is taken off one of them alone", "maximum")
 
 
 def _blocks(ratio: Tensor, widths: tuple[int, ...] = (128, 64, 32, 16)) -> Read | None:
