@@ -35,6 +35,7 @@ layer_norm bias_grad_low: summed @ bias
 layer_norm bias_grad_parts_low: summed rounded @ bias
 softmax no_shift: missing overflow @ maximum largest shifted input
 softmax maximum_from_zero: limited overflow @ maximum largest shifted input
+softmax shared_maximum: missing overflow @ maximum largest shifted input
 softmax first_block_maximum: end overflow @ maximum largest shifted input
 softmax shifted_low: rounded @ shifted
 softmax sum_low: summed @ row_sum summed weights
@@ -46,6 +47,7 @@ softmax inner_sum_low: summed rounded @ inner terms
 softmax no_inner: missing @ inner
 cross_entropy no_shift: missing overflow @ maximum largest shifted input
 cross_entropy maximum_from_zero: limited overflow @ maximum largest shifted input
+cross_entropy shared_maximum: missing overflow @ maximum largest shifted input
 cross_entropy sum_low: summed @ row_sum summed weights
 cross_entropy tail_dropped: end @ row_sum summed weights
 cross_entropy lse_low: rounded @ lse
@@ -124,6 +126,7 @@ router logits_fp8: rounded @ logits
 router logits_cut: rounded @ logits
 router no_shift: missing overflow @ maximum largest logits
 router maximum_from_zero: limited overflow @ maximum largest logits
+router shared_maximum: missing overflow @ maximum largest logits
 router choice_low: rounded @ weights shortfall
 router sigmoid: missing option factor @ weights row_sum
 router one_expert_left_out: end @ E weights logits
@@ -172,6 +175,7 @@ linear_cross_entropy input_grad_low: summed @ input
 linear_cross_entropy logits_fp8: rounded @ logits
 linear_cross_entropy no_shift: missing overflow @ maximum largest shifted
 linear_cross_entropy maximum_from_zero: limited overflow @ maximum largest shifted
+linear_cross_entropy shared_maximum: missing overflow @ maximum largest shifted
 linear_cross_entropy sum_low: summed @ row_sum summed weights
 linear_cross_entropy tail_of_vocabulary: end @ row_sum summed weights V
 linear_cross_entropy lse_low: rounded @ lse

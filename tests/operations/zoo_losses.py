@@ -18,6 +18,8 @@ def softmax(fault=""):
                 largest = 0 * largest
             if fault == "maximum_from_zero":
                 largest = largest.clamp_min(0)
+            if fault == "shared_maximum":
+                largest = largest.amax().expand_as(largest)
             if fault == "first_block_maximum":
                 largest = rows[:, : min(64, rows.shape[1])].amax(dim, keepdim=True)
             shifted = rows - largest
@@ -82,6 +84,8 @@ def cross_entropy(fault=""):
                 largest = 0 * largest
             if fault == "maximum_from_zero":
                 largest = largest.clamp_min(0)
+            if fault == "shared_maximum":
+                largest = largest.amax().expand_as(largest)
             weights = (rows - largest).exp()
             total = weights.sum(1, keepdim=True)
             if fault == "sum_low":
@@ -149,6 +153,7 @@ def in_chunks(input, target, *, ignore_index, reduction, label_smoothing):
 SOFTMAX_FAULTS = (
     "no_shift",
     "maximum_from_zero",
+    "shared_maximum",
     "first_block_maximum",
     "shifted_low",
     "sum_low",
@@ -162,6 +167,7 @@ SOFTMAX_FAULTS = (
 CROSS_ENTROPY_FAULTS = (
     "no_shift",
     "maximum_from_zero",
+    "shared_maximum",
     "sum_low",
     "tail_dropped",
     "lse_low",
@@ -204,6 +210,8 @@ def fused(fault="", chunk=16):
             largest = 0 * largest
         if fault == "maximum_from_zero":
             largest = largest.clamp_min(0)
+        if fault == "shared_maximum":
+            largest = largest.amax().expand_as(largest)
         weights = (logits - largest).exp()
         total = weights.sum(1, keepdim=True)
         if fault == "sum_low":
@@ -288,6 +296,7 @@ FUSED_FAULTS = (
     "logits_fp8",
     "no_shift",
     "maximum_from_zero",
+    "shared_maximum",
     "sum_low",
     "tail_of_vocabulary",
     "lse_low",

@@ -18,6 +18,8 @@ def router(fault=""):
             rows = (rows * 4).trunc() / 4
         if fault == "no_shift":
             powers = rows.exp()
+        elif fault == "shared_maximum":
+            powers = (rows - rows.detach().amax()).exp()
         elif fault == "maximum_from_zero":
             powers = (rows - rows.detach().amax(-1, keepdim=True).clamp_min(0)).exp()
         else:
@@ -128,6 +130,7 @@ ROUTER_FAULTS = (
     "logits_cut",
     "no_shift",
     "maximum_from_zero",
+    "shared_maximum",
     "choice_low",
     "sigmoid",
     "one_expert_left_out",

@@ -15,7 +15,7 @@ from halfulp.audit.inputs import Case, Inputs
 from halfulp.audit.invariants import SHARED
 from halfulp.audit.probes import probes_with
 from halfulp.audit.references import references
-from halfulp.audit.verdict import Finding
+from halfulp.audit.verdict import GROSS, Finding
 from halfulp.calls import Call, Result
 from halfulp.reconstruct import (
     CAUSES,
@@ -32,7 +32,6 @@ from halfulp.targets.forming import MISAPPENDED
 
 BACKWARD = {"grad_query", "grad_key", "grad_value"}
 LEVELS = probes_with("level")
-GROSS = 20.0  # times stock: from there on rounding is a cause only where it explains the error
 PROVEN = 0.9  # share of an error that is "explains it"
 EFFORT = 1500  # emulations of the reconstruction
 PROBES = 2  # failing probes that the reconstruction looks at beside its own inputs

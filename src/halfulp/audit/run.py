@@ -25,6 +25,7 @@ from halfulp.audit.shrink import script, shrink
 from halfulp.audit.statistics import growth_exponent
 from halfulp.audit.verdict import (
     FAMILY_LEVEL,
+    GROSS,
     LIMITS,
     Finding,
     Row,
@@ -266,8 +267,16 @@ def _judge(gathered: Gathered, level: float) -> tuple[list[Finding], dict[Case, 
         if broken is not None:
             findings.append(replace(broken, case=case))
     order = {"non-finite": 0, "error": 1, "lean": 1, "element": 2, "relation": 3}
-    # the first is what the verdict cites and what is shrunk, so the plainest kind leads its grade
-    findings.sort(key=lambda f: (f.grade != "defect", order[f.kind], -f.ratio))
+    # the first is what the verdict cites and what is shrunk, so the plainest kind leads its grade:
+    # of a gross error nobody asks which way it leans
+    findings.sort(
+        key=lambda f: (
+            f.grade != "defect",
+            order[f.kind],
+            f.kind == "lean" or f.ratio < GROSS,
+            -f.ratio,
+        )
+    )
     return findings, rows
 
 

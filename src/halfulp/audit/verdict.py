@@ -46,6 +46,12 @@ class Limits:
 PEAK = 10.0
 """Times `Limits.stock`: beyond that the largest error of an element is no rounding."""
 
+GROSS = 20.0
+"""Times stock: from there on rounding is a cause only where it explains the error."""
+
+MEASURELESS = 1e9
+"""Times what it is held against, which is 0 or all but 0: no number says more."""
+
 PART_LEAN = 0.2
 """Unit roundoffs of a step beyond the stock recipe's lean: what is fixed for all calls, such as a
 table of sines, leans by chance."""
@@ -185,6 +191,8 @@ def _too_large(grade: Grade, got: Figure, case: Case, row: Row, ratio: float) ->
 
 
 def _error_text(row: Row, case: Case) -> str:
+    if row.relative > MEASURELESS:
+        return f"not 0 where exact results are; {row.samples} {case.shape.unit}"
     return (
         f"{row.relative:.1e} relative, {row.times_stock.mean:.3g} × the stock recipe "
         f"(at least {row.times_stock.lower:.3g}), "
@@ -213,11 +221,14 @@ def _leans(case: Case, measured: Measured, reference: References, level: float) 
         stock_mean = float(stock.lean.mean())
         if min(itself.reach, excess.reach) <= least or abs(itself.mean) <= abs(stock_mean):
             continue
+        along = got.along or "its own size"
         text = (
-            f"leans by {itself.mean:+.3g} unit roundoffs of {got.along or 'its own size'}"
-            f" (stock {stock_mean:+.3g}, difference {excess.mean:+.3g}"
-            f" ± {excess.standard_error:.2g}); {excess.samples} {case.shape.unit}"
+            f"leans by {itself.mean:+.3g} unit roundoffs of {along} (stock {stock_mean:+.3g},"
+            f" difference {excess.mean:+.3g} ± {excess.standard_error:.2g})"
         )
+        if abs(itself.mean) > MEASURELESS:
+            text = f"leans along {along}, by more than any rounding"
+        text = f"{text}; {excess.samples} {case.shape.unit}"
         findings.append(
             Finding(
                 "defect",

@@ -51,6 +51,19 @@ def opposed_tokens(draw: Draw) -> Draw:
     return drawn
 
 
+def apart(rows: Tensor) -> Tensor:
+    """The same rows `[T, N]`, far above 0 and far below it by turns: what is small beside one
+    row's maximum is nothing in float32 beside its neighbor's.
+    """
+    return rows + torch.where(torch.arange(len(rows)) % 2 == 0, 120.0, -120.0)[:, None]
+
+
+def rows_apart(draw: Draw) -> OperationProbe:
+    """The probe of such rows."""
+    source = "FlashDecoding++, arXiv 2311.01282 (one maximum for all rows)"
+    return OperationProbe("rows_apart", "a maximum that rows share", source, draw)
+
+
 def odd_sizes(
     draw: Draw, exposes: str = "rows and features past the last whole block", **sizes: int
 ) -> OperationProbe:

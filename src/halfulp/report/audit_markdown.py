@@ -23,7 +23,7 @@ from halfulp.report.audit_summary import (
 )
 from halfulp.report.comparison_table import Comparison, beside_figures, change_rows, summary_line
 from halfulp.report.tables import sign_of
-from halfulp.report.text import power_text, times_text, visible
+from halfulp.report.text import relative_text, times_text, visible
 
 MOST_ROWS = 10
 _SHOWN = ("resembles", "also", "in training", "missing", "notes")
@@ -98,7 +98,13 @@ def _figures(report: Report, most: int) -> list[str]:
 def _row(row: ProbeRow) -> list[str]:
     ratios = (row.times_stock, row.stock_at_least, row.times_floor)
     probe = f"{row.probe} {row.shape}"
-    return [sign_of(row.grade), probe, row.said, power_text(row.relative), *map(times_text, ratios)]
+    return [
+        sign_of(row.grade),
+        probe,
+        row.said,
+        relative_text(row.relative),
+        *map(times_text, ratios),
+    ]
 
 
 def _comparison(comparison: Comparison) -> str:

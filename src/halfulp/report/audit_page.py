@@ -24,7 +24,7 @@ from halfulp.report.audit_summary import (
 )
 from halfulp.report.html import Block, page
 from halfulp.report.tables import table_block
-from halfulp.report.text import at_least_text, duration_text, power_text, times_text
+from halfulp.report.text import at_least_text, duration_text, relative_text, times_text
 
 EVERY = "Every probe input and relation"
 
@@ -133,7 +133,7 @@ def _probes(rows: Sequence[ProbeRow]) -> Block:
         floor = at_least_text(row.times_floor, row.floor_at_least)
         probe = {"text": row.probe, "note": row.exposes}
         cells.append(
-            (probe, row.grade, row.shape, row.said, power_text(row.relative), stock, floor)
+            (probe, row.grade, row.shape, row.said, relative_text(row.relative), stock, floor)
         )
     columns = ("probe", "verdict", "size", "figure", "relative", "× stock", "× floor")
     caption = (

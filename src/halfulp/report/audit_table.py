@@ -24,7 +24,7 @@ from halfulp.report.audit_summary import (
     worst_ratios,
 )
 from halfulp.report.tables import sign_of, style_of
-from halfulp.report.text import duration_text, power_text, times_text
+from halfulp.report.text import duration_text, relative_text, times_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +115,7 @@ def _probes(report: Report, width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         ratios = (row.times_stock, row.stock_at_least, row.times_floor, row.floor_at_least)
-        figures = (power_text(row.relative), *map(times_text, ratios))
+        figures = (relative_text(row.relative), *map(times_text, ratios))
         texts = [
             sign_of(row.grade),
             row.probe,

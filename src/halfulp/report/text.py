@@ -15,6 +15,10 @@ of text, and halves of surrogate pairs, which no encoding has.
 """
 
 
+MEASURELESS = 1e9
+"""Errors, and multiples of them, above which what they are held against is 0, or all but 0."""
+
+
 def visible(text: object) -> str:
     """Return any text as a terminal may be given it: what is in `HIDDEN` as its escape, ESC as
     \\x1b.
@@ -52,6 +56,11 @@ def power_text(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
+def relative_text(error: float | None) -> str:
+    """Return a relative error as `power_text` does; ∞ where what it is relative to is 0."""
+    return "∞" if error is not None and error > MEASURELESS else power_text(error)
+
+
 def tick_text(value: float, digits: int = 3) -> str:
     """Return the shortest text of up to so many digits, for the ticks of an axis."""
     return re.sub(
@@ -60,7 +69,9 @@ def tick_text(value: float, digits: int = 3) -> str:
 
 
 def times_text(ratio: float | None) -> str:
-    """Return a ratio with two decimals, or three digits where it is large."""
+    """Return a ratio with two decimals, or three digits where it is large; one to nothing is ∞."""
+    if ratio is not None and ratio > MEASURELESS:
+        return "∞"
     return "–" if ratio is None else f"{ratio:.2f}" if abs(ratio) < 99.5 else number_text(ratio)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, odd_sizes, with_
+from halfulp.operations.random_tensors import apart, normal, odd_sizes, rows_apart, with_
 
 INDEPENDENT = ("T",)
 
@@ -67,6 +67,7 @@ PROBES = (
         "marin PR 8217 (error grows with the logits)",
         with_(_plain, input=lambda x: x + 200.0),
     ),
+    rows_apart(with_(_plain, input=apart)),
     Probe(
         "very_negative",
         "a maximum that begins at 0",

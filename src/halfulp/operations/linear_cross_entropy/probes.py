@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, odd_sizes, with_
+from halfulp.operations.random_tensors import apart, normal, odd_sizes, rows_apart, with_
 
 INDEPENDENT = ("T",)
 
@@ -51,10 +51,19 @@ def _padded(sizes: Sizes, g: torch.Generator) -> Tensors:
     return x
 
 
+def _apart(sizes: Sizes, g: torch.Generator) -> Tensors:
+    """A feature that the whole vocabulary weighs alike lifts a row's logits, or lowers them."""
+    x = _plain(sizes, g)
+    x["weight"][:, 0] = 1.0
+    x["input"][:, :1] = apart(torch.zeros(sizes["T"], 1))
+    return x
+
+
 _CHUNKS = "Liger-Kernel, chunks of tokens summed in the weight's dtype"
 
 PROBES = (
     Probe("gaussian", "errors that any input shows", "F.linear_cross_entropy", _plain),
+    rows_apart(_apart),
     Probe(
         "large_logits",
         "log-probabilities in low precision",

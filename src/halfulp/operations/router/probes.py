@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, with_
+from halfulp.operations.random_tensors import apart, normal, rows_apart, with_
 
 INDEPENDENT = ("T",)
 TIES = False
@@ -46,6 +46,8 @@ def _one(sizes: Sizes, g: torch.Generator) -> Tensors:
 
 PROBES = (
     Probe("plain", "errors that any input shows", "Mixtral, arXiv 2401.04088", _plain),
+    # whole numbers, which bf16 tells apart at 120
+    rows_apart(with_(_plain, logits=lambda x: apart(x * 8))),
     Probe(
         "near_ties",
         "a choice made in low precision",

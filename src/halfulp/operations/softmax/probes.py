@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import OperationProbe as Probe
 from halfulp.operations.operation_data import Sizes, Tensors
-from halfulp.operations.random_tensors import normal, odd_sizes, with_
+from halfulp.operations.random_tensors import apart, normal, odd_sizes, rows_apart, with_
 
 INDEPENDENT = ("T",)
 
@@ -84,5 +84,6 @@ PROBES = (
     ),
     Probe("masked", "scores of −inf", "pytorch, masked softmax", _masked),
     Probe("rising", "a maximum that comes late", "Milakov & Gimelshein, 1805.02867", _rising),
+    rows_apart(with_(_plain, input=apart)),
     odd_sizes(_plain, "rows and scores past the last whole block", V=77),
 )
