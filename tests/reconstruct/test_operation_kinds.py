@@ -148,6 +148,12 @@ def decay_lost(param, grads, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps
     return p.to(param.dtype), m, v
 
 
+def cast_anew(input, normalized_shape, weight, eps):
+    """Autograd rounds what reaches `input` from either use."""
+    inverse = torch.rsqrt(input.float().square().mean(-1, keepdim=True) + eps)
+    return (input.float() * inverse * weight.float()).to(input.dtype)
+
+
 def one_added(gate, up):
     return (functional.silu(gate.float()) * (up.float() + 1)).to(gate.dtype)
 
@@ -155,6 +161,7 @@ def one_added(gate, up):
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "told"),
     [
+        ("rms_norm", cast_anew, "grad-sum-low", "cast up anew"),
         ("swiglu", one_added, "term-missing", "up has 1 added to it"),
         ("quantized_linear", of_the_first_numbers, "block-scale", "of the first 64 numbers"),
         ("quantize", scaled_down, "factor", "output is 2^-112 times"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfulp.formats import Format
@@ -28,6 +29,9 @@ def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator
     operation, own = calls.operation, OF_DTYPE[calls.dtype]
     low = f"what is kept for the backward pass is rounded to {own}"
     yield Way("grad-step-low", low, within=partial(_kept, own))
+    anew = "operands are cast up anew wherever they are used: the parts of their gradients are"
+    yield Way("grad-sum-low", f"{anew} rounded to {own} before they are added",
+              within=partial(_CastAnew, own))  # fmt: skip
     definitions = operation.eager or (operation.define,)
     steps = [n for n in shapes_of_steps(calls, definitions[0]) if not n.startswith("grad_")]
     if len(steps) == 1:  # no chain of operations: what is low is its sum
@@ -55,6 +59,37 @@ def _kept(fmt: Format) -> AbstractContextManager[Any]:
         return rounded(fmt)(x) if x.is_floating_point() else x
 
     return torch.autograd.graph.saved_tensors_hooks(low, lambda x: x)
+
+
+class _Part(torch.autograd.Function):
+    """One use of an operand, whose part of the gradient is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fmt: Format) -> Tensor:
+        ctx.fmt = fmt
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return rounded(ctx.fmt)(grads[0]), None
+
+
+class _CastAnew(TorchFunctionMode):
+    """Code that casts its operands up wherever it uses them."""
+
+    def __init__(self, fmt: Format) -> None:
+        super().__init__()
+        self.fmt = fmt
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # a shape is no use
+            args = tuple(
+                _Part.apply(x, self.fmt)  # type: ignore[no-untyped-call]
+                if isinstance(x, Tensor) and x.is_leaf and x.requires_grad
+                else x
+                for x in args
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _as(dtype: torch.dtype, x: Any) -> Any:
