@@ -23,7 +23,16 @@ LIMITS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 16.0, 20.0, 30.0, 32.0, 
           88.0, 100.0, 240.0, 448.0, 57344.0, 65504.0,
           *(float(2**n - less) for n in range(7, 18) for less in (0, 1)))  # fmt: skip
 OF_FORMATS = (1.0, 240.0, 448.0, 57344.0, 65504.0)  # those of gradients
-_BELOW = (2.0**-24, 1e-6, 2.0**-14, 1e-4, 1e-3, 1e-2)  # of what may be flushed to 0
+_BELOW = (
+    2.0**-24,
+    1e-6,
+    2.0**-14,
+    1e-4,
+    2.0**-12,
+    1e-3,
+    2.0**-8,
+    1e-2,
+)  # of what may be flushed to 0
 _FACTORS = {-1.0: "has the other sign", 0.5: "is half of what it should be",
             2.0: "is twice what it should be"}  # fmt: skip
 _LOST = 0.001  # share of a tensor below such a number from which on that shows

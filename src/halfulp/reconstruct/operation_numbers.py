@@ -54,7 +54,7 @@ def further_ways(trial: Trial, base: Rounding, region: Region | None) -> Iterato
     yield from (replace(way, region=region) for way in others)
     for name in _steps(trial, base):  # a secant does not find how often an angle turns
         for factor in _TIMES:
-            yield _in(region, partial(_times, name))(factor)
+            yield _in(region, partial(times, name))(factor)
     for make, nothing, step in _numbers(trial, base):
         yield from _fitted(trial, base, _in(region, make), nothing, step)
     for name in _steps(trial, base):
@@ -81,7 +81,7 @@ def tiny_factor(trial: Trial) -> str:
 
 
 def _taken_for_others(trial: Trial) -> Iterator[Way]:
-    values = _values(trial.calls)
+    values = values_of(trial.calls)
     for name, own in values.items():
         for other, x in values.items():
             known = own.shape == x.shape and bool(x.any())  # zeros are a step that is left out
@@ -95,7 +95,7 @@ def _packed(calls: OperationCalls) -> Iterator[Way]:
     in turns and read as halves, the other way round, or the second read where it would begin in a
     row that is filled up.
     """
-    every = _values(calls).items()
+    every = values_of(calls).items()
     values = {
         n.replace(RESULT, OPERAND): x
         for n, x in every
@@ -121,7 +121,7 @@ _LAYOUTS = {"turns": "lie in turns, and are read as halves",
 
 
 def _as_packed(names: tuple[str, ...], how: str | int, calls: OperationCalls) -> Way:
-    values = _values(calls)
+    values = values_of(calls)
     a, b = (values[n.replace(OPERAND, RESULT)] for n in names)
     n, row = a.shape[-1], torch.cat([a, b], -1)
     if how == "turns":
@@ -142,7 +142,7 @@ def _in_place(other: Tensor, own: Tensor) -> Tensor:
 
 def _times_steps(trial: Trial) -> Iterator[Way]:
     """What fails, multiplied or divided once more by a step of fewer numbers, as of each row."""
-    values = _values(trial.calls)
+    values = values_of(trial.calls)
     for result in trial.failing:
         exact = trial.exact[result][0]
         for name, x in values.items():
@@ -155,24 +155,24 @@ def _times_steps(trial: Trial) -> Iterator[Way]:
 
 
 def _by_step(result: str, name: str, by: Any, calls: OperationCalls) -> Way:
-    return Way("", "", {result: partial(by, other=_values(calls)[name])})
+    return Way("", "", {result: partial(by, other=values_of(calls)[name])})
 
 
 _KNOWN: deque[tuple[OperationCalls, Tensors]] = deque(maxlen=24)
 
 
-def _values(calls: OperationCalls) -> Tensors:
+def values_of(calls: OperationCalls) -> Tensors:
     """Steps, and under `result_` operands, gradients that arrive and results, of one call: the last
     calls' are kept, which many ways ask for.
     """
     for known, values in _KNOWN:
         if known is calls:
             return values
-    _KNOWN.append((calls, _values_of(calls)))
+    _KNOWN.append((calls, _all_values(calls)))
     return _KNOWN[-1][1]
 
 
-def _values_of(calls: OperationCalls) -> Tensors:
+def _all_values(calls: OperationCalls) -> Tensors:
     given = {n: x[0].float() for n, x in (calls.operands | calls.grads).items()}
     given |= {n: x[0].float() for n, x in defined(first_calls(calls, 1)).items()
               if n not in given and not n.startswith("grad_")}  # fmt: skip
@@ -180,7 +180,7 @@ def _values_of(calls: OperationCalls) -> Tensors:
 
 
 def _taken(name: str, other: str, calls: OperationCalls) -> Way:
-    x = _values(calls)[other]
+    x = values_of(calls)[other]
     return Way("", "", {name: partial(_in_place, x)})
 
 
@@ -206,7 +206,7 @@ def _added_at(option: str, name: str, calls: OperationCalls) -> Way:
 
 def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Make, float, float]]:
     """Ways of one number each, the number that changes nothing, and by how much it is moved."""
-    calls, names, values = trial.calls, _steps(trial, base), _values(trial.calls)
+    calls, names, values = trial.calls, _steps(trial, base), values_of(trial.calls)
     yield from ((make, 1.0, BY) for make in scaled_definitions(calls))
     for result in calls.operation.results:
         if f"grad_{result.name}" in calls.grads:
@@ -214,21 +214,22 @@ def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Make, float, float]
     operands = {n: x for n, x in values.items() if n.removeprefix(RESULT) in calls.operands}
     read = [OPERAND + n for n, x in calls.operands.items() if x.is_floating_point()]
     for name in (*(RESULT + n for n in trial.failing), *names, *read):
-        yield partial(_times, name), 1.0, BY
+        yield partial(times, name), 1.0, BY
     for name, value in calls.options.items():
         if isinstance(value, float) and value != 0:
             yield partial(_option_times, name, value), 1.0, BY
     for name in (*names, *read):
         own = values.get(name.replace(OPERAND, RESULT))
         size = (float(own.square().mean().sqrt()) if own is not None else 1.0) or 1.0
-        yield partial(_with_constant, name), 0.0, BY * size
+        yield partial(with_constant, name), 0.0, BY * size
         for other, x in operands.items() if own is not None else ():
             by = float(x.square().mean().sqrt())
             if own is not None and x.shape == own.shape and by:
                 yield partial(_with_operand, calls, name, other), 0.0, BY * size / by
 
 
-def _times(name: str, factor: float, told: str = "") -> Way:
+def times(name: str, factor: float, told: str = "") -> Way:
+    """A step so many times as large."""
     cause = "factor" if abs(factor) > NOTHING else "term-missing"
     text = f"{said(name)} is {told or f'{factor:.4g}'} times what it should be"
     text = text if cause == "factor" else f"{said(name)} is left out"
@@ -251,7 +252,8 @@ def _option_times(name: str, own: float, factor: float, told: str = "") -> Way:
     return Way("option", text, options={name: factor * own}, of_calls=of)
 
 
-def _with_constant(name: str, by: float, told: str = "") -> Way:
+def with_constant(name: str, by: float, told: str = "") -> Way:
+    """A step with a constant beside it."""
     text = f"{said(name)} has {told or f'{by:.3g}'} added to it"
     return Way("term-missing", text, {name: partial(torch.add, other=by)})
 
@@ -263,7 +265,7 @@ def _with_operand(calls: OperationCalls, name: str, other: str, by: float, _: st
     text = f"{said(name)} has {named or f'{by:.3g}'} × {said(other)} added to it"
 
     def of(calls: OperationCalls) -> Way:
-        x = (calls.options[named] if named else by) * _values(calls)[other]
+        x = (calls.options[named] if named else by) * values_of(calls)[other]
         return Way("", "", {name: lambda own: own + x if own.shape == x.shape else own})
 
     return Way("option" if named else "term-missing", text, of_calls=of)
@@ -327,14 +329,19 @@ def _fitted(trial: Trial, base: Rounding, make: Make, nothing: float, step: floa
             break
         at = found if abs(found - nothing) > 0.02 * step else nothing + step
     if CLOSER * FACTOR * step / BY < abs(found - nothing) < 1e6:
-        near = {n: abs(x / found - 1) for n, x in _meant(trial.calls).items()} if found else {}
-        short = float(f"{found:.2g}")  # as a person would have written it
-        if abs(short / found - 1) < MEANT:
-            yield make(short)
-        for name in sorted((n for n, off in near.items() if off < MEANT), key=lambda n: near[n]):
-            own = _called(make, name, trial.calls)
-            yield replace(own, steps={}, of_calls=partial(_called, make, name))
-        yield make(found)
+        yield from numbered(trial, make, found)
+
+
+def numbered(trial: Trial, make: Make, found: float) -> Iterator[Way]:
+    """The way of a number, before it those of a number near it that has a meaning."""
+    near = {n: abs(x / found - 1) for n, x in _meant(trial.calls).items()} if found else {}
+    short = float(f"{found:.2g}")  # as a person would have written it
+    if found and abs(short / found - 1) < MEANT:
+        yield make(short)
+    for name in sorted((n for n, off in near.items() if off < MEANT), key=lambda n: near[n]):
+        own = _called(make, name, trial.calls)
+        yield replace(own, steps={}, of_calls=partial(_called, make, name))
+    yield make(found)
 
 
 def _held(name: str, most: float, _: str = "") -> Way:

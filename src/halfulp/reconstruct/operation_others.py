@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfulp.operations import Rounding
+from halfulp.operations import Rounding, sizes_of
 from halfulp.reconstruct.operation_trials import Trial
 from halfulp.reconstruct.operation_ways import Way
 
 SLIGHT = 0.01  # of the largest relative error
 PROVES = 0.5  # share of a call's error from which on a way explains it
 
+BESIDE = 0.2  # share of another call's error that may be left, as by another rounding
+ALIKE = 3  # ways that give the same are told, at most
+EQUAL = 1e-3  # share, at most, by which they differ
 CALLS = 3  # that are right, by which those that are not finite are told from all
 
 
@@ -31,10 +34,23 @@ class Others:
 
     def predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The mean share of the error that ways explain on the other calls that fail as badly."""
-        least = SLIGHT * self.beside.relative
+        least = SLIGHT * min(1.0, self.beside.relative)
         others = [t for t in self.trials if t.failing and t.relative >= least and t.knows(chosen)]
         shares = [t.share(base, chosen) for t in others]
         return sum(shares) / len(shares) if shares else 1.0
+
+    def follows(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
+        """On how many of the calls of the same sizes that fail as badly ways leave no more than
+        another rounding may: what is no rounding is the kernel's own function on all of them.
+        """
+        sizes, least = sizes_of(self.beside.calls), SLIGHT * min(1.0, self.beside.relative)
+        others = [
+            t
+            for t in self.trials
+            if t.failing and t.relative >= least and sizes_of(t.calls) == sizes and t.knows(chosen)
+        ]
+        close = [1 - t.share(base, chosen) <= max(BESIDE, 4 * t.of_rounding) for t in others]
+        return sum(close) / len(close) if close else 1.0
 
     def harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """On how many of the calls where the kernel is right ways are grossly wrong."""
@@ -50,3 +66,27 @@ class Others:
             return True
         apart = sum(not t.failing for t in self.trials) >= CALLS and not self.harm(base, chosen)
         return apart and not any(way.region for way in chosen)
+
+    def alike(
+        self, base: Rounding, way: Way, found: Sequence[tuple[Rounding, float, Way]]
+    ) -> tuple[str, ...]:
+        """Ways of other names that give what this one gives, on every call."""
+        shares = [one.share(base, (way,)) for one in self.trials]
+        best = self.beside.share(base, (way,))
+        if best < PROVES:
+            return ()
+        told: dict[object, str] = {_subject(way): ""}
+        for of, share, other in found:
+            where = _subject(other)
+            if of is not base or abs(share - best) > EQUAL or where in told or len(told) > ALIKE:
+                continue
+            if way.eager and other.eager:  # from another step on is no other mistake
+                continue
+            if all(abs(one.share(of, (other,)) - own) <= 10 * EQUAL
+                   for one, own in zip(self.trials, shares, strict=True)):  # fmt: skip
+                told[where] = str(other)
+        return tuple(told.values())[1:]
+
+
+def _subject(way: Way) -> object:
+    return tuple(way.steps) or way.text.partition(" is ")[0]

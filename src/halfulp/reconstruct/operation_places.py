@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from halfulp.operations import (
     Rounding,
     sizes_of,
 )
+from halfulp.reconstruct.operation_read import steps_read
 from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial, trial
 from halfulp.reconstruct.operation_ways import (
     Way,
@@ -23,9 +23,8 @@ from halfulp.reconstruct.operation_ways import (
 from halfulp.targets.manner import PLAIN
 
 BY = 0.05  # of its size, by which a step is moved to see what hangs on it
-BEGINS = 0.8  # share of an error from which on it begins at a step
-UNKNOWNS = 0.6  # of the numbers that fail, which the values of such a step may be at most
 SITS = 0.9  # share of an error that sits where it is said to
+WILD = 1e3  # times its size, from which on a change has none to be told by
 FEW = 0.34  # of the elements that may be
 DRAWS = 4  # of random errors of a step
 
@@ -111,33 +110,15 @@ def _only(one: Trial, others: Sequence[Trial]) -> str:
 
 def _begins(trial: Trial, base: Rounding) -> str:
     """The step other values of which would make the error, the last of those that explain it."""
-    shapes, found = shapes_of_steps(trial.calls), []
-    numbers = sum(trial.kernel[n].numel() for n in trial.failing)
-    start = trial.emulated(base, ())
-    for name, shape in shapes.items():
-        if start is None or shape.numel() > UNKNOWNS * numbers or shape.numel() < 1:
-            continue
-        moved = trial.emulated(base, (Way("", "", {name: lambda x: x * (1 + BY)}),))
-        if moved is None:
-            continue
-        slope = error = torch.zeros(shape, dtype=torch.float64)
-        for n in trial.failing:
-            by = (moved[n] - start[n])[0].nan_to_num(0.0, 0.0, 0.0) / BY
-            off = (trial.kernel[n] - start[n])[0].nan_to_num(0.0, 0.0, 0.0)
-            weight = 1 / max(trial.errors[n], 1e-300)
-            squared, along = _summed_to(by * by, shape), _summed_to(by * off, shape)
-            if squared is not None and along is not None:
-                slope, error = slope + weight * squared, error + weight * along
-        factor = (error / slope.clamp_min(1e-300)).clamp(-1e6, 1e6)
-        if not bool(slope.any()):
-            continue
-        way = Way("", "", {name: lambda x, f=factor: x * (1 + f.to(x.dtype))})  # type: ignore[misc]
-        found.append((trial.share(base, (way,)), -shape.numel(), name, factor))
-    if not found or max(found)[0] < BEGINS:
+    names = list(shapes_of_steps(trial.calls))
+    found = [read for read in steps_read(trial, base) if read.name in names]
+    if not found:
         return ""
-    best = max(found)[0]
-    name, factor = [(n, f) for share, _, n, f in found if share > best - 0.02][-1]
-    return f"it begins at {said(name)}, by {100 * float(factor.square().mean()) ** 0.5:.2g} %"
+    near = [read for read in found if read.share > found[0].share - 0.02]
+    last = max(near, key=lambda read: names.index(read.name))
+    size = last.own.square().mean().clamp_min(1e-300)
+    by = float((last.found - last.own).square().mean() / size) ** 0.5
+    return f"it begins at {said(last.name)}" + (f", by {100 * by:.2g} %" if by < WILD else "")
 
 
 def _like_noise(trial: Trial, base: Rounding) -> str:
@@ -174,14 +155,6 @@ def _like_noise(trial: Trial, base: Rounding) -> str:
     _, name, size = max(found)
     by = f"of {100 * size**0.5:.2g} % " if size < 1 else ""
     return f"it is spread as errors {by}of {said(name)} are"
-
-
-def _summed_to(x: Tensor, shape: torch.Size) -> Tensor | None:
-    x = x.reshape(x.shape + (1,) * (len(shape) - x.ndim))
-    try:
-        return x.sum_to_size(shape)
-    except RuntimeError:
-        return None
 
 
 def _sits(trial: Trial, name: str) -> str:

@@ -25,11 +25,12 @@ from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_others import SLIGHT, Others
 from halfulp.reconstruct.operation_places import manner_of, place
 from halfulp.reconstruct.operation_random import all_random, random_cause
+from halfulp.reconstruct.operation_read import read_ways, steps_read
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.reconstruct.operation_sums import sum_ways
-from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, square, trial
+from halfulp.reconstruct.operation_trials import Failure, Run, Trial, panel, trial
 from halfulp.reconstruct.operation_ways import RESULT, Way, rare_ways, shapes_of_steps, ways
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
@@ -61,7 +62,6 @@ SCALED = 0.05  # relative error that scales of others make at least
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
 IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
 LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
-ALIKE = 3  # ways that give the same are told, at most
 LIKE = 0.1  # and least square of their cosine
 
 
@@ -159,7 +159,7 @@ class _Judge:
         found: list[_Tried] = []
         tried: list[Way] = []
         base, share, way = max(eager, key=_share, default=(floor, 0.0, None))
-        if way is None or share < ALL or self.held.fit(base, (way,)) < WRONG:
+        if way is None or share < ALL or not self._foretells(base, way):
             found, tried = self._alone(bases)
             if max(found, key=_share)[2].options:  # not read so, or read at another place
                 elsewhere = [w for w in rewritten_ways(self.trial.calls) if w.cause == "option"]
@@ -171,6 +171,12 @@ class _Judge:
             more = self._further(bases, found, not explained)
             tried = _both([*more, *found])
             found += more
+        return self._named(found, tried, explained, start)
+
+    def _named(
+        self, found: list[_Tried], tried: list[Way], explained: bool, start: float
+    ) -> FoundWay:
+        """The best of what was tried, where it holds on the other calls; else the place."""
         (base, share, way), fits, rivals = self._told_apart(found)
         predicts = self.held.predicts(base, (way,))
         if share >= WHOLLY and (fits < WRONG or predicts < MOSTLY):  # it is in a part alone
@@ -178,9 +184,9 @@ class _Judge:
             if predicts < MOSTLY and self.thorough and explained:  # else it was looked for
                 found += self._hidden(base, found)
             (base, share, way), fits, rivals = self._told_apart(found)
-        alike = self._alike(base, way, found)
+        alike = self.held.alike(base, way, found)
         share, chosen = self._joined(base, share, way, tried)
-        of_rounding = self._of_rounding()
+        of_rounding = self.trial.of_rounding
         otherwise = {w.cause for w in chosen} & OTHERWISE
         most = max(min(LEFT, self.trial.near), 4 * of_rounding) if otherwise else 1.0
         predicts = self.held.predicts(base, chosen)
@@ -190,11 +196,24 @@ class _Judge:
         wrong = share + min(0.0, fits) < EXPLAINS or predicts < least
         wrong = wrong or (bool(otherwise) and self.held.harm(base, chosen) > OFTEN)
         wrong = wrong or (bool(otherwise) and not self.held.telling(base, chosen))
+        wrong = wrong or (bool(otherwise) and self.held.follows(base, chosen) < MOSTLY)
         if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
-            return self._unexplained(share, chosen, base)
+            return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
         return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals, alike)
+
+    def _of_results(self, base: Rounding) -> FoundWay | None:
+        """What explains results where gradients, which are another function's, hide it."""
+        alone = self.trial.of_results
+        if alone is None or not (self.thorough and steps_read(alone, base)):
+            return None
+        others = [t.of_results or t for t in self.others if not t.calls.grads or t.of_results]
+        judge = _Judge(alone, others, thorough=False)
+        more = (*read_ways(alone, base), *rewritten_ways(alone.calls))
+        found = [(base, *alone.best(base, (), way)) for way in more if alone.concerns(base, way)]
+        named = judge._named(found, [], False, 0.0) if judge._whole(found) else None
+        return named if named is not None and named.share else None
 
     def _alone(self, bases: list[Rounding]) -> tuple[list[_Tried], list[Way]]:
         """Every way tried by itself, roundings first where errors are small, and those that tell
@@ -232,6 +251,8 @@ class _Judge:
     def _roundings_share(self, found: list[_Tried], tried: list[Way]) -> float:
         """What up to three roundings explain together; 0 where other ways explain more."""
         base, share, way = max(found, key=_share)
+        if share >= DO and not self._foretells(base, way):
+            return 0.0
         share, chosen = self._joined(base, share, way, tried)
         # coarse formats come near to any factor
         near = {"coarser"} if share < ALL else set()
@@ -267,6 +288,7 @@ class _Judge:
         where = seen[0] if seen else None
         stages = [(of, block_mistakes(calls, of)) for of in bases]
         stages.append((base, rewritten_ways(calls)))
+        stages.append((base, read_ways(self.trial, base)))
         stages += [(of, further_ways(self.trial, of, None)) for of in bases]
         stages += [(of, further_ways(self.trial, of, where)) for of in bases if where is not None]
         for of, rarer in (*stages, (base, rare_ways(calls)), (base, filled_up(calls))):
@@ -284,7 +306,12 @@ class _Judge:
         if not self._whole(found):
             return False
         base, _, way = max(found, key=_share)
-        return self.held.fit(base, (way,)) >= WRONG and self.held.predicts(base, (way,)) >= PREDICTS
+        return self._foretells(base, way)
+
+    def _foretells(self, base: Rounding, way: Way) -> bool:
+        """Whether a way that explains this call explains the others as well."""
+        fits = self.held.fit(base, (way,)) >= WRONG
+        return fits and self.held.predicts(base, (way,)) >= PREDICTS
 
     def _in_read(self, found: list[_Tried]) -> list[_Tried]:
         """Ways in the regions that results show for each, those first that would explain most."""
@@ -367,19 +394,9 @@ class _Judge:
             return False
         names = self.trial.failing
         rest = sum(self.trial.left(emulated, name) for name in names)
-        return rest <= max(6 * self._rounding(), 1e-6 * sum(self.trial.errors[n] for n in names))
-
-    def _rounding(self) -> float:
-        """What rounding makes of results of the kernel's size, which may be much smaller."""
-        found = 0.0
-        for name in self.trial.failing:
-            own, due = (square(x[name]) for x in (self.trial.kernel, self.trial.exact))
-            found += self.trial.rounding[name] * (own / due if 0 < own < due else 1.0)
-        return found
-
-    def _of_rounding(self) -> float:
-        errors = sum(self.trial.errors[name] for name in self.trial.failing)
-        return self._rounding() / max(1e-300, errors)
+        return rest <= max(
+            6 * self.trial.as_rounded, 1e-6 * sum(self.trial.errors[n] for n in names)
+        )
 
     def _told_apart(self, found: list[_Tried]) -> tuple[_Tried, float, tuple[Rival, ...]]:
         """Of ways that explain about as much as the best the one that fits the other calls too."""
@@ -391,7 +408,7 @@ class _Judge:
         fits = [self.held.fit(base, (way,)) for base, _, way in rivals]
         scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
         order = {id(way): (self._rank(way), number) for number, (_, _, way) in enumerate(found)}
-        equal = min(EQUAL, 4 * self._of_rounding())
+        equal = min(EQUAL, 4 * self.trial.of_rounding)
         rows = list(zip(rivals, fits, scores, strict=True))
         alike = [row for row in rows if row[2] >= max(scores) - equal]
         named = min(alike, key=lambda row: order[id(row[0][2])])
@@ -411,24 +428,6 @@ class _Judge:
             for n in way.steps
         ]
         return (way.region is not None) + bool(way.alone), max(places, default=0)
-
-    def _alike(self, base: Rounding, way: Way, found: list[_Tried]) -> tuple[str, ...]:
-        """Ways of other names that give what this one gives, on every call."""
-        shares = [one.share(base, (way,)) for one in self.others]
-        best = self.trial.share(base, (way,))
-        if best < EXPLAINS:
-            return ()
-        told: dict[object, str] = {_subject(way): ""}
-        for of, share, other in found:
-            where = _subject(other)
-            if of is not base or abs(share - best) > EQUAL or where in told or len(told) > ALIKE:
-                continue
-            if way.eager and other.eager:  # from another step on is no other mistake
-                continue
-            if all(abs(one.share(of, (other,)) - own) <= 10 * EQUAL
-                   for one, own in zip(self.others, shares, strict=True)):  # fmt: skip
-                told[where] = str(other)
-        return tuple(told.values())[1:]
 
     @cached_property
     def held(self) -> Others:
@@ -455,10 +454,6 @@ class _Judge:
         elif found.relative > GROSS:
             key = "operation-function"
         return FoundWay(key, text, 0.0, 0.0, self._failing)
-
-
-def _subject(way: Way) -> object:
-    return tuple(way.steps) or way.text.partition(" is ")[0]
 
 
 def _both(telling: list[_Tried]) -> list[Way]:

@@ -20,7 +20,7 @@ from functools import partial
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from halfulp.operations import PLACE, Define, OperationCalls
+from halfulp.operations import PLACE, Define, OperationCalls, changed, first_calls
 from halfulp.reconstruct.operation_ways import TOLD, Way
 
 _DEEPEST = 4  # functions that call each other
@@ -67,11 +67,27 @@ def _rewritten(calls: OperationCalls) -> Iterator[tuple[str, str, _Made]]:
         functions = [f for f in dict.fromkeys(_called(define, _DEEPEST)) if f not in done]
         done.update(functions)
         for function in functions:
-            for cause, text, code in _mutants(function, frozenset(operation.options)):
+            names = _names_given(calls, define, function)
+            for cause, text, code in _mutants(function, frozenset(operation.options), names):
                 if text in told:
                     text += ", at another place"
                 told.add(text)
                 yield cause, text, partial(_defined, define, function, code)
+
+
+def _names_given(calls: OperationCalls, define: Define, function: FunctionType) -> dict[str, str]:
+    """The steps whose names a function is given, by parameter: what several definitions share."""
+    signature, given = inspect.signature(function), {}
+    if "step" not in signature.parameters or len(signature.parameters) < 4:
+        return {}
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        given.update({n: x for n, x in bound.items() if isinstance(x, str)})
+        return function(*args, **kwargs)
+
+    changed(first_calls(calls, 1), lambda _, x: x.detach(), _with(define, function, spy, _DEEPEST))
+    return given
 
 
 def _defined(define: Define, function: FunctionType, code: CodeType, number: float) -> Define:
@@ -111,7 +127,7 @@ def _module(x: FunctionType | ModuleType) -> str:
     return x.__name__ if isinstance(x, ModuleType) else x.__module__
 
 
-def _with(value: Any, function: FunctionType, other: FunctionType, deep: int) -> Any:
+def _with(value: Any, function: FunctionType, other: Callable[..., Any], deep: int) -> Any:
     """The same, but where it is, holds or calls a function, that calls another."""
     if value is function:
         return other
@@ -136,7 +152,7 @@ def _with(value: Any, function: FunctionType, other: FunctionType, deep: int) ->
 
 
 def _mutants(
-    function: FunctionType, options: frozenset[str]
+    function: FunctionType, options: frozenset[str], names: dict[str, str]
 ) -> Iterator[tuple[str, str, CodeType]]:
     """Causes, words and code of a function with one expression in it otherwise."""
     try:
@@ -151,7 +167,7 @@ def _mutants(
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
             made.setdefault(one.targets[0].id, []).append(one.value)
     alike: dict[tuple[str, int], list[_Edit]] = {}
-    for edit, number in _edits(body, made):
+    for edit, number in _edits(body, made, names):
         if (code := _edited(tree, function.__name__, edit)) is not None:
             yield edit.cause(options), edit.text, code
         # what is wrong of one formula may be wrong of those like it
@@ -191,12 +207,14 @@ class _Edit(NamedTuple):
         return f"{self.where}: {_told(self.new)} stands in place of {_told(self.node)}"
 
 
-def _edits(body: ast.FunctionDef, made: dict[str, list[ast.expr]]) -> Iterator[tuple[_Edit, int]]:
+def _edits(
+    body: ast.FunctionDef, made: dict[str, list[ast.expr]], names: dict[str, str]
+) -> Iterator[tuple[_Edit, int]]:
     """Every edit, and which of those of its expression it is."""
     for statement in ast.walk(body):
         if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return):
             continue
-        where = _where(body, statement)
+        where = _where(body, statement, names)
         for parent in ast.walk(statement):
             for field, child in ast.iter_fields(parent):
                 for at, node in enumerate(child if isinstance(child, list) else [child]):
@@ -262,22 +280,23 @@ def _compiled(tree: ast.Module, name: str) -> CodeType | None:
     return codes[0] if codes and not codes[0].co_freevars else None
 
 
-def _where(body: ast.FunctionDef, statement: ast.stmt) -> str:
+def _where(body: ast.FunctionDef, statement: ast.stmt, given: dict[str, str]) -> str:
     """The steps of a statement, or of the next that reads what it assigns; else its name."""
-    own = _steps_of(statement)
+    own = _steps_of(statement, given)
     names = {n.id: "" for n in ast.walk(statement)
              if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
     for later in body.body:
         read = {n.id for n in ast.walk(later) if isinstance(n, ast.Name)}
         if not own and later.lineno > statement.lineno and names.keys() & read:
-            own = _steps_of(later)
+            own = _steps_of(later, given)
     return ", ".join(dict.fromkeys([*names, *own[:TOLD]])) or "the result"
 
 
-def _steps_of(node: ast.AST) -> list[str]:
+def _steps_of(node: ast.AST, given: dict[str, str]) -> list[str]:
     calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _is_step(n)]
-    names = [c.args[0].value for c in calls if isinstance(c.args[0], ast.Constant)]
-    return list(dict.fromkeys(str(n).lstrip(PLACE) for n in names))
+    names = [x.value if isinstance(x, ast.Constant) else given.get(ast.unparse(x), "")
+             for x in (call.args[0] for call in calls)]  # fmt: skip
+    return list(dict.fromkeys(str(n).lstrip(PLACE) for n in names if n))
 
 
 def _is_step(call: ast.Call) -> bool:
@@ -380,6 +399,8 @@ def _of_call(node: ast.Call) -> Iterator[_Other]:
     if name in _RELATIVES and isinstance(arg, ast.BinOp) and name not in _OVER:  # f(p + q)
         outside = ast.BinOp(make(arg.left), arg.op, arg.right)
         yield arg.right, outside
+        if name in ("sqrt", "rsqrt"):  # the root forgotten, or the square written for it
+            yield "term-missing", ast.BinOp(node, ast.Pow(), ast.Constant(4))
         if name == "rsqrt":  # 1 / (√p + q)
             root = ast.BinOp(make(arg.left, "sqrt"), arg.op, arg.right)
             yield arg.right, make(root, "reciprocal")

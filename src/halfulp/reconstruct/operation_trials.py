@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ Run = Callable[[OperationCalls], OperationResult | None]
 
 LARGEST = 2**15  # elements of a call that is computed some hundred times
 STEPS = 6  # of a loop that is emulated some hundred times, where they show as much as all
+FEW = 0.01  # of the squared error of the worst of some calls, below which one does not show it
 PLAIN = 0.1  # relative error that is no rounding, however much larger it becomes
 LONGEST = 2**18  # of one that fails, if it cannot be made smaller
 MOVED = 0.05  # of its size, by which a step is moved to see what hangs on it
@@ -90,6 +92,20 @@ class Trial:
         return (NEAR_WIDE if wide else NEAR) ** 2 * min(own)
 
     @property
+    def as_rounded(self) -> float:
+        """What rounding makes of results of the kernel's size, which may be much smaller."""
+        found = 0.0
+        for name in self.failing:
+            own, due = (square(x[name]) for x in (self.kernel, self.exact))
+            found += self.rounding[name] * (own / due if 0 < own < due else 1.0)
+        return found
+
+    @property
+    def of_rounding(self) -> float:
+        """The share of the error that that is."""
+        return self.as_rounded / max(1e-300, sum(self.errors[name] for name in self.failing))
+
+    @property
     def nonfinite(self) -> list[str]:
         """The tensors with NaN or Inf where the audited dtype has a number for the exact value."""
         most = torch.finfo(DTYPES[self.calls.dtype]).max
@@ -104,6 +120,18 @@ class Trial:
         """Whether numbers are off in what fails, or elements alone have none."""
         every = [(self.kernel[n], self.exact[n]) for n in self.failing]
         return any(bool((x.isfinite() & (due != 0)).any()) for x, due in every)
+
+    @cached_property
+    def of_results(self) -> Trial | None:
+        """The forward pass alone of a call where both err; None of any other."""
+        names = [n for n in self.kernel if not n.startswith("grad_")]
+        failing = tuple(n for n in self.failing if n in names)
+        if not self.calls.grads or (self.failing and len(failing) in (0, len(self.failing))):
+            return None
+        kernel, exact, errors, rounding = (
+            {n: x[n] for n in names} for x in (self.kernel, self.exact, self.errors, self.rounding)
+        )
+        return Trial(replace(self.calls, grads={}), kernel, exact, errors, rounding, failing)  # type: ignore[arg-type]
 
     def like(self, base: Rounding, way: Way) -> float:
         """The square of the cosine between the kernel's errors and a way's, over what fails."""
@@ -337,7 +365,7 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
     then; where it is not known what fails, tensors that are twice as far off as both recipes. None
     where the kernel gives nothing.
     """
-    some = _small(first_calls(calls, 1), LONGEST if failing else LARGEST)
+    some = _small(_telling(run, calls, failing), LONGEST if failing else LARGEST)
     if some is None:
         return None
     whole = _trial(run, some, failing)
@@ -346,6 +374,23 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
     short = _trial(run, few, failing)
     as_bad = short is not None and short.failing and short.relative > min(PLAIN, whole.relative / 2)
     return short if as_bad and short is not None else whole
+
+
+def _telling(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> OperationCalls:
+    """One of these calls: of those that fail together the one that errs most, if it is not all."""
+    one = first_calls(calls, 1)
+    result = run(calls) if failing and calls.count > 1 else None
+    if result is None or not failing or failing[0] not in result.tensors:
+        return one
+    kernel, exact = result.tensors[failing[0]].double(), defined(calls)[failing[0]].double()
+    found = [power(a, b, b) / max(square(b), 1e-300) for a, b in zip(kernel, exact, strict=True)]
+    most = max(range(len(found)), key=found.__getitem__)
+    if found[0] > FEW * found[most]:
+        return one
+    pick = {n: x[most : most + 1] for n, x in calls.operands.items()}
+    return replace(
+        calls, operands=pick, grads={n: x[most : most + 1] for n, x in calls.grads.items()}
+    )
 
 
 def _of_few_steps(calls: OperationCalls) -> OperationCalls | None:
