@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfulp.reconstruct import call_kinds
+from halfulp.reconstruct.call_asked import holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
@@ -25,6 +26,7 @@ LARGE = 0.25  # of a result: an error that no rounding makes
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 
 _OF_P = {"lse", "lse-other", "backward-scores", "weights-disagree"}
+_OF_SCORES = {"backward-scores", "other-data"}  # which dS would have as well
 IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
 _OF_ROWS = {"lse", "lse-other", "delta", "no-delta"}
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
@@ -95,7 +97,9 @@ def unexplained(
         for some in (frozenset(bad), gross):  # a little is off where something else is
             calls = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
                      for ts in (some, right))  # fmt: skip
-            only = only if only[0] else call_kinds.condition(*calls)
+            if not only[0]:
+                only = call_kinds.condition(*calls)
+                only = only if holds(emulator, model, only[0], some) else ("", "")
         text, cause, alone, read = _told(
             emulator,
             model,
@@ -147,7 +151,7 @@ def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]
             # an input would show in the others too
             or (p.trials_alone and p.cause == "operand" and len(gradients) == 1)
             # P is right in the others
-            or (gradients == {"grad_value"} and p.cause in _OF_P)
+            or (gradients == {"grad_value"} and p.cause in _OF_P | _OF_SCORES)
         )
         else p
         for p in places
@@ -171,6 +175,10 @@ def _told(
             return text, key, False, True
     if gross:
         text, key = reads_others(emulator.run, trial, tensor, observed)
+        if key and tensor == "grad_query" and not any(p.tensor == "out" for p in found):
+            own = result_read(emulator, model, trial, tensor)
+            if own is not None and own.cause in ("delta", "no-delta"):  # which has all others do
+                return f"{own.text}: {text}", "no-delta", False, True
         if key:
             shared = {emulator.trials[name].call.groups > 1 for name in bad or {worst}}
             # calls without groups are right: it is the head of the group that is another

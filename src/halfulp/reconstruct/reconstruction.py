@@ -368,12 +368,18 @@ def _of_rows(cause: Named, region: Region) -> Named:
     return replace(cause, cause=CAUSES[key], text=f"{cause.text}, {region.text}")
 
 
+_FORMULAS = {"causal-mask": {"scale", "grad-scale", "lse-other"}, "ragged": {"scale"}}
+"""What is no matter of the calls that alone have it: no mask or tail multiplies a scale."""
+
+
 def _of_calls(cause: Named, region: Region) -> Named:
     """What is gross in calls with an option alone is a matter of the option."""
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
     hides = {cause.cause.key, region.cause} <= {"causal-mask", "window", "mask"}
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
         return cause
+    if cause.explained >= PROVEN and cause.cause.key in _FORMULAS.get(region.cause, ()):
+        return replace(cause, text=f"{cause.text}, {region.text}")
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
     key = region.cause
     if (key, cause.cause.key) == ("ragged", "unnormalized"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfulp.calls import Call, Result
 from halfulp.reconstruct import call_kinds
+from halfulp.reconstruct.call_asked import holds
 from halfulp.reconstruct.call_kinds import FEW
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model
 from halfulp.reconstruct.evidence import NOISE, SOUND, Observed
@@ -109,6 +110,8 @@ def calls_of(emulator: Emulator, model: Model) -> tuple[frozenset[str], Region |
     some, others = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
                     for ts in (wrong, right))  # fmt: skip
     told, cause = call_kinds.condition(some, others)
+    if not holds(emulator, model, told, frozenset(t.name for t in some)):
+        return frozenset(wrong), Region(f"on {', '.join(sorted(wrong))}", {})
     told = f"in {told}" if told else call_kinds.where(some, others)
     return frozenset(wrong), Region(told, {}, cause)
 

@@ -22,6 +22,7 @@ from halfulp.reconstruct.sums_read import from_terms, of_division, one_term, sig
 from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights
 
+LARGE = 0.25  # of weights: no rounding makes such an error of them
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _UPSTREAM = {
@@ -114,6 +115,8 @@ def result_read(
         return _after_weights(emulator, model, trial, None, tensor)
     if how.kind == "tail" and read.cause in _BY_ROWS:
         return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
+    if how.kind == "tail" and read.cause not in STRUCTURE and _gross(weights, exact, how):
+        return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
     if how.kind == "rows" and read.cause in _BY_ROWS:
         right = not backward and emulator.fits(
             model, frozenset({"grad_value"}), frozenset({trial.name})
@@ -142,6 +145,14 @@ def _off(weights: Tensor, exact: Tensor, trial: Trial) -> Unlike:
     dtype = trial.call.query.dtype
     least = exact.clamp_min(torch.finfo(dtype).smallest_normal) * (exact > 0)
     return unlike(weights, exact, 2 * spread(dtype) * least, dtype)
+
+
+def _gross(weights: Tensor, exact: Tensor, how: Unlike) -> bool:
+    """Whether weights that are off in one place are so by more than rounding makes."""
+    if how.inside is None:
+        return False
+    rest, size = ((x * how.inside).square().sum() for x in (weights - exact, exact))
+    return bool(rest > LARGE**2 * size)
 
 
 def _in_place(weights: Tensor, exact: Tensor, how: Unlike) -> Tensor:

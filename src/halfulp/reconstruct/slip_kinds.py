@@ -373,6 +373,8 @@ class Slip:
             return "grad-tail"  # what these blocks add is lost
         if self.mistake in ROUNDINGS:
             return stage.rounding
+        if self.mistake == "within" and self.stage in ("product", "scores"):
+            return "softcap"  # that nobody asked for
         if self.mistake == "factor" and self.stage in MULTIPLIED and not (self.parts or self.rows):
             return "value-factor"
         if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):

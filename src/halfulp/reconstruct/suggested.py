@@ -140,8 +140,8 @@ def scales_of_their_own(emulator: Emulator, outs: Mapping[str, Observed]) -> lis
     factors = {scale: median(some) for scale, some in fitted.items()}
     off = [abs(f - 1) for f in factors.values()]
     apart = max((max(some) - min(some) for some in fitted.values()), default=0.0)
-    # what leans differently in calls of one scale is no matter of the scale
-    if len(off) < 2 or max(off) < LEAN or apart > max(off) or max(off) < 2 * min(off):
+    # what is another in calls of one scale is no matter of the scale
+    if len(off) < 2 or max(off) < LEAN or 2 * apart > max(factors.values()) - min(factors.values()):
         return []
 
     def turn(trial: Trial) -> Trial | None:

@@ -6,6 +6,7 @@ How it differs from the exact P says what is wrong, where no candidate does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,8 @@ from halfulp.reconstruct.weight_ratios import (
 
 VISIBLE = 1e-6  # weights below it may round to 0
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
+HELD, MANY_HELD = 0.02, 16  # weights within so much of a limit, and how many
+SOME_LOST = 4  # weights of a row that are 0, and that are not
 MOST_KEYS = 320  # of a trial that is read
 
 
@@ -82,9 +85,12 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     if _over_queries(read, exact):
         return Read("the weights of each key sum to 1 over the queries: the softmax is over the"
                     " other dimension", "layout")  # fmt: skip
+    if (most := _held(read, exact)) > 0:
+        told = f"no weight is more than {most:.3g}: what should be is that"
+        return Read(told, _backward("weights") if backward else "weights")
     small = _small(call, exact, lost)
     if small is not None:
-        return Read(small, _backward("weights") if backward else "weights")
+        return Read(small[0], _backward(small[1]) if backward else small[1])
     for marked, possible, told in (
         (lost & ~every, (exact > VISIBLE) & ~every, "get no weight"),
         (extra, exact == 0, "have weight though they are hidden"),
@@ -95,6 +101,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             pattern, cause = _pattern(call, marked, possible)
             if marked is extra and (own := _mask_cause(call)):
                 cause = own  # what is hidden is a matter of what hides it
+            if backward and call.groups > 1 and pattern.startswith("heads"):
+                cause = "group-sum"
             return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
     ratios = compared_ratios(trial, *logarithms(read, exact), backward)
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
@@ -107,7 +115,16 @@ def _over_queries(read: Tensor, exact: Tensor) -> bool:
     return whole and float(columns) < 0.01 and float(rows) > 0.1
 
 
-def _small(call: Call, exact: Tensor, lost: Tensor) -> str | None:
+def _held(read: Tensor, exact: Tensor) -> float:
+    """The number that weights are held below, if so; else 0."""
+    most = float(read.max())
+    held = read > (1 - HELD) * most
+    above = exact > (1 + HELD) * most
+    limited = int(above.sum()) >= MANY_HELD and float(exact.max()) > 1.5 * most
+    return most if limited and float(held[above].double().mean()) > 1 - HELD else 0.0
+
+
+def _small(call: Call, exact: Tensor, lost: Tensor) -> tuple[str, str] | None:
     """Whether what is lost is what is small beside its row's largest weight, sinks counted."""
     if int(lost.sum()) < 8:
         return None
@@ -115,12 +132,17 @@ def _small(call: Call, exact: Tensor, lost: Tensor) -> str | None:
     if call.sinks is not None:
         largest = torch.maximum(largest, 1 - exact.sum(-1, keepdim=True))
     seen = (exact > VISIBLE) & ~lost
+    rows = (lost.sum(-1) >= SOME_LOST) & (seen.sum(-1) >= SOME_LOST)
+    tops = torch.where(lost, exact, 0.0).amax(-1)[rows]
+    least = torch.where(seen, exact, math.inf).amin(-1)[rows]
     for size, told in ((exact / largest.clamp_min(1e-300), " of their row's largest"), (exact, "")):
         kept = size[seen].sort().values
         gone = size[lost].sort().values
         most = float(gone[len(gone) * 19 // 20])  # beside the maximum so far, some that are kept
         if len(kept) and most < float(kept[len(kept) // 10]):
-            return f"weights below about {most:.2g}{told} are 0"
+            return f"weights below about {most:.2g}{told} are 0", "weights"
+    if len(tops) >= SOME_LOST and float((tops <= 2 * least).double().mean()) > 0.9:
+        return "each row loses its small weights, below a number of its own", "maximum"
     return None
 
 
