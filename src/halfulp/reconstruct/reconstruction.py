@@ -287,6 +287,8 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
     written.
     """
     observed = emulator.observed[cause.trial, cause.tensor]
+    if cause.trial == "small" or cause.cause.key in STRUCTURE - {"unwritten"}:
+        return cause  # what is small may round to 0; what is hidden may be all there is
     if cause.function and is_zero(observed):
         return replace(cause, cause=CAUSES["unwritten"])
     if not cause.function or cause.cause.key != "unwritten":
@@ -368,7 +370,7 @@ def _of_rows(cause: Named, region: Region) -> Named:
     return replace(cause, cause=CAUSES[key], text=f"{cause.text}, {region.text}")
 
 
-_FORMULAS = {"causal-mask": {"scale", "grad-scale", "lse-other"}, "ragged": {"scale"}}
+_FORMULAS = {"causal-mask": {"scale", "grad-scale", "lse-other"}, "ragged": {"scale", "grad-scale"}}
 """What is no matter of the calls that alone have it: no mask or tail multiplies a scale."""
 
 

@@ -369,6 +369,9 @@ class Slip:
         if self.mistake == "gone" and self.stage in _RESULTS:
             return "unwritten"
         stage, blocks = STAGES[self.stage], {p for p in self.parts if p in _BLOCKS}
+        if self.mistake == "gone" and self.stage in PAIRS and self.rows:
+            tail = "key-tail" if self.rows[0].whose == "keys" else "query-tail"
+            return tail if self.stage in FORWARD_STAGES else "grad-tail"
         if self.mistake == "stale" and blocks and self.stage.endswith("_sum"):
             return "grad-tail"  # what these blocks add is lost
         if self.mistake in ROUNDINGS:

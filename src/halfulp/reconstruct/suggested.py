@@ -141,7 +141,8 @@ def scales_of_their_own(emulator: Emulator, outs: Mapping[str, Observed]) -> lis
     off = [abs(f - 1) for f in factors.values()]
     apart = max((max(some) - min(some) for some in fitted.values()), default=0.0)
     # what is another in calls of one scale is no matter of the scale
-    if len(off) < 2 or max(off) < LEAN or 2 * apart > max(factors.values()) - min(factors.values()):
+    varied = max(factors.values(), default=1.0) - min(factors.values(), default=1.0)
+    if len(off) < 2 or max(off) < LEAN or varied < max(2 * apart, max(off) / 4):
         return []
 
     def turn(trial: Trial) -> Trial | None:

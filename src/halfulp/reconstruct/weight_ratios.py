@@ -72,7 +72,7 @@ def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -
     found = (
         _of_maximum(call, rest, weight)
         or _of_scores(call, rest, weight)
-        or _of_groups(rest, weight)
+        or _of_groups(rest, weight, noise)
         or _of_operands(call, rest, weight)
     )
     if found is not None:
@@ -235,7 +235,7 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     return None
 
 
-def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
+def _of_groups(rest: Tensor, weight: Tensor, noise: float) -> Read | None:
     """Ratios that are a function of where the pair sits."""
     n, n_key = rest.shape[-2:]
     b, h, i, j = (c.expand_as(rest) for c in coordinates(rest))
@@ -255,13 +255,14 @@ def _of_groups(rest: Tensor, weight: Tensor) -> Read | None:
             cause = "rescale" if width in (16, 32, 64, 128) else "split-merge"
             candidates.append((row * blocks + j.div(width, rounding_mode="floor"), told, cause))
     total = float(rest.square().sum())
+    chance = noise**2 * float(weight.sum())
     for coordinate, text, cause in candidates:
         index = coordinate.flatten()
         size = int(index.max()) + 1
         sums = torch.zeros(size, dtype=torch.float64).index_add_(0, index, rest.flatten())
         counts = torch.zeros(size, dtype=torch.float64).index_add_(0, index, weight.flatten())
         explained = float((sums.square() / counts.clamp_min(1)).sum())
-        if explained > SHARE * total:
+        if explained > SHARE * max(total - (cause != "operand") * chance, total / 2):
             if cause == "operand":
                 factor = (sums / counts.clamp_min(1)).view(-1, n_key).mean(0)
                 return _few_keys(factor) or _blocks(factor) or Read(text, cause)

@@ -26,7 +26,7 @@ from halfulp.reconstruct.weight_ratios import (
 
 VISIBLE = 1e-6  # weights below it may round to 0
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
-HELD, MANY_HELD = 0.02, 16  # weights within so much of a limit, and how many
+HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
 SOME_LOST = 4  # weights of a row that are 0, and that are not
 MOST_KEYS = 320  # of a trial that is read
 

@@ -1,0 +1,147 @@
+"""Mistakes that look alike, each told from the other by what only one of them does."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfulp.algorithms import golden
+from halfulp.calls import Result
+from halfulp.recipes import BF16_FLASH2
+from halfulp.reconstruct import panel, suggested
+from halfulp.reconstruct.call_asked import holds, whole
+from halfulp.reconstruct.emulating import Emulator, Model
+from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
+from halfulp.reconstruct.parts_read import merged
+from halfulp.reconstruct.sums_read import of_division
+from halfulp.reconstruct.weights_read import compared
+
+TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
+STOCK = Model.of(BF16_FLASH2)
+
+
+def given(change, *names):
+    """Kernels of exact weights, changed, on some calls."""
+
+    def run(trial):
+        call = trial.call
+        value = call.value.double().repeat_interleave(call.groups, 1)
+        weights = change(trial, weights_of(call, scores_of(call)))
+        return Result((weights @ value).to(call.query.dtype))
+
+    return Emulator({TRIALS[name]: run(TRIALS[name]) for name in names}, run)
+
+
+def without_maximum(trial, weights):
+    """A maximum that is taken off the last 16 keys alone."""
+    late = torch.arange(weights.shape[-1]) >= weights.shape[-1] - 16
+    top = row_maximum(trial.call).unsqueeze(-1)
+    wrong = weights * torch.where(late, (-top).exp(), 1.0)
+    return wrong / wrong.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (without_maximum, "maximum"),
+        (lambda _, p: p * torch.where(torch.arange(192) >= 176, 0.1, 1.0), "key-tail"),
+        (lambda _, p: p.clamp_max(0.05), "weights"),
+    ],
+)
+def test_weights_off_at_some_keys_say_by_what(change, cause):
+    trial = TRIALS["plain"]
+    read = compared(trial, change(trial, weights_of(trial.call, scores_of(trial.call))))
+    assert read.cause == cause, read.text
+
+
+def heads_lost(trial, weights):
+    gone = torch.arange(weights.shape[1]) % trial.call.groups == 0
+    return weights.masked_fill(gone[:, None, None], 0.0)
+
+
+def test_heads_that_a_sum_over_their_group_lacks_are_told():
+    trial = TRIALS["grouped"]
+    weights = heads_lost(trial, weights_of(trial.call, scores_of(trial.call)))
+    assert compared(trial, weights, backward=True).cause == "group-sum"
+
+
+def halves(trial, weights):
+    """Two halves, each normalized by itself, and merged alike."""
+    n = weights.shape[-1]
+    first = torch.arange(n) < -(-n // 2)
+    return sum(x / x.sum(-1, keepdim=True) / 2 for x in (weights * first, weights * ~first))
+
+
+def half(_, weights):
+    n = weights.shape[-1]
+    return weights * (torch.arange(n) < -(-n // 2))
+
+
+@pytest.mark.parametrize(("change", "parted"), [(halves, True), (half, False)])
+def test_keys_left_out_are_not_parts_merged(change, parted):
+    assert (merged(given(change, "plain", "ragged", "scaled", "wide")) is not None) == parted
+
+
+@pytest.mark.parametrize(("bits", "divides"), [(7, True), (24, False)])
+def test_a_coarse_reciprocal_is_told_from_a_coarse_sum(bits, divides):
+    def run(trial):
+        scores = scores_of(trial.call)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        fraction, power = torch.frexp(1 / weights.sum(-1, keepdim=True))
+        inverse = torch.ldexp((fraction * 2**bits).floor() / 2**bits, power)
+        rows = weights.bfloat16().double() if not divides else weights
+        value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
+        return Result((rows @ value * inverse).to(trial.call.query.dtype))
+
+    assert of_division(run, TRIALS["plain"]) == divides
+
+
+@pytest.mark.parametrize("low", [True, False])
+def test_a_scale_that_is_rounded_is_another_factor_for_each(low):
+    def scale(trial):
+        exact = trial.call.scale / math.log(2)
+        rounded = float(torch.tensor(exact).bfloat16()) if low else exact * 1.002
+        return replace(trial.call, scale=rounded * math.log(2))
+
+    def run(trial):
+        return Result(golden(scale(trial), trial.grad_out).out.to(torch.bfloat16))
+
+    names = ("plain", "wide", "scaled", "ragged")
+    outs = {n: Observed.of(run(TRIALS[n]).out, golden(TRIALS[n].call).out) for n in names}
+    emulator = Emulator({TRIALS[n]: run(TRIALS[n]) for n in names}, run)
+    found = suggested.scales_of_their_own(emulator, outs)
+    assert [t.cause for t in found] == (["scale"] if low else [])
+    for twist in found:
+        turned = twist.turn(TRIALS["wide"]).call.scale
+        assert turned == pytest.approx(scale(TRIALS["wide"]).scale, rel=5e-4)
+
+
+@pytest.mark.parametrize("of_sizes", [True, False])
+def test_calls_of_sizes_alone_are_asked_at_others(of_sizes):
+    def wrong(trial, weights):
+        tail = weights.shape[-1] % 64 if of_sizes else 16
+        return weights * (torch.arange(weights.shape[-1]) < weights.shape[-1] - tail)
+
+    emulator = given(wrong, "ragged")
+    told = "calls of lengths off 64 alone"
+    assert holds(emulator, STOCK, told, frozenset({"ragged"})) == of_sizes
+    assert holds(emulator, STOCK, "calls causal alone", frozenset({"ragged"}))
+
+
+def test_what_goes_along_with_a_mistake_leaves_more_than_rounding():
+    trial = TRIALS["plain"]
+    exact = golden(trial.call).out
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(0)) * 2e-3
+    observed = Observed.of(exact * 0.5 + noise, exact)
+    stock = observed.against(exact + noise)
+    assert observed.against(exact * 0.5).within_rounding(stock)
+    assert not observed.against(exact * 0.6).within_rounding(stock)
+
+
+def test_a_call_of_whole_sizes_has_its_numbers():
+    trial = whole(TRIALS["ragged"])
+    assert trial.call.query.shape[2:] == trial.call.value.shape[2:] == (128, 64)
+    scores, own = scores_of(trial.call), scores_of(TRIALS["ragged"].call)
+    assert torch.equal(scores[..., :93, :93], own[..., :93, :93])
