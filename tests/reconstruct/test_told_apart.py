@@ -56,6 +56,27 @@ def test_weights_off_at_some_keys_say_by_what(change, cause):
     assert read.cause == cause, read.text
 
 
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda s: s * 1.003, "backward-scores"),
+        (lambda s: s + 0.003 * torch.linspace(-1, 1, 192)[:, None], "lse"),
+    ],
+)
+def test_a_scale_of_the_backward_pass_is_told_from_its_lse(change, cause):
+    scores = scores_of(TRIALS["causal"].call)
+    weights = (change(scores) - scores.logsumexp(-1, keepdim=True)).exp()
+    assert compared(TRIALS["causal"], weights, backward=True).cause == cause
+
+
+def test_pairs_lost_nowhere_in_particular_are_the_small_ones():
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call))
+    draw = torch.rand(weights.shape, generator=torch.Generator().manual_seed(0))
+    lost = weights < draw.double().square() * 0.02
+    assert compared(trial, weights.masked_fill(lost, 0)).cause == "weights"
+
+
 def heads_lost(trial, weights):
     gone = torch.arange(weights.shape[1]) % trial.call.groups == 0
     return weights.masked_fill(gone[:, None, None], 0.0)

@@ -88,7 +88,7 @@ def unexplained(
             continue  # it rounds otherwise than was tried, and no worse
         # the simplest that shows it: in others, more than the fault may be otherwise
         shows = [t for t in bad if much[t] >= min(_LEAST * most, FAR)]
-        worst = min(shows, key=simplicity)
+        worst = min(shows, key=lambda t: (t == "small", simplicity(t)))  # there it may round to 0
         left, times = bad[worst].left, much[worst]
         gross = frozenset(t for t in bad if much[t] > min(3.0, 0.5 * times))
         right = frozenset(t for t, name in every if name == tensor and t not in bad)

@@ -23,6 +23,7 @@ SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
 WHOLE, KEPT = 32, 0.1  # keys with a factor of more are a part that is merged otherwise
+HALF, MORE = 0.5, 1.1  # of the squares, that one number explains; times what one a row leaves
 ALONG = 0.5  # the cosine of factors with the row sums that they lack
 COARSEST = 2.0**-4  # of a number: what any format loses of it
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
@@ -67,6 +68,8 @@ def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -
     size_of = scores_of(call).logsumexp(-1)[told].exp()
     little = common < 8 * noise
     alike = _row_factor(call, rows[told].exp().flatten(), size_of, little, backward)
+    if backward and (own := _of_own_scores(call, log, weight, float(rest.square().sum()))):
+        return own
     if spread < 2 * noise and (spread < noise or spread**2 < (1 - SHARE) * size**2):
         return alike if common > noise / 4 else Read("the weights are right", "")
     found = (
@@ -158,6 +161,18 @@ def centered(x: Tensor, weight: Tensor) -> Tensor:
     """Less each row's mean."""
     count = weight.sum(-1, keepdim=True).clamp_min(1)
     return (x - (x * weight).sum(-1, keepdim=True) / count) * weight
+
+
+def _of_own_scores(call: Call, log: Tensor, weight: Tensor, left: float) -> Read | None:
+    """Whether weights that no row sums to 1 are off as their scores' multiples are: one number that
+    leaves no more than one of each row.
+    """
+    scores = torch.where(weight > 0, scores_of(call), 0.0)
+    slope = float((log * scores).sum() / scores.square().sum().clamp_min(1e-300))
+    total = float((log - slope * scores).square().sum())
+    if total > MORE * left or total > (1 - HALF) * float(log.square().sum()):
+        return None
+    return Read(f"scores are {1 + slope:.4g} × what they should be", "scale")
 
 
 def _of_scores(call: Call, rest: Tensor, weight: Tensor) -> Read | None:

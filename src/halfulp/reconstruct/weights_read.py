@@ -99,6 +99,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
         off = (read - exact).square()
         if float(off[marked].sum()) > FEW * float(off.sum()):
             pattern, cause = _pattern(call, marked, possible)
+            if cause in ("", "dropout") and marked is not extra:  # nowhere in particular
+                rest = exact[possible & ~marked]
+                less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
+                cause = "weights" if less else cause or "key-tail"
             if marked is extra and (own := _mask_cause(call)):
                 cause = own  # what is hidden is a matter of what hides it
             if backward and call.groups > 1 and pattern.startswith("heads"):
@@ -210,7 +214,7 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
     if _at_random(marked, possible):
         return f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout"
     return (f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},",
-            masked or "key-tail")  # fmt: skip
+            masked)  # fmt: skip
 
 
 def _at_random(marked: Tensor, possible: Tensor) -> bool:
