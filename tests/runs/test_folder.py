@@ -42,6 +42,11 @@ def test_what_is_written_is_read(tmp_path):
     assert file.stat().st_mode & 0o044, "others may read it, as any file written here"
 
 
+def test_a_place_that_takes_no_file_is_told_by_the_name_that_was_given(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone/a\.txt'$"):
+        write_text(tmp_path / "gone" / "a.txt", "text")
+
+
 @pytest.mark.parametrize("stage", ["fsync", "replace"])
 def test_a_stopped_write_leaves_the_old_file(tmp_path, monkeypatch, stage):
     file = write_text(tmp_path / "a.txt", "old and whole")

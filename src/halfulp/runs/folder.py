@@ -60,7 +60,11 @@ def whole_file(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
             yield stream
         return
     # beside its place, since a rename is atomic inside of one file system alone
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
+    except OSError as error:
+        error.filename = str(path)  # nobody has asked for that other name
+        raise
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -228,7 +232,11 @@ def _recover(place: Path, kind: str) -> None:
 
 def new_folder(parent: Path) -> Path:
     """Make a folder under a temporary name."""
-    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+    except OSError as error:
+        error.filename = str(parent)
+        raise
     folder.chmod(0o777 & ~_umask())  # a temporary folder is for its owner alone
     return folder
 
