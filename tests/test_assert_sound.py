@@ -42,7 +42,7 @@ def test_a_failure_says_what_why_where_and_how_to_see_it():
         testing.assert_sound(made(BAD), **SMALL)
     text, report = str(raised.value), raised.value.report
     assert "has a DEFECT" in text.splitlines()[0]
-    for word in ("cause", "resembles", "in training", "worst", "findings", "smallest"):
+    for word in ("cause", "evidence", "resembles", "in training", "worst", "findings", "smallest"):
         assert f"\n  {word:<11} " in text, text
     assert f"halfulp explain {report.as_dict()['cause']['code']}" in text
     assert "reproduce(" in text

@@ -38,6 +38,12 @@ def short(tensor: str) -> str:
     return SHORT.get(tensor, own)
 
 
+def unlike(got: float, exact: float) -> str:
+    """A number and what it should be, to as many digits as tell them apart."""
+    digits = next((n for n in range(3, 17) if f"{got:.{n}g}" != f"{exact:.{n}g}"), 17)
+    return f"{got:.{digits}g}, expected {exact:.{digits}g}"
+
+
 _SLACK = 2.0**-7
 _TINY = FP32.min_normal
 # a uniform error of ± u has 1/√3 of it; relative to numbers spread over a binade, where the mean of

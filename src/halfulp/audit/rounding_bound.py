@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfulp.audit.figures import FORMAT_OF, GRADIENTS, place_of, short
+from halfulp.audit.figures import FORMAT_OF, GRADIENTS, place_of, short, unlike
 from halfulp.audit.inputs import Inputs
 from halfulp.calls import Result
 from halfulp.formats import FP32
@@ -41,7 +41,7 @@ def beyond_rounding(result: Result, truth: Result, x: Inputs) -> dict[str, tuple
         bounded = bool(most.isfinite().all())
         place = place_of(int(over.nan_to_num_(0.0, 0.0).argmax()), over.shape)
         ratio, told = float(over[place]), f"element {place} of {short(name)}"
-        told += f" is {float(got[place]):.3g}, expected {float(exact[place]):.3g}"
+        told += f" is {unlike(float(got[place]), float(exact[place]))}"
         if ratio > 1 or bounded:
             found[name] = (ratio, f"{told}: {ratio:.3g} × beyond what rounding can do")
     return found

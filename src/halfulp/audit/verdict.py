@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from halfulp.audit.figures import Figure, Lean, Measured, excess, short
+from halfulp.audit.figures import Figure, Lean, Measured, excess, short, unlike
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import SHARED, Relation
 from halfulp.audit.probes import Probe
@@ -275,8 +275,9 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
         if measured.inside(got.tensor):
             told = "the stock recipe's largest error there, though no more than rounding can do"
         text = (
-            f"element {place} of {named} is {float(got.peak.got[worst]):.3g}, expected"
-            f" {float(got.peak.exact[worst]):.3g}: {ratio:.3g} × {told};"
+            f"element {place} of {named} is"
+            f" {unlike(float(got.peak.got[worst]), float(got.peak.exact[worst]))}:"
+            f" {ratio:.3g} × {told};"
             f" in {int((beyond > limit).sum())} of {beyond.numel()} {case.shape.unit}"
         )
         found.append(

@@ -195,6 +195,7 @@ def failure_text(report: AuditReport, like: str) -> str:
     if report.cause is not None:
         code = report.cause.code
         lines += _told("cause", f"{report.cause.name} ({code}: halfulp explain {code})")
+        lines += _told("evidence", report.evidence[0])
         lines += _told("resembles", report.cause.resembles)
         lines += _told("in training", report.cause.effect)
     graded = [f for f in report.findings if f.grade == "defect"] or list(report.findings)
