@@ -111,6 +111,7 @@ embedding mean: factor @ weight rows
 embedding last_token_lost: end @ T rows
 embedding tail_dropped: end @ D rows
 embedding padding_counted: option @ padding_idx
+embedding padding_counted_of_many: option @ padding_idx
 embedding gradient_cut: rounded @ grad_weight
 sum running_low: summed @ terms output
 sum blocks_low: summed @ terms output

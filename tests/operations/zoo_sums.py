@@ -113,7 +113,8 @@ def embedding(fault=""):
                 found[:, :whole] = found[:, :whole].index_add(0, input, dy[:, :whole])
             else:
                 found = found.index_add(0, input, dy)
-            if padding_idx is not None and fault != "padding_counted":
+            lost = fault == "padding_counted_of_many" and len(input) > 768
+            if padding_idx is not None and fault != "padding_counted" and not lost:
                 found[padding_idx] = 0
             return ((cut(found) if fault == "gradient_cut" else found.to(weight.dtype)),)
 
@@ -225,6 +226,7 @@ EMBEDDING_FAULTS = (
     "last_token_lost",
     "tail_dropped",
     "padding_counted",
+    "padding_counted_of_many",
     "gradient_cut",
 )
 SUM_FAULTS = (

@@ -73,5 +73,13 @@ PROBES = (
         _drawn(),
         options={"padding_idx": 1},
     ),
+    Probe(
+        "padding_many",
+        "a padded row in a kernel for many tokens",
+        "pytorch issue 28716 (beyond 768 indices the padded row had a gradient)",
+        _drawn(),
+        sizes={"T": 2048, "V": 8, "D": 8},
+        options={"padding_idx": 1},
+    ),
     odd_sizes(_drawn()),
 )
