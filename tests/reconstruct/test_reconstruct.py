@@ -206,3 +206,19 @@ def test_results_that_are_not_finite_are_the_first_thing_said():
     assert str(found).partition(": ")[2].startswith("NaN or Inf where exact values are finite: ")
     assert found.nonfinite["output"] > 0
     assert not found.understood
+
+
+def test_plain_code_that_casts_its_weights_down_is_understood():
+    """By autograd, which casts dP to the same format."""
+
+    def attention(query, key, value, *, is_causal, scale):
+        scores = query.float() @ key.float().mT * scale
+        if is_causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~seen, -torch.inf)
+        weights = scores.softmax(-1).to(torch.float8_e4m3fn).float()
+        return (weights @ value.float()).to(query.dtype)
+
+    found = reconstruct(attention)
+    assert found.understood
+    assert {"weights", "probabilities", "delta"} == {n.cause.key for n in found.causes}

@@ -26,6 +26,9 @@ STARTS = (
 )  # fmt: skip
 _ROUNDED = "FP32[delta_from=probabilities,out={0},grad_query={0},grad_key={0},grad_value={0}]"
 """A kernel in fp32 that rounds its results alone: what most plain ones are."""
+_WEIGHTS = ("BF16_STANDARD_FP32[weights_operand={0},probabilities_operand={0},"
+            "grad_probabilities={0}]").format("ocp_e4m3")  # fmt: skip
+"""Plain code that casts P down before P V: autograd casts dP as well."""
 
 
 Change = Callable[[Model], Model | None]
@@ -275,7 +278,7 @@ def starts(dtype: torch.dtype) -> list[Model]:
     if dtype == torch.float32:
         return [Model.of(RECIPES[name]) for name in ("FP32", "FP64")]
     if dtype == torch.bfloat16:
-        names: tuple[str, ...] = (*STARTS, "FP32", _ROUNDED.format("bf16"))
+        names: tuple[str, ...] = (*STARTS, "FP32", _ROUNDED.format("bf16"), _WEIGHTS)
         return [Model.of(recipe_named(name)) for name in names]
     names = ("FP16_FLASH2", "FP16_FLOOR", "FP32", _ROUNDED.format("fp16"))
     found = [Model.of(recipe_named(name)) for name in names]
