@@ -84,7 +84,7 @@ geglu inner_low: rounded @ inner
 geglu sigmoid_form: factor option @ below approximate activated
 rope base_fixed: option @ base
 rope halves_always: option @ interleaved
-rope half_exponent: factor option @ frequency base power
+rope half_exponent: factor option @ frequency base power exponent
 rope frequencies_low: rounded @ frequency
 rope positions_low: rounded @ positions
 rope positions_ignored: option missing neighbor @ positions

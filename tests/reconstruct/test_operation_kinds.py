@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from halfulp.operations import OperationResult, drawn_calls, operation_named
 from halfulp.reconstruct.operation_asked import reconstruct_operation
+from halfulp.reconstruct.operation_called import trial
 from halfulp.reconstruct.operation_scales import scales_read
-from halfulp.reconstruct.operation_trials import trial
 from halfulp.targets import run_operation, target_of
 
 GENERATOR = torch.Generator()
@@ -114,11 +114,24 @@ def over_all_rows(input, dim):
     return (terms / terms.sum()).to(input.dtype)
 
 
-def in_turns(input, positions, *, base, interleaved=False):
+def angles(input, positions, base):
     half = input.shape[-1] // 2
-    angle = positions[:, None] * base ** (torch.arange(half) * (-1.0 / half))
+    return positions[:, None] * base ** (torch.arange(half) * (-1.0 / half))
+
+
+def in_order(input, positions, base, interleaved):
+    angle = angles(input, positions, base)[:, None]
+    return turned(input, angle.cos(), angle.sin(), interleaved)
+
+
+def in_turns(input, positions, *, base, interleaved=False):
+    angle = angles(input, positions, base)
     table = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)[:, None]
-    (cos, sin), x = table.chunk(2, -1), input.float()
+    return turned(input, *table.chunk(2, -1), interleaved)
+
+
+def turned(input, cos, sin, interleaved):
+    x = input.float()
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     pair = a * cos - b * sin, b * cos + a * sin
     found = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
@@ -158,9 +171,34 @@ def one_added(gate, up):
     return (functional.silu(gate.float()) * (up.float() + 1)).to(gate.dtype)
 
 
+def one_maximum(input, dim):
+    terms = (input.float() - input.float().max()).exp()
+    return (terms / terms.sum(dim, keepdim=True)).to(input.dtype)
+
+
+def no_maximum(input, dim):
+    terms = input.float().exp()
+    return (terms / terms.sum(dim, keepdim=True)).to(input.dtype)
+
+
+def low_positions(input, positions, *, base, interleaved=False):
+    return in_order(input, positions.bfloat16().float(), base, interleaved)
+
+
+def not_corrected(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps, weight_decay):
+    p, g = param.float() * (1 - lr * weight_decay), grad.float()
+    m, v = beta1 * exp_avg + (1 - beta1) * g, beta2 * exp_avg_sq + (1 - beta2) * g * g
+    return (p - lr * m / (v.sqrt() + eps)).to(param.dtype), m, v
+
+
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "told"),
     [
+        ("softmax", one_maximum, "maximum", "max(input) stands in place of max(input, -1)"),
+        ("softmax", no_maximum, "term-missing", "maximum is left out"),
+        # what else explains every call as well is less natural
+        ("rope", low_positions, "statistic-low", "positions is rounded to bf16"),
+        ("adamw_step", not_corrected, "option", "1 stands in place of 1 - beta1 ** step, and so"),
         ("rms_norm", cast_anew, "grad-sum-low", "cast up anew"),
         ("swiglu", one_added, "term-missing", "up has 1 added to it"),
         ("quantized_linear", of_the_first_numbers, "block-scale", "of the first 64 numbers"),

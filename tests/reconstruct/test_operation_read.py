@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfulp.operations import OperationResult, drawn_calls, operation_named
+from halfulp.reconstruct.operation_called import trial
 from halfulp.reconstruct.operation_read import read_ways, steps_read
-from halfulp.reconstruct.operation_trials import trial
 from halfulp.targets import run_operation, target_of
 
 

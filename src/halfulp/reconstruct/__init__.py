@@ -6,8 +6,8 @@ from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.found import FoundWay, Reconstruction
 from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.operation_asked import OperationReconstruction, reconstruct_operation
+from halfulp.reconstruct.operation_called import Failure
 from halfulp.reconstruct.operation_reconstruction import of_operation
-from halfulp.reconstruct.operation_trials import Failure
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.reconstruction import of_kernel, reconstruct
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from halfulp.operations import OperationCalls, OperationResult, check_dtype, operation_named
 from halfulp.reconstruct.found import WELL, FoundWay
+from halfulp.reconstruct.operation_called import panel
 from halfulp.reconstruct.operation_reconstruction import of_operation
-from halfulp.reconstruct.operation_trials import panel
 from halfulp.runs.threads import own_thread
 from halfulp.targets import Target, check_device, run_operation, target_of
 

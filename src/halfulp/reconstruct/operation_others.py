@@ -53,9 +53,14 @@ class Others:
         return sum(close) / len(close) if close else 1.0
 
     def harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """On how many of the calls where the kernel is right ways are grossly wrong."""
+        """On how many of the calls where the kernel is right ways, not what they are
+        ways of, are grossly wrong; 1 where they have no numbers on one of them: none does that.
+        """
         sound = [t for t in self.trials if not t.failing and t.knows(chosen)]
-        return sum(t.spoilt(base, chosen) for t in sound) / max(1, len(sound))
+        spoilt = [t for t in sound if t.spoilt(base, chosen) and not t.spoilt(base, ())]
+        if any(t.breaks(base, chosen) for t in spoilt):
+            return 1.0
+        return len(spoilt) / max(1, len(sound))
 
     def telling(self, base: Rounding, chosen: tuple[Way, ...]) -> bool:
         """Whether ways explain numbers, or which elements have none, or which calls: NaN everywhere
@@ -85,7 +90,7 @@ class Others:
             if all(abs(one.share(of, (other,)) - own) <= 10 * EQUAL
                    for one, own in zip(self.trials, shares, strict=True)):  # fmt: skip
                 told[where] = str(other)
-        return tuple(told.values())[1:]
+        return tuple(dict.fromkeys(text for text in told.values() if text not in ("", str(way))))
 
 
 def _subject(way: Way) -> object:

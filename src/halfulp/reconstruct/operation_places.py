@@ -13,8 +13,9 @@ from halfulp.operations import (
     Rounding,
     sizes_of,
 )
+from halfulp.reconstruct.operation_called import trial
 from halfulp.reconstruct.operation_read import steps_read
-from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial, trial
+from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial
 from halfulp.reconstruct.operation_ways import (
     Way,
     said,

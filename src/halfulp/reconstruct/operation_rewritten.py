@@ -35,7 +35,7 @@ _RELATIVES = {
 """Functions and what is written in their place, "" for nothing."""
 
 _ELEMENTWISE = ("exp", "sigmoid", "tanh", "erf", "erfc")
-_OVER = ("mean", "sum", "amax", "amin", "var")  # a dimension
+_OVER = ("mean", "sum", "amax", "amin", "var", "max")  # a dimension
 _NUMBER = "_number_"  # in a definition with a constant that is looked for
 _Made = Callable[[float], Define]
 _Other = tuple[str | ast.expr, ast.expr]  # a cause, or what is dropped or stands elsewhere
@@ -311,6 +311,8 @@ def _others(node: Any) -> Iterator[_Other]:
         yield from _moved_in(node)
     elif isinstance(node, ast.Call) and not _is_step(node):
         yield from _of_call(node)
+    elif isinstance(node, ast.Attribute) and node.attr == "values":  # of max along a dimension
+        yield from (other for other in _of_call(node.value) if other[0] == "maximum")
 
 
 def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
@@ -384,10 +386,14 @@ def _moved_in(node: ast.BinOp) -> Iterator[_Other]:
                 yield other, ast.BinOp(whole, arg.op, root)
 
 
-def _of_call(node: ast.Call) -> Iterator[_Other]:
+def _of_call(node: ast.expr) -> Iterator[_Other]:
     found = _unary(node)
-    if found is None:
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "where":
+    if found is None or not isinstance(node, ast.Call):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "where"
+        ):
             yield "term-missing", node.args[1]
         return
     name, arg, make = found
@@ -407,7 +413,7 @@ def _of_call(node: ast.Call) -> Iterator[_Other]:
         if isinstance(arg.op, ast.Add | ast.Mult):
             yield arg.left, ast.BinOp(arg.left, arg.op, make(arg.right))
     if name in _OVER and isinstance(node.func, ast.Attribute) and node.args:
-        yield "neighbor", ast.Call(node.func, [], [])
+        yield "maximum" if "max" in name else "neighbor", ast.Call(node.func, [], [])
         for own, dim in (("-1", 0), ("0", -1)):
             if ast.unparse(node.args[0]) == own:
                 rest = [ast.Constant(dim), *node.args[1:]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -53,6 +54,17 @@ TOLD = 3  # steps that are named one by one
 OPERAND, RESULT = "operand_", "result_"  # before the names of what is read and written
 
 
+class Natural(IntEnum):
+    """How readily a kernel comes to do what a way says: of ways that explain alike on every call
+    the most natural one is named.
+    """
+
+    COMMON = 0  # a mistake of the table, an option that is not read, what the operation names
+    FORMULA = 1  # its definition written otherwise
+    NUMBER = 2  # what a fitted number says, or an option as another call has it
+    RARE = 3
+
+
 @dataclass(frozen=True)
 class Way:
     """One thing that a kernel may do: steps altered by name, options read otherwise, operands or
@@ -75,6 +87,7 @@ class Way:
     eager: Callable[[], tuple[Any, Any]] | None = None
     define: Any = None  # another definition
     region: Region | None = None  # where alone
+    natural: Natural = Natural.COMMON
 
     def __str__(self) -> str:
         text = f"{self.text}, {self.region.text}" if self.region is not None else self.text
@@ -229,6 +242,7 @@ class _Spot:
     values: Tensor | None = None  # where they are known
     holds: bool = False  # whether it is of the low format as it is
     small: bool = False  # whether many elements share it
+    largest: bool = False  # whether it is the maximum of every row of something
 
     @property
     def kind(self) -> str:
@@ -270,11 +284,14 @@ def _spots(calls: OperationCalls) -> list[_Spot]:
         for n, x in exact.items()
         if n in expected and (kinds := expected[n][1])[0].is_floating_point
     ]
+    wide = [x for x in (*values.values(), *(x[0] for x in calls.operands.values())) if x.ndim > 1]
+    tops = [x.float().amax(-1, keepdim=True) for x in wide if x.shape[-1] > 1]
     order = list(shapes)[::-1]
     order.sort(key=lambda name: shapes[name].numel() >= widest)
     found += [
         _Spot((n,), said(n), (shapes[n],), symbols, values.get(n),
-              small=shapes[n].numel() < widest)
+              small=shapes[n].numel() < widest,
+              largest=n in values and any(torch.equal(values[n], top) for top in tops))
         for n in order
     ]  # fmt: skip
     found += [
@@ -294,6 +311,8 @@ def _of_spot(spot: _Spot, own: Format) -> Iterator[tuple[str, str, Any]]:
             yield Mistake("neighbor", f"is off by {by}", partial(torch.add, other=by))
         yield Mistake("option", "is not read: 0, 1, 2 …", _places)
     yield from spot.along(ends, shifts)
+    if spot.largest:
+        yield Mistake("maximum", "is that of all rows", lambda x: x.amax().expand_as(x))
 
 
 def _rare(spot: _Spot, own: Format) -> Iterator[tuple[str, str, Any]]:
@@ -424,4 +443,6 @@ def _of_options(calls: OperationCalls) -> Iterator[Way]:
             if repr(other) not in tried:
                 tried.add(repr(other))
                 text = f"{name} is taken as {other!r} instead of {value!r}"
-                yield Way("option", text, options={name: other})
+                unread = isinstance(other, bool | str) or other in (operation.options[name], 0)
+                natural = Natural.COMMON if unread else Natural.NUMBER
+                yield Way("option", text, options={name: other}, natural=natural)

@@ -1,0 +1,397 @@
+"""One failing call of a kernel, and the way to compute the definition that explains it: ways are
+tried by themselves, several together, in regions, and held against the other calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
+
+from halfulp.operations import STOCHASTIC, Rounding, sizes_of
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.found import FoundWay, Rival
+from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
+from halfulp.reconstruct.operation_eager import eager_ways
+from halfulp.reconstruct.operation_mistakes import Region, regions
+from halfulp.reconstruct.operation_numbers import further_ways
+from halfulp.reconstruct.operation_operands import filled_up, operand_ways
+from halfulp.reconstruct.operation_others import Others
+from halfulp.reconstruct.operation_places import place
+from halfulp.reconstruct.operation_read import read_ways, steps_read
+from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
+from halfulp.reconstruct.operation_rewritten import rewritten_ways
+from halfulp.reconstruct.operation_sums import sum_ways
+from halfulp.reconstruct.operation_trials import Trial
+from halfulp.reconstruct.operation_ways import (
+    RESULT,
+    Natural,
+    Way,
+    rare_ways,
+    shapes_of_steps,
+    ways,
+)
+
+EXPLAINS = 0.5  # share of the error from which on a way is named
+ALL = 0.995  # share from which on eager code is all that is looked at
+DO = 0.8  # share from which on several roundings are all that is looked for
+ALMOST = 0.97  # of roundings, below which formulas are tried too
+WHOLLY = 0.9  # share from which on no other case is looked at, and nothing more looked for
+FURTHER = 0.1  # share that a first way must have, or a further way must add
+TOGETHER = 3  # ways at most
+TELLING = 48  # ways, those that explain most alone, of which some together are looked at
+RIVALS = 0.2  # ways that explain so much less than the best are told apart from it
+MOST = 16  # of them
+PREDICTS = 0.3  # share of other failing calls' errors that a way which is named explains
+MOSTLY = 0.7  # of them, below which a way that explains a call wholly is looked at in parts
+EQUAL = 1e-3  # at most; of two ways that explain alike the one that is tried first is named
+OTHERWISE = frozenset(
+    {"option", "end", "neighbor", "factor", "term-missing", "exchanged", "limited", "maximum"}
+)
+"""Causes that are no rounding: such a way computes the kernel's own function or it does not."""
+AT_TAILS = frozenset({"neighbor", "term-missing", "factor"})
+"""What kernels do at ends that no whole block covers."""
+LEFT = 0.08  # share of the error, beside what rounding makes, that such a way may leave
+OFTEN = 0.3  # of the calls where the kernel is right, on which such a way may be grossly wrong
+WRONG = -0.05  # how a way fits other calls, below which it is wrong there
+GROSS = 0.1  # relative error above which the question is which function it is
+SMALL = 0.5  # below which it is likelier a rounding, or a short sum
+IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
+LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
+LIKE = 0.1  # and least square of their cosine
+
+
+_Tried = tuple[Rounding, float, Way]
+_share = itemgetter(1)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """One call that fails, and others that tell alike ways apart."""
+
+    trial: Trial
+    others: list[Trial]
+    thorough: bool  # whether to go on where no common way explains
+
+    def found(self) -> FoundWay:
+        """The best way, and up to two beside it where they explain more together."""
+        operation = self.trial.calls.operation
+        bases = [operation.stock, operation.floor]
+        if STOCHASTIC in operation.stock.steps.values():  # its noise tells nothing of a kernel's
+            bases = [Rounding("nothing is rounded")]
+        elif self.trial.alike(*bases):
+            del bases[0]
+        start = max(self.trial.share(base, ()) for base in bases)
+        floor = operation.floor
+        eager = [
+            (floor, *self.trial.best(floor, (), way))
+            for way in eager_ways(self.trial.calls, lambda way: self.trial.share(floor, (way,)))
+        ]
+        found: list[_Tried] = []
+        tried: list[Way] = []
+        base, share, way = max(eager, key=_share, default=(floor, 0.0, None))
+        if way is None or share < ALL or not self._foretells(base, way):
+            found, tried = self._alone(bases)
+            if max(found, key=_share)[2].options:  # not read so, or read at another place
+                elsewhere = [w for w in rewritten_ways(self.trial.calls) if w.cause == "option"]
+                found += [(floor, *self.trial.best(floor, (), way)) for way in elsewhere]
+        found += eager
+        known = 1.0 if self._sure(found) else self._roundings_share(found, tried)
+        explained = known >= DO
+        if self.thorough and known < ALMOST:
+            more = self._further(bases, found, not explained)
+            tried = _both([*more, *found])
+            found += more
+        return self._named(found, tried, explained, start)
+
+    def _named(
+        self, found: list[_Tried], tried: list[Way], explained: bool, start: float
+    ) -> FoundWay:
+        """The best of what was tried, where it holds on the other calls; else the place."""
+        (base, share, way), fits, rivals = self._told_apart(found)
+        predicts = self.held.predicts(base, (way,))
+        if share >= WHOLLY and (fits < WRONG or predicts < MOSTLY):  # it is in a part alone
+            found += self._in_parts(found)
+            if predicts < MOSTLY and self.thorough and explained:  # else it was looked for
+                found += self._hidden(base, found)
+            (base, share, way), fits, rivals = self._told_apart(found)
+        alike = self.held.alike(base, way, found)
+        share, chosen = self._joined(base, share, way, tried)
+        of_rounding = self.trial.of_rounding
+        otherwise = {w.cause for w in chosen} & OTHERWISE
+        most = max(min(LEFT, self.trial.near), 4 * of_rounding) if otherwise else 1.0
+        predicts = self.held.predicts(base, chosen)
+        if len(chosen) > 1:
+            fits = self.held.fit(base, chosen)
+        least = MOSTLY if otherwise and len(chosen) > 1 else PREDICTS  # two come near by chance
+        wrong = share + min(0.0, fits) < EXPLAINS or predicts < least
+        wrong = wrong or (bool(otherwise) and self.held.harm(base, chosen) > OFTEN)
+        wrong = wrong or (bool(otherwise) and not self.held.telling(base, chosen))
+        wrong = wrong or (bool(otherwise) and self.held.follows(base, chosen) < MOSTLY)
+        if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
+            return self._of_results(base) or self._unexplained(share, chosen, base)
+        text = "; ".join(str(way) for way in chosen)
+        alike = alike if len(chosen) == 1 else ()
+        return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals, alike)
+
+    def _of_results(self, base: Rounding) -> FoundWay | None:
+        """What explains results where gradients, which are another function's, hide it."""
+        alone = self.trial.of_results
+        if alone is None or not (self.thorough and steps_read(alone, base)):
+            return None
+        others = [t.of_results or t for t in self.others if not t.calls.grads or t.of_results]
+        judge = Judge(alone, others, thorough=False)
+        more = (*read_ways(alone, base), *rewritten_ways(alone.calls))
+        found = [(base, *alone.best(base, (), way)) for way in more if alone.concerns(base, way)]
+        named = judge._named(found, [], False, 0.0) if judge._whole(found) else None
+        return named if named is not None and named.share else None
+
+    def _alone(self, bases: list[Rounding]) -> tuple[list[_Tried], list[Way]]:
+        """Every way tried by itself, roundings first where errors are small, and those that tell
+        most.
+        """
+        floor, calls = self.trial.calls.operation.floor, self.trial.calls
+        other = {True: [], False: []}  # type: dict[bool, list[Way]]
+        for way in (*operand_ways(calls), *ways(calls), *sum_ways(calls)):
+            if self.trial.concerns(floor, way):
+                other[way.cause in OTHERWISE].append(way)
+        found: list[_Tried] = []
+        telling: list[_Tried] = []
+        bases.sort(key=lambda base: -self.trial.share(base, ()))
+        likelier = self.trial.relative > SMALL
+        for otherwise in (likelier, not likelier):
+            if found and (
+                self._sure(found) or self._roundings_share(telling, _both(telling)) >= DO
+            ):
+                break
+            tried, most = other[otherwise], 0.0
+            for base in bases:  # the other recipe where the nearer one does not do
+                if most < WHOLLY:
+                    blocks = () if otherwise else block_ways(calls, base)
+                    here = [
+                        (base, *self.trial.best(base, (), way))
+                        for way in (*blocks, *tried)
+                        if self.trial.concerns(base, way)
+                    ]
+                    telling += sorted(here, key=_share, reverse=True)[:TELLING]
+                    tried = [replace(way, alone="") for _, _, way in telling]
+                    found += here
+                    most = max(map(_share, here), default=0.0)
+        return found, _both(telling)
+
+    def _roundings_share(self, found: list[_Tried], tried: list[Way]) -> float:
+        """What up to three roundings explain together; 0 where other ways explain more."""
+        base, share, way = max(found, key=_share)
+        if share >= DO and not self._foretells(base, way):
+            return 0.0
+        share, chosen = self._joined(base, share, way, tried)
+        # coarse formats come near to any factor
+        near = {"coarser"} if share < ALL else set()
+        kinds = {"" if w.cause in near else CAUSES[w.cause].kind for w in chosen}
+        return share if kinds == {"rounding"} else 0.0
+
+    def _joined(
+        self, base: Rounding, share: float, way: Way, tried: list[Way]
+    ) -> tuple[float, tuple[Way, ...]]:
+        """With further ways beside one, as long as each explains more of what is left."""
+        chosen: tuple[Way, ...] = (way,)
+        while tried and FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
+            rest = self.trial.unexplained(base, chosen)
+            steps = {name for one in chosen for name in one.steps}
+            tried = [
+                way
+                for way in tried
+                if not steps & way.steps.keys() and self.trial.concerns(base, way, rest)
+            ]
+            more = [(base, *self.trial.best(base, chosen, way)) for way in tried]
+            if not more:
+                break
+            _, risen, way = max(more, key=_share)
+            if risen < share + max(FURTHER, (1 - share) / 3):
+                break
+            share, chosen = risen, (*chosen, way)
+        return share, chosen
+
+    def _further(self, bases: list[Rounding], found: list[_Tried], parts: bool) -> list[_Tried]:
+        """What is tried where no common way explains: ways in a region alone, numbers that fit."""
+        base, seen, calls = bases[0], visible_regions(self.trial), self.trial.calls
+        more = self._in_read(found) if parts else []
+        where = seen[0] if seen else None
+        numbers = [(of, None) for of in bases] + [(of, where) for of in bases if where is not None]
+        stages = (
+            *((of, block_mistakes(calls, of), Natural.FORMULA) for of in bases),
+            (base, rewritten_ways(calls), Natural.FORMULA),
+            (base, read_ways(self.trial, base), Natural.FORMULA),
+            *((of, further_ways(self.trial, of, part), Natural.NUMBER) for of, part in numbers),
+            (base, rare_ways(calls), Natural.RARE),
+            (base, filled_up(calls), Natural.RARE),
+        )
+        for of, rarer, natural in stages:
+            if not self._sure(more):
+                more += [(of, *self.trial.best(of, (), replace(way, natural=natural)))
+                         for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
+        if parts and not self._sure(more):
+            more += self._in_read(more)
+        if parts and not self._sure(more):
+            more += self._hidden(base, found)
+        return more
+
+    def _sure(self, found: list[_Tried]) -> bool:
+        """Whether one leaves no more than rounding may make, and is wrong on no other call."""
+        if not self._whole(found):
+            return False
+        base, _, way = max(found, key=_share)
+        return self._foretells(base, way)
+
+    def _foretells(self, base: Rounding, way: Way) -> bool:
+        """Whether a way that explains this call explains the others as well."""
+        fits = self.held.fit(base, (way,)) >= WRONG
+        return fits and self.held.predicts(base, (way,)) >= PREDICTS
+
+    def _in_read(self, found: list[_Tried]) -> list[_Tried]:
+        """Ways in the regions that results show for each, those first that would explain most."""
+        read = [
+            (share, base, way, region)
+            for base, _, way in found
+            if way.region is None and way.may_be_in_part
+            for share, region in regions_of(self.trial, base, way)
+        ]
+        read.sort(key=lambda one: -one[0])
+        return [self._tried(base, way, region) for _, base, way, region in read[:IN_REGIONS]]
+
+    def _hidden(self, base: Rounding, found: list[_Tried]) -> list[_Tried]:
+        """Ways in a part that results do not show: those whose errors are like the kernel's, and at
+        tails such as no sum shows where they are everywhere, a neighbor's data for one.
+        """
+        own = [one for one in found if one[2].region is None and one[2].may_be_in_part]
+        likely = sorted(own, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
+        # a first or last few would show
+        groups = [g for g in self._groups() if g[0].text.startswith(("past", "where", "in"))]
+        more: list[_Tried] = []
+        for of, _, way in likely:
+            if self.trial.like(of, way) > LIKE:
+                more += [self._tried(of, way, r) for r in hidden_regions(self.trial, of, way)]
+                more += self._in_groups(of, way, groups, WHOLLY)
+        tails = [g for g in groups if g[0].text.startswith("past")]
+        often = {str(w): w for of, _, w in found if w.cause in AT_TAILS and of is base}
+        if tails and not self._whole(more):
+            for way in often.values():
+                more += self._in_groups(base, way, tails, WHOLLY)
+        return more
+
+    def _in_parts(self, found: list[_Tried]) -> list[_Tried]:
+        """Ways that explain this call, in every region that they may be in here as well."""
+        most, groups = max(found, key=_share)[1], self._groups()
+        whole = [one for one in found if one[1] >= most - EQUAL and one[2].region is None]
+        more = [
+            one
+            for base, _, way in whole[:MOST]
+            if way.may_be_in_part
+            for one in self._in_groups(base, way, groups, most - EQUAL)
+        ]
+        return [one for one in more if one[1] >= most - EQUAL]
+
+    def _in_groups(
+        self, base: Rounding, way: Way, groups: list[list[Region]], least: float
+    ) -> list[_Tried]:
+        """A way in one of each group of regions, in all of a group where it explains enough."""
+        more = []
+        for first, *rest in groups:
+            more.append(self._tried(base, way, first))
+            if more[-1][1] >= least:
+                more += [self._tried(base, way, region) for region in rest]
+        return more
+
+    def _groups(self) -> list[list[Region]]:
+        """Regions that are the same indices in this call."""
+        sizes = sizes_of(self.trial.calls)
+        lengths = {n for shape in shapes_of_steps(self.trial.calls).values() for n in shape}
+        known = sizes | {
+            f"{s} / 2": n // 2 for s, n in sizes.items() if n // 2 in lengths - set(sizes.values())
+        }
+        groups: dict[tuple[str, bytes], list[Region]] = {}
+        for symbol, n in known.items():
+            for region in regions(symbol):
+                if (here := region.rule(n)).any():
+                    groups.setdefault((symbol, here.numpy().tobytes()), []).append(region)
+        return list(groups.values())
+
+    def _tried(self, base: Rounding, way: Way, region: Region) -> _Tried:
+        return (base, *self.trial.best(base, (), replace(way, region=region, alone="")))
+
+    def _whole(self, found: list[_Tried]) -> bool:
+        """Whether a way leaves no more than rounding may make."""
+        if not found:
+            return False
+        base, share, way = max(found, key=_share)
+        emulated = self.trial.emulated(base, (way,))
+        if share < WHOLLY or emulated is None:
+            return False
+        names = self.trial.failing
+        rest = sum(self.trial.left(emulated, name) for name in names)
+        return rest <= max(
+            6 * self.trial.as_rounded, 1e-6 * sum(self.trial.errors[n] for n in names)
+        )
+
+    def _told_apart(self, found: list[_Tried]) -> tuple[_Tried, float, tuple[Rival, ...]]:
+        """Of ways that explain about as much as the best the one that fits the other calls too."""
+        best = max(found, key=_share)[1]
+        rivals = [one for one in found if one[1] >= best - RIVALS]
+        rivals = sorted(rivals, key=lambda one: (-round(one[1] / EQUAL), one[2].natural))[:MOST]
+        if best < FURTHER:
+            return rivals[0], 0.0, ()
+        fits = [self.held.fit(base, (way,)) for base, _, way in rivals]
+        scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
+        order = {id(way): (self._rank(way), number) for number, (_, _, way) in enumerate(found)}
+        equal = min(EQUAL, 4 * self.trial.of_rounding)
+        rows = list(zip(rivals, fits, scores, strict=True))
+        alike = [row for row in rows if row[2] >= max(scores) - equal]
+        named = min(alike, key=lambda row: order[id(row[0][2])])
+        rows.sort(key=lambda row: (row is not named, -row[2]))
+        told: dict[str, Rival] = {}
+        for one, fit, _ in rows:
+            told.setdefault(str(one[2]), Rival(str(one[2]), one[1], fit))
+        return named[0], named[1], tuple(told.values())
+
+    def _rank(self, way: Way) -> tuple[int, int, int]:
+        """Everywhere before in a part, what is natural before what is not, the forward pass before
+        the gradient's, early before late, results last.
+        """
+        names = self._steps
+        places = [
+            names.index(n) if n in names else len(names) * (1 + n.startswith(RESULT))
+            for n in way.steps
+        ]
+        return (way.region is not None) + bool(way.alone), way.natural, max(places, default=0)
+
+    @cached_property
+    def held(self) -> Others:
+        """This call and the others, on which ways are held against the kernel."""
+        return Others(self.trial, self.others)
+
+    @cached_property
+    def _steps(self) -> list[str]:
+        return list(shapes_of_steps(self.trial.calls))
+
+    @property
+    def _failing(self) -> str:
+        return ", ".join(self.trial.failing)
+
+    def _unexplained(self, share: float, chosen: tuple[Way, ...], base: Rounding) -> FoundWay:
+        if read := codes_read(self.trial):
+            return FoundWay(*read, 0.0, 0.0, self._failing)
+        found = place(self.trial, base, self.others)
+        nearest = f"; nearest is: {'; '.join(map(str, chosen))} ({100 * share:.0f} %)"
+        text = found.text + (nearest if share > EXPLAINS and found.finite else "")
+        key = "operation-unexplained"
+        if found.told:
+            key = "operation-place"
+        elif found.relative > GROSS:
+            key = "operation-function"
+        return FoundWay(key, text, 0.0, 0.0, self._failing)
+
+
+def _both(telling: list[_Tried]) -> list[Way]:
+    """Those that tell most, in both passes."""
+    most = sorted(telling, key=_share, reverse=True)[:TELLING]
+    return [replace(way, alone="") for _, _, way in most]
