@@ -191,6 +191,52 @@ def not_corrected(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, e
     return (p - lr * m / (v.sqrt() + eps)).to(param.dtype), m, v
 
 
+def not_decoupled(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps, weight_decay):
+    p, g = param.float(), grad.float() + weight_decay * param.float()
+    m, v = beta1 * exp_avg + (1 - beta1) * g, beta2 * exp_avg_sq + (1 - beta2) * g * g
+    size = (v / (1 - beta2**step)).sqrt() + eps
+    return (p - lr * m / (1 - beta1**step) / size).to(param.dtype), m, v
+
+
+def z_of_lse(input, target, *, ignore_index, reduction, label_smoothing, lse_square_scale):
+    logits, seen = input.float(), target != ignore_index
+    loss = functional.cross_entropy(
+        logits, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    ) + torch.where(seen, lse_square_scale * logits.logsumexp(-1), 0.0)
+    total = loss.sum() / (seen.sum() if reduction == "mean" else 1)
+    return loss if reduction == "none" else total
+
+
+class ScaledByOnes(torch.autograd.Function):
+    """RMSNorm whose gradient of weights is summed in bf16, by 32 rows."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        ctx.save_for_backward(x, w)
+        ctx.eps = eps
+        return functional.rms_norm(x.float(), x.shape[-1:], w.float(), eps).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = (t.float() for t in ctx.saved_tensors)
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
+        scaled, of = x * inverse, grad.float() * w
+        total = torch.zeros_like(w, dtype=grad.dtype)
+        for part in (grad.float() * scaled).split(32):
+            total = total + part.sum(0).to(grad.dtype)
+        back = inverse * (of - scaled * (of * scaled).mean(-1, keepdim=True))
+        return back.to(grad.dtype), total, None
+
+
+def by_rows(input, normalized_shape, weight, eps):
+    return ScaledByOnes.apply(input, weight, eps)
+
+
+def padding_too(input, weight, padding_idx):
+    """Rows of padding get a gradient, and gradients of one number are summed in bf16."""
+    return functional.embedding(input, weight)
+
+
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "told"),
     [
@@ -199,6 +245,10 @@ def not_corrected(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, e
         # what else explains every call as well is less natural
         ("rope", low_positions, "statistic-low", "positions is rounded to bf16"),
         ("adamw_step", not_corrected, "option", "1 stands in place of 1 - beta1 ** step, and so"),
+        ("adamw_step", not_decoupled, "option", "is added to grad, as Adam has it"),
+        ("cross_entropy", z_of_lse, "term-missing", "lse stands in place of its square"),
+        ("rms_norm", by_rows, "grad-sum-low", "sums of 32 terms of the gradient of weights are"),
+        ("embedding", padding_too, "grad-sum-low", "; padding_idx is taken as None"),
         ("rms_norm", cast_anew, "grad-sum-low", "cast up anew"),
         ("swiglu", one_added, "term-missing", "up has 1 added to it"),
         ("quantized_linear", of_the_first_numbers, "block-scale", "of the first 64 numbers"),

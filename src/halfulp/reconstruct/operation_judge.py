@@ -117,6 +117,9 @@ class Judge:
             (base, share, way), fits, rivals = self._told_apart(found)
         alike = self.held.alike(base, way, found)
         share, chosen = self._joined(base, share, way, tried)
+        if len(chosen) == 1 and share >= WHOLLY and not self._alone_enough(base, way):
+            chosen = self._with_another(base, way)
+            share = self.trial.share(base, chosen)
         of_rounding = self.trial.of_rounding
         otherwise = {w.cause for w in chosen} & OTHERWISE
         most = max(min(LEFT, self.trial.near), 4 * of_rounding) if otherwise else 1.0
@@ -133,6 +136,25 @@ class Judge:
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
         return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals, alike)
+
+    def _alone_enough(self, base: Rounding, way: Way) -> bool:
+        """Whether one way is all that is wrong: it explains the other calls that fail as well."""
+        held = self.held
+        return min(held.predicts(base, (way,)), held.follows(base, (way,))) >= MOSTLY
+
+    def _with_another(self, base: Rounding, way: Way) -> tuple[Way, ...]:
+        """A way, and one that explains the worst of the calls which it does not explain: a kernel
+        may have two mistakes, of which this call shows one.
+        """
+        rest = [t for t in self.others if t.failing and t.share(base, (way,)) < EXPLAINS]
+        worst = max(rest, key=lambda t: (not t.nonfinite, t.relative), default=None)
+        if worst is None:
+            return (way,)
+        calls, steps = worst.calls, way.steps.keys()
+        there = (*operand_ways(calls), *ways(calls), *sum_ways(calls))
+        more = [w for w in there if not w.steps.keys() & steps and worst.concerns(base, w)]
+        share, other = max((worst.best(base, (way,), w) for w in more), key=itemgetter(0))
+        return (way, other) if share >= WHOLLY else (way,)
 
     def _of_results(self, base: Rounding) -> FoundWay | None:
         """What explains results where gradients, which are another function's, hide it."""

@@ -32,6 +32,8 @@ BY = 0.05  # of its size, by which a number is moved to see what hangs on it
 CLOSER = 0.02  # of a step, where it was too large
 FACTOR = 0.02  # a constant that is nearer to 1 is none
 MEANT = 3e-3  # and one that is nearer to a number of meaning is that
+SIGMAS = 8.0  # standard errors that a fitted number may be off: roundings are not independent
+NAMES = 6  # numbers of meaning that one may be, at most
 NOTHING = 1e-3  # and one that is nearer to 0 leaves out
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # of a step, between which its limit is looked for
 ALONG = 0.05  # square of the cosine to an error, below which no number of a way is looked for
@@ -324,21 +326,27 @@ def _fitted(trial: Trial, base: Rounding, make: Make, nothing: float, step: floa
             at = nothing + CLOSER * step  # where so large a step is far from a straight line
             continue
         by = float((slopes * errors).sum() / (slopes * slopes).sum().clamp_min(1e-300))
+        left = errors - by * slopes  # rounding, by which the number may be off
+        spread = left.square().mean() / slopes.square().sum().clamp_min(1e-300)
+        off = abs(at - nothing) * float(spread) ** 0.5
         found, last = nothing + by * (at - nothing), found
         if not abs(found) < 1e6 or abs(found - last) < 2e-3 * step:
             break
         at = found if abs(found - nothing) > 0.02 * step else nothing + step
     if CLOSER * FACTOR * step / BY < abs(found - nothing) < 1e6:
-        yield from numbered(trial, make, found)
+        yield from numbered(trial, make, found, SIGMAS * off)
 
 
-def numbered(trial: Trial, make: Make, found: float) -> Iterator[Way]:
-    """The way of a number, before it those of a number near it that has a meaning."""
+def numbered(trial: Trial, make: Make, found: float, off: float = 0.0) -> Iterator[Way]:
+    """The way of a number that may be so much off, before it those of a number near it that has a
+    meaning.
+    """
     near = {n: abs(x / found - 1) for n, x in _meant(trial.calls).items()} if found else {}
     short = float(f"{found:.2g}")  # as a person would have written it
     if found and abs(short / found - 1) < MEANT:
         yield make(short)
-    for name in sorted((n for n, off in near.items() if off < MEANT), key=lambda n: near[n]):
+    least = max(MEANT, min(FACTOR, off / abs(found))) if found else 0.0
+    for name in sorted((n for n, by in near.items() if by < least), key=lambda n: near[n])[:NAMES]:
         own = _called(make, name, trial.calls)
         yield replace(own, steps={}, of_calls=partial(_called, make, name))
     yield make(found)

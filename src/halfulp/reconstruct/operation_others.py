@@ -53,12 +53,12 @@ class Others:
         return sum(close) / len(close) if close else 1.0
 
     def harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """On how many of the calls where the kernel is right ways, not what they are
-        ways of, are grossly wrong; 1 where they have no numbers on one of them: none does that.
+        """On how many of the calls where the kernel is right ways, not what they are ways of, are
+        grossly wrong; 1 where they, by which numbers are missing, lack some that the kernel has.
         """
         sound = [t for t in self.trials if not t.failing and t.knows(chosen)]
         spoilt = [t for t in sound if t.spoilt(base, chosen) and not t.spoilt(base, ())]
-        if any(t.breaks(base, chosen) for t in spoilt):
+        if self.beside.nonfinite and any(t.breaks(base, chosen) for t in spoilt):
             return 1.0
         return len(spoilt) / max(1, len(sound))
 

@@ -52,7 +52,7 @@ _RUNNING: deque[tuple[tuple[Format, int, int, str], Tensor, Tensor]] = deque(max
 
 def running(x: Tensor, fmt: Format, dim: int, block: int, how: str = "running") -> Tensor:
     """Terms whose exact sum is the sum that is rounded after every `block` of them: as it runs,
-    each part for itself ("parts"), or parts and then sums of two ("tree").
+    each part for itself ("parts"), both ("both"), or parts and then sums of two ("tree").
 
     A way that is tried beside others meets the same terms again and again, and a rounding for every
     term is what a search costs most: the last sums are kept.
@@ -83,7 +83,7 @@ def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
     short = _SHORT.get(fmt) if x.dtype is torch.float32 else None
     totals = [torch.zeros_like(parts[0])]
     for part in parts:
-        total = totals[-1] + part
+        total = totals[-1] + (round_to(part, fmt) if how == "both" else part)
         totals.append(total.to(short).float() if short else round_to(total, fmt))
     risen = torch.stack(totals, dim)
     # a sum that has overflowed stays so
@@ -125,6 +125,8 @@ def _sums(name: str, step: str, own: Format, dim: int, length: int) -> Iterator[
                     if block > 1:
                         parts = f"sums of {of} are rounded to {fmt} before they are summed"
                         yield Way(cause, parts, {name: partial(low, how="parts")})
+                        both = f"sums of {of} are rounded to {fmt}, and their sum as it runs"
+                        yield Way(cause, both, {name: partial(low, how="both")})
                     tree = f"sums of {of}, and sums of these, are rounded to {fmt}"
                     yield Way(cause, tree, {name: partial(low, how="tree")})
 

@@ -4,6 +4,7 @@ was lost carried along.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,11 +52,12 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def define(step: Seam, x: Tensors, o: Options) -> Tensors:
-    """S steps; every parameter for itself."""
+def define(step: Seam, x: Tensors, o: Options, decoupled: bool = True) -> Tensors:
+    """S steps; every parameter for itself. Adam's decay is not `decoupled`."""
     param, first, second = x["param"], x["exp_avg"], x["exp_avg_sq"]
-    keep = 1 - o["lr"] * o["weight_decay"]
+    keep = 1 - decoupled * o["lr"] * o["weight_decay"]
     for number, grad in enumerate(x["grads"], o["step"]):
+        grad = grad if decoupled else grad + o["weight_decay"] * param
         first = step("first", o["beta1"] * first + (1 - o["beta1"]) * grad)
         second = step(
             "second", o["beta2"] * second + (1 - o["beta2"]) * step("_squared", grad * grad)
@@ -66,6 +68,14 @@ def define(step: Seam, x: Tensors, o: Options) -> Tensors:
         param = step("stored", step("_decayed", param * keep) - move)
     update = step("returned", param) - x["param"]
     return {**_with_means(update), "exp_avg": first, "exp_avg_sq": second}
+
+
+RELATED = {
+    "weight_decay × param is added to grads, as Adam has it": (
+        "option",
+        partial(define, decoupled=False),
+    )
+}
 
 
 def _with_means(update: Tensor) -> Tensors:

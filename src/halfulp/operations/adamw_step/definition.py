@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from halfulp.operations.operation_data import (
@@ -36,18 +37,27 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def define(step: Seam, x: Tensors, o: Options) -> Tensors:
-    """N parameters, none of which sees another."""
+def define(step: Seam, x: Tensors, o: Options, decoupled: bool = True) -> Tensors:
+    """N parameters, none of which sees another; Adam's decay is not `decoupled`."""
     param, grad = x["param"], step("_grad", x["grad"])
+    grad = grad if decoupled else grad + o["weight_decay"] * param
     first = step("first", x["exp_avg"] * o["beta1"]) + step("new", grad * (1 - o["beta1"]))
     second = step("second", x["exp_avg_sq"] * o["beta2"])
     second = second + step("square", step("_squared", grad * grad) * (1 - o["beta2"]))
     mean = step("_mean", first / (1 - o["beta1"] ** o["step"]))
     size = step("_size", (second / (1 - o["beta2"] ** o["step"])).sqrt() + o["eps"])
-    decayed = step("decayed", step("_param", param) * (1 - o["lr"] * o["weight_decay"]))
+    decayed = step("decayed", step("_param", param) * (1 - decoupled * o["lr"] * o["weight_decay"]))
     stored = step("_stored", decayed - step("moved", o["lr"] * mean / size))
     update = stored - param
     return {"update": update, "exp_avg": first, "exp_avg_sq": second}
+
+
+RELATED = {
+    "weight_decay × param is added to grad, as Adam has it": (
+        "option",
+        partial(define, decoupled=False),
+    )
+}
 
 
 def read(returned: Any, x: Tensors, _: Options) -> Tensors:

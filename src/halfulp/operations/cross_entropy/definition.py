@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def define(step: Seam, x: Tensors, options: Options) -> Tensors:
+def define(step: Seam, x: Tensors, options: Options, squared: bool = True) -> Tensors:
     """T rows of V logits; the gradient of a loss is kept as `unit_gradient` until the loss's own
-    gradient multiplies it, as fused kernels do.
+    gradient multiplies it, as fused kernels do. Some leave the lse of the z-loss un`squared`.
     """
     rows, target = x["input"].detach(), x["target"]
     smoothing, z_scale = options["label_smoothing"], options["lse_square_scale"]
@@ -50,13 +51,13 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     loss = (1 - smoothing) * step("own", lse - rows.gather(1, right))
     if smoothing:
         loss = loss + smoothing * step("others", lse - rows).mean(-1, keepdim=True)
-    loss = (loss + z_scale * lse * lse)[:, 0]
+    loss = (loss + z_scale * (lse * lse if squared else lse))[:, 0]
     # over the row sum, but with the error of the lse that was kept, as kernels that read it have it
     p = step("_log_probabilities", (weights / row_sum).log() + (whole - kept)).exp()
     p = step("_probabilities", p)
     wanted = torch.zeros_like(rows).scatter(1, right, 1 - smoothing) + smoothing / rows.shape[1]
     # ∂lse/∂x = p, so the square of lse adds 2 z · lse · p
-    unit = p - wanted + 2 * z_scale * lse * p
+    unit = p - wanted + (2 * z_scale * lse if squared else z_scale) * p
     count = (
         step("_count", seen.sum().clamp_min(1).to(rows)) if options["reduction"] == "mean" else 1
     )
@@ -66,6 +67,14 @@ def define(step: Seam, x: Tensors, options: Options) -> Tensors:
     if options["reduction"] != "none":
         losses = losses.sum().expand_as(losses)
     return {"loss": losses}
+
+
+RELATED = {
+    "lse stands in place of its square in the z-loss": (
+        "term-missing",
+        partial(define, squared=False),
+    )
+}
 
 
 def read(returned: Any, x: Tensors, options: Options) -> Tensors:
