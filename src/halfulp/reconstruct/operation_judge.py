@@ -241,7 +241,7 @@ class Judge:
         where = seen[0] if seen else None
         numbers = [(of, None) for of in bases] + [(of, where) for of in bases if where is not None]
         stages = (
-            *((of, block_mistakes(calls, of), Natural.FORMULA) for of in bases),
+            *((of, block_mistakes(calls, of), Natural.COMMON) for of in bases),
             (base, rewritten_ways(calls), Natural.FORMULA),
             (base, read_ways(self.trial, base), Natural.FORMULA),
             *((of, further_ways(self.trial, of, part), Natural.NUMBER) for of, part in numbers),
@@ -359,13 +359,15 @@ class Judge:
         """Of ways that explain about as much as the best the one that fits the other calls too."""
         best = max(found, key=_share)[1]
         rivals = [one for one in found if one[1] >= best - RIVALS]
-        rivals = sorted(rivals, key=lambda one: (-round(one[1] / EQUAL), one[2].natural))[:MOST]
+        equal = min(EQUAL, 4 * self.trial.of_rounding)
+        alike_to = max(equal, 1e-9)
+        rivals.sort(key=lambda one: (-round(one[1] / alike_to), one[2].natural))
+        del rivals[MOST:]
         if best < FURTHER:
             return rivals[0], 0.0, ()
         fits = [self.held.fit(base, (way,)) for base, _, way in rivals]
         scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
         order = {id(way): (self._rank(way), number) for number, (_, _, way) in enumerate(found)}
-        equal = min(EQUAL, 4 * self.trial.of_rounding)
         rows = list(zip(rivals, fits, scores, strict=True))
         alike = [row for row in rows if row[2] >= max(scores) - equal]
         named = min(alike, key=lambda row: order[id(row[0][2])])

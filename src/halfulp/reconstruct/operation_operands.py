@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfulp.operations import OperationCalls, Tensors, sizes_of
 from halfulp.reconstruct.operation_mistakes import BLOCKS, LIMITS, padded
-from halfulp.reconstruct.operation_ways import Natural, Way
+from halfulp.reconstruct.operation_ways import Way
 
 
 def operand_ways(calls: OperationCalls) -> Iterator[Way]:
@@ -20,7 +20,7 @@ def operand_ways(calls: OperationCalls) -> Iterator[Way]:
     operands within limits.
     """
     for text, (cause, define) in calls.operation.related.items():
-        yield Way(cause, text, define=define, natural=Natural.FORMULA)
+        yield Way(cause, text, define=define)
     yield from _exchanges(calls)
     for name, x in calls.operands.items():
         yield from _limits_of_operand(name, x)
