@@ -56,6 +56,7 @@ OFTEN = 0.3  # of the calls where the kernel is right, on which such a way may b
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
+READ = 500  # ways, those whose errors are most like the kernel's, whose regions are read off
 IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
 LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
 LIKE = 0.1  # and least square of their cosine
@@ -272,10 +273,12 @@ class Judge:
 
     def _in_read(self, found: list[_Tried]) -> list[_Tried]:
         """Ways in the regions that results show for each, those first that would explain most."""
+        own = [one for one in found if one[2].region is None and one[2].may_be_in_part]
+        # what is made in a part is like the kernel's errors by the share of its own that lie there
+        own.sort(key=lambda one: -self.trial.like(one[0], one[2]))
         read = [
             (share, base, way, region)
-            for base, _, way in found
-            if way.region is None and way.may_be_in_part
+            for base, _, way in own[:READ]
             for share, region in regions_of(self.trial, base, way)
         ]
         read.sort(key=lambda one: -one[0])

@@ -240,8 +240,10 @@ def times(name: str, factor: float, told: str = "") -> Way:
 
 def _both_times(name: str, factor: float, told: str = "") -> Way:
     text = f"{name} is {told or f'{factor:.4g}'} times what it should be, in both passes"
+    cause = "factor" if abs(factor) > NOTHING else "term-missing"
+    text = text if cause == "factor" else f"{name} is left out, in both passes"
     times = partial(torch.mul, other=factor)
-    return Way("factor", text, {RESULT + name: times, f"{OPERAND}grad_{name}": times})
+    return Way(cause, text, {RESULT + name: times, f"{OPERAND}grad_{name}": times})
 
 
 def _option_times(name: str, own: float, factor: float, told: str = "") -> Way:
