@@ -396,7 +396,8 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     if how.kind == "tail":
         return Said(told, "grad-tail")
     # dS errs with itself where it, or P, is rounded; with P dP where dP is
-    if how.kind == "noise" and _likelier(read, read.weights * read.grad_weights):
+    fine = how.kind == "noise" and how.size < OTHER  # no format is so coarse
+    if fine and _likelier(read, read.weights * read.grad_weights):
         return Said(f"{told}, as much as dP is off", "delta")
     return Said(told, "grad-scores")
 

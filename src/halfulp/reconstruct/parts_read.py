@@ -4,7 +4,7 @@ results of parts, the weight that each has in a row is what explains the row bes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -83,18 +83,31 @@ def merged(emulator: Emulator) -> tuple[str, str] | None:
         return None
     rule = min(told)[-1]
     shown = min(shares[rule], key=shares[rule].__getitem__)
+    if _by_tiles(emulator, shares[rule]):
+        return None
     observed, trial = emulator.observed[shown, "out"], emulator.trials[shown]
     weights = weights_of(trial.call, scores_of(trial.call))
-    keys = torch.arange(weights.shape[-1])
-    for width in _TILES:  # of tiles each has a weight of its own, where these explain more
-        few = 2 * -(-len(keys) // width) <= trial.call.value.shape[3]
-        left = _left(trial, observed, weights, keys // width) if few else 1.0
-        if left < FINER * shares[rule][shown]:
-            return None
-    part = rule.of(len(keys))
+    part = rule.of(weights.shape[-1])
     if part is None or _left_out(trial, observed, weights, part):
         return None
     return shown, rule.text
+
+
+def _by_tiles(emulator: Emulator, shares: Mapping[str, float]) -> bool:
+    """Whether tiles with a weight of their own each explain O better than parts do, which leave
+    these shares, on most calls that show it with few enough tiles.
+    """
+    better = dict[int, list[bool]]()
+    for name, share in shares.items():
+        observed, trial = emulator.observed[name, "out"], emulator.trials[name]
+        weights = weights_of(trial.call, scores_of(trial.call))
+        keys = torch.arange(weights.shape[-1])
+        for width in _TILES:
+            tiles = -(-len(keys) // width)
+            if tiles > 1 and 2 * tiles <= trial.call.value.shape[3]:
+                left = _left(trial, observed, weights, keys // width)
+                better.setdefault(width, []).append(left < FINER * share)
+    return any(2 * sum(found) > len(found) for found in better.values())
 
 
 def _left_out(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> bool:

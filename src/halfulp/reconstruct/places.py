@@ -116,7 +116,7 @@ def unexplained(
         found.append(Place(*broken, 1.0, WORST, was_read=True))
     largest = max((p.times for p in found), default=0.0)
     found.sort(key=lambda p: (p.times < min(MINOR, largest / 3), list(SHORT).index(p.tensor)))
-    return _by_what_is_explained(found, {name for _, name in every})
+    return _by_what_is_explained(emulator, found, {name for _, name in every})
 
 
 def _left_over(model: Model, trial: str, tensor: str, fit: Fit, stock: Fit) -> bool:
@@ -133,8 +133,12 @@ def _times(fit: Fit, stock: Fit) -> float:
     return stock.times if gross else min(fit.times, stock.times)
 
 
-def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]:
-    """What results that are explained say about those that are not, where nothing else does."""
+def _by_what_is_explained(
+    emulator: Emulator, places: list[Place], offered: set[str]
+) -> list[Place]:
+    """What results that are explained say about those that are not, where nothing else does, and a
+    rounding of which nothing is said where an error is none.
+    """
     bad = {p.tensor for p in places}
     if "out" in bad or not bad & set(GRADIENTS) or not set(GRADIENTS) <= offered:
         return places
@@ -151,6 +155,10 @@ def _by_what_is_explained(places: list[Place], offered: set[str]) -> list[Place]
     return [
         replace(p, text=f"{told[0]}; {p.text}", cause=told[1])
         if p.tensor in gradients
+        and (
+            CAUSES[told[1]].kind != "rounding"
+            or emulator.observed[p.trial, p.tensor].relative <= LARGE
+        )
         and (
             p.cause == "gradient-unexplained"
             # an input would show in the others too
@@ -187,7 +195,8 @@ def _told(
         if key:
             shared = {emulator.trials[name].call.groups > 1 for name in bad or {worst}}
             # calls without groups are right: it is the head of the group that is another
-            return text, "key-heads" if shared == {True} else key, False, True
+            by_heads = shared == {True} and text.startswith("heads")
+            return text, "key-heads" if by_heads else key, False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     told, special = only

@@ -18,7 +18,14 @@ from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.scores_read import of_distance, unit_scores
-from halfulp.reconstruct.sums_read import from_terms, of_division, one_term, signed_sums, spread
+from halfulp.reconstruct.sums_read import (
+    from_terms,
+    of_division,
+    one_term,
+    signed_sums,
+    spread,
+    value_rows,
+)
 from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights
 
@@ -177,6 +184,12 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
         return Read(f"{told}: what differs is a sum over them, an operand or the store", "")
     term, result = ("key", "O") if tensor == "out" else ("query", "dV")
     if where == "sum":
+        if emulator.observed[trial.name, tensor].relative > OTHER:  # no sum is so coarse
+            how = value_rows(emulator.run, trial) if tensor == "out" else ("", "")
+            return Read("; ".join(filter(None, (told, how[0]))), how[1])
+        if weights is None and tensor == "out" and _weights_err(emulator, trial):
+            said = of_distance(emulator.run, trial) or unit_scores(emulator.run, trial)
+            return said or Read(f"{told}, and yet what errs is weights", "")
         other = (0.0 if weights is None else
                  _other_bits(emulator, model, trial, weights, tensor))  # fmt: skip
         for t in (trial, emulator.trials.get("plain", trial)):  # a few keys a row show less
@@ -199,8 +212,8 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     return Read(f"{told}; {result} is off after it is summed", cause)
 
 
-def _by_signs(emulator: Emulator, trial: Trial) -> Read | None:
-    """Whether O's error is that of its sum as it runs, or of what comes after, beside stock's."""
+def _signs(emulator: Emulator, trial: Trial) -> list[float]:
+    """O's errors on values whose signs change often, once, never, in stock's."""
     stock = Model.of(space.STOCK[trial.call.query.dtype])
 
     def run(asked: Trial) -> Result | None:
@@ -208,7 +221,20 @@ def _by_signs(emulator: Emulator, trial: Trial) -> Read | None:
         return Result(got["out"].to(asked.call.query.dtype)) if got else None
 
     errors = zip(signed_sums(emulator.run, trial), signed_sums(run, trial), strict=True)
-    each, middle, never = (a / max(b, 1e-300) for a, b in errors)
+    return [a / max(b, 1e-300) for a, b in errors]
+
+
+def _weights_err(emulator: Emulator, trial: Trial) -> bool:
+    """Whether O's error is as large where values change their sign often as where they do so once,
+    and smaller where they have one: it is made before the sum, whose own grows with what it holds.
+    """
+    each, middle, never = _signs(emulator, trial)
+    return each > HARMFUL and middle < HARMFUL * each and never * HARMFUL < each
+
+
+def _by_signs(emulator: Emulator, trial: Trial) -> Read | None:
+    """Whether O's error is that of its sum as it runs, or of what comes after, beside stock's."""
+    each, middle, never = _signs(emulator, trial)
     if each < 2 and middle > HARMFUL * max(each, HARMFUL):
         text = f"values whose sign changes once err {middle:.2g} × stock"
         return Read(f"{text}: the sum as it runs is rounded", "accumulator")

@@ -18,7 +18,9 @@ from halfulp.reconstruct.weights_read import forward_weights
 
 GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
 FEW_KEYS = 16  # one tile in every kernel
-ALIKE = 16  # pairs of nearly one S − m
+ALIKE = 16  # pairs of nearly one S − m, and how many times
+SOME_PAIRS = 8
+SOME_KEYS = 4  # with a function of their own
 
 
 def of_distance(run: Run, trial: Trial) -> Read | None:
@@ -36,15 +38,30 @@ def of_distance(run: Run, trial: Trial) -> Read | None:
     exact = weights_of(asked.call, scores)
     log, seen = logarithms(read, exact)
     rest, clear = centered(log, seen), seen > 0
-    order = (scores.amax(-1, keepdim=True) - scores)[clear].argsort()
-    y = rest[clear][order]
+    below = scores.amax(-1, keepdim=True) - scores
+    least = NOISE[call.query.dtype] ** 2
+    if _alike(rest[clear], below[clear], least):
+        return Read("the weights are another function of S − m than the exponential", "exponential")
+    # each key less what it is off by itself, which is no matter of the exponential
+    each = [(rest[..., j][clear[..., j]], below[..., j][clear[..., j]]) for j in range(FEW_KEYS)]
+    some = [(y - y.mean(), x) for y, x in each if len(y)]
+    told = [j for j, (y, x) in enumerate(some) if _alike(y, x, least)]
+    if len(told) < SOME_KEYS:
+        return None
+    return Read(f"the weights of {len(told)} of {FEW_KEYS} keys are another function of S − m than"
+                " the exponential", "exponential")  # fmt: skip
+
+
+def _alike(off: Tensor, below: Tensor, least: float) -> bool:
+    """Whether what weights are off by is a function of S − m."""
+    y = off[below.argsort()]
     y = y[: len(y) // ALIKE * ALIKE].view(-1, ALIKE)
+    if len(y) < SOME_PAIRS:
+        return False
     total = float(y.square().mean())
     # what the means of so many random numbers explain does not count
     alike = float(y.mean(-1).square().mean()) - total / ALIKE
-    if len(y) < 8 or total < NOISE[call.query.dtype] ** 2 or alike < 0.5 * total:
-        return None
-    return Read("the weights are another function of S − m than the exponential", "exponential")
+    return total >= least and alike >= 0.5 * total
 
 
 def unit_scores(run: Run, trial: Trial) -> Read | None:
@@ -57,9 +74,11 @@ def unit_scores(run: Run, trial: Trial) -> Read | None:
         large, small = (_unit_error(run, trial, name, other, size) for size in (64.0, 8.0))
         if math.isnan(large + small):
             return None
-        off.append((name[0].upper(), large, large / max(small, 1e-300)))
+        off.append((name[0].upper(), large, small))
     noise = NOISE[trial.call.query.dtype]
-    found = [name for name, error, grown in off if error > 2 * noise and grown > GROWN]
+    # what P itself is off by is there as well where scores are small
+    found = [name for name, error, small in off
+             if error > GROWN * small and error**2 - small**2 > noise**2]  # fmt: skip
     if found:
         return Read(f"the scores are those of another {' and '.join(found)}", "operand")
     if all(error < 2 * noise for _, error, _ in off):

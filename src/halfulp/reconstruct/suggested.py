@@ -41,20 +41,22 @@ def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> tup
     others' data change their sign, so that largest numbers and scales stay.
     """
     call = trial.call
-    own = torch.zeros(call.key.shape[:2], dtype=torch.bool)
-    own[0, 0] = True
-    mine = own.repeat_interleave(call.groups, 1)
     # some that are those of no period: a tile's rows may follow those of another
     some = torch.rand(call.query.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
     rows = torch.where(some[:, None], call.query, -call.query)
     grads = torch.where(some[:, None], trial.grad_out, -trial.grad_out)
-    heads = own[..., None, None]
-    changed = replace(call, key=torch.where(heads, call.key, -call.key),
-                      value=torch.where(heads, call.value, -call.value))  # fmt: skip
-    kept = (own if tensor in GRADIENTS[1:] else mine)[..., None, None]
-    asked = [(own.numel() > 1, changed, trial.grad_out, kept, "heads")]
-    asked += [(tensor in ("out", "grad_query"), replace(call, query=rows), grads,
-               some[:, None], "rows")]  # fmt: skip
+    asked = []
+    for at in (0, -1):  # what goes on from head to head does not reach the first
+        own = torch.zeros(call.key.shape[:2], dtype=torch.bool)
+        own[at, at] = True
+        heads = own[..., None, None]
+        changed = replace(call, key=torch.where(heads, call.key, -call.key),
+                          value=torch.where(heads, call.value, -call.value))  # fmt: skip
+        mine = own.repeat_interleave(call.groups, 1)
+        kept = (own if tensor in GRADIENTS[1:] else mine)[..., None, None]
+        asked.append((own.numel() > 1, changed, trial.grad_out, kept, "heads"))
+    asked.append((tensor in ("out", "grad_query"), replace(call, query=rows), grads,
+                  some[:, None], "rows"))  # fmt: skip
     for possible, other, grad_out, where, told in asked:
         if not possible:
             continue

@@ -76,6 +76,31 @@ def signed_sums(run: Run, trial: Trial) -> list[float]:
     return [math.sqrt(x) for x in found]
 
 
+def value_rows(run: Run, trial: Trial) -> tuple[str, str]:
+    """What V of single keys is where all weights are alike and V of the others is 0: its features
+    in another order, or other numbers; with the cause, empty where it is what it should be.
+    """
+    call, n = trial.call, trial.call.key.shape[2]
+    for key in dict.fromkeys((1 % n, n // 3, n // 2 + 1, n - 2, n - 1)):
+        value = torch.zeros_like(call.value)
+        value[:, :, key % n] = call.value[:, :, key % n]
+        asked = replace(call, query=torch.zeros_like(call.query), value=value, sees=EVERYTHING,
+                        sinks=None)  # fmt: skip
+        result = run(replace(trial, name=f"{trial.name}/value {key}", call=asked))
+        if result is None or not bool(result.out.isfinite().all()):
+            return "", ""
+        exact = value[:, :, [key % n]].double().repeat_interleave(call.groups, 1)
+        exact = exact.expand_as(result.out)
+        got = result.out.double() * n
+        if float((got - exact).norm()) < DIVIDED * float(exact.norm()):
+            continue
+        told = f"V of key {key % n} of {n} enters O"
+        if float((got.sort().values - exact.sort().values).norm()) < DIVIDED * float(exact.norm()):
+            return f"{told} with its features in another order", "layout"
+        return f"{told} as other numbers, where all weights are alike", "other-data"
+    return "where all weights are alike, V enters O as it should", ""
+
+
 def of_division(run: Run, trial: Trial) -> bool:
     """Whether O is off by a little where each row's weights are 1 and its sum a small integer,
     which every format holds: what is left to err is the division.
