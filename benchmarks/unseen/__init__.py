@@ -9,7 +9,7 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 11), ("operations", 8))
+    for of, last in (("attention", 12), ("operations", 9))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth")[:last]
 )  # fmt: skip

@@ -127,6 +127,35 @@ def test_a_causal_mask_that_is_off_by_one_is_called_that_with_its_evidence():
     assert plain["fingerprint"]["text"] == report.fingerprint.sentence
 
 
+def masked_softmax(causal=0, shift=lambda s: s.amax(-1, keepdim=True)):
+    """Attention in fp32 whose mask or maximum is another."""
+
+    def attention(query, key, value, *, is_causal, scale):
+        scores = query.float() @ key.float().mT * scale
+        if is_causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(causal)
+            scores = scores.masked_fill(~seen, -torch.inf)
+        weights = (scores - shift(scores.detach())).exp()
+        return (weights / weights.sum(-1, keepdim=True) @ value.float()).to(query.dtype)
+
+    return attention
+
+
+def test_rows_that_see_no_key_are_a_matter_of_the_mask():
+    report = audit(masked_softmax(causal=-1), shapes=(SMALL,), only=["gaussian_causal"])
+    assert report.findings[0].kind == "non-finite"
+    assert report.causes[0].key == "causal-mask"
+    assert "hides the diagonal" in report.evidence[0]
+
+
+def test_one_maximum_for_all_rows_is_seen():
+    kernel = masked_softmax(shift=lambda s: s.amax((-1, -2), keepdim=True))
+    report = audit(kernel, shapes=(SMALL,), only=["gaussian", "rows_apart"])
+    assert report.causes[0].key == "maximum"
+    assert report.evidence[0] == "not finite on rows_apart"
+    assert audit(masked_softmax(), shapes=(SMALL,), only=["rows_apart"]).findings == ()
+
+
 def test_what_is_not_finite_at_odd_sizes_alone_stands_behind_what_is_wrong_everywhere(stock):
     broken = replace(finding("grad_key", kind="non-finite", probe="sizes/3"), ratio=math.inf)
     heads = Named(CAUSES["key-heads"], "text", 300.0, "out", "plain", 1.0)

@@ -36,6 +36,8 @@ PROVEN = 0.9  # share of an error that is "explains it"
 EFFORT = 1500  # emulations of the reconstruction
 PROBES = 2  # failing probes that the reconstruction looks at beside its own inputs
 FAILURES = 3  # failing cases of another operation that are looked at
+SYMPTOMS = ("maximum", "non-finite")  # told by where NaN is alone
+HIDE = ("causal-mask", "mask", "window", "key-tail")  # causes of rows without a key, which are NaN
 LONGEST = 512  # keys of a probe that is emulated hundreds of times
 
 
@@ -164,7 +166,11 @@ def diagnose(
     sizes = all(f.case is not None and f.case.probe.startswith("sizes") for f in broken)
     last = sizes and bool(explained) and explained[0].cause.kind == "function"
     if broken and not last:
-        causes.insert(0, _of_broken(broken))
+        of = _of_broken(broken)
+        if of.cause.key in SYMPTOMS and found is not None:
+            hidden = [n for n in found.causes if n.cause.key in HIDE and n.explained >= PROVEN]
+            causes += map(_of_named, hidden)
+        causes.append(of)
     causes += explained
     if broken and last:
         causes.append(_of_broken(broken))
@@ -218,6 +224,8 @@ def _concerns(tensor: str, failing: set[str]) -> bool:
 
 
 def _of_named(named: Named) -> Diagnosis:
+    if not named.trial:
+        return Diagnosis(named.cause, named.text)
     share = f"{100 * named.explained:.0f} %"
     return Diagnosis(
         named.cause,

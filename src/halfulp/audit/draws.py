@@ -176,6 +176,13 @@ def level(level: float) -> Draw:
     return draw
 
 
+def rows_apart(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
+    """Scores of a query lie around 120 or -120, by turns."""
+    x = level(120.0)(shape, g)
+    x["query"][..., 1::2, 0] *= -1
+    return x
+
+
 def rising(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
     """Scores rise with the key's position, so that the running maximum changes in every tile."""
     x = gaussian(shape, g)

@@ -184,6 +184,13 @@ PROBES: tuple[Probe, ...] = (
         traits=_traits("level"),
     ),
     Probe(
+        "rows_apart",
+        "one maximum for several rows",
+        "FlashDecoding++, arXiv 2311.01282 (one maximum for all rows)",
+        draws.rows_apart,
+        traits=_traits("level"),
+    ),
+    Probe(
         "lse_below_88",
         "exp(−lse) overflowing in the backward pass",
         "pytorch issue 196678",
