@@ -273,12 +273,17 @@ def refined(model: Model, stock: Recipe, dtype: torch.dtype, tensors: frozenset[
             yield field_text(name, fmt), setting(scope, **{name: fmt})
 
 
+def rarer_starts(dtype: torch.dtype) -> list[Model]:
+    """Recipes to start from alone, which no mistake is looked for in."""
+    return [Model.of(recipe_named(_WEIGHTS))] if dtype == torch.bfloat16 else []
+
+
 def starts(dtype: torch.dtype) -> list[Model]:
     """Recipes to start from, the stock one first; float16's are bfloat16's in its format."""
     if dtype == torch.float32:
         return [Model.of(RECIPES[name]) for name in ("FP32", "FP64")]
     if dtype == torch.bfloat16:
-        names: tuple[str, ...] = (*STARTS, "FP32", _ROUNDED.format("bf16"), _WEIGHTS)
+        names: tuple[str, ...] = (*STARTS, "FP32", _ROUNDED.format("bf16"))
         return [Model.of(recipe_named(name)) for name in names]
     names = ("FP16_FLASH2", "FP16_FLOOR", "FP32", _ROUNDED.format("fp16"))
     found = [Model.of(recipe_named(name)) for name in names]

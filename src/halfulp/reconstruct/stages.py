@@ -126,7 +126,7 @@ class Stages:
         trials = frozenset({"plain", "sharp"} & self.emulator.trials.keys()) or None
         best, least = self.stock, self.search.loss(self.stock, offered, trials)
         clearly = CLEARLY * len(self.emulator.fits(self.stock, offered, trials))
-        for model in space.starts(self.dtype)[1:]:
+        for model in (*space.starts(self.dtype)[1:], *space.rarer_starts(self.dtype)):
             loss = self.search.loss(model, offered, trials)
             self.search.tried += 1
             if loss < least - clearly:
