@@ -146,12 +146,16 @@ def _narrowed(x: Tensor, shape: list[str], symbol: str, keep: int) -> Tensor:
     return x.narrow(dim, 0, min(keep, x.shape[dim])).contiguous()
 
 
-def panel(run: Run, operation: Operation, dtype: str, seed: int = 0) -> list[Trial]:
-    """A call of every probe at the operation's first size."""
+def panel(
+    run: Run, operation: Operation, dtype: str, seed: int = 0, short: bool = False
+) -> list[Trial]:
+    """A call of every probe at the operation's first size; of fewer rows that see no other where it
+    is too large, if it may be `short`: beside calls that are known to fail.
+    """
     found = []
     for probe in operation.probes:
         sizes = operation.sizes[0].with_(**{**probe.sizes, "calls": 1})
-        for symbol in operation.independent:  # of rows that see no other, fewer say as much
+        for symbol in operation.independent if short else ():
             fewer = max(FEWEST, sizes[symbol] * 4 * LARGEST // sizes.work)
             sizes = sizes.with_(**{symbol: min(sizes[symbol], fewer)})
         if sizes.work > 4 * LARGEST:

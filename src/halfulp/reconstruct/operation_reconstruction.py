@@ -39,7 +39,7 @@ def of_operation(
     trials = [one for f in failures if (one := trial(run, f.calls, f.failing)) is not None]
     if others is None:
         of = failures[0].calls if failures else None
-        others = panel(run, of.operation, of.dtype) if of is not None else ()
+        others = panel(run, of.operation, of.dtype, short=True) if of is not None else ()
     found: list[FoundWay] = []
     wrong = [t for t in (*trials, *others) if t.failing]
     worst = max((t.relative for t in wrong), default=0.0)
