@@ -42,7 +42,8 @@ class Place:
 
 def place(trial: Trial, base: Rounding, others: Sequence[Trial]) -> Place:
     """Which tensor is off, where alone, at which step that begins and where it sits."""
-    name = trial.failing[0]
+    # gradients inherit what is wrong with results
+    name = min(trial.failing, key=lambda n: n.startswith("grad_"))
     exact = float(trial.exact[name].nan_to_num(0.0, 0.0, 0.0).square().sum())
     relative = (trial.errors[name] / exact) ** 0.5 if exact else float("inf")
     broken = int((trial.kernel[name].isfinite() != trial.exact[name].isfinite()).sum())

@@ -193,10 +193,9 @@ def _told(
             if own is not None and own.cause in ("delta", "no-delta"):  # which has all others do
                 return f"{own.text}: {text}", "no-delta", False, True
         if key:
-            shared = {emulator.trials[name].call.groups > 1 for name in bad or {worst}}
+            grouped = all(emulator.trials[name].call.groups > 1 for name in bad or {worst})
             # calls without groups are right: it is the head of the group that is another
-            by_heads = shared == {True} and text.startswith("heads")
-            return text, "key-heads" if by_heads else key, False, True
+            return text, "key-heads" if grouped and text.startswith("heads") else key, False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     told, special = only
