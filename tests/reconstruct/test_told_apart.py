@@ -15,7 +15,8 @@ from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.parts_read import merged
-from halfulp.reconstruct.sums_read import of_division
+from halfulp.reconstruct.scores_read import of_distance
+from halfulp.reconstruct.sums_read import of_division, value_rows
 from halfulp.reconstruct.weights_read import compared
 
 TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
@@ -166,3 +167,62 @@ def test_a_call_of_whole_sizes_has_its_numbers():
     assert trial.call.query.shape[2:] == trial.call.value.shape[2:] == (128, 64)
     scores, own = scores_of(trial.call), scores_of(TRIALS["ragged"].call)
     assert torch.equal(scores[..., :93, :93], own[..., :93, :93])
+
+
+def with_values(change):
+    """A sound kernel that takes changed values."""
+
+    def run(trial):
+        call = trial.call
+        value = change(call.value.double()).repeat_interleave(call.groups, 1)
+        weights = weights_of(call, scores_of(call))
+        return Result((weights @ value).to(call.query.dtype))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda v: v, ""),
+        (lambda v: torch.where(torch.arange(v.shape[2])[:, None] % 2 == 1, v.flip(-1), v),
+         "layout"),
+        (lambda v: torch.where(torch.arange(v.shape[2])[:, None] % 2 == 1, v * v, v),
+         "other-data"),
+        (lambda v: v * (1 + 2.0**-8), ""),
+    ],
+)  # fmt: skip
+def test_values_of_one_key_tell_their_order_from_other_numbers(change, cause):
+    said, key = value_rows(with_values(change), TRIALS["plain"])
+    assert key == cause, said
+
+
+@pytest.mark.parametrize(("exact_keys", "cause"), [(0, "exponential"), (6, "exponential"),
+                                                   (16, None)])  # fmt: skip
+def test_an_exponential_that_some_keys_have_otherwise_is_found(exact_keys, cause):
+    def run(trial):
+        call = trial.call
+        scores = scores_of(call)
+        below = (scores - scores.amax(-1, keepdim=True)) / math.log(2)
+        part = below - below.floor()
+        other = (1.01 + part * (0.65 + part * 0.34)) * torch.exp2(below.floor())
+        some = torch.arange(scores.shape[-1]) % 16 >= exact_keys
+        weights = torch.where(some, other, torch.exp2(below))
+        weights = weights / weights.sum(-1, keepdim=True)
+        value = call.value.double().repeat_interleave(call.groups, 1)
+        return Result((weights @ value).to(call.query.dtype))
+
+    told = of_distance(run, next(iter(panel.panel(torch.float16))))
+    assert (told.cause if told else None) == cause
+
+
+def test_a_gradient_that_goes_on_from_the_sequence_before_follows_it():
+    def run(trial):
+        result = golden(trial.call, trial.grad_out)
+        return Result(result.out, grad_query=result.grad_query.cumsum(0),
+                      grad_key=result.grad_key, grad_value=result.grad_value)  # fmt: skip
+
+    trial = TRIALS["grouped"]
+    exact = golden(trial.call, trial.grad_out).grad_query
+    observed = Observed.of(run(trial).grad_query, exact)
+    assert suggested.reads_others(run, trial, "grad_query", observed)[1] == "other-data"
