@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from halfulp.audit import Case, Shape, audit, verdict
 from halfulp.audit import run as audit_run
-from halfulp.audit.figures import excess
+from halfulp.audit.figures import excess, unlike
 from halfulp.audit.inputs import Inputs
 from halfulp.audit.natural_noise import natural_noise
 from halfulp.audit.references import references
@@ -192,3 +192,18 @@ def test_one_element_may_get_all_that_rounding_o_makes_of_delta(tensor, rows):
     beyond = errors[tensor].abs().amax((2, 3)).flatten() / (0.4 * 2**-8 * most)
     assert beyond.max() < 5  # ten times as much is a fault
     assert 0.3 < beyond.square().mean().sqrt() < 2
+
+
+def test_numbers_that_look_alike_get_the_digits_that_tell_them_apart():
+    assert unlike(0.711, 0.0131) == "0.711, expected 0.0131"
+    assert unlike(2.7122, 2.7118) == "2.7122, expected 2.7118"
+    assert unlike(1.0, 1.0 + 2**-52) == "1, expected 1.0000000000000002"
+
+
+def test_a_gross_error_is_cited_before_the_way_it_leans():
+    def exchanged(gate, up):
+        return functional.silu(up.float()).mul(gate.float()).to(gate.dtype)
+
+    first, *others = audit(exchanged, op="swiglu", explain=False).findings
+    assert (first.kind, first.ratio > verdict.GROSS) == ("error", True)
+    assert any(f.kind == "lean" and f.ratio > first.ratio for f in others)

@@ -13,6 +13,7 @@ from halfulp.report.text import (
     number_text,
     percent_text,
     power_text,
+    relative_text,
     tick_text,
     times_text,
 )
@@ -261,6 +262,7 @@ def test_other_numbers():
     assert power_text(0.0016) == "1.6e-3"
     assert power_text(None) == "–"
     assert [times_text(x) for x in (None, 1.0, 1.804, 104.2)] == ["–", "1.00", "1.80", "104"]
+    assert [times_text(6e298), relative_text(6e298), relative_text(0.0016)] == ["∞", "∞", "1.6e-3"]
     assert [percent_text(x) for x in (1.0, 0.99999, 0.984, 0.0)] == [
         "100 %",
         "> 99.9 %",
