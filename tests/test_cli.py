@@ -99,7 +99,7 @@ def run(capsys, *arguments):
         ),
         (["explain", "1", "--operation", "dot"], "accepted for 'dot' is an even number"),
         (["explain", "1", "--format", "e4m3"], "accepted are ocp_e4m3 (largest 448"),
-        (["explain", "1", "--format", "bfloat16"], "did you mean 'bf16'?"),
+        (["explain", "1", "--format", "bflot16"], "did you mean 'bf16'?"),
         (["explain", "1", "two"], "values='two': accepted are finite numbers"),
         (["explain", "1", "inf"], "values='inf': accepted are finite numbers"),
         (["explain", "1", "2", "--format", "fp12"], "format='fp12' is not known; accepted: fp64, "),

@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"\d+")
-_DTYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-    "float64": "fp64",
-    "double": "fp64",
-}
+_DTYPES = {"bfloat16": "bf16", "half": "fp16", "float": "fp32", "double": "fp64"}
+_DTYPES |= {f"{kind}{bits}": f"fp{bits}" for kind in ("float", "f") for bits in (16, 32, 64)}
+
+
+def short_dtype(name: object) -> str:
+    """Return "bf16" or "fp16" for whatever torch, numpy and people call them; others in small
+    letters.
+    """
+    lowered = str(name).strip().lower().removeprefix("torch.")
+    return _DTYPES.get(lowered, lowered)
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -23,8 +24,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     capitalized and whichever of a dtype's names is theirs, or nothing where none is near.
     """
     lowered = {one.lower(): one for one in known}
-    asked = name.lower().removeprefix("torch.")
-    same = [one for one in lowered if _DTYPES.get(one, one) == _DTYPES.get(asked, asked)]
+    same = [one for one in lowered if short_dtype(one) == short_dtype(name)]
     close = same or difflib.get_close_matches(name.lower(), lowered, n=1)
     return f"; did you mean {lowered[close[0]]!r}?" if close and name != lowered[close[0]] else ""
 

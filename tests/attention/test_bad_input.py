@@ -75,7 +75,7 @@ BAD = {
     "grad_out of type float": lambda: golden(*CALL, 1.0),
     "grad_out of shape (1, 2, 8, 17)": lambda: golden(*CALL, like(1, 2, 8, 17)),
     "target='sdap'": lambda: audit("sdap"),
-    "dtype='bf16'": lambda: audit("sdpa", dtype="bf16"),
+    "dtype='bf61'": lambda: audit("sdpa", dtype="bf61"),
     "depth='deep'": lambda: audit("sdpa", depth="deep"),
     "shapes=(1, 2, 3)": lambda: audit("sdpa", shapes=((1, 2, 3),)),
     "device='mars'": lambda: audit("sdpa", device="mars"),

@@ -155,6 +155,14 @@ def explained():
     return audit("recipe:BF16_AUTHORS", shapes=SMALL, only=SOME)
 
 
+def test_a_dtype_and_a_device_are_taken_as_torch_has_them():
+    named = functools.partial(audit, "recipe:BF16_FLASH2", shapes=SMALL, only=["gaussian"])
+    one = named(dtype="bfloat16", device="cpu").as_dict()
+    other = named(dtype=torch.bfloat16, device=torch.device("cpu")).as_dict()
+    one["seconds"] = other["seconds"] = 0
+    assert json.dumps(one) == json.dumps(other)
+
+
 def test_the_report_is_json_and_repeats_bit_for_bit():
     first, second = explained().as_dict(), explained.__wrapped__().as_dict()
     first["seconds"] = second["seconds"] = 0

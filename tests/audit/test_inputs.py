@@ -104,8 +104,8 @@ def test_unknown_names_are_refused_in_one_line():
     with pytest.raises(ValueError, match="probe='gausian': accepted are gaussian") as error:
         Case("gausian").inputs()
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="dtype='bf16': accepted are bfloat16"):
-        Case("gaussian", dtype="bf16").inputs()
+    with pytest.raises(ValueError, match="dtype='bf61': accepted are bfloat16"):
+        Case("gaussian", dtype="bf61").inputs()
 
 
 @pytest.mark.parametrize("short", [False, True])

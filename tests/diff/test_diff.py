@@ -224,6 +224,14 @@ def test_the_report_is_plain_data(tmp_path):
     assert "model.layers.*.post_attention_layernorm carries 100% of it" in said.replace("\n", " ")
 
 
+def test_a_setting_takes_dtypes_as_torch_and_the_field_have_them():
+    own, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert Setting(own, dtype=torch.bfloat16).dtype == Setting(own, dtype="bfloat16").dtype
+    assert Setting(other, autocast=torch.half).autocast == "fp16"
+    with pytest.raises(ValueError, match="autocast='fp32': accepted are bf16, fp16"):
+        Setting(other, autocast="fp32")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -29,6 +29,7 @@ from halfulp.formats import (
     BlockFormat,
     Format,
     custom,
+    dtype_named,
     parse_format,
 )
 from halfulp.formats.names import ELSEWHERE
@@ -149,14 +150,32 @@ def test_parse_format_refuses_in_one_line(name: str) -> None:
         ("BFloat16", "bf16"),
         ("float", "fp32"),
         ("half", "fp16"),
+        ("f64", "fp64"),
         ("e4m3fn", "ocp_e4m3"),
         ("float8_e4m3fn", "ocp_e4m3"),
-        ("fp4", "e2m1' or 'mxfp4' or 'nvfp4"),
+        (torch.bfloat16, "bf16"),
+        (torch.float8_e5m2, "ocp_e5m2"),
     ],
 )
-def test_a_format_by_another_name_is_answered_with_ours(name: str, ours: str) -> None:
-    with pytest.raises(ValueError, match=rf"did you mean '{ours}'\?$"):
+def test_a_format_goes_by_what_the_field_calls_it(name: str | torch.dtype, ours: str) -> None:
+    assert parse_format(name).name == ours
+
+
+@pytest.mark.parametrize("name", ["fp4", "float8", "mxfp8"])
+def test_a_name_that_several_formats_have_is_answered_with_all(name: str) -> None:
+    with pytest.raises(ValueError, match=r"did you mean '\w+'( or '\w+')+\?$"):
         parse_format(name)
+
+
+def test_a_dtype_is_found_by_any_of_its_names() -> None:
+    audited, short = ("bfloat16", "float16", "float32"), ("bf16", "fp16", "fp32")
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, *names in zip(dtypes, audited, short, strict=True):
+        for given in (dtype, str(dtype), *names, names[0].upper()):
+            assert [dtype_named(given, known) for known in (audited, short)] == names
+    for unknown in (torch.int8, "fp15", None, 16):
+        with pytest.raises(ValueError, match=r"^into=.*: accepted are bf16, fp16, fp32"):
+            dtype_named(unknown, short, "into")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_rounding_of_the_format_and_of_the_call() -> None:
 
 def test_a_format_goes_by_its_name_too() -> None:
     x = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(round_to(x, "BF16"), round_to(x, BF16))
+    for name in ("BF16", "bfloat16", torch.bfloat16):
+        assert torch.equal(round_to(x, name), round_to(x, BF16))
     assert torch.equal(round_to(x, "mxfp4"), round_to(x, MXFP4))
     assert torch.equal(ulp(x, "e5m10"), ulp(x, FP16))
     assert is_representable(round_to(x, "ocp_e4m3"), "ocp_e4m3").all()
@@ -96,9 +97,11 @@ def test_a_format_that_is_none_is_refused_in_one_line(asked) -> None:
     with pytest.raises(ValueError, match=r"^format='e4m3' is two formats: .*ocp_e4m3.*ieee_e4m3"):
         asked(x, "e4m3")
     with pytest.raises(ValueError, match=r"accepted: .*; did you mean 'bf16'\?$"):
-        asked(x, "bfloat16")
-    with pytest.raises(ValueError, match=r"^fmt=torch\.bfloat16 is not accepted"):
-        asked(x, torch.bfloat16)
+        asked(x, "bflot16")
+    with pytest.raises(ValueError, match=r"^format=torch\.int8 is not known"):
+        asked(x, torch.int8)
+    with pytest.raises(ValueError, match=r"^fmt=16 is not accepted"):
+        asked(x, 16)
     if asked is not round_to:
         with pytest.raises(ValueError, match=r"^fmt='mxfp4' is a block format; accepted: a scalar"):
             asked(x, "mxfp4")

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from halfulp.audit.probes import Probe, Shape, probe_named
 from halfulp.calls import Call, Dropout, Sees, draw_seed
+from halfulp.formats import dtype_named
 from halfulp.operations import (
     ATTENTION,
     DTYPES,
     OperationProbe,
     Sizes,
-    check_dtype,
     drawn_calls,
     operation_named,
     probe_of,
@@ -138,13 +138,13 @@ class Case:
 
         Raises ValueError for an unknown probe or dtype or an unreadable file.
         """
-        check_dtype(self.dtype)
+        dtype = dtype_named(self.dtype, DTYPES)
         if isinstance(self.shape, Sizes):
             generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
             operation = operation_named(self.operation)
-            return drawn_calls(operation, self.probe, self.shape, self.dtype, generator)
+            return drawn_calls(operation, self.probe, self.shape, dtype, generator)
         if self.file is not None:
-            return _cut(read_captured(self.file), self.shape, DTYPES[self.dtype])
+            return _cut(read_captured(self.file), self.shape, DTYPES[dtype])
         probe = probe_named(self.probe)
         generator = torch.Generator().manual_seed(_seed(self.probe, self.seed))
         # on the CPU and in fp32, whatever is audited: a case has the same bits on every device, and
@@ -152,8 +152,7 @@ class Case:
         drawn = probe.draw(self.shape, generator)
         asked = probe.options(self.shape)
         operands: dict[str, Any] = {
-            name: drawn[name].to(DTYPES[self.dtype])
-            for name in ("query", "key", "value", "grad_out")
+            name: drawn[name].to(DTYPES[dtype]) for name in ("query", "key", "value", "grad_out")
         }
         p = asked.get("dropout_p", 0.0)
         return Inputs(

@@ -18,7 +18,8 @@ from halfulp.audit.operation_plan import (
 from halfulp.audit.operation_plan import size_cases as size_cases_of
 from halfulp.audit.probes import PROBES, Shape, probe_named
 from halfulp.audit.size_array import held, size_cases, without
-from halfulp.operations import ATTENTION, check_dtype, operation_named
+from halfulp.formats import dtype_named
+from halfulp.operations import ATTENTION, DTYPES, operation_named
 from halfulp.targets import SEEDED
 from halfulp.targets.form import BHND, Form
 
@@ -80,7 +81,7 @@ def plan(
     """
     if depth not in ("quick", "full"):
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
-    check_dtype(dtype)
+    dtype = dtype_named(dtype, DTYPES)
     for shape in shapes:
         if not isinstance(shape, Shape):
             raise ValueError(
@@ -130,7 +131,7 @@ def plan_of(
             raise ValueError(f"{name}={list(given)!r}: accepted with op='attention' alone")
     if depth not in ("quick", "full"):
         raise ValueError(f"depth={depth!r}: accepted are 'quick' and 'full'")
-    check_dtype(dtype)
+    dtype = dtype_named(dtype, DTYPES)
     cases, sizes = (
         of(operation_named(op), depth, dtype, seed) for of in (operation_cases, size_cases_of)
     )

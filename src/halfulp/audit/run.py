@@ -38,7 +38,8 @@ from halfulp.audit.verdict import (
 )
 from halfulp.calls import Result
 from halfulp.complaints import alike
-from halfulp.operations import ATTENTION
+from halfulp.formats import dtype_named
+from halfulp.operations import ATTENTION, DTYPES
 from halfulp.reconstruct import Reconstruction
 from halfulp.runs.results import Progress, no_progress
 from halfulp.runs.threads import one_thread, own_thread
@@ -47,7 +48,7 @@ from halfulp.targets import (
     SEEDED,
     CallLimits,
     Target,
-    check_device,
+    device_named,
     isolated,
     target_of,
 )
@@ -64,12 +65,12 @@ def audit(
     target: str | Target | Callable[..., Any],
     *,
     op: str = ATTENTION,
-    dtype: str = "bfloat16",
+    dtype: str | torch.dtype = "bfloat16",
     depth: Depth = "quick",
     shapes: Sequence[Shape] = (),
     captured: Sequence[str] = (),
     seed: int = 0,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     forward: bool = False,
     isolate: bool | CallLimits = False,
     form: str | None = None,
@@ -88,8 +89,8 @@ def audit(
             torch.nn.functional's function of that name, or as `halfulp ls operations` shows.
         op: the operation: "attention", another of `halfulp ls operations`, or a folder that defines
             one (docs/operations.md).
-        dtype: "bfloat16", "float16" or "float32", in which only errors 32 times the stock recipe's
-            count.
+        dtype: bfloat16, float16 or float32, by name or as torch has it; in float32 only errors 32
+            times the stock recipe's count.
         depth: "quick" (under a minute on two cores) or "full" (under ten).
         shapes: sizes to use instead of the depth's own.
         captured: safetensors files with query, key, value, grad_out (or q, k, v, do) to audit on as
@@ -124,13 +125,13 @@ def audit(
     """
     if isinstance(target, Target):
         op = target.operation
-    said = (depth, dtype, seed, shapes, captured)
+    kind, device = dtype_named(dtype, DTYPES), device_named(device)
+    said = (depth, kind, seed, shapes, captured)
     todo = plan(*said) if op == ATTENTION else plan_of(op, *said)
-    check_device(device)
     with _opened(target, op, device, isolate, form, jobs) as chosen:
         forward = forward or (chosen.form or BHND).forward_only is not None
         rest = (explain, progress or no_progress, budget(only, seconds), jobs)
-        return _audit(Asked(chosen, dtype, depth, device, forward, *rest), todo)
+        return _audit(Asked(chosen, kind, depth, device, forward, *rest), todo)
 
 
 @contextmanager

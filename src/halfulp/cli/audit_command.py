@@ -12,7 +12,7 @@ from contextlib import (
     redirect_stdout,
 )
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from halfulp.cli.audit_files import AuditFiles
 from halfulp.cli.audit_part import AuditCalls, AuditPart, list_plan
@@ -35,7 +35,7 @@ def audit(
     /,
     *,
     op: str = "attention",
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    dtype: str = "bfloat16",
     shapes: tuple[str, ...] = (),
     full: bool = False,
     captured: tuple[Path, ...] = (),
@@ -61,8 +61,9 @@ def audit(
             D] tensors; of another operation as torch.nn.functional's function of its name. Two
             saved audits, before.json after.json, are compared, and nothing runs.
         op: The operation: one of `halfulp ls operations`, or a folder that defines another.
-        dtype: Of the operands and their gradients. In float32, where sound kernels differ by
-            the order of sums, only errors 32 times the stock recipe's count.
+        dtype: Of the operands and their gradients: bfloat16, float16 or float32. In float32,
+            where sound kernels differ by the order of sums, only errors 32 times the stock recipe's
+            count.
         shapes: Size instead of the built-in ones, B,H,N,D in elements, and again for another; H/K
             is H query heads on K key heads, NxM is N queries on M keys.
         full: Several sizes and seeds, up to 8192 tokens: under ten minutes a target on two cores.

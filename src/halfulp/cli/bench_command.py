@@ -5,7 +5,7 @@ table.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from halfulp.cli.shapes import parse_sizes
 from halfulp.cli.shell import check_files, progress_bar, tell, typed_command
@@ -19,7 +19,7 @@ def bench(
     /,
     *,
     shapes: tuple[str, ...] = (),
-    dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    dtype: str = "bfloat16",
     rounds: int = 9,
     threads: int | None = None,
     device: str = "cpu",
@@ -40,7 +40,7 @@ def bench(
             part.
         shapes: Size, B,H,N,D in elements, H/K for K key heads, NxM for M keys, with ",causal" where
             wanted, and again for another; three sizes, causal and not, by default.
-        dtype: Of query, key, value and their gradients.
+        dtype: Of query, key, value and their gradients: bfloat16 or float16.
         rounds: Timed rounds, at least 6.
         threads: Of torch; its own number by default.
         device: Where the kernels run, such as cpu or cuda.
@@ -57,7 +57,7 @@ def bench(
         raise ValueError(f"threads={threads}: accepted is an integer of at least 1")
     before = torch.get_num_threads()
     torch.set_num_threads(before if threads is None else threads)
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "rounds": rounds, "device": device}
+    options: dict[str, Any] = {"dtype": dtype, "rounds": rounds, "device": device}
     try:
         with progress_bar("bench") as progress:
             plain = benched(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
 
 from halfulp.cli.shell import check_files, load, tell
 
@@ -14,7 +13,7 @@ def reconstruct(
     /,
     *,
     op: str = "attention",
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    dtype: str = "bfloat16",
     device: str = "cpu",
     form: str | None = None,
     effort: int = 2500,
@@ -34,7 +33,7 @@ def reconstruct(
         target: A built-in name (`halfulp ls targets`), package.module:function or
             path/file.py:function, as of `halfulp audit`.
         op: The operation: one of `halfulp ls operations`, or a folder that defines another.
-        dtype: Of query, key, value and their gradients.
+        dtype: Of query, key, value and their gradients: bfloat16, float16 or float32.
         device: Where the target runs, such as cpu or cuda; candidates are emulated on the CPU.
         form: How a function takes its tensors, in a line such as 'qkv[B,N,3,H,D]' (docs/forms.md);
             without it what its parameters are called, and its first result, say it.

@@ -122,7 +122,7 @@ class RunSide:
     def coarsest(self) -> torch.dtype:
         """The narrowest format that the run is known to compute in."""
         if self.config.autocast != "none":
-            return DTYPES[self.config.autocast]
+            return DTYPES[str(self.config.autocast)]
         choices = {a.attention for a in self.config.attention.assignments}
         if not isinstance(self.config.workload, UserModel):  # whose attention reads bf16
             return torch.float32 if choices <= set(_WIDE) else torch.bfloat16

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfulp.complaints import meant
+from halfulp.formats import dtype_named
 from halfulp.interpose import Interposed, Observe, Operation, Swap, interpose
 from halfulp.training.user_model import arguments_of, each_tensor
 
@@ -43,8 +43,8 @@ class Setting:
 
     model: nn.Module
     name: str = ""
-    dtype: str | None = None
-    autocast: str | None = None
+    dtype: str | torch.dtype | None = None
+    autocast: str | torch.dtype | None = None
     attention: str | Callable[[Operation], Any] | None = None
     swaps: tuple[Swap, ...] = ()
     pieces: int | None = None
@@ -59,11 +59,9 @@ class Setting:
                 f"model={type(self.model).__name__}: accepted is an nn.Module, or a Setting of one"
             )
         for name in ("dtype", "autocast"):
-            given = getattr(self, name)
-            known = list(DTYPES) if name == "dtype" else ["bf16", "fp16"]
-            if given is not None and given not in known:
-                said = f"accepted are {', '.join(known)}{meant(str(given), known)}"
-                raise ValueError(f"{name}={given!r}: {said}")
+            if (given := getattr(self, name)) is not None:
+                known = list(DTYPES) if name == "dtype" else ["bf16", "fp16"]
+                object.__setattr__(self, name, dtype_named(given, known, name))
         for name in ("pieces", "decode"):
             given = getattr(self, name)
             if given is not None and (not isinstance(given, int) or given < 1):
@@ -71,7 +69,7 @@ class Setting:
         if self.pieces and self.decode:
             raise ValueError("pieces and decode: accepted is one of them")
         if self.dtype is not None:
-            made = copy.deepcopy(self.model).to(DTYPES[self.dtype])
+            made = copy.deepcopy(self.model).to(DTYPES[str(self.dtype)])
             object.__setattr__(self, "model", made)
         _ = self.own_swaps  # so that a name that nothing has is told here
 
@@ -156,7 +154,7 @@ def run(
     piece = Piece() if piece is None else piece
     model, reading = setting.model, False
     if setting.dtype is not None:
-        wanted = DTYPES[setting.dtype]
+        wanted = DTYPES[str(setting.dtype)]
         batch = each_tensor(batch, lambda x: x.to(wanted) if x.is_floating_point() else x)
 
     def seen_by(operation: Operation, result: Any) -> None:
@@ -187,7 +185,7 @@ def run(
 def _autocast(setting: Setting) -> AbstractContextManager[Any]:
     if setting.autocast is None:
         return nullcontext()
-    return torch.autocast(setting.device.type, DTYPES[setting.autocast])
+    return torch.autocast(setting.device.type, DTYPES[str(setting.autocast)])
 
 
 def _calls(setting: Setting, batch: Any, piece: Piece) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from halfulp.complaints import meant
 from halfulp.diff.run_sides import with_outputs
 from halfulp.diff.setting import Setting
-from halfulp.targets import check_device
+from halfulp.targets import device_named
 from halfulp.targets.loading import load_function
 
 OPTIONS = ("dtype", "autocast", "attention", "pieces", "decode", "compiled")
@@ -86,7 +86,7 @@ def optimizer_of(name: str, argument: str, seed: int = 0, device: str = "cpu") -
 
 
 def _called(function: Callable[..., Any], seed: int, device: str) -> Any:
-    check_device(device)
+    device_named(device)
     torch.manual_seed(seed)
     takes = inspect.signature(function).parameters
     return function(seed, torch.device(device)) if len(takes) >= 2 else function()

@@ -30,9 +30,10 @@ from halfulp.experiments.bench_result import (
     is_clear,
     quartiles,
 )
+from halfulp.formats import dtype_named
 from halfulp.recipes import BF16_FLOOR, FP16_FLOOR, Recipe
 from halfulp.runs.results import Progress, no_progress, part_of
-from halfulp.targets import Target, builtin_targets, check_device, resolve
+from halfulp.targets import Target, builtin_targets, device_named, resolve
 
 __all__ = ["SHAPES", "BenchResult", "Setting", "Timing", "bench"]
 
@@ -43,16 +44,16 @@ _SLOW = ("flex", "flash_attention_2")
 _WARM_UP = 2
 _LEAST_ROUNDS = 6  # with fewer no ratio is clear
 _ERROR_ROWS = 2**22  # rows × keys of the floor that are held at once
-_FLOORS = {torch.bfloat16: BF16_FLOOR, torch.float16: FP16_FLOOR}
+_FLOORS = {"bfloat16": BF16_FLOOR, "float16": FP16_FLOOR}
 
 
 def bench(
     kernels: Sequence[str] = (),
     settings: Sequence[Setting] = (),
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: str | torch.dtype = "bfloat16",
     rounds: int = 9,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     command: str = "halfulp bench",
     progress: Progress | None = None,
 ) -> BenchResult:
@@ -75,9 +76,7 @@ def bench(
     """
     if rounds < _LEAST_ROUNDS:
         raise ValueError(f"rounds={rounds}: accepted is an integer of at least {_LEAST_ROUNDS}")
-    if dtype not in _FLOORS:
-        raise ValueError(f"dtype={dtype}: accepted are torch.bfloat16 and torch.float16")
-    check_device(device)
+    kind, device = dtype_named(dtype, _FLOORS), device_named(device)
     chosen, skipped = _choose(kernels)
     sizes = list(settings) or [
         Setting(shape, causal) for shape in SHAPES for causal in (False, True)
@@ -86,7 +85,7 @@ def bench(
     timings: list[Timing] = []
     peaks: list[float] = []
     for i, setting in enumerate(sizes):
-        inputs = _draw(setting, dtype, device)
+        inputs = _draw(setting, getattr(torch, kind), device)
         runs: dict[str, _Run] = {}
         for name, target in chosen.items():
             try:
@@ -103,7 +102,6 @@ def bench(
         peaks += spent.peaks
         errors = {name: _errors(run, inputs, setting) for name, run in runs.items()}
         timings += [_timing(name, setting, spent, errors[name]) for name in runs]
-    kind = str(dtype).removeprefix("torch.")
     threads = torch.get_num_threads() if torch.device(device).type == "cpu" else None
     peak = quartiles([2.0 * GEMM**3 / peak / 1e9 for peak in peaks])
     return BenchResult(tuple(timings), skipped, kind, rounds, threads, peak, command)
@@ -262,7 +260,7 @@ def _floor(setting: Setting, *head: Tensor) -> tuple[dict[str, Tensor], dict[str
     exact = dict(
         zip(names, (truth.out, truth.grad_query, truth.grad_key, truth.grad_value), strict=True)
     )
-    recipe: Recipe = _FLOORS[head[0].dtype].with_(
+    recipe: Recipe = _FLOORS[dtype_named(head[0].dtype, _FLOORS)].with_(
         block_query=max(1, _ERROR_ROWS // head[1].shape[2])
     )
     leaves = [x.clone().requires_grad_() for x in head[:3]]

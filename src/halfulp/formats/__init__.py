@@ -28,7 +28,7 @@ from halfulp.formats.format import (
     Specials,
     custom,
 )
-from halfulp.formats.names import FORMATS, parse_format
+from halfulp.formats.names import FORMATS, dtype_named, parse_format
 from halfulp.formats.rounding import is_representable, round_to, ulp
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "Rounding",
     "Specials",
     "custom",
+    "dtype_named",
     "is_representable",
     "parse_format",
     "round_to",

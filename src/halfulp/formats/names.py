@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
-from halfulp.complaints import meant
+import torch
+
+from halfulp.complaints import meant, short_dtype
 from halfulp.formats.blocks import BLOCK_FORMATS, BlockFormat
 from halfulp.formats.format import SCALAR_FORMATS, Format, custom
 
@@ -26,9 +29,24 @@ ELSEWHERE: Final = {
 }
 
 
-def parse_format(name: str) -> Format | BlockFormat:
+def dtype_named(given: str | torch.dtype, accepted: Iterable[str], argument: str = "dtype") -> str:
+    """Return which of the accepted names is that of a dtype, given as torch has it or by any name
+    of it: torch.bfloat16, "torch.bfloat16", "bfloat16", "bf16"; "half", "f16", "fp16".
+
+    Raises:
+        ValueError: none of them is; one line names the argument and what is accepted.
+    """
+    accepted = tuple(accepted)
+    for name in accepted:
+        if isinstance(given, (str, torch.dtype)) and short_dtype(name) == short_dtype(given):
+            return name
+    told = meant(str(given), accepted)
+    raise ValueError(f"{argument}={given!r}: accepted are {', '.join(accepted)}{told}")
+
+
+def parse_format(name: str | torch.dtype) -> Format | BlockFormat:
     """Return the built-in format of that name (any case), or the IEEE-style format "eXmY" of any
-    width.
+    width. A dtype of torch, or what torch calls one, is its format.
 
     "e4m3" alone is refused: to most of the field it is OCP's format with 448 as its largest number,
     by the IEEE rule it ends at 240.
@@ -36,7 +54,7 @@ def parse_format(name: str) -> Format | BlockFormat:
     Raises:
         ValueError: the name is neither; one line says what was probably meant and what is accepted.
     """
-    lowered = name.strip().lower()
+    lowered = short_dtype(name)
     for fmt in FORMATS:
         if fmt.name == lowered:
             return fmt
@@ -48,7 +66,9 @@ def parse_format(name: str) -> Format | BlockFormat:
         )
     if widths is None:
         names = [fmt.name for fmt in FORMATS]
-        ours = ELSEWHERE.get(lowered.removeprefix("torch.").replace("float", "fp"), ())
+        ours = ELSEWHERE.get(lowered.replace("float", "fp"), ())
+        if len(ours) == 1:
+            return parse_format(ours[0])
         said = f"; did you mean {' or '.join(map(repr, ours))}?" if ours else meant(lowered, names)
         raise ValueError(
             f"format={name!r} is not known; accepted: {', '.join(names)}, or eXmY such as"

@@ -140,7 +140,7 @@ def is_representable(x: Tensor, fmt: Format | str) -> Tensor:
 def _format_of(fmt: object) -> Format | BlockFormat:
     if isinstance(fmt, (Format, BlockFormat)):
         return fmt
-    if isinstance(fmt, str):
+    if isinstance(fmt, (str, torch.dtype)):
         return parse_format(fmt)
     raise ValueError(f"fmt={fmt!r} is not accepted; accepted: a Format or its name, such as 'bf16'")
 

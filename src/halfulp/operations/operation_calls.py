@@ -10,20 +10,11 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import gradients_of
-from halfulp.complaints import meant
 from halfulp.operations.operation_data import Define, Operation, Sizes, Tensors
 from halfulp.operations.operation_sizes import probe_of
 from halfulp.operations.seam import Change, Rounding, Steps, exactly
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def check_dtype(name: str) -> None:
-    """Raise ValueError for a dtype that nothing is audited in."""
-    if name not in DTYPES:
-        raise ValueError(
-            f"dtype={name!r}: accepted are {', '.join(DTYPES)}{meant(str(name), DTYPES)}"
-        )
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from halfulp.operations import OperationCalls, OperationResult, check_dtype, operation_named
+import torch
+
+from halfulp.formats import dtype_named
+from halfulp.operations import DTYPES, OperationCalls, OperationResult, operation_named
 from halfulp.reconstruct.found import WELL, FoundWay
 from halfulp.reconstruct.operation_called import panel
 from halfulp.reconstruct.operation_reconstruction import of_operation
 from halfulp.runs.threads import own_thread
-from halfulp.targets import Target, check_device, run_operation, target_of
+from halfulp.targets import Target, device_named, run_operation, target_of
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ def reconstruct_operation(
     target: str | Target | Callable[..., Any],
     op: str,
     *,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> OperationReconstruction:
     """Find what explains the errors of a kernel of an operation, as `reconstruct` does for
@@ -71,7 +74,7 @@ def reconstruct_operation(
     Args:
         target: a name, "file.py:function", or a function as `halfulp.audit` takes it.
         op: one of `halfulp ls operations` but attention, or a folder that defines another.
-        dtype: "bfloat16", "float16" or "float32".
+        dtype: bfloat16, float16 or float32, by name or as torch has it.
         device: where the target runs; ways are emulated on the CPU.
         seed: of the inputs.
 
@@ -79,8 +82,7 @@ def reconstruct_operation(
         ValueError: for an unknown target, operation, dtype or device, or a kernel that gives no
             result on any probe.
     """
-    check_dtype(dtype)
-    check_device(device)
+    dtype, device = dtype_named(dtype, DTYPES), device_named(device)
     operation, began, said = operation_named(op), time.perf_counter(), ["no reason given"]
     chosen = target_of(target, op)
 

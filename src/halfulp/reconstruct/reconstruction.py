@@ -15,7 +15,8 @@ import torch
 
 from halfulp.algorithms import golden
 from halfulp.calls import Result
-from halfulp.operations import DTYPES, check_dtype
+from halfulp.formats import dtype_named
+from halfulp.operations import DTYPES
 from halfulp.recipes import Recipe
 from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
@@ -43,7 +44,7 @@ from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
 from halfulp.reconstruct.suggested import is_zero
 from halfulp.runs.threads import own_thread
-from halfulp.targets import BHND, Target, check_device, in_its_form, run_target, target_of
+from halfulp.targets import BHND, Target, device_named, in_its_form, run_target, target_of
 
 AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
@@ -57,8 +58,8 @@ HEADS = 2  # of a trial that is handed in
 def reconstruct(
     target: str | Target | Callable[..., Any],
     *,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device = "cpu",
     form: str | None = None,
     effort: int = EFFORT,
     seed: int = 0,
@@ -73,7 +74,7 @@ def reconstruct(
     Args:
         target: a name (`halfulp ls targets`), "file.py:function", or a function as
             `halfulp.audit` takes it.
-        dtype: "bfloat16", "float16" or "float32".
+        dtype: bfloat16, float16 or float32, by name or as torch has it.
         device: where the target runs; candidates are emulated on the CPU.
         form: how a function takes its tensors, in a line such as "qkv[B,N,3,H,D]" (docs/forms.md);
             without it what its parameters are called, and its first result, say it.
@@ -85,10 +86,9 @@ def reconstruct(
         ValueError: for an unknown target, dtype or device, an effort below 1, or a kernel that
             gives no result on any of the inputs.
     """
-    check_dtype(dtype)
+    dtype, device = dtype_named(dtype, DTYPES), device_named(device)
     if effort < 1:
         raise ValueError(f"effort={effort}: accepted is an integer of at least 1")
-    check_device(device)
     chosen = target_of(target, form=form)
     first = panel(DTYPES[dtype], seed)[0]
     chosen, outcome = in_its_form(

@@ -3,7 +3,7 @@ signature.
 """
 
 from halfulp.targets.builtin import builtin_targets
-from halfulp.targets.calling import check_device, one_line, run_target
+from halfulp.targets.calling import device_named, one_line, run_target
 from halfulp.targets.dialect import (
     canonical,
     is_code,
@@ -30,7 +30,7 @@ __all__ = [
     "UnsupportedError",
     "builtin_targets",
     "canonical",
-    "check_device",
+    "device_named",
     "emulations",
     "in_its_form",
     "is_code",

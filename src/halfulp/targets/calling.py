@@ -340,13 +340,14 @@ def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError for a device that torch does not have here."""
+def device_named(device: str | torch.device) -> str:
+    """Return the device's name; raise ValueError for one that torch does not have here."""
     try:
         torch.zeros(1, device=device).item()  # meta's tensors hold no numbers
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         said = " ".join(str(error).split()).partition(":")[0].rstrip(".")
         reason = said if len(said) < 80 else "torch knows no such device"
         raise ValueError(
-            f"device={device!r}: {reason}; accepted is one that torch has here, such as cpu"
+            f"device={str(device)!r}: {reason}; accepted is one that torch has here, such as cpu"
         ) from error
+    return str(device)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from halfulp.audit import AuditReport, Case, Shape, audit
 from halfulp.audit.against import Change, Comparison, audit_of, compare, read_audits
 from halfulp.audit.run import runner
@@ -77,12 +79,12 @@ def assert_sound(
     op: str = "attention",
     *,
     like: str | Path | Callable[..., Any] = "stock",
-    dtype: str = "bfloat16",
+    dtype: str | torch.dtype = "bfloat16",
     depth: Literal["quick", "full"] = "quick",
     shapes: Sequence[Shape] = (),
     captured: Sequence[str] = (),
     seed: int = 0,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     forward: bool = False,
     form: str | None = None,
     isolate: bool | CallLimits = False,
@@ -98,7 +100,7 @@ def assert_sound(
             a known bias. "sound": free of bias, within the budget of the format. Or another
             kernel, a function or a name, or a saved audit, FILE.json: no figure may be
             significantly worse than there, whatever the verdict.
-        dtype: "bfloat16", "float16" or "float32".
+        dtype: bfloat16, float16 or float32, by name or as torch has it.
         depth: "quick" or "full".
         shapes: sizes to use instead of the depth's own.
         captured: safetensors files with real activations to audit on as well.
@@ -163,14 +165,14 @@ def replay(
     target: str | Target | Callable[..., Any],
     failing: Failing,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     forward: bool = False,
 ) -> float:
     """How far a target fails on one input, 1 being the limit of a defect."""
     found = target_of(target, failing.case.operation, failing.form)
     kind: Any = failing.kind
     finding = Finding("defect", kind, failing.property, failing.tensor, failing.case, "", 0.0)
-    return severity(runner(found, device, forward), failing.case, finding)
+    return severity(runner(found, str(device), forward), failing.case, finding)
 
 
 def _failing(report: AuditReport) -> Failing | None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, distributed, nn
 
-from halfulp.targets import check_device
+from halfulp.targets import device_named
 
 Parallel: TypeAlias = Literal["none", "ddp", "fsdp"]
 
@@ -116,7 +116,7 @@ def world(parallel: Parallel, device: str) -> Iterator[World]:
     Raises:
         ValueError: parallel is asked for outside `torchrun`, or is not known.
     """
-    check_device(device)
+    device_named(device)
     if parallel == "none":
         yield World(device=torch.device(device))
         return

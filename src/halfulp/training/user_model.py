@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from halfulp.interpose import Kernel, Observe, Operation, interpose
 from halfulp.recipes import hash_seed
-from halfulp.targets import check_device
+from halfulp.targets import device_named
 from halfulp.targets.calling import one_line
 from halfulp.targets.loading import load_function
 from halfulp.training.attention import AttentionFunction, AttentionPlan
@@ -188,7 +188,9 @@ class UserWorkload:
         raise _misfit(self.config.make, f"batch({step}) gave a {type(made).__name__}")
 
 
-def user_run(name: str, *, seed: int = 0, device: str = "cpu", **fields: Any) -> RunConfig:
+def user_run(
+    name: str, *, seed: int = 0, device: str | torch.device = "cpu", **fields: Any
+) -> RunConfig:
     """Return the configuration of a run of the model that a function makes.
 
     Args:
@@ -201,7 +203,7 @@ def user_run(name: str, *, seed: int = 0, device: str = "cpu", **fields: Any) ->
         ValueError: there is no such function, or what it returns is not what `CONTRACT` says.
     """
     made, plan = UserModel(absolute(name), "", 1), AttentionPlan.of(OWN)
-    check_device(device)
+    device = device_named(device)
     config = RunConfig(made, plan, seed=seed, device=device, preset=name)
     with own_generators(torch.device(device)):
         workload = UserWorkload(config, torch.device(device), None)
