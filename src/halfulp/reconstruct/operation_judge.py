@@ -117,36 +117,59 @@ class Judge:
                 found += self._hidden(base, found)
             (base, share, way), fits, rivals = self._told_apart(found)
         alike = self.held.alike(base, way, found)
-        share, chosen = self._joined(base, share, way, tried)
+        share, chosen = self._joined(base, share, way, tried if share > FURTHER else [])
         if len(chosen) == 1 and share >= WHOLLY and not self._alone_enough(base, way):
-            chosen = self._with_another(base, way)
+            chosen = self._with_others(base, share, way, found, start)
             share = self.trial.share(base, chosen)
-        of_rounding = self.trial.of_rounding
-        otherwise = {w.cause for w in chosen} & OTHERWISE
-        most = max(min(LEFT, self.trial.near), 4 * of_rounding) if otherwise else 1.0
-        predicts = self.held.predicts(base, chosen)
         if len(chosen) > 1:
             fits = self.held.fit(base, chosen)
-        least = MOSTLY if otherwise and len(chosen) > 1 else PREDICTS  # two come near by chance
-        wrong = share + min(0.0, fits) < EXPLAINS or predicts < least
-        wrong = wrong or (bool(otherwise) and self.held.harm(base, chosen) > OFTEN)
-        wrong = wrong or (bool(otherwise) and not self.held.telling(base, chosen))
-        wrong = wrong or (bool(otherwise) and self.held.follows(base, chosen) < MOSTLY)
-        if wrong or 1 - share > min(most, EXPLAINS * (1 - start)):
+        if not self._holds(base, share, chosen, start):
             return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
         return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals, alike)
+
+    def _holds(self, base: Rounding, share: float, chosen: tuple[Way, ...], start: float) -> bool:
+        """Whether ways explain enough here, and on the other calls what they are ways of."""
+        held, least = self.held, PREDICTS
+        otherwise = any(w.cause in OTHERWISE for w in chosen)
+        most = EXPLAINS * (1 - start)
+        if otherwise:
+            most = min(most, max(min(LEFT, self.trial.near), 4 * self.trial.of_rounding))
+            least = MOSTLY if len(chosen) > 1 else PREDICTS  # two come near by chance
+        if share + min(0.0, held.fit(base, chosen)) < EXPLAINS or 1 - share > most:
+            return False
+        if held.predicts(base, chosen) < least:
+            return False
+        return not otherwise or (
+            held.harm(base, chosen) <= OFTEN
+            and held.telling(base, chosen)
+            and held.follows(base, chosen) >= MOSTLY
+        )
 
     def _alone_enough(self, base: Rounding, way: Way) -> bool:
         """Whether one way is all that is wrong: it explains the other calls that fail as well."""
         held = self.held
         return min(held.predicts(base, (way,)), held.follows(base, (way,))) >= MOSTLY
 
-    def _with_another(self, base: Rounding, way: Way) -> tuple[Way, ...]:
-        """A way, and one that explains the worst of the calls which it does not explain: a kernel
-        may have two mistakes, of which this call shows one.
+    def _with_others(
+        self, base: Rounding, share: float, way: Way, found: list[_Tried], start: float
+    ) -> tuple[Way, ...]:
+        """A way that explains this call, or the rounding of one step that does so as well, and what
+        explains the worst of the calls which it does not: a kernel may have several mistakes, of
+        which this call shows one.
         """
+        single = [one for one in found if one[0] is base and len(one[2].steps) == 1]
+        simple = max(filter(_of_rounding, single), key=_share, default=None)
+        more = [simple[2]] if simple and simple[1] >= share - EQUAL else []
+        for one in (way, *more):
+            chosen = self._with_another(base, one)
+            if len(chosen) > 1 and self._holds(base, share, chosen, start):
+                return chosen
+        return (way,)
+
+    def _with_another(self, base: Rounding, way: Way) -> tuple[Way, ...]:
+        """With what explains the worst of the calls that a way does not explain."""
         rest = [t for t in self.others if t.failing and t.share(base, (way,)) < EXPLAINS]
         worst = max(rest, key=lambda t: (not t.nonfinite, t.relative), default=None)
         if worst is None:
@@ -154,8 +177,10 @@ class Judge:
         calls, steps = worst.calls, way.steps.keys()
         there = (*operand_ways(calls), *ways(calls), *sum_ways(calls))
         more = [w for w in there if not w.steps.keys() & steps and worst.concerns(base, w)]
-        share, other = max((worst.best(base, (way,), w) for w in more), key=itemgetter(0))
-        return (way, other) if share >= WHOLLY else (way,)
+        share, chosen = self._joined(base, worst.share(base, (way,)), way, more, worst)
+        # what is no rounding comes near to anything where there are several
+        few = len(chosen) == 2 or all(CAUSES[w.cause].kind == "rounding" for w in chosen)
+        return chosen if share >= WHOLLY and few else (way,)
 
     def _of_results(self, base: Rounding) -> FoundWay | None:
         """What explains results where gradients, which are another function's, hide it."""
@@ -207,26 +232,29 @@ class Judge:
         base, share, way = max(found, key=_share)
         if share >= DO and not self._foretells(base, way):
             return 0.0
-        share, chosen = self._joined(base, share, way, tried)
+        share, chosen = self._joined(base, share, way, tried if share > FURTHER else [])
         # coarse formats come near to any factor
         near = {"coarser"} if share < ALL else set()
         kinds = {"" if w.cause in near else CAUSES[w.cause].kind for w in chosen}
         return share if kinds == {"rounding"} else 0.0
 
     def _joined(
-        self, base: Rounding, share: float, way: Way, tried: list[Way]
+        self, base: Rounding, share: float, way: Way, tried: list[Way], trial: Trial | None = None
     ) -> tuple[float, tuple[Way, ...]]:
-        """With further ways beside one, as long as each explains more of what is left."""
+        """With further ways beside one, as long as each explains more of what is left, of this call
+        or of another.
+        """
         chosen: tuple[Way, ...] = (way,)
-        while tried and FURTHER < share < WHOLLY and len(chosen) < TOGETHER:
-            rest = self.trial.unexplained(base, chosen)
+        trial = trial or self.trial
+        while tried and share < WHOLLY and len(chosen) < TOGETHER:
+            rest = trial.unexplained(base, chosen)
             steps = {name for one in chosen for name in one.steps}
             tried = [
                 way
                 for way in tried
-                if not steps & way.steps.keys() and self.trial.concerns(base, way, rest)
+                if not steps & way.steps.keys() and trial.concerns(base, way, rest)
             ]
-            more = [(base, *self.trial.best(base, chosen, way)) for way in tried]
+            more = [(base, *trial.best(base, chosen, way)) for way in tried]
             if not more:
                 break
             _, risen, way = max(more, key=_share)
@@ -416,6 +444,10 @@ class Judge:
         elif found.relative > GROSS:
             key = "operation-function"
         return FoundWay(key, text, 0.0, 0.0, self._failing)
+
+
+def _of_rounding(tried: _Tried) -> bool:
+    return CAUSES[tried[2].cause].kind == "rounding"
 
 
 def _both(telling: list[_Tried]) -> list[Way]:

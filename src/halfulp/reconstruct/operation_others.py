@@ -30,14 +30,19 @@ class Others:
     def fit(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """How well ways do on the other calls, where the kernel errs and where it does not."""
         others = [t for t in self.trials if t.knows(chosen)]
-        return sum(t.share(base, chosen) for t in others) / max(1, len(others))
+        return sum(self._weight(t) * t.share(base, chosen) for t in others) / max(1, len(others))
 
     def predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The mean share of the error that ways explain on the other calls that fail as badly."""
-        least = SLIGHT * min(1.0, self.beside.relative)
-        others = [t for t in self.trials if t.failing and t.relative >= least and t.knows(chosen)]
-        shares = [t.share(base, chosen) for t in others]
-        return sum(shares) / len(shares) if shares else 1.0
+        others = [t for t in self.trials if t.failing and t.knows(chosen)]
+        weighed = [(w, t.share(base, chosen)) for t in others if (w := self._weight(t)) >= SLIGHT]
+        whole = sum(weight for weight, _ in weighed)
+        return sum(weight * share for weight, share in weighed) / whole if whole else 1.0
+
+    def _weight(self, other: Trial) -> float:
+        """What a call counts: where less is off than here another rounding may be what is."""
+        own = min(1.0, self.beside.relative)
+        return min(1.0, other.relative / own) if other.failing else 1.0
 
     def follows(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """On how many of the calls of the same sizes that fail as badly ways leave no more than

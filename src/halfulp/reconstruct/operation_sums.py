@@ -28,8 +28,10 @@ from halfulp.reconstruct.operation_ways import (
     said,
     shapes_of_steps,
 )
+from halfulp.runs.threads import threads_outside
 
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # terms that are summed exactly before a sum is rounded
+_RUNS = (2, 4, 8, 16)  # parts that may run beside each other, and as many as torch has threads
 _LONGEST = 4096  # terms of a sum that is emulated one after the other
 
 
@@ -52,7 +54,8 @@ _RUNNING: deque[tuple[tuple[Format, int, int, str], Tensor, Tensor]] = deque(max
 
 def running(x: Tensor, fmt: Format, dim: int, block: int, how: str = "running") -> Tensor:
     """Terms whose exact sum is the sum that is rounded after every `block` of them: as it runs,
-    each part for itself ("parts"), both ("both"), or parts and then sums of two ("tree").
+    each part for itself ("parts"), both ("both"), or parts and then sums of two ("tree"); or after
+    every term of each of `block` parts, and of their sum, as threads have one each ("runs").
 
     A way that is tried beside others meets the same terms again and again, and a rounding for every
     term is what a search costs most: the last sums are kept.
@@ -67,8 +70,14 @@ def running(x: Tensor, fmt: Format, dim: int, block: int, how: str = "running") 
 
 
 def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
-    parts = [part.sum(dim) for part in torch.split(x, block, dim)]
     found = torch.zeros_like(x)
+    if how == "runs":
+        each = torch.split(x, -(-x.shape[dim] // block), dim)
+        sums = [_running(part, fmt, dim, 1, "running").sum(dim) for part in each]
+        whole = _running(torch.stack(sums, dim), fmt, dim, 1, "running").sum(dim)
+        found.select(dim, 0).copy_(whole)
+        return found
+    parts = [part.sum(dim) for part in torch.split(x, block, dim)]
     if how == "tree":
         parts = [round_to(part, fmt) for part in parts]
         while len(parts) > 1:
@@ -113,6 +122,11 @@ def _is_summed(calls: OperationCalls, name: str, dim: int) -> bool:
 def _sums(name: str, step: str, own: Format, dim: int, length: int) -> Iterator[Way]:
     back = name.startswith("grad_")
     cause = "grad-sum-low" if back else "sum-low"
+    for count in sorted({*_RUNS, threads_outside()} - {1}):
+        if 2 * count <= length:
+            text = f"sums over {count} parts of {step} are rounded to {own} after every term"
+            runs = partial(running, fmt=own, dim=dim, block=count, how="runs")
+            yield Way(cause, text, {name: runs})
     for fmt in (own, FP16 if own is not FP16 else BF16):
         for block in _BLOCKS:
             if block < length:

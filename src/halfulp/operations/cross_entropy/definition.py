@@ -45,15 +45,18 @@ def define(step: Seam, x: Tensors, options: Options, squared: bool = True) -> Te
     largest = step("_maximum", rows.amax(-1, keepdim=True))
     weights = step("weights", step("_shifted", rows - largest).exp())
     row_sum = step("row_sum", step("_row_sum_terms", weights).sum(-1, keepdim=True))
-    whole = largest + step("_log_sum", row_sum.log())
+    log_sum = step("_log_sum", row_sum.log())
+    whole = largest + log_sum
     kept = step("_lse", whole)  # of which kernels take the loss and the gradient
     lse = step("lse", kept)
     loss = (1 - smoothing) * step("own", lse - rows.gather(1, right))
     if smoothing:
         loss = loss + smoothing * step("others", lse - rows).mean(-1, keepdim=True)
     loss = (loss + z_scale * (lse * lse if squared else lse))[:, 0]
-    # over the row sum, but with the error of the lse that was kept, as kernels that read it have it
-    p = step("_log_probabilities", (weights / row_sum).log() + (whole - kept)).exp()
+    # over the row sum, but with the errors of its logarithm and of the lse, as kernels have them
+    # that keep these
+    errors = (row_sum.log() - log_sum) + (whole - kept)
+    p = step("_log_probabilities", (weights / row_sum).log() + errors).exp()
     p = step("_probabilities", p)
     wanted = torch.zeros_like(rows).scatter(1, right, 1 - smoothing) + smoothing / rows.shape[1]
     # ∂lse/∂x = p, so the square of lse adds 2 z · lse · p
