@@ -34,6 +34,7 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "with a window": (sees.window is not None, "window"),
         "with a mask": (sees.mask is not None, "mask"),
         "with an additive mask": (additive, "mask"),
+        "with a boolean mask": (sees.mask is not None and not additive, "mask"),
         "grouped": (call.groups > 1, "key-heads"),
         "of several sequences": (b > 1, "other-data"),
         "causal": (sees.causal, "causal-mask"),
@@ -65,7 +66,7 @@ def _kinds(trial: Trial) -> dict[str, bool]:
 
 
 _OPTIONS = ("with sinks", "with a softcap", "with a window", "with a mask")
-_ASKED = (*_OPTIONS, "with an additive mask")
+_ASKED = (*_OPTIONS, "with an additive mask", "with a boolean mask")
 
 
 def where(some: Sequence[Trial], others: Sequence[Trial]) -> str:

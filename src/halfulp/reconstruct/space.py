@@ -11,7 +11,7 @@ import torch
 
 from halfulp import recipes
 from halfulp.formats import BF16, FP16, FP32, FP64, OCP_E4M3, OCP_E5M2, TF32, Format, custom
-from halfulp.recipes import RECIPES, Matmul, Recipe, Shift, recipe_named
+from halfulp.recipes import FP8_FLASH, RECIPES, Matmul, Recipe, Shift, recipe_named
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Model, Twist, Way
 from halfulp.reconstruct.twists import orders
 
@@ -273,11 +273,6 @@ def refined(model: Model, stock: Recipe, dtype: torch.dtype, tensors: frozenset[
             yield field_text(name, fmt), setting(scope, **{name: fmt})
 
 
-def rarer_starts(dtype: torch.dtype) -> list[Model]:
-    """Recipes to start from alone, which no mistake is looked for in."""
-    return [Model.of(recipe_named(_WEIGHTS))] if dtype == torch.bfloat16 else []
-
-
 def starts(dtype: torch.dtype) -> list[Model]:
     """Recipes to start from, the stock one first; float16's are bfloat16's in its format."""
     if dtype == torch.float32:
@@ -286,13 +281,20 @@ def starts(dtype: torch.dtype) -> list[Model]:
         names: tuple[str, ...] = (*STARTS, "FP32", _ROUNDED.format("bf16"))
         return [Model.of(recipe_named(name)) for name in names]
     names = ("FP16_FLASH2", "FP16_FLOOR", "FP32", _ROUNDED.format("fp16"))
-    found = [Model.of(recipe_named(name)) for name in names]
-    for name in STARTS[1:]:
-        recipe = RECIPES[name]
-        changes: dict[str, Any] = {
-            step: FP16 for step in recipes.STEPS if getattr(recipe, step) == BF16
-        }
-        own = name.replace("BF16", "FP16") if "BF16" in name else f"{name}_FP16"
-        if own not in RECIPES:
-            found.append(Model.of(recipe.with_(name=own, **changes)))
-    return found
+    others = (_in_fp16(RECIPES[name]) for name in STARTS[1:])
+    return [*(Model.of(recipe_named(name)) for name in names),
+            *(Model.of(recipe) for recipe in others if recipe.name not in RECIPES)]  # fmt: skip
+
+
+def named(dtype: torch.dtype) -> list[Model]:
+    """These, and the rarer ones that no mistake is looked for in."""
+    low = [r for name, r in RECIPES.items() if "BF16" in name and name not in STARTS]
+    rarer = () if dtype == torch.float32 else (recipe_named(_WEIGHTS), *low, FP8_FLASH)
+    own = (r if dtype == torch.bfloat16 else _in_fp16(r) for r in rarer)
+    return [*starts(dtype), *map(Model.of, own)]
+
+
+def _in_fp16(recipe: Recipe) -> Recipe:
+    own = recipe.name.replace("BF16", "FP16") if "BF16" in recipe.name else f"{recipe.name}_FP16"
+    changes: dict[str, Any] = {s: FP16 for s in recipes.STEPS if getattr(recipe, s) == BF16}
+    return recipe.with_(name=own, **changes)

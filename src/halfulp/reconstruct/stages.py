@@ -33,7 +33,7 @@ from halfulp.reconstruct.emulating import (
     Way,
     in_what_is_returned,
 )
-from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED, Fits
+from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED
 from halfulp.reconstruct.naming import merged
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
@@ -45,6 +45,7 @@ ALIKE = 0.1  # of the loss of each result: one recipe for all is preferred where
 FORWARD_SHARE = 0.6  # of the effort
 SLIPPED = 2  # trials on which slips are looked for
 FAR = 20.0  # times a recipe's error: no two roundings make so much
+WHOLLY = 1e-3  # share that a recipe may leave which is the kernel's own
 NEARLY = 0.02  # share that arithmetic alone may leave
 EXACTLY = 0.1  # share that a slip may leave there
 MOST = 0.8  # of the results that are wrong, which a slip must explain to come first
@@ -72,17 +73,12 @@ class Stages:
         self.effort = effort
         self.share = FORWARD_SHARE
         self._slips: dict[tuple[str, frozenset[str], bool], list[slips.Held]] = {}
-        self.search: Search[Model] = Search(
-            self._fits, frozenset({"long"}), spent=lambda: self.late
-        )
+        self.search = Search[Model](emulator.fits, frozenset({"long"}), spent=lambda: self.late)
         self.forward = emulator.offered(FORWARD)
         self.gradients = emulator.offered(GRADIENTS)
         self.search.also = self.forward | self.gradients
         self.hints, self.operands = suggested.hints(emulator), tuple(call_options.operands(dtype))
         self.twists = (*twists_of(emulator), *self.hints)
-
-    def _fits(self, model: Model, tensors: frozenset[str], trials: frozenset[str] | None) -> Fits:
-        return self.emulator.fits(model, tensors, trials)
 
     @property
     def late(self) -> bool:
@@ -91,6 +87,8 @@ class Stages:
 
     def run(self) -> Model:
         """The model that explains most."""
+        if not self._unexplained(self.start, self.forward | self.gradients, WHOLLY):
+            return self.start
         model = self._forward(self.start)
         self.share = 1.0
         if self.gradients:
@@ -98,7 +96,7 @@ class Stages:
             for name in sorted(self.gradients):
                 model = self._alone(model, name)
             model = self._together(model)
-        whole = self._whole(model, space.starts(self.dtype))
+        whole = self._whole(model, space.named(self.dtype))
         if whole is not None:
             return whole
         model = self._unified(self._prune(model))
@@ -126,7 +124,7 @@ class Stages:
         trials = frozenset({"plain", "sharp"} & self.emulator.trials.keys()) or None
         best, least = self.stock, self.search.loss(self.stock, offered, trials)
         clearly = CLEARLY * len(self.emulator.fits(self.stock, offered, trials))
-        for model in (*space.starts(self.dtype)[1:], *space.rarer_starts(self.dtype)):
+        for model in space.named(self.dtype)[1:]:
             loss = self.search.loss(model, offered, trials)
             self.search.tried += 1
             if loss < least - clearly:
@@ -383,7 +381,9 @@ class Stages:
         search, tensors = self.search, self.gradients
         way = Way(based(self.stock.forward.recipe, model.forward.recipe))
         plain = Model(model.forward, (way, way, way))
-        carried = search.loss(model, tensors)
+        # an lse of rows that see nothing but finite masks holds no sum beside them
+        kept = space.setting(BACKWARD, backward_weights="maximum")(model) or model
+        carried = min(search.loss(one, tensors) for one in (model, kept))
         if plain != model and search.loss(plain, tensors) < carried - 0.5:
             search.note("backward", "the backward pass does not share it", model, plain, tensors,
                          float("nan"))  # fmt: skip
@@ -466,9 +466,8 @@ class Stages:
 
     def _rounded(self, model: Model, tensors: frozenset[str]) -> bool:
         """Whether something is left that two roundings at once may make."""
-        left = [
-            f.times for f in self.emulator.fits(model, tensors).values() if f.left > UNEXPLAINED
-        ]
+        fits = self.emulator.fits(model, tensors).values()
+        left = [f.times for f in fits if f.left > UNEXPLAINED]
         return bool(left) and not self.late and sorted(left)[len(left) // 2] < FAR
 
     def _prune(self, model: Model) -> Model:
