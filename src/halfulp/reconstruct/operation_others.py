@@ -12,6 +12,7 @@ from halfulp.reconstruct.operation_trials import Trial
 from halfulp.reconstruct.operation_ways import Way
 
 SLIGHT = 0.01  # of the largest relative error
+BADLY = 0.05  # of it, which no rounding beside it makes
 PROVES = 0.5  # share of a call's error from which on a way explains it
 
 BESIDE = 0.2  # share of another call's error that may be left, as by another rounding
@@ -35,7 +36,7 @@ class Others:
     def predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The mean share of the error that ways explain on the other calls that fail as badly."""
         others = [t for t in self.trials if t.failing and t.knows(chosen)]
-        weighed = [(w, t.share(base, chosen)) for t in others if (w := self._weight(t)) >= SLIGHT]
+        weighed = [(w, t.share(base, chosen)) for t in others if (w := self._weight(t)) >= BADLY]
         whole = sum(weight for weight, _ in weighed)
         return sum(weight * share for weight, share in weighed) / whole if whole else 1.0
 
