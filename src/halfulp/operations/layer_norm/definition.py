@@ -20,18 +20,21 @@ def define(
     x: Tensors,
     options: Options,
     over: Any = over_root,
-    squared: bool = True,
+    spread: str = "squares",
     weighted: bool = False,
 ) -> Tensors:
     """T rows of D features; `weighted` before they are divided."""
     rows = x["input"]
+    # autograd adds the parts of a gradient in the order of their making, reversed
+    first = rows.var(-1, keepdim=True, unbiased=False) if spread == "var first" else None
     mean = step("mean", rows.mean(-1, keepdim=True))
     centered = step("centered", rows - step("_means", mean.expand_as(rows)))
-    if squared:
+    if spread == "squares":
         # of the centered row: E[x²] − mean² cancels where the mean is large
         variance = step("variance", step("squares", centered.square()).mean(-1, keepdim=True))
     else:
-        variance = step("variance", rows.var(-1, keepdim=True, unbiased=False))
+        last = rows.var(-1, keepdim=True, unbiased=False) if first is None else first
+        variance = step("variance", last)
     kept = step("_kept_centered", centered)
     weights = step("weights", x["weight"].expand_as(rows))
     if weighted:
@@ -44,8 +47,8 @@ def define(
 
 
 EAGER = tuple(
-    partial(define, over=over, squared=squared, weighted=weighted)
-    for squared in (True, False)
+    partial(define, over=over, spread=spread, weighted=weighted)
+    for spread in ("squares", "var", "var first")
     for over in (times_rsqrt, over_sqrt)
     for weighted in (False, True)
 )
