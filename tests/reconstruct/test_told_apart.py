@@ -8,13 +8,14 @@ import torch
 
 from halfulp.algorithms import golden
 from halfulp.calls import Result
-from halfulp.recipes import BF16_FLASH2
+from halfulp.recipes import BF16_FLASH2, FP16_FLASH2
 from halfulp.reconstruct import panel, suggested
 from halfulp.reconstruct.call_asked import holds, whole
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.parts_read import merged
+from halfulp.reconstruct.result_read import result_read
 from halfulp.reconstruct.scores_read import of_distance
 from halfulp.reconstruct.sums_read import of_division, value_rows
 from halfulp.reconstruct.weights_read import compared
@@ -226,3 +227,70 @@ def test_a_gradient_that_goes_on_from_the_sequence_before_follows_it():
     exact = golden(trial.call, trial.grad_out).grad_query
     observed = Observed.of(run(trial).grad_query, exact)
     assert suggested.reads_others(run, trial, "grad_query", observed)[1] == "other-data"
+
+
+@pytest.mark.parametrize(("both", "cause"), [(True, "other-data"), (False, "other-data"),
+                                             (None, "key-tail")])  # fmt: skip
+def test_keys_that_are_read_in_others_place_are_told_from_lost_ones(both, cause):
+    trial = TRIALS["plain"]
+    call = trial.call
+    scores = scores_of(call)
+    if both:  # K and V of the block before, in the place of the last one
+        scores[..., -16:] = scores[..., -32:-16]
+    weights = weights_of(call, scores)
+    if both is not None:
+        weights[..., -32:-16] += weights[..., -16:]
+    weights[..., -16:] = 0
+    read = compared(trial, weights)
+    assert read.cause == cause, read.text
+    assert ("keys 160-175 are read in their place" in read.text) == (cause == "other-data")
+
+
+@pytest.mark.parametrize(("by_weight", "cause"), [(True, "tiles-skipped"), (False, "split-merge")])
+def test_tiles_that_rows_lose_by_their_weight_are_told_from_those_of_whole_heads(by_weight, cause):
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call)).unflatten(-1, (3, 64))
+    tops = weights.amax(-1, keepdim=True)
+    lost = tops == tops.amin(-2, keepdim=True)
+    if not by_weight:  # head 1 lacks the second tile, whatever it weighs
+        tile = torch.arange(2)[:, None, None, None] * torch.arange(3)[:, None]
+        lost = (tile == 1).expand_as(tops)
+    made = weights.masked_fill(lost, 0).flatten(-2)
+    assert compared(trial, made / made.sum(-1, keepdim=True)).cause == cause
+
+
+@pytest.mark.parametrize(("last", "size", "cause"), [
+    (True, 2.0**-7, "row-max"), (False, 2.0**-7, "accumulator"), (False, 1.0, "rescale"),
+])  # fmt: skip
+def test_factors_of_tiles_are_told_by_their_size_and_the_last_one(last, size, cause):
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call)).unflatten(-1, (3, 64))
+    draw = torch.Generator().manual_seed(0)
+    factor = size * torch.randn(*weights.shape[:-1], 1, generator=draw, dtype=torch.float64)
+    if not last:
+        factor[..., -1, :] = 0
+    assert compared(trial, (weights * factor.exp()).flatten(-2)).cause == cause
+
+
+def test_a_sum_in_halves_whose_rescales_round_weights_too_is_the_sum():
+    def half(x):
+        return x.half().float()
+
+    def run(trial):
+        call = trial.call
+        scores, value = scores_of(call).float(), call.value.float()
+        m, l, acc = (torch.full((*scores.shape[:3], 1), x) for x in (-math.inf, 0.0, 0.0))
+        for s, v in zip(scores.split(64, -1), value.split(64, 2), strict=True):
+            new = torch.maximum(m, s.amax(-1, keepdim=True))
+            p, a = (s - new).exp(), (m - new).exp()
+            m, l, acc = new, l * a + p.sum(-1, keepdim=True), half(acc * a)
+            for part in range(0, s.shape[-1], 4):
+                some = slice(part, part + 4)
+                acc = half(acc + half(half(p[..., some]) @ v[:, :, some]))
+        return Result((acc / l).half())
+
+    trials = {t.name: t for t in panel.panel(torch.float16)}
+    emulator = Emulator({trials["plain"]: run(trials["plain"])}, run)
+    read = result_read(emulator, Model.of(FP16_FLASH2), trials["plain"], "out")
+    assert read.cause == "accumulator", read.text
+    assert "where all weights are alike" in read.text

@@ -49,6 +49,8 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "with a D above 64": (d > 64, "ragged"),
         "whose scale is no power of two": (math.frexp(call.scale)[0] != 0.5, "prescaled"),
         "whose scale is the caller's": (abs(call.scale * math.sqrt(d) - 1) > 1e-6, "scale"),
+        "with a D above 128": (d > 128, "ragged"),
+        "whose key heads 4 divides": (call.key.shape[1] % 4 == 0, "other-data"),
         "of few queries": (n < 16, "query-tail"),
         "of more than 128 heads": (b * h > 128, "unwritten"),
         "of more than 64 keys": (n_key > 64, ""),

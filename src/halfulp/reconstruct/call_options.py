@@ -18,6 +18,8 @@ from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.twists import LOG2_E, Tensors, hidden_too
 
+STORED = ("out", "grad_query", "grad_key", "grad_value")
+
 
 def asked() -> Iterator[Twist]:
     """All of them."""
@@ -55,6 +57,14 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
 
         yield Twist(f"prescaled-{key}", f"{text} and rounded again", "prescaled", scaled,
                     unrounded=names)  # fmt: skip
+    for other in (torch.float16, torch.bfloat16):
+        if other != dtype:
+            told = str(other).removeprefix("torch.")
+            for what, names in (("results", STORED), ("gradients", STORED[1:])):
+                yield Twist(f"through-{told}-{what}", f"operands and {what} pass through {told}",
+                            "operand", partial(_through, other, what == "results"),
+                            partial(_results_through, other, names),
+                            unrounded=("query", "key", "value", *STORED))  # fmt: skip
     for name in ("query", "key", "value"):
         for key, text, dims in (("token", "row", (3,)), ("channel", "feature", (2,)),
                                 ("head", "head", (2, 3)),
@@ -63,6 +73,49 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                 told = f"the {name} is quantized to {fmt} with a scale for each {text}"
                 turn = partial(_quantized, name, dims, fmt, largest)
                 yield Twist(f"{fmt}-{name}-{key}", told, "operand", turn, unrounded=(name,))
+
+
+def _through(fmt: torch.dtype, whole: bool, trial: Trial) -> Trial:
+    names = ("query", "key", "value")
+    changed = {name: getattr(trial.call, name).to(fmt).float() for name in names}
+    grad_out = trial.grad_out.to(fmt).to(trial.grad_out.dtype) if whole else trial.grad_out
+    return replace(trial, call=replace(trial.call, **changed), grad_out=grad_out)
+
+
+def _results_through(
+    fmt: torch.dtype, names: tuple[str, ...], trial: Trial, tensors: Tensors
+) -> Tensors:
+    low = trial.grad_out.dtype
+    return {n: x if n == "lse" else (x.to(fmt) if n in names else x).to(low).to(x.dtype)
+            for n, x in tensors.items()}  # fmt: skip
+
+
+def groups() -> Iterator[Twist]:
+    """Gradients of heads that share a key head, rounded before they are added, or as they are."""
+    for key, text in (("", ""), ("-low", ", in it")):
+        told = f"dK and dV of each query head are rounded to their format and then added{text}"
+        yield Twist(f"group-rounded{key}", told, "grad-accumulator", _each_head,
+                    partial(_heads_added, bool(key)))  # fmt: skip
+
+
+def _each_head(trial: Trial) -> Trial | None:
+    call = trial.call
+    if call.groups == 1:
+        return None
+    key, value = (x.repeat_interleave(call.groups, 1) for x in (call.key, call.value))
+    return replace(trial, call=replace(call, key=key, value=value))
+
+
+def _heads_added(low: bool, trial: Trial, tensors: Tensors) -> Tensors:
+    dtype, groups = trial.call.query.dtype, trial.call.groups
+    added = {}
+    for name in {"grad_key", "grad_value"} & tensors.keys():
+        grad = tensors[name]
+        first, *others = (grad[:, member::groups] for member in range(groups))
+        for x in others:
+            first = (first + x).to(dtype).to(x.dtype) if low else first + x
+        added[name] = first.to(dtype).to(first.dtype)
+    return tensors | added
 
 
 def _quantized(name: str, dims: tuple[int, ...], fmt: str, largest: float, trial: Trial) -> Trial:

@@ -114,6 +114,31 @@ def _scattered(grad: Tensor, where: list[tuple[int, int]], like: Tensor) -> Tens
     return total
 
 
+def _read(x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    return x.contiguous().view(b, n, h, d).transpose(1, 2)
+
+
+def _written(x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    return x.transpose(1, 2).contiguous().view(b, h, n, d)
+
+
+def _keys_reread() -> Twist:
+    def turn(trial: Trial) -> Trial | None:
+        call = trial.call
+        if call.key.shape[1] == 1:
+            return None
+        return replace(trial, call=replace(call, key=_read(call.key), value=_read(call.value)))
+
+    def back(_: Trial, tensors: Tensors) -> Tensors:
+        keys = {"grad_key", "grad_value"}
+        return {name: _written(x) if name in keys else x for name, x in tensors.items()}
+
+    return Twist("layout-keys", "the memory of K and V, [B, H, N, D], is read as [B, N, H, D]",
+                 "layout", turn, back)  # fmt: skip
+
+
 def layouts() -> Iterator[Twist]:
     """Operands read in another order of dimensions, or in another's place."""
 
@@ -130,25 +155,17 @@ def layouts() -> Iterator[Twist]:
     def turned_back(_: Trial, tensors: Tensors) -> Tensors:
         return {name: x.transpose(1, 2) for name, x in tensors.items()}
 
-    def read(x: Tensor) -> Tensor:
-        b, h, n, d = x.shape
-        return x.contiguous().view(b, n, h, d).transpose(1, 2)
-
-    def written(x: Tensor) -> Tensor:
-        b, h, n, d = x.shape
-        return x.transpose(1, 2).contiguous().view(b, h, n, d)
-
     def reread(trial: Trial) -> Trial:
         call = trial.call
-        q, k, v = (read(x) for x in (call.query, call.key, call.value))
+        q, k, v = (_read(x) for x in (call.query, call.key, call.value))
         return replace(trial, call=replace(call, query=q, key=k, value=v),
-                       grad_out=read(trial.grad_out))  # fmt: skip
+                       grad_out=_read(trial.grad_out))  # fmt: skip
 
     def rewritten(_: Trial, tensors: Tensors) -> Tensors:
-        return {name: x if name == "lse" else written(x) for name, x in tensors.items()}
+        return {name: x if name == "lse" else _written(x) for name, x in tensors.items()}
 
     def rewritten_out(_: Trial, tensors: Tensors) -> Tensors:
-        return tensors | ({"out": written(tensors["out"])} if "out" in tensors else {})
+        return tensors | ({"out": _written(tensors["out"])} if "out" in tensors else {})
 
     def exchanged(first: str, second: str) -> Turn:
         def turn(trial: Trial) -> Trial | None:
@@ -172,10 +189,11 @@ def layouts() -> Iterator[Twist]:
                 " heads", "layout", turned, turned_back)  # fmt: skip
     yield Twist("layout-strides", "the memory of [B, H, N, D] is read as [B, N, H, D]", "layout",
                 reread, rewritten)  # fmt: skip
+    yield _keys_reread()
     yield Twist("layout-out", "O is written as [B, N, H, D] and returned as [B, H, N, D]",
                 "layout", lambda trial: replace(trial), rewritten_out)  # fmt: skip
     yield Twist("layout-around", "O is written as [B, N, H, D] and returned as [B, H, N, D], and dO"
-                " is taken so", "layout", lambda trial: replace(trial, grad_out=read(
+                " is taken so", "layout", lambda trial: replace(trial, grad_out=_read(
                     trial.grad_out)), rewritten_out, around=True)  # fmt: skip
     for first, second in (("query", "key"), ("key", "value"), ("query", "value")):
         yield Twist(f"exchanged-{first}-{second}", f"{first} and {second} are exchanged", "layout",

@@ -253,6 +253,9 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "sinks_biased": ("an additive mask and a sink for each head, scores capped at 4",
                      _both(softcap=4.0, sinks=torch.tensor([2.0, 0.0]))),
     "causal_biased": ("causal, an additive mask for each head", _both(causal=True)),
+    "four_key_heads": ("8 heads on 4 key heads", _of((2, 8, 4), (40, 40), (32, 32))),
+    "one_key_head": ("4 heads on 1 key head", _of((2, 4, 1), (48, 72), (32, 32))),
+    "widest": ("D = 256", _of((1, 2, 2), (70, 70), (256, 256))),
     "strided": ("[B, N, H, D] in memory", _strided),
     "strided_operands": ("[B, N, H, D] in memory, but for dO", _strided_operands),
 }  # fmt: skip

@@ -210,14 +210,8 @@ def _told(
     read = result_read(emulator, model, trial, tensor, in_values)
     if read is not None:
         parts.append(read.text)
-        if (
-            read.cause == "window"
-            and trial.call.sees.window is not None
-            and any(
-                (sees := emulator.trials[name].call.sees).causal and sees.window is None
-                for name in bad
-            )
-        ):
+        asked = (emulator.trials[name].call.sees for name in bad | {worst})
+        if read.cause == "window" and any(sees.causal and sees.window is None for sees in asked):
             read = replace(read, cause="causal-mask")
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
             read = replace(read, cause="mask-finite")
@@ -231,6 +225,8 @@ def _told(
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
             stands = special in _OPTIONS or read.cause not in told_more
+            if read.cause == "lse-other" and special != "sinks":  # a matter of no other option
+                stands = False
             # a rounding is what it is, wherever it shows
             stands = stands and (gross or CAUSES[read.cause].kind != "rounding")
             return "; ".join(parts), cause if option and stands else read.cause, False, True

@@ -258,7 +258,9 @@ def _found(
     if region is not None and region.rows:
         causes = [_of_rows(n, region) for n in causes]
     if region is not None and region.cause in OF_CALLS:
-        causes = [_of_calls(n, region) for n in causes]
+        gone = any(twist.key == "silent-gone" for twist in model.forward.twists)
+        read = {p.cause for p in places if p.was_read}  # and found by the search as well
+        causes = [n if n.cause.key in read else _of_calls(n, region, gone) for n in causes]
     return Reconstruction(
         target=name,
         dtype=dtype,
@@ -370,14 +372,19 @@ def _of_rows(cause: Named, region: Region) -> Named:
     return replace(cause, cause=CAUSES[key], text=f"{cause.text}, {region.text}")
 
 
-_FORMULAS = {"causal-mask": {"scale", "grad-scale", "lse-other"}, "ragged": {"scale", "grad-scale"}}
+_FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
+_FORMULAS = {"causal-mask": _FACTORS, "ragged": _FACTORS - {"lse-other"}, "key-heads": _FACTORS,
+             "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
 """What is no matter of the calls that alone have it: no mask or tail multiplies a scale."""
+_HIDE = {"causal-mask", "window", "mask"}
 
 
-def _of_calls(cause: Named, region: Region) -> Named:
-    """What is gross in calls with an option alone is a matter of the option."""
+def _of_calls(cause: Named, region: Region, gone: bool) -> Named:
+    """What is gross in calls with an option alone is a matter of the option; so are rows that are
+    0 and have no gradient (`gone`), as those are that see nothing.
+    """
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
-    hides = {cause.cause.key, region.cause} <= {"causal-mask", "window", "mask"}
+    hides = {cause.cause.key, region.cause} <= (_HIDE | {"unwritten"} if gone else _HIDE)
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
         return cause
     if cause.explained >= PROVEN and cause.cause.key in _FORMULAS.get(region.cause, ()):

@@ -43,6 +43,7 @@ _UPSTREAM = {
 }
 """Causes that weights as dV shows them tell, and that dS then has as well."""
 _DIVIDES = {"row-sum", "unnormalized", "weights-disagree"}
+_HIDDEN = {"window", "mask"}  # pairs that get no weight, which rows at an end have more of
 _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse", "lse-other"}
 _WEIGHTS = {False: "weights", True: "probabilities"}
 
@@ -122,7 +123,7 @@ def result_read(
         return _after_weights(emulator, model, trial, None, tensor)
     if how.kind == "tail" and read.cause in _BY_ROWS:
         return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
-    if how.kind == "tail" and read.cause not in STRUCTURE and _gross(weights, exact, how):
+    if how.kind == "tail" and read.cause not in STRUCTURE | _HIDDEN and _gross(weights, exact, how):
         return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
     if how.kind == "rows" and read.cause in _BY_ROWS:
         right = not backward and emulator.fits(
@@ -195,6 +196,10 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
         for t in (trial, emulator.trials.get("plain", trial)):  # a few keys a row show less
             if tensor == "out" and other > OTHER_BITS and (by_signs := _by_signs(emulator, t)):
                 return Read(f"{told}; {by_signs.text}", by_signs.cause)
+        terms = from_terms(emulator.run, trial, tensor) if other > OTHER_BITS else 0
+        if terms and tensor == "out":  # of weights that are 1, which every format holds
+            return Read(f"{told}; where all weights are alike O is off too, more so from {terms}"
+                        " keys on: it is the sum", "accumulator")  # fmt: skip
         if other > OTHER_BITS:
             told += f"; {100 * other:.2g} % of them are other than any recipe's: they are rounded"
             return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])

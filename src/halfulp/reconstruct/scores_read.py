@@ -67,7 +67,8 @@ def _alike(off: Tensor, below: Tensor, least: float) -> bool:
 def unit_scores(run: Run, trial: Trial) -> Read | None:
     """Whether Q or K alone is what makes weights be off, or the sum of their products: against unit
     vectors every score is one number of the other operand, and no sum. What is off in weights
-    themselves is off as much where scores are an eighth as large.
+    themselves is off as much where scores are an eighth as large; what is off where such scores are
+    capped, and right where they are not, is the cap.
     """
     off = []
     for name, other in (("query", "key"), ("key", "query")):
@@ -82,11 +83,16 @@ def unit_scores(run: Run, trial: Trial) -> Read | None:
     if found:
         return Read(f"the scores are those of another {' and '.join(found)}", "operand")
     if all(error < 2 * noise for _, error, _ in off):
+        capped = trial.call.softcap
+        if capped and _unit_error(run, trial, "query", "key", 64.0, capped) > 2 * noise:
+            return Read("weights are right where a score is one product that is not capped, and off"
+                        " where it is: it is the cap", "softcap")  # fmt: skip
         return Read("weights are right where a score is one product, so it is the sum", "products")
     return None
 
 
-def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float) -> float:
+def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float,
+                softcap: float = 0.0) -> float:  # fmt: skip
     """The rms of what log weights are off by, in rows of their own; NaN where nothing is given."""
     call, d = trial.call, trial.call.query.shape[3]
     unit = torch.zeros_like(getattr(call, other)[:, :, :1]).repeat(1, 1, d, 1)
@@ -94,7 +100,7 @@ def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float) -> f
     unit[:] = torch.eye(d) * 2.0 ** round(math.log2(size / largest))
     value = call.value[:, :, torch.arange(d) % call.value.shape[2]]
     changed: dict[str, Tensor] = {other: unit} | ({"value": value} if other == "key" else {})
-    asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=0.0)  # type: ignore[arg-type]
+    asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=softcap)  # type: ignore[arg-type]
     do = trial.grad_out[:, :, torch.arange(asked.query.shape[2]) % trial.grad_out.shape[2]]
     read = forward_weights(
         run, replace(trial, name=f"{trial.name}/unit {other} {size}", call=asked, grad_out=do)

@@ -372,12 +372,14 @@ class Slip:
         if self.mistake == "gone" and self.stage in PAIRS and self.rows:
             tail = "key-tail" if self.rows[0].whose == "keys" else "query-tail"
             return tail if self.stage in FORWARD_STAGES else "grad-tail"
-        if self.mistake == "stale" and blocks and self.stage.endswith("_sum"):
-            return "grad-tail"  # what these blocks add is lost
+        if self.mistake == "stale" and self.stage in ("dq_sum", "dk_sum", "dv_sum"):
+            return "grad-tail"  # what blocks add is lost
         if self.mistake in ROUNDINGS:
             return stage.rounding
         if self.mistake == "within" and self.stage in ("product", "scores"):
             return "softcap"  # that nobody asked for
+        if self.mistake == "within" and stage.rounding == "operand":
+            return "operand"
         if self.mistake == "factor" and self.stage in MULTIPLIED and not (self.parts or self.rows):
             return "value-factor"
         if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):

@@ -262,10 +262,8 @@ class Stages:
                 return model
         return self.search.best(f"{stage}, a slip", model, best, tensors, 4) or model
 
-    def _slip_or_twist(
-        self, stage: str, model: Model, twisted: Neighbors, tensors: frozenset[str],
-        scope: frozenset[str],
-    ) -> Model:  # fmt: skip
+    def _slip_or_twist(self, stage: str, model: Model, twisted: Neighbors, tensors: frozenset[str],
+                       scope: frozenset[str]) -> Model:  # fmt: skip
         """A slip that explains most calls; a fault of structure where that explains them better."""
         wide = BACKWARD if scope == BACKWARD else EVERY
         found = self._slipped(stage, model, tensors, scope, everywhere=True)
@@ -322,9 +320,8 @@ class Stages:
             model = better
         return model
 
-    def _on_some(
-        self, model: Model, twist: Twist, tensors: frozenset[str], scope: frozenset[str]
-    ) -> list[tuple[str, Model]]:
+    def _on_some(self, model: Model, twist: Twist, tensors: frozenset[str],
+                 scope: frozenset[str]) -> list[tuple[str, Model]]:  # fmt: skip
         """The twist on the trials where it explains more, if on others it explains less."""
         changed = space.twisted(twist, scope)(model)
         if changed is None:
@@ -391,7 +388,8 @@ class Stages:
         others = [t for t in self.twists if t.cause == "lse-other"]
         arithmetic = neighbors_of(
             lambda: (*self._backward_changes(BACKWARD),
-                     *space.twist_changes(others, frozenset(FORWARD)))
+                     *space.twist_changes(others, frozenset(FORWARD)),
+                     *space.twist_changes(self.operands, EVERY))
         )  # fmt: skip
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, BACKWARD))
         every = both(twisted, arithmetic)
@@ -410,7 +408,9 @@ class Stages:
     def _alone(self, model: Model, name: str) -> Model:
         """One gradient in a way of its own."""
         own = frozenset({name})
-        arithmetic = neighbors_of(lambda: space.backward_changes(self.dtype, own))
+        summed = () if name == "grad_query" else tuple(call_options.groups())
+        arithmetic = neighbors_of(lambda: (*space.backward_changes(self.dtype, own),
+                                           *space.twist_changes(summed, own)))  # fmt: skip
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, own))
         if not self._unexplained(model, own, 0.1):
             return model

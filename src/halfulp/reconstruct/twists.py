@@ -409,16 +409,18 @@ def _exchanged(one: str, two: str, _: Trial, tensors: Tensors) -> Tensors:
 
 
 def _other_lses() -> Iterator[Twist]:
-    changes: tuple[tuple[str, str, Callable[[Tensor, Tensor], Tensor]], ...]
+    changes: tuple[tuple[str, str, Callable[[Tensor, Tensor, float], Tensor]], ...]
     changes = (
-        ("base-2", "lse is in base 2", lambda x, _: x * LOG2_E),
-        ("base-e", "lse is multiplied by ln 2", lambda x, _: x / LOG2_E),
-        ("no-max", "lse lacks the row maximum", lambda x, m: x - m),
-        ("max", "lse is the row maximum alone", lambda _, m: m),
+        ("base-2", "lse is in base 2", lambda x, *_: x * LOG2_E),
+        ("base-e", "lse is multiplied by ln 2", lambda x, *_: x / LOG2_E),
+        ("no-max", "lse lacks the row maximum", lambda x, m, _: x - m),
+        ("max", "lse is the row maximum alone", lambda _, m, __: m),
         ("mixed", "lse has its maximum in base 2, its logarithm natural",
-         lambda x, m: x - m + m * LOG2_E),
-        ("sign", "lse has the wrong sign", lambda x, _: -x),
-        ("exp", "lse is the row sum, not its logarithm", lambda x, m: (x - m).exp()),
+         lambda x, m, _: x - m + m * LOG2_E),
+        ("sign", "lse has the wrong sign", lambda x, *_: -x),
+        ("exp", "lse is the row sum, not its logarithm", lambda x, m, _: (x - m).exp()),
+        ("scaled", "lse has its maximum scaled twice", lambda x, m, a: x - m + m * a),
+        ("unscaled", "lse has its maximum before the scale", lambda x, m, a: x - m + m / a),
     )  # fmt: skip
     for key, text, change in changes:
         yield from _other_lse(key, text, change)
@@ -429,11 +431,13 @@ def _everywhere(trial: Trial) -> Trial:
     return replace(trial)
 
 
-def _other_lse(key: str, text: str, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Twist]:
+def _other_lse(
+    key: str, text: str, change: Callable[[Tensor, Tensor, float], Tensor]
+) -> Iterator[Twist]:
     def back(trial: Trial, tensors: Tensors) -> Tensors:
         if "lse" not in tensors:
             return tensors
-        return tensors | {"lse": change(tensors["lse"], row_maximum(trial.call))}
+        return tensors | {"lse": change(tensors["lse"], row_maximum(trial.call), trial.call.scale)}
 
     read = Twist(f"lse-{key}", text, "lse-other", _everywhere, back)
     yield read

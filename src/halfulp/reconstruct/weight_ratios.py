@@ -75,7 +75,7 @@ def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -
     found = (
         _of_maximum(call, rest, weight)
         or _of_scores(call, rest, weight)
-        or _of_groups(rest, weight, noise)
+        or _of_groups(rest, weight, noise, log)
         or _of_operands(call, rest, weight)
     )
     if found is not None:
@@ -250,17 +250,17 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     return None
 
 
-def _of_groups(rest: Tensor, weight: Tensor, noise: float) -> Read | None:
-    """Ratios that are a function of where the pair sits."""
+def _of_groups(rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read | None:
+    """Ratios that are a function of where the pair sits: `rest` in their rows, or `log`."""
     n, n_key = rest.shape[-2:]
     b, h, i, j = (c.expand_as(rest) for c in coordinates(rest))
     head = b * rest.shape[1] + h
-    candidates: list[tuple[Tensor, str, str]] = []
+    candidates: list[tuple[Tensor, str, str, int]] = []
     if n >= FEW_ROWS:
         candidates += [
-            (head * n_key + j, "the weights of each key are off by one factor", "operand"),
+            (head * n_key + j, "the weights of each key are off by one factor", "operand", 1),
             (j - i + n, "the ratio of the weights to the exact ones is a function of key − query",
-             "mask"),
+             "mask", 1),
         ]  # fmt: skip
     row = head * n + i
     for width in sorted({*_WIDTHS, *(-(-n_key // parts) for parts in (2, 3, 4, 8))}, reverse=True):
@@ -268,10 +268,11 @@ def _of_groups(rest: Tensor, weight: Tensor, noise: float) -> Read | None:
             blocks = -(-n_key // width)
             told = f"{blocks} parts of {width} keys have each a factor in a row"
             cause = "rescale" if width in (16, 32, 64, 128) else "split-merge"
-            candidates.append((row * blocks + j.div(width, rounding_mode="floor"), told, cause))
+            part = row * blocks + j.div(width, rounding_mode="floor")
+            candidates.append((part, told, cause, blocks))
     total = float(rest.square().sum())
     chance = noise**2 * float(weight.sum())
-    for coordinate, text, cause in candidates:
+    for coordinate, text, cause, blocks in candidates:
         index = coordinate.flatten()
         size = int(index.max()) + 1
         sums = torch.zeros(size, dtype=torch.float64).index_add_(0, index, rest.flatten())
@@ -281,6 +282,13 @@ def _of_groups(rest: Tensor, weight: Tensor, noise: float) -> Read | None:
             if cause == "operand":
                 factor = (sums / counts.clamp_min(1)).view(-1, n_key).mean(0)
                 return _few_keys(factor) or _blocks(factor) or Read(text, cause)
+            rounded = cause == "rescale" and rms(log, weight) < COARSEST
+            last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
+            if rounded and rms(log, last) > HALF * rms(log, weight):
+                return Read(f"{text}, which is small, and the last has one as well: the maximum is"
+                            " rounded", "row-max")  # fmt: skip
+            if rounded:
+                return Read(f"{text}, which is small: sums are rescaled coarsely", "accumulator")
             return Read(text, cause)
     return None
 

@@ -26,6 +26,8 @@ from halfulp.reconstruct.weight_ratios import (
 
 VISIBLE = 1e-6  # weights below it may round to 0
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
+INSTEAD = 0.05  # of an error, that keys read in others' place may leave
+MOSTLY = 0.9  # of a head's rows
 HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
 SOME_LOST = 4  # weights of a row that are 0, and that are not
 MOST_KEYS = 320  # of a trial that is read
@@ -103,6 +105,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 rest = exact[possible & ~marked]
                 less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
                 cause = "weights" if less else cause or "key-tail"
+            if cause == "key-tail" and (instead := _instead(read, exact, marked)):
+                return Read(f"{pattern} {told}: {instead}", "other-data")
+            if cause == "tiles-skipped" and _by_heads(marked, possible):
+                cause = "split-merge"  # a part that is lost, whatever it weighs
             if marked is extra and (own := _mask_cause(call)):
                 cause = own  # what is hidden is a matter of what hides it
             if backward and call.groups > 1 and pattern.startswith("heads"):
@@ -148,6 +154,34 @@ def _small(call: Call, exact: Tensor, lost: Tensor) -> tuple[str, str] | None:
     if len(tops) >= SOME_LOST and float((tops <= 2 * least).double().mean()) > 0.9:
         return "each row loses its small weights, below a number of its own", "maximum"
     return None
+
+
+def _instead(read: Tensor, exact: Tensor, lost: Tensor) -> str:
+    """Which keys stand where others should that get no weight: their weight is twice their own, or
+    that of both where V alone is theirs.
+    """
+    n_key = read.shape[-1]
+    some = lost.flatten(0, -2).any(0).nonzero().flatten()
+    off = float((read - exact).square().sum())
+    without = exact.clone()
+    without[..., some] = 0
+    for by in range(int(some[-1]) - n_key + 1, int(some[0]) + 1):
+        there = some - by
+        if bool(torch.isin(there, some).any()):
+            continue
+        twice, both = without.clone(), without.clone()
+        twice[..., there] *= 2
+        both[..., there] += exact[..., some]
+        twice *= exact.sum(-1, keepdim=True) / twice.sum(-1, keepdim=True).clamp_min(1e-300)
+        if min(float((read - x).square().sum()) for x in (twice, both)) < INSTEAD * off:
+            return f"keys {ranges(there)} are read in their place"
+    return ""
+
+
+def _by_heads(lost: Tensor, possible: Tensor) -> bool:
+    """Whether all rows of a head lose the same keys, as they do not where weights decide."""
+    share = (lost & possible).sum(-2) / possible.sum(-2).clamp_min(1)
+    return not bool(((share > 1 - MOSTLY) & (share < MOSTLY)).any())
 
 
 _IN_BACKWARD = {

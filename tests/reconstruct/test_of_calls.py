@@ -1,0 +1,122 @@
+"""What only some calls show is told by what is wrong in them: options, groups, numbers of heads."""
+
+import math
+
+import pytest
+import torch
+
+from halfulp.algorithms import golden
+from halfulp.calls import Result
+from halfulp.reconstruct import panel, reconstruct
+from halfulp.reconstruct.call_options import groups
+from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.scores_read import unit_scores
+from halfulp.reconstruct.slip_kinds import Slip
+from halfulp.reconstruct.twists import results
+
+TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
+
+
+def plain(query, key, value, is_causal, scale, window=None, low=torch.bfloat16):
+    """Attention in float32 whose weights alone are rounded."""
+    share, n, n_key = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = (x.repeat_interleave(share, 1) for x in (key, value))
+    i, j = torch.arange(n)[:, None], torch.arange(n_key)
+    seen = (j <= i) if is_causal else torch.ones(n, n_key, dtype=torch.bool)
+    if window is not None:
+        left, right = (w if w >= 0 else n + n_key for w in window)
+        seen = seen & (j >= i - left) & (j <= i + right)
+    scores = (query.float() @ key.float().mT * scale).masked_fill(~seen, -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return (weights.to(low).float() @ value.float()).to(query.dtype)
+
+
+def window_begins_below_0(query, key, value, is_causal=False, scale=None, window=None):
+    """Rows nearer to the first key than the window is wide see nothing."""
+    out = plain(query, key, value, is_causal, scale, window)
+    if window is None or window[0] < 0:
+        return out
+    return out * (torch.arange(out.shape[2]) >= window[0])[:, None]
+
+
+def layout_by_the_number_of_heads(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+    if key.shape[1] % 4 == 0:
+        b, h, n, d = key.shape
+        key, value = (x.reshape(b, n, h, d).transpose(1, 2) for x in (key, value))
+    return plain(query, key, value, is_causal, scale)
+
+
+def halved_in_groups(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+    value = value * 0.5 if key.shape[1] < query.shape[1] else value
+    return plain(query, key, value, is_causal, scale)
+
+
+def through_halves(query, key, value, is_causal=False, scale=None):
+    halves = (x.half() for x in (query, key, value))
+    return plain(*halves, is_causal, scale, low=torch.float16).to(query.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cause", "told"),
+    [
+        (window_begins_below_0, "window", "in calls with a window alone"),
+        (layout_by_the_number_of_heads, "layout", "is read as [B, N, H, D]"),
+        (halved_in_groups, "value-factor", "0.5 × what it should be, in calls grouped alone"),
+        (through_halves, "operand", "pass through float16"),
+    ],
+)
+def test_what_some_calls_alone_show_is_named_by_what_it_is(kernel, cause, told):
+    found = reconstruct(kernel)
+    assert found.causes[0].cause.key == cause, found.sentence
+    assert told in found.causes[0].text
+
+
+@pytest.mark.parametrize(("capped", "cause"), [(True, "softcap"), (False, "products")])
+def test_a_coarse_cap_is_told_from_a_coarse_sum(capped, cause):
+    def run(trial):
+        call = trial.call
+        scores = scores_of(call)
+        if capped and call.softcap:
+            scores = (scores * 16).round() / 16
+        weights = scores.softmax(-1)
+        value = call.value.double().repeat_interleave(call.groups, 1)
+        return Result((weights @ value).to(call.query.dtype))
+
+    assert unit_scores(run, TRIALS["softcap"]).cause == cause
+
+
+@pytest.mark.parametrize("low", [True, False])
+def test_gradients_of_a_group_that_are_rounded_before_they_are_added_are_foretold(low):
+    trial = TRIALS["grouped"]
+    twist = next(t for t in groups() if t.key.endswith("low") == low)
+    turned = twist.turn(trial)
+    each = golden(turned.call, trial.grad_out)
+    rounded = {n: getattr(each, n).bfloat16().float() for n in ("grad_key", "grad_value")}
+    added = twist.back(trial, rounded)
+    for name, made in added.items():
+        assert made.shape == trial.call.key.shape
+        total = torch.zeros_like(made)
+        for x in rounded[name].unflatten(1, (2, 3)).unbind(2):
+            total = (total + x).bfloat16().float() if low else total + x
+        assert torch.equal(made, total.bfloat16().float())
+    assert twist.turn(TRIALS["plain"]) is None
+
+
+def test_a_maximum_that_lse_has_scaled_twice_is_a_candidate():
+    trial = TRIALS["softcap"]
+    scores = scores_of(trial.call)
+    twist = next(t for t in results() if t.key == "lse-scaled")
+    (lse,) = twist.back(trial, {"lse": scores.logsumexp(-1)}).values()
+    top = scores.amax(-1)
+    assert torch.allclose(lse, scores.logsumexp(-1) + top * (trial.call.scale - 1))
+
+
+@pytest.mark.parametrize("parts", [(), ("last rows",)])
+def test_a_sum_that_keeps_what_it_was_lacks_a_part(parts):
+    assert Slip("dv_sum", "stale", parts).cause == "grad-tail"
+    assert Slip("rescale_sum", "stale", parts).cause == "rescale"
+
+
+def test_an_operand_that_is_held_within_a_limit_is_an_operand():
+    assert Slip("query", "within", factor=2.0).cause == "operand"
+    assert Slip("scores", "within", factor=2.0).cause == "softcap"
