@@ -302,61 +302,6 @@ def test_the_cause_is_what_errs_as_the_kernel_does(op, fault, key, text):
     assert re.search(r"explains (9\d|100) % of the error of \w+", report.evidence[0])
 
 
-def _norm(x, weight, eps=1e-6):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def _norm_of_wide_squares(x, weight, eps=1e-6):
-    variance = x.float().pow(2).mean(-1, keepdim=True)
-    return x * torch.rsqrt(variance + eps).to(x.dtype) * weight
-
-
-def _layer_norm_weighted_first(x, weight, bias, eps=1e-5):
-    deviation = torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + eps)
-    return weight * (x - x.mean(-1, keepdim=True)) / deviation + bias
-
-
-def _layer_norm(x, weight, bias, eps=1e-5):
-    centered = x - x.mean(-1, keepdim=True)
-    return centered / torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + eps) * weight + bias
-
-
-def _softmax(x):
-    weights = torch.exp(x - x.max(-1, keepdim=True).values)
-    return weights / weights.sum(-1, keepdim=True)
-
-
-def _swiglu(gate, up):
-    return gate * torch.sigmoid(gate) * up
-
-
-def _rope(x, positions, *, base, interleaved: Literal[False]):
-    half = x.shape[-1] // 2
-    angle = positions.to(x.dtype)[:, None, None] * (base ** (torch.arange(half) / -half)).to(x)
-    first, second = x.split(half, -1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-@pytest.mark.parametrize(
-    ("op", "kernel", "since"),
-    [
-        ("rms_norm", _norm, ""),
-        ("rms_norm", _norm_of_wide_squares, ", from inverse_rms on"),
-        ("layer_norm", _layer_norm, ""),
-        ("layer_norm", _layer_norm_weighted_first, ""),
-        ("softmax", _softmax, ""),
-        ("swiglu", _swiglu, ""),
-        ("rope", _rope, ", from frequency on"),
-    ],
-)
-def test_eager_code_in_low_precision_is_named_as_a_whole(op, kernel, since):
-    report = audit(kernel, op=op)
-    text = r"every step of both passes( \(.*\))? is rounded to bf16, as eager code does"
-    assert report.causes[0].key == "step-low"
-    assert re.match(f"{text}{since}: explains (9[89]|100) % of the error of", report.evidence[0])
-
-
 @pytest.mark.usefixtures("probes_alone")
 @pytest.mark.parametrize("fault", ["three_bits", "four_bits"])
 def test_random_numbers_of_few_bits_are_seen(fault):

@@ -241,7 +241,7 @@ def padding_too(input, weight, padding_idx):
     ("op", "kernel", "cause", "told"),
     [
         ("softmax", one_maximum, "maximum", "max(input) stands in place of max(input, -1)"),
-        ("softmax", no_maximum, "term-missing", "maximum is left out"),
+        ("softmax", no_maximum, "maximum", "no maximum is subtracted"),
         # what else explains every call as well is less natural
         ("rope", low_positions, "statistic-low", "positions is rounded to bf16"),
         ("adamw_step", not_corrected, "option", "1 stands in place of 1 - beta1 ** step, and so"),

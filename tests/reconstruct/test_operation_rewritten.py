@@ -62,7 +62,7 @@ def low_lse(input, target, *, ignore_index=-100, reduction="none", label_smoothi
 @pytest.mark.parametrize(
     ("op", "kernel", "dtype", "cause", "text"),
     [
-        ("rms_norm", eps_outside, "float32", "option", "reciprocal(sqrt(x) + eps) stands"),
+        ("rms_norm", eps_outside, "float32", "option", "eps is added to the root mean"),
         ("rope", width_less_two, "bfloat16", "factor", "-2.0 / (rows.shape[-1] - 2) stands"),
         (
             "cross_entropy",
@@ -72,7 +72,7 @@ def low_lse(input, target, *, ignore_index=-100, reduction="none", label_smoothi
             "lse_square_scale is taken 1 / ln² 2 times",
         ),
         ("swiglu", exchanged, "bfloat16", "exchanged", "gate and up are exchanged"),
-        ("cross_entropy", low_lse, "bfloat16", "step-low", "every step up to lse is rounded to"),
+        ("cross_entropy", low_lse, "bfloat16", "step-low", "lse, log_probabilities) is rounded"),
     ],
 )
 def test_a_formula_is_told_as_it_is_written(op, kernel, dtype, cause, text):

@@ -7,13 +7,13 @@ from halfulp.reconstruct.operation_asked import reconstruct_operation
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """What is kept is the logarithm, in the operands' format, and its parts are too."""
+    """The row sum and its logarithm are in the operands' format; what is kept is not."""
 
     @staticmethod
     def forward(ctx, x):
         wide = x.float() - x.float().amax(-1, keepdim=True)
         row_sum = wide.exp().sum(-1, keepdim=True).to(x.dtype)
-        out = (wide - row_sum.float().log().to(x.dtype).float()).to(x.dtype)
+        out = wide - row_sum.float().log().to(x.dtype).float()
         ctx.save_for_backward(out)
         return out
 
@@ -21,11 +21,11 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx, grad):
         (out,) = ctx.saved_tensors
         wide = grad.float()
-        return (wide - out.float().exp() * wide.sum(-1, keepdim=True)).to(grad.dtype)
+        return (wide - out.exp() * wide.sum(-1, keepdim=True)).to(torch.bfloat16)
 
 
 def of_log_softmax(input, target, *, ignore_index=-100, reduction="none", label_smoothing=0.0):
-    logs = _LogSoftmax.apply(input).float()
+    logs = _LogSoftmax.apply(input)
     seen = target != ignore_index
     own = logs.gather(1, torch.where(seen, target, 0)[:, None])[:, 0]
     loss = -(1 - label_smoothing) * own - label_smoothing * logs.mean(-1)
@@ -35,11 +35,11 @@ def of_log_softmax(input, target, *, ignore_index=-100, reduction="none", label_
     return loss.to(input.dtype)
 
 
-def test_a_logarithm_that_is_kept_is_told_with_its_parts():
+def test_a_sum_and_its_logarithm_are_told_though_no_call_shows_both():
     found = reconstruct_operation(of_log_softmax, "cross_entropy").found
-    assert found.cause == "statistic-low"
-    for step in ("row_sum", "log_sum", "log_probabilities"):
-        assert f"{step} is rounded to bf16" in found.text
+    assert found.cause in ("statistic-low", "step-low")
+    assert "log_sum is rounded to bf16" in found.text
+    assert found.share > 0.99
 
 
 class _LayerNorm(torch.autograd.Function):

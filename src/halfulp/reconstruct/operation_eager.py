@@ -27,22 +27,28 @@ def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator
     if calls.dtype == "float32":
         return
     operation, own = calls.operation, OF_DTYPE[calls.dtype]
-    low = f"what is kept for the backward pass is rounded to {own}"
-    yield Way("grad-step-low", low, within=partial(_kept, own))
+    kept = f"what is kept for the backward pass is rounded to {own}"
+    yield Way("grad-step-low", kept, within=partial(_kept, own))
     anew = "operands are cast up anew wherever they are used: the parts of their gradients are"
     yield Way("grad-sum-low", f"{anew} rounded to {own} before they are added",
               within=partial(_CastAnew, own))  # fmt: skip
-    definitions = operation.eager or (operation.define,)
-    steps = [n for n in shapes_of_steps(calls, definitions[0]) if not n.startswith("grad_")]
-    if len(steps) == 1:  # no chain of operations: what is low is its sum
-        return
-    names = ", ".join(map(said, steps[:TOLD])) + " …" * (len(steps) > TOLD)
-    both = f"every step of both passes ({names}) is rounded to {own}, as eager code does"
-    whole = [Way("step-low", both, eager=partial(_ran, d, calls.dtype, "")) for d in definitions]
-    yield from whole
-    define = definitions[whole.index(max(whole, key=share))]
+    forms: list[tuple[Way, Define, list[str]]] = []
+    both = "every step of both passes"
+    low = f"is rounded to {own}, as eager code does"
+    for define in operation.eager or (operation.define,):
+        steps = [n for n in shapes_of_steps(calls, define) if not n.startswith("grad_")]
+        if len(steps) == 1 and not operation.eager:  # what is low is its sum
+            return
+        names = ", ".join(map(said, steps[:TOLD])) + " …" * (len(steps) > TOLD)
+        ran = partial(_ran, define, calls.dtype, "")
+        forms.append((Way("step-low", f"{both} ({names}) {low}", eager=ran), define, steps))
+    yield from (way for way, _, _ in forms)
+    for told, (cause, define) in operation.related.items():
+        ran = partial(_ran, define, calls.dtype, "")
+        yield Way(cause, f"{told}; {both} {low}", eager=ran)
+    _, define, steps = max(forms, key=lambda form: share(form[0]))
     for name in steps:
-        text = f"{both.replace(f' ({names})', '')}, from {said(name)} on"
+        text = f"{both} {low}, from {said(name)} on"
         for leaves in (False, True):
             ran = partial(_ran, define, calls.dtype, name, leaves)
             yield Way("step-low", text, eager=ran)

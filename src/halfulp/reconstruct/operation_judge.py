@@ -160,7 +160,7 @@ class Judge:
         which this call shows one.
         """
         single = [one for one in found if one[0] is base and len(one[2].steps) == 1]
-        simple = max(filter(_of_rounding, single), key=_share, default=None)
+        simple = max((one for one in single if _rounds(one[2])), key=_share, default=None)
         more = [simple[2]] if simple and simple[1] >= share - EQUAL else []
         for one in (way, *more):
             chosen = self._with_another(base, one)
@@ -179,8 +179,13 @@ class Judge:
         more = [w for w in there if not w.steps.keys() & steps and worst.concerns(base, w)]
         share, chosen = self._joined(base, worst.share(base, (way,)), way, more, worst)
         # what is no rounding comes near to anything where there are several
-        few = len(chosen) == 2 or all(CAUSES[w.cause].kind == "rounding" for w in chosen)
-        return chosen if share >= WHOLLY and few else (way,)
+        if share >= WHOLLY and (len(chosen) == 2 or all(map(_rounds, chosen))):
+            return chosen
+        if way.eager is None:  # a mistake in eager code, which shows where that does not
+            for one in eager_ways(calls, lambda one: worst.share(base, (one,))):
+                if worst.share(base, (one,)) >= WHOLLY:
+                    return (way, one)
+        return (way,)
 
     def _of_results(self, base: Rounding) -> FoundWay | None:
         """What explains results where gradients, which are another function's, hide it."""
@@ -446,8 +451,8 @@ class Judge:
         return FoundWay(key, text, 0.0, 0.0, self._failing)
 
 
-def _of_rounding(tried: _Tried) -> bool:
-    return CAUSES[tried[2].cause].kind == "rounding"
+def _rounds(way: Way) -> bool:
+    return CAUSES[way.cause].kind == "rounding"
 
 
 def _both(telling: list[_Tried]) -> list[Way]:

@@ -31,14 +31,20 @@ class Others:
     def fit(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """How well ways do on the other calls, where the kernel errs and where it does not."""
         others = [t for t in self.trials if t.knows(chosen)]
-        return sum(self._weight(t) * t.share(base, chosen) for t in others) / max(1, len(others))
+        shares = (self._weight(t) * self._share(t, base, chosen) for t in others)
+        return sum(shares) / max(1, len(others))
 
     def predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The mean share of the error that ways explain on the other calls that fail as badly."""
         others = [t for t in self.trials if t.failing and t.knows(chosen)]
-        weighed = [(w, t.share(base, chosen)) for t in others if (w := self._weight(t)) >= BADLY]
+        weighed = [(w, t) for t in others if (w := self._weight(t)) >= BADLY]
         whole = sum(weight for weight, _ in weighed)
-        return sum(weight * share for weight, share in weighed) / whole if whole else 1.0
+        return sum(w * self._share(t, base, chosen) for w, t in weighed) / whole if whole else 1.0
+
+    def _share(self, other: Trial, base: Rounding, chosen: tuple[Way, ...]) -> float:
+        """What ways explain together, or one of them where the others do not show."""
+        alone = [(way,) for way in chosen] if len(chosen) > 1 else []
+        return max(other.share(base, some) for some in (chosen, *alone))
 
     def _weight(self, other: Trial) -> float:
         """What a call counts: where less is off than here another rounding may be what is."""
@@ -55,7 +61,8 @@ class Others:
             for t in self.trials
             if t.failing and t.relative >= least and sizes_of(t.calls) == sizes and t.knows(chosen)
         ]
-        close = [1 - t.share(base, chosen) <= max(BESIDE, 4 * t.of_rounding) for t in others]
+        left = [(1 - self._share(t, base, chosen), t) for t in others]
+        close = [rest <= max(BESIDE, 4 * t.of_rounding) for rest, t in left]
         return sum(close) / len(close) if close else 1.0
 
     def harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:

@@ -119,7 +119,8 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
     running_as: AbstractContextManager[Any] = nullcontext()
     sizes = sizes_of(calls)
     sizes |= {f"{symbol} / 2": n // 2 for symbol, n in sizes.items()}  # of pairs
-    ways = tuple(_on(calls, way) for way in ways)
+    # eager code first, which may be of another definition
+    ways = tuple(sorted((_on(calls, way) for way in ways), key=lambda way: way.eager is None))
 
     def where(way: Way, other: Tensor, own: Tensor) -> Tensor:
         """Another value, in the way's region."""

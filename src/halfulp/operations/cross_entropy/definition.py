@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfulp.operations.operation_data import (
     Operand,
@@ -70,6 +71,41 @@ def define(step: Seam, x: Tensors, options: Options, squared: bool = True) -> Te
     if options["reduction"] != "none":
         losses = losses.sum().expand_as(losses)
     return {"loss": losses}
+
+
+def _eager(step: Seam, x: Tensors, options: Options, logarithms: Any = None) -> Tensors:
+    """From logarithms of probabilities, with autograd's gradient."""
+    rows, target = x["input"], x["target"]
+    smoothing, z_scale = options["label_smoothing"], options["lse_square_scale"]
+    seen = target != options["ignore_index"]
+    logs = step("_log_probabilities", logarithms(step, rows))
+    loss = (smoothing - 1) * logs.gather(1, torch.where(seen, target, 0)[:, None])[:, 0]
+    if smoothing:
+        loss = loss - smoothing * logs.mean(-1)
+    if z_scale:
+        loss = loss + z_scale * torch.logsumexp(rows, -1).square()
+    losses = torch.where(seen, loss, 0.0)
+    if options["reduction"] != "none":
+        losses = losses.sum().expand_as(losses)
+    if options["reduction"] == "mean":
+        losses = losses / seen.sum().clamp_min(1)
+    return {"loss": losses}
+
+
+def _less_lse(step: Seam, rows: Tensor) -> Tensor:
+    return rows - step("lse", torch.logsumexp(rows, -1, keepdim=True))
+
+
+def _of_probabilities(step: Seam, rows: Tensor) -> Tensor:
+    return step("_probabilities", torch.softmax(rows, -1)).log()
+
+
+EAGER = (
+    define,
+    partial(_eager, logarithms=lambda _, rows: torch.log_softmax(rows, -1)),
+    partial(_eager, logarithms=_less_lse),
+    partial(_eager, logarithms=_of_probabilities),
+)
 
 
 RELATED = {

@@ -54,6 +54,22 @@ EAGER = tuple(
 )
 
 
+def _over_std(step: Seam, x: Tensors, options: Options) -> Tensors:
+    """(x − mean) / (std + eps), std being that of a sample, as torch.Tensor.std has it."""
+    rows = x["input"]
+    centered = step("centered", rows - step("mean", rows.mean(-1, keepdim=True)))
+    deviation = step("_deviation", rows.std(-1, keepdim=True) + options["eps"])
+    return {"output": x["weight"] * centered / deviation + x["bias"]}
+
+
+RELATED = {
+    "the deviation is a sample's, of D − 1, and eps is added to it, not under its root": (
+        "factor",
+        _over_std,
+    )
+}
+
+
 def arguments(x: Tensors, options: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As torch.nn.functional.layer_norm is called."""
     shape = (x["input"].shape[-1],)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
@@ -34,12 +35,30 @@ def _inner(step: Seam, terms: Tensor) -> Tensor:
 
 def _quotient(step: Seam, x: Tensors, _: Options) -> Tensors:
     """exp(x − max) / Σ, whose gradient is autograd's, which passes through the maximum as well."""
-    largest = x["input"].max(-1, keepdim=True).values
+    largest = step("_maximum", x["input"].max(-1, keepdim=True).values)
     weights = step("weights", step("_shifted", x["input"] - largest).exp())
     return {"output": weights / step("row_sum", weights.sum(-1, keepdim=True))}
 
 
-EAGER = (_quotient,)
+def _of_lse(step: Seam, x: Tensors, _: Options) -> Tensors:
+    """exp(x − lse)."""
+    lse = step("_lse", torch.logsumexp(x["input"], -1, keepdim=True))
+    return {"output": step("_log_probabilities", x["input"] - lse).exp()}
+
+
+def _of_logarithms(step: Seam, x: Tensors, _: Options) -> Tensors:
+    return {"output": step("_log_probabilities", torch.log_softmax(x["input"], -1)).exp()}
+
+
+EAGER = (_quotient, _of_lse, _of_logarithms)
+
+
+def _without_maximum(step: Seam, x: Tensors, _: Options) -> Tensors:
+    weights = step("weights", x["input"].exp())
+    return {"output": weights / step("row_sum", weights.sum(-1, keepdim=True))}
+
+
+RELATED = {"no maximum is subtracted: weights overflow or vanish": ("maximum", _without_maximum)}
 
 
 def arguments(x: Tensors, _: Options) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -28,4 +28,9 @@ def _written_out(step: Seam, x: Tensors, _: Options) -> Tensors:
     return {"output": step("activated", x["gate"] * sigmoid) * x["up"]}
 
 
-EAGER = (_written_out,)
+def _divided(step: Seam, x: Tensors, _: Options) -> Tensors:
+    """gate / (1 + exp(−gate)) · up, whose exponential overflows where the gate is far below 0."""
+    return {"output": step("activated", x["gate"] / (1 + torch.exp(-x["gate"]))) * x["up"]}
+
+
+EAGER = (_written_out, _divided)
