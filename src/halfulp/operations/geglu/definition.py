@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfulp.operations.gated_unit import RELATED as RELATED
+from halfulp.operations.gated_unit import RELATED as OTHER_GATES
 from halfulp.operations.gated_unit import gated
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
 
@@ -56,10 +57,10 @@ def _written_out(step: Seam, x: Tensors, options: Options) -> Tensors:
     return {"output": step("activated", gate * below) * x["up"]}
 
 
-def _beside_one(step: Seam, x: Tensors, options: Options) -> Tensors:
+def _beside_one(step: Seam, x: Tensors, options: Options, form: str = "") -> Tensors:
     """0.5 · gate · (1 + erf or tanh) · up, whose tail cancels."""
     gate = x["gate"]
-    if options["approximate"] == "tanh":
+    if (form or options["approximate"]) == "tanh":
         inside = step("_tanh", torch.tanh(_TANH * (gate + 0.044715 * gate**3)))
     else:
         inside = step("_erf", torch.erf(gate * 0.5**0.5))
@@ -67,3 +68,9 @@ def _beside_one(step: Seam, x: Tensors, options: Options) -> Tensors:
 
 
 EAGER = (_written_out, _beside_one)
+RELATED = OTHER_GATES | {
+    "activated: gelu's tanh form, written out, stands in place of the activation of gate": (
+        "term-missing",
+        partial(_beside_one, form="tanh"),
+    )
+}

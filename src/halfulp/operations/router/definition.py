@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from halfulp.formats import BF16, FP16, Format, round_to
 from halfulp.operations.operation_data import (
     Operand,
@@ -44,6 +46,7 @@ def define(
     """
     logits, exact = step("_logits", x["logits"]), x["logits"].detach()
     scores = logits.detach() if low is None else round_to(logits.detach().softmax(-1), low)
+    scores = scores.float().sigmoid() if sigmoid else scores  # of which large ones are all 1
     chosen = step("_choice", scores).topk(options["k"], -1).indices
     # experts may be named in any order: that of their logits
     picked, order = exact.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
@@ -60,6 +63,20 @@ def define(
     return {"weights": weights, "shortfall": best.sum(-1) - picked.sum(-1)}
 
 
+def _chosen_first(step: Seam, x: Tensors, options: Options) -> Tensors:
+    """A softmax of the chosen logits alone, where its sum would divide it."""
+    logits, exact = x["logits"], x["logits"].detach()
+    chosen = step("_choice", logits.detach()).topk(options["k"], -1).indices
+    if options["renormalize"]:
+        weights = torch.softmax(logits.gather(-1, chosen), -1)
+    else:
+        weights = torch.softmax(logits, -1).gather(-1, chosen)
+    best = exact.topk(options["k"], -1).values
+    short = best.sum(-1) - exact.gather(-1, chosen).sum(-1)
+    return {"weights": step("weights", weights), "shortfall": short}
+
+
+EAGER = (define, _chosen_first)
 RELATED = {
     f"the choice is made among probabilities that are rounded to {fmt}": (
         "step-low",
