@@ -300,7 +300,12 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
     if not grid:
         of = 100 * float(wrong.double().mean())
         return "block-scale", f"{of:.0f} % of blocks are no codes times their scale"
-    nearby = float((own - due)[off].abs().mean())
+    distance = (own - due)[off].abs()
+    size = torch.maximum(own.abs(), due.abs())[off].clamp_min(fmt.element.min_normal)
+    next_to = 2.0 ** (size.log2().floor() - fmt.element.mantissa_bits)
+    if float((distance <= 2 * next_to).double().mean()) < MOST:
+        return None  # not rounded otherwise: another number's
+    nearby = float(distance.mean())
     low, high = (float(f(blocks[off].div(scales.expand_as(blocks)[off]).abs())) for f in (
         torch.min, torch.max))  # fmt: skip
     text = f"codes of numbers between {low:.3g} and {high:.3g} scales are off, by {nearby:.2g}"

@@ -13,6 +13,7 @@ from halfulp.operations import (
     STOCHASTIC,
     Operation,
     OperationCalls,
+    Tensors,
     defined,
     drawn_calls,
     first_calls,
@@ -99,6 +100,7 @@ def _trial(run: Run, some: OperationCalls, failing: tuple[str, ...] | None) -> T
     exact = {name: truth[name].double() for name in kernel}
     operation = some.operation
     floor, stock = (computed(some, base, ()) for base in (operation.floor, operation.stock))
+    _without_consequences(some, kernel, exact)
     errors = {name: power(x, exact[name], exact[name]) for name, x in kernel.items()}
     made = {n: power(floor[n].double(), exact[n], exact[n]) for n in kernel}
     other = {n: power(stock[n].double(), exact[n], exact[n]) for n in kernel}
@@ -115,6 +117,26 @@ def _trial(run: Run, some: OperationCalls, failing: tuple[str, ...] | None) -> T
     else:
         failing = tuple(n for n in failing if errors.get(n, 0.0) > 0)
     return Trial(some, kernel, exact, errors, made, failing)
+
+
+def _without_consequences(calls: OperationCalls, kernel: Tensors, exact: Tensors) -> None:
+    """Takes rows of numbers for right where another result of the same row is none: what is chosen
+    among NaN tells nothing.
+    """
+    shapes, independent = calls.operation.shapes_of_results, calls.operation.independent
+    broken: dict[str, Tensor] = {}  # by symbol, of each call the rows without a number
+    whole = []
+    for name, x in kernel.items():
+        symbol, none = shapes[name].split()[0], ~x.isfinite() & exact[name].isfinite()
+        if symbol in independent and bool(none.any()):
+            rows = none.flatten(2).any(2) if none.ndim > 2 else none
+            broken[symbol] = rows | broken.get(symbol, torch.zeros_like(rows))
+        elif symbol in independent:
+            whole.append((name, symbol))
+    for name, symbol in whole:
+        if symbol in broken:
+            x, rows = kernel[name], broken[symbol]
+            kernel[name] = torch.where(rows.view(*rows.shape, *(1,) * (x.ndim - 2)), exact[name], x)
 
 
 def _small(calls: OperationCalls, longest: int) -> OperationCalls | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
-from halfulp.operations import STOCHASTIC, Rounding, sizes_of
+from halfulp.operations import STOCHASTIC, OperationCalls, Rounding, sizes_of
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.found import FoundWay, Rival
 from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
@@ -27,6 +27,7 @@ from halfulp.reconstruct.operation_ways import (
     RESULT,
     Natural,
     Way,
+    option_ways,
     rare_ways,
     shapes_of_steps,
     ways,
@@ -52,6 +53,7 @@ OTHERWISE = frozenset(
 AT_TAILS = frozenset({"neighbor", "term-missing", "factor"})
 """What kernels do at ends that no whole block covers."""
 LEFT = 0.08  # share of the error, beside what rounding makes, that such a way may leave
+LEAVE = 0.3  # the same of what another quantizer gives
 OFTEN = 0.3  # of the calls where the kernel is right, on which such a way may be grossly wrong
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
@@ -127,7 +129,7 @@ class Judge:
             return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
-        return FoundWay(chosen[0].cause, text, share, fits, self._failing, rivals, alike)
+        return FoundWay(chosen[0].key, text, share, fits, self._failing, rivals, alike)
 
     def _holds(self, base: Rounding, share: float, chosen: tuple[Way, ...], start: float) -> bool:
         """Whether ways explain enough here, and on the other calls what they are ways of."""
@@ -137,6 +139,8 @@ class Judge:
         if otherwise:
             most = min(most, max(min(LEFT, self.trial.near), 4 * self.trial.of_rounding))
             least = MOSTLY if len(chosen) > 1 else PREDICTS  # two come near by chance
+        if any(w.cause.startswith("block") for w in chosen):
+            most = min(most, LEAVE)
         if share + min(0.0, held.fit(base, chosen)) < EXPLAINS or 1 - share > most:
             return False
         if held.predicts(base, chosen) < least:
@@ -164,7 +168,7 @@ class Judge:
         more = [simple[2]] if simple and simple[1] >= share - EQUAL else []
         for one in (way, *more):
             chosen = self._with_another(base, one)
-            if len(chosen) > 1 and self._holds(base, share, chosen, start):
+            if chosen != (one,) and self._holds(base, share, chosen, start):
                 return chosen
         return (way,)
 
@@ -175,12 +179,13 @@ class Judge:
         if worst is None:
             return (way,)
         calls, steps = worst.calls, way.steps.keys()
-        there = (*operand_ways(calls), *ways(calls), *sum_ways(calls))
+        there = _common(calls)
         more = [w for w in there if not w.steps.keys() & steps and worst.concerns(base, w)]
         share, chosen = self._joined(base, worst.share(base, (way,)), way, more, worst)
         # what is no rounding comes near to anything where there are several
         if share >= WHOLLY and (len(chosen) == 2 or all(map(_rounds, chosen))):
-            return chosen
+            # a sum that is too long to be tried here may be all there is
+            return chosen[1:] if self.trial.share(base, chosen[1:]) >= WHOLLY else chosen
         if way.eager is None:  # a mistake in eager code, which shows where that does not
             for one in eager_ways(calls, lambda one: worst.share(base, (one,))):
                 if worst.share(base, (one,)) >= WHOLLY:
@@ -205,7 +210,7 @@ class Judge:
         """
         floor, calls = self.trial.calls.operation.floor, self.trial.calls
         other = {True: [], False: []}  # type: dict[bool, list[Way]]
-        for way in (*operand_ways(calls), *ways(calls), *sum_ways(calls)):
+        for way in _common(calls):
             if self.trial.concerns(floor, way):
                 other[way.cause in OTHERWISE].append(way)
         found: list[_Tried] = []
@@ -453,6 +458,11 @@ class Judge:
 
 def _rounds(way: Way) -> bool:
     return CAUSES[way.cause].kind == "rounding"
+
+
+def _common(calls: OperationCalls) -> tuple[Way, ...]:
+    """What is tried of every kernel: of ways that are alike the first is named."""
+    return *option_ways(calls), *operand_ways(calls), *ways(calls), *sum_ways(calls)
 
 
 def _both(telling: list[_Tried]) -> list[Way]:

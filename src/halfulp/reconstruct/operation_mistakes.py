@@ -125,6 +125,25 @@ def _of_every(block: int, low: int, high: int, n: int) -> Tensor:
     return (place >= low) & (place <= high)
 
 
+def moved(
+    place: Tensor, length: int, symbol: str, known: int, sources: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """Rules by which an index is another, the plain ones first: such as send the `known`-th of some
+    places to one of these sources.
+    """
+    yield "", place
+    for other in map(int, sources):
+        by = (other - int(place[known]) + length // 2) % length - length // 2
+        if by:
+            side = "before" if by < 0 else "after"
+            yield f"{abs(by)} along {symbol} {side}", (place + by) % length
+        yield f"at {other} along {symbol}", torch.full_like(place, other)
+    for block in (2, 4, 8, 16, 32, 64, 128):
+        if block < length:
+            yield f"at the first of every {block} along {symbol}", place // block * block
+            yield f"at the index modulo {block} along {symbol}", place % block
+
+
 def cut(fmt: Format) -> Alter:
     """Rounding toward zero."""
     return lambda x: round_to(x.contiguous(), fmt, rounding="toward_zero")
@@ -269,7 +288,8 @@ def rare_ends(length: int) -> Iterator[AlongMistake]:
             text = f"is left out but for the last block of {count}, from {last} of {length} on"
             yield AlongMistake("term-missing", text, partial(_last, block=count))
             text = f"is left out but for the first {count} of {length}"
-            yield AlongMistake("end", text, partial(_only, part=slice(None, count)))
+            cause = "end" if length <= 2 * count else "term-missing"
+            yield AlongMistake(cause, text, partial(_only, part=slice(None, count)))
     text = "is left out but for the first half, whose mean is taken"
     yield AlongMistake("end", text, _of_half)
     yield AlongMistake("end", "begins at 1", partial(_only, part=slice(1, None)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfulp.operations import OperationCalls, Tensors, sizes_of
 from halfulp.reconstruct.operation_mistakes import BLOCKS, LIMITS, padded
-from halfulp.reconstruct.operation_ways import Way
+from halfulp.reconstruct.operation_ways import OPERAND, Way, said, values_of_steps
 
 
 def operand_ways(calls: OperationCalls) -> Iterator[Way]:
@@ -22,8 +22,41 @@ def operand_ways(calls: OperationCalls) -> Iterator[Way]:
     for text, (cause, define) in calls.operation.related.items():
         yield Way(cause, text, define=define)
     yield from _exchanges(calls)
+    yield from _maxima(calls)
     for name, x in calls.operands.items():
         yield from _limits_of_operand(name, x)
+
+
+def _maxima(calls: OperationCalls) -> Iterator[Way]:
+    """A maximum of a row that is of a part of it."""
+    given = {OPERAND + n: x[0].float() for n, x in calls.operands.items() if x.ndim > 2}
+    wide = {n: x for n, x in (given | values_of_steps(calls)).items() if x.shape[-1:] > (1,)}
+    for name, own in values_of_steps(calls).items():
+        for source, x in wide.items():
+            if own.shape[-1:] != (1,) or not torch.equal(own, x.amax(-1, keepdim=True)):
+                continue
+            length, of = x.shape[-1], partial(_maximum_of, name, source)
+            for block in (*BLOCKS, 128):
+                whole = length // block * block
+                if block < length:
+                    text = f"{said(name)} is that of the first {block} of {length}"
+                    yield Way("maximum", text, of_calls=partial(of, slice(block)))
+                    text = f"{said(name)} is that of the last block of {block} of {length}"
+                    last = slice((length - 1) // block * block, None)
+                    yield Way("maximum", text, of_calls=partial(of, last))
+                if 0 < whole < length:
+                    text = f"{said(name)} ends at {whole} of {length}"
+                    yield Way("maximum", text, of_calls=partial(of, slice(whole)))
+            break
+
+
+def _maximum_of(name: str, source: str, part: slice, calls: OperationCalls) -> Way:
+    given = {OPERAND + n: x[0].float() for n, x in calls.operands.items()}
+    rows = (given | values_of_steps(calls))[source][..., part]
+    if not rows.numel():
+        return Way("", "")
+    most = rows.amax(-1, keepdim=True)
+    return Way("", "", {name: lambda x: most.to(x.dtype) if x.shape == most.shape else x})
 
 
 def _exchanges(calls: OperationCalls) -> Iterator[Way]:

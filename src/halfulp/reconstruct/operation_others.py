@@ -62,7 +62,7 @@ class Others:
             if t.failing and t.relative >= least and sizes_of(t.calls) == sizes and t.knows(chosen)
         ]
         left = [(1 - self._share(t, base, chosen), t) for t in others]
-        close = [rest <= max(BESIDE, 4 * t.of_rounding) for rest, t in left]
+        close = [rest <= max(min(BESIDE, t.near), 4 * t.of_rounding) for rest, t in left]
         return sum(close) / len(close) if close else 1.0
 
     def harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:

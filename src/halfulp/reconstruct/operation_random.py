@@ -16,6 +16,7 @@ from halfulp.reconstruct.operation_trials import Run, Trial
 SURE = 6.0  # standard deviations from which on a mean is no chance
 SHARED = 4.0  # times the variance of means that independent numbers have
 APART = 1.3  # times the error that they make
+FEW = 0.05  # of the elements, which may be off by more than random numbers can make
 BINS = 8  # of the share of a step that is cut off
 
 
@@ -31,6 +32,8 @@ def random_cause(run: Run, calls: OperationCalls) -> str:
     if _is_steady(run, calls, result.tensors[name], name):
         return _of_value(result.tensors[name].double(), exact, calls.dtype)
     own = result.tensors[name].double() - exact
+    if float((own.abs() > 2 * _steps(calls)).double().mean()) > FEW:
+        return ""  # no random number does that
     stock = emulated(calls, calls.operation.stock)[name].double() - exact
     if not bool(own.isfinite().all()) or own.ndim != 3 or not bool(stock.any()):
         return ""
@@ -86,12 +89,29 @@ def _shared(own: Tensor, stock: Tensor) -> str:
         return "all elements share random numbers"
     if rows or columns:
         return f"the elements of a {'row' if rows else 'column'} share random numbers"
-    half = own.shape[2] // 2
-    for lag in range(1, half + 1):
-        a, b = own[..., lag:].flatten(), own[..., :-lag].flatten()
-        if float((a * b).mean() / own.square().mean()) > 1 / SHARED:
-            return f"random numbers repeat after {lag} elements of a row"
+    for told, x in (("elements of a row", own), ("rows", own.mT)):
+        for lag in range(1, x.shape[2] * 3 // 4 + 1):
+            a, b = x[..., lag:].flatten(), x[..., :-lag].flatten()
+            if float((a * b).mean() / x.square().mean()) > 1 / SHARED:
+                return f"random numbers repeat after {lag} {told}"
     return ""
+
+
+def _steps(calls: OperationCalls) -> Tensor:
+    """The most that stochastic rounding may put each element off: a unit of the last place every
+    time that it is rounded.
+    """
+    drawn = [n for n, f in calls.operation.stock.steps.items() if f == STOCHASTIC]
+    last = 2.0 ** -OF_DTYPE[calls.dtype].mantissa_bits
+    passed: list[Tensor] = []
+
+    def seen(step: str, exact: Tensor) -> Tensor:
+        if step in drawn:
+            passed.append(exact.detach().double().abs() * last)
+        return exact
+
+    defined(calls, seen)
+    return torch.stack(passed).view(calls.count, -1, *passed[0].shape).sum(1)
 
 
 def _probability(own: Tensor, exact: Tensor, dtype: str) -> str:

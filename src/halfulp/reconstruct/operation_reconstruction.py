@@ -21,6 +21,7 @@ from halfulp.reconstruct.operation_numbers import tiny_factor
 from halfulp.reconstruct.operation_others import SLIGHT
 from halfulp.reconstruct.operation_places import manner_of
 from halfulp.reconstruct.operation_random import all_random, random_cause
+from halfulp.reconstruct.operation_reached import reached
 from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.reconstruct.operation_trials import Run, Trial
 
@@ -84,6 +85,11 @@ def of_operation(
         for calls in (*(f.calls for f in failures), *(t.calls for t in others)):
             if text := random_cause(run, calls):
                 return FoundWay("random", text, 0.0, 0.0, best.tensor)
+    if best is not None and CAUSES[best.cause].kind == "unexplained":
+        for one in wrong[:CASES]:
+            if asked := reached(run, one):
+                rest = f"{asked.text}; {best.text}"
+                return replace(best, cause=asked.cause, text=rest)
     if best is None or best.share or not (trials and all(t.nonfinite for t in trials)):
         return best
     # what was asked about comes first, where other calls' numbers were looked at

@@ -328,7 +328,8 @@ def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
         yield b, a
         if isinstance(op, ast.Mult):
             yield a, b
-        yield "factor", ast.BinOp(a, ast.Div() if isinstance(op, ast.Mult) else ast.Mult(), b)
+        # no number of times what it should be: the square of b
+        yield "term-missing", ast.BinOp(a, ast.Div() if isinstance(op, ast.Mult) else ast.Mult(), b)
     elif isinstance(op, ast.Pow):
         yield b, a
     if isinstance(op, ast.Sub | ast.Div | ast.Pow):

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from halfulp.formats import BlockFormat
 from halfulp.operations import OperationCalls, Tensors, emulated, sizes_of
-from halfulp.reconstruct.operation_mistakes import fitting
+from halfulp.reconstruct.operation_mistakes import fitting, moved
 from halfulp.reconstruct.operation_trials import Run, Trial
 
 DRAWS = 8  # of the powers of two that are scales
 POWERS = (-22, -9)  # such as every format and dtype has; the other operand's scales are 1
 NEAR = 0.02  # of a power of two: 16 bits round a result by less
 MOST = 0.9  # of the wrong scales, which one rule has to tell
+KNOWN = 0.5  # of them that are another block's, from which on all are: by chance none is
 COLUMNS = 12  # of a product, at most
 SQUARE = 128
 
@@ -210,7 +211,7 @@ def _of_another(seen: _Seen, places: Tensor, e: Tensor, s: Tensor) -> str:
             other = (of + 0 * due[:, None], due[:, None] + of,
                      torch.minimum(due[:, None], of[None, :]))[kind]  # fmt: skip
             fits &= (used[:, None] - other).abs() < NEAR
-        if float(fits.any(1).double().mean()) >= MOST:
+        if float(fits.any(1).double().mean()) >= KNOWN:
             return f"{text} {_pattern(seen, places, fits)}"
     return ""
 
@@ -221,11 +222,12 @@ def _pattern(seen: _Seen, places: Tensor, fits: Tensor) -> str:
     at = torch.arange(len(row))
     rows = seen.symbol if seen.group == 1 else f"{seen.group} {seen.symbol}"
     example = int(fits.any(1).nonzero()[0, 0])
-    other = divmod(int(fits[example].nonzero()[0, 0]), count)
+    sources = fits[example].nonzero()[:, 0]
+    other = divmod(int(sources[0]), count)
     every = [
         (told_row, told_block)
-        for told_row, of_row in _moved(row, groups, rows, fits.any(1), fits, count)
-        for told_block, of_block in _moved(block, count, "blocks", fits.any(1), fits, 1)
+        for told_row, of_row in moved(row, groups, rows, example, sources // count)
+        for told_block, of_block in moved(block, count, "blocks", example, sources % count)
         if float(fits[at, of_row * count + of_block].double().mean()) >= MOST
     ]
     if every:
@@ -233,22 +235,3 @@ def _pattern(seen: _Seen, places: Tensor, fits: Tensor) -> str:
         return f"what lies {told}" if told else "the same block"
     here = f"{rows} {int(row[example])}, block {int(block[example])}"
     return f"other blocks: {here} has that of {rows} {other[0]}, block {other[1]}"
-
-
-def _moved(
-    place: Tensor, length: int, symbol: str, known: Tensor, fits: Tensor, count: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Rules by which an index is another, the plain ones first."""
-    yield "", place
-    first = int(known.nonzero()[0, 0])
-    for source in fits[first].nonzero()[:, 0]:
-        other = int(source) // count % length
-        by = (other - int(place[first]) + length // 2) % length - length // 2
-        if by:
-            side = "before" if by < 0 else "after"
-            yield f"{abs(by)} along {symbol} {side}", (place + by) % length
-        yield f"at {other} along {symbol}", torch.full_like(place, other)
-    for block in (2, 4, 8, 16, 32, 64, 128):
-        if block < length:
-            yield f"at the first of every {block} along {symbol}", place // block * block
-            yield f"at the index modulo {block} along {symbol}", place % block

@@ -96,6 +96,12 @@ class Way:
         return f"{text} {where} alone" if self.alone else text
 
     @property
+    def key(self) -> str:
+        """Its cause, of what is left out where no whole block is that of ends."""
+        tail = self.region is not None and self.region.text.startswith("past the last whole")
+        return "end" if tail and "left out" in self.text else self.cause
+
+    @property
     def may_be_in_part(self) -> bool:
         """Whether it may be made in a region: it is of tensors, not of all that is computed."""
         return not (self.eager or self.define or self.within or self.options)
@@ -196,7 +202,6 @@ def rare_ways(calls: OperationCalls) -> Iterator[Way]:
 
 def ways(calls: OperationCalls) -> Iterator[Way]:
     """What is tried for every kernel that errs on these calls."""
-    yield from _of_options(calls)
     own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
     every = _spots(calls)
     for spot in every:
@@ -392,7 +397,7 @@ def shapes_of_steps(calls: OperationCalls, define: Any = None) -> dict[str, torc
     shapes: dict[str, torch.Size] = {}
 
     def seen(name: str, exact: Tensor) -> Tensor:
-        shapes[name] = exact.shape
+        shapes.setdefault(name, exact.shape)  # a step of both passes may be transposed in the other
         return exact
 
     changed(first_calls(calls, 1), seen, define)
@@ -425,7 +430,7 @@ def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel()).view(x.shape).to(x.dtype)
 
 
-def _of_options(calls: OperationCalls) -> Iterator[Way]:
+def option_ways(calls: OperationCalls) -> Iterator[Way]:
     """Each option as another probe has it, or as it is where nobody gives it."""
     operation = calls.operation
     numbers = [n for n, value in calls.options.items() if isinstance(value, float)]
