@@ -119,6 +119,24 @@ def over_sqrt(step: Seen, name: str, rows: Tensor, x: Tensor, eps: float) -> Ten
     return rows / step(name, torch.sqrt(x + eps))
 
 
+def valued(value: Tensor, carrier: Tensor) -> Tensor:
+    """The value of one, with the gradient of another that is equal where all are numbers: beside
+    one that is none in a row, what is added to carry a gradient alone is no 0.
+    """
+    found: Tensor = _Valued.apply(value, carrier)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Valued(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: torch.autograd.function.FunctionCtx, value: Tensor, _carrier: Tensor):  # type: ignore[no-untyped-def]
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx: torch.autograd.function.FunctionCtx, *grads: Tensor):  # type: ignore[no-untyped-def]
+        return None, grads[0]
+
+
 class _Changed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, exact: Tensor, name: str, change: Change):  # type: ignore[no-untyped-def]

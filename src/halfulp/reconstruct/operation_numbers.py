@@ -296,7 +296,7 @@ def _meant(calls: OperationCalls) -> dict[str, float]:
     }  # fmt: skip
     for name, x in powers.items():
         found |= {name: x, f"1 / {name}": 1 / x, f"√{name}": x**0.5, f"1 / √{name}": x**-0.5}
-    return {told: x for told, x in found.items() if abs(x - 1) > MEANT}
+    return found
 
 
 _CONSTANTS = {
@@ -343,7 +343,9 @@ def numbered(trial: Trial, make: Make, found: float, off: float = 0.0) -> Iterat
     """The way of a number that may be so much off, before it those of a number near it that has a
     meaning.
     """
-    near = {n: abs(x / found - 1) for n, x in _meant(trial.calls).items()} if found else {}
+    # on other calls a number of meaning may be as good as 1, and is none here
+    known = {n: x for n, x in _meant(trial.calls).items() if abs(x - 1) > MEANT}
+    near = {n: abs(x / found - 1) for n, x in known.items()} if found else {}
     short = float(f"{found:.2g}")  # as a person would have written it
     if found and abs(short / found - 1) < MEANT:
         yield make(short)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from halfulp.operations import (
     Rounding,
@@ -27,7 +28,10 @@ BY = 0.05  # of its size, by which a step is moved to see what hangs on it
 SITS = 0.9  # share of an error that sits where it is said to
 WILD = 1e3  # times its size, from which on a change has none to be told by
 FEW = 0.34  # of the elements that may be
-DRAWS = 4  # of random errors of a step
+OTHERS = 3  # steps at which an error may begin as well that are told
+LEAST = 1e-6  # of the mean variance, which every element may have
+DRAWS = 8  # of random errors of a step
+MORE = 1  # calls, beside the one that is told of, that are asked where their errors begin
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,12 @@ def place(trial: Trial, base: Rounding, others: Sequence[Trial]) -> Place:
     if only := _only(trial, others):
         parts.append(only)
     # NaN and Inf have no size that another value of a step would make
-    if not broken and (begins := _begins(trial, base) or _like_noise(trial, base)):
+    # and where one call does not tell a step another that fails may
+    asked = (trial, *[t for t in others if t.failing and not t.nonfinite][:MORE])
+    begins = "" if broken else next((b for one in asked if (b := _begins(one, base))), "")
+    if begins or (not broken and (begins := _like_noise(trial, base))):
         parts.append(begins)
-    if sits := _sits(trial, name):
+    if sits := _overflows(trial, name) or _sits(trial, name):
         parts.append(sits)
     return Place("; ".join(parts), relative, bool(broken) or len(parts) > 1, not broken)
 
@@ -120,7 +127,13 @@ def _begins(trial: Trial, base: Rounding) -> str:
     last = max(near, key=lambda read: names.index(read.name))
     size = last.own.square().mean().clamp_min(1e-300)
     by = float((last.found - last.own).square().mean() / size) ** 0.5
-    return f"it begins at {said(last.name)}" + (f", by {100 * by:.2g} %" if by < WILD else "")
+    # of steps that are each other's functions, row by row, results do not tell which it is
+    alike = [said(read.name) for read in near if read.own.shape == last.own.shape][:OTHERS]
+    alike = [name for name in alike if name != said(last.name)]
+    told = f" (or at {' or '.join(alike)})" if alike else ""
+    return (
+        f"it begins at {said(last.name)}" + (f", by {100 * by:.2g} %" if by < WILD else "") + told
+    )
 
 
 def _like_noise(trial: Trial, base: Rounding) -> str:
@@ -140,15 +153,18 @@ def _like_noise(trial: Trial, base: Rounding) -> str:
         for n in trial.failing:
             if any(m is None for m in moved):
                 break
-            off = (trial.kernel[n] - start[n]).nan_to_num(0.0, 0.0, 0.0).flatten().square()
-            spread = torch.stack([(m[n] - start[n]).flatten() for m in moved if m is not None])
-            spread = spread.nan_to_num(0.0, 0.0, 0.0).square().mean(0) / BY**2
-            due = trial.exact[n].nan_to_num(0.0, 0.0, 0.0).flatten().square()
+            signs = trial.exact[n].nan_to_num(0.0, 0.0, 0.0).sign()
+            off, *drawn = (
+                _with_sums((x[n] - start[n]).nan_to_num(0.0, 0.0, 0.0), signs)
+                for x in (trial.kernel, *(m for m in moved if m is not None))
+            )
+            spread = torch.stack(drawn).square().mean(0) / BY**2
+            due = trial.exact[n].nan_to_num(0.0, 0.0, 0.0).square()
             least = due * (trial.rounding[n] / float(due.sum().clamp_min(1e-300)))
-            least = least + 1e-6 * float(off.mean()) + 1e-300
+            least = _with_sums(least + LEAST * float(off.square().mean()) + 1e-300, signs.abs())
             sizes = torch.logspace(-8, 1, 37, dtype=torch.float64)[:, None]
             variance = sizes * spread + least
-            own = -(variance.log() + off / variance).sum(-1)
+            own = -(variance.log() + off.square() / variance).sum(-1)
             likely += float(own.max())
             size = max(size, float(sizes[own.argmax()]))
         found.append((likely, name, size))
@@ -157,6 +173,22 @@ def _like_noise(trial: Trial, base: Rounding) -> str:
     _, name, size = max(found)
     by = f"of {100 * size**0.5:.2g} % " if size < 1 else ""
     return f"it is spread as errors {by}of {said(name)} are"
+
+
+def _overflows(trial: Trial, name: str) -> str:
+    """That what has no number is too large, not nothing: Inf of the right sign."""
+    kernel, exact = trial.kernel[name], trial.exact[name]
+    broken = ~kernel.isfinite()
+    if not bool(broken.any()) or not bool((kernel * exact)[broken].isposinf().all()):
+        return ""
+    return "all of them are Inf of the right sign: something overflows, or is divided by 0"
+
+
+def _with_sums(x: Tensor, signs: Tensor) -> Tensor:
+    """Elements, and their sums along each dimension, which tell what a row shares from what each
+    element has.
+    """
+    return torch.cat([x.flatten(), *((x * signs).sum(d).flatten() for d in range(1, x.ndim))])
 
 
 def _sits(trial: Trial, name: str) -> str:
@@ -191,16 +223,18 @@ def _sits(trial: Trial, name: str) -> str:
         if count < FEW * 2 * rows.numel() and float(here) > SITS * total:
             named = [n for n, v in calls.options.items() if v == worst and not isinstance(v, bool)]
             found.append((0.0, f"where {operand} is {named[0] + ', ' if named else ''}{worst}"))
-    for operand, x in (calls.operands | calls.grads).items():
-        if x[0].shape != kernel.shape or not x.is_floating_point():
+    given = {n: x[0].double() for n, x in (calls.operands | calls.grads).items()
+             if x.is_floating_point()}  # fmt: skip
+    for operand, x in (given | {f"its exact value, {name},": exact}).items():
+        if x.shape != kernel.shape:
             continue
-        for values, word in ((x[0].double(), "above"), (-x[0].double(), "below")):
+        for values, word in ((x, "above"), (-x, "below")):
             order = values.flatten().argsort(descending=True)
             held = error.flatten()[order].cumsum(0) >= SITS * total
             count = 1 + int((~held).sum())
             fits = float(size.flatten()[order[:count]].sum()) < 0.7 * of
             if count <= FEW * error.numel() and fits:
-                limit = float(x[0].flatten()[order[count - 1]])
+                limit = float(x.flatten()[order[count - 1]])
                 text = f"where {operand} is {limit:.3g} or {word}"
                 found.append((count / error.numel(), text))
     return f"{100 * SITS:.0f} % of it sits {min(found)[1]}" if found else ""

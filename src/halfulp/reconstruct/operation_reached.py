@@ -16,13 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.operations import OperationCalls, Tensors, defined, emulated, sizes_of
+from halfulp.operations import OperationCalls, defined, emulated, sizes_of
 from halfulp.reconstruct.operation_mistakes import fitting, moved
 from halfulp.reconstruct.operation_trials import Run, Trial
 
 CHANGES = (-1.0, -0.5)  # times what it was: the second is seen in squares, and by scales of blocks
 LONGEST = 160  # indices that are changed one by one
 WORK = 2**23  # numbers that are read for them at most
+OTHERS = 0.003  # of the largest change, from which on what should not arrive does
+FEWEST = 8  # of which some that do not arrive are told by what they have in common
 NOTHING = 0.02  # of the change that is due, below which one does not arrive
 SHOWS = 0.02  # of a result, by which a change puts it off that no rounding hides
 ARRIVES = 0.1  # of the largest change that is due anywhere, from which on one does
@@ -46,27 +48,23 @@ def reached(run: Run, one: Trial) -> Reached | None:
     calls, shapes = one.calls, one.calls.operation.shapes_of_results
     if not all(one.kernel[n].isfinite().all() for n in one.failing):
         return None
-    told: dict[str, list[Reached]] = {"neighbor": [], "end": [], "term-missing": []}
     # gradients inherit what is wrong with results
     failing = [n for n in one.failing if not n.startswith("grad_")] or list(one.failing)
     if scaled := _powers(run, one, failing):
         return scaled
+    told: list[Reached] = []
     for by, (name, symbol) in product(CHANGES, _changes(calls)):
-        made = _made(run, calls, name, symbol, by, failing)
-        if made is None:
-            continue
-        for result in failing:
-            own, due, other = (x[result] for x in made)
+        for result, own, due, other in _made(run, calls, name, symbol, by, failing):
             for dim, along in enumerate(shapes[result].split()):
                 size = _by(one.exact[result].abs(), dim)
-                maps = (_by(x, dim) for x in (own, due, other))
-                seen = _Map(result, name, symbol, along, *maps, size)
-                for cause, text in seen.read():
-                    told[cause].append(Reached(cause, text))
-        every = [x for found in told.values() for x in found]
-        if len(every) >= len(failing):
+                changes = _by(own, dim), _by(due, dim), _by(other, dim)
+                told += _Map(result, name, symbol, along, *changes, size).read()
+        if len(told) >= len(failing):
             break
-    return next((found[0] for found in told.values() if found), None)
+    return min(told, key=lambda x: _ORDER.index(x.cause), default=None)
+
+
+_ORDER = ("neighbor", "end", "term-missing")  # what says more before what says less
 
 
 def _changes(calls: OperationCalls) -> Iterator[tuple[str, str]]:
@@ -81,28 +79,32 @@ def _changes(calls: OperationCalls) -> Iterator[tuple[str, str]]:
 
 def _made(
     run: Run, calls: OperationCalls, name: str, symbol: str, by: float, failing: list[str]
-) -> tuple[Tensors, Tensors, Tensors] | None:
-    """By how much results change with each index: a kernel's, the definition's and the recipe's."""
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Results, and by how much each index changes them: a kernel's, the definition's and the
+    recipe's. None of what differs from call to call, or with the calls before, or has no number.
+    """
     given, length = calls.operands | calls.grads, sizes_of(calls)[symbol]
     dim = calls.operation.shapes_of_operands[name].split().index(symbol)
     every = {n: x[:1].expand(length + 2, *x.shape[1:]).clone() for n, x in given.items()}
     for index in range(length):  # the last two are as they were
         every[name][index].select(dim, index).mul_(by)
-    asked = replace(
-        calls,
-        operands={n: every[n] for n in calls.operands},
-        grads={n: every[n] for n in calls.grads},
+    asked, turned = (
+        replace(
+            calls,
+            operands={n: x[order] for n, x in every.items() if n in calls.operands},
+            grads={n: x[order] for n, x in every.items() if n in calls.grads},
+        )
+        for order in (torch.arange(length + 2), torch.arange(length + 2).flip(0))
     )
-    result = run(asked)
-    if result is None or any(n not in result.tensors for n in failing):
-        return None
-    found = []
-    for made in (result.tensors, defined(asked), emulated(asked, calls.operation.stock)):
-        off = {n: (made[n][:-1].double() - made[n][-1].double()).abs() for n in failing}
-        if any(not x.isfinite().all() or bool(x[-1].any()) for x in off.values()):
-            return None
-        found.append({n: x[:-1] for n, x in off.items()})
-    return found[0], found[1], found[2]
+    result, again = run(asked), run(turned)
+    if result is None or again is None:
+        return
+    made = result.tensors, defined(asked), emulated(asked, calls.operation.stock)
+    for of in failing:
+        if of in again.tensors and torch.equal(again.tensors[of].flip(0), result.tensors[of]):
+            off = [(x[of][:-1].double() - x[of][-1].double()).abs() for x in made]
+            if all(bool(x.isfinite().all()) and not bool(x[-1].any()) for x in off):
+                yield of, *(x[:-1] for x in off)  # type: ignore[misc]
 
 
 def _by(changes: Tensor, dim: int) -> Tensor:
@@ -125,19 +127,20 @@ class _Map:
     other: Tensor  # the recipe's, whose scales and roundings are of more than the definition's
     size: Tensor  # of the result, by its index
 
-    def read(self) -> Iterator[tuple[str, str]]:
-        """Causes, and what is said."""
+    def read(self) -> Iterator[Reached]:
+        """What is said of it."""
         # by what is changed: an operand may hold numbers of all sizes
         least = ARRIVES * self.due.amax(1, keepdim=True)
         # scales that rows share move all of them a little, and a wrong scale makes that large
         free = torch.maximum(self.due, self.other) < TRACE * least
         if self.symbol == self.along:
             free &= ~torch.eye(len(free), dtype=torch.bool)
-        found = free & (self.own > torch.maximum(least, ARRIVES * self.own.amax(1, keepdim=True)))
+        largest = torch.maximum(self.due, self.own).amax(1, keepdim=True)
+        found = free & (self.own > OTHERS * largest)
         if not bool(found.any()):
             yield from self._lost()
         elif self.symbol == self.along and not bool((self.due > least).fill_diagonal_(False).any()):
-            yield "neighbor", self._of_others(found)
+            yield Reached("neighbor", self._of_others(found))
 
     def _of_others(self, found: Tensor) -> str:
         """Whose data some indices have, where each is due its own alone."""
@@ -152,12 +155,13 @@ class _Map:
             if text and bool(found[at[indices], indices].all())
         ]
         example = f"at {index} along {self.along} of that at {int(sources[0])}"
-        which = f"of what lies {rules[0]}" if rules else example
         regions = fitting(self.along, columns, ~columns) if not bool(columns.all()) else []
+        known = rules and (regions or 2 * len(indices) > length)
+        which = f"of what lies {rules[0]}" if known else example
         where = f", {regions[0].text}" if regions else ""
         return f"{self.result} is made of other {self.name}{beside}: {which}{where}"
 
-    def _lost(self) -> Iterator[tuple[str, str]]:
+    def _lost(self) -> Iterator[Reached]:
         """What does not arrive: of some indices nowhere, or at some none; of all of them where
         nothing is told by results without a number that is not 0.
         """
@@ -167,12 +171,13 @@ class _Map:
             gone = shown & (own < NOTHING * due)
             text = f"{self.result} does not hang on {self.name}"
             if bool(gone.all()) and bool(self.own.any()):
-                yield "term-missing", text
-            elif not bool((shown & ~gone).any()):
+                yield Reached("term-missing", text)
+            elif len(gone) < FEWEST or not bool((shown & ~gone).any()):
                 continue
             elif bool(gone.any()) and (regions := fitting(symbol, gone, shown & ~gone)):
                 ends = regions[0].text.startswith(("past the last whole", "at the last"))
-                yield "end" if ends else "term-missing", f"{text}, {regions[0].text}"
+                cause = "end" if ends else "term-missing"
+                yield Reached(cause, f"{text}, {regions[0].text}")
 
 
 def _powers(run: Run, one: Trial, failing: list[str]) -> Reached | None:

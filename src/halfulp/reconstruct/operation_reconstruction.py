@@ -21,7 +21,7 @@ from halfulp.reconstruct.operation_numbers import tiny_factor
 from halfulp.reconstruct.operation_others import SLIGHT
 from halfulp.reconstruct.operation_places import manner_of
 from halfulp.reconstruct.operation_random import all_random, random_cause
-from halfulp.reconstruct.operation_reached import reached
+from halfulp.reconstruct.operation_reached import Reached, reached
 from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.reconstruct.operation_trials import Run, Trial
 
@@ -85,11 +85,8 @@ def of_operation(
         for calls in (*(f.calls for f in failures), *(t.calls for t in others)):
             if text := random_cause(run, calls):
                 return FoundWay("random", text, 0.0, 0.0, best.tensor)
-    if best is not None and CAUSES[best.cause].kind == "unexplained":
-        for one in wrong[:CASES]:
-            if asked := reached(run, one):
-                rest = f"{asked.text}; {best.text}"
-                return replace(best, cause=asked.cause, text=rest)
+    if best is not None and not best.share and (asked := _asked(run, wrong[:CASES])):
+        return replace(best, cause=asked.cause, text=f"{asked.text}; {best.text}")
     if best is None or best.share or not (trials and all(t.nonfinite for t in trials)):
         return best
     # what was asked about comes first, where other calls' numbers were looked at
@@ -97,6 +94,11 @@ def of_operation(
     broken = int((first.kernel[name].isfinite() != first.exact[name].isfinite()).sum())
     text = f"{name} is not finite in {broken} elements; on another call {best.text}"
     return best if "not finite" in best.text else replace(best, text=text)
+
+
+def _asked(run: Run, wrong: Sequence[Trial]) -> Reached | None:
+    """What a kernel that no way explains says itself."""
+    return next((found for one in wrong if (found := reached(run, one))), None)
 
 
 def _rank(found: FoundWay) -> tuple[float, int]:

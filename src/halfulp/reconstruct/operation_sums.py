@@ -32,7 +32,7 @@ from halfulp.runs.threads import threads_outside
 
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # terms that are summed exactly before a sum is rounded
 _RUNS = (2, 4, 8, 16)  # parts that may run beside each other, and as many as torch has threads
-_LONGEST = 4096  # terms of a sum that is emulated one after the other
+_LONGEST = 8320  # terms of a sum that is emulated one after the other
 
 
 def sum_ways(calls: OperationCalls) -> Iterator[Way]:

@@ -426,6 +426,12 @@ def _swapped(first: str, second: str, calls: OperationCalls) -> Way:
     return Way("", "", options={first: given[second], second: given[first]})
 
 
+def _other_of(name: str, pair: tuple[str, str], calls: OperationCalls) -> Way:
+    first, second = pair
+    own = calls.options[name]
+    return Way("", "", options={name: {first: second, second: first}.get(own, own)})
+
+
 def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel()).view(x.shape).to(x.dtype)
 
@@ -452,3 +458,6 @@ def option_ways(calls: OperationCalls) -> Iterator[Way]:
                 unread = isinstance(other, bool | str) or other in (operation.options[name], 0)
                 natural = Natural.COMMON if unread else Natural.NUMBER
                 yield Way("option", text, options={name: other}, natural=natural)
+                if isinstance(other, str):
+                    text = f"{name} {value!r} and {other!r} are exchanged"
+                    yield Way("option", text, of_calls=partial(_other_of, name, (value, other)))

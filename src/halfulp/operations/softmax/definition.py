@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfulp.operations.operation_data import Operand, Options, Output, Seam, Sizes, Tensors
+from halfulp.operations.seam import valued
 
 SIGNATURE = "softmax(input, dim)"
 OPERANDS = (Operand("input", "T V"),)
@@ -24,7 +25,7 @@ def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     kept = step("kept", weights * step("_reciprocal", 1 / row_sum))
     zero = (x["input"] - rows).nan_to_num()  # 0, whose gradient is that of the scores
     terms = step("terms", kept * zero)
-    return {"output": kept + terms - kept * _inner(step, terms)}
+    return {"output": valued(kept, kept + terms - kept * _inner(step, terms))}
 
 
 def _inner(step: Seam, terms: Tensor) -> Tensor:
