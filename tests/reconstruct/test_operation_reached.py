@@ -239,3 +239,15 @@ def test_a_way_that_leaves_a_part_of_other_calls_is_not_named():
     report = audit(slope_of_the_activated, op="geglu")
     assert report.causes[0].key == "operation-place", report.evidence
     assert "grad_gate alone" in report.evidence[0]
+
+
+def test_codes_that_are_each_decoded_as_another_are_told_beside_missing_numbers():
+    def other_decoder(input, *, format: Literal["mxfp8_e4m3"]):
+        blocks = input.float().unflatten(-1, (-1, 32))
+        largest = blocks.abs().amax(-1, keepdim=True)
+        scale = torch.exp2(largest.log2().floor() - 8).clamp_min(2.0**-127)
+        codes = (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return (codes.view(torch.float8_e4m3fnuz).float() * scale).flatten(-2)
+
+    report = audit(other_decoder, op="quantize")
+    assert "codes are given as others: -448 as -224" in report.evidence[0]

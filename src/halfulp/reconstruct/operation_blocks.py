@@ -290,10 +290,11 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
         told = ", ".join(f"{by} times ({100 * of:.0f} %)" for by, of in powers.items())
         share = f"{100 * float(wrong.double().mean()):.0f} % of blocks have scales that are"
         return "block-scale", f"{share} {told} what they should be"
-    off = own != due
+    off = (own != due) & own.isfinite()
     pairs = torch.unique(torch.stack([due[off], own[off]], 1), dim=0)
     of_code = {float(a): float(b) for a, b in pairs[:4]}
-    if len(pairs) <= CODES and len(pairs) == len(torch.unique(pairs[:, 0])):
+    often = int(off.sum()) >= OFTEN * len(pairs) > 0
+    if often and len(pairs) == len(torch.unique(pairs[:, 0])):
         told = ", ".join(f"{a:g} as {b:g}" for a, b in of_code.items())
         return "block-codes", f"codes are given as others: {told}{' …' * (len(pairs) > 4)}"
     grid = bool((round_to(own.flatten(1), fmt.element).view(own.shape) == own).all())
@@ -313,4 +314,4 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
 
 
 MOST = 0.8  # share of the blocks that are wrong, from which on scales explain them
-CODES = 64  # that are given as others, at most
+OFTEN = 4  # times that each code is given as the same other one, from which on that is no chance
