@@ -7,17 +7,22 @@ import torch
 
 from halfulp.algorithms import golden
 from halfulp.calls import Result
+from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import panel, reconstruct
 from halfulp.reconstruct.call_options import groups
+from halfulp.reconstruct.emulating import Emulator, Model
+from halfulp.reconstruct.evidence import UNEXPLAINED, Observed
 from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.places import unexplained
 from halfulp.reconstruct.scores_read import unit_scores
 from halfulp.reconstruct.slip_kinds import Slip
+from halfulp.reconstruct.suggested import exchanged
 from halfulp.reconstruct.twists import results
 
 TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
 
 
-def plain(query, key, value, is_causal, scale, window=None, low=torch.bfloat16):
+def plain(query, key, value, is_causal, scale, window=None, low=torch.bfloat16, hidden=0.0):
     """Attention in float32 whose weights alone are rounded."""
     share, n, n_key = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = (x.repeat_interleave(share, 1) for x in (key, value))
@@ -26,7 +31,7 @@ def plain(query, key, value, is_causal, scale, window=None, low=torch.bfloat16):
     if window is not None:
         left, right = (w if w >= 0 else n + n_key for w in window)
         seen = seen & (j >= i - left) & (j <= i + right)
-    scores = (query.float() @ key.float().mT * scale).masked_fill(~seen, -math.inf)
+    scores = (query.float() @ key.float().mT * scale + hidden).masked_fill(~seen, -math.inf)
     weights = scores.softmax(-1).nan_to_num(0.0)
     return (weights.to(low).float() @ value.float()).to(query.dtype)
 
@@ -120,3 +125,54 @@ def test_a_sum_that_keeps_what_it_was_lacks_a_part(parts):
 def test_an_operand_that_is_held_within_a_limit_is_an_operand():
     assert Slip("query", "within", factor=2.0).cause == "operand"
     assert Slip("scores", "within", factor=2.0).cause == "softcap"
+
+
+def mask_kept_by_its_shape():
+    """A kernel that keeps the first mask of a shape that it is given, of one head."""
+    kept = {}
+
+    def attention(query, key, value, is_causal=False, scale=None, attn_mask=None):
+        mask = attn_mask
+        if mask is not None:
+            mask = kept.setdefault((mask.shape[-2:], mask.dtype), mask[:1, :1])
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+        return plain(query, key, value, is_causal, scale, hidden=0.0 if mask is None else mask)
+
+    return attention
+
+
+def test_what_explains_these_numbers_and_no_others_is_still_said():
+    found = reconstruct(mask_kept_by_its_shape())
+    assert found.causes[0].cause.key == "mask", found.sentence
+    assert "something of earlier calls were kept" in found.causes[0].text
+
+
+def of_another_lse(trial):
+    """Gradients whose weights are taken from the lse of the group's number."""
+    call = trial.call
+    key, value = (x.double().repeat_interleave(call.groups, 1) for x in (call.key, call.value))
+    scores, do = scores_of(call), trial.grad_out.double()
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - lse).exp() @ value
+    weights = (scores - lse[:, torch.arange(lse.shape[1]) // call.groups]).exp()
+    inner = weights * (do @ value.mT - (do * out).sum(-1, keepdim=True)) * call.scale
+    dk, dv = (x.unflatten(1, (-1, call.groups)).sum(2) for x in (
+        inner.mT @ call.query.double(), weights.mT @ do))  # fmt: skip
+    found = (out, None, inner @ key, dk, dv)
+    return Result(*(x if x is None else x.bfloat16() for x in found))
+
+
+def test_an_lse_of_another_head_is_no_sum_over_groups():
+    emulator = Emulator({TRIALS["grouped"]: of_another_lse(TRIALS["grouped"])}, of_another_lse)
+    found = {p.tensor: p.cause for p in unexplained(emulator, Model.of(BF16_FLASH2), UNEXPLAINED)}
+    assert found == dict.fromkeys(("grad_query", "grad_key", "grad_value"), "lse-other")
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_rows_that_lie_in_another_order_among_all_heads_are_a_layout(turned):
+    exact = golden(TRIALS["decode"].call).out
+    b, h, n, d = exact.shape
+    out = exact.reshape(b, n, h, d).roll(1, 2).transpose(1, 2) if turned else exact
+    said, cause = exchanged(Observed.of(out, exact))
+    assert cause == ("layout" if turned else ""), said

@@ -246,6 +246,13 @@ def test_keys_that_are_read_in_others_place_are_told_from_lost_ones(both, cause)
     assert ("keys 160-175 are read in their place" in read.text) == (cause == "other-data")
 
 
+def test_rows_that_lack_every_other_key_have_no_other_in_its_place():
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call)) * (torch.arange(192) % 32 < 16)
+    read = compared(trial, weights / weights.sum(-1, keepdim=True))
+    assert read.cause == "key-tail", read.text
+
+
 @pytest.mark.parametrize(("by_weight", "cause"), [(True, "tiles-skipped"), (False, "split-merge")])
 def test_tiles_that_rows_lose_by_their_weight_are_told_from_those_of_whole_heads(by_weight, cause):
     trial = TRIALS["plain"]

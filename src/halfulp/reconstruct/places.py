@@ -28,7 +28,13 @@ CONCENTRATED = 0.9  # share of the unexplained squared error that a place must h
 _OF_P = {"lse", "lse-other", "backward-scores", "weights-disagree"}
 _OF_SCORES = {"backward-scores", "other-data"}  # which dS would have as well
 IN_GRADIENTS = {"key-heads": "group-sum", "causal-mask": "backward-mask"}  # where O is right
-_OF_ROWS = {"lse", "lse-other", "delta", "no-delta"}
+_OTHERS = {
+    "delta": "no-delta",
+    "no-delta": "no-delta",
+    "lse": "lse-other",
+    "lse-other": "lse-other",
+}
+"""Numbers of a row that may be another's, and the cause that is."""
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
 OF_CALLS = (*_OPTIONS, "causal-mask", "key-heads", "ragged")
 _ON_SIZES = ("ragged", "key-heads", "causal-mask", "other-data")
@@ -111,6 +117,9 @@ def unexplained(
         )
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = IN_GRADIENTS.get(cause, cause)
+            sound = every.get((worst, "grad_query"))
+            if cause == "group-sum" and sound is not None and sound.left > share:
+                cause = "other-data"  # of dQ nothing is summed over a group
         found.append(Place(tensor, worst, text, cause, left, times, alone, read, frozenset(bad)))
     if (broken := not_finite(emulator)) is not None:
         found.append(Place(*broken, 1.0, WORST, was_read=True))
@@ -186,12 +195,13 @@ def _told(
     for text, key in ("", "") if worst == "small" else silent_rows(observed), exchanged(observed):
         if key:
             return text, key, False, True
+    in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
     if gross:
         text, key = reads_others(emulator.run, trial, tensor, observed)
-        if key and tensor == "grad_query" and not any(p.tensor == "out" for p in found):
-            own = result_read(emulator, model, trial, tensor)
-            if own is not None and own.cause in ("delta", "no-delta"):  # which has all others do
-                return f"{own.text}: {text}", "no-delta", False, True
+        if key and tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
+            own = result_read(emulator, model, trial, tensor, in_values)
+            if own is not None and own.cause in _OTHERS:  # which has all others do
+                return f"{own.text}: {text}", _OTHERS[own.cause], False, True
         if key:
             grouped = all(emulator.trials[name].call.groups > 1 for name in bad or {worst})
             # calls without groups are right: it is the head of the group that is another
@@ -206,7 +216,6 @@ def _told(
         cause = special or cause
     if one := _few_elements(emulator, model, tensor, bad or frozenset({worst})):
         return "; ".join([*parts, one]), "elements", False, True
-    in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
     read = result_read(emulator, model, trial, tensor, in_values)
     if read is not None:
         parts.append(read.text)

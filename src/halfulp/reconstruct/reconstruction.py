@@ -254,7 +254,9 @@ def _found(
     causes = [n for n in causes if n not in usual or usual[n] or not _read_too(n, places)]
     if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
-        causes = [n for n in causes if _predicts(emulator, model, n, fresh)]
+        foretold = [n for n in causes if _predicts(emulator, model, n, fresh)]
+        told = {p.tensor for p in places}
+        causes = foretold or [_not_again(n) for n in causes if n.tensor not in told]
     if region is not None and region.rows:
         causes = [_of_rows(n, region) for n in causes]
     if region is not None and region.cause in OF_CALLS:
@@ -363,6 +365,12 @@ def _predicts(emulator: Emulator, model: Model, cause: Named, fresh: Mapping[str
     again = Emulator({trial: result}, emulator.run)
     fits = again.fits(model, frozenset({cause.tensor}))
     return all(1 - min(1.0, f.left) > FORETOLD * cause.explained for f in fits.values())
+
+
+def _not_again(cause: Named) -> Named:
+    """What explains all that was asked, and no other numbers of the same sizes."""
+    return replace(cause, text=f"{cause.text}; not so with other numbers of these sizes, as if"
+                   " something of earlier calls were kept")  # fmt: skip
 
 
 def _of_rows(cause: Named, region: Region) -> Named:

@@ -5,7 +5,7 @@ on a scale or on a result, what was never written.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -283,13 +283,14 @@ def exchanged(observed: Observed) -> tuple[str, str]:
                       exact.reshape(b, n, h, d).transpose(1, 2)):  # fmt: skip
             if float((got * other).sum()) > ALIKE * size > float((got * exact).sum()):
                 return "[B, N, H, D] is stored as [B, H, N, D], or the other way round", "layout"
-    for name, cause in (("features", "layout"), ("rows", "layout"), ("heads", "other-data")):
-        got, exact = (
-            x.flatten(0, 1).flatten(1).mT
-            if name == "heads"
-            else x.transpose(-1 if name == "features" else -2, -1).flatten(0, -2)
-            for x in (observed.value, observed.exact)
-        )
+    ways: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
+        ("features", "layout", lambda x: x.flatten(0, -2)),
+        ("rows", "layout", lambda x: x.mT.flatten(0, -2)),
+        ("heads", "other-data", lambda x: x.flatten(0, 1).flatten(1).mT),
+        ("rows of all heads", "layout", lambda x: x.permute(0, 3, 1, 2).flatten(0, 1).flatten(1)),
+    )
+    for name, cause, columns in ways:
+        got, exact = columns(observed.value), columns(observed.exact)
         if got.shape[-1] > 2 * got.shape[0]:
             continue
         off = (got - exact).square().sum(0)

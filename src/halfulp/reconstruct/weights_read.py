@@ -158,13 +158,18 @@ def _small(call: Call, exact: Tensor, lost: Tensor) -> tuple[str, str] | None:
 
 def _instead(read: Tensor, exact: Tensor, lost: Tensor) -> str:
     """Which keys stand where others should that get no weight: their weight is twice their own, or
-    that of both where V alone is theirs.
+    that of both where V alone is theirs; and not that of rows that merely lack those.
     """
-    n_key = read.shape[-1]
+    n_key, whole = read.shape[-1], exact.sum(-1, keepdim=True)
     some = lost.flatten(0, -2).any(0).nonzero().flatten()
-    off = float((read - exact).square().sum())
     without = exact.clone()
     without[..., some] = 0
+
+    def left(made: Tensor) -> float:
+        made = made * whole / made.sum(-1, keepdim=True).clamp_min(1e-300)
+        return float((read - made).square().sum())
+
+    most = INSTEAD * min(left(exact), left(without))
     for by in range(int(some[-1]) - n_key + 1, int(some[0]) + 1):
         there = some - by
         if bool(torch.isin(there, some).any()):
@@ -172,8 +177,7 @@ def _instead(read: Tensor, exact: Tensor, lost: Tensor) -> str:
         twice, both = without.clone(), without.clone()
         twice[..., there] *= 2
         both[..., there] += exact[..., some]
-        twice *= exact.sum(-1, keepdim=True) / twice.sum(-1, keepdim=True).clamp_min(1e-300)
-        if min(float((read - x).square().sum()) for x in (twice, both)) < INSTEAD * off:
+        if min(left(twice), left(both)) < most:
             return f"keys {ranges(there)} are read in their place"
     return ""
 
