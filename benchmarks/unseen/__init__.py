@@ -9,9 +9,9 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 12), ("operations", 9))
+    for of, last in (("attention", 13), ("operations", 9))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
-                 "ninth", "tenth", "eleventh", "twelfth")[:last]
+                 "ninth", "tenth", "eleventh", "twelfth", "thirteenth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
