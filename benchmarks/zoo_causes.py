@@ -55,6 +55,7 @@ cross_entropy log_probabilities_low: rounded @ log_probabilities
 cross_entropy probabilities_low: rounded @ probabilities
 cross_entropy smoothing_forward_only: option missing @ label_smoothing smoothing
 cross_entropy smoothing_of_others: option factor @ label_smoothing smoothing
+cross_entropy log_of_probabilities: overflow limited @ others loss probabilities weights smoothing
 cross_entropy no_z_gradient: option missing @ lse_square_scale z_loss
 cross_entropy mean_of_all: factor option @ count reduction times loss
 cross_entropy ignored_gradient: option missing @ ignore_index seen
@@ -103,6 +104,7 @@ linear out_cut: rounded @ output
 linear last_row_stale: neighbor @ T
 linear small_gradients_lost: limited missing @ grad_output gradient
 embedding rows_low: rounded @ rows output
+embedding indices_low: rounded neighbor @ rows output input weight
 embedding next_row: neighbor end @ T
 embedding last_wins: missing summed neighbor @ weight rows
 embedding added_low: summed @ rows weight

@@ -89,6 +89,8 @@ def embedding(fault=""):
             out = w[input]
             if fault == "rows_low":
                 out = out.to(torch.float8_e5m2).to(w.dtype)
+            if fault == "indices_low":
+                out = w[low(input.float()).long().clamp_max(len(w) - 1)]
             if fault == "next_row":
                 out = w[(input + (torch.arange(len(input)) == len(input) - 1)) % len(w)]
             return out.clone(), None
@@ -218,6 +220,7 @@ LINEAR = {
 }
 EMBEDDING_FAULTS = (
     "rows_low",
+    "indices_low",
     "next_row",
     "last_wins",
     "added_low",

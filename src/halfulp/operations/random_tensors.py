@@ -52,10 +52,12 @@ def opposed_tokens(draw: Draw) -> Draw:
 
 
 def apart(rows: Tensor) -> Tensor:
-    """The same rows `[T, N]`, far above 0 and far below it by turns: what is small beside one
-    row's maximum is nothing in float32 beside its neighbor's.
+    """The same rows `[T, N]`, far above 0 or far below it: what is small beside one row's maximum
+    is nothing in float32 beside another's. By the sequence of Thue and Morse, which no shift leaves
+    as it is, so that rows of any distance differ.
     """
-    return rows + torch.where(torch.arange(len(rows)) % 2 == 0, 120.0, -120.0)[:, None]
+    below = [number.bit_count() % 2 == 1 for number in range(len(rows))]
+    return rows + torch.where(torch.tensor(below), -120.0, 120.0)[:, None]
 
 
 def rows_apart(draw: Draw) -> OperationProbe:

@@ -81,5 +81,12 @@ PROBES = (
         sizes={"T": 2048, "V": 8, "D": 8},
         options={"padding_idx": 1},
     ),
+    Probe(
+        "large_vocabulary",
+        "indices that a low format does not hold",
+        "RosettaCommons/foundry PR 236 (indices that inherit bfloat16)",
+        _drawn(),
+        sizes={"T": 64, "V": 4099, "D": 8},
+    ),
     odd_sizes(_drawn()),
 )
