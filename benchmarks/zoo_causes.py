@@ -55,7 +55,6 @@ cross_entropy log_probabilities_low: rounded @ log_probabilities
 cross_entropy probabilities_low: rounded @ probabilities
 cross_entropy smoothing_forward_only: option missing @ label_smoothing smoothing
 cross_entropy smoothing_of_others: option factor @ label_smoothing smoothing
-cross_entropy log_of_probabilities: overflow limited @ others loss probabilities weights smoothing
 cross_entropy no_z_gradient: option missing @ lse_square_scale z_loss
 cross_entropy mean_of_all: factor option @ count reduction times loss
 cross_entropy ignored_gradient: option missing @ ignore_index seen

@@ -257,7 +257,7 @@ def test_a_loss_of_the_mean_alone_is_audited_on_every_probe_that_it_takes():
         case.case.probe.partition("/")[0] for case in found[mean_loss].cases if case.status != "ok"
     }
     left -= {"sizes"}  # some of which ask for z-loss, or do not
-    assert left == {"smoothing", "smoothing_alone", "smoothing_apart", "small_vocabulary", "z_loss"}
+    assert left == {"smoothing", "smoothing_alone", "small_vocabulary", "z_loss"}
     # a mean changes with its rows
     assert {r.invariant for r in found[mean_loss].relations} == {"same call twice"}
 

@@ -95,11 +95,7 @@ def cross_entropy(fault=""):
             lse = largest + total.log()
             lse = low(lse) if fault == "lse_low" else lse
             loss = (1 - label_smoothing) * (lse[:, 0] - rows[tokens, right])
-            away = lse - rows
-            if fault == "log_of_probabilities":
-                away = -(weights / total).log()
-            loss = loss + label_smoothing * away.mean(1) if label_smoothing else loss
-            loss = loss + lse_square_scale * lse[:, 0] ** 2
+            loss = loss + label_smoothing * (lse - rows).mean(1) + lse_square_scale * lse[:, 0] ** 2
             p = (low(rows - lse) if fault == "log_probabilities_low" else rows - lse).exp()
             p = low(p) if fault == "probabilities_low" else p
             smoothing = 0.0 if fault == "smoothing_forward_only" else label_smoothing
@@ -179,7 +175,6 @@ CROSS_ENTROPY_FAULTS = (
     "probabilities_low",
     "smoothing_forward_only",
     "smoothing_of_others",
-    "log_of_probabilities",
     "no_z_gradient",
     "mean_of_all",
     "ignored_gradient",

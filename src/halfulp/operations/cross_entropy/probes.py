@@ -115,13 +115,6 @@ PROBES = (
         sizes={"T": 8, "V": 2048},
     ),
     Probe(
-        "smoothing_apart",
-        "logarithms of probabilities that vanish in float32",
-        "NVIDIA/Megatron-LM PR 5522 (log() after exponentiation and normalization)",
-        with_(_plain, input=lambda x: x * 40),
-        options={"label_smoothing": 0.1},
-    ),
-    Probe(
         "small_vocabulary",
         "a share that counts one class too few",
         "torch.nn.functional, label_smoothing (1 / V of it, the right class included)",
