@@ -11,6 +11,7 @@ from torch.nn import functional
 from halfulp.operations import OperationResult, drawn_calls, operation_named
 from halfulp.reconstruct.operation_asked import reconstruct_operation
 from halfulp.reconstruct.operation_called import trial
+from halfulp.reconstruct.operation_codes import codes_asked
 from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.targets import run_operation, target_of
 
@@ -21,19 +22,20 @@ def same(scale):
     return scale
 
 
-def product(a, b, of_a=same, of_b=same):
-    """a bᵀ in MXFP8, by other scales."""
+def product(a, b, of_a=same, of_b=same, read=same):
+    """a bᵀ in MXFP8, by other scales, or with the codes of a taken for others."""
     blocks = [functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32)) for x in (a, b)]
     power = [torch.frexp(x.abs().amax(-1, keepdim=True))[1] - 9 for x in blocks]
     codes = [torch.ldexp(x, -p).clamp(-448, 448) for x, p in zip(blocks, power, strict=True)]
     codes = [x.to(torch.float8_e4m3fn).float() for x in codes]
+    codes[0] = read(codes[0])
     scales = [torch.ldexp(torch.ones(p.shape), p)[..., 0] for p in power]
     scales = of_a(scales[0]), of_b(scales[1])
     x, y = ((c * s[..., None]).flatten(1) for c, s in zip(codes, scales, strict=True))
     return x @ y.T
 
 
-def linear(of_input=same, of_weight=same, of_gradient=same):
+def linear(of_input=same, of_weight=same, of_gradient=same, read=same):
     class Products(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
@@ -43,7 +45,7 @@ def linear(of_input=same, of_weight=same, of_gradient=same):
         @staticmethod
         def backward(ctx, grad):
             (x, w), dy = (t.float() for t in ctx.saved_tensors), grad.float()
-            back = product(dy, w.T, of_gradient), product(dy.T, x.T)
+            back = product(dy, w.T, of_gradient), product(dy.T, x.T, read=read)
             return tuple(t.to(grad.dtype) for t in back)
 
     def kernel(input, weight, *, format: Literal["mxfp8"]):
@@ -52,16 +54,21 @@ def linear(of_input=same, of_weight=same, of_gradient=same):
     return kernel
 
 
-def read_off(kernel):
-    """What is said of scales on a call with blocks of all sizes."""
-    operation, target = operation_named("quantized_linear"), target_of(kernel, "quantized_linear")
+def asked(op, kernel, probe="ranges_mxfp8"):
+    """A call with blocks of all sizes, and what makes it."""
+    operation, target = operation_named(op), target_of(kernel, op)
 
     def run(calls):
         result = run_operation(target, calls).result
         return OperationResult(result.tensors)
 
     sizes = operation.sizes[0].with_(calls=1, T=80, K=80, N=80)
-    calls = drawn_calls(operation, "ranges_mxfp8", sizes, "bfloat16", GENERATOR.manual_seed(0))
+    return drawn_calls(operation, probe, sizes, "bfloat16", GENERATOR.manual_seed(0)), run
+
+
+def read_off(kernel):
+    """What is said of scales."""
+    calls, run = asked("quantized_linear", kernel)
     return scales_read(run, trial(run, calls, ("output", "grad_input", "grad_weight")))
 
 
@@ -90,6 +97,45 @@ def test_right_scales_are_not_accused():
     assert read_off(linear()) is None
     assert read_off("dequantized") is None
     assert read_off("recipe:stock") is None
+
+
+def as_e5m2(codes):
+    return codes.to(torch.float8_e4m3fn).view(torch.float8_e5m2).float()
+
+
+def without_the_lowest_bit(codes):
+    return torch.where(codes.abs() < 2**-6, (codes * 2**6).round() * 2**-6, codes)
+
+
+def a_half(codes):
+    return codes / 2
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        (as_e5m2, "codes of grad_output are taken for others: "),
+        (without_the_lowest_bit, "…, below the smallest normal one alone"),
+        (a_half, None),  # a factor is no other code
+        (same, None),
+    ],
+)
+def test_codes_that_are_taken_for_others_are_read_off(read, told):
+    calls, run = asked("quantized_linear", linear(read=read))
+    one = trial(run, calls, ("output", "grad_input", "grad_weight"))
+    said = codes_asked(run, one)
+    assert told in said if told else said is None
+    if read is as_e5m2:  # 2 is 01000000 in E4M3, and in E5M2 as well
+        assert " 2 for " not in said
+
+
+@pytest.mark.parametrize("name", ["dequantized", "recipe:stock", "recipe:floor"])
+@pytest.mark.parametrize(
+    "probe", ["ranges_fp8_row", "ranges_mxfp8", "ranges_nvfp4", "ranges_mxfp4"]
+)
+def test_codes_that_are_right_are_not_accused(name, probe):
+    calls, run = asked("quantized_linear", name, probe)
+    assert codes_asked(run, trial(run, calls, ("output", "grad_input", "grad_weight"))) is None
 
 
 def of_the_first_numbers(input, weight, *, format: Literal["fp8_row"]):
@@ -191,6 +237,40 @@ def not_corrected(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, e
     return (p - lr * m / (v.sqrt() + eps)).to(param.dtype), m, v
 
 
+def root_of_a_correction(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps,
+                         weight_decay):  # fmt: skip
+    p, g = param.float() * (1 - lr * weight_decay), grad.float()
+    m, v = beta1 * exp_avg + (1 - beta1) * g, beta2 * exp_avg_sq + (1 - beta2) * g * g
+    size = (v / (1 - beta2**step)).sqrt() + eps
+    return (p - lr * m / (1 - beta1**step) ** 0.5 / size).to(param.dtype), m, v
+
+
+def slope_lost(gate, up, *, approximate="none"):
+    """What is multiplied in tanh's form lacks the gate itself."""
+    g = gate.float()
+    inner = (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)
+    below = (1 + torch.tanh(inner)) / 2
+    active = functional.gelu(g) if approximate == "none" else below
+    return (active * up.float()).to(gate.dtype)
+
+
+def subnormals_of_another_unit(input, *, format: Literal["mxfp8_e4m3"]):
+    blocks = input.float().unflatten(-1, (-1, 32))
+    power = torch.frexp(blocks.abs().amax(-1, keepdim=True))[1] - 9
+    y = torch.ldexp(blocks, -power).clamp(-448, 448)
+    codes = y.to(torch.float8_e4m3fn).float()
+    codes = torch.where(y.abs() < 2**-6, (y * 2**6).round() * 2**-9, codes)
+    return torch.ldexp(codes, power).flatten(-2)
+
+
+def by_a_finer_scale(input, *, format: Literal["mxfp8_e4m3"]):
+    """What is rounded is divided by a scale that is no power of two; the stored one is."""
+    blocks = input.float().unflatten(-1, (-1, 32))
+    most = blocks.abs().amax(-1, keepdim=True)
+    codes = (blocks * (448 / most.clamp_min(1e-30))).to(torch.float8_e4m3fn).float()
+    return torch.ldexp(codes, torch.frexp(most)[1] - 9).flatten(-2)
+
+
 def not_decoupled(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps, weight_decay):
     p, g = param.float(), grad.float() + weight_decay * param.float()
     m, v = beta1 * exp_avg + (1 - beta1) * g, beta2 * exp_avg_sq + (1 - beta2) * g * g
@@ -245,6 +325,10 @@ def padding_too(input, weight, padding_idx):
         # what else explains every call as well is less natural
         ("rope", low_positions, "statistic-low", "positions is rounded to bf16"),
         ("adamw_step", not_corrected, "option", "1 stands in place of 1 - beta1 ** step, and so"),
+        ("adamw_step", root_of_a_correction, "option", "(1 - beta1 ** step) ** 0.5 stands in"),
+        ("geglu", slope_lost, "term-missing", "of gate * below, only where approximate is 'tanh'"),
+        ("quantize", subnormals_of_another_unit, "block-codes", "below the smallest normal one"),
+        ("quantize", by_a_finer_scale, "block-scale", "times the scale of their codes"),
         ("adamw_step", not_decoupled, "option", "is added to grad, as Adam has it"),
         ("cross_entropy", z_of_lse, "term-missing", "lse stands in place of its square"),
         ("rms_norm", by_rows, "grad-sum-low", "sums of 32 terms of the gradient of weights are"),

@@ -36,6 +36,7 @@ PROVEN = 0.9  # share of an error that is "explains it"
 EFFORT = 1500  # emulations of the reconstruction
 PROBES = 2  # failing probes that the reconstruction looks at beside its own inputs
 FAILURES = 3  # failing cases of another operation that are looked at
+UNTOLD = ("operation-function", "operation-unexplained")  # causes that say no more than so
 SYMPTOMS = ("maximum", "non-finite")  # told by where NaN is alone
 HIDE = ("causal-mask", "mask", "window", "key-tail")  # causes of rows without a key, which are NaN
 LONGEST = 512  # keys of a probe that is emulated hundreds of times
@@ -111,8 +112,8 @@ def operation_causes(
         causes.append(Diagnosis(CAUSES["operation-unexplained"], text))
     elif broken:
         of = _of_broken(broken)
-        if found is not None:  # where it begins says more than that it is so
-            begun = CAUSES[found.cause] if found.cause == "operation-place" else of.cause
+        if found is not None:  # what is read of it says more than that it is so
+            begun = of.cause if found.cause in UNTOLD else CAUSES[found.cause]
             of = Diagnosis(begun, f"{of.evidence}: {found.text}")
         causes.append(of)
     if unsteady and causes[0].cause.key != "unstable":  # what makes calls differ stands first

@@ -297,6 +297,16 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
     if often and len(pairs) == len(torch.unique(pairs[:, 0])):
         told = ", ".join(f"{a:g} as {b:g}" for a, b in of_code.items())
         return "block-codes", f"codes are given as others: {told}{' …' * (len(pairs) > 4)}"
+    by = (own * blocks / scales).sum(-1) / (blocks / scales).square().sum(-1).clamp_min(1e-300)
+    rest = (own - by[..., None] * blocks / scales).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-300)
+    other = wrong & (rest < CODED) & ((by - 1).abs() > CODED / 4)
+    if float(other.sum()) > MOST * float(wrong.sum()):
+        low, high = (float(f(by[other])) for f in (torch.min, torch.max))
+        share = f"{100 * float(wrong.double().mean()):.0f} % of blocks are"
+        return (
+            "block-scale",
+            f"{share} read by {low:.3g} to {high:.3g} times the scale of their codes",
+        )
     grid = bool((round_to(own.flatten(1), fmt.element).view(own.shape) == own).all())
     if not grid:
         of = 100 * float(wrong.double().mean())
@@ -314,4 +324,5 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
 
 
 MOST = 0.8  # share of the blocks that are wrong, from which on scales explain them
+CODED = 0.1  # relative error that codes of three bits may make of a block
 OFTEN = 4  # times that each code is given as the same other one, from which on that is no chance

@@ -8,18 +8,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
-from halfulp.operations import STOCHASTIC, OperationCalls, Rounding, sizes_of
+from halfulp.operations import STOCHASTIC, OperationCalls, Rounding
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.found import FoundWay, Rival
 from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
 from halfulp.reconstruct.operation_eager import eager_ways
-from halfulp.reconstruct.operation_mistakes import Region, regions
+from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_numbers import further_ways
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_others import Others
-from halfulp.reconstruct.operation_places import place
+from halfulp.reconstruct.operation_places import only_where, place
 from halfulp.reconstruct.operation_read import read_ways, steps_read
-from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
+from halfulp.reconstruct.operation_regions import (
+    groups_of,
+    hidden_regions,
+    regions_of,
+    visible_regions,
+)
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_sums import sum_ways
 from halfulp.reconstruct.operation_trials import Trial
@@ -58,6 +63,7 @@ OFTEN = 0.3  # of the calls where the kernel is right, on which such a way may b
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
+FAILING = 2  # calls beside this one, from which on a way may be of them alone
 READ = 500  # ways, those whose errors are most like the kernel's, whose regions are read off
 IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
 LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
@@ -126,7 +132,8 @@ class Judge:
         if len(chosen) > 1:
             fits = self.held.fit(base, chosen)
         if not self._holds(base, share, chosen, start):
-            return self._of_results(base) or self._unexplained(share, chosen, base)
+            alone = self._of_results(base) or self._where_it_fails(found, start)
+            return alone or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
         return FoundWay(chosen[0].key, text, share, fits, self._failing, rivals, alike)
@@ -203,6 +210,19 @@ class Judge:
         found = [(base, *alone.best(base, (), way)) for way in more if alone.concerns(base, way)]
         named = judge._named(found, [], False, 0.0) if judge._whole(found) else None
         return named if named is not None and named.share else None
+
+    def _where_it_fails(self, found: list[_Tried], start: float) -> FoundWay | None:
+        """What explains all calls that fail, where an option or a size tells these from the others:
+        what a kernel does there says nothing of what it does elsewhere.
+        """
+        failing = [t for t in self.others if t.failing]
+        if len(failing) < FAILING or not (where := only_where(self.trial, self.others)):
+            return None
+        judge = replace(self, others=failing)
+        (base, share, way), fits, rivals = judge._told_apart(found)
+        if share < WHOLLY or not judge._holds(base, share, (way,), start):
+            return None
+        return FoundWay(way.key, f"{way}, {where}", share, fits, self._failing, rivals)
 
     def _alone(self, bases: list[Rounding]) -> tuple[list[_Tried], list[Way]]:
         """Every way tried by itself, roundings first where errors are small, and those that tell
@@ -329,7 +349,9 @@ class Judge:
         own = [one for one in found if one[2].region is None and one[2].may_be_in_part]
         likely = sorted(own, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
         # a first or last few would show
-        groups = [g for g in self._groups() if g[0].text.startswith(("past", "where", "in"))]
+        groups = [
+            g for g in groups_of(self.trial.calls) if g[0].text.startswith(("past", "where", "in"))
+        ]
         more: list[_Tried] = []
         for of, _, way in likely:
             if self.trial.like(of, way) > LIKE:
@@ -344,7 +366,7 @@ class Judge:
 
     def _in_parts(self, found: list[_Tried]) -> list[_Tried]:
         """Ways that explain this call, in every region that they may be in here as well."""
-        most, groups = max(found, key=_share)[1], self._groups()
+        most, groups = max(found, key=_share)[1], groups_of(self.trial.calls)
         whole = [one for one in found if one[1] >= most - EQUAL and one[2].region is None]
         more = [
             one
@@ -364,20 +386,6 @@ class Judge:
             if more[-1][1] >= least:
                 more += [self._tried(base, way, region) for region in rest]
         return more
-
-    def _groups(self) -> list[list[Region]]:
-        """Regions that are the same indices in this call."""
-        sizes = sizes_of(self.trial.calls)
-        lengths = {n for shape in shapes_of_steps(self.trial.calls).values() for n in shape}
-        known = sizes | {
-            f"{s} / 2": n // 2 for s, n in sizes.items() if n // 2 in lengths - set(sizes.values())
-        }
-        groups: dict[tuple[str, bytes], list[Region]] = {}
-        for symbol, n in known.items():
-            for region in regions(symbol):
-                if (here := region.rule(n)).any():
-                    groups.setdefault((symbol, here.numpy().tobytes()), []).append(region)
-        return list(groups.values())
 
     def _tried(self, base: Rounding, way: Way, region: Region) -> _Tried:
         return (base, *self.trial.best(base, (), replace(way, region=region, alone="")))

@@ -55,7 +55,7 @@ def place(trial: Trial, base: Rounding, others: Sequence[Trial]) -> Place:
     off = f"is not finite in {broken} elements" if broken else off
     alone = " alone" if len(trial.failing) == 1 < len(trial.kernel) else ""
     parts = [f"{name}{alone} {off}"]
-    if only := _only(trial, others):
+    if only := only_where(trial, others):
         parts.append(only)
     # NaN and Inf have no size that another value of a step would make
     # and where one call does not tell a step another that fails may
@@ -100,7 +100,7 @@ def manner_of(run: Run, one: Trial) -> str:
     return f"{one.failing[0]} is off only where {' and '.join(told)}"
 
 
-def _only(one: Trial, others: Sequence[Trial]) -> str:
+def only_where(one: Trial, others: Sequence[Trial]) -> str:
     """Options and sizes that all calls which fail share, and no other has."""
     wrong, right = [one, *(t for t in others if t.failing)], [t for t in others if not t.failing]
     for name in one.calls.options:

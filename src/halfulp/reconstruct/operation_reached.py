@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfulp.formats import FORMATS, BlockFormat
 from halfulp.operations import OperationCalls, defined, emulated, sizes_of
 from halfulp.reconstruct.operation_mistakes import fitting, moved
 from halfulp.reconstruct.operation_trials import Run, Trial
@@ -53,12 +54,18 @@ def reached(run: Run, one: Trial) -> Reached | None:
     if scaled := _powers(run, one, failing):
         return scaled
     told: list[Reached] = []
-    for by, (name, symbol) in product(CHANGES, _changes(calls)):
+    # of a block that is quantized every number goes by the largest
+    by_blocks = calls.options.get("format") in {
+        f.name for f in FORMATS if isinstance(f, BlockFormat)
+    }
+    for by, (name, symbol) in product(CHANGES[:1] if by_blocks else CHANGES, _changes(calls)):
         for result, own, due, other in _made(run, calls, name, symbol, by, failing):
+            # what is a small part of itself hangs on what it should by as little
+            part = float(one.kernel[result].norm() / one.exact[result].norm().clamp_min(1e-300))
             for dim, along in enumerate(shapes[result].split()):
                 size = _by(one.exact[result].abs(), dim)
                 changes = _by(own, dim), _by(due, dim), _by(other, dim)
-                told += _Map(result, name, symbol, along, *changes, size).read()
+                told += _Map(result, name, symbol, along, *changes, size, part).read()
         if len(told) >= len(failing):
             break
     return min(told, key=lambda x: _ORDER.index(x.cause), default=None)
@@ -126,6 +133,7 @@ class _Map:
     due: Tensor
     other: Tensor  # the recipe's, whose scales and roundings are of more than the definition's
     size: Tensor  # of the result, by its index
+    part: float  # of its size that the kernel gives
 
     def read(self) -> Iterator[Reached]:
         """What is said of it."""
@@ -168,7 +176,7 @@ class _Map:
         for dim, symbol in ((1, self.symbol), (0, self.along)):
             own, due = self.own.norm(dim=dim), self.due.norm(dim=dim)
             shown = due > SHOWS * float(self.size.norm()) / len(due) ** 0.5
-            gone = shown & (own < NOTHING * due)
+            gone = shown & (own < NOTHING * min(self.part, 1.0) * due)
             text = f"{self.result} does not hang on {self.name}"
             if bool(gone.all()) and bool(self.own.any()):
                 yield Reached("term-missing", text)

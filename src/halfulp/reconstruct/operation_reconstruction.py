@@ -15,6 +15,7 @@ from halfulp.operations import sizes_of
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.found import FoundWay
 from halfulp.reconstruct.operation_called import Failure, panel, trial
+from halfulp.reconstruct.operation_codes import codes_asked
 from halfulp.reconstruct.operation_judge import DO, GROSS, OTHERWISE, WHOLLY, WRONG, Judge
 from halfulp.reconstruct.operation_noise import noise_of
 from halfulp.reconstruct.operation_numbers import tiny_factor
@@ -98,6 +99,9 @@ def of_operation(
 
 def _asked(run: Run, wrong: Sequence[Trial]) -> Reached | None:
     """What a kernel that no way explains says itself."""
+    for one in wrong:
+        if codes := codes_asked(run, one):
+            return Reached("block-codes", codes)
     return next((found for one in wrong if (found := reached(run, one))), None)
 
 

@@ -12,15 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from halfulp.operations import (
-    Rounding,
-    sizes_of,
-)
-from halfulp.reconstruct.operation_mistakes import Region, fitting
+from halfulp.operations import OperationCalls, Rounding, sizes_of
+from halfulp.reconstruct.operation_mistakes import Region, fitting, regions
 from halfulp.reconstruct.operation_trials import BROKEN, Trial
-from halfulp.reconstruct.operation_ways import (
-    Way,
-)
+from halfulp.reconstruct.operation_ways import Way, shapes_of_steps
 
 NOISY = 2.0  # times the squares that rounding makes, which are no error yet
 CLOSER = 0.25  # times the square of the distance: as one of two ways makes it, not the other
@@ -112,3 +107,18 @@ def _along(x: Tensor, exact: Tensor, dim: int) -> Tensor:
     off = (x - exact).nan_to_num(0.0, 0.0, 0.0).square() + broken
     other = [d for d in range(x.ndim) if d != dim]
     return off.sum(other) if other else off
+
+
+def groups_of(calls: OperationCalls) -> list[list[Region]]:
+    """Regions of every symbol, those together that are the same indices in this call."""
+    sizes = sizes_of(calls)
+    lengths = {n for shape in shapes_of_steps(calls).values() for n in shape}
+    known = sizes | {
+        f"{s} / 2": n // 2 for s, n in sizes.items() if n // 2 in lengths - set(sizes.values())
+    }
+    groups: dict[tuple[str, bytes], list[Region]] = {}
+    for symbol, n in known.items():
+        for region in regions(symbol):
+            if (here := region.rule(n)).any():
+                groups.setdefault((symbol, here.numpy().tobytes()), []).append(region)
+    return list(groups.values())

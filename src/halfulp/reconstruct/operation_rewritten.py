@@ -328,8 +328,10 @@ def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
         yield b, a
         if isinstance(op, ast.Mult):
             yield a, b
-        # no number of times what it should be: the square of b
-        yield "term-missing", ast.BinOp(a, ast.Div() if isinstance(op, ast.Mult) else ast.Mult(), b)
+        # no number of times what it should be: the square of b, or its root
+        yield b, ast.BinOp(a, ast.Div() if isinstance(op, ast.Mult) else ast.Mult(), b)
+        if isinstance(b, ast.BinOp):
+            yield b, ast.BinOp(a, op, ast.BinOp(b, ast.Pow(), ast.Constant(0.5)))
     elif isinstance(op, ast.Pow):
         yield b, a
     if isinstance(op, ast.Sub | ast.Div | ast.Pow):
@@ -347,8 +349,7 @@ def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
 
 def _of_numbers(node: ast.BinOp) -> Iterator[_Other]:
     """Another constant or size on one of the sides."""
-    for side in ("left", "right"):
-        own = getattr(node, side)
+    for side, own in (("left", node.left), ("right", node.right)):
         others: list[ast.expr] = []
         if isinstance(own, ast.Constant) and isinstance(own.value, int | float):
             n = own.value

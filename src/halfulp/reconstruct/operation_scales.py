@@ -26,7 +26,7 @@ COLUMNS = 12  # of a product, at most
 SQUARE = 128
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """A result that is a product: its operands, whether each is transposed for it, and symbols."""
 
     result: str
@@ -41,13 +41,14 @@ def scales_read(run: Run, one: Trial) -> tuple[str, str] | None:
     their blocks'; None where they are right, or no product of quantized operands fails.
     """
     calls, said = one.calls, []
-    for product in _products(calls, one.failing):
+    for product in products_of(calls, one.failing):
         for of in (0, 1):
             said += [f"{told}, in {product.result}" for told in _told(run, calls, product, of)]
     return ("block-scale", "; ".join(said[:2])) if said else None
 
 
-def _products(calls: OperationCalls, failing: tuple[str, ...]) -> Iterator[_Product]:
+def products_of(calls: OperationCalls, failing: tuple[str, ...]) -> Iterator[Product]:
+    """Results that fail and are products of quantized operands."""
     chosen = calls.options.get("format")
     formats = {n: f for n, f in calls.operation.floor.steps.items() if isinstance(f, BlockFormat)}
     if not any(n.startswith(f"{chosen}_") for n in formats):
@@ -63,11 +64,11 @@ def _products(calls: OperationCalls, failing: tuple[str, ...]) -> Iterator[_Prod
             if len(along) == 1 and sorted(rows) == sorted([s] for s in own):
                 summed = along.pop()
                 turned = [shapes[n].index(summed) == 0 for n in pair]
-                yield _Product(result, pair, (turned[0], turned[1]),
+                yield Product(result, pair, (turned[0], turned[1]),
                                (rows[0][0], rows[1][0]), summed)  # fmt: skip
 
 
-def _told(run: Run, calls: OperationCalls, product: _Product, of: int) -> Iterator[str]:
+def _told(run: Run, calls: OperationCalls, product: Product, of: int) -> Iterator[str]:
     """What is said of one operand's scales."""
     sizes = sizes_of(calls)
     length, rows = sizes[product.along], sizes[product.rows[of]]
@@ -105,7 +106,7 @@ def _told(run: Run, calls: OperationCalls, product: _Product, of: int) -> Iterat
 
 def _asked(
     calls: OperationCalls,
-    product: _Product,
+    product: Product,
     of: int,
     powers: Tensor,
     where: tuple[int, int, int],
@@ -135,7 +136,7 @@ def _asked(
     return replace(calls, operands={n: given[n] for n in calls.operands}, grads=grads, manner="")
 
 
-def _due(calls: OperationCalls, product: _Product) -> Tensor:
+def _due(calls: OperationCalls, product: Product) -> Tensor:
     """The exact product, in the result's own order."""
     given = calls.operands | calls.grads
     a, b = (given[n].double().mT if turned else given[n].double()
