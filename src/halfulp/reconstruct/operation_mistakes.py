@@ -284,6 +284,10 @@ def rare_ends(length: int) -> Iterator[AlongMistake]:
     """What is left out but for one end, or at the beginning."""
     for count in (1, *BLOCKS):
         if count < length:
+            if length % count == 0 and count > 1:
+                rest = slice(None, length - count)
+                text = f"is left out in the last {count} of {length}, a whole block"
+                yield AlongMistake("end", text, partial(_only, part=rest))
             last = (length - 1) // count * count
             text = f"is left out but for the last block of {count}, from {last} of {length} on"
             yield AlongMistake("term-missing", text, partial(_last, block=count))
