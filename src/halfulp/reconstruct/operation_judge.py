@@ -18,7 +18,7 @@ from halfulp.reconstruct.operation_numbers import further_ways
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_others import Others
 from halfulp.reconstruct.operation_places import only_in, place
-from halfulp.reconstruct.operation_read import function_ways, read_ways, steps_read
+from halfulp.reconstruct.operation_read import function_ways, read_ways
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_sums import sum_ways
@@ -205,11 +205,13 @@ class Judge:
     def _of_results(self, base: Rounding) -> FoundWay | None:
         """What explains results where gradients, which are another function's, hide it."""
         alone = self.trial.of_results
-        if alone is None or not (self.thorough and steps_read(alone, base)):
+        if alone is None or not self.thorough:
             return None
         others = [t.of_results or t for t in self.others if not t.calls.grads or t.of_results]
         judge = Judge(alone, others, thorough=False)
-        more = (*read_ways(alone, base), *rewritten_ways(alone.calls))
+        calls = alone.calls
+        more = (*read_ways(alone, base), *rewritten_ways(calls), *_common(calls),
+                *rare_ways(calls), *function_ways(alone, base))  # fmt: skip
         found = [(base, *alone.best(base, (), way)) for way in more if alone.concerns(base, way)]
         named = judge._named(found, [], False, 0.0) if judge._whole(found) else None
         return named if named is not None and named.share else None

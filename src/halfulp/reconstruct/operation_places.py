@@ -138,7 +138,12 @@ def _is_whole(symbol: str, block: int, whole: bool, calls: OperationCalls) -> bo
 
 def _begins_broken(trial: Trial, base: Rounding, name: str) -> str:
     """The steps without numbers in which results would lack those that the kernel's lack."""
-    broken = {n: ~x.isfinite() & trial.exact[n].isfinite() for n, x in trial.kernel.items()}
+    # gradients inherit what is wrong with results, or are another function's
+    results = [n for n in trial.kernel if not n.startswith("grad_")]
+    broken = {
+        n: ~trial.kernel[n].isfinite() & trial.exact[n].isfinite()
+        for n in (results if name in results else trial.kernel)
+    }
     found = []
     for step, shape in shapes_of_steps(trial.calls).items():
         where = broken[name][0]

@@ -69,7 +69,7 @@ def function_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
     """A step that is another function of its exact value, or of its mantissa, as approximations
     are: read off a call's numbers, every second of which foretells those between.
     """
-    for read in steps_read(trial, base):
+    for read in steps_read(trial, base, 1.0):
         here = (read.shown > 0) & (read.own != 0) & read.found.isfinite()
         own, found, weight = (
             read.own[here],
@@ -127,15 +127,17 @@ def _as_curve(key: Callable[[Tensor], Tensor], at: Tensor, ratio: Tensor, x: Ten
     return (x * _between(at, ratio, key(x.double()))).to(x.dtype)
 
 
-def steps_read(trial: Trial, base: Rounding) -> list[Read]:
-    """Steps and operands other numbers of which make the error, those that do so best first."""
-    key = ("read", trial.failing, base.name)
+def steps_read(trial: Trial, base: Rounding, most: float = UNKNOWNS) -> list[Read]:
+    """Steps and operands other numbers of which make the error, those that do so best first; of
+    `most` values for each number that fails.
+    """
+    key = ("read", trial.failing, base.name, most)
     if key not in trial.known:
-        trial.known[key] = _all_read(trial, base)
+        trial.known[key] = _all_read(trial, base, most)
     return trial.known[key]  # type: ignore[no-any-return]
 
 
-def _all_read(trial: Trial, base: Rounding) -> list[Read]:
+def _all_read(trial: Trial, base: Rounding, most: float) -> list[Read]:
     given = {OPERAND + n: x[0].shape for n, x in trial.calls.operands.items()
              if x.is_floating_point()}  # fmt: skip
     shapes = shapes_of_steps(trial.calls) | given
@@ -147,7 +149,7 @@ def _all_read(trial: Trial, base: Rounding) -> list[Read]:
             numbers = sum(trial.kernel[n].numel() for n in of)
             read = (
                 _read(trial, base, name, of)
-                if 0 < shape.numel() <= UNKNOWNS * numbers and trial.hangs_on(base, name) & {*of}
+                if 0 < shape.numel() <= most * numbers and trial.hangs_on(base, name) & {*of}
                 else None
             )
             if read is not None and read.share > BEGINS:
